@@ -1,0 +1,46 @@
+"""dsframework: describe a training run once, check it on a laptop, train it with DeepSpeed.
+
+The public names are imported on first use, so that `check`, `plan` and `render` never load torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from framework.config.load import load_config
+    from framework.config.run_config import RunConfig
+    from framework.ds_json.import_run import import_deepspeed
+    from framework.ds_json.render import render
+    from framework.errors import ConfigError
+    from framework.plan.cluster import Cluster
+    from framework.plan.plan import make_plan
+    from framework.run import fit
+    from framework.tasks.task import Ratio, Task
+
+__version__ = "0.1.0"
+__all__ = ["Cluster", "ConfigError", "Ratio", "RunConfig", "Task", "fit", "import_deepspeed", "load_config", "make_plan", "render"]
+
+_HOME = {
+    "Cluster": "framework.plan.cluster",
+    "ConfigError": "framework.errors",
+    "Ratio": "framework.tasks.task",
+    "RunConfig": "framework.config.run_config",
+    "Task": "framework.tasks.task",
+    "fit": "framework.run",
+    "import_deepspeed": "framework.ds_json.import_run",
+    "load_config": "framework.config.load",
+    "make_plan": "framework.plan.plan",
+    "render": "framework.ds_json.render",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'framework' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,30 @@
+"""`python -m framework`, also installed as `dsf`."""
+
+import os
+import signal
+import sys
+
+from framework.errors import EXIT_CONFIG, EXIT_STOPPED
+
+
+def main() -> int:
+    """The command line; without the base install one line that says so."""
+    try:
+        from framework.cli import main as run
+
+        return run()
+    except ModuleNotFoundError as error:
+        if error.name not in ("pydantic", "pydantic_core", "yaml", "rich"):
+            raise
+        print(f"{sys.executable} has no package {error.name}: this is not the environment of dsframework; "
+              "source .venv/bin/activate, call ./launch.sh instead of python -m framework, or pip install dsframework "
+              "[package-missing]", file=sys.stderr)  # fmt: skip
+        return EXIT_CONFIG
+
+
+if __name__ == "__main__":
+    if os.getpid() == 1 and sys.argv[1:2] == ["launch"]:
+        # Process 1 of a container never gets a signal that it does not handle, and the imports take half a second.
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(EXIT_STOPPED))
+    os.environ.setdefault("DSF_SHELL_PATH", os.environ.get("PATH", ""))  # before a launcher adds to it; see report/summary.py
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""The process group: started from the environment a launcher set (or a single process's own), ended in good order."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import io
+import logging
+import os
+import re
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import deepspeed
+import torch
+import torch.distributed
+from deepspeed.accelerator import get_accelerator
+
+from framework.backend.extensions import use_own_cache
+from framework.backend.rendezvous import check_environment, telling_where_ranks_meet
+from framework.backend.shared_buffers import remove_dead_buffers, remove_own_buffers
+from framework.errors import ConfigError, PeerLostError, Problem
+from framework.train.rank_log import write_to
+from framework.train.warn import warn
+
+# gloo's words, in a plain RuntimeError; NCCL has a class of its own.
+_LOST_PEER: Final = re.compile(r"Connection (closed|reset) by (remote )?peer|Broken pipe|gloo/transport/\S+")
+
+
+def device_name() -> str:
+    """DeepSpeed's accelerator on this machine: ``cuda``, ``cpu``, ``npu``..."""
+    return str(get_accelerator()._name)
+
+
+def device() -> torch.device:
+    """This rank's device."""
+    return torch.device(get_accelerator().current_device_name())
+
+
+def check_device(dtype: str, backend: str | None = None) -> None:
+    """Refuse a precision that the device at hand cannot compute in, or a backend that does not drive it.
+
+    Raises:
+        ConfigError: with kind ``precision-unsupported`` or ``backend-unsupported``.
+    """
+    needed = {"nccl": "cuda", "hccl": "npu"}.get(backend or "")
+    if needed is not None and device_name() != needed:
+        raise ConfigError(Problem(
+            kind="backend-unsupported", key="run.backend", value=backend,
+            reason=f"it drives {needed} devices and this machine's are {device_name()}", fix="leave it out",
+        ))  # fmt: skip
+    accelerator = get_accelerator()
+    supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
+    if dtype in supported and not supported[dtype]():
+        raise ConfigError(Problem(
+            kind="precision-unsupported", key="precision.dtype", value=dtype,
+            reason=f"DeepSpeed's {device_name()} accelerator on this machine cannot train in it", fix="use fp32 or autocast",
+        ))  # fmt: skip
+
+
+@contextlib.contextmanager
+def process_group(backend: str | None) -> Iterator[None]:
+    """Join the process group for the time of the block; a group that exists already is used and left as it is.
+
+    After an error the group is not destroyed: that would wait for ranks that may be gone. The process is about to end.
+
+    Raises:
+        ConfigError: the environment does not say where ranks meet.
+        PeerLostError: they did not meet there.
+    """
+    if torch.distributed.is_initialized():
+        yield
+        return
+    _describe_single_process()
+    check_environment(os.environ)
+    use_own_cache()
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        remove_dead_buffers()
+    with telling_where_ranks_meet(), contextlib.redirect_stdout(io.StringIO()):
+        # Into the bin: DeepSpeed prints that its ops were built, on every rank.
+        deepspeed.init_distributed(
+            dist_backend=backend or get_accelerator().communication_backend_name(), auto_mpi_discovery=False
+        )
+    # Before the first collective: NCCL would otherwise meet every rank of a host on device 0.
+    get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    yield
+    gc.collect()  # engines are cyclic: what is left of them must go before the group that they use
+    barrier()
+    deepspeed.comm.destroy_process_group()  # not torch's own: DeepSpeed keeps groups that it has made, for the next engine
+    # It keeps its own handle on the group as well, and would believe that it is still there.
+    deepspeed.comm.comm.cdb = None
+    remove_own_buffers(os.environ)
+
+
+def rank() -> int:
+    """This process's rank."""
+    return torch.distributed.get_rank()
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    torch.distributed.barrier()
+
+
+def gather(value: Any) -> list[Any]:
+    """Every rank's value, in the order of ranks. Collective."""
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, value)
+    return everyone
+
+
+def from_rank0(value: Any) -> Any:
+    """The value that rank 0 passed, on every rank; an exception of rank 0 is raised on every rank."""
+    box = [value]
+    torch.distributed.broadcast_object_list(box, src=0)
+    if isinstance(box[0], Exception):
+        raise box[0]
+    return box[0]
+
+
+def refuse_different_ranks(essence: Mapping[str, Any]) -> None:
+    """Compare what must be the same on every rank. Collective.
+
+    Raises:
+        ConfigError: on all ranks, naming what differs and the first rank on which it does.
+    """
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, dict(essence))
+    problems = [
+        Problem(kind="ranks-differ", key=name, value=other.get(name),
+                reason=f"rank {number} has this, rank 0 has {everyone[0].get(name)}",
+                fix="give every rank the same config and the same data")
+        for number, other in enumerate(everyone)
+        for name in sorted(everyone[0].keys() | other.keys())
+        if other.get(name) != everyone[0].get(name)
+    ]  # fmt: skip
+    if problems:
+        raise ConfigError(problems[:1])
+
+
+def is_first_to_tell(text: str, *, patience_seconds: float = 3.0) -> bool:
+    """Whether this rank should tell of a failure that others may have met as well: rank 0 always, others where rank 0 does not.
+
+    No collective: ranks that have not failed need not take part.
+    """
+    if not torch.distributed.is_initialized():
+        return True
+    store = torch.distributed.distributed_c10d._get_default_store()
+    key = f"dsframework-told-{hashlib.sha256(text.encode()).hexdigest()}"
+    try:
+        if rank() == 0:
+            store.set(key, "told")
+            return True
+        store.wait([key], timedelta(seconds=patience_seconds))
+    except RuntimeError:  # nobody has told it in that time, or the store has gone with rank 0, which then had its own failure
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def telling_of_lost_peers() -> Iterator[None]:
+    """A rank that waits in vain for one that has failed says so in one line: the reason is what that other rank said."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not tells_of_lost_peer(error):
+            raise
+        lost = _LOST_PEER.search(str(error))
+        told = PeerLostError(
+            f"rank {os.environ.get('RANK', '0')}: another rank has ended or cannot be reached any more "
+            f"({lost[0] if lost else type(error).__name__}); "
+            "what that one said last tells why [peer-lost]"
+        )
+        told.is_of_one_rank = True
+        raise told from error
+
+
+def quiet_deepspeed(log_file: Path) -> None:
+    """Send DeepSpeed's own messages to the rank's log file, beside ours; the terminal keeps its errors."""
+    log_file.parent.mkdir(parents=True, exist_ok=True)  # on hosts that do not share the run folder with rank 0
+    logger = logging.getLogger("DeepSpeed")
+    for handler in logger.handlers:
+        if isinstance(handler, logging.FileHandler):
+            logger.removeHandler(handler)
+            handler.close()
+        else:
+            handler.setLevel(logging.ERROR)
+    handler = _LogFile(log_file, encoding="utf-8")
+    write_to(handler)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+
+
+def tells_of_lost_peer(error: Exception) -> bool:
+    """Whether this is a collective that another rank did not live to take part in."""
+    is_plain = isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None
+    return is_plain or isinstance(error, torch.distributed.DistError)
+
+
+class _LogFile(logging.FileHandler):
+    """On a full disk lines are lost, and once it is said; `logging` itself would print a traceback for each of them."""
+
+    _has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name is logging's
+        if not self._has_failed:
+            self._has_failed = True
+            warn(f"{self.baseFilename}: {sys.exc_info()[1]}; training goes on, and lines of this log are lost [log-not-written]")
+
+
+def _describe_single_process() -> None:
+    """A process that no launcher started is rank 0 of 1; DeepSpeed would look for MPI otherwise."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(single)

@@ -1,0 +1,92 @@
+"""Where ranks meet: what the launcher said about it, and one line for every way in which they do not."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch.distributed
+
+from framework.errors import MISSING, ConfigError, PeerLostError, Problem
+
+_PORTS: Final = range(1, 65_536)
+_IN_USE: Final = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
+_JOINED: Final = re.compile(r"(\d+)/(\d+) clients joined")
+_WAITED: Final = re.compile(r"after (\d+) ?(ms|milliseconds|s|seconds)")
+
+
+def check_environment(environment: Mapping[str, str]) -> None:
+    """Refuse what the ranks cannot meet by: torch would wait for minutes, or raise something else in each place.
+
+    Raises:
+        ConfigError: kind ``rendezvous-environment``, with every problem found.
+    """
+    if "RANK" not in environment:
+        return
+    world_size = environment.get("WORLD_SIZE", "")
+    ranks = int(world_size) if world_size.isdecimal() else 0
+    fits = {
+        "WORLD_SIZE": ranks > 0,
+        "RANK": environment["RANK"].isdecimal() and (not ranks or int(environment["RANK"]) < ranks),
+        "MASTER_ADDR": bool(environment.get("MASTER_ADDR", "").strip()),
+        "MASTER_PORT": environment.get("MASTER_PORT", "").isdecimal() and int(environment["MASTER_PORT"]) in _PORTS,
+    }
+    wanted = {"WORLD_SIZE": "how many ranks there are", "RANK": f"from 0 to {ranks - 1}" if ranks else "a rank",
+              "MASTER_ADDR": "the host of rank 0", "MASTER_PORT": "a port from 1 to 65535"}  # fmt: skip
+    problems = [
+        Problem(kind="rendezvous-environment", key=name, value=_number(environment.get(name, MISSING)),
+                reason=f"must be {wanted[name]}",
+                fix="start the ranks with deepspeed, torchrun or launch, which set it")
+        for name, is_good in fits.items() if not is_good
+    ]  # fmt: skip
+    if problems:
+        raise ConfigError(problems)
+
+
+def _number(value: Any) -> Any:
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
+@contextmanager
+def telling_where_ranks_meet() -> Iterator[None]:
+    """What goes wrong while the process group is joined becomes one line that names the address."""
+    try:
+        yield
+    except RuntimeError as error:
+        told = PeerLostError(_reason(str(error), is_network=isinstance(error, torch.distributed.DistError)))
+        told.is_of_one_rank = True
+        if not told.args[0]:
+            raise
+        raise told from error
+
+
+def _reason(said: str, *, is_network: bool) -> str:
+    rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    place = f"rank {rank} of {world_size}"
+    if _IN_USE.search(said):
+        return (f"{place}: port {port} on {socket.gethostname()} is in use, by another job, one that is still ending or a second "
+                "rank 0; choose another with --master_port [rendezvous-port-in-use]")  # fmt: skip
+    if joined := _JOINED.search(said):
+        return (f"{place}: only {joined[1]} of {joined[2]} ranks came to {host}:{port}{_waited(said)}; look at what the others "
+                "said, and whether every node was started with its own --node_rank [rendezvous-incomplete]")  # fmt: skip
+    if is_network and rank != "0":
+        return (f"{place}: no rank 0 answers at {host}:{port}{_waited(said)}; check that MASTER_ADDR is its host, that it was "
+                "started and that no firewall is between [rendezvous-unreachable]")  # fmt: skip
+    if is_network or "gloo" in said.lower() or "nccl" in said.lower():
+        why = " ".join(said.split("Exception raised from", 1)[0].split())[:160]
+        return (f"{place}: the ranks that met at {host}:{port} cannot connect to each other ({why}); "
+                "check the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) [rendezvous-failed]")  # fmt: skip
+    return ""
+
+
+def _waited(said: str) -> str:
+    waited = _WAITED.search(said)
+    if waited is None:
+        return ""
+    seconds = int(waited[1]) / (1000 if waited[2].startswith("m") else 1)
+    return f" within {seconds:.0f} s"

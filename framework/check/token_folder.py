@@ -1,0 +1,84 @@
+"""The token folder that a run config names, where it is on this machine: what is wrong with it, and how long the run will be.
+
+Read are ``meta.json`` and the sizes of the files, not the tokens: a laptop needs neither numpy nor torch for it. A folder that
+is not here is a warning, as for modules: the machine that trains may have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from framework.config.data import Text, TextPairs
+from framework.config.load import Source
+from framework.config.run_config import RunConfig
+from framework.errors import ConfigError, Problem
+from framework.plan.cluster import Cluster
+from framework.plan.plan import Plan, make_plan
+from framework.token_files import Meta, no_pair_tokens, one_document, read_meta, size_problems, too_short
+
+_KEY = "data.path"
+
+
+@dataclass(frozen=True)
+class TextFound:
+    """What is known of the text: `num_train_samples` is None where nothing is."""
+
+    problems: tuple[Problem, ...] = ()
+    num_train_samples: int | None = None
+
+
+def plan_with_text(config: RunConfig, cluster: Cluster, *, source: Source) -> Plan:
+    """`make_plan` with the size of the text, and what is wrong with it.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    found = look_at_text(config)
+    problems = [source.locate(problem) for problem in found.problems]
+    errors = [problem for problem in problems if problem.severity == "error"]
+    try:
+        plan = make_plan(config, cluster, num_train_samples=found.num_train_samples, source=source)
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *errors]) from None
+    if errors:
+        raise ConfigError(errors)
+    return replace(plan, findings=(*plan.findings, *problems))
+
+
+def look_at_text(config: RunConfig) -> TextFound:
+    """Read what the folder says of itself."""
+    data = config.data
+    if not isinstance(data, (Text, TextPairs)) or data.path is None:
+        return TextFound()
+    try:
+        folder, meta = read_meta(data.path, _KEY)
+    except ConfigError as error:
+        return TextFound(tuple(map(_less_here, error.problems)))
+    problems = [*size_problems(folder, meta, data.path, _KEY), *_unfit(config, data, meta)]
+    num_tokens, length = meta.parts["train"].num_tokens, data.sequence_length
+    num_samples = (num_tokens - 1) // length if isinstance(data, Text) else max(1, num_tokens // length)
+    return TextFound(tuple(problems), num_samples or None)
+
+
+def _less_here(problem: Problem) -> Problem:
+    if problem.kind != "text-not-found":
+        return problem
+    return replace(problem, severity="warning", reason="there is no such folder here",
+                   fix="make it with python -m framework prepare, or start where it is")  # fmt: skip
+
+
+def _unfit(config: RunConfig, data: Text | TextPairs, meta: Meta) -> Iterator[Problem]:
+    """As the datasets and the run itself would refuse it."""
+    for name, part in meta.parts.items():
+        if isinstance(data, Text):
+            yield from too_short(name, num_tokens=part.num_tokens, sequence_length=data.sequence_length)
+        else:
+            yield from one_document(name, num_documents=part.num_documents, path=data.path)
+    if isinstance(data, TextPairs):
+        yield from no_pair_tokens(meta.special_tokens.model_dump(), path=data.path)
+    known = getattr(config.model, "vocab_size", None)
+    if isinstance(known, int) and meta.vocab_size > known:
+        yield Problem(kind="model-data-vocab-size", key="model.vocab_size", value=known,
+                      reason=f"the data has {meta.vocab_size} different tokens",
+                      fix=f"set model.vocab_size: {meta.vocab_size} or more")  # fmt: skip

@@ -1,0 +1,156 @@
+"""Judges one file: a run config or any DeepSpeed JSON. What is wrong with it is in the verdict, never raised.
+
+Either kind of file needs modules that the other does not, and importing them is most of the time that checking one file
+takes (`benchmarks/check_speed.py`): they are imported where they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from framework.config.document import YAML_ENDINGS
+from framework.config.read_text import read_text
+from framework.errors import ConfigError, Problem, UsageError
+
+if TYPE_CHECKING:
+    from framework.ds_json.facts import GpuKind, Topology
+    from framework.ds_json.hjson_text import HjsonDocument
+    from framework.plan.cluster import Cluster
+    from framework.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Against:
+    """What files are judged against.
+
+    Attributes:
+        cluster: where they are to run; None: not said.
+        gpu: which GPU; None: not said.
+        release: DeepSpeed's version; None: the newest known.
+    """
+
+    cluster: Cluster | None = None
+    gpu: GpuKind | None = None
+    release: str | None = None
+
+    def topology(self) -> Topology:
+        """As the rules of DeepSpeed JSON take it."""
+        from framework.ds_json.facts import Topology
+
+        if self.cluster is None:
+            return Topology(device="cuda" if self.gpu else "unknown", gpu=self.gpu)
+        return Topology.from_cluster(self.cluster, self.gpu)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found in one file; `praise` is the line to print where nothing stops it."""
+
+    file: str
+    problems: tuple[Problem, ...]
+    praise: str = ""
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether nothing would stop it."""
+        return all(problem.severity != "error" for problem in self.problems)
+
+
+def find_gpu(name: str | None) -> GpuKind | None:
+    """A GPU by its name, such as ``h100-80gb``.
+
+    Raises:
+        UsageError: it is not known.
+    """
+    if name is None:
+        return None
+    from framework.ds_json.facts import GPU_KINDS
+
+    if name.lower() not in GPU_KINDS:
+        raise UsageError(f"--gpu {name}: not known; known are {', '.join(GPU_KINDS)}")
+    return GPU_KINDS[name.lower()]
+
+
+def check_file(file: str, overrides: Sequence[str], against: Against, *, describe: Callable[[Plan], str]) -> Verdict:
+    """Judge one file. It is read once: it may be a pipe, which can be read only once."""
+    try:
+        text = read_text(Path(file), name=file)
+        document = _deepspeed_json(text, file)
+        if document is None:
+            return _check_run_config(file, overrides, against, describe, text)
+    except ConfigError as error:
+        return Verdict(file, tuple(error.problems))
+    if overrides:
+        raise UsageError(f"{file}: settings apply to run configs; this is DeepSpeed JSON")
+    return check_document(document, against)
+
+
+def _deepspeed_json(text: str, file: str) -> HjsonDocument | None:
+    if Path(file).suffix.lower() in YAML_ENDINGS:
+        return None
+    from framework.ds_json.judge import parse_deepspeed_json
+
+    return parse_deepspeed_json(text, Path(file), name=file)
+
+
+def check_document(document: HjsonDocument, against: Against) -> Verdict:
+    """Judge DeepSpeed JSON that was read."""
+    from framework.ds_json.judge import accelerate_problem, assumption
+    from framework.ds_json.keys import load_table
+    from framework.ds_json.lint import lint
+
+    if (foreign := accelerate_problem(document)) is not None:
+        return Verdict(document.name, (foreign,))
+    found = lint(document, release=against.release, topology=against.topology())
+    praise = f"fine for DeepSpeed {load_table(against.release).release}"
+    notes = (*_release_note(document.name, against), *assumption(document, as_run_config=False))
+    return Verdict(document.name, (*notes, *found), praise)
+
+
+def _check_run_config(
+    file: str, overrides: Sequence[str], against: Against, describe: Callable[[Plan], str], text: str
+) -> Verdict:
+    from framework.check.target_search import missing_targets
+    from framework.check.token_folder import plan_with_text
+    from framework.config.document import document_of
+    from framework.config.load import Source, load_with_source
+    from framework.ds_json.judge import accelerate_problem, assumption, judge_passed_alone, judge_rendered
+    from framework.plan.plan import default_cluster
+
+    try:
+        config, source = load_with_source(file, overrides, text=text)
+        plan = plan_with_text(config, against.cluster or default_cluster(config), source=source)
+    except ConfigError as error:
+        document = document_of(text, Path(file), name=file)
+        if (foreign := accelerate_problem(document)) is not None:
+            return Verdict(file, (foreign,))
+        passed = document.value.get("deepspeed") if isinstance(document.value, dict) else None
+        further = judge_passed_alone(passed, release=against.release)
+        found = _all(error.problems, map(Source(document).locate, further))
+        return Verdict(file, (*assumption(document, as_run_config=True), *found))
+    problems = [*source.notes(), *plan.findings, *map(source.locate, missing_targets(config))]
+    problems += judge_rendered(plan, source=source, release=against.release, gpu=against.gpu)
+    return Verdict(file, (*_release_note(file, against), *problems), describe(plan))
+
+
+def _release_note(file: str, against: Against) -> Iterator[Problem]:
+    """Not every patch has a table."""
+    from framework.ds_json.keys import load_table
+
+    if against.release is None:
+        return
+    judged = load_table(against.release).release
+    written = against.release.strip().removeprefix("v").partition("+")[0]
+    if judged != written and not judged.startswith(f"{written}."):
+        yield Problem(kind="release-without-table", file=file, severity="note",
+                      reason=f"there is no table of DeepSpeed {written}, so {judged} was taken", fix="check the keys that it names"
+                      )  # fmt: skip
+
+
+def _all(found: Sequence[Problem], further: Iterable[Problem]) -> tuple[Problem, ...]:
+    """Both, each key once."""
+    told = {problem.key for problem in found}
+    return (*found, *(problem for problem in further if problem.key not in told))

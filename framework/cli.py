@@ -1,0 +1,309 @@
+"""The command line: check, plan, render, import, schema, inspect, prepare, generate, export, doctor, launch. None imports torch."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from io import TextIOWrapper
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import framework
+from framework.arguments import CommandParser
+from framework.check.command import add_options, run_check
+from framework.errors import EXIT_OK, EXIT_TRAINING, EXIT_USAGE, ConfigError, FrameworkError, Problem, UsageError
+from framework.output import write
+from framework.plan.cluster import Cluster
+
+if TYPE_CHECKING:  # a check of DeepSpeed JSON needs none of it, and importing it takes a tenth of a second
+    from framework.config.load import Source
+    from framework.launch.stage_balance import StageBalance
+    from framework.plan.plan import Plan
+
+# Commands that need more than the base install. Their modules stand beyond the torch line, are imported by name when the
+# command is given, and by nothing else here; each has `main(words) -> exit code`.
+_BELOW_THE_LINE: Final[Mapping[str, str]] = {
+    "prepare": "framework.data.prepare", "generate": "framework.generate", "export": "framework.export",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a file name may be any bytes
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _run(words)
+        sys.stdout.flush()  # here, and not at exit, where a reader that left would be an error message
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough; of a run he has not seen how it ended
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return EXIT_TRAINING if _starts_a_run(words) else EXIT_OK
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def _starts_a_run(words: Sequence[str]) -> bool:
+    return words[:1] == ["launch"] and words[1:2] not in (["k8s"], ["slurm"])
+
+
+def _run(words: Sequence[str]) -> int:
+    try:
+        if words[:1] == ["launch"]:
+            from framework.launch.local import launch
+
+            return launch(words[1:])
+        if words[:1] == ["doctor"]:
+            from framework.launch.preflight.command import doctor
+
+            return doctor(words[1:])
+        if words and words[0] in _BELOW_THE_LINE:
+            return _run_below_the_line(*words)
+        if not words:
+            print(_parser().format_help(), end="", file=sys.stderr)
+            return EXIT_USAGE
+        arguments = _parse(words)
+        command: Callable[[argparse.Namespace], int] = arguments.command
+        return command(arguments)
+    except FrameworkError as error:
+        write(sys.stderr, f"{error}\n")
+        return error.exit_code
+
+
+def _run_below_the_line(command: str, *words: str) -> int:
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # where it is imported, DeepSpeed tells which device it found
+            module = importlib.import_module(_BELOW_THE_LINE[command])
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "framework":
+            raise
+        missing = f"{command} needs the package {error.name}"
+        raise UsageError(f"{missing}; pip install 'dsframework[train]' [package-missing]") from error
+    code: int = module.main(words)
+    return code
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    """argparse takes positional words in one run only; settings may also stand behind options."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(words)
+    strangers = [word for word in rest if word.startswith("-") or not hasattr(arguments, "words")]
+    if strangers:
+        parser.error(f"unrecognized arguments: {' '.join(strangers)}")
+    if rest:
+        arguments.words += rest
+    return arguments
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(prog="python -m framework", description="Typed training runs on DeepSpeed.")
+    parser.add_argument("--version", action="version", version=f"dsframework {framework.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    check = commands.add_parser("check", help="find everything that is wrong with run configs or DeepSpeed JSON")
+    add_options(check)
+    check.set_defaults(command=_check)
+
+    plan = commands.add_parser("plan", help="say what will happen on a cluster")
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    plan.set_defaults(command=_plan)
+
+    render = commands.add_parser("render", help="print the DeepSpeed JSON")
+    render.set_defaults(command=_render)
+    for command in (plan, render):
+        command.add_argument("file", metavar="FILE", help="run config, YAML or JSON")
+        command.add_argument("words", nargs="*", default=[], metavar="key=value", help="settings that win over the file")
+    for command in (check, plan, render):
+        where = command.add_mutually_exclusive_group()
+        where.add_argument("--num_gpus", "--num-gpus", type=_positive, metavar="N", help="devices on one host")
+        where.add_argument("-H", "--hostfile", metavar="FILE", help="hosts and their devices, in DeepSpeed's format")
+
+    schema = commands.add_parser("schema", help="print the JSON Schema of run configs or DeepSpeed JSON, for editors")
+    schema.add_argument("of", nargs="?", choices=("run", "deepspeed"), default="run", help="what is described")
+    schema.add_argument("--deepspeed", metavar="RELEASE", help="of this release, for example 0.18.9")
+    schema.set_defaults(command=_schema)
+
+    turn = commands.add_parser("import", help="print the run config that a DeepSpeed JSON amounts to")
+    turn.add_argument("file", metavar="FILE", help='DeepSpeed JSON, also with Hugging Face\'s "auto"')
+    turn.add_argument("--deepspeed", metavar="RELEASE", help="as this release reads it, for example 0.18.9")
+    turn.set_defaults(command=_import)
+
+    inspect = commands.add_parser("inspect", help="say what a checkpoint is, and whether its files are as they were written")
+    inspect.add_argument("path", metavar="CHECKPOINT|RUN", help="a folder global_step<N>, or a run: all of its checkpoints")
+    inspect.add_argument("--json", action="store_true", help="print it as JSON")
+    inspect.add_argument("--no-verify", action="store_true", help="read the manifest only, not every byte of every file")
+    inspect.add_argument("--allow-unverified", action="store_true", help="describe what DeepSpeed wrote without a manifest")
+    inspect.set_defaults(command=_inspect)
+
+    commands.add_parser("prepare", help="turn text into numbered tokens: prepare INPUT... OUT_DIR")
+    commands.add_parser("generate", help="print a sample of text from a checkpoint of a GPT: generate CHECKPOINT --prompt TEXT")
+    commands.add_parser("export", help="write the weights of a checkpoint as safetensors: export CHECKPOINT OUT")
+    commands.add_parser("doctor", help="is this machine, or are these hosts, fit to train? doctor [CONFIG] [-H HOSTFILE] [--bench]")
+    commands.add_parser("launch", help="train: launch CONFIG [key=value ...] [-H HOSTFILE]; also launch node, k8s, slurm")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of devices; write 1 or more")
+    return int(text)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    return run_check(arguments, find_cluster=_cluster, describe=_describe)
+
+
+def _describe(plan: Plan) -> str:
+    known = plan.length.total_steps is not None
+    return f"fine on {plan.cluster}: {plan.layout}, {'' if known else 'length '}{_length_text(plan)}"
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    plan, source = _make_plan(arguments, plan_with_data=True)
+    balance = _stage_balance(plan, source)
+    findings = [*plan.findings, *_missing_targets(plan, source), *map(source.locate, balance.notes if balance else ())]
+    if arguments.json:
+        pipeline = {"pipeline": balance.pipeline} if balance and balance.pipeline else {}
+        print(json.dumps(plan.to_dict() | pipeline | {"findings": [found.to_dict() for found in findings]}, indent=2))
+        return EXIT_OK
+    config = plan.config
+    rows = {
+        "run": config.run.name,
+        "cluster": f"{plan.cluster} = {plan.cluster.world_size} rank{'s' if plan.cluster.world_size > 1 else ''}",
+        "batch": str(plan.layout),
+        "length": _length_text(plan),
+        "precision": config.precision.dtype,
+        "ZeRO": _zero_text(plan),
+    }
+    for label, text in rows.items():
+        print(f"{label:<10}{text}")
+    for line in balance.lines if balance else ():
+        print(line)
+    for finding in findings:
+        print(f"{finding.severity}: {finding}")
+    return EXIT_OK
+
+
+def _stage_balance(plan: Plan, source: Source) -> StageBalance | None:
+    """None without a pipeline."""
+    if plan.layout.pipe_size == 1:
+        return None
+    from framework.launch.stage_balance import find_stage_balance
+
+    return find_stage_balance(plan, source=source)
+
+
+def _render(arguments: argparse.Namespace) -> int:
+    from framework.ds_json.render import render
+
+    plan, source = _make_plan(arguments)
+    try:
+        ds_config = render(plan)
+    except ConfigError as error:
+        raise ConfigError(map(source.locate, error.problems)) from None
+    for warning in _missing_targets(plan, source):
+        write(sys.stderr, f"warning: {warning}\n")
+    print(json.dumps(ds_config, indent=2))
+    return EXIT_OK
+
+
+def _missing_targets(plan: Plan, source: Source) -> list[Problem]:
+    """What `check` warns of as well: code that is nowhere here."""
+    from framework.check.target_search import missing_targets
+
+    return [source.locate(problem) for problem in missing_targets(plan.config)]
+
+
+def _schema(arguments: argparse.Namespace) -> int:
+    if arguments.of == "deepspeed":
+        from framework.ds_json.schema import deepspeed_schema
+
+        schema = deepspeed_schema(arguments.deepspeed)
+    elif arguments.deepspeed:
+        raise UsageError("schema: --deepspeed goes with `schema deepspeed`; a run config has one schema")
+    else:
+        from framework.config.schema_text import schema_text
+
+        print(schema_text(), end="")
+        return EXIT_OK
+    print(json.dumps(schema, indent=2))
+    return EXIT_OK
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    from framework.ds_json.import_run import import_document
+    from framework.ds_json.import_text import run_config_text
+    from framework.ds_json.judge import read_deepspeed_json
+
+    document = read_deepspeed_json(Path(arguments.file), name=arguments.file)
+    if document is None:
+        raise UsageError(f"{arguments.file}: this is a run config already; import takes DeepSpeed JSON")
+    print(run_config_text(import_document(document, release=arguments.deepspeed), name=arguments.file), end="")
+    return EXIT_OK
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from framework.report.inspect import run_inspect
+
+    return run_inspect(arguments.path, as_json=arguments.json, verify=not arguments.no_verify,
+                       allow_unverified=arguments.allow_unverified)  # fmt: skip
+
+
+def _make_plan(arguments: argparse.Namespace, *, plan_with_data: bool = False) -> tuple[Plan, Source]:
+    from framework.check.token_folder import plan_with_text
+    from framework.config.load import load_with_source
+    from framework.plan.plan import default_cluster, make_plan
+
+    config, source = load_with_source(arguments.file, arguments.words)
+    make = plan_with_text if plan_with_data else make_plan
+    return make(config, _cluster(arguments) or default_cluster(config), source=source), source
+
+
+def _cluster(arguments: argparse.Namespace) -> Cluster | None:
+    """The cluster that the command line names."""
+    if arguments.num_gpus is not None:
+        return Cluster(devices_per_host=arguments.num_gpus)
+    if arguments.hostfile is None:
+        return None
+    from framework.launch.hostfile import cluster_of, read_hostfile
+
+    return cluster_of(read_hostfile(arguments.hostfile), path=arguments.hostfile)
+
+
+def _length_text(plan: Plan) -> str:
+    length = plan.length
+    if length.total_steps is None:
+        return "known when the data is read"
+    if length.steps_per_epoch is None:
+        return _count_text(length.total_steps, "step")
+    epochs = _epochs_text(length.total_steps / length.steps_per_epoch)
+    left = f", {length.unused_samples_per_epoch} samples left out of each" if length.unused_samples_per_epoch else ""
+    return f"{_count_text(length.total_steps, 'step')} = {epochs} of {length.steps_per_epoch}{left}"
+
+
+def _epochs_text(epochs: float) -> str:
+    """Two digits behind the point are enough to see what is meant."""
+    if epochs < 0.01:
+        return "less than 0.01 epochs"
+    return _count_text(int(epochs), "epoch") if epochs.is_integer() else f"{epochs:.2f} epochs"
+
+
+def _count_text(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _zero_text(plan: Plan) -> str:
+    spread = ("nothing is spread", "optimizer state is spread", "optimizer state and gradients are spread",
+              "optimizer state, gradients and weights are spread")  # fmt: skip
+    zero, ranks = plan.config.zero, plan.layout.data_parallel_size
+    over = f" over {ranks} rank{'s' if ranks > 1 else ''}" if zero.stage else ""
+    offloads = [f"{what} on {device}" for what, device in (("optimizer", zero.offload_optimizer.device),
+                ("weights", zero.offload_param.device)) if device != "none"]  # fmt: skip
+    return ", ".join([f"stage {zero.stage}: {spread[zero.stage]}{over}", *offloads])

@@ -1,0 +1,246 @@
+"""`data`: what is trained on. Each kind builds a training and an evaluation dataset (`framework/data/`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Final, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from framework.config.base import Count, CountFromEight, Kind, Object, PositiveCount, Section, Target, kind_of
+
+# Byte-level text has 256 bytes and five special tokens.
+BYTE_VOCAB_SIZE: Final = 261
+
+
+@dataclass(frozen=True)
+class ImageShape:
+    """What a batch of images looks like: (batch, channels, size, size), labels in [0, num_classes).
+
+    `num_classes` is None where only the files know.
+    """
+
+    channels: int
+    size: int
+    num_classes: int | None
+
+
+class Loader(Section):
+    """How batches are fetched; the same for every dataset."""
+
+    shuffle: bool = True
+    """Draw a new order of the training samples every epoch, from (run.seed, epoch)."""
+    num_workers: Count = 0
+    """Processes per rank that fetch batches ahead; 0 fetches in the training process."""
+    prefetch_batches: PositiveCount = 2
+    """Micro-batches that each worker keeps ready; only with num_workers > 0."""
+
+
+_LOADER_FIELDS = frozenset(Loader.model_fields)
+
+
+class _Dataset(Kind, Loader):
+    """A dataset that is known by name."""
+
+    own_fields: ClassVar[frozenset[str]] = frozenset({"kind"}) | _LOADER_FIELDS
+
+    def num_train_samples(self) -> int | None:
+        """Training samples as published; None where only the files know."""
+        return None
+
+    def image_shape(self) -> ImageShape | None:
+        """Shape of the images; None where only the files know, or where there are none."""
+        return None
+
+    def has_random_samples(self) -> bool:
+        """Whether reading the same sample twice may give different tensors (augmentation)."""
+        return bool(getattr(self, "augment", False))
+
+
+class Digits(_Dataset):
+    """scikit-learn's bundled handwritten digits: 1,797 real grey images of 8x8 pixels, no download."""
+
+    builds: ClassVar[str] = "framework.data.digits:build"
+    kind: Literal["digits"] = "digits"
+    image_size: Literal[8, 28, 32] = 28
+    """Height and width in pixels that the 8x8 originals are enlarged to."""
+
+    def num_train_samples(self) -> int:
+        return 1437
+
+    def image_shape(self) -> ImageShape:
+        return ImageShape(channels=1, size=self.image_size, num_classes=10)
+
+
+class FashionMNIST(_Dataset):
+    """Fashion-MNIST (Xiao et al. 2017): 60,000 + 10,000 grey images of 28x28 pixels, through torchvision."""
+
+    builds: ClassVar[str] = "framework.data.torchvision_sets:fashion_mnist"
+    kind: Literal["fashion_mnist"] = "fashion_mnist"
+    root: str = "data"
+    """Folder that holds (or will hold) torchvision's ``FashionMNIST/raw``."""
+    download: bool = False
+    """Fetch the files when they are not there."""
+    augment: bool = False
+    """Random crops (padding 4) and horizontal flips while training."""
+
+    def num_train_samples(self) -> int:
+        return 60_000
+
+    def image_shape(self) -> ImageShape:
+        return ImageShape(channels=1, size=28, num_classes=10)
+
+
+class CIFAR10(_Dataset):
+    """CIFAR-10 (Krizhevsky 2009): 50,000 + 10,000 colour images of 32x32 pixels, through torchvision."""
+
+    builds: ClassVar[str] = "framework.data.torchvision_sets:cifar10"
+    kind: Literal["cifar10"] = "cifar10"
+    root: str = "data"
+    """Folder that holds (or will hold) torchvision's ``cifar-10-batches-py``."""
+    download: bool = False
+    """Fetch the files when they are not there."""
+    augment: bool = True
+    """Random crops (padding 4) and horizontal flips while training."""
+
+    def num_train_samples(self) -> int:
+        return 50_000
+
+    def image_shape(self) -> ImageShape:
+        return ImageShape(channels=3, size=32, num_classes=10)
+
+
+class ImageFolder(_Dataset):
+    """Images in folders named after their class: ``<root>/train/<class>/*`` and ``<root>/val/<class>/*``."""
+
+    builds: ClassVar[str] = "framework.data.image_folder:build"
+    kind: Literal["image_folder"] = "image_folder"
+    root: str
+    """Folder with the sub-folders named by `train_dir` and `eval_dir`."""
+    train_dir: str = "train"
+    """Sub-folder of the training images."""
+    eval_dir: str = "val"
+    """Sub-folder of the evaluation images."""
+    image_size: PositiveCount = 224
+    """Height and width in pixels after cropping."""
+    augment: bool = True
+    """Random resized crops and horizontal flips while training; otherwise resize and centre crop."""
+
+    def image_shape(self) -> ImageShape:
+        return ImageShape(channels=3, size=self.image_size, num_classes=None)
+
+
+class SyntheticImages(_Dataset):
+    """Random images with random labels, the same on every machine: for measuring speed, not for learning."""
+
+    builds: ClassVar[str] = "framework.data.synthetic:build"
+    kind: Literal["synthetic_images"] = "synthetic_images"
+    num_samples: PositiveCount = 10_000
+    """Training samples."""
+    num_eval_samples: PositiveCount = 1_000
+    """Evaluation samples."""
+    image_size: PositiveCount = 224
+    """Height and width in pixels."""
+    channels: PositiveCount = 3
+    """Channels of an image."""
+    num_classes: PositiveCount = 1000
+    """Labels are drawn from [0, num_classes)."""
+
+    def num_train_samples(self) -> int:
+        return self.num_samples
+
+    def image_shape(self) -> ImageShape:
+        return ImageShape(channels=self.channels, size=self.image_size, num_classes=self.num_classes)
+
+
+class _Text(_Dataset):
+    """Text as numbered tokens, from a folder that ``prepare`` made."""
+
+    path: str | None = None
+    """Folder made by ``python -m framework prepare``; left out: the sources of Python's own standard library, byte by byte
+    (vocabulary 261), some megabytes that need no download and differ between Python versions."""
+
+    def vocab_size(self) -> int | None:
+        """Number of different tokens; None where only the files know."""
+        return BYTE_VOCAB_SIZE if self.path is None else None
+
+
+class Text(_Text):
+    """Windows of text for a causal language model (GPT): documents packed back to back, split by an end token."""
+
+    builds: ClassVar[str] = "framework.data.text_windows:build"
+    kind: Literal["text"] = "text"
+    sequence_length: PositiveCount = 256
+    """Tokens per sample."""
+
+
+class TextPairs(_Text):
+    """Pairs of segments for BERT: [CLS] A [SEP] B [SEP], where B follows A in half of them, with hidden tokens to guess."""
+
+    builds: ClassVar[str] = "framework.data.text_pairs:build"
+    kind: Literal["text_pairs"] = "text_pairs"
+    sequence_length: CountFromEight = 128
+    """Tokens per sample, the three special ones included."""
+    mask_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.15
+    """Share of the tokens to be guessed; of these 80 % become [MASK], 10 % another token, 10 % stay (Devlin et al. 2018)."""
+
+    def has_random_samples(self) -> bool:
+        """Segments and hidden tokens are drawn anew every epoch."""
+        return True
+
+
+class DataTarget(Target, Loader):
+    """The user's own data: a callable that returns a training dataset, or a pair (training, evaluation)."""
+
+    random_samples: bool = True
+    """Seed torch's, numpy's and Python's generators for every sample from (run.seed, epoch, sample index), so that random
+    augmentation resumes exactly; costs about 20 microseconds a sample. False for datasets without randomness."""
+    train_samples: PositiveCount | None = None
+    """Number of training samples, so that `plan` can count steps without importing the code."""
+
+    def num_train_samples(self) -> int | None:
+        """Training samples as declared."""
+        return self.train_samples
+
+    def image_shape(self) -> ImageShape | None:
+        """Unknown: the code is not imported before training."""
+        return None
+
+    def has_random_samples(self) -> bool:
+        """Whether reading the same sample twice may give different tensors."""
+        return self.random_samples
+
+
+class DataObject(Object, Loader):
+    """Datasets that were handed over from Python."""
+
+    random_samples: bool = True
+    """As for a target."""
+    train_samples: PositiveCount
+    """Number of training samples."""
+
+    def num_train_samples(self) -> int:
+        """Training samples."""
+        return self.train_samples
+
+    def image_shape(self) -> ImageShape | None:
+        """Unknown."""
+        return None
+
+    def has_random_samples(self) -> bool:
+        """Whether reading the same sample twice may give different tensors."""
+        return self.random_samples
+
+
+DataSection = Annotated[
+    Annotated[Digits, Tag("digits")]
+    | Annotated[FashionMNIST, Tag("fashion_mnist")]
+    | Annotated[CIFAR10, Tag("cifar10")]
+    | Annotated[ImageFolder, Tag("image_folder")]
+    | Annotated[SyntheticImages, Tag("synthetic_images")]
+    | Annotated[Text, Tag("text")]
+    | Annotated[TextPairs, Tag("text_pairs")]
+    | Annotated[DataTarget, Tag("target")]
+    | Annotated[DataObject, Tag("object")],
+    Discriminator(kind_of),
+]

@@ -1,0 +1,70 @@
+"""DeepSpeed's top-level keys and where a run config says the same: for people who know DeepSpeed's words and write them here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from framework.config.base import Section
+from framework.config.precision import BF16, FP16
+from framework.config.zero import OptimizerToCPU, OptimizerToNVMe, ParamToCPU, ParamToNVMe, Zero
+
+# DeepSpeed key -> the section of a run config that decides it.
+OWNED: Final[Mapping[str, str]] = {
+    "train_batch_size": "batch.global_size", "train_micro_batch_size_per_gpu": "batch.micro_size",
+    "gradient_accumulation_steps": "batch.accumulation_steps", "fp16": "precision", "bf16": "precision",
+    "bfloat16": "precision", "torch_autocast": "precision", "zero_optimization": "zero",
+    "optimizer": "optimizer", "scheduler": "scheduler", "gradient_clipping": "training.clip_grad_norm",
+    "tensorboard": "monitors.tensorboard", "csv_monitor": "monitors.csv", "steps_per_print": "training.log_every",
+    "zero_allow_untested_optimizer": "optimizer", "zero_force_ds_cpu_optimizer": "optimizer",
+    "managed_gradient_accumulation": "batch.accumulation_steps", "pipeline": "parallel",
+}  # fmt: skip
+# Top-level keys that DeepSpeed 0.19.8 reads and no section decides (runtime/config.py, runtime/constants.py).
+PASSED_THROUGH: Final = frozenset({
+    "activation_checkpointing", "aio", "autotuning", "checkpoint", "comet", "comms_logger", "communication_data_type",
+    "compile", "data_efficiency", "data_types", "dataloader_drop_last", "disable_python_gc",
+    "dump_state", "expert_parallel", "flops_profiler", "gradient_allreduce_op", "gradient_predivide_factor",
+    "hybrid_engine", "log_level", "memory_breakdown", "prescale_gradients",
+    "seq_parallel_communication_data_type", "tensor_parallel", "timers", "use_data_before_expert_parallelism",
+    "vocabulary_size", "wall_clock_breakdown", "wandb", "weight_quantization",
+})  # fmt: skip
+# Sections of these that further keys can be put into.
+SHARED: Final = frozenset({"fp16", "bf16", "torch_autocast", "zero_optimization", "optimizer", "scheduler", "pipeline"})
+_SCHEDULE: Final[Mapping[str, str]] = {
+    "warmup_min_lr": "min_lr", "warmup_max_lr": "max_lr", "warmup_num_steps": "warmup_steps", "warmup_type": "curve",
+    "total_num_steps": "total_steps", "warmup_min_ratio": "warmup_min_ratio", "cos_min_ratio": "cos_min_ratio",
+    "cycle_min_lr": "min_lr", "cycle_max_lr": "max_lr", "decay_lr_rate": "decay_lr_rate", "cycle_first_step_size": "first_steps",
+    "cycle_second_step_size": "second_steps", "decay_step_size": "decay_steps", "cycle_momentum": "cycle_momentum",
+    "cycle_min_mom": "min_momentum", "cycle_max_mom": "max_momentum", "lr_range_test_min_lr": "min_lr",
+    "lr_range_test_step_size": "step_size", "lr_range_test_step_rate": "step_rate", "lr_range_test_staircase": "staircase",
+}  # fmt: skip
+_OPTIMIZER: Final = ("lr", "weight_decay", "betas", "eps", "momentum", "nesterov", "max_coeff", "min_coeff")
+_OFFLOADS: Final[Mapping[str, tuple[type[Section], ...]]] = {
+    "offload_optimizer": (OptimizerToCPU, OptimizerToNVMe), "offload_param": (ParamToCPU, ParamToNVMe),
+}  # fmt: skip
+# DeepSpeed's dotted key -> ours, for every key that rendering writes into a shared section or that is another name of one.
+TYPED: Final[Mapping[str, str]] = {
+    **{f"zero_optimization.{name}": f"zero.{name}" for name in Zero.model_fields if name not in _OFFLOADS},
+    **{f"zero_optimization.{name.removeprefix('stage3_')}": f"zero.{name}" for name in Zero.model_fields if name not in _OFFLOADS},
+    **{f"zero_optimization.{name}.{field}": f"zero.{name}.{field}"
+       for name, devices in _OFFLOADS.items() for device in devices for field in device.model_fields},
+    "zero_optimization.cpu_offload": "zero.offload_optimizer", "zero_optimization.cpu_offload_param": "zero.offload_param",
+    "zero_optimization.cpu_offload_use_pin_memory": "zero.offload_optimizer.pin_memory",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "zero.stage3_gather_16bit_weights_on_model_save",
+    "fp16.enabled": "precision.dtype", **{f"fp16.{name}": f"precision.{name}" for name in FP16.model_fields if name != "dtype"},
+    "bf16.enabled": "precision.dtype", **{f"bf16.{name}": f"precision.{name}" for name in BF16.model_fields if name != "dtype"},
+    "torch_autocast.enabled": "precision.dtype", "torch_autocast.dtype": "precision.compute_dtype",
+    "torch_autocast.lower_precision_safe_modules": "precision.lower_precision_safe_modules",
+    "optimizer.type": "optimizer.kind", **{f"optimizer.params.{name}": f"optimizer.{name}" for name in _OPTIMIZER},
+    "optimizer.params.torch_adam": "optimizer.implementation", "optimizer.params.adam_w_mode": "optimizer.kind",
+    "scheduler.type": "scheduler.kind", **{f"scheduler.params.{name}": f"scheduler.{ours}" for name, ours in _SCHEDULE.items()},
+    "pipeline.activation_checkpoint_interval": "training.recompute_every", "pipeline.stages": "parallel.pipe",
+    "pipeline.partition": "parallel.partition",
+}  # fmt: skip
+
+
+def place_here(name: str) -> str:
+    """Where a run config says what a DeepSpeed key says; empty where the name is none of them."""
+    if name in OWNED:
+        return f"DeepSpeed's {name} is {OWNED[name]} here"
+    return f"write it as deepspeed.{name}, where DeepSpeed's further keys go" if name in PASSED_THROUGH else ""

@@ -1,0 +1,212 @@
+"""Turns pydantic's findings into problems in the user's words: dotted key, value, reason, fix, stable kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
+from typing import Any, Final, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from framework.config.base import WORDS_OF_PATTERNS, Target
+from framework.config.deepspeed_words import OWNED, place_here
+from framework.config.spelling import nearest as nearest
+from framework.errors import Problem, Written, show_value
+
+Path = tuple[str | int, ...]
+
+_SECTION: Final = "a section of keys"
+# pydantic's error type -> what belongs there.
+WANTED: Final[Mapping[str, str]] = {
+    "int_type": "a whole number", "int_from_float": "a whole number", "int_parsing": "a whole number",
+    "float_type": "a number", "bool_type": "true or false", "string_type": "text", "list_type": "a list",
+    "dict_type": _SECTION, "model_type": _SECTION, "model_attributes_type": _SECTION,
+}  # fmt: skip
+# pydantic's error type -> (reason, fix), filled in from the error's context.
+_OUT_OF_RANGE: Final[Mapping[str, tuple[str, str]]] = {
+    "greater_than_equal": ("too small", "write {ge} or more"), "greater_than": ("too small", "write more than {gt}"),
+    "less_than_equal": ("too large", "write {le} or less"), "less_than": ("too large", "write less than {lt}"),
+    "multiple_of": ("not a multiple of {multiple_of}", "write a multiple of {multiple_of}"),
+    "finite_number": ("not a finite number", "write a finite number"),
+    "too_long": ("too many values", "write {max_length}"), "too_short": ("too few values", "write {min_length}"),
+    "literal_error": ("not one of the choices", "write {expected}"),
+    "int_parsing_size": ("too large", "write a smaller number"),
+    "string_unicode": ("half of a UTF-16 pair is no text", "write the character itself"),
+}  # fmt: skip
+# Keys where people write null to turn something off.
+_TURNS_OFF: Final[Mapping[str, str]] = {
+    "training.clip_grad_norm": "write 0 to turn clipping off, or leave the key out for 1.0",
+}  # fmt: skip
+TRUTH: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("yes", "on", "y", "true", "1"), "true"), **dict.fromkeys(("no", "off", "n", "false", "0"), "false"),
+}  # fmt: skip
+
+
+def explain(
+    error: ValidationError, model: type[BaseModel], *, texts: Mapping[Path, str] | None = None
+) -> list[tuple[Path, Problem]]:
+    """All findings of one validation, each with the path of the value it is about.
+
+    Args:
+        error: what pydantic found.
+        model: what it validated for.
+        texts: how numbers are written, where that is not how they would be shown.
+    """
+    return [_problem(details, model, texts or {}) for details in error.errors(include_url=False)]
+
+
+def numbers_for_text(error: ValidationError, model: type[BaseModel]) -> Iterator[Path]:
+    """Where a number or a truth value stands and text belongs."""
+    for details in error.errors(include_url=False):
+        if details["type"] == "string_type" and isinstance(details["input"], (bool, int, float)):
+            yield descend(details["loc"], model)[0]
+
+
+def _problem(details: ErrorDetails, model: type[BaseModel], texts: Mapping[Path, str]) -> tuple[Path, Problem]:
+    path, owner, annotation = descend(details["loc"], model)
+    key, kind, value, context = ".".join(map(str, path)), details["type"], details["input"], details.get("ctx", {})
+    if kind == "extra_forbidden":
+        return path, _unknown_key(path, value, owner, model)
+    if kind == "missing":
+        return path, Problem(kind="missing-key", key=key, reason="the key is required here", fix="add it")
+    if kind in ("union_tag_not_found", "union_tag_invalid"):
+        return _unknown_kind(path, value, members_of(annotation))
+    if kind in WANTED:
+        reason, fix = _wrong_type(value, WANTED[kind])
+        if WANTED[kind] == "text" and isinstance(value, (bool, int, float)):
+            value = Written(texts.get(path, show_value(value)))
+            fix = f'write "{value}", in quotes'
+        if value is None and key in _TURNS_OFF:
+            fix = _TURNS_OFF[key]
+        return path, Problem(kind="wrong-type", key=key, value=value, reason=reason, fix=fix)
+    if kind == "string_pattern_mismatch":
+        reason, suggest = WORDS_OF_PATTERNS[context["pattern"]]
+        return path, Problem(kind="wrong-value", key=key, value=value, reason=reason, fix=suggest(str(value)))
+    reason, fix = _OUT_OF_RANGE.get(kind, ("{message}", ""))
+    words = {name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in context.items()}
+    words["message"] = details["msg"]
+    return path, Problem(
+        kind="wrong-value", key=key, value=value, reason=reason.format(**words), fix=fix.format(**words)
+    )
+
+
+def descend(loc: Sequence[str | int], model: type[BaseModel]) -> tuple[Path, Any, Any]:
+    """The path in the user's values, the type that owns its last key, and the type of the value there.
+
+    pydantic puts the tag of a union's member between the keys of the path; the annotations tell the two apart.
+    """
+    path: list[str | int] = []
+    owner: Any = model
+    annotation: Any = model
+    for part in loc:
+        members = members_of(annotation)
+        if part in members:
+            annotation = members[str(part)]
+        elif part != "[key]":
+            path.append(part)
+            owner, annotation = annotation, _annotation_of(annotation, part)
+    return tuple(path), owner, annotation
+
+
+def _annotation_of(owner: Any, part: str | int) -> Any:
+    if isinstance(owner, type) and issubclass(owner, BaseModel):
+        field = owner.model_fields.get(str(part))
+        return _without_none(field.annotation) if field is not None else None
+    return None  # inside a list or a dict nothing is a section
+
+
+def _without_none(annotation: Any) -> Any:
+    """A section that may be left out is the section."""
+    members = [member for member in get_args(annotation) if member is not type(None)]
+    return members[0] if len(members) == 1 and len(get_args(annotation)) == 2 else annotation
+
+
+def members_of(union: Any) -> dict[str, type[BaseModel]]:
+    """Tag -> member of a tagged union; empty for any other type."""
+    members: dict[str, type[BaseModel]] = {}
+    for member in get_args(union):
+        candidate, *metadata = get_args(member) or (member,)
+        members |= {item.tag: candidate for item in metadata if hasattr(item, "tag")}
+    return members
+
+
+def _unknown_key(path: Path, value: Any, owner: Any, root: type[BaseModel]) -> Problem:
+    name, key = str(path[-1]), ".".join(map(str, path))
+    known = list(owner.model_fields) if isinstance(owner, type) and issubclass(owner, BaseModel) else []
+    reason = "there is no such key"
+    guess, homes = nearest(name, known), list(homes_of(name, root))
+    if name == "kind" and isinstance(owner, type) and issubclass(owner, Target):
+        reason, fix = "the section names a target as well", "keep kind or target, not both"
+    elif (place := place_here(name)) and (len(path) == 1 or name in OWNED):
+        fix = place
+    elif homes:
+        reason, fix = "there is no such key here", f"it exists as {' and '.join(homes[:3])}"
+    elif guess:
+        fix = f"did you mean '{guess}'?"
+    else:
+        fix = f"known here: {', '.join(known)}" if known else "remove it"
+    return Problem(kind="unknown-key", key=key, value=value, reason=reason, fix=fix)
+
+
+def homes_of(name: str, root: type[BaseModel]) -> Iterator[str]:
+    """Where a key of this name exists: ``section.key``, with the kinds that have it where not all do."""
+    for section, field in root.model_fields.items():
+        members = members_of(field.annotation)
+        having = [tag for tag, member in members.items() if name in member.model_fields]
+        if members and len(having) >= len(members) - 2:  # all but target and object
+            yield f"{section}.{name}"
+        elif having:
+            yield f"{section}.{name} of {', '.join(having)}"
+        elif isinstance(field.annotation, type) and name in getattr(field.annotation, "model_fields", {}):
+            yield f"{section}.{name}"
+
+
+def _unknown_kind(path: Path, value: Any, members: Mapping[str, type[BaseModel]]) -> tuple[Path, Problem]:
+    choices = [tag for tag in members if tag not in ("target", "object")]
+    tag_key = next(name for name in ("kind", "dtype", "device") if name in members[choices[0]].model_fields)
+    listed = ", ".join(choices) + (", or target: package.module:name" if "target" in members else "")
+    if not isinstance(value, Mapping):
+        reason, fix = _wrong_type(value, _SECTION)
+        if isinstance(value, str):
+            guess = value if value in choices else nearest(value, choices) or choices[0]
+            fix = f"write {{{tag_key}: {guess}}}"
+        return path, Problem(kind="wrong-type", key=".".join(map(str, path)), value=value, reason=reason, fix=fix)
+    path = (*path, tag_key)
+    key, found = ".".join(map(str, path)), value.get(tag_key)
+    if found is None:
+        return path, Problem(kind="missing-kind", key=key, reason="the section does not say which kind it is",
+                             fix=f"add {tag_key}: one of {listed}")  # fmt: skip
+    meant = nearest(str(found), choices)
+    fix = f"did you mean '{meant}'? known: {listed}" if meant else f"known: {listed}"
+    return path, Problem(kind="unknown-kind", key=key, value=found, reason="there is no such kind", fix=fix)
+
+
+def _wrong_type(value: Any, wanted: str) -> tuple[str, str]:
+    reason = f"{_type_name(value)} where {wanted} belongs"
+    if wanted == _SECTION:
+        return reason, "write its keys under it" + (", or leave the section out" if value is None else "")
+    if value is None:
+        return reason, f"write {wanted}, or leave the key out"
+    if isinstance(value, str) and wanted in ("a whole number", "a number") and _is_number(value):
+        return reason, f"write {value.strip()} without quotes"
+    if wanted == "true or false" and str(value).lower() in TRUTH:
+        return reason, f"write {TRUTH[str(value).lower()]}"
+    if isinstance(value, str) and wanted == "a number" and value.strip().lower().lstrip("+-.") in ("nan", "inf", "infinity"):
+        return reason, "write a finite number"
+    return reason, f"write {wanted}"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return isfinite(float(text[:100]))
+    except ValueError:
+        return False
+
+
+def _type_name(value: Any) -> str:
+    names: Mapping[type, str] = {
+        str: "text", bool: "a truth value", int: "a whole number", float: "a number with a fraction", list: "a list",
+        dict: _SECTION, type(None): "nothing",
+    }  # fmt: skip
+    return names.get(type(value), f"a {type(value).__name__}")

@@ -1,0 +1,70 @@
+"""`precision`: the number format of weights, activations and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from framework.config.base import PositiveCount, Section
+
+
+class FP32(Section):
+    """Single precision throughout."""
+
+    dtype: Literal["fp32"] = "fp32"
+    matmul: Literal["highest", "high", "medium"] = "highest"
+    """torch.set_float32_matmul_precision: ``high`` lets NVIDIA GPUs use TF32 for matrix products."""
+
+
+class FP16(Section):
+    """Half precision weights with an fp32 master copy in the optimizer and loss scaling. GPU only."""
+
+    dtype: Literal["fp16"] = "fp16"
+    loss_scale: Annotated[float, Field(ge=0.0)] = 0.0
+    """Fixed loss scale; 0 scales dynamically: halved after an overflow, doubled after `loss_scale_window` good steps."""
+    initial_scale_power: Annotated[int, Field(ge=0, le=24)] = 16
+    """The first dynamic loss scale is 2 to this power."""
+    loss_scale_window: PositiveCount = 1000
+    """Good steps before the dynamic loss scale doubles."""
+    hysteresis: PositiveCount = 2
+    """Overflows before the dynamic loss scale is halved."""
+    consecutive_hysteresis: bool = False
+    """Refill the hysteresis after every step without overflow."""
+    min_loss_scale: PositiveCount = 1
+    """Floor of the dynamic loss scale; an overflow there ends the run."""
+
+
+class BF16(Section):
+    """bfloat16 weights with an fp32 master copy in the optimizer; no loss scaling."""
+
+    dtype: Literal["bf16"] = "bf16"
+    check_grad_overflow: bool = False
+    """Skip a step whose gradients hold NaN or infinity. Waits for the device at every step; without it the run stops at
+    the next logged step whose loss is not finite."""
+
+
+class Autocast(Section):
+    """fp32 weights, with matrix products and convolutions in a lower precision chosen per operation by torch.autocast."""
+
+    dtype: Literal["autocast"] = "autocast"
+    compute_dtype: Literal["bf16", "fp16"] = "bf16"
+    """What eligible operations compute in."""
+    lower_precision_safe_modules: list[str] | None = None
+    """Full class names of modules whose weights and gradients ZeRO keeps in the lower precision; left out: Linear, Conv1d,
+    Conv2d, Conv3d."""
+
+
+def _dtype_of(value: Any) -> str | None:
+    found = value.get("dtype") if isinstance(value, Mapping) else getattr(value, "dtype", None)
+    return found if isinstance(found, str) else None
+
+
+PrecisionSection = Annotated[
+    Annotated[FP32, Tag("fp32")]
+    | Annotated[FP16, Tag("fp16")]
+    | Annotated[BF16, Tag("bf16")]
+    | Annotated[Autocast, Tag("autocast")],
+    Discriminator(_dtype_of),
+]

@@ -1,0 +1,120 @@
+"""`zero`: how optimizer state (stage 1), gradients (2) and weights (3) are spread over the data-parallel ranks.
+
+Keys bear DeepSpeed's names (`zero_optimization.*`) where they mean the same. Two defaults differ: the buckets are 5e7
+elements instead of 5e8, because a bucket is a buffer of that many elements and 5e8 costs 1-2 GB on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from framework.config.base import Count, EvenCount, Fraction, PositiveCount, Section
+
+
+class NoOffload(Section):
+    """Everything stays on the device."""
+
+    device: Literal["none"] = "none"
+
+
+class OptimizerToCPU(Section):
+    """Optimizer state and step on the host."""
+
+    device: Literal["cpu"] = "cpu"
+    pin_memory: bool = True
+    """Page-locked host memory: faster copies, but the memory cannot be swapped."""
+    ratio: Fraction = 1.0
+    """Share of the weights that the host updates (Twin-Flow); below 1 needs stage 3."""
+
+
+class OptimizerToNVMe(Section):
+    """Optimizer state in files on a local NVMe drive."""
+
+    device: Literal["nvme"] = "nvme"
+    nvme_path: str
+    """Folder on the drive."""
+    pin_memory: bool = True
+    """Page-locked host buffers."""
+    buffer_count: PositiveCount = 4
+    """Host buffers; at least the number of optimizer states per weight plus one (Adam: 4)."""
+    pipeline_read: bool = False
+    """Read the next tile while the current one is updated."""
+    pipeline_write: bool = False
+    """Write the last tile while the current one is updated."""
+
+
+class ParamToCPU(Section):
+    """Weights rest on the host between uses."""
+
+    device: Literal["cpu"] = "cpu"
+    pin_memory: bool = True
+    """Page-locked host memory."""
+
+
+class ParamToNVMe(Section):
+    """Weights rest in files on a local NVMe drive between uses."""
+
+    device: Literal["nvme"] = "nvme"
+    nvme_path: str
+    """Folder on the drive."""
+    pin_memory: bool = True
+    """Page-locked host buffers."""
+    buffer_count: PositiveCount = 5
+    """Host buffers."""
+    buffer_size: PositiveCount = 100_000_000
+    """Elements per host buffer; at least the largest weight."""
+    max_in_cpu: Count = 1_000_000_000
+    """Elements kept in host memory all the time."""
+
+
+def _device_of(value: Any) -> str | None:
+    found = value.get("device") if isinstance(value, Mapping) else getattr(value, "device", None)
+    return found if isinstance(found, str) else None
+
+
+OffloadOptimizer = Annotated[
+    Annotated[NoOffload, Tag("none")] | Annotated[OptimizerToCPU, Tag("cpu")] | Annotated[OptimizerToNVMe, Tag("nvme")],
+    Discriminator(_device_of),
+]
+OffloadParam = Annotated[
+    Annotated[NoOffload, Tag("none")] | Annotated[ParamToCPU, Tag("cpu")] | Annotated[ParamToNVMe, Tag("nvme")],
+    Discriminator(_device_of),
+]
+
+
+class Zero(Section):
+    """Zero Redundancy Optimizer (Rajbhandari et al. 2020)."""
+
+    stage: Annotated[int, Field(ge=0, le=3)] = 0
+    """0: plain data parallel; 1: optimizer state is spread; 2: gradients too; 3: weights too."""
+    offload_optimizer: OffloadOptimizer = NoOffload()
+    """Where optimizer state lives; needs stage 1 or higher (nvme: stage 3)."""
+    offload_param: OffloadParam = NoOffload()
+    """Where weights live between uses; needs stage 3."""
+    reduce_bucket_size: PositiveCount = 50_000_000
+    """Elements of gradient reduced at once."""
+    allgather_bucket_size: EvenCount = 50_000_000
+    """Elements of weights gathered at once after the step (stages 1 and 2); DeepSpeed refuses odd numbers."""
+    overlap_comm: bool | None = None
+    """Reduce gradients while the backward pass runs; left out: only at stage 3, as in DeepSpeed."""
+    contiguous_gradients: bool = True
+    """Copy gradients into one buffer as they appear: less fragmentation."""
+    reduce_scatter: bool = True
+    """Reduce each rank's share only, instead of an all-reduce."""
+    round_robin_gradients: bool = False
+    """Spread the gradient copies to the host over the ranks (stages 1 and 2 with CPU offload)."""
+    sub_group_size: PositiveCount = 1_000_000_000
+    """Stage 3: elements that are updated at once; smaller lowers peak memory."""
+    stage3_prefetch_bucket_size: Count = 50_000_000
+    """Stage 3: elements of weights fetched ahead of their use."""
+    stage3_param_persistence_threshold: Count = 100_000
+    """Stage 3: weights smaller than this are never spread."""
+    stage3_max_live_parameters: Count = 1_000_000_000
+    """Stage 3: elements of weights that may be whole on a device at one time."""
+    stage3_max_reuse_distance: Count = 1_000_000_000
+    """Stage 3: a weight used again within this many elements is kept."""
+    stage3_gather_16bit_weights_on_model_save: bool = True
+    """Stage 3: let `save_16bit_model` write whole weights; DeepSpeed's own default writes nothing."""

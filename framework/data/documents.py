@@ -1,0 +1,290 @@
+"""Documents out of text files and JSON lines, piece by piece, so that memory does not grow with the input.
+
+*.jsonl, *.ndjson        one JSON object per line; its text field is a document
+*.json, *.csv, ...       rows of a table: refused, for the marks between them would be learnt as text; --format says otherwise
+any other file           one document, or one per paragraph with `blank_lines_split`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from stat import S_ISDIR, S_ISREG
+from typing import Any, BinaryIO, Final, Literal
+
+from framework.errors import ConfigError, Problem
+
+# Small enough for many pieces in a batch, which a library tokenizer spreads over the cores.
+_CHUNK_BYTES: Final = 1 << 16
+# A JSON line or a paragraph is held whole; without an end of lines a file of 100 GB would be one.
+LONGEST_LINE_BYTES: Final = 1 << 28
+_COMPRESSED: Final = {
+    b"\x1f\x8b": "gzip",
+    b"PK\x03\x04": "zip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"(\xb5/\xfd": "zstd",
+}
+_SHOWN_FIELDS: Final = 5
+_ROWS: Final = frozenset({".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather", ".orc", ".avro", ".xlsx"})
+_ROWS_INSIDE: Final = (b"PAR1", b"ARROW1")
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+Format = Literal["auto", "text", "jsonl"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a document.
+
+    Attributes:
+        text: bytes; UTF-8, and whole characters, where that was asked for.
+        num_bytes: size of the whole document.
+        starts: whether it is the document's first piece.
+        ends: whether it is its last.
+    """
+
+    text: bytes
+    num_bytes: int
+    starts: bool = True
+    ends: bool = True
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How files are read.
+
+    Attributes:
+        utf8: refuse what is not UTF-8, and cut long documents only where a byte-level BPE would cut as well.
+        json_field: name of the text in JSON lines.
+        blank_lines_split: a blank line ends a document of a plain file.
+        form: what all files are, whatever their names say; ``auto``: their names say it.
+    """
+
+    utf8: bool
+    json_field: str = "text"
+    blank_lines_split: bool = False
+    form: Format = "auto"
+
+
+def is_json_lines(path: str, form: Format = "auto") -> bool:
+    """Whether a file is read as JSON lines."""
+    return form == "jsonl" or (form == "auto" and Path(path).suffix.lower() in (".jsonl", ".ndjson"))
+
+
+def input_size(paths: Sequence[str], form: Format = "auto") -> int:
+    """Bytes of all files.
+
+    Raises:
+        ConfigError: every file that is missing, a folder, unreadable or compressed, or rows of a table (``text-rows``).
+    """
+    problems, total = [], 0
+    for path in paths:
+        found = _complaint(path, form)
+        if found:
+            problems.append(found)
+        else:
+            total += Path(path).stat().st_size
+    if problems:
+        raise ConfigError(problems)
+    return total
+
+
+def _complaint(path: str, form: Format) -> Problem | None:
+    def problem(kind: str, reason: str, fix: str) -> Problem:
+        return Problem(kind=kind, reason=reason, fix=fix, file=path)
+
+    try:
+        mode = os.stat(path).st_mode  # noqa: PTH116 - a path with a NUL byte raises here and is false in pathlib
+        if S_ISDIR(mode):
+            return problem("text-not-a-file", "it is a folder", f"name the files in it, for example {path}/*.txt")
+        if not S_ISREG(mode):
+            return problem("text-not-a-file", "it is no regular file, and it is read twice", "write it to a file first")
+        with Path(path).open("rb") as stream:
+            head = stream.read(8)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return problem("text-not-found", "there is no such file", "name an existing one")
+    except OSError as error:
+        return _unreadable(path, error)
+    packed = next((name for magic, name in _COMPRESSED.items() if head.startswith(magic)), None)
+    if form == "auto" and (Path(path).suffix.lower() in _ROWS or head.startswith(_ROWS_INSIDE)):
+        return problem("text-rows", "it holds rows of a table, and the marks between them would be learnt as text",
+                       'write its text as JSON lines, {"text": "..."}; or say --format jsonl for what is JSON lines already, '
+                       "--format text to take it as it is")  # fmt: skip
+    return problem("text-compressed", f"it is compressed with {packed}", "unpack it first") if packed else None
+
+
+def carriage_returns(paths: Sequence[str], form: Format = "auto") -> list[str]:
+    """The plain files whose first lines end as on Windows: the carriage returns would be learnt as text."""
+    return [path for path in paths if not is_json_lines(path, form) and b"\r\n" in _head(path)]
+
+
+def _head(path: str) -> bytes:
+    try:
+        with Path(path).open("rb") as stream:
+            return stream.read(_CHUNK_BYTES)
+    except OSError:  # the reading says so
+        return b""
+
+
+def read_documents(paths: Iterable[str], how: Reading) -> Iterator[Piece]:
+    """Every document of every file, in order.
+
+    Raises:
+        ConfigError: at the first place that cannot be read: kinds ``text-unreadable``, ``text-not-utf8``,
+            ``text-bad-json``, ``text-no-field``, ``text-line-too-long``.
+    """
+    for path in paths:
+        try:
+            with Path(path).open("rb") as stream:
+                if is_json_lines(path, how.form):
+                    yield from _json_lines(stream, path, how)
+                elif how.blank_lines_split:
+                    yield from _paragraphs(stream, path, how)
+                else:
+                    yield from _whole_file(stream, path, how)
+        except OSError as error:
+            raise ConfigError(_unreadable(path, error)) from error
+
+
+def _whole_file(stream: BinaryIO, path: str, how: Reading) -> Iterator[Piece]:
+    start = position = _skip_byte_order_mark(stream)
+    num_bytes, rest = os.fstat(stream.fileno()).st_size - start, b""
+    while chunk := stream.read(_CHUNK_BYTES):
+        rest += chunk
+        cut = _place_to_cut(rest) if how.utf8 else len(rest)
+        if how.utf8:
+            _check_utf8(rest[:cut], path, position=position)
+        yield Piece(rest[:cut], num_bytes, starts=position == start, ends=False)
+        position, rest = position + cut, rest[cut:]
+    if how.utf8:
+        _check_utf8(rest, path, position=position)
+    yield Piece(rest, num_bytes, starts=position == start)
+
+
+def _skip_byte_order_mark(stream: BinaryIO) -> int:
+    """The place where the text begins: the mark, which Windows puts before it, is none."""
+    return stream.seek(len(_BYTE_ORDER_MARK) if stream.read(len(_BYTE_ORDER_MARK)) == _BYTE_ORDER_MARK else 0)
+
+
+def _place_to_cut(text: bytes) -> int:
+    """Behind the last line end, or else before the last blank, that a non-blank follows.
+
+    GPT-2's pattern, which byte-level BPE splits by, never joins what stands on both sides of such a place: the tokens are
+    those of the uncut text. Text without one is cut between two characters.
+    """
+    for sign, behind in ((b"\n", 1), (b" ", 0)):
+        place = text.rfind(sign, 0, len(text) - 1)
+        while place > 0:
+            is_last_blank = not text[place + 1 : place + 2].isspace()
+            if is_last_blank and (behind or not text[place - 1 : place].isspace()):
+                return place + behind
+            place = text.rfind(sign, 0, place)
+    place = len(text)
+    while place > len(text) - 4 and place > 1 and text[place - 1] & 0xC0 == 0x80:
+        place -= 1
+    return max(place - 1, 1)
+
+
+def _paragraphs(stream: BinaryIO, path: str, how: Reading) -> Iterator[Piece]:
+    _skip_byte_order_mark(stream)
+    lines: list[bytes] = []
+    size = 0
+    for number, line in enumerate(_lines(stream, path), start=1):
+        if line.strip():
+            lines.append(line)
+            size += len(line)
+            if size > LONGEST_LINE_BYTES:
+                raise ConfigError(_too_long(path, number, "a paragraph"))
+            if how.utf8:
+                _check_utf8(line, path, line=number)
+        elif lines:
+            yield Piece(b"".join(lines), size)
+            lines, size = [], 0
+    if lines:
+        yield Piece(b"".join(lines), size)
+
+
+def _json_lines(stream: BinaryIO, path: str, how: Reading) -> Iterator[Piece]:
+    for number, line in enumerate(_lines(stream, path), start=1):
+        if line.strip():
+            text = _field(_parsed(line, path, number), how.json_field, path, number)
+            try:
+                data = text.encode()
+            except UnicodeEncodeError as error:
+                raise ConfigError(_not_utf8(path, f"half of a surrogate pair in {how.json_field}", number, is_json=True)) from error
+            yield Piece(data, len(data))
+
+
+def _lines(stream: BinaryIO, path: str) -> Iterator[bytes]:
+    number = 0
+    while line := stream.readline(LONGEST_LINE_BYTES + 1):
+        number += 1
+        if len(line) > LONGEST_LINE_BYTES:
+            raise ConfigError(_too_long(path, number, "the line"))
+        yield line
+
+
+def _parsed(line: bytes, path: str, number: int) -> Any:
+    try:
+        return json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(_not_utf8(path, f"byte {error.start} of the line", number, is_json=True)) from error
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deep" if isinstance(error, RecursionError) else getattr(error, "msg", str(error))
+        reason = reason.removesuffix(" at").removesuffix(" starting")  # the place is said in front of the line
+        raise ConfigError(
+            Problem(kind="text-bad-json", reason=f"the line is not JSON: {reason}", file=path, line=number,
+                    column=getattr(error, "colno", 0), fix="write one JSON object per line, or remove the line")
+        ) from error  # fmt: skip
+
+
+def _field(row: Any, name: str, path: str, number: int) -> str:
+    """The text of one row."""
+    text = row.get(name) if isinstance(row, dict) else None
+    if isinstance(text, str):
+        return text
+    if not isinstance(row, dict):
+        kind, reason, fix = "text-bad-json", "the line is no JSON object", f'write {{"{name}": "..."}}'
+    elif name not in row:
+        fields = ", ".join(list(row)[:_SHOWN_FIELDS]) or "no fields"
+        kind, reason, fix = (
+            "text-no-field",
+            f"there is no field '{name}' among: {fields}",
+            "say which with --jsonl-field",
+        )
+    else:
+        kind, reason, fix = (
+            "text-no-field",
+            f"the field '{name}' holds no text",
+            "say which one does with --jsonl-field",
+        )
+    raise ConfigError(Problem(kind=kind, reason=reason, fix=fix, file=path, line=number))
+
+
+def _check_utf8(text: bytes, path: str, *, position: int = 0, line: int = 0) -> None:
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        place = f"byte {error.start} of the line" if line else f"byte {position + error.start:,} of the file"
+        raise ConfigError(_not_utf8(path, place, line)) from error
+    if b"\0" in text:
+        raise ConfigError(_not_utf8(path, "a zero byte", line))
+
+
+def _not_utf8(path: str, place: str, line: int, *, is_json: bool = False) -> Problem:
+    way_out = ", which JSON is" if is_json else ", or use --tokenizer bytes"
+    return Problem(kind="text-not-utf8", reason=f"it is not UTF-8 text ({place})", file=path, line=line,
+                   fix=f"convert it to UTF-8{way_out}")  # fmt: skip
+
+
+def _too_long(path: str, number: int, what: str) -> Problem:
+    return Problem(kind="text-line-too-long", reason=f"{what} is longer than {LONGEST_LINE_BYTES >> 20} MiB", file=path,
+                   line=number, fix="split it")  # fmt: skip
+
+
+def _unreadable(path: str, error: OSError) -> Problem:
+    return Problem(kind="text-unreadable", reason=f"it cannot be read ({error.strerror or error})", file=path,
+                   fix="make it readable")  # fmt: skip

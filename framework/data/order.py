@@ -1,0 +1,125 @@
+"""Which samples an optimizer step trains on: a pure function of (seed, epoch, step, rank), so any step can be resumed.
+
+An epoch is one permutation of the dataset. Its step s takes the next `global_size` samples of it, and data-parallel
+rank r an equal contiguous slice of those, cut into micro-batches. The samples of a step therefore do not depend on the
+number of ranks: a run continued on more or fewer devices sees the same data.
+
+An epoch has floor(N / global_size) steps. The samples left over at its end are left out; the next epoch's order brings
+others to that place (unless `shuffle` is off: then the same last samples are never seen).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from framework.data.seed_mix import mix_int
+
+_ORDER_SALT: Final = 0x0DE5
+
+SampleKey = tuple[int, int]
+"""(epoch, sample index)."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """How a global batch is divided: global_size = micro_size x accumulation_steps x world_size, in samples.
+
+    `rank` and `world_size` are those of data parallelism. The equation is the plan's to guarantee.
+    """
+
+    global_size: int
+    micro_size: int
+    accumulation_steps: int
+    rank: int
+    world_size: int
+
+    def __post_init__(self) -> None:
+        product = self.micro_size * self.accumulation_steps * self.world_size
+        assert product == self.global_size, f"global batch {self.global_size} != {product}"
+        assert 0 <= self.rank < self.world_size, f"rank {self.rank} of {self.world_size}"
+
+    def of_step(self, order: Tensor, step: int) -> tuple[Tensor, ...]:
+        """This rank's micro-batches of step `step` of an epoch.
+
+        Args:
+            order: the epoch's order, (N,) int64.
+            step: from 0 to floor(N / global_size) - 1.
+
+        Returns:
+            `accumulation_steps` tensors of sample indices, each (micro_size,).
+        """
+        per_rank = self.global_size // self.world_size
+        start = step * self.global_size + self.rank * per_rank
+        return tuple(order[start : start + per_rank].view(self.accumulation_steps, self.micro_size))
+
+
+def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> Tensor:
+    """The order in which an epoch visits the samples.
+
+    Args:
+        num_samples: N.
+        seed: `run.seed`.
+        epoch: from 0.
+        shuffle: False gives 0, 1, ..., N - 1 in every epoch.
+
+    Returns:
+        A permutation of 0 to N - 1, (N,) int64: `torch.randperm` of a CPU generator seeded with
+        ``mix_int(0x0DE5, seed, epoch)`` (see `seed_mix`; torch uses the lower 32 bits).
+    """
+    if not shuffle:
+        return torch.arange(num_samples)
+    return torch.randperm(num_samples, generator=torch.Generator().manual_seed(mix_int(_ORDER_SALT, seed, epoch)))
+
+
+class MicroBatchSampler(Sampler[list[int]]):
+    """Endless lists of sample indices, one per micro-batch of this rank; for `DataLoader(batch_sampler=...)`."""
+
+    def __init__(self, num_samples: int, *, share: Share, seed: int, shuffle: bool, start_step: int = 0) -> None:
+        """Describe the stream; iterating anew starts anew.
+
+        Args:
+            num_samples: length of the dataset, at least `share.global_size`.
+            share: how a global batch is divided.
+            seed: `run.seed`.
+            shuffle: see `epoch_order`.
+            start_step: optimizer step to start at, counted from the beginning of the run; epoch e starts at step
+                e x floor(num_samples / global_size).
+        """
+        self.num_samples = num_samples
+        self.share = share
+        self.seed = seed
+        self.shuffle = shuffle
+        self.start_step = start_step
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _, indices in self.with_epochs():
+            yield indices
+
+    def with_epochs(self) -> Iterator[tuple[int, list[int]]]:
+        """The same stream as (epoch, sample indices)."""
+        steps_per_epoch = self.num_samples // self.share.global_size
+        assert steps_per_epoch > 0, f"{self.num_samples} samples do not fill a batch of {self.share.global_size}"
+        epoch, step = divmod(self.start_step, steps_per_epoch)
+        while True:
+            order = epoch_order(self.num_samples, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
+            for following in range(step, steps_per_epoch):
+                for indices in self.share.of_step(order, following):
+                    yield epoch, indices.tolist()
+            epoch, step = epoch + 1, 0
+
+
+class KeyedMicroBatchSampler(Sampler[list[SampleKey]]):
+    """The stream of a `MicroBatchSampler` as (epoch, sample index) keys, for samples that depend on the epoch."""
+
+    def __init__(self, batches: MicroBatchSampler) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        for epoch, indices in self.batches.with_epochs():
+            yield [(epoch, index) for index in indices]

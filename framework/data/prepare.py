@@ -1,0 +1,263 @@
+"""The command `prepare`: text files in, a token folder out. It needs numpy and no torch.
+
+python -m framework prepare INPUT... OUT_DIR [--tokenizer bytes | FILE.json | --train-tokenizer bpe:VOCAB_SIZE]
+python -m framework prepare --verify DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from fractions import Fraction
+from pathlib import Path
+from typing import Final, NoReturn, TextIO
+
+from framework.arguments import CommandParser
+from framework.data.documents import Format, Piece, Reading, carriage_returns, input_size, is_json_lines, read_documents
+from framework.data.token_folder import verify_token_folder
+from framework.data.token_writer import FolderWriter, made_aside
+from framework.data.tokenizer import SMALLEST_BPE, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
+from framework.errors import EXIT_OK, ConfigError, Problem, StorageError
+from framework.token_files import PART_WORDS, Meta
+
+_BATCH_BYTES: Final = 1 << 20
+_BATCH_PIECES: Final = 1024
+_SECONDS_BETWEEN_LINES: Final = 10.0
+_SECONDS_BETWEEN_UPDATES: Final = 0.2
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command; returns the exit code.
+
+    Raises:
+        ConfigError: an input cannot be read as text.
+        StorageError: the output cannot be written.
+    """
+    arguments = _parse(words)
+    with _cleaning_up_when_told_to_end():
+        if arguments.verify is not None:
+            print(
+                f"{arguments.verify}: every file is as prepare wrote it: {describe(verify_token_folder(arguments.verify))}"
+            )
+            return EXIT_OK
+        out = arguments.words.pop()
+        meta = prepare(
+            arguments.words, out, tokenizer=arguments.tokenizer, bpe_vocab_size=arguments.train_tokenizer,
+            eval_fraction=arguments.eval_fraction, json_field=arguments.jsonl_field,
+            blank_lines_split=arguments.split_at_blank_lines, form=arguments.format, progress=Progress(sys.stderr),
+        )  # fmt: skip
+    windows = carriage_returns(arguments.words, arguments.format)
+    if windows:
+        many = f" and {len(windows) - 1} others" if len(windows) > 1 else ""
+        print(f"note: {windows[0]}{many}: lines end with a carriage return, which is now part of the text; dos2unix takes it away "
+              "[text-carriage-returns]", file=sys.stderr)  # fmt: skip
+    print(f"{out}: {describe(meta)}\nuse it with data: {{kind: text, path: {out}}}")
+    return EXIT_OK
+
+
+def prepare(
+    inputs: Sequence[str], out: str, *, tokenizer: str = "bytes", bpe_vocab_size: int | None = None,
+    eval_fraction: float = 0.1, json_field: str = "text", blank_lines_split: bool = False, form: Format = "auto",
+    progress: Progress | None = None,
+) -> Meta:  # fmt: skip
+    """Turn files of text into a token folder.
+
+    Args:
+        inputs: plain files, each a document, and JSON lines; read in this order, and twice where a tokenizer is trained.
+        out: folder to make; it must not hold anything.
+        tokenizer: ``bytes`` or the path of a ``tokenizer.json``.
+        bpe_vocab_size: train a byte-level BPE of this size instead.
+        eval_fraction: share of the text for evaluation (see `EvaluationShare`), from 0 up to below 1.
+        json_field: the text of a JSON line.
+        blank_lines_split: a blank line ends a document of a plain file.
+        form: what all inputs are; ``auto``: their names say it.
+        progress: told how far the reading is.
+
+    Returns:
+        What ``meta.json`` says.
+
+    Raises:
+        ConfigError: an input cannot be read as text, or `out` is in use. Nothing is left behind.
+        StorageError: `out` cannot be written. Nothing is left behind.
+    """
+    _refuse_used_folder(out)
+    progress = progress or Progress(None)
+    progress.num_bytes = input_size(inputs, form)
+    needs_utf8 = bpe_vocab_size is not None or tokenizer != "bytes"
+    how = Reading(utf8=needs_utf8, json_field=json_field, blank_lines_split=blank_lines_split, form=form)
+
+    def pieces(label: str) -> Iterator[Piece]:
+        return progress.over(read_documents(inputs, how), label)
+
+    with progress:
+        ready = _tokenizer(tokenizer, bpe_vocab_size, pieces)
+        try:
+            with (
+                made_aside(Path(out).expanduser()) as folder,
+                closing(FolderWriter(folder, ready, eval_fraction=eval_fraction)) as writer,
+            ):
+                _write(pieces("writing tokens"), ready, writer)
+                if not writer.train.num_documents:
+                    raise ConfigError(Problem("text-empty", "there is no text in it", "name files with text",
+                                              file=", ".join(inputs)))  # fmt: skip
+                return writer.finish()
+        except OSError as error:
+            raise StorageError(f"{out}: cannot be written ({error.strerror or error}) [text-not-written]") from error
+
+
+def describe(meta: Meta) -> str:
+    """A token folder in one line."""
+    parts = [
+        f"{part.num_tokens:,} {PART_WORDS[name]} tokens in {part.num_documents:,} document{'s' if part.num_documents > 1 else ''}"
+        for name, part in meta.parts.items()
+    ]
+    return f"{', '.join(parts)}; vocabulary {meta.vocab_size:,} ({meta.tokenizer})"
+
+
+class Progress:
+    """One line that is written over on a terminal; elsewhere a line now and then."""
+
+    def __init__(self, stream: TextIO | None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Report to a stream, or to nobody."""
+        self._stream, self._clock = stream, clock
+        self._on_terminal = stream is not None and stream.isatty()
+        self._shown_length = 0
+        self.num_bytes = 0
+
+    def over(self, pieces: Iterator[Piece], label: str) -> Iterator[Piece]:
+        """Hand the pieces on and count their bytes."""
+        started = shown = self._clock()
+        done = 0
+        wait = _SECONDS_BETWEEN_UPDATES if self._on_terminal else _SECONDS_BETWEEN_LINES
+        for piece in pieces:
+            yield piece
+            done += len(piece.text)
+            now = self._clock()
+            if self._stream is not None and now - shown >= wait:
+                shown = now
+                speed = done / 1e6 / (now - started)
+                self._show(f"{label}: {done / 1e6:,.1f} of {self.num_bytes / 1e6:,.1f} MB, {speed:,.1f} MB/s")
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._stream is not None and self._shown_length:
+            print(f"\r{' ' * self._shown_length}\r", end="", file=self._stream, flush=True)
+
+    def _show(self, line: str) -> None:
+        if self._on_terminal:
+            print(f"\r{line:<{self._shown_length}}", end="", file=self._stream, flush=True)
+            self._shown_length = len(line)
+        else:
+            print(line, file=self._stream, flush=True)
+
+
+def _tokenizer(name: str, bpe_vocab_size: int | None, pieces: Callable[[str], Iterator[Piece]]) -> Tokenizer:
+    if bpe_vocab_size is not None:
+        return train_bpe((piece.text for piece in pieces("training the tokenizer")), vocab_size=bpe_vocab_size)
+    return ByteTokenizer() if name == "bytes" else load_tokenizer(name)
+
+
+def _write(pieces: Iterator[Piece], tokenizer: Tokenizer, writer: FolderWriter) -> None:
+    """Encode some pieces at a time: a library tokenizer spreads them over the cores."""
+    batch: list[Piece] = []
+    num_bytes = 0
+
+    def flush() -> None:
+        for piece, numbers in zip(batch, tokenizer.encode([piece.text for piece in batch]), strict=True):
+            if piece.starts:
+                writer.start_document(piece.num_bytes)
+            writer.add(numbers, ends=piece.ends)
+        batch.clear()
+
+    for piece in pieces:
+        batch.append(piece)
+        num_bytes += len(piece.text)
+        if num_bytes >= _BATCH_BYTES or len(batch) >= _BATCH_PIECES:
+            flush()
+            num_bytes = 0
+    flush()
+
+
+def _refuse_used_folder(out: str) -> None:
+    path = Path(out).expanduser()
+    try:
+        is_free = not path.exists() if not path.is_dir() else not any(path.iterdir())
+        is_free = is_free and not path.is_symlink()
+    except (OSError, ValueError) as error:
+        raise StorageError(f"{out!r}: cannot be read ({error}) [text-not-written]") from error
+    if not is_free:
+        raise ConfigError(Problem("output-exists", "it exists and is not an empty folder",
+                                  "remove it, or name another folder", file=out))  # fmt: skip
+
+
+@contextmanager
+def _cleaning_up_when_told_to_end() -> Iterator[None]:
+    """SIGTERM ends the process with 143 as it always does, but not before what lies half-written is removed."""
+
+    def end(number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = CommandParser(prog="python -m framework prepare", usage="%(prog)s [options] INPUT... OUT_DIR | --verify DIR",
+                     description="Turn text into numbered tokens for data: {kind: text} and {kind: text_pairs}.")  # fmt: skip
+    parser.add_argument("words", nargs="*", metavar="INPUT... OUT_DIR",
+                        help="files of text (each a document) or .jsonl, then the folder to make")  # fmt: skip
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--tokenizer", default="bytes", metavar="bytes|FILE.json",
+                       help="bytes (the default), or a file of Hugging Face's tokenizers")  # fmt: skip
+    which.add_argument(
+        "--train-tokenizer", type=_bpe, metavar="bpe:VOCAB_SIZE", help="learn a byte-level BPE from the text"
+    )
+    parser.add_argument(
+        "--eval-fraction", type=_share, default=0.1, metavar="F", help="share kept for evaluation (0.1)"
+    )
+    parser.add_argument(
+        "--jsonl-field", default="text", metavar="NAME", help="field of a JSON line that holds the text (text)"
+    )
+    parser.add_argument(
+        "--split-at-blank-lines", action="store_true", help="a blank line ends a document of a plain file"
+    )
+    parser.add_argument("--format", choices=("auto", "text", "jsonl"), default="auto",
+                        help="what the files are, whatever their names say (auto: by their names)")  # fmt: skip
+    parser.add_argument("--verify", metavar="DIR", help="compare a folder with the checksums that it was made with")
+    arguments = parser.parse_intermixed_args(words)
+    if arguments.verify is not None:
+        if len(words) != (1 if words[0].startswith("--verify=") else 2):
+            parser.error("--verify DIR stands alone")
+    elif len(arguments.words) < 2:
+        parser.error("name at least one INPUT, and OUT_DIR last")
+    elif arguments.jsonl_field != "text" and not any(
+        is_json_lines(word, arguments.format) for word in arguments.words[:-1]
+    ):
+        parser.error("--jsonl-field is for .jsonl and .ndjson files, and there is none")
+    return arguments
+
+
+def _bpe(text: str) -> int:
+    kind, _, size = text.partition(":")
+    if kind != "bpe" or not (size.isascii() and size.isdecimal() and SMALLEST_BPE <= int(size[:10]) <= 2**20):
+        raise argparse.ArgumentTypeError(f"'{text}' is not bpe:VOCAB_SIZE with a size from {SMALLEST_BPE} to {2**20}")
+    return int(size)
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(Fraction(text))
+    except (ValueError, ZeroDivisionError):
+        share = -1.0
+    if not 0.0 <= share < 1.0:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a share from 0 up to below 1")
+    return share

@@ -1,0 +1,107 @@
+"""Randomness of samples (augmentation) as a pure function of (seed, epoch, sample index).
+
+Without this, what a random transform draws depends on which worker process fetches the sample and on all samples
+fetched before: another worker count, rank count or a resume would train on other images.
+
+Covered are torch's CPU default generator, numpy's legacy global state and Python's `random`. A generator that a dataset
+keeps for itself (`np.random.default_rng()` in its constructor) is out of reach.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from framework.data.batches import WholeBatch
+from framework.data.order import SampleKey
+from framework.data.seed_mix import Seeds, mix, mix_int
+
+_SAMPLE_SALT: Final = 0x5A3B
+_EVALUATION_SALT: Final = 0xE7A1
+_32_BITS: Final = 0xFFFF_FFFF
+
+
+@runtime_checkable
+class DrawsFromSeeds(Protocol):
+    """A dataset that draws all of a sample's randomness from a seed it is given: no global state, no setup."""
+
+    def items_from_seeds(self, indices: Sequence[int], seeds: Seeds) -> WholeBatch:
+        """A batch of the samples `indices`, seeds uint64 of shape (len(indices),)."""
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Give torch's CPU, numpy's and Python's global generators back as they were found."""
+    torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch_state)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed torch's CPU, numpy's and Python's global generators.
+
+    Not `torch.manual_seed`: that would also reset the GPU generators (the model's dropout), and in a worker process,
+    where CUDA is not initialised, it records a stack trace on every call (110 us against 1 us).
+    """
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed & _32_BITS)
+    random.seed(seed)
+
+
+class SeededSamples(Dataset[Any]):
+    """Wraps a dataset so that every sample is read with its own random state; the surrounding state is left untouched.
+
+    It is read by `SampleKey`s through `__getitems__`, as a `DataLoader` does with a `KeyedMicroBatchSampler`.
+    """
+
+    def __init__(self, dataset: Any, *, seed: int) -> None:
+        """Wrap `dataset` (map-style); `seed` is `run.seed`."""
+        self.dataset = dataset
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, keys: Sequence[SampleKey]) -> Any:
+        """The samples of (epoch, index) keys: a list, or whatever `items_from_seeds` of the dataset returns."""
+        epochs, indices = np.array(keys, dtype=np.int64).reshape(-1, 2).T
+        seeds = mix(_SAMPLE_SALT, self.seed, epochs, indices)
+        if isinstance(self.dataset, DrawsFromSeeds):
+            return self.dataset.items_from_seeds(indices.tolist(), seeds)
+        samples = []
+        with random_state_kept():
+            for index, seed in zip(indices.tolist(), seeds.tolist(), strict=True):
+                seed_generators(seed)
+                samples.append(self.dataset[index])
+        return samples
+
+
+class SeededBatches(Dataset[Any]):
+    """Wraps an evaluation dataset: a batch that draws random numbers gets the same in every evaluation.
+
+    Seeded once per batch (by its first index) and not per sample, so that a dataset's own fast `__getitems__` is kept.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        """Wrap `dataset` (map-style)."""
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        """The samples, as the dataset's `__getitems__` returns them if it has one, otherwise as a list."""
+        with random_state_kept():
+            seed_generators(mix_int(_EVALUATION_SALT, indices[0]))
+            fetch_all = getattr(self.dataset, "__getitems__", None)
+            return fetch_all(indices) if fetch_all is not None else [self.dataset[index] for index in indices]

@@ -1,0 +1,130 @@
+"""What a dataset builder returns or a program hands over: a training set, and an evaluation set if there is one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from framework.errors import ConfigError, Problem
+
+
+class MapDataset(Protocol):
+    """Samples by number: what a `DataLoader` needs. torch's `Dataset` need not be its base, nor has that a length."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Splits:
+    """A training and an evaluation dataset."""
+
+    train: MapDataset
+    evaluation: MapDataset | None
+
+
+def as_splits(result: object) -> Splits:
+    """Accept what a user's `data.target` may return: a dataset, a tuple (training, evaluation), or a `Splits`.
+
+    Args:
+        result: the returned object; the evaluation set may be None.
+
+    Returns:
+        The same datasets as `Splits`.
+
+    Raises:
+        ConfigError: kind ``data-target-result``, with every reason why the result cannot be trained on.
+    """
+    return _checked(*_pair(result, _RETURNED), _RETURNED)
+
+
+def given_splits(train_data: object, eval_data: object = None) -> Splits:
+    """Accept what `fit` was given: a dataset each, or the pair of both (or a `Splits`) as `train_data`.
+
+    Raises:
+        ConfigError: kind ``data-target-result`` as for `as_splits`; the problems name `train_data` and `eval_data`.
+    """
+    train, evaluation = _pair(train_data, _GIVEN)
+    if evaluation is not None and eval_data is not None:
+        reason = "train_data is a pair (training, evaluation), so that there are two evaluation sets"
+        raise ConfigError(Problem(kind="data-target-result", key="eval_data", reason=reason, fix="leave one of them out"))
+    return _checked(train, eval_data if evaluation is None else evaluation, _GIVEN)
+
+
+@dataclass(frozen=True)
+class _Door:
+    """Where datasets came in, in the words for whoever brought them."""
+
+    train_key: str
+    eval_key: str
+    give: str
+    given: str
+
+
+_RETURNED: Final = _Door("data.target", "data.target", "return", "returned")
+_GIVEN: Final = _Door("train_data", "eval_data", "hand over", "handed over")
+
+
+def _pair(result: object, door: _Door) -> tuple[Any, Any]:
+    if isinstance(result, Splits):
+        return result.train, result.evaluation
+    if not isinstance(result, tuple):
+        return result, None
+    if len(result) == 2:
+        return result
+    reason, fix = f"a tuple of {len(result)} was {door.given}", f"{door.give} (training, evaluation)"
+    raise ConfigError(Problem(kind="data-target-result", key=door.train_key, reason=reason, fix=fix))
+
+
+def _checked(train: Any, evaluation: Any, door: _Door) -> Splits:
+    problems = [_complaint(train, door, name="training")]
+    if evaluation is not None:
+        problems.append(_complaint(evaluation, door, name="evaluation"))
+    found = [problem for problem in problems if problem is not None]
+    if found:
+        raise ConfigError(found)
+    return Splits(train, evaluation)
+
+
+def _complaint(dataset: object, door: _Door, *, name: str) -> Problem | None:
+    """Why this object cannot serve as a dataset, or None."""
+    kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
+    wanted = f"{door.give} a map-style dataset with __len__ and __getitem__, or a tuple (training, evaluation) of two"
+
+    def problem(reason: str, fix: str = wanted) -> Problem:
+        key = door.train_key if name == "training" else door.eval_key
+        return Problem(kind="data-target-result", key=key, reason=f"the {name} set {reason}", fix=fix)
+
+    if isinstance(dataset, IterableDataset):
+        return problem(f"is an IterableDataset ({kind}), which has no samples by number, so that neither a step count nor an "
+                       "exact resume is possible")  # fmt: skip
+    if isinstance(dataset, Tensor | np.ndarray):
+        wrapped = "torch.utils.data.TensorDataset(inputs, targets)"
+        return problem(f"is {_article(kind)}, not a dataset of samples (inputs, target)", f"{door.give} {wrapped}")
+    # A plain list could be a dataset or a mistyped pair, a dict a DatasetDict: guessing would train on the wrong thing.
+    if not hasattr(dataset, "__getitem__") or isinstance(dataset, list | tuple | dict | str | bytes):
+        return problem(f"is {_article(kind)}, not a dataset")
+    length = _length(dataset)
+    if length is None:
+        return problem(f"({kind}) has no length")
+    if length == 0:
+        without = "None in its place to train without evaluation"
+        return problem(f"({kind}) is empty", f"{door.give} {'at least one sample' if name == 'training' else without}")
+    return None
+
+
+def _length(dataset: Any) -> int | None:
+    """`len(dataset)`, None where it is not implemented: some classes define `__len__` only to raise in it."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _article(kind: str) -> str:
+    return "None" if kind == "builtins.NoneType" else f"a {kind.removeprefix('builtins.')}"

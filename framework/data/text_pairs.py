@@ -1,0 +1,227 @@
+"""Pairs of text segments with hidden tokens, as BERT is trained on (Devlin et al. 2018, section 3.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from framework.data.batches import WholeBatch
+from framework.data.seed_mix import Seeds, mix
+from framework.data.splits import Splits
+from framework.data.text_windows import open_corpus
+from framework.data.tokens import SpecialTokens, Tokens
+from framework.errors import ConfigError, Problem
+from framework.token_files import PART_WORDS, PREPARE, PartName, no_pair_tokens, one_document
+
+Ints = npt.NDArray[np.int64]
+
+IS_NEXT: Final = 0
+IS_RANDOM: Final = 1
+NOT_PREDICTED: Final = -100
+_NUM_SPECIAL: Final = 3  # [CLS], [SEP], [SEP]
+_FIXED_SEED: Final = 0xB127
+# Purposes of a sample's draws.
+_PLACE, _LABEL, _SPLIT, _OTHER, _WHICH, _HOW, _REPLACEMENT = range(1, 8)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Where the two segments of every sample lie, (B,) int64 each: the first token and the number of tokens."""
+
+    first_start: Ints
+    first_length: Ints
+    second_start: Ints
+    second_length: Ints
+    label: Ints
+
+
+class TextPairs(Dataset[tuple[Tensor, ...]]):
+    """[CLS] A [SEP] B [SEP], drawn anew for every (seed, epoch, sample index); read without a seed, always the same.
+
+    A sample is (input_ids (S,), token_type_ids (S,), attention_mask (S,), mlm_labels (S,), nsp_label ()), all int64.
+    token_type_ids are 1 for B and its [SEP]; attention_mask is 0 on padding; mlm_labels are -100 where nothing is to be
+    predicted; nsp_label is 0 where B follows A in their document, 1 where it is from another one.
+
+    There are as many samples as windows of S tokens fit the text. A sample starts at a random place near its own, pulled
+    back so that the document fills it; only a document shorter than S - 3 tokens leaves padding. A has between a quarter
+    and three quarters of the text, or more where the document that B is from, or would be, is shorter than the rest. Both labels
+    give the same lengths of A, B and padding, so that none of them tells the labels apart.
+
+    Attributes:
+        tokens_per_sample: S.
+        vocab_size: numbers lie in [0, vocab_size).
+        special: numbers of the special tokens.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        *,
+        sequence_length: int,
+        vocab_size: int,
+        special: SpecialTokens,
+        mask_fraction: float = 0.15,
+    ) -> None:
+        """Describe the samples; nothing is read yet.
+
+        Args:
+            tokens: at least two documents.
+            sequence_length: S, at least 8.
+            vocab_size: numbers lie in [0, vocab_size).
+            special: numbers of the special tokens, all five of them.
+            mask_fraction: share p of a sample's n tokens of text that is predicted: exactly max(1, round(p n)).
+
+        Raises:
+            ValueError: a special token has no number.
+        """
+        self.tokens = tokens
+        self.tokens_per_sample = sequence_length
+        self.vocab_size = vocab_size
+        self.special = special
+        self._end, self._cls, self._sep, self._mask, self._pad = _all_of(special)
+        self.mask_fraction = mask_fraction
+
+    def __len__(self) -> int:
+        return max(1, len(self.tokens.numbers) // self.tokens_per_sample)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return tuple(field[0] for field in self.__getitems__([range(len(self))[index]]).fields)
+
+    def __getitems__(self, indices: Sequence[int]) -> WholeBatch:
+        """A batch that depends on the indices alone, for evaluation: not on the batch size nor on the number of ranks."""
+        return self.items_from_seeds(indices, mix(_FIXED_SEED, np.asarray(indices, dtype=np.int64)))
+
+    def items_from_seeds(self, indices: Sequence[int], seeds: Seeds) -> WholeBatch:
+        """A batch, every sample drawn from its own seed (see `sample_seed.DrawsFromSeeds`).
+
+        Returns:
+            input_ids, token_type_ids, attention_mask, mlm_labels of shape (B, S), nsp_label (B,).
+        """
+        segments = self._segments(np.asarray(indices, dtype=np.int64), seeds)
+        ids, types, is_text = self._laid_out(segments)
+        attention = np.arange(self.tokens_per_sample) < (segments.first_length + segments.second_length)[:, None] + 3
+        labels = self._hide(ids, is_text, seeds)
+        fields = (ids, types, attention.astype(np.int64), labels, segments.label)
+        return WholeBatch(tuple(torch.from_numpy(field) for field in fields))
+
+    def _segments(self, indices: Ints, seeds: Seeds) -> Segments:
+        """Draw where A and B lie."""
+        num_tokens, num_samples = len(self.tokens.numbers), len(self)
+        # indices * num_tokens // num_samples, in two parts: above 34 billion tokens at S = 128 the product has no room in int64.
+        each, rest = divmod(num_tokens, num_samples)
+        place = indices * each + indices * rest // num_samples + _draw(seeds, _PLACE, each)
+        start, length = self._document_at(place)
+        total = np.minimum(length, self.tokens_per_sample - _NUM_SPECIAL)
+        # A document of one token has no second half.
+        label = np.where(total < 2, IS_RANDOM, _draw(seeds, _LABEL, 2))
+        total = np.maximum(total, 2)
+        quarter = np.maximum(total // 4, 1)
+        first = quarter + _draw(seeds, _SPLIT, total - 2 * quarter + 1)
+        # Any token outside of A's document is as likely, and with it that token's document.
+        other = (start + length + 1 + _draw(seeds, _OTHER, num_tokens - length - 1)) % num_tokens
+        other_start, other_length = self._document_at(other)
+        # Also where B follows A and could be longer: a short second segment would else say that it is from elsewhere.
+        second = np.minimum(total - first, other_length)
+        first = np.where(length >= total, total - second, first)
+        window = np.where(label == IS_NEXT, total, first)
+        first_start = np.minimum(place, start + np.maximum(length - window, 0))
+        second_start = np.where(
+            label == IS_NEXT, first_start + first, np.minimum(other, other_start + other_length - second)
+        )
+        return Segments(first_start, first, second_start, second, label)
+
+    def _document_at(self, places: Ints) -> tuple[Ints, Ints]:
+        """First token and number of tokens of text (the end token not counted) of the documents at these places."""
+        documents = np.searchsorted(self.tokens.offsets, places, side="right") - 1
+        start = self.tokens.offsets[documents]
+        return start, self.tokens.offsets[documents + 1] - start - 1
+
+    def _laid_out(self, segments: Segments) -> tuple[Ints, Ints, npt.NDArray[np.bool_]]:
+        """input_ids, token_type_ids, and which positions hold text, (B, S) each."""
+        column = np.arange(self.tokens_per_sample, dtype=np.int64)
+        middle = segments.first_length[:, None] + 1  # of the first [SEP]
+        end = middle + segments.second_length[:, None] + 1  # of the second
+        is_first, is_second = (column > 0) & (column < middle), (column > middle) & (column < end)
+        source = np.where(is_first, segments.first_start[:, None] + column - 1,
+                          segments.second_start[:, None] + column - middle - 1)  # fmt: skip
+        is_text = is_first | is_second
+        ids = self.tokens.numbers[np.where(is_text, source, 0)].astype(np.int64)
+        ids[~is_text] = self._pad
+        ids[:, 0] = self._cls
+        ids[(column == middle) | (column == end)] = self._sep
+        return ids, (is_second | (column == end)).astype(np.int64), is_text
+
+    def _hide(self, ids: Ints, is_text: npt.NDArray[np.bool_], seeds: Seeds) -> Ints:
+        """Choose the tokens to predict, replace them in place, and return the labels (B, S)."""
+        column = np.arange(self.tokens_per_sample, dtype=np.int64)
+        order = mix(seeds[:, None], _WHICH, column)
+        order[~is_text] = np.iinfo(np.uint64).max
+        counts = np.maximum(1, np.rint(self.mask_fraction * is_text.sum(axis=1))).astype(np.int64)
+        rank = order.argsort(axis=1, kind="stable").argsort(axis=1, kind="stable")
+        rows, columns = np.nonzero((rank < counts[:, None]) & is_text)
+        labels = np.full_like(ids, NOT_PREDICTED)
+        labels[rows, columns] = originals = ids[rows, columns]
+        how = mix(seeds[rows], _HOW, columns) % np.uint64(10)
+        others = self._ordinary(mix(seeds[rows], _REPLACEMENT, columns))
+        ids[rows, columns] = np.where(how < 8, self._mask, np.where(how == 8, others, originals))
+        return labels
+
+    def _ordinary(self, draws: Seeds) -> Ints:
+        """Any token but a special one, each as likely."""
+        specials = sorted({self._end, self._cls, self._sep, self._mask, self._pad})
+        numbers: Ints = (draws % np.uint64(self.vocab_size - len(specials))).astype(np.int64)
+        for special in specials:
+            numbers += numbers >= special
+        return numbers
+
+
+def _draw(seeds: Seeds, purpose: int, bound: int | Ints) -> Ints:
+    """Integers in [0, bound), (B,)."""
+    drawn: Ints = (mix(seeds, purpose) % np.asarray(bound, dtype=np.uint64)).astype(np.int64)
+    return drawn
+
+
+def _all_of(special: SpecialTokens) -> list[int]:
+    numbers = [number for number in special if number is not None]
+    if len(numbers) < len(special):
+        raise ValueError(f"pairs of segments need every special token, and there are only {special}")
+    return numbers
+
+
+def build(path: str | None = None, *, sequence_length: int = 128, mask_fraction: float = 0.15) -> Splits:
+    """Pairs out of a token folder.
+
+    Args:
+        path: folder made by ``prepare``; None: the sources of Python's standard library (`python_sources`).
+        sequence_length: S, tokens per sample with the three special ones.
+        mask_fraction: share of the tokens that is predicted.
+
+    Raises:
+        ConfigError: the folder is damaged, or a part of it has one document only (``text-one-document``), or its
+            tokenizer lacks a token that pairs need (``text-without-special-tokens``).
+    """
+    corpus = open_corpus(path)
+    problems = [*no_pair_tokens(corpus.special._asdict(), path=path),
+                *(problem for name, part in corpus.parts() for problem in _complaints(name, part, path))]  # fmt: skip
+    if problems:
+        raise ConfigError(problems)
+
+    def pairs(tokens: Tokens) -> TextPairs:
+        return TextPairs(tokens, sequence_length=sequence_length, vocab_size=corpus.vocab_size, special=corpus.special,
+                         mask_fraction=mask_fraction)  # fmt: skip
+
+    return Splits(pairs(corpus.train), None if corpus.evaluation is None else pairs(corpus.evaluation))
+
+
+def _complaints(name: PartName, part: Tokens, path: str | None) -> Iterator[Problem]:
+    yield from one_document(name, num_documents=part.num_documents, path=path)
+    if part.offsets[0] != 0 or np.diff(part.offsets).min() < 2:
+        yield Problem("text-damaged", f"the documents of the {PART_WORDS[name]} text do not follow each other", PREPARE,
+                      "data.path", path)  # fmt: skip

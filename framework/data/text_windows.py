@@ -1,0 +1,87 @@
+"""Windows of text for causal language models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from framework.data.batches import WholeBatch
+from framework.data.python_sources import python_sources
+from framework.data.splits import Splits
+from framework.data.token_folder import open_token_folder
+from framework.data.tokens import Corpus, SpecialTokens, Tokens
+from framework.errors import ConfigError
+from framework.token_files import too_short
+
+
+class TextWindows(Dataset[tuple[Tensor, Tensor]]):
+    """Windows of a fixed length over documents packed back to back; nothing is random.
+
+    Sample i is (ids (S,) int64, targets (S,) int64): the tokens from i x S on, and each one's successor. A window may
+    span several documents, with the end token between them. The last, incomplete window is left out.
+
+    Attributes:
+        tokens_per_sample: S.
+        vocab_size: numbers lie in [0, vocab_size).
+        special: numbers of the special tokens.
+    """
+
+    def __init__(self, tokens: Tokens, *, sequence_length: int, vocab_size: int, special: SpecialTokens) -> None:
+        """Cut the tokens; nothing is read yet."""
+        self.tokens = tokens
+        self.tokens_per_sample = sequence_length
+        self.vocab_size = vocab_size
+        self.special = special
+
+    def __len__(self) -> int:
+        return (len(self.tokens.numbers) - 1) // self.tokens_per_sample
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        ids, targets = self.__getitems__([range(len(self))[index]]).fields
+        return ids[0], targets[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> WholeBatch:
+        """A batch: ids (B, S) and targets (B, S), both int64."""
+        length, numbers = self.tokens_per_sample, self.tokens.numbers
+        windows = np.empty((2, len(indices), length), dtype=np.int64)
+        for row, index in enumerate(indices):
+            start = index * length
+            windows[0, row] = numbers[start : start + length]
+            windows[1, row] = numbers[start + 1 : start + length + 1]
+        ids, targets = torch.from_numpy(windows)
+        return WholeBatch((ids, targets))
+
+
+def build(path: str | None = None, *, sequence_length: int = 256) -> Splits:
+    """Windows over a token folder.
+
+    Args:
+        path: folder made by ``prepare``; None: the sources of Python's standard library (`python_sources`).
+        sequence_length: S, tokens per sample.
+
+    Raises:
+        ConfigError: the folder is damaged, or a part of it is shorter than one window (``text-too-short``).
+    """
+    corpus = open_corpus(path)
+    problems = [
+        problem for name, tokens in corpus.parts()
+        for problem in too_short(name, num_tokens=len(tokens.numbers), sequence_length=sequence_length)
+    ]  # fmt: skip
+    if problems:
+        raise ConfigError(problems)
+
+    def windows(tokens: Tokens) -> TextWindows:
+        return TextWindows(
+            tokens, sequence_length=sequence_length, vocab_size=corpus.vocab_size, special=corpus.special
+        )
+
+    return Splits(windows(corpus.train), None if corpus.evaluation is None else windows(corpus.evaluation))
+
+
+def open_corpus(path: str | None) -> Corpus:
+    """A token folder, or without one the sources of Python's standard library."""
+    return python_sources() if path is None else open_token_folder(path)

@@ -1,0 +1,162 @@
+"""From text to token numbers: bytes, or a tokenizer of Hugging Face's `tokenizers`, from a file or trained here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from framework.data.tokens import Numbers, SpecialTokens
+from framework.errors import ConfigError, Problem
+from framework.token_files import TOKENIZER_FILE
+
+_NAMES: Final = ("<|end|>", "[CLS]", "[SEP]", "[MASK]", "[PAD]")
+# What known tokenizers call them, the best first. [SEP] and </s> may end documents too; the end of a document is learnt.
+_ALIASES: Final[tuple[tuple[str, ...], ...]] = (
+    ("<|end|>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<sep>"), ("[CLS]", "<s>", "<cls>"),
+    ("[SEP]", "<sep>", "</s>"), ("[MASK]", "<mask>"), ("[PAD]", "<pad>"),
+)  # fmt: skip
+SMALLEST_BPE: Final = 256 + len(_NAMES)
+
+
+class Tokenizer(Protocol):
+    """What `prepare` and `generate` need of a tokenizer."""
+
+    kind: str
+    vocab_size: int
+    special: SpecialTokens
+    needs_utf8: bool
+
+    def encode(self, texts: Sequence[bytes]) -> list[Numbers]:
+        """Token numbers of each text, without special tokens: what looks like one in the text is text."""
+
+    def decode(self, numbers: Sequence[int]) -> str:
+        """The text; special tokens are left out, and U+FFFD stands where bytes are no whole character."""
+
+    def save(self, folder: Path) -> None:
+        """Write what is needed to turn numbers into text again."""
+
+
+class ByteTokenizer:
+    """Token numbers 0 to 255 are the bytes; five special tokens follow. Reads anything, needs no file."""
+
+    kind = "bytes"
+    vocab_size = 261
+    special = SpecialTokens(end=256, cls=257, sep=258, mask=259, pad=260)
+    needs_utf8 = False
+
+    def encode(self, texts: Sequence[bytes]) -> list[Numbers]:
+        """(len(text),) uint8 each, without a copy."""
+        return [np.frombuffer(text, dtype=np.uint8) for text in texts]
+
+    def decode(self, numbers: Sequence[int]) -> str:
+        """The bytes as UTF-8."""
+        return bytes(number for number in numbers if number < self.special.end).decode(errors="replace")
+
+    def save(self, folder: Path) -> None:
+        """There is nothing to save."""
+
+
+class LibraryTokenizer:
+    """A tokenizer of the library `tokenizers`. One that can end a document gets no further token, so that a published
+    vocabulary keeps its size, which is the published models'; to any other an end token is added behind its own."""
+
+    kind = "library"
+    needs_utf8 = True
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Take over a `tokenizers.Tokenizer`: it is changed.
+
+        Raises:
+            ValueError: it has no end token, and an added one would get the number of another token.
+        """
+        self._tokenizer = tokenizer
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        numbers = tokenizer.get_vocab(with_added_tokens=True)
+        if not any(alias in numbers for alias in _ALIASES[0]):
+            numbers = _with_end(tokenizer)
+        end, *others = (next((numbers[a] for a in aliases if a in numbers), None) for aliases in _ALIASES)
+        assert end is not None
+        self.special = SpecialTokens(end, *others)
+        self.vocab_size = max(numbers.values()) + 1  # numbers may have gaps
+
+    def encode(self, texts: Sequence[bytes]) -> list[Numbers]:
+        """(n,) uint32 each; the library uses all cores for many texts."""
+        # Otherwise a text that quotes "[MASK]" would hide a token, and one that quotes "<|end|>" would end the document.
+        self._tokenizer.encode_special_tokens = True
+        encoded = self._tokenizer.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
+        return [np.array(one.ids, dtype=np.uint32) for one in encoded]
+
+    def decode(self, numbers: Sequence[int]) -> str:
+        """As the library does it."""
+        return str(self._tokenizer.decode(list(numbers), skip_special_tokens=True))
+
+    def save(self, folder: Path) -> None:
+        """Write ``tokenizer.json``, the library's own format."""
+        self._tokenizer.save(str(folder / TOKENIZER_FILE), pretty=False)
+
+
+def _with_end(tokenizer: Any) -> dict[str, int]:
+    """Its numbers with that of an end token behind them."""
+    tokenizer.add_special_tokens([_NAMES[0]])
+    numbers: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    if len(set(numbers.values())) < len(numbers):  # the library counts on from the number of tokens: a gap misleads it
+        raise ValueError("its numbers have gaps, and the end token that it lacks would get the number of another token")
+    return numbers
+
+
+def load_tokenizer(path: str) -> LibraryTokenizer:
+    """Read a ``tokenizer.json``.
+
+    Raises:
+        ConfigError: kinds ``package-missing``, ``tokenizer-not-found``, ``tokenizer-unreadable``.
+    """
+    library = _library()
+    if not Path(path).expanduser().is_file():
+        raise ConfigError(Problem("tokenizer-not-found", "there is no such file", "name a tokenizer.json, or bytes",
+                                  "--tokenizer", path))  # fmt: skip
+    try:
+        return LibraryTokenizer(library.Tokenizer.from_file(str(Path(path).expanduser())))
+    except Exception as error:  # the library raises bare Exceptions
+        reason = f"it cannot be read as a tokenizer ({' '.join(str(error).split())[:200]})"
+        raise ConfigError(Problem("tokenizer-unreadable", reason, "name a tokenizer.json of the library tokenizers",
+                                  "--tokenizer", path)) from error  # fmt: skip
+
+
+def train_bpe(texts: Iterable[bytes], *, vocab_size: int) -> LibraryTokenizer:
+    """Byte-level BPE as GPT-2's, learnt from the texts; the same texts give the same tokenizer.
+
+    Args:
+        texts: UTF-8. Memory grows with the number of different words among them.
+        vocab_size: at least `SMALLEST_BPE`, the special tokens included; a small text may give fewer.
+
+    Raises:
+        ConfigError: kind ``package-missing``; whatever `texts` raises comes through.
+    """
+    library = _library()
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    alphabet = sorted(library.pre_tokenizers.ByteLevel.alphabet())
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=list(_NAMES),
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((text.decode() for text in texts), trainer=trainer)
+    return LibraryTokenizer(tokenizer)
+
+
+def _library() -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        reason = f"it needs the package tokenizers, which cannot be imported ({error})"
+        raise ConfigError(Problem("package-missing", reason, "pip install 'dsframework[text]', or use --tokenizer bytes",
+                                  "--tokenizer")) from error  # fmt: skip
+    return tokenizers

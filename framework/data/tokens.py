@@ -1,0 +1,119 @@
+"""Text as numbers: what every text dataset reads, whether it lies in files or in memory. Neither torch nor files here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from framework.token_files import PartName
+
+Numbers = npt.NDArray[np.unsignedinteger[Any]]
+Offsets = npt.NDArray[np.int64]
+
+
+class SpecialTokens(NamedTuple):
+    """The numbers of the tokens that stand for no text. Windows of text need the first only; pairs of segments need all."""
+
+    end: int
+    """Ends every document."""
+    cls: int | None = None
+    sep: int | None = None
+    mask: int | None = None
+    pad: int | None = None
+
+
+@dataclass(frozen=True)
+class MappedFrom:
+    """Where tokens are mapped from, so that another process maps the files itself and is sent no copy of them."""
+
+    numbers: Path
+    offsets: Path
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Documents back to back, each ended by the end token.
+
+    Attributes:
+        numbers: (N,) uint16 or uint32.
+        offsets: (D + 1,) int64; document d is ``numbers[offsets[d]:offsets[d + 1]]``, its end token included.
+        source: the files behind both; None: they lie in memory.
+        checksum: tells texts of one size apart; empty: not known.
+    """
+
+    numbers: Numbers
+    offsets: Offsets
+    source: MappedFrom | None = None
+    checksum: str = ""
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.offsets) - 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A pickled memory map is a copy of the whole file: every worker that is spawned would hold one.
+        return (map_tokens, (self.source,)) if self.source else (Tokens, (self.numbers, self.offsets))
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text for training and for evaluation, and its vocabulary: numbers lie in [0, vocab_size)."""
+
+    train: Tokens
+    evaluation: Tokens | None
+    vocab_size: int
+    special: SpecialTokens
+
+    def parts(self) -> Iterator[tuple[PartName, Tokens]]:
+        """What there is, by name."""
+        yield "train", self.train
+        if self.evaluation is not None:
+            yield "eval", self.evaluation
+
+
+def map_tokens(source: MappedFrom) -> Tokens:
+    """Map both files into memory; pages are read when they are touched, and shared by all processes of a host."""
+    numbers = np.memmap(source.numbers, dtype=np.dtype(source.dtype).newbyteorder("<"), mode="r")
+    offsets = np.memmap(source.offsets, dtype="<i8", mode="r")
+    # Plain arrays over the same pages: indexing a np.memmap costs a subclass view each time.
+    return Tokens(np.asarray(numbers), np.asarray(offsets), source)
+
+
+class EvaluationShare:
+    """Deals documents, as they come, to training and evaluation; the same way for the same documents.
+
+    Of the documents so far evaluation gets its fraction: with 0.1 every tenth. One that would give it more than twice its
+    fraction of the bytes is passed over, and the next one taken. Few or very unequal documents may leave it with little:
+    `tokens_to_move` says how much of the end of training makes it up.
+    """
+
+    def __init__(self, fraction: float) -> None:
+        """`fraction` of the text, from 0 up to below 1."""
+        self._fraction = Fraction(str(fraction))  # 0.1 exactly: every tenth, however many there are
+        self._num_taken = self._num_seen = 0
+        self._bytes_taken = self._bytes_seen = 0
+
+    def takes(self, num_bytes: int) -> bool:
+        """Whether the next document, of this size, is for evaluation."""
+        if num_bytes == 0:
+            return False
+        self._num_seen += 1
+        self._bytes_seen += num_bytes
+        takes = self._num_taken + 1 <= self._fraction * self._num_seen
+        takes = takes and self._bytes_taken + num_bytes <= 2 * self._fraction * self._bytes_seen
+        if takes:
+            self._num_taken += 1
+            self._bytes_taken += num_bytes
+        return takes
+
+    def tokens_to_move(self, num_train: int, num_evaluation: int) -> int:
+        """How many tokens from the end of training evaluation lacks; 0 where it has at least half of what is its due."""
+        due = round(self._fraction * (num_train + num_evaluation))
+        return 0 if 2 * num_evaluation >= due else due - num_evaluation

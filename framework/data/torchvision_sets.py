@@ -1,0 +1,209 @@
+"""Fashion-MNIST and CIFAR-10, read (and fetched) by torchvision, held in memory as uint8."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from filelock import FileLock
+from torch import Tensor
+from torchvision.datasets import CIFAR10, FashionMNIST  # type: ignore[import-untyped]
+
+from framework.data.images import ImageTensors
+from framework.data.splits import Splits
+from framework.errors import ConfigError, Problem
+
+_NUM_CLASSES: Final = 10
+_SILENT_SERVER_SECONDS: Final = 60.0
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A torchvision dataset: its class, where its files lie, and the statistics of its training images in [0, 1]."""
+
+    dataset: Callable[..., Any]
+    name: str
+    folder: str
+    files: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def missing(self, root: Path) -> list[str]:
+        """The files that are not there."""
+        return [name for name in self.files if not (root / self.folder / name).is_file()]
+
+
+_FASHION_MNIST: Final = _Source(
+    dataset=FashionMNIST,
+    name="FashionMNIST",
+    folder="FashionMNIST/raw",
+    files=tuple(f"{part}-{what}-ubyte" for part in ("train", "t10k") for what in ("images-idx3", "labels-idx1")),
+    mean=(0.2860,),
+    std=(0.3530,),
+)
+_CIFAR10: Final = _Source(
+    dataset=CIFAR10,
+    name="CIFAR10",
+    folder="cifar-10-batches-py",
+    files=(*(f"data_batch_{number}" for number in range(1, 6)), "test_batch", "batches.meta"),
+    mean=(0.4914, 0.4822, 0.4465),
+    # Of all pixels; the 0.2023, 0.1994, 0.2010 that circulate are means over images of each image's own deviation.
+    std=(0.2470, 0.2435, 0.2616),
+)
+
+
+def fashion_mnist(root: str = "data", *, download: bool = False, augment: bool = False) -> Splits:
+    """Fashion-MNIST (Xiao, Rasul, Vollgraf 2017), 60,000 + 10,000 grey images (1, 28, 28), labels 0 to 9.
+
+    Args:
+        root: folder that holds (or will hold) ``FashionMNIST/raw``.
+        download: fetch the files when one is missing. Several processes may ask at once: one fetches, the others wait.
+        augment: random crops and flips of the training images (see `ImageTensors`).
+
+    Raises:
+        ConfigError: kinds ``dataset-not-found``, ``dataset-unreadable``, ``dataset-download-failed``.
+    """
+    return _build(_FASHION_MNIST, root=root, download=download, augment=augment)
+
+
+def cifar10(root: str = "data", *, download: bool = False, augment: bool = True) -> Splits:
+    """CIFAR-10 (Krizhevsky 2009), 50,000 + 10,000 colour images (3, 32, 32), labels 0 to 9.
+
+    Args and errors as for `fashion_mnist`; the files of ``cifar-10-batches-py`` are checked against their MD5 sums.
+    """
+    return _build(_CIFAR10, root=root, download=download, augment=augment)
+
+
+def _build(source: _Source, *, root: str, download: bool, augment: bool) -> Splits:
+    folder = Path(root).expanduser()
+    missing = source.missing(folder)
+    if missing and not download:
+        raise ConfigError(
+            Problem(
+                kind="dataset-not-found",
+                key="data.root",
+                value=root,
+                reason=f"{source.name} needs {', '.join(missing)} in {folder / source.folder}",
+                fix=f"set data.download: true or put torchvision's {source.folder} under {root}",
+            )
+        )
+    if missing:
+        _download(source, folder, root=root)
+    return Splits(
+        train=_load(source, folder, root=root, train=True, augment=augment),
+        evaluation=_load(source, folder, root=root, train=False, augment=False),
+    )
+
+
+def _load(source: _Source, folder: Path, *, root: str, train: bool, augment: bool) -> ImageTensors:
+    try:
+        images, labels = _tensors(source.dataset(str(folder), train=train))
+        return ImageTensors(images, labels, mean=source.mean, std=source.std, augment=augment)
+    except Exception as error:  # a damaged file surfaces as any of a dozen types, AssertionError among them
+        raise ConfigError(
+            Problem(
+                kind="dataset-unreadable",
+                key="data.root",
+                value=root,
+                reason=f"the {'training' if train else 'test'} files in {folder / source.folder} cannot be read as "
+                f"{source.name} ({_in_one_line(error)})",
+                fix="delete that folder and set data.download: true, or copy the files there again",
+            )
+        ) from error
+
+
+def _tensors(dataset: Any) -> tuple[Tensor, Tensor]:
+    """Images (N, C, H, W) uint8 and labels (N,) int64 of either class.
+
+    Raises:
+        ValueError: their numbers differ or a label is out of range; torchvision checks neither.
+    """
+    images, labels = torch.as_tensor(dataset.data), torch.as_tensor(dataset.targets, dtype=torch.int64)
+    if len(images) != len(labels) or len(images) == 0:
+        raise ValueError(f"{len(images)} images and {len(labels)} labels")
+    if labels.min() < 0 or labels.max() >= _NUM_CLASSES:
+        raise ValueError(f"labels from {labels.min()} to {labels.max()}")
+    return (images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()), labels
+
+
+def _download(source: _Source, folder: Path, *, root: str) -> None:
+    """Fetch into a folder aside and move finished files over, one process at a time.
+
+    Holding the lock, whatever lies aside is left from a process that was killed and is removed first.
+    """
+    aside = folder / f".{source.name}.partial"
+    try:
+        with _alone_in(folder, f".{source.name}.lock"):
+            if not source.missing(folder):
+                return
+            shutil.rmtree(aside, ignore_errors=True)
+            try:
+                with _silence_limited(_SILENT_SERVER_SECONDS):
+                    source.dataset(str(aside), train=True, download=True)
+                (folder / source.folder).mkdir(parents=True, exist_ok=True)
+                for name in source.files:
+                    os.replace(aside / source.folder / name, folder / source.folder / name)
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
+    except Exception as error:  # no network, a full disk, a wrong checksum: each of them its own type
+        raise ConfigError(
+            Problem(
+                kind="dataset-download-failed",
+                key="data.root",
+                value=root,
+                reason=f"{source.name} could not be fetched ({_in_one_line(error)})",
+                fix=f"put torchvision's {source.folder} under {root} from a machine with a network, or try again",
+            )
+        ) from error
+
+
+@contextmanager
+def _alone_in(folder: Path, lock_name: str) -> Iterator[None]:
+    """Hold the lock in a folder, made where it is not there. A failure removes the lock and the folders that were made here."""
+    lock = FileLock(folder / lock_name)
+    made: list[Path] = []
+    while not lock.is_locked:
+        made += _make(folder)
+        with suppress(FileNotFoundError):  # another process, for which this one waited, has failed and removed the folder
+            lock.acquire()
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            (folder / lock_name).unlink()  # a waiting process finds that its lock file is no more, and makes another one
+            for place in made:
+                place.rmdir()  # unless it holds something
+        raise
+    finally:
+        lock.release()
+
+
+def _make(folder: Path) -> list[Path]:
+    """Make a folder; returns what was made, the innermost first."""
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+@contextmanager
+def _silence_limited(seconds: float) -> Iterator[None]:
+    """Let a connection fail after `seconds` without a byte: torchvision sets no limit, and a firewall may just drop."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(seconds)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+def _in_one_line(error: Exception) -> str:
+    """Type and text of an error, without torchvision's advice to pass an argument that our users do not write."""
+    text = " ".join(str(error).split()).removesuffix("You can use download=True to download it").strip()
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

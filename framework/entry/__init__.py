@@ -1,0 +1,1 @@
+"""Alone in its folder, because Python looks for modules first where the file lies that it was started with."""

@@ -1,0 +1,248 @@
+"""One attempt at a job on one node: starts the ranks, watches them and the other nodes, and ends all of it as one.
+
+    rank fails / launcher or peer lost  -> every node: SIGTERM to all its ranks, 2 s, SIGKILL
+    stop requested anywhere             -> every node: SIGTERM to all its ranks at once; they save, and end with 75
+    every rank of every node ended      -> the agents tell each other, then leave; 0 only if all ended with 0
+
+`run_attempt` can be called again with another attempt: nothing of a run is kept outside it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from framework.errors import (
+    EXIT_CONFIG,
+    EXIT_NO_PROGRESS,
+    EXIT_OK,
+    EXIT_PEER_LOST,
+    EXIT_STOPPED,
+    EXIT_STORAGE,
+    EXIT_TRAINING,
+)
+from framework.launch.peers import Failure, Peers
+from framework.launch.preflight.across import a_few
+from framework.launch.ranks import RankEnd, Ranks
+from framework.launch.requests import Requests, say
+
+_LOOK_SECONDS: Final = 0.1
+# With a silent peer (15 s) before it everything is over within 20 s.
+_ENDING_SECONDS: Final = 2.0
+_CONFIRM_SECONDS: Final = 20.0
+# The one who started us is gone: whoever is quick may still save.
+_CUT_OFF_SECONDS: Final = 15.0
+_MEANING: Final = {EXIT_TRAINING: "training failed", EXIT_STORAGE: "storage failed", EXIT_PEER_LOST: "it lost another rank",
+                   EXIT_NO_PROGRESS: "no progress", EXIT_CONFIG: "configuration refused"}  # fmt: skip
+TERMINATION_LOG: Final = Path("/dev/termination-log")
+
+
+@dataclass(frozen=True)
+class AttemptResult:
+    """How an attempt ended.
+
+    Attributes:
+        code: exit code of this node.
+        line: what happened, in one line.
+        failure: what came first, or None.
+    """
+
+    code: int
+    line: str
+    failure: Failure | None = None
+
+
+def run_attempt(ranks: Ranks, *, peers: Peers, requests: Requests, node_rank: int, grace_seconds: float) -> AttemptResult:
+    """Start the ranks and see them end; no process of theirs is left afterwards.
+
+    Args:
+        ranks: not started yet.
+        peers: the other agents, all present.
+        requests: requests to stop.
+        node_rank: of this node.
+        grace_seconds: for saving a checkpoint after a request to stop.
+    """
+    attempt = _Attempt(ranks, peers, requests, node_rank, grace_seconds)
+    try:
+        attempt.start()
+        attempt.watch()
+    finally:
+        ranks.clear()
+    return attempt.conclude()
+
+
+@dataclass
+class _Attempt:
+    ranks: Ranks
+    peers: Peers
+    requests: Requests
+    node_rank: int
+    grace_seconds: float
+    codes: list[int] = field(default_factory=list)
+    stop_told: bool = False
+    kill_told: bool = False
+    kill_at: float | None = None
+    stopping: bool = False
+    ending_since: float | None = None
+    begun_to_end: float | None = None
+
+    def start(self) -> None:
+        """All ranks, or the end of all nodes."""
+        try:
+            self.ranks.start()
+        except OSError as error:  # no more processes, no memory for one, an environment that is too large
+            self.codes.append(EXIT_TRAINING)
+            what = f"{self.peers.name(self.node_rank)}: a rank could not be started ({error.strerror})"
+            self.peers.tell_failure(what, code=EXIT_TRAINING)
+            self._end_ranks()
+
+    def watch(self) -> None:
+        """Until no rank runs here."""
+        while self.ranks.num_running:
+            self.peers.poll(_LOOK_SECONDS)
+            # Who only lost somebody comes last: that somebody is what happened.
+            for end in sorted(self.ranks.poll(), key=lambda end: end.code == EXIT_PEER_LOST):
+                self._ended(end)
+            self._ask()
+            self._heed()
+
+    def conclude(self) -> AttemptResult:
+        """Tell the others, and wait for how they ended."""
+        code = self._own_code()
+        self.peers.tell_ended(code)
+        confirm_until: float | None = None
+        while not self.peers.all_ended and not self.peers.is_cut_off:
+            self.peers.poll(_LOOK_SECONDS)
+            self._ask()
+            now = time.monotonic()
+            hurried = self.peers.failures or self.peers.killed
+            if hurried and confirm_until is None:
+                confirm_until = now + _CONFIRM_SECONDS
+            if confirm_until is not None and now > confirm_until:
+                break
+        self.peers.poll(0)
+        result = self._result(code)
+        self.peers.close()
+        return result
+
+    def _ended(self, end: RankEnd) -> None:
+        # Asked before it listened, a rank had nothing to save.
+        code = EXIT_STOPPED if self.stopping and end.code == 128 + signal.SIGTERM else end.code
+        self.codes.append(code)
+        if code == EXIT_OK or self.ending_since is not None:
+            return
+        if code == EXIT_STOPPED:
+            if not self.peers.stop:
+                self.peers.tell_stop(f"rank {end.rank} stopped")
+            return
+        self.begun_to_end = self.begun_to_end or time.monotonic()
+        self.peers.tell_failure(f"{self.peers.name(self.node_rank)} rank {end.rank}: {how_ended(code)}", code=code)
+        self._end_ranks()
+
+    def _ask(self) -> None:
+        """Pass on what this agent was asked."""
+        self.requests.look()
+        if self.requests.asked and not self.stop_told:
+            self.stop_told = True
+            self.peers.tell_stop(self.requests.asked)
+        if self.requests.insists and not self.kill_told:
+            self.kill_told = True
+            self.peers.tell_kill()
+
+    def _heed(self) -> None:
+        """Do to the ranks what was asked anywhere."""
+        now = time.monotonic()
+        if self.peers.failures:
+            self._end_ranks()
+        elif self.peers.stop or self.requests.asked:
+            self._stop_ranks(now)
+            if self.peers.killed or self.requests.insists:
+                self._give_up("killed at the second request to stop")
+                say("second request to stop: all ranks are killed")
+            elif self.kill_at is not None and now > self.kill_at:
+                self._give_up(f"did not stop within {self._grace():.0f} s, and was killed")
+        if self.ending_since is not None and now - self.ending_since > _ENDING_SECONDS:
+            self.ranks.signal(signal.SIGKILL)
+
+    def _stop_ranks(self, now: float) -> None:
+        if self.requests.cut_off and self.kill_at is not None:
+            self.kill_at = min(self.kill_at, now + _CUT_OFF_SECONDS)
+        if self.stopping:
+            return
+        self.stopping, self.begun_to_end, self.kill_at = True, now, now + self._grace()
+        why = self.peers.stop or self.requests.asked
+        self.ranks.signal(signal.SIGTERM)
+        say(f"{why}: asking {self.ranks.num_running} ranks to stop, with {self._grace():.0f} s to save; once more kills them")
+
+    def _give_up(self, what: str) -> None:
+        code = 128 + signal.SIGKILL
+        self.peers.tell_failure(f"{self.peers.name(self.node_rank)}: {what}", code=code)
+        self.ending_since = time.monotonic() - _ENDING_SECONDS
+        self.ranks.signal(signal.SIGKILL)
+
+    def _end_ranks(self) -> None:
+        if self.ending_since is None:
+            self.ending_since = time.monotonic()
+            self.begun_to_end = self.begun_to_end or self.ending_since
+            self.ranks.signal(signal.SIGTERM)
+
+    def _grace(self) -> float:
+        return min(self.grace_seconds, _CUT_OFF_SECONDS) if self.requests.cut_off else self.grace_seconds
+
+    def _own_code(self) -> int:
+        """Of this node alone."""
+        failed = [code for code in self.codes if code not in (EXIT_OK, EXIT_STOPPED)]
+        return failed[0] if failed else EXIT_STOPPED if EXIT_STOPPED in self.codes else EXIT_OK
+
+    def _result(self, code: int) -> AttemptResult:
+        seconds = f"{time.monotonic() - self.begun_to_end:.1f} s" if self.begun_to_end else ""
+        nodes = len(self.peers.ended)
+        stopped = f"{nodes} node{'s' if nodes > 1 else ''} stopped" + (f" in {seconds}" if seconds else "")
+        if self.peers.missing and self.peers.failures:
+            stopped += f", {a_few(self.peers.missing)} did not answer"
+        failure = first_failure(self.peers.failures)
+        if failure is not None:
+            # Two nodes may meet the same error by themselves: each ends with its own code.
+            mine = first_failure([each for each in self.peers.failures if each.node == self.node_rank])
+            return AttemptResult(mine.code if mine else EXIT_PEER_LOST, f"{failure.what} at {failure.at}; {stopped}", failure)
+        codes = set(self.peers.ended.values()) | {code}
+        if codes <= {EXIT_OK}:
+            return AttemptResult(EXIT_OK, f"finished: {nodes} node{'s' if nodes > 1 else ''}, every rank ended with 0")
+        saved = "what was saved, if anything, the ranks said above"
+        return AttemptResult(EXIT_STOPPED, f"stopped on request ({self.peers.stop or 'a rank'}): {stopped}; {saved}")
+
+
+def first_failure(failures: list[Failure]) -> Failure | None:
+    """What happened first; a rank or node that only lost another one is never it, unless nobody knows better."""
+    causes = [failure for failure in failures if failure.code != EXIT_PEER_LOST]
+    lost = [failure for failure in failures if ": lost: " in failure.what]
+    return next(iter(causes or lost or failures), None)
+
+
+def how_ended(code: int) -> str:
+    """An exit code in words."""
+    if code > 128 and code - 128 in set(signal.Signals):
+        hint = ", out of memory?" if code == 128 + signal.SIGKILL else ""
+        return f"killed by {signal.Signals(code - 128).name} ({code}{hint})"
+    meaning = _MEANING.get(code)
+    return f"ended with {code}" + (f" ({meaning})" if meaning else "")
+
+
+def tell_end(line: str) -> None:
+    """The last line, for people and for ``kubectl describe``."""
+    say(line)
+    write_termination_log(line)
+
+
+def write_termination_log(text: str) -> None:
+    """Where Kubernetes looks for it, if that is there, or where DSF_TERMINATION_LOG says."""
+    asked = os.environ.get("DSF_TERMINATION_LOG")
+    path = Path(asked) if asked else TERMINATION_LOG
+    if asked or path.exists():
+        with suppress(OSError):
+            path.write_text(text[:4000] + "\n", encoding="utf-8", errors="backslashreplace")

@@ -1,0 +1,158 @@
+"""The ranks of this machine: started with the environment that DeepSpeed's launch.py gives them, signalled, ended, counted.
+
+They are our own children. Between us and them DeepSpeed's runner and launch.py would cost seconds and half a gigabyte
+each, signal ranks a second time while they save, and hide how a rank ended (docs/decisions/0013). A test holds what a
+rank is given here against what the `deepspeed` command gives it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from framework.launch.parent_watch import AGENT_VARIABLE, identity
+from framework.launch.topology import Topology
+
+# What hides other devices from a rank, for each kind that DeepSpeed drives (its accelerators' visible_devices_envs).
+_VISIBLE: Final = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "hpu": "HABANA_VISIBLE_MODULES"}
+_LEFTOVER_GRACE_SECONDS: Final = 2.0
+_CLEAR_SECONDS: Final = 10.0  # a process that waits for a dead disk cannot even be killed
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How a rank ended: its number in the job, and its exit code as a shell counts (128 + n for signal n)."""
+
+    rank: int
+    code: int
+
+
+class Ranks:
+    """One process per slot. Nothing runs before `start`."""
+
+    def __init__(self, *, script: Path, arguments: Sequence[str], topology: Topology, environment: Mapping[str, str],
+                 device: str = "cpu", devices: Sequence[int] | None = None) -> None:  # fmt: skip
+        self._command = [str(script), *arguments]
+        self._topology = topology
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        numbers = range(topology.slots) if devices is None else sorted(devices)[: topology.slots]
+        visible = {_VISIBLE.get(device, "CUDA_VISIBLE_DEVICES"): ",".join(map(str, numbers))}
+        own = {AGENT_VARIABLE: identity(os.getpid()), "DSF_WORLD_SIZE": str(topology.world_size)}
+        self._environment = {**environment, **visible, **own}
+        # torchrun's, from a shell inside its job: the ranks would read it before LOCAL_SIZE.
+        self._environment.pop("LOCAL_WORLD_SIZE", None)
+
+    def start(self) -> None:
+        """Start all.
+
+        Raises:
+            OSError: one could not be started; those before it run.
+        """
+        for local_rank in range(self._topology.slots):
+            environment = self._environment | rank_environment(self._topology, local_rank)
+            # A session of its own: Ctrl-C reaches the agent only, so that each rank is asked once.
+            self._running[int(environment["RANK"])] = subprocess.Popen(
+                [sys.executable, "-u", self._command[0], f"--local_rank={local_rank}", *self._command[1:]],
+                env=environment, start_new_session=True, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+
+    @property
+    def num_running(self) -> int:
+        """Ranks that have not been seen to end."""
+        return len(self._running)
+
+    def poll(self) -> list[RankEnd]:
+        """Those that ended since; all that ended meanwhile are in one answer."""
+        if os.getpid() == 1:
+            _reap_strangers({process.pid for process in self._running.values()})
+        codes = {rank: process.poll() for rank, process in self._running.items()}
+        ended = [RankEnd(rank, shell_code(code)) for rank, code in codes.items() if code is not None]
+        for end in ended:
+            del self._running[end.rank]
+        return ended
+
+    def signal(self, number: signal.Signals) -> None:
+        """To every rank that runs."""
+        for process in self._running.values():
+            with suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    def clear(self) -> None:
+        """End whatever the ranks started and left: it carries this agent's id in its environment, wherever it moved to."""
+        self.signal(signal.SIGKILL)
+        for process in self._running.values():
+            process.wait()
+        give_up_at = time.monotonic() + _CLEAR_SECONDS
+        # What is asked to end may start another process meanwhile, so we look until there is none.
+        while (left := self._leftovers()) and time.monotonic() < give_up_at:
+            _end_all(left)
+
+    def _leftovers(self) -> list[psutil.Process]:
+        ours = self._environment[AGENT_VARIABLE]
+        return [process for process in psutil.process_iter() if _has_agent(process, ours)]
+
+
+def rank_environment(topology: Topology, local_rank: int) -> dict[str, str]:
+    """What DeepSpeed 0.19.8's launch.py sets for a rank."""
+    return {
+        "MASTER_ADDR": topology.master_addr, "MASTER_PORT": str(topology.master_port),
+        "WORLD_SIZE": str(topology.world_size), "RANK": str(topology.node_rank * topology.slots + local_rank),
+        "LOCAL_RANK": str(local_rank), "LOCAL_SIZE": str(topology.slots),
+        "CROSS_RANK": str(topology.node_rank), "CROSS_SIZE": str(topology.nnodes),
+    }  # fmt: skip
+
+
+def shell_code(returncode: int) -> int:
+    """As a shell counts: 128 + n for signal n."""
+    return 128 - returncode if returncode < 0 else returncode
+
+
+def _has_agent(process: psutil.Process, agent: str) -> bool:
+    try:
+        return bool(process.pid != os.getpid() and process.environ().get(AGENT_VARIABLE) == agent)
+    except (psutil.Error, OSError):
+        return False
+
+
+def _end_all(left: list[psutil.Process]) -> None:
+    for process in left:
+        with suppress(psutil.Error):
+            process.terminate()
+    deadline = time.monotonic() + _LEFTOVER_GRACE_SECONDS
+    while any(_is_alive(process) for process in left) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for process in left:
+        with suppress(psutil.Error):
+            process.kill()
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    """A zombie is dead already; only its parent can do more for it."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def _reap_strangers(ours: set[int]) -> None:
+    """As process 1 of a container we are the parent of every orphan."""
+    deadline = time.monotonic() + 0.05
+    while time.monotonic() < deadline:
+        try:
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if found is None or found.si_pid in ours:
+            return  # a rank of ours is seen to by its own object; the rest waits for the next look
+        with suppress(ChildProcessError):
+            os.waitpid(found.si_pid, 0)

@@ -1,0 +1,128 @@
+"""Requests to stop, wherever they come from: signals, and the input that an ssh launcher holds open."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Final
+
+from framework.errors import RunStopped, UsageError
+from framework.output import write as write  # for the modules of this part
+
+SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+# `timeout` and some schedulers send one request twice; a person who means "now" takes longer than this.
+_SAME_REQUEST_SECONDS: Final = 2.0
+_LOOK_SECONDS: Final = 0.2
+_LAUNCHER_GONE: Final = "the launcher is gone"
+# Some minutes before the time is up, a closed terminal, a lost connection: the request proper may follow.
+_NOTICES: Final = ("SIGUSR1", "SIGHUP", _LAUNCHER_GONE)
+
+
+class Requests:
+    """What was asked so far.
+
+    Attributes:
+        asked: how the first request came, such as ``SIGTERM``; empty before it.
+        insists: a second one came that was no notice: no time for a checkpoint.
+        cut_off: the one who started us is gone, so the time to save is short.
+        lost: another host never came to be a node, or is one no more.
+    """
+
+    def __init__(self) -> None:
+        self.asked = ""
+        self.insists = False
+        self.cut_off = False
+        self.lost = False
+        self._meant_at: float | None = None
+        self._life_line: int | None = None
+
+    def ask(self, how: str) -> None:
+        """Count a request. Notices never insist, and what follows them is the first that is meant."""
+        self.asked = self.asked or how
+        if how in _NOTICES:
+            return
+        now = time.monotonic()
+        if self._meant_at is None:
+            self._meant_at = now
+        elif now - self._meant_at > _SAME_REQUEST_SECONDS:
+            self.insists = True
+
+    def hold(self, life_line: int) -> None:
+        """Hear from now on what an ssh launcher says, and that it is gone."""
+        self._life_line = life_line
+
+    def look(self) -> None:
+        """Read what came over the life line."""
+        if self._life_line is None or not select.select([self._life_line], [], [], 0)[0]:
+            return
+        words = os.read(self._life_line, 4096).split()
+        if not words:
+            self._life_line, self.cut_off = None, True
+            self.ask(_LAUNCHER_GONE)
+        self.lost = self.lost or b"lost" in words
+        if b"stop" in words:
+            self.ask("the launcher's request")
+        if b"kill" in words:
+            self.asked, self.insists = self.asked or "the launcher's request", True
+
+    def refuse_start(self) -> None:
+        """Heed what was asked before there was anything to stop.
+
+        Raises:
+            RunStopped: somebody asked.
+        """
+        self.look()
+        if self.asked:
+            raise RunStopped(f"stopped on request ({self.asked}) before any rank was started [stopped-early]")
+
+    @contextmanager
+    def heeding_signals(self) -> Iterator[Requests]:
+        """Count signals meanwhile. One that was ignored (nohup) stays ignored."""
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+        heeded = [number for number in SIGNALS if before[number] is not signal.SIG_IGN]
+        for number in heeded:
+            signal.signal(number, self._receive)
+        try:
+            yield self
+        finally:
+            for number in heeded:
+                signal.signal(number, before[number])
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        self.ask(signal.Signals(number).name)
+
+
+def say(text: str) -> None:
+    """One line of the launcher."""
+    write(sys.stderr, f"launch: {text}\n")
+
+
+def read_order(descriptor: int, requests: Requests) -> dict[str, str]:
+    """The first line of an ssh launcher: the environment that it sends.
+
+    Raises:
+        RunStopped: a signal came before it.
+        UsageError: it is something else.
+    """
+    line = bytearray()
+    while not line.endswith(b"\n") and len(line) < 1 << 20:
+        while not select.select([descriptor], [], [], _LOOK_SECONDS)[0]:
+            requests.refuse_start()
+        # One by one: what comes behind the line is for `Requests`.
+        character = os.read(descriptor, 1)
+        if not character:
+            break
+        line += character
+    with suppress(ValueError):
+        order = json.loads(line)
+        environment = order.get("environment") if isinstance(order, dict) else None
+        if isinstance(environment, dict) and all(isinstance(value, str) for value in environment.values()):
+            return environment
+    raise UsageError("launch node: --from_stdin is for `launch -H`, which sends what belongs there")

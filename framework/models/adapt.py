@@ -1,0 +1,131 @@
+"""What a config asks of a model that exists already, done before the engine takes it: works on any `nn.Module`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from framework.config.explain import nearest
+from framework.config.training import Training
+from framework.errors import ConfigError, Problem
+from framework.models.layers import LayeredModel, as_layers
+from framework.models.sync_batch_norm import with_sync_batch_norm
+
+
+def prepare_model(model: nn.Module, training: Training, *, process_group: Any = None) -> nn.Module:
+    """Freeze, synchronise batch norms, recompute: whatever `training` asks for.
+
+    `channels_last` changes the images alone (the function below), and convolutions follow them. Weights stay as they are:
+    DeepSpeed 0.19.8 refuses others (runtime/engine.py `_broadcast_model` views them as bytes).
+
+    Args:
+        model: changed in place; may be partitioned by ZeRO-3.
+        training: the config's section.
+        process_group: data-parallel ranks; None: all ranks.
+
+    Returns:
+        The model to train: a `LayeredModel` around the same layers, with the same names of weights, where recomputation
+        needs one.
+
+    Raises:
+        ConfigError: a pattern of `freeze` matches nothing or all, or a model that cannot be cut shall be recomputed.
+    """
+    freeze(model, training.freeze)
+    if training.sync_batch_norm:
+        model = with_sync_batch_norm(model, process_group=process_group)
+    return with_recompute(model, every=training.recompute_every)
+
+
+def channels_last(images: Tensor) -> Tensor:
+    """Images (batch, channels, height, width) with the channels last in memory; convolutions give their output the same order.
+
+    A single channel lies in both orders at once, and convolutions then take the strides at their word.
+    """
+    images = images.contiguous(memory_format=torch.channels_last)
+    _, channels, height, width = images.shape
+    if channels > 1:
+        return images
+    return images.as_strided(images.shape, (height * width, 1, width, 1))
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Take the gradient from every parameter whose whole name matches a pattern.
+
+    Raises:
+        ConfigError: as for `frozen_names`.
+    """
+    parameters = dict(model.named_parameters())
+    trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+    frozen = frozen_names(parameters, patterns)
+    if patterns and not set(trained) - frozen:
+        raise ConfigError(_everything_frozen(patterns))
+    for name in frozen:
+        parameters[name].requires_grad_(False)
+
+
+def frozen_names(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
+    """The names that a pattern matches from beginning to end.
+
+    Args:
+        names: of all parameters of the whole model.
+        patterns: regular expressions.
+
+    Raises:
+        ConfigError: kind ``freeze-matches-nothing`` for every pattern without a parameter, ``freeze-matches-all``.
+    """
+    names = list(names)
+    matches = [{name for name in names if re.fullmatch(pattern, name)} for pattern in patterns]
+    problems = [
+        _nothing_frozen(number, pattern, names)
+        for number, (pattern, found) in enumerate(zip(patterns, matches, strict=True))
+        if not found
+    ]
+    if problems:
+        raise ConfigError(problems)
+    frozen = set().union(*matches)
+    if patterns and frozen == set(names):
+        raise ConfigError(_everything_frozen(patterns))
+    return frozen
+
+
+def with_recompute(model: nn.Module, *, every: int) -> nn.Module:
+    """Keep only the input of every group of so many layers for the backward pass; 0: keep everything.
+
+    Raises:
+        ConfigError: kind ``recompute-needs-layers``.
+    """
+    if not every:
+        return model
+    if not isinstance(model, LayeredModel):
+        try:
+            model = LayeredModel(as_layers(model))
+        except ConfigError as error:
+            (problem,) = error.problems
+            raise ConfigError(Problem(
+                kind="recompute-needs-layers", key="training.recompute_every", value=every,
+                reason=f"the model ({problem.value}) cannot be cut into layers: {problem.reason}",
+                fix=f"{problem.fix}; or set training.recompute_every: 0",
+            )) from error  # fmt: skip
+    model.recompute_every = every
+    return model
+
+
+def _nothing_frozen(number: int, pattern: str, names: Sequence[str]) -> Problem:
+    """The names that contain it, for those who expect a search, or else the nearest one."""
+    containing = [name for name in names if pattern and re.search(pattern, name)]
+    if containing:
+        fix = f"it must match the whole name, as in {containing[0]}; write {pattern}.* or .*{pattern}.*"
+    else:
+        guess = nearest(pattern, names) or (names[0] if names else "")
+        fix = f"did you mean {guess}?" if guess else "remove it"
+    return Problem(kind="freeze-matches-nothing", key=f"training.freeze.{number}", value=pattern,
+                   reason="no parameter of the model has such a name", fix=fix)  # fmt: skip
+
+
+def _everything_frozen(patterns: Sequence[str]) -> Problem:
+    return Problem(kind="freeze-matches-all", key="training.freeze", value=list(patterns),
+                   reason="nothing would be left to train", fix="leave some parameters out")  # fmt: skip

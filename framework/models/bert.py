@@ -1,0 +1,216 @@
+"""BERT with both heads of its pre-training (Devlin et al. 2018), as a list of layers.
+
+Between layers goes one floating tensor, followed by the integer tensors that later layers still need; DeepSpeed's
+pipeline sends several floating tensors badly. The pooled [CLS] vector therefore travels as one more position of the
+sequence. Only the last layer gets two floating tensors, and no stage may start with it: it holds what the decoder, which
+is tied to the embedding, must not hold itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, linear, scaled_dot_product_attention
+
+from framework.models.drawn import DEFAULT_STD, DrawnEmbedding, DrawnLinear, draw
+from framework.models.hf_names import bert_names
+from framework.models.layers import Layer, LayeredModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class BERTShape:
+    """What a BERT looks like.
+
+    Attributes:
+        vocab_size: number of different tokens.
+        max_positions: longest sequence.
+        num_types: number of segments that a token may belong to.
+        hidden_size: width between blocks, a multiple of `num_heads`.
+        num_layers: number of blocks.
+        num_heads: attention heads of a block.
+        mlp_size: width inside the perceptron of a block.
+        dropout: probability, for embeddings, attention weights and what a block adds.
+        norm_eps: added to the variance in a layernorm.
+
+    Raises:
+        ValueError: the heads do not divide the hidden units.
+    """
+
+    vocab_size: int
+    max_positions: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    mlp_size: int
+    num_types: int = 2
+    dropout: float = 0.1
+    norm_eps: float = 1e-12
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(f"{self.hidden_size} hidden units must be a multiple of {self.num_heads} heads")
+
+    def linear(self, in_features: int, out_features: int) -> nn.Module:
+        return DrawnLinear(in_features, out_features, truncated=True)
+
+    def make_norm(self) -> nn.Module:
+        return nn.LayerNorm(self.hidden_size, eps=self.norm_eps)
+
+
+class TiedTokenEmbedding(DrawnEmbedding):
+    """First layer and decoder.
+
+    First: (tokens, types, mask), each (batch, sequence) int64, to (vectors (batch, sequence, hidden), types, mask).
+    Decoder: (batch, sequence + 1, hidden) to (logits (batch, sequence, vocabulary) without bias, the last position).
+    """
+
+    def forward(self, value: Any, *, as_decoder: bool = False) -> Any:
+        """Values and shapes as in the class docstring."""
+        if as_decoder:
+            return linear(value[:, :-1], self.weight), value[:, -1]
+        tokens, types, mask = value
+        return super().forward(tokens), types, mask
+
+
+class OtherEmbeddings(nn.Module):
+    """Adds position and segment vectors: (vectors, types, mask) to (vectors, mask)."""
+
+    def __init__(self, shape: BERTShape) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.empty(shape.max_positions, shape.hidden_size))
+        draw(self.positions, std=DEFAULT_STD, truncated=True)
+        self.types = DrawnEmbedding(shape.num_types, shape.hidden_size, truncated=True)
+        self.norm, self.dropout = shape.make_norm(), nn.Dropout(shape.dropout)
+        self.max_positions = shape.max_positions
+
+    def forward(self, value: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Shapes as for `TiedTokenEmbedding`; ValueError for a sequence that is too long."""
+        embedded, types, mask = value
+        length = embedded.shape[1]
+        if length > self.max_positions:
+            raise ValueError(f"a sequence of {length} tokens; the model has {self.max_positions} positions")
+        return self.dropout(self.norm(embedded + self.positions[:length] + self.types(types))), mask
+
+
+class MaskedAttention(nn.Module):
+    """Self-attention in which no position sees padding: hidden (batch, sequence, hidden), mask (batch, sequence) with 0 for
+    padding, to (batch, sequence, hidden)."""
+
+    def __init__(self, shape: BERTShape) -> None:
+        super().__init__()
+        self.num_heads, self.dropout = shape.num_heads, shape.dropout
+        self.query, self.key, self.value, self.output = (
+            shape.linear(shape.hidden_size, shape.hidden_size) for _ in range(4)
+        )
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        """Shapes as in the class docstring."""
+        batch, length, width = hidden.shape
+        query, key, value = (
+            matrix(hidden).view(batch, length, self.num_heads, width // self.num_heads).transpose(1, 2)
+            for matrix in (self.query, self.key, self.value)
+        )
+        mixed = scaled_dot_product_attention(
+            query, key, value, attn_mask=(mask != 0)[:, None, None, :], dropout_p=self.dropout if self.training else 0.0
+        )
+        output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return output
+
+
+class BERTBlock(nn.Module):
+    """Post-norm block: norm(x + attention(x)), then norm(x + mlp(x)); (hidden, mask) to (hidden, mask)."""
+
+    def __init__(self, shape: BERTShape) -> None:
+        super().__init__()
+        self.attention, self.attention_norm = MaskedAttention(shape), shape.make_norm()
+        self.up, self.down = (
+            shape.linear(shape.hidden_size, shape.mlp_size),
+            shape.linear(shape.mlp_size, shape.hidden_size),
+        )
+        self.mlp_norm, self.dropout = shape.make_norm(), nn.Dropout(shape.dropout)
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Shapes as for `MaskedAttention`."""
+        hidden, mask = value
+        hidden = self.attention_norm(hidden + self.dropout(self.attention(hidden, mask)))
+        return self.mlp_norm(hidden + self.dropout(self.down(gelu(self.up(hidden))))), mask
+
+
+class PoolerAndTransform(nn.Module):
+    """What both outputs need of the last block: (hidden (batch, sequence, hidden), mask) to (batch, sequence + 1, hidden).
+
+    Positions before the last: norm(gelu(dense x)), for the decoder. The last: tanh(dense x) of the first position, [CLS].
+    """
+
+    def __init__(self, shape: BERTShape) -> None:
+        super().__init__()
+        self.pooler = shape.linear(shape.hidden_size, shape.hidden_size)
+        self.transform, self.norm = shape.linear(shape.hidden_size, shape.hidden_size), shape.make_norm()
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
+        """Shapes as in the class docstring."""
+        hidden, _ = value
+        transformed, pooled = self.norm(gelu(self.transform(hidden))), torch.tanh(self.pooler(hidden[:, :1]))
+        return torch.cat((transformed, pooled.to(transformed.dtype)), dim=1)
+
+
+class Outputs(nn.Module):
+    """Bias of the decoder, and next-sentence prediction.
+
+    (logits (batch, sequence, vocabulary), pooled (batch, hidden)) to (logits, next-sentence logits (batch, 2)).
+    """
+
+    def __init__(self, shape: BERTShape) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(shape.vocab_size))
+        self.next_sentence = shape.linear(shape.hidden_size, 2)
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Shapes as in the class docstring."""
+        logits, pooled = value
+        return logits + self.bias, self.next_sentence(pooled)
+
+
+class BERT(LayeredModel):
+    """BERT for pre-training.
+
+    Input: tokens, segment numbers and attention mask (0 for padding), each (batch, sequence) int64. Output: logits of the
+    tokens (batch, sequence, vocab_size), and of whether the second segment follows the first (batch, 2).
+
+    Weights start from N(0, 0.02^2) cut off at two standard deviations, biases from zero, as in the paper's code.
+    """
+
+    def __init__(self, shape: BERTShape) -> None:
+        """Build the layers of the shape."""
+        super().__init__(bert_layers(shape))
+        self.shape = shape
+
+    @classmethod
+    def of(cls, **shape: Any) -> BERT:
+        """A BERT from the attributes of `BERTShape`."""
+        return cls(BERTShape(**shape))
+
+    def hf_names(self) -> dict[str, str]:
+        """Our names -> those of transformers' `BertForPreTraining`, which computes the same with hidden_act="gelu"."""
+        return bert_names(self.shape.num_layers)
+
+
+def bert_layers(shape: BERTShape) -> list[Layer]:
+    """Recipes: token embedding, other embeddings, blocks, pooler and transform, decoder, outputs."""
+    embed = partial(TiedTokenEmbedding, shape.vocab_size, shape.hidden_size, truncated=True)
+    return [
+        Layer("embed", embed, tied="embed"),
+        Layer("embeddings", partial(OtherEmbeddings, shape)),
+        *(Layer(f"blocks.{number}", partial(BERTBlock, shape)) for number in range(shape.num_layers)),
+        Layer("heads", partial(PoolerAndTransform, shape)),
+        Layer("decoder", embed, call=_as_decoder, tied="embed"),
+        Layer("outputs", partial(Outputs, shape), may_start_stage=False),
+    ]
+
+
+def _as_decoder(module: nn.Module, value: Tensor) -> Any:
+    return module(value, as_decoder=True)

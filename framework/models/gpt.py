@@ -1,0 +1,211 @@
+"""GPT: a decoder-only transformer as a list of layers, from GPT-2 to the shape of Llama."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from math import sqrt
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, scaled_dot_product_attention, silu
+
+from framework.models.drawn import DEFAULT_STD, DrawnLinear, TokenEmbedding, as_head, draw
+from framework.models.hf_names import llama_names
+from framework.models.layers import Layer, LayeredModel
+from framework.models.rotary import rotate
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTShape:
+    """What a GPT looks like; the defaults are GPT-2's.
+
+    Attributes:
+        vocab_size: number of different tokens.
+        max_positions: longest sequence with learned positions.
+        hidden_size: width between blocks, a multiple of `num_heads`.
+        num_layers: number of blocks.
+        num_heads: attention heads of a block, a multiple of `num_kv_heads`.
+        num_kv_heads: heads of keys and values; each serves num_heads / num_kv_heads heads (Ainslie et al. 2023).
+        mlp_size: width inside the perceptron of a block.
+        positions: a learned vector that is added, or rotation of queries and keys, which needs an even head width.
+        rope_theta: base of the rotary wavelengths.
+        norm: kind of normalisation.
+        norm_eps: added to the variance in it.
+        mlp: two matrices around GELU (tanh form), or SwiGLU's three.
+        bias: whether linear layers and layernorm have a bias.
+        dropout: probability, for embeddings, attention weights and what a block adds.
+        tie_embeddings: whether the output layer uses the matrix of the token embedding.
+
+    Raises:
+        ValueError: the head counts do not divide, or rotary heads have an odd width.
+    """
+
+    vocab_size: int
+    max_positions: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    mlp_size: int
+    positions: Literal["learned", "rotary"] = "learned"
+    rope_theta: float = 10_000.0
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_eps: float = 1e-5
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    bias: bool = True
+    dropout: float = 0.0
+    tie_embeddings: bool = True
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_heads or self.num_heads % self.num_kv_heads:
+            raise ValueError(f"{self.num_kv_heads} key/value heads, {self.num_heads} heads and {self.hidden_size} hidden "
+                             "units must be multiples of one another")  # fmt: skip
+        if self.positions == "rotary" and self.head_size % 2:
+            raise ValueError(f"rotary positions need an even number of units per head, not {self.head_size}")
+
+    @property
+    def head_size(self) -> int:
+        """Units of one attention head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def residual_std(self) -> float:
+        """Of the 2 x num_layers matrices that add to the residual stream (Radford et al. 2019, section 2.3)."""
+        return DEFAULT_STD / sqrt(2 * self.num_layers)
+
+    def linear(self, in_features: int, out_features: int, *, std: float = DEFAULT_STD) -> nn.Module:
+        return DrawnLinear(in_features, out_features, bias=self.bias, std=std)
+
+    def make_norm(self) -> nn.Module:
+        if self.norm == "rmsnorm":
+            return nn.RMSNorm(self.hidden_size, eps=self.norm_eps)
+        return nn.LayerNorm(self.hidden_size, eps=self.norm_eps, bias=self.bias)
+
+
+class LearnedPositions(nn.Module):
+    """Adds a learned vector for each position: (batch, sequence, hidden) to the same, then dropout."""
+
+    def __init__(self, max_positions: int, hidden_size: int, *, dropout: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(max_positions, hidden_size))
+        draw(self.weight, std=DEFAULT_STD, truncated=False)
+        self.max_positions = max_positions
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, embedded: Tensor) -> Tensor:
+        """Shapes as in the class docstring; ValueError for a sequence that is too long."""
+        length = embedded.shape[1]
+        if length > self.max_positions:
+            raise ValueError(f"a sequence of {length} tokens; the model has {self.max_positions} positions")
+        dropped: Tensor = self.dropout(embedded + self.weight[:length])
+        return dropped
+
+
+class CausalAttention(nn.Module):
+    """Self-attention in which a position sees itself and what stands before: (batch, sequence, hidden) to the same."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.shape, kv_size = shape, shape.num_kv_heads * shape.head_size
+        self.query = shape.linear(shape.hidden_size, shape.hidden_size)
+        self.key = shape.linear(shape.hidden_size, kv_size)
+        self.value = shape.linear(shape.hidden_size, kv_size)
+        self.output = shape.linear(shape.hidden_size, shape.hidden_size, std=shape.residual_std)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Shapes as in the class docstring."""
+        shape = self.shape
+        query, key, value = (self._heads(matrix(hidden)) for matrix in (self.query, self.key, self.value))
+        if shape.positions == "rotary":
+            query, key = rotate(query, key, theta=shape.rope_theta)
+        mixed = scaled_dot_product_attention(
+            query, key, value, is_causal=True, dropout_p=shape.dropout if self.training else 0.0,
+            enable_gqa=shape.num_kv_heads < shape.num_heads,
+        )  # fmt: skip
+        output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return output
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        """(batch, sequence, heads * head_size) to (batch, heads, sequence, head_size)."""
+        batch, length, width = projected.shape
+        return projected.view(batch, length, width // self.shape.head_size, self.shape.head_size).transpose(1, 2)
+
+
+class MLP(nn.Module):
+    """Perceptron of a block: GELU in tanh form (as GPT-2), or SwiGLU (Shazeer 2020): down(silu(gate x) * up x)."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.gate = shape.linear(shape.hidden_size, shape.mlp_size) if shape.mlp == "swiglu" else None
+        self.up = shape.linear(shape.hidden_size, shape.mlp_size)
+        self.down = shape.linear(shape.mlp_size, shape.hidden_size, std=shape.residual_std)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(batch, sequence, hidden) to the same."""
+        up = self.up(hidden)
+        inner = gelu(up, approximate="tanh") if self.gate is None else silu(self.gate(hidden)) * up
+        output: Tensor = self.down(inner)
+        return output
+
+
+class GPTBlock(nn.Module):
+    """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)); (batch, sequence, hidden) to the same."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = shape.make_norm(), CausalAttention(shape)
+        self.mlp_norm, self.mlp = shape.make_norm(), MLP(shape)
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Shapes as in the class docstring."""
+        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
+        output: Tensor = hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))
+        return output
+
+
+class GPT(LayeredModel):
+    """Causal language model.
+
+    Input: tokens (batch, sequence) int64, at most `max_positions` of them where positions are learned. Output: logits
+    (batch, sequence, vocab_size). Between layers goes one tensor (batch, sequence, hidden).
+
+    Weights start from N(0, 0.02^2), those that add to the residual stream from N(0, 0.02^2 / (2 num_layers)), biases
+    from zero (Radford et al. 2018, section 4.1; 2019, section 2.3).
+    """
+
+    def __init__(self, shape: GPTShape) -> None:
+        """Build the layers of the shape."""
+        super().__init__(list(gpt_layers(shape)))
+        self.shape = shape
+
+    @classmethod
+    def of(cls, **shape: Any) -> GPT:
+        """A GPT from the attributes of `GPTShape`."""
+        return cls(GPTShape(**shape))
+
+    def hf_names(self) -> dict[str, str] | None:
+        """Our names -> those of transformers' `LlamaForCausalLM`, which computes the same where positions are rotary, norms are
+        rmsnorms and perceptrons SwiGLU. None otherwise: GPT-2 there has its matrices transposed and three of them in one."""
+        shape = self.shape
+        is_llama = (shape.positions, shape.norm, shape.mlp) == ("rotary", "rmsnorm", "swiglu")
+        return llama_names(shape.num_layers) if is_llama else None
+
+
+def gpt_layers(shape: GPTShape) -> list[Layer]:
+    """Recipes: embedding, positions and dropout, blocks, norm, head."""
+    embed = partial(TokenEmbedding, shape.vocab_size, shape.hidden_size)
+    blocks = [Layer(f"blocks.{number}", partial(GPTBlock, shape)) for number in range(shape.num_layers)]
+    if shape.positions == "learned":
+        second = Layer(
+            "positions", partial(LearnedPositions, shape.max_positions, shape.hidden_size, dropout=shape.dropout)
+        )
+    else:
+        second = Layer("dropout", partial(nn.Dropout, shape.dropout))
+    middle = [second, *blocks, Layer("norm", shape.make_norm)]
+    if shape.tie_embeddings:
+        return [Layer("embed", embed, tied="embed"), *middle, Layer("head", embed, call=as_head, tied="embed")]
+    head = partial(DrawnLinear, shape.hidden_size, shape.vocab_size, bias=False)
+    return [Layer("embed", embed), *middle, Layer("head", head)]

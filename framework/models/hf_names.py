@@ -1,0 +1,51 @@
+"""Names that Hugging Face's transformers gives the weights of the same architecture, for `export --hf`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+_BERT: Final = {
+    "embed.weight": "bert.embeddings.word_embeddings.weight",
+    "embeddings.positions": "bert.embeddings.position_embeddings.weight",
+    "embeddings.types.weight": "bert.embeddings.token_type_embeddings.weight",
+    "outputs.bias": "cls.predictions.bias",
+}
+_BERT_MODULES: Final = {
+    "embeddings.norm": "bert.embeddings.LayerNorm", "heads.pooler": "bert.pooler.dense",
+    "heads.transform": "cls.predictions.transform.dense", "heads.norm": "cls.predictions.transform.LayerNorm",
+    "outputs.next_sentence": "cls.seq_relationship",
+}  # fmt: skip
+_BERT_BLOCK: Final = {
+    **{f"attention.{name}": f"attention.self.{name}" for name in ("query", "key", "value")},
+    "attention.output": "attention.output.dense", "attention_norm": "attention.output.LayerNorm",
+    "up": "intermediate.dense", "down": "output.dense", "mlp_norm": "output.LayerNorm",
+}  # fmt: skip
+_LLAMA: Final = {"embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "head.weight": "lm_head.weight"}
+_LLAMA_BLOCK: Final = {
+    "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
+    "attention.query": "self_attn.q_proj", "attention.key": "self_attn.k_proj", "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj", "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",
+}  # fmt: skip
+
+
+def bert_names(num_layers: int) -> dict[str, str]:
+    """Of `BertForPreTraining`."""
+    blocks = _of_blocks(_BERT_BLOCK, num_layers, prefix="bert.encoder.layer")
+    return _BERT | dict(_with_biases(_BERT_MODULES)) | dict(_with_biases(dict(blocks)))
+
+
+def llama_names(num_layers: int) -> dict[str, str]:
+    """Of `LlamaForCausalLM`; its norms have no bias."""
+    blocks = dict(_of_blocks(_LLAMA_BLOCK, num_layers, prefix="model.layers"))
+    return _LLAMA | dict(_with_biases(blocks))
+
+
+def _of_blocks(names: Mapping[str, str], num_layers: int, *, prefix: str) -> Iterator[tuple[str, str]]:
+    for number in range(num_layers):
+        yield from ((f"blocks.{number}.{ours}", f"{prefix}.{number}.{theirs}") for ours, theirs in names.items())
+
+
+def _with_biases(modules: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    for ours, theirs in modules.items():
+        yield from ((f"{ours}.{part}", f"{theirs}.{part}") for part in ("weight", "bias"))

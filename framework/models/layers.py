@@ -1,0 +1,261 @@
+"""A model as a list of layers: the same blocks, run one after the other on one device or cut into pipeline stages.
+
+A `Layer` is a recipe, so that a pipeline stage builds its own layers only. `LayeredModel` is the plain form of such a list;
+`as_layers` finds the list in an `nn.Sequential`, in a list of modules and in any module that tells its layers.
+
+The weights of a recipe are drawn under a seed of their own (the model's seed and the layer's number), never from a stream
+that runs through the layers before it: where the model is cut does not change what it starts from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from framework.errors import ConfigError, Problem
+from framework.models.recompute import recompute
+
+_SEED_STRIDE: Final = 0x9E3779B97F4A7C15
+_building: ContextVar[bool] = ContextVar("building", default=True)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a model.
+
+    Attributes:
+        name: name of the submodule in the plain model (dots reach into submodules), and so of its weights.
+        build: makes the module; called once per process that runs the layer.
+        call: how the module is applied to the value of the layer before, when that is not ``module(value)``. It must go
+            through ``module(...)``, or ZeRO-3 does not see that the weights are needed.
+        tied: layers with the same key are one module, and share `tied_weights` across stages. The first of them must
+            have no `call` and no further weights.
+        tied_weights: the attributes that are shared.
+        is_built: `build` returns a module that exists already, with its weights.
+        may_start_stage: whether a pipeline may be cut before it. Not where it gets several floating tensors.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    call: Callable[[nn.Module, Any], Any] | None = None
+    tied: str = ""
+    tied_weights: tuple[str, ...] = ("weight",)
+    is_built: bool = False
+    may_start_stage: bool = True
+
+    def make(self, number: int, *, seed: int) -> nn.Module:
+        """Build the module with weights that depend on `seed` and the layer's number only."""
+        if self.is_built:
+            return self.build()
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed((seed * _SEED_STRIDE + number + 1) % 2**63)
+            return self.build()
+
+    def apply(self, module: nn.Module, value: Any) -> Any:
+        """The layer's output for the output of the layer before."""
+        return module(value) if self.call is None else self.call(module, value)
+
+
+@contextmanager
+def recipes_only() -> Iterator[None]:
+    """Within this block a `LayeredModel` keeps its recipes and builds nothing."""
+    token = _building.set(False)
+    try:
+        yield
+    finally:
+        _building.reset(token)
+
+
+class LayeredModel(nn.Module):
+    """Layers applied one after the other; its weights bear the names of the layers.
+
+    Input: one value, or several, which the first layer gets as one tuple. Output: what the last layer returns. Between
+    layers goes a tensor or a tuple of tensors.
+    """
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        """Build the layers, under the seed that `torch.manual_seed` set last.
+
+        Raises:
+            ValueError: two layers have one name, or tied layers do not fit together.
+        """
+        super().__init__()
+        refuse_bad_ties(layers)
+        self.recipes = tuple(layers)
+        self.recompute_every = 0
+        if not _building.get():
+            return
+        seed = torch.initial_seed()
+        for number, layer in enumerate(self.recipes):
+            if self._place(layer) == layer.name:
+                _register(self, layer.name, layer.make(number, seed=seed))
+
+    def layers(self) -> list[Layer]:
+        """The layers with the weights they have now; the bare recipes where nothing was built."""
+        if not any(True for _ in self.children()):
+            return list(self.recipes)
+        return [replace(layer, build=_get(self.get_submodule(self._place(layer))), is_built=True) for layer in self.recipes]
+
+    def forward(self, *inputs: Any) -> Any:
+        """Run all layers; in groups of `recompute_every`, if it is set, of which only the inputs are kept for backward."""
+        value = inputs[0] if len(inputs) == 1 else inputs
+        every = self.recompute_every
+        if not every or not torch.is_grad_enabled():
+            return self._run(value, 0, len(self.recipes))
+        for start in range(0, len(self.recipes), every):
+            value = recompute(self._run, value, start, min(start + every, len(self.recipes)), modules=self.modules)
+        return value
+
+    def _run(self, value: Any, start: int, stop: int) -> Any:
+        for layer in self.recipes[start:stop]:
+            value = layer.apply(self.get_submodule(self._place(layer)), value)
+        return value
+
+    def _place(self, layer: Layer) -> str:
+        """Where the layer's module is registered: under the name of the first of those that are tied to it."""
+        return next(first.name for first in self.recipes if first.tied == layer.tied) if layer.tied else layer.name
+
+
+def as_layers(model: Any, *, key: str = "model") -> list[Layer]:
+    """The layers of a model, in order.
+
+    Args:
+        model: a `LayeredModel`; a module whose method ``layers()`` returns (name, module) pairs; an `nn.Sequential`,
+            nested ones included; a list or tuple of modules. One module in two places is two layers.
+        key: the config section that a problem names.
+
+    Raises:
+        ConfigError: kind ``model-not-layered`` or ``model-layers-incomplete``.
+    """
+    if isinstance(model, LayeredModel):
+        return model.layers()
+    if tells_layers(model):
+        return _told(model, key=key)
+    if isinstance(model, (nn.Sequential, nn.ModuleList, list, tuple)) and not _has_own_forward(model):
+        pairs = list(_children(model) if isinstance(model, nn.Module) else ((str(n), m) for n, m in enumerate(model)))
+        if pairs and all(isinstance(module, nn.Module) for _, module in pairs):
+            return [layer for name, module in pairs for layer in _flat(name, module)]
+    reason, fix = _why_not_layered(model)
+    raise ConfigError(Problem(kind="model-not-layered", key=key, value=type(model).__name__, reason=reason, fix=fix))
+
+
+def tells_layers(model: Any) -> bool:
+    """Whether a module has a method `layers()` beside a forward() of its own; a submodule of that name, which is common, is a
+    part of it and no method."""
+    told = getattr(model, "layers", None)
+    is_own = isinstance(model, nn.Module) and not isinstance(model, LayeredModel)
+    return is_own and callable(told) and not isinstance(told, nn.Module)
+
+
+def _has_own_forward(model: Any) -> bool:
+    return isinstance(model, nn.Sequential) and type(model).forward is not nn.Sequential.forward
+
+
+def _why_not_layered(model: Any) -> tuple[str, str]:
+    """The reason, and the way to make it cuttable."""
+    tell = "give it a method layers() that returns its (name, module) pairs in the order in which forward() calls them"
+    if isinstance(model, nn.Module) and isinstance(getattr(model, "layers", None), nn.Module):
+        kind = type(model.layers).__name__
+        return (f"its attribute layers is a {kind}, and nobody but its forward() knows how that is run",
+                f"name the {kind} otherwise (self.blocks), and {tell}")  # fmt: skip
+    if _has_own_forward(model):
+        return "it has a forward() of its own, which may do more than call its modules in turn", tell
+    if not isinstance(model, (nn.Sequential, nn.ModuleList, list, tuple)):
+        return ("it is not a sequence of layers, so nobody but its forward() knows where it can be cut",
+                f"make it an nn.Sequential, return a list of layers, or {tell}")  # fmt: skip
+    kinds = [type(item) for item in model]
+    if not kinds:
+        return "it is a sequence of no layers", "put at least one into it"
+    if any(issubclass(kind, Layer) for kind in kinds):
+        number = next(n for n, kind in enumerate(kinds) if not issubclass(kind, Layer))
+        return f"item {number} of the list is no Layer, and others are", "write a Layer for every item, or a module for every item"
+    number, other = next((n, item) for n, item in enumerate(model) if not isinstance(item, nn.Module))
+    name = getattr(other, "__name__", type(other).__name__)
+    return (f"item {number} of the list ({name}) is not a module",
+            "put a module in its place, such as nn.ReLU() for torch.relu and nn.Flatten() for torch.flatten")  # fmt: skip
+
+
+def _told(model: nn.Module, *, key: str) -> list[Layer]:
+    """What a module's own `layers()` says, if it leaves no weight out."""
+    wrong = "does not return (name, module) pairs"
+    pairs: list[tuple[str, Any]] = []
+    try:
+        pairs = [(str(name), module) for name, module in model.layers()]  # type: ignore[operator]
+    except (TypeError, ValueError):
+        pass
+    except Exception as error:
+        wrong = f"fails: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if not pairs or not all(isinstance(module, nn.Module) for _, module in pairs):
+        raise ConfigError(Problem(
+            kind="model-not-layered", key=key, value=type(model).__name__,
+            reason=f"its layers() {wrong}", fix='return [("stem", self.stem), ...]',
+        ))  # fmt: skip
+    told = {id(tensor) for _, module in pairs for tensor in (*module.parameters(), *module.buffers())}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if id(tensor) not in told:
+            raise ConfigError(Problem(
+                kind="model-layers-incomplete", key=key, value=type(model).__name__,
+                reason=f"its layers() leaves out {name}", fix="name the module that holds it",
+            ))  # fmt: skip
+    return [_built(name, module) for name, module in pairs]
+
+
+def _flat(name: str, module: nn.Module) -> Iterator[Layer]:
+    """The layers of nested plain sequences; a subclass of nn.Sequential may do more in its forward, and stays whole."""
+    if type(module) is nn.Sequential and len(module):
+        for child_name, child in _children(module):
+            yield from _flat(f"{name}.{child_name}", child)
+    else:
+        yield _built(name, module)
+
+
+def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """In the order in which forward() calls them; `named_children` leaves out a module that it has met before."""
+    return ((name, child) for name, child in module._modules.items() if child is not None)
+
+
+def _built(name: str, module: nn.Module) -> Layer:
+    return Layer(name, _get(module), is_built=True)
+
+
+def _get(module: nn.Module) -> Callable[[], nn.Module]:
+    return lambda: module
+
+
+def refuse_bad_ties(layers: Sequence[Layer]) -> None:
+    """Check names and ties.
+
+    Raises:
+        ValueError: with the name of the layer.
+    """
+    seen: dict[str, Layer] = {}
+    first_of: dict[str, Layer] = {}
+    for layer in layers:
+        if layer.name in seen:
+            raise ValueError(f"two layers are named {layer.name}")
+        seen[layer.name] = layer
+        if not layer.tied:
+            continue
+        first = first_of.setdefault(layer.tied, layer)
+        if first is layer and layer.call is not None:
+            raise ValueError(f"layer {layer.name}: the first of the layers tied as {layer.tied} must have no call")
+        if first.tied_weights != layer.tied_weights:
+            raise ValueError(f"layers {first.name} and {layer.name} are tied by different weights: "
+                             f"{first.tied_weights} and {layer.tied_weights}")  # fmt: skip
+
+
+def _register(parent: nn.Module, name: str, module: nn.Module) -> None:
+    """Register a module under a dotted name; what stands between is a bare module."""
+    *path, last = name.split(".")
+    for part in path:
+        if part not in parent._modules:
+            parent.add_module(part, nn.Module())
+        parent = parent.get_submodule(part)
+    parent.add_module(last, module)

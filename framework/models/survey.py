@@ -1,0 +1,211 @@
+"""What the layers of a model weigh and pass on, found before anything trains.
+
+The layers run once on torch's meta device, which computes shapes and types and touches no memory. If one of them needs real
+numbers for that, all of them run for real on the one batch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from framework.errors import ConfigError, Problem
+from framework.models.layers import Layer
+
+# What DeepSpeed's pipeline can send (runtime/pipe/engine.py `ID_TO_DTYPE`), less bool, which NCCL cannot.
+_SENDABLE: Final = frozenset({
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+})  # fmt: skip
+# DeepSpeed describes all tensors that cross to the next stage in 256 numbers (pipe/engine.py `TENSOR_META_SIZE`).
+_LONGEST_DESCRIPTION: Final = 256
+
+
+@dataclass(frozen=True)
+class Surveyed:
+    """One layer.
+
+    Attributes:
+        kind: class name of its module.
+        place: the layer's name, and so the prefix of its weights' names; for a tied layer that of the first one.
+        params: name within the layer -> shape, of the parameters that require a gradient.
+        state: name within the layer -> shape, of everything that a checkpoint holds.
+        param_bytes: bytes of parameters and buffers.
+        output_bytes: bytes of the output for the batch that was run.
+        cannot_send: why the output cannot cross to another stage; empty where it can.
+        flops: floating-point operations of its forward pass in matrix products and convolutions; None where it was not counted.
+    """
+
+    layer: Layer
+    kind: str
+    place: str
+    params: Mapping[str, torch.Size]
+    state: Mapping[str, torch.Size]
+    param_bytes: int
+    output_bytes: int
+    cannot_send: str
+    flops: int | None
+
+
+def survey(
+    layers: Sequence[Layer], inputs: Any, *, seed: int, float_bytes: int = 4, frozen: Collection[str] = ()
+) -> list[Surveyed]:
+    """Weigh every layer and look at what it passes on.
+
+    Args:
+        layers: the model.
+        inputs: what the first layer gets, one micro-batch on the CPU: a tensor or a tuple of tensors.
+        seed: the model's seed.
+        float_bytes: bytes per number of floating tensors in the run; 2 for bf16 and fp16.
+        frozen: full names of parameters that will not be trained.
+
+    Raises:
+        ConfigError: naming the layer. Kind ``layer-failed`` if it cannot be built or does not run on the output of the
+            one before; ``tied-weight-missing``, ``tied-weight-left-out`` or ``tied-layers-differ``.
+    """
+    look = partial(_walk, layers, float_bytes=float_bytes, frozen=frozen)
+    try:
+        return list(look(_on_meta(inputs), make=lambda n: _meta_module(layers[n], n, seed), counts_flops=True))
+    except Exception:  # whatever a layer's code does with tensors that hold no numbers
+        with torch.random.fork_rng(devices=[]):
+            return list(look(inputs, make=lambda n: _own_copy(layers[n], n, seed)))
+
+
+def _walk(
+    layers: Sequence[Layer], value: Any, *, make: Callable[[int], nn.Module], float_bytes: int, frozen: Collection[str],
+    counts_flops: bool = False,
+) -> Iterator[Surveyed]:  # fmt: skip
+    firsts: dict[str, tuple[Layer, nn.Module]] = {}
+    for number, layer in enumerate(layers):
+        module = _made(layer, lambda number=number: make(number))  # type: ignore[misc]
+        place = layer.name
+        if layer.tied:
+            first, first_module = firsts.setdefault(layer.tied, (layer, module))
+            refuse_bad_tie(first, first_module, layer, module)
+            place, module = first.name, first_module
+        for name, parameter in module.named_parameters():
+            if f"{place}.{name}" in frozen:
+                parameter.requires_grad_(False)
+        counter = FlopCounterMode(display=False) if counts_flops else None
+        try:
+            with counter or nullcontext():
+                value = layer.apply(module, value)
+        except Exception as error:
+            raise ConfigError(_failed(layer, module, value, error)) from error
+        tensors = value if isinstance(value, tuple) else (value,)
+        yield Surveyed(
+            layer=layer,
+            kind=type(module).__name__,
+            place=place,
+            params={name: parameter.shape for name, parameter in module.named_parameters() if parameter.requires_grad},
+            state={name: kept.shape for name, kept in module.state_dict().items() if isinstance(kept, Tensor)},
+            param_bytes=sum(_bytes(tensor, float_bytes) for tensor in (*module.parameters(), *module.buffers())),
+            output_bytes=sum(_bytes(tensor, float_bytes) for tensor in tensors if isinstance(tensor, Tensor)),
+            cannot_send=_why_not(value, tensors),
+            flops=None if counter is None else int(counter.get_total_flops()),
+        )
+
+
+def _why_not(value: Any, tensors: Sequence[Any]) -> str:
+    """What DeepSpeed's pipeline would stumble over, or hang on, in the middle of the first step."""
+    if not all(isinstance(tensor, Tensor) for tensor in tensors):
+        kinds = f"a tuple with a {_first_other(tensors)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
+        return f"it returns {kinds}, not a tensor or a tuple of tensors"
+    for tensor in tensors:
+        if tensor.dtype not in _SENDABLE:
+            return f"it returns a tensor of {tensor.dtype}, which cannot be sent; use an integer or a floating type"
+        if tensor.is_floating_point() and not tensor.requires_grad:
+            return "it returns a floating tensor that no gradient flows through; make it an integer tensor"
+    if not any(tensor.is_floating_point() for tensor in tensors):
+        return "it returns no floating tensor, so no gradient could come back"
+    if sum(2 + tensor.ndim for tensor in tensors) + 2 > _LONGEST_DESCRIPTION:
+        return f"it returns {len(tensors)} tensors, too many to describe to the next stage"
+    return ""
+
+
+def _first_other(tensors: Sequence[Any]) -> str:
+    return next(type(tensor).__name__ for tensor in tensors if not isinstance(tensor, Tensor))
+
+
+def _made(layer: Layer, make: Callable[[], nn.Module]) -> nn.Module:
+    try:
+        return make()
+    except Exception as error:
+        text = " ".join(str(error).split())[:200]
+        raise ConfigError(Problem(
+            kind="layer-failed", key="model", value=layer.name,
+            reason=f"the layer cannot be built: {type(error).__name__}: {text}", fix="mend what builds it",
+        )) from error  # fmt: skip
+
+
+def refuse_bad_tie(first: Layer, first_module: nn.Module, layer: Layer, module: nn.Module) -> None:
+    """What is shared must be there, be the same on both ends, and be all there is: the rest would drift apart."""
+    weights, own = dict(first_module.named_parameters()), dict(module.named_parameters())
+    value = f"{layer.name} ({type(module).__name__})"
+    for name in layer.tied_weights:
+        if name not in own:
+            raise ConfigError(Problem(
+                kind="tied-weight-missing", key="model", value=value,
+                reason=f"it is tied as {layer.tied} by {name}, and has no such parameter",
+                fix=f"tied_weights may be of {', '.join(own) or 'nothing: it has none'}",
+            ))  # fmt: skip
+        if weights[name].shape != own[name].shape:
+            raise ConfigError(Problem(
+                kind="tied-layers-differ", key="model", value=value,
+                reason=f"its {name} has the shape {tuple(own[name].shape)}, and that of {first.name}, to which it is tied, "
+                f"{tuple(weights[name].shape)}", fix="build both alike",
+            ))  # fmt: skip
+    left_out = [name for name in (*weights, *own) if name not in layer.tied_weights]
+    if left_out:
+        raise ConfigError(Problem(
+            kind="tied-weight-left-out", key="model", value=value,
+            reason=f"it is tied as {layer.tied}, and its {left_out[0]} is not: every stage would train one of its own",
+            fix="add it to tied_weights, or put it into a layer of its own",
+        ))  # fmt: skip
+
+
+def _failed(layer: Layer, module: nn.Module, value: Any, error: Exception) -> Problem:
+    text = " ".join(str(error).split())[:200]
+    return Problem(
+        kind="layer-failed", key="model", value=f"{layer.name} ({type(module).__name__})",
+        reason=f"the layer fails on the output of the layer before, {_shown(value)}: {type(error).__name__}: {text}",
+        fix="mend the layer, or the order of the layers",
+    )  # fmt: skip
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"({', '.join(map(_shown, value))})" if isinstance(value, tuple) else f"a {type(value).__name__}"
+
+
+def _bytes(tensor: Tensor, float_bytes: int) -> int:
+    return tensor.numel() * (float_bytes if tensor.is_floating_point() else tensor.element_size())
+
+
+def _on_meta(value: Any) -> Any:
+    return tuple(map(_on_meta, value)) if isinstance(value, tuple) else value.to("meta")
+
+
+def _meta_module(layer: Layer, number: int, seed: int) -> nn.Module:
+    if not layer.is_built:
+        with torch.device("meta"):
+            return layer.make(number, seed=seed)
+    module = layer.build()
+    # A copy of the structure only: deepcopy takes what is in its memo for a copy already made.
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
+    memo |= {id(buffer): buffer.detach().to("meta") for buffer in module.buffers()}
+    return copy.deepcopy(module, memo)
+
+
+def _own_copy(layer: Layer, number: int, seed: int) -> nn.Module:
+    """Running a layer may change its buffers (batch norm), so not the module that will train."""
+    module = layer.make(number, seed=seed)
+    return copy.deepcopy(module) if layer.is_built else module

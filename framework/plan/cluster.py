@@ -1,0 +1,75 @@
+"""`Cluster`: how many devices there are, and of which kind. The other input of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from framework.errors import ConfigError, Problem, UsageError
+
+Device = Literal["cuda", "cpu", "npu", "xpu", "hpu", "mps", "unknown"]
+# torchrun's name first, then the DeepSpeed launcher's (deepspeed/launcher/launch.py).
+_LOCAL_SIZE_VARIABLES: Final = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+# Set by whoever planned the job, above the launcher that counts the ranks.
+PLANNED_VARIABLE: Final = "DSF_WORLD_SIZE"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts with the same number of devices each; one rank drives one device.
+
+    Attributes:
+        num_hosts: machines.
+        devices_per_host: devices (ranks) on each.
+        device: kind of device, ``unknown`` when planning for a machine that is not at hand.
+    """
+
+    num_hosts: int = 1
+    devices_per_host: int = 1
+    device: Device = "unknown"
+
+    def __post_init__(self) -> None:
+        if self.num_hosts < 1 or self.devices_per_host < 1:
+            raise UsageError(f"a cluster needs a host and a device, not {self.num_hosts} x {self.devices_per_host}")
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.num_hosts * self.devices_per_host
+
+    @staticmethod
+    def from_environment(environment: Mapping[str, str], *, device: Device = "unknown") -> Cluster:
+        """The cluster that a launcher (deepspeed, torchrun, srun with exports) described to this process.
+
+        Raises:
+            UsageError: the numbers are none, or do not fit together.
+            ConfigError: it is not the cluster that the job was planned for (``DSF_WORLD_SIZE``).
+        """
+        world_size = _number(environment, "WORLD_SIZE", 1)
+        planned = _number(environment, PLANNED_VARIABLE, world_size)
+        if planned != world_size:
+            raise ConfigError(Problem(
+                kind="world-size-differs", key="WORLD_SIZE", value=world_size,
+                reason=f"the job was planned for {planned} ranks ({PLANNED_VARIABLE}), and the launcher started {world_size}",
+                fix="check that every node was given the same hostfile and that it can be read there: without one the deepspeed "
+                    "launcher lets each node train alone",
+            ))  # fmt: skip
+        local = next(
+            (_number(environment, name, 1) for name in _LOCAL_SIZE_VARIABLES if name in environment), world_size
+        )
+        if local > world_size or world_size % local:
+            raise UsageError(f"WORLD_SIZE={world_size} is not a multiple of {local} ranks per host")
+        return Cluster(num_hosts=world_size // local, devices_per_host=local, device=device)
+
+    def __str__(self) -> str:
+        kind = "" if self.device == "unknown" else f" {self.device}"
+        devices = f"{self.devices_per_host}{kind} device{'s' if self.devices_per_host > 1 else ''}"
+        return devices if self.num_hosts == 1 else f"{self.num_hosts} hosts x {devices}"
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name, str(default))
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"environment variable {name}={text}: not a positive whole number")
+    return int(text)

@@ -1,0 +1,60 @@
+"""Rules about the moving average of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from framework.config.run_config import RunConfig
+from framework.config.zero import OptimizerToCPU
+from framework.errors import Problem
+from framework.plan.cluster import Cluster
+
+# More of the first weights than this, and the average tells how the run began rather than how it went.
+_LARGEST_REST: Final = 0.5
+
+
+def ema_measured_and_not_kept(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
+    """There is nothing to measure."""
+    if config.evaluation.weights == "ema" and config.training.ema is None:
+        yield Problem(kind="ema-not-kept", key="evaluation.weights", value="ema", reason="no moving average is kept",
+                      fix="set training.ema: {decay: 0.999}, or evaluation.weights: trained")  # fmt: skip
+
+
+def ema_beside_its_weights(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
+    """The average is one more state of the optimizer, which must be in memory, in one place, when a step ends."""
+    offload = config.zero.offload_optimizer
+    if config.training.ema is None:
+        return
+    if offload.device == "nvme":
+        yield Problem(kind="ema-with-offload", key="zero.offload_optimizer.device", value="nvme",
+                      reason="DeepSpeed's files on the drive have no place for a moving average of the weights",
+                      fix="set zero.offload_optimizer: {device: cpu}, or leave training.ema out")  # fmt: skip
+    if isinstance(offload, OptimizerToCPU) and offload.ratio < 1:
+        yield Problem(kind="ema-with-offload", key="zero.offload_optimizer.ratio", value=offload.ratio,
+                      reason="a second optimizer then steps the rest, and keeps no moving average of the weights",
+                      fix="set zero.offload_optimizer: {device: cpu, ratio: 1.0}, or leave training.ema out")  # fmt: skip
+
+
+def length_for_ema(config: RunConfig, total_steps: int | None) -> Iterator[Problem]:
+    """An average that reaches back further than the run is mostly what the run began with."""
+    ema = config.training.ema
+    if ema is None or total_steps is None:
+        return
+    if ema.start_step >= total_steps:
+        yield Problem(kind="ema-never-starts", key="training.ema.start_step", value=ema.start_step, severity="warning",
+                      reason=f"the run has {total_steps} steps, and the average stays what the weights are",
+                      fix=f"set it below {total_steps}, or leave training.ema out")  # fmt: skip
+        return
+    updates = (total_steps - ema.start_step) // ema.every_steps
+    rest = ema.decay**updates
+    if rest > _LARGEST_REST:
+        yield Problem(kind="ema-longer-than-run", key="training.ema.decay", value=ema.decay, severity="warning",
+                      reason=f"after {updates:,} update{'' if updates == 1 else 's'} {rest:.0%} of the average is still what "
+                      "it began with", fix=_shorter(updates))  # fmt: skip
+
+
+def _shorter(updates: int) -> str:
+    """A decay that reaches back over about a tenth of the run."""
+    decay = 1 - 10 / updates if updates > 20 else 0.5
+    return f"set training.ema.decay: {decay:.3g}, or begin later with training.ema.start_step"

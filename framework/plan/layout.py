@@ -1,0 +1,126 @@
+"""The only batch arithmetic: global_size = micro_size x accumulation_steps x data_parallel_size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from framework.config.batch import Batch
+from framework.errors import Problem
+
+DEFAULT_MICRO_SIZE: Final = 32
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the samples of one optimizer step are spread.
+
+    Attributes:
+        world_size: ranks.
+        data_parallel_size: ranks that see different samples.
+        global_size: samples per optimizer step.
+        micro_size: samples per forward pass of a rank.
+        accumulation_steps: forward passes of a rank per optimizer step; with a pipeline its micro-batches per step.
+        pipe_size: pipeline stages.
+    """
+
+    world_size: int
+    data_parallel_size: int
+    global_size: int
+    micro_size: int
+    accumulation_steps: int
+    pipe_size: int = 1
+
+    def data_parallel_rank(self, rank: int) -> int:
+        """Which samples a rank sees. Ranks are ordered (stage, data), as in DeepSpeed's PipeDataParallelTopology."""
+        return rank % self.data_parallel_size
+
+    def stage_of(self, rank: int) -> int:
+        """The pipeline stage that a rank runs."""
+        return rank // self.data_parallel_size
+
+    def __str__(self) -> str:
+        return (
+            f"{self.global_size} samples per step = {self.micro_size} x {self.accumulation_steps} accumulation "
+            f"x {self.data_parallel_size} data-parallel"
+            + (f", {self.pipe_size} pipeline stages" if self.pipe_size > 1 else "")
+        )
+
+
+def implied_data_parallel_size(batch: Batch) -> int | None:
+    """The data-parallel size that three given numbers leave no choice about; None otherwise."""
+    if batch.global_size is None or batch.micro_size is None or batch.accumulation_steps is None:
+        return None
+    size, remainder = divmod(batch.global_size, batch.micro_size * batch.accumulation_steps)
+    return size if size and not remainder else None
+
+
+def largest_global_size(batch: Batch, *, parallel: int, at_most: int) -> int:
+    """The largest global size up to a limit that fits what else is given on `parallel` data-parallel ranks; 0 if none."""
+    unit = _unit(batch, parallel)
+    return at_most // unit * unit
+
+
+def make_layout(batch: Batch, *, world_size: int, pipe_size: int = 1) -> Layout | Problem:
+    """Fill in the numbers that were left out, or say why they cannot fit."""
+    if world_size % pipe_size:
+        return _stages_do_not_divide(world_size, pipe_size)
+    parallel = world_size // pipe_size
+    sizes = _sizes(batch, parallel)
+    return sizes if isinstance(sizes, Problem) else Layout(world_size, parallel, *sizes, pipe_size)
+
+
+def _sizes(batch: Batch, parallel: int) -> tuple[int, int, int] | Problem:
+    """Global size, micro-batch size and accumulation steps on `parallel` data-parallel ranks."""
+    given_global, micro, accumulation = batch.global_size, batch.micro_size, batch.accumulation_steps
+    if given_global is None:
+        micro, accumulation = micro or DEFAULT_MICRO_SIZE, accumulation or 1
+        return micro * accumulation * parallel, micro, accumulation
+    samples, devices = _count(given_global, "sample"), _count(parallel, "device")
+    if given_global % parallel:
+        return _does_not_divide(batch, parallel, f"{samples} cannot be split evenly over {devices}")
+    if micro is None:
+        accumulation = accumulation or 1
+        micro, remainder = divmod(given_global, parallel * accumulation)
+        reason = f"{samples} cannot be split over {devices} x {_count(accumulation, 'accumulation step')}"
+    elif accumulation is None:
+        accumulation, remainder = divmod(given_global, parallel * micro)
+        reason = f"{samples} cannot be split over {devices} x micro-batches of {micro}"
+    else:
+        remainder = given_global - micro * accumulation * parallel
+        reason = f"{given_global} is not micro_size {micro} x accumulation_steps {accumulation} x {devices}"
+    if remainder or not micro or not accumulation:
+        return _does_not_divide(batch, parallel, reason)
+    return given_global, micro, accumulation
+
+
+def _stages_do_not_divide(world_size: int, pipe_size: int) -> Problem:
+    below = world_size // pipe_size * pipe_size
+    counts = f"{below} or {below + pipe_size}" if below else str(pipe_size)
+    return Problem(
+        kind="pipe-not-divisible", key="parallel.pipe", value=pipe_size,
+        reason=f"{_count(world_size, 'device')} cannot be split into pipelines of {_count(pipe_size, 'stage')}",
+        fix=f"use {counts} devices, or other stages",
+    )  # fmt: skip
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _does_not_divide(batch: Batch, parallel: int, reason: str) -> Problem:
+    assert batch.global_size is not None
+    unit = _unit(batch, parallel)
+    if batch.micro_size is not None and batch.accumulation_steps is not None:
+        devices = implied_data_parallel_size(batch)
+        fix = f"set batch.global_size: {unit}, or leave one of the three out"
+        fix += f", or use {_count(devices, 'device')}" if devices else ""
+    else:
+        below = batch.global_size // unit * unit
+        fix = f"set batch.global_size: {f'{below} or {below + unit}' if below else unit}"
+    return Problem(kind="batch-not-divisible", key="batch.global_size", value=batch.global_size, reason=reason, fix=fix)
+
+
+def _unit(batch: Batch, parallel: int) -> int:
+    """The smallest step between global sizes that fit what else was given."""
+    return parallel * (batch.micro_size or 1) * (batch.accumulation_steps or 1)

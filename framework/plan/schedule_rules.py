@@ -1,0 +1,50 @@
+"""Rules about the learning rate over steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from framework.config.run_config import RunConfig
+from framework.config.scheduler import OneCycle
+from framework.errors import Problem
+from framework.plan.cluster import Cluster
+
+
+def cycle_order(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
+    """DeepSpeed takes the ends as they come: the cycle would go down first, and begin at the rate that was meant as its top."""
+    cycle = config.scheduler
+    if not isinstance(cycle, OneCycle):
+        return
+    if cycle.min_lr > cycle.max_lr:
+        yield Problem(kind="cycle-upside-down", key="scheduler.min_lr", value=cycle.min_lr,
+                      reason=f"it is above scheduler.max_lr = {cycle.max_lr}", fix="exchange the two")  # fmt: skip
+    if cycle.cycle_momentum and cycle.min_momentum > cycle.max_momentum:
+        yield Problem(kind="cycle-upside-down", key="scheduler.min_momentum", value=cycle.min_momentum,
+                      reason=f"it is above scheduler.max_momentum = {cycle.max_momentum}", fix="exchange the two")  # fmt: skip
+
+
+def length_for_schedule(config: RunConfig, total_steps: int | None) -> Iterator[Problem]:
+    """A run that ends on the way up, or before the rate is down again."""
+    scheduler = config.scheduler
+    if not total_steps:
+        return
+    if isinstance(scheduler, OneCycle):
+        yield from _length_for_cycle(scheduler, total_steps)
+        return
+    warmup = getattr(scheduler, "warmup_steps", 0)
+    if getattr(scheduler, "total_steps", None) is None and warmup >= total_steps:
+        yield Problem(kind="warmup-too-long", key="scheduler.warmup_steps", value=warmup, severity="warning",
+                      reason=f"the run has {total_steps} steps and never reaches the full learning rate",
+                      fix="make it shorter")  # fmt: skip
+
+
+def _length_for_cycle(cycle: OneCycle, total_steps: int) -> Iterator[Problem]:
+    whole = cycle.first_steps + (cycle.second_steps or cycle.first_steps)
+    half = f"set scheduler.first_steps: {max(1, total_steps // 2)}"
+    if cycle.first_steps >= total_steps:
+        yield Problem(kind="cycle-too-long", key="scheduler.first_steps", value=cycle.first_steps, severity="warning",
+                      reason=f"the run has {total_steps} steps and never reaches max_lr", fix=half)  # fmt: skip
+    elif whole > total_steps:
+        yield Problem(kind="cycle-too-long", key="scheduler.first_steps", value=cycle.first_steps, severity="warning",
+                      reason=f"up and down take {whole} steps and the run has {total_steps}: it ends before the rate is down",
+                      fix=f"{half}, or second_steps")  # fmt: skip

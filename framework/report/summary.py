@@ -1,0 +1,149 @@
+"""What rank 0 says before and after training."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from framework.plan.balance import StageTable
+from framework.plan.plan import Plan
+from framework.train.best import Best
+from framework.train.rank_log import say
+
+# From launch.sh, which puts its environment's programs in front of the PATH: what the person's own shell finds, and how the
+# script is called from there.
+SHELL_PATH: Final = "DSF_SHELL_PATH"
+DOOR: Final = "DSF_DOOR"
+_RANKS_ON_CPU: Final = 2  # what `launch` takes where nothing says how many
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended.
+
+    Attributes:
+        folder: the run folder.
+        step: optimizer steps taken in all.
+        metrics: the last value of every metric.
+        samples_per_sec: mean training throughput without the first logged interval.
+        start_step: the step that this process started from.
+        tokens_per_sec: throughput in tokens; 0 where the data has none.
+        best: the best value of the metric that `checkpoint.keep_best` names, from the first step on, also of the processes
+            that this one went on from; None where it names none, or none was measured.
+    """
+
+    folder: Path
+    step: int
+    metrics: Mapping[str, float]
+    samples_per_sec: float
+    start_step: int = 0
+    tokens_per_sec: float = 0.0
+    best: Best | None = None
+
+
+def tell_start(
+    plan: Plan, folder: Path, *, start_step: int, stages: StageTable | None = None, evaluates: bool = True
+) -> None:
+    """One line on what is about to happen, the plan's warnings and notes, and the balance of the stages.
+
+    `evaluates` says whether there is evaluation data, which the plan does not know.
+    """
+    for finding in plan.findings:
+        say(f"{finding.severity}: {finding}")
+    expected, found = plan.config.data.num_train_samples(), plan.length.num_train_samples
+    if expected is not None and expected != found:
+        say(f"note: {found:,} training samples found ({expected:,} expected); steps and schedule follow what was found")
+    if not evaluates:
+        for line in _without_evaluation_data(plan):
+            say(line)
+    for line in stages.lines() if stages else ():
+        say(line)
+    begin = f"from step {start_step} " if start_step else ""
+    say(
+        f"training {plan.config.run.name} {begin}on {plan.cluster}: {_steps(plan.length.total_steps or 0)}, {plan.layout}, "
+        f"ZeRO {plan.config.zero.stage}, {plan.config.precision.dtype} -> {folder}"
+    )
+
+
+def _without_evaluation_data(plan: Plan) -> Iterator[str]:
+    """What was asked for and will not happen; that the last step would be evaluated is a default."""
+    evaluation, metric = plan.config.evaluation, plan.config.checkpoint.keep_best or ""
+    for name in ("every_steps", "every_epochs"):
+        if getattr(evaluation, name):
+            yield f"note: evaluation.{name} = {getattr(evaluation, name)}: there is no evaluation data [no-evaluation-data]"
+    if metric.startswith("eval/"):
+        yield (f"warning: checkpoint.keep_best = {metric}: there is no evaluation data, so it is never measured, and no checkpoint "
+               "is deleted [no-evaluation-data]")  # fmt: skip
+
+
+def tell_end(result: RunResult, plan: Plan, *, environment: Mapping[str, str]) -> None:
+    """The summary: what was reached, how fast, where it is."""
+    say()
+    if result.step == result.start_step:
+        say(f"{plan.config.run.name}: nothing left to do, step {result.step} was reached before")
+    else:
+        say(f"{plan.config.run.name}: finished after {_steps(result.step)}")
+    rows = [
+        (f"final {name}", f"{value:.4f}") for name, value in sorted(result.metrics.items()) if name.startswith("eval/")
+    ]
+    if result.best is not None:
+        rows.append((f"best {result.best.metric}", f"{result.best.value:.4f} at step {result.best.step}"))
+    if "train/loss" in result.metrics:
+        rows.append(("final train/loss", f"{result.metrics['train/loss']:.4f}"))
+    if result.samples_per_sec:
+        tokens = f" = {result.tokens_per_sec:,.0f} tokens/s" if result.tokens_per_sec else ""
+        rows.append(("throughput", f"{result.samples_per_sec:,.0f} samples/s{tokens}"))
+    rows.append(("run folder", str(result.folder)))
+    if plan.config.monitors.tensorboard:
+        rows.append(("TensorBoard", f"{_tensorboard(environment)} --logdir {shlex.quote(str(result.folder.parent))}"))
+    width = max(len(label) for label, _ in rows)
+    for label, text in rows:
+        say(f"  {label:<{width}}  {text}")
+
+
+def tell_next(plan: Plan, words: Sequence[str], *, environment: Mapping[str, str]) -> None:
+    """What to try next, for whoever started from the command line: a command that can be pasted.
+
+    Args:
+        plan: of the run that has ended.
+        words: its config and its settings, as they were given.
+        environment: the process's own.
+    """
+    config = plan.config
+    plain_fp32 = config.precision.dtype == "fp32" and config.precision.model_fields_set <= {"dtype"}
+    changed = ["precision.dtype=autocast" if plain_fp32 else f"run.seed={config.run.seed + 1}", "run.name=second"]
+    if plan.cluster.num_hosts > 1:  # who starts several hosts, and how, is not known here
+        say(f"try next: the same command with {' '.join(changed)}")
+        return
+    python = _program(Path(sys.executable).name, environment)
+    door = f"{environment[DOOR]} train" if DOOR in environment else f"{python} -m framework launch"
+    implied = config.run.world_size or (_RANKS_ON_CPU if plan.cluster.device == "cpu" else None)
+    ranks = plan.cluster.world_size
+    where = [] if ranks == implied else ["--num_gpus", str(ranks)]
+    say(f"try next: {door} {shlex.join([*words, *where, *changed])}")
+
+
+def _tensorboard(environment: Mapping[str, str]) -> str:
+    """What starts it in the shell that the run was started from."""
+    if Path(sys.executable).with_name("tensorboard").exists():
+        return _program("tensorboard", environment)
+    return f"{_program(Path(sys.executable).name, environment)} -m tensorboard.main"
+
+
+def _program(name: str, environment: Mapping[str, str]) -> str:
+    """A program of this Python's environment: its name where the shell finds that one, else its path."""
+    own = Path(sys.executable).with_name(name)
+    found = shutil.which(name, path=environment.get(SHELL_PATH, environment.get("PATH", "")))
+    if found is not None and Path(found).absolute() == own:
+        return name
+    inside = own.is_relative_to(Path.cwd())
+    return shlex.quote(str(own.relative_to(Path.cwd()) if inside else own))
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'' if count == 1 else 's'}"

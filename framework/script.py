@@ -1,0 +1,84 @@
+"""What train.py does on every rank: reads its command line, trains, and turns every end into an exit code.
+
+Torch is imported when everything has been checked that can be without it, and requests to stop are heard before that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from typing import NoReturn
+
+from framework.arguments import CommandParser
+from framework.errors import EXIT_CONFIG, EXIT_OK, EXIT_TRAINING, FrameworkError
+from framework.launch.parent_watch import watch_parent
+from framework.output import write
+from framework.train.stop_request import StopRequest
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(prog="train.py", description="Train one run.", allow_abbrev=False)
+    parser.add_argument("--config", required=True, metavar="FILE", help="run config, YAML or JSON")
+    # The deepspeed launcher adds the first, and deepspeed.add_config_arguments the other two.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--deepspeed_config", metavar="FILE", help="DeepSpeed JSON that decides a part of the run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
+    return parser
+
+
+def _train(request: StopRequest) -> None:
+    arguments = _parser().parse_args()
+    # Imported here, where requests to stop are heard already.
+    from framework.config.load import load_with_source
+    from framework.plan.cluster import Cluster
+    from framework.plan.plan import make_plan
+
+    config, source = load_with_source(arguments.config, arguments.overrides)
+    if arguments.deepspeed_config is not None:
+        from framework.ds_json.import_merge import with_deepspeed_config
+
+        config = with_deepspeed_config(config, arguments.deepspeed_config, source=source)
+    make_plan(config, Cluster.from_environment(os.environ), source=source)  # before the seconds that torch takes to import
+    from framework.run import fit_loaded
+
+    beside = ["--deepspeed_config", arguments.deepspeed_config] if arguments.deepspeed_config is not None else []
+    fit_loaded(config, source, request, words=[arguments.config, *arguments.overrides, *beside])
+
+
+def exit_code() -> int:
+    """Train; returns what the process ends with. Mostly every rank meets the same problem, and one on each host prints it."""
+    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+    request = StopRequest()
+    request.listen()
+    try:
+        watch_parent(os.environ, is_stopping=lambda: bool(request.signal), is_over=lambda: request.is_over)
+        _train(request)
+        return EXIT_OK
+    except FrameworkError as error:
+        if speaks or error.is_of_one_rank:
+            write(sys.stderr, f"{error}\n")
+        return error.exit_code
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "deepspeed", "numpy", "pydantic", "yaml"):
+            write(sys.stderr, traceback.format_exc())
+            return EXIT_TRAINING
+        if speaks:
+            fix = "pip install 'dsframework[train]' [train-extra-missing]"
+            write(sys.stderr, f"training needs {error.name}: {fix}\n")
+        return EXIT_CONFIG
+    except Exception:
+        write(sys.stderr, traceback.format_exc())
+        return EXIT_TRAINING
+
+
+def main() -> NoReturn:
+    """Train, and end this process."""
+    code = exit_code()
+    for stream in (sys.stdout, sys.stderr):
+        write(stream, "")  # also where nobody reads any more
+    # Not sys.exit: after a failure exit handlers would wait for ranks that are gone, and after success DeepSpeed's
+    # native threads sometimes abort the interpreter on its way out, which would turn a finished run into a failed one.
+    os._exit(code)

@@ -1,0 +1,1 @@
+"""What a batch means: its inputs and targets, its loss, its metrics."""

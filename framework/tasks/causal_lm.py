@@ -1,0 +1,53 @@
+"""The next token at every position: cross-entropy, accuracy, perplexity."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from framework.tasks.perplexity import perplexity_of
+from framework.tasks.task import Ratio, Task
+
+
+class CausalLM(Task):
+    """Next-token cross-entropy; metrics: loss, accuracy, perplexity.
+
+    The model returns logits (batch, length, vocabulary) of any floating dtype; targets are token numbers (batch, length)
+    int64, already shifted by the data: the target at a position is the token that follows it. A target of -100 is left
+    out of loss and metrics.
+    """
+
+    ignore_index = -100
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats over the positions with a target, 0-d float32."""
+        return cross_entropy(outputs.flatten(0, -2).float(), targets.flatten(), ignore_index=self.ignore_index)
+
+    def measure(self, outputs: Tensor, targets: Tensor) -> dict[str, Ratio]:
+        """``loss``: nats per token; ``accuracy``: share of tokens whose logit is the largest."""
+        nats, correct, count = token_sums(outputs, targets, ignore_index=self.ignore_index)
+        return {"loss": Ratio(nats, count), "accuracy": Ratio(correct, count)}
+
+    def derive(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """``perplexity``: exp(loss), of the loss over all tokens and not of a mean over batches."""
+        return perplexity_of(metrics, loss="loss")
+
+
+def token_sums(logits: Tensor, targets: Tensor, *, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums over the positions whose target is not `ignore_index`.
+
+    Args:
+        logits: (..., vocabulary), floating.
+        targets: (...,) int64.
+        ignore_index: marks positions that do not count.
+
+    Returns:
+        Cross-entropy in nats, number of right guesses, number of positions: 0-d float64, on the logits' device.
+    """
+    logits, targets = logits.flatten(0, -2), targets.flatten()
+    nats = cross_entropy(logits.float(), targets, ignore_index=ignore_index, reduction="none").detach().double().sum()
+    # A guess is never -100, so a position that does not count is never right either.
+    correct = (logits.argmax(dim=-1) == targets).double().sum()
+    return nats, correct, (targets != ignore_index).double().sum()

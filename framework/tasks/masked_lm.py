@@ -1,0 +1,76 @@
+"""BERT's two tasks at once: hidden tokens, and whether the second segment follows the first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from framework.errors import ConfigError, Problem
+from framework.tasks.causal_lm import token_sums
+from framework.tasks.perplexity import perplexity_of
+from framework.tasks.task import Ratio, Task
+
+_NUM_INPUTS = 3
+
+
+class MaskedLM(Task):
+    """Masked language model plus next-sentence prediction (Devlin et al. 2018); the loss is the sum of both means.
+
+    A batch is (input_ids, token_type_ids, attention_mask, mlm_labels, nsp_label): the first three (batch, length) int64
+    are the model's, the last two the targets. mlm_labels (batch, length) are -100 where nothing is predicted; nsp_label
+    (batch,) is 0 where the second segment follows the first, 1 where it is from elsewhere.
+
+    The model returns (mlm_logits (batch, length, vocabulary), nsp_logits (batch, 2)) of any floating dtype.
+    """
+
+    ignore_index = -100
+
+    def split(self, batch: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """((input_ids, token_type_ids, attention_mask), (mlm_labels, nsp_label)).
+
+        Raises:
+            ConfigError: kind ``task-batch``, where the data yields anything else.
+        """
+        if not isinstance(batch, (tuple, list)) or len(batch) != _NUM_INPUTS + 2:
+            raise ConfigError(_unknown_batch(batch))
+        return tuple(batch[:_NUM_INPUTS]), tuple(batch[_NUM_INPUTS:])
+
+    def loss(self, outputs: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor]) -> Tensor:
+        """Mean over the predicted tokens plus mean over the pairs, in nats, 0-d float32."""
+        mlm_logits, nsp_logits = outputs
+        mlm_labels, nsp_label = targets
+        mlm = cross_entropy(mlm_logits.flatten(0, -2).float(), mlm_labels.flatten(), ignore_index=self.ignore_index)
+        return mlm + cross_entropy(nsp_logits.float(), nsp_label)
+
+    def measure(self, outputs: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor]) -> dict[str, Ratio]:
+        """``mlm_loss`` and ``accuracy`` per predicted token, ``nsp_loss`` and ``nsp_accuracy`` per pair, ``loss``."""
+        (mlm_logits, nsp_logits), (mlm_labels, nsp_label) = outputs, targets
+        nats, correct, num_predicted = token_sums(mlm_logits, mlm_labels, ignore_index=self.ignore_index)
+        nsp_nats, nsp_correct, num_pairs = token_sums(nsp_logits, nsp_label, ignore_index=self.ignore_index)
+        return {
+            # A sum of two means with different counts is no ratio of sums: `derive` puts the exact one in its place.
+            "loss": Ratio((nats / num_predicted + nsp_nats / num_pairs) * num_pairs, num_pairs),
+            "mlm_loss": Ratio(nats, num_predicted),
+            "accuracy": Ratio(correct, num_predicted),
+            "nsp_loss": Ratio(nsp_nats, num_pairs),
+            "nsp_accuracy": Ratio(nsp_correct, num_pairs),
+        }
+
+    def derive(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """``loss``: mlm_loss + nsp_loss, each over all batches; ``perplexity``: exp(mlm_loss)."""
+        if not {"mlm_loss", "nsp_loss"} <= metrics.keys():
+            return {}
+        return {"loss": metrics["mlm_loss"] + metrics["nsp_loss"]} | perplexity_of(metrics, loss="mlm_loss")
+
+
+def _unknown_batch(batch: Any) -> Problem:
+    size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+    return Problem(
+        kind="task-batch", key="task", value="masked_lm",
+        reason=f"the data yields a {type(batch).__name__}{size} per batch, and masked_lm reads "
+        "(input_ids, token_type_ids, attention_mask, mlm_labels, nsp_label)",
+        fix="set data: {kind: text_pairs}, or yield these five",
+    )  # fmt: skip

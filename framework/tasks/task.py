@@ -1,0 +1,119 @@
+"""`Task`: the base class of what a batch means, for the tasks here and for a user's own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from framework.errors import ConfigError, Problem
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A metric as total / count: summed over batches and ranks first and divided once, it is exact.
+
+    Attributes:
+        total: 0-d tensor, detached; float64 so that sums over many batches keep their digits.
+        count: what to divide by, usually the number of samples: an int, or a 0-d tensor where only the device knows it.
+    """
+
+    total: Tensor
+    count: Tensor | int
+
+
+class Task(ABC):
+    """Subclass it and write `loss`; override the rest where a batch is not a pair (inputs, targets).
+
+    Nothing here may wait for the device (`.item()`, `bool(tensor)`, printing a tensor): it would stall every step.
+    """
+
+    def split(self, batch: Any) -> tuple[Any, Any]:
+        """Divide a collated batch into what the model reads and what the loss compares with.
+
+        Args:
+            batch: what the loader yields; by default a sequence whose last element is the targets.
+
+        Returns:
+            (inputs, targets); with more than two elements the inputs are a tuple of all but the last.
+
+        Raises:
+            ConfigError: kind ``task-batch``, for anything else: override `split` then.
+        """
+        is_row = isinstance(batch, Sequence) and not isinstance(batch, str | bytes)
+        if not is_row or len(batch) < 2:
+            raise ConfigError(_unknown_batch(batch, task=self))
+        return (batch[0], batch[1]) if len(batch) == 2 else (tuple(batch[:-1]), batch[-1])
+
+    def forward(self, model: nn.Module, inputs: Any) -> Any:
+        """Call the model: a tuple becomes positional arguments, a mapping keyword arguments, else there is one."""
+        if isinstance(inputs, tuple):
+            return model(*inputs)
+        if isinstance(inputs, Mapping):
+            return model(**inputs)
+        return model(inputs)
+
+    @abstractmethod
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        """What training minimises.
+
+        Args:
+            outputs: what the model returned, in the precision it ran in.
+            targets: the second part of `split`.
+
+        Returns:
+            0-d float32 tensor, the mean over the samples of the batch, differentiable. Convert low-precision outputs
+            with ``.float()`` first: a mean over bfloat16 keeps three digits.
+        """
+
+    def measure(self, outputs: Any, targets: Any) -> dict[str, Ratio]:
+        """What evaluation reports of one batch, called without gradients.
+
+        Args:
+            outputs: as for `loss`.
+            targets: as for `loss`.
+
+        Returns:
+            Metric name -> `Ratio`; "loss" must be among them. By default only that: the mean loss weighted by
+            `num_samples`.
+        """
+        num_samples = self.num_samples(targets)
+        return {"loss": Ratio(self.loss(outputs, targets).detach().double() * num_samples, num_samples)}
+
+    def derive(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Metrics that are no ratio of sums (perplexity), computed once from those that are.
+
+        Args:
+            metrics: what `measure` reported, over all batches and ranks.
+
+        Returns:
+            Further metrics by name; one of the same name takes the place of the measured one. By default none.
+        """
+        return {}
+
+    def num_samples(self, targets: Any) -> int:
+        """How many samples a batch has, from its targets.
+
+        A tensor's first dimension; for a mapping or a sequence of tensors (several targets per sample) that of the
+        first one; otherwise `len`.
+        """
+        if isinstance(targets, Mapping):
+            return self.num_samples(next(iter(targets.values())))
+        if isinstance(targets, Sequence) and targets and isinstance(targets[0], Tensor):
+            return self.num_samples(targets[0])
+        return len(targets)
+
+
+def _unknown_batch(batch: Any, *, task: Task) -> Problem:
+    kind = type(batch).__name__
+    size = f" of {len(batch)}" if isinstance(batch, Sequence) and not isinstance(batch, str | bytes) else ""
+    return Problem(
+        kind="task-batch",
+        key="task",
+        value=type(task).__name__,
+        reason=f"the data yields a {kind}{size} per batch, and the task can divide only (inputs, ..., targets)",
+        fix="write a Task subclass that overrides split(batch) -> (inputs, targets), and name it in task.target",
+    )

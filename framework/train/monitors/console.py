@@ -1,0 +1,86 @@
+"""What rank 0 shows while it trains: a progress bar on a terminal, a line per logged step elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from framework.output import leave, write
+from framework.train.monitors.base import Monitor, Point
+
+_SHOWN = {
+    "train/loss": "loss {:.4f}", "train/lr": "lr {:.3g}", "train/grad_norm": "grad norm {:.3g}",
+    "throughput/samples_per_sec": "{:,.0f} samples/s", "throughput/tokens_per_sec": "{:,.0f} tokens/s",
+}  # fmt: skip
+
+
+def make_console(mode: Literal["auto", "bar", "lines", "off"], *, total_steps: int, from_step: int) -> Monitor | None:
+    """The console that the mode and the terminal call for."""
+    if mode == "auto":
+        mode = "bar" if sys.stdout.isatty() else "lines"
+    if mode == "off":
+        return None
+    return Bar(total_steps, from_step) if mode == "bar" else Lines(total_steps)
+
+
+def describe(point: Point) -> str:
+    """The metrics worth a glance, as one line; of text, tokens say more than samples."""
+    left_out = "throughput/samples_per_sec" if "throughput/tokens_per_sec" in point.metrics else None
+    shown = [text.format(point.metrics[name]) for name, text in _SHOWN.items() if name in point.metrics and name != left_out]
+    shown += [f"{name} {value:.4f}" for name, value in point.metrics.items() if name.startswith("eval/")]
+    return "  ".join(shown)
+
+
+class Lines:
+    """One line per logged point."""
+
+    name = "terminal"
+
+    def __init__(self, total_steps: int) -> None:
+        self._total_steps = total_steps
+
+    def write(self, point: Point) -> None:
+        width = len(str(self._total_steps))
+        place = f"step {point.step:>{width}}/{self._total_steps}  epoch {point.epoch:.2f}"
+        write(sys.stdout, f"{place}  {describe(point)}\n")  # a closed terminal is no reason to lose a run
+
+    def close(self) -> None:
+        pass
+
+
+class Bar:
+    """A progress bar; evaluations stay above it as lines."""
+
+    name = "terminal"
+
+    def __init__(self, total_steps: int, from_step: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn(),
+            TextColumn("{task.description}", markup=False),  # a metric's name may hold brackets
+        )  # fmt: skip
+        self._task = self._progress.add_task("", total=total_steps, completed=from_step)
+        self._progress.start()
+
+    def write(self, point: Point) -> None:
+        with _whoever_reads():
+            if any(name.startswith("eval/") for name in point.metrics):
+                self._progress.console.print(f"step {point.step}  {describe(point)}", highlight=False, markup=False)
+            else:
+                self._progress.update(self._task, completed=point.step, description=describe(point))
+
+    def close(self) -> None:
+        with _whoever_reads():
+            self._progress.stop()
+
+
+@contextmanager
+def _whoever_reads() -> Iterator[None]:
+    """A closed terminal is no reason to lose a run; of a closed pipe rich makes an exit."""
+    try:
+        yield
+    except (OSError, SystemExit):
+        leave(sys.stdout)

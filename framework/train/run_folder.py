@@ -1,0 +1,179 @@
+"""The folder of a run: one writer at a time, one run per folder, small files that describe it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, Final
+
+import yaml
+
+from framework.config.document import parse_scalar
+from framework.errors import ConfigError, Problem, StorageError
+from framework.train.files import replace_text
+from framework.train.warn import warn
+
+_LOCK: Final = ".lock"
+# What makes a folder ours to rename: somebody's project may bear the name of a run.
+_OF_A_RUN: Final = frozenset({_LOCK, "plan.json", "metrics.jsonl"})
+# Some network file systems (Lustre without -o flock, NFS without its lock daemon).
+_CANNOT_LOCK: Final = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK})
+
+
+class RunFolder:
+    """``<output_dir>/<name>/``, held by rank 0 while it trains."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: IO[str] | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints are."""
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        """Where every rank keeps its log."""
+        return self.path / "logs"
+
+    def hold_if_there(self) -> None:
+        """Keep other runs out before anything is looked for in it: one that is about to end may yet save. Makes nothing.
+
+        Raises:
+            StorageError: another process is writing there.
+        """
+        try:
+            if (self.path / _LOCK).exists():
+                self._take_lock()
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def open(self, *, fresh: bool) -> Path | None:
+        """Take the folder. With `fresh`, an earlier run's folder is renamed first; returns its new path.
+
+        Raises:
+            ConfigError: it is no run's folder.
+            StorageError: another process is writing there, or the folder cannot be made.
+        """
+        is_new = False
+        try:
+            is_new = not self.path.exists()
+            return self._take(fresh=fresh)
+        except OSError as error:
+            self.close()
+            if is_new:
+                self._remove_what_was_made()
+            raise self._unusable(error) from error
+
+    def check_usable(self) -> None:
+        """Find out that a folder can be made there, and leave nothing behind: for before other ranks wait.
+
+        Raises:
+            StorageError: it cannot.
+        """
+        nearest = next(place for place in (self.path, *self.path.parents) if os.path.lexists(place))
+        try:
+            Path(tempfile.mkdtemp(prefix=".can-write-", dir=nearest)).rmdir()
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def _unusable(self, error: OSError) -> StorageError:
+        return StorageError(f"run.output_dir: {self.path} cannot be used as run folder ({error.strerror or error}); "
+                            "set run.output_dir to a folder you can write to [run-folder-unusable]")  # fmt: skip
+
+    def _remove_what_was_made(self) -> None:
+        """Only what is empty."""
+        with contextlib.suppress(OSError):
+            (self.path / _LOCK).unlink()
+        for place in (self.logs, self.checkpoints, self.path):
+            with contextlib.suppress(OSError):
+                place.rmdir()
+
+    def _take(self, *, fresh: bool) -> Path | None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        found = {entry.name for entry in self.path.iterdir()}
+        if fresh and found and not found & _OF_A_RUN:
+            raise ConfigError(Problem(
+                kind="run-folder-foreign", key="run.name", value=self.path.name,
+                reason=f"{self.path} holds files that are no run's", fix="choose another run.name, or move them away",
+            ))  # fmt: skip
+        self._take_lock()
+        moved = None
+        if fresh and found - {_LOCK}:
+            moved = _move_aside(self.path)  # the lock goes with it: nobody takes the folder while it is renamed
+            self.close()
+            self.path.mkdir(exist_ok=True)
+            self._take_lock()
+        self.checkpoints.mkdir(exist_ok=True)
+        self.logs.mkdir(exist_ok=True)
+        return moved
+
+    def describe(self, *, config: Mapping[str, Any], ds_config: Mapping[str, Any], plan: Mapping[str, Any],
+                 environment: Mapping[str, Any]) -> None:  # fmt: skip
+        """Write ``config.yaml`` (resolved), ``ds_config.json``, ``plan.json`` and ``environment.json``."""
+        replace_text(self.path / "config.yaml", yaml.dump(dict(config), Dumper=_Dumper, sort_keys=False))
+        for name, content in (("ds_config", ds_config), ("plan", plan), ("environment", environment)):
+            replace_text(self.path / f"{name}.json", json.dumps(content, indent=2, default=str) + "\n")
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _take_lock(self) -> None:
+        if self._lock is not None:
+            return
+        lock = (self.path / _LOCK).open("a")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            busy = not os.path.samestat(
+                os.fstat(lock.fileno()), (self.path / _LOCK).stat()
+            )  # renamed since it was opened
+        except BlockingIOError:
+            busy = True
+        except OSError as error:
+            if error.errno not in _CANNOT_LOCK:
+                lock.close()
+                raise
+            warn(f"{self.path}: its file system has no locks ({error.strerror}): nothing keeps a second run of the same name "
+                 "from writing there [run-folder-not-locked]")  # fmt: skip
+            busy = False
+        if busy:
+            lock.close()
+            raise StorageError(Problem(  # no ConfigError: whoever tries again later gets the folder
+                kind="run-folder-busy", key="run.name", value=self.path.name,
+                reason=f"another run is writing to {self.path}", fix="wait for it, or choose another run.name",
+            ))  # fmt: skip
+        self._lock = lock
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts text in quotes where our reader would take it for something else: YAML 1.1 lets `1e3` stand as text."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    try:
+        reads_as_text = isinstance(parse_scalar(text, name=""), str)
+    except ConfigError:
+        reads_as_text = False
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if reads_as_text else '"')
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def _move_aside(path: Path) -> Path:
+    """Rename a finished or broken run so that its files are never mixed with the next one's."""
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
+    names = (f"{path.name}.{stamp}{suffix}" for suffix in ("", *(f"-{n}" for n in range(1, 1000))))
+    target = next(path.with_name(name) for name in names if not path.with_name(name).exists())
+    return path.rename(target)

@@ -1,0 +1,220 @@
+"""Checkpoints on disk: which there are, which one to start from, and whether its bytes are those that were written.
+
+It is DeepSpeed's layout, ``checkpoints/global_step<N>/`` and ``checkpoints/latest``, plus ``manifest.json`` in each
+checkpoint, which says what is in it: files, sizes and SHA-256, step, topology, versions and the resolved config.
+A checkpoint gets its name only when it is complete and on disk (`checkpointer`), so that one with a name is finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from framework.train.files import FileRecord, read_regular
+from framework.train.unverified import irregular
+from framework.train.verification import Verification
+
+MANIFEST: Final = "manifest.json"
+LATEST: Final = "latest"
+FORMAT: Final = 2
+TAG: Final = re.compile(r"global_step(?P<step>[0-9]{1,18})\Z")
+# Set aside by a resume from an earlier step (`choice.set_aside_later`).
+REPLACED: Final = re.compile(r"(?P<tag>global_step(?P<step>[0-9]{1,18}))\.replaced(-[0-9]{1,3})?\Z")
+_SEAL: Final = "sha256"
+# A line for each file and one for each metric: a checkpoint of a thousand ranks needs about 300 KB.
+_LONGEST_MANIFEST_BYTES: Final = 64 << 20
+# Written beside the checkpoint by DeepSpeed's own tools, or by a conversion; the engine never reads them.
+_NOT_READ: Final = frozenset({MANIFEST})
+_LAYOUT: Final = frozenset({"world_size", "pipe_size", "global_size"})
+_COUNTS: Final = ("steps_per_epoch", "total_steps", "num_train_samples")
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A finished checkpoint: ``folder/tag``, and what its manifest says.
+
+    One without a manifest, which DeepSpeed wrote by itself, is not `verified`; what its manifest would say has still to be read
+    out of its files.
+    """
+
+    folder: Path
+    tag: str
+    manifest: Mapping[str, Any]
+    verified: bool = True
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken when it was written."""
+        return int(self.manifest["step"])
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint's own folder."""
+        return self.folder / self.tag
+
+    def damage(self) -> list[str]:
+        """What is not as it was written, a line for each file; reads every byte.
+
+        Nothing of a checkpoint is deserialised before this has found nothing: a flipped bit would load silently, and a
+        file that somebody put in its place could run code. Without a manifest only links and the like can be told.
+        """
+        if not self.verified:
+            return sorted(irregular(self.path))
+        work = Verification(self.path, self.records)
+        try:
+            return sorted([*self.strangers(), *work.damage()])
+        finally:
+            work.close()
+
+    @property
+    def records(self) -> dict[str, FileRecord]:
+        """Its files, as they were written."""
+        return {name: FileRecord(**record) for name, record in self.manifest["files"].items()}
+
+    def strangers(self) -> list[str]:
+        """A line for each file too many: DeepSpeed finds some of its files by pattern, so that it would be read as well."""
+        return sorted(self._strangers())
+
+    def _strangers(self) -> Iterator[str]:
+        expected = set(self.manifest["files"]) | _NOT_READ
+        for place, folders, names in os.walk(self.path):
+            for name in (*folders, *names):
+                path = Path(place, name)
+                relative = path.relative_to(self.path).as_posix()
+                if path.is_symlink():
+                    yield f"{relative}: it is a symbolic link"
+                elif not path.is_dir() and relative not in expected:
+                    yield f"{relative}: it was not there when the checkpoint was written"
+
+
+def seal(manifest: Mapping[str, Any]) -> str:
+    """The text of a manifest, with a hash over itself."""
+    return json.dumps({**manifest, _SEAL: _hash(manifest)}, indent=2) + "\n"
+
+
+def _hash(manifest: Mapping[str, Any]) -> str:
+    own = {key: value for key, value in manifest.items() if key != _SEAL}
+    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+
+
+def named_folders(folder: Path) -> list[tuple[int, Path]]:
+    """Steps and folders with the name of a checkpoint, whatever is in them, the oldest first.
+
+    Raises:
+        OSError: the folder is there and does not answer.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            found = [(TAG.match(entry.name), Path(entry.path)) for entry in entries if entry.is_dir() or entry.is_symlink()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted((int(tag[1]), path) for tag, path in found if tag)
+
+
+def replaced_folders(folder: Path) -> list[Path]:
+    """What was set aside, in a ``checkpoints`` folder, by name.
+
+    Raises:
+        OSError: the folder is there and does not answer.
+    """
+    return sorted(path for path in folder.iterdir() if REPLACED.match(path.name)) if folder.is_dir() else []
+
+
+def size_of(folder: Path) -> int:
+    """Bytes in the files of a folder; what cannot be seen counts as nothing."""
+    found = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                found += Path(place, name).lstat().st_size
+    return found
+
+
+def list_checkpoints(folder: Path) -> list[SavedCheckpoint]:
+    """Finished checkpoints in a ``checkpoints`` folder, oldest first; without those that the file system does not give out.
+
+    Raises:
+        OSError: the folder is there and does not answer.
+    """
+    found = []
+    for _, path in named_folders(folder):
+        with contextlib.suppress(OSError):  # `whats_wrong` tells it
+            found.append(read_checkpoint(path))
+    return [checkpoint for checkpoint in found if checkpoint is not None]
+
+
+def read_checkpoint(path: Path) -> SavedCheckpoint | None:
+    """The checkpoint in a folder; None where there is none of this format, or its manifest is not as it was written.
+
+    Raises:
+        OSError: the file system does not give it out now: it may next time, and this is not a checkpoint to start without.
+    """
+    name = TAG.match(path.name) or REPLACED.match(path.name)
+    if name is None or path.is_symlink():
+        return None
+    try:
+        text = read_regular(path / MANIFEST, num_bytes=_LONGEST_MANIFEST_BYTES + 1)
+        manifest: Any = json.loads(text) if text is not None and len(text) <= _LONGEST_MANIFEST_BYTES else None
+        is_ours = (
+            isinstance(manifest, dict)
+            and manifest.get("format") == FORMAT
+            and manifest.get(_SEAL) == _hash(manifest)
+            and manifest.get("step") == int(name["step"])
+            and _is_well_formed(manifest)
+        )
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
+        return None
+    return SavedCheckpoint(path.parent, path.name, manifest) if is_ours else None
+
+
+def whats_wrong(path: Path) -> str:
+    """Why a folder with the name of a checkpoint is none that can be read: what of it, and the reason."""
+    try:
+        if path.is_symlink():
+            return "it is a symbolic link"
+        read_regular(path / MANIFEST, num_bytes=1)
+    except FileNotFoundError:
+        return f"{MANIFEST}: it is missing"
+    except OSError as error:
+        return f"{MANIFEST}: it cannot be read: {error.strerror or error}"
+    return f"{MANIFEST}: it has changed since it was written, or is of another release"
+
+
+def _is_well_formed(manifest: Mapping[str, Any]) -> bool:
+    """The hash says that nothing was changed by chance; who changes a manifest on purpose computes it anew."""
+    files, pipeline = manifest.get("files"), manifest.get("pipeline", {"layers": []})
+    layout = manifest.get("layout")
+    return (
+        isinstance(files, dict)
+        and all(_is_inside(name) and _is_record(record) for name, record in files.items())
+        and isinstance(manifest.get("config"), dict)
+        and all(isinstance(manifest.get(name), (int, type(None))) for name in _COUNTS)
+        and isinstance(layout, dict)
+        and layout.keys() >= _LAYOUT
+        and all(type(value) is int and value > 0 for value in layout.values())
+        and isinstance(pipeline, dict)
+        and isinstance(pipeline.get("layers"), list)
+    )
+
+
+def _is_record(record: Any) -> bool:
+    return (
+        isinstance(record, dict)
+        and record.keys() == {"num_bytes", "sha256"}
+        and type(record["num_bytes"]) is int
+        and record["num_bytes"] >= 0
+        and isinstance(record["sha256"], str)
+    )
+
+
+def _is_inside(name: str) -> bool:
+    """Whoever seals a manifest anew must not point it at files elsewhere."""
+    path = Path(name)
+    return "\0" not in name and not path.is_absolute() and ".." not in path.parts

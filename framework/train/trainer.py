@@ -1,0 +1,238 @@
+"""`Trainer`: the loop. Steps are the engine's business, this is time: what is due after which step, and what is told to whom."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from framework.errors import StorageError, TrainingError
+from framework.train.cadence import Cadence
+from framework.train.engine import Engine, StepResult
+from framework.train.monitors.base import Monitor, Point
+from framework.train.throughput import Stopwatch
+from framework.train.warn import warn
+
+
+class TrainData(Protocol):
+    """An endless stream of this rank's micro-batches that can start at any step."""
+
+    def stream(self, start_step: int) -> Iterator[Any]:
+        """Micro-batches from the first one of step `start_step` (counted from 0) on."""
+        ...
+
+
+@dataclass(frozen=True)
+class Agenda:
+    """Length of the run and what happens when.
+
+    Attributes:
+        total_steps: optimizer steps of the whole run.
+        steps_per_epoch: optimizer steps in one pass over the data.
+        samples_per_step: global batch size.
+        log, evaluate, save: when metrics are read, evaluation data is measured, a checkpoint is written.
+        not_finite_allowed: how many logged losses in a row may be NaN or infinite before the run ends: in fp16 one that overflows
+            costs its step and no more.
+        tokens_per_step: tokens in a global batch; None where the data has none.
+    """
+
+    total_steps: int
+    steps_per_epoch: int
+    samples_per_step: int
+    log: Cadence
+    evaluate: Cadence
+    save: Cadence
+    not_finite_allowed: int = 0
+    tokens_per_step: int | None = None
+
+
+@dataclass
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        step: optimizer steps taken in all.
+        metrics: the last value of every metric.
+        samples_per_sec: mean training throughput of this process's part of the run.
+        tokens_per_sec: the same in tokens; 0 where the data has none.
+        stopped: name of the signal that ended it before its last step; empty when none did.
+    """
+
+    step: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    samples_per_sec: float = 0.0
+    tokens_per_sec: float = 0.0
+    stopped: str = ""
+
+
+class Trainer:
+    """Trains an engine from `start_step` to the end of the agenda."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        agenda: Agenda,
+        train_data: TrainData,
+        eval_data: Iterable[tuple[Any, bool]] | None = None,
+        monitors: Sequence[Monitor] = (),
+        save: Callable[[int, Mapping[str, float]], object] | None = None,
+        start_step: int = 0,
+        stop: Callable[[int], str] = lambda step: "",
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """See `fit`.
+
+        `save` writes a checkpoint of a step and says whether it could. `stop` is asked before the first step and after every
+        step but the last; the name of a signal, the same on all ranks, ends the run there.
+        """
+        self._engine, self._agenda = engine, agenda
+        self._train_data, self._eval_data = train_data, eval_data
+        self._monitors, self._save, self._stop = list(monitors), save, stop
+        self._saved_step = -1
+        self._not_finite = 0  # logged losses in a row, up to now
+        self._outcome = Outcome(step=start_step)
+        self._measured: dict[str, float] = {}  # at this very step
+        self._stopwatch = Stopwatch(clock, samples_per_step=agenda.samples_per_step, tokens_per_step=agenda.tokens_per_step)
+
+    def fit(self) -> Outcome:
+        """Train to the end, or to where the run is asked to stop, and save there. Closes the monitors.
+
+        On every rank alike: logging, evaluation and saving are collective.
+
+        Raises:
+            TrainingError: logged losses, more than are allowed in a row, or the last one, or the gradient norm of a step that is
+                to be saved, are not finite; or the data ends before the run does.
+            StorageError: the run is to stop, and what it has reached cannot be saved.
+        """
+        agenda, outcome = self._agenda, self._outcome
+        start_step = outcome.step
+        with ExitStack() as ending:
+            ending.callback(self._close_monitors)
+            stream = self._train_data.stream(outcome.step)
+            ending.callback(getattr(stream, "close", lambda: None))
+            micro_batches = self._unending(stream)
+            while outcome.step < agenda.total_steps:
+                outcome.stopped = self._stop(outcome.step)
+                if outcome.stopped:
+                    break
+                result = self._engine.train_step(micro_batches)
+                outcome.step += 1
+                self._stopwatch.step()
+                self._do_what_is_due(result)
+            if outcome.stopped and outcome.step > start_step:
+                self._save_before_stopping(result)
+        outcome.samples_per_sec = self._stopwatch.samples_per_second()
+        outcome.tokens_per_sec = self._stopwatch.tokens_per_second()
+        return outcome
+
+    def _do_what_is_due(self, result: StepResult) -> None:
+        agenda = self._agenda
+        self._measured.clear()
+        evaluate = self._eval_data is not None and self._due(agenda.evaluate)
+        save = self._save is not None and self._due(agenda.save)
+        if evaluate or save or self._due(agenda.log):
+            # Evaluating and saving wait for the device anyway; reading first keeps their time out of the step's.
+            self._log(result.read())
+        if evaluate and self._eval_data is not None:
+            self._evaluate(self._eval_data)
+        if save and self._save is not None:
+            if self._not_finite:
+                warn(f"step {self._outcome.step}: its loss is not finite, and it is not saved; earlier checkpoints are untouched "
+                     "[loss-not-finite]", is_of_all_ranks=True)  # fmt: skip
+            else:
+                self._save_now(self._save, result)
+
+    def _save_now(self, save: Callable[[int, Mapping[str, float]], object], result: StepResult) -> None:
+        self._refuse_to_save_nan(result)
+        with self._stopwatch.excluded():
+            if save(self._outcome.step, self._measured) is not False:
+                self._saved_step = self._outcome.step
+
+    def _refuse_to_save_nan(self, result: StepResult) -> None:
+        """The loss was measured before the step: where only the gradients were bad, it is the weights that hold NaN now.
+
+        Saved, they would be what `auto` starts from, again and again.
+        """
+        norm = self._measured.get("train/grad_norm", 0.0)
+        if not math.isfinite(norm) and not result.may_be_skipped:
+            raise TrainingError(
+                f"step {self._outcome.step}: train/grad_norm = {norm}: training has diverged, and its weights are not saved; lower "
+                "optimizer.lr, set training.clip_grad_norm, or start again from an earlier checkpoint [loss-not-finite]"
+            )
+
+    def _save_before_stopping(self, result: StepResult) -> None:
+        step = self._outcome.step
+        if self._save is None or self._saved_step == step:
+            return
+        if not self._measured:
+            self._log(result.read())
+        if self._not_finite > self._agenda.not_finite_allowed:
+            raise self._diverged()
+        if not self._not_finite:  # in fp16 the next loss may be a number again: the checkpoint before this step stands
+            self._save_now(self._save, result)
+        if self._saved_step != step:
+            raise StorageError(f"{self._outcome.stopped}: stopped after step {step}, which could not be saved; the last complete "
+                               "checkpoint stands: checkpoint.resume=auto [checkpoint-not-written]")  # fmt: skip
+
+    def _unending(self, stream: Iterator[Any]) -> Iterator[Any]:
+        """The stream, timed. Where it ends (a sample that raises StopIteration looks like that) is an error with a name."""
+        yield from self._stopwatch.timed(stream)
+        error = TrainingError(
+            f"step {self._outcome.step + 1}: the training data ended before the run did; every number below len(dataset) "
+            "must give a sample, and __getitem__ must not raise StopIteration [training-data-ended]"
+        )
+        error.is_of_one_rank = True
+        raise error
+
+    def _due(self, cadence: Cadence) -> bool:
+        return cadence.is_due(self._outcome.step, total_steps=self._agenda.total_steps)
+
+    def _log(self, metrics: Mapping[str, float]) -> None:
+        self._tell({**metrics, **self._stopwatch.read()})
+        self._not_finite = 0 if math.isfinite(metrics.get("train/loss", 0.0)) else self._not_finite + 1
+        is_last = self._outcome.step == self._agenda.total_steps
+        if self._not_finite > self._agenda.not_finite_allowed or (self._not_finite and is_last):
+            raise self._diverged()
+
+    def _diverged(self) -> TrainingError:
+        loss, repeated = self._outcome.metrics["train/loss"], f", as {self._not_finite} logged losses in a row"
+        return TrainingError(
+            f"step {self._outcome.step}: train/loss = {loss}{repeated if self._not_finite > 1 else ''}: training has diverged; "
+            "lower optimizer.lr, set training.clip_grad_norm, or start again from an earlier checkpoint [loss-not-finite]"
+        )
+
+    def _evaluate(self, eval_data: Iterable[tuple[Any, bool]]) -> None:
+        with self._stopwatch.excluded():
+            self._tell(self._engine.evaluate(eval_data))
+
+    def _tell(self, metrics: Mapping[str, float]) -> None:
+        self._outcome.metrics.update(metrics)
+        self._measured.update(metrics)
+        epoch = self._outcome.step / self._agenda.steps_per_epoch
+        point = Point(self._outcome.step, epoch, time.time(), metrics)
+        for monitor in tuple(self._monitors):
+            try:
+                monitor.write(point)
+            except Exception as error:
+                # Hours of training are worth more than a curve: a full disk or a closed terminal costs only the monitor.
+                self._monitors.remove(monitor)
+                _warn(monitor, error)
+                with suppress(Exception):
+                    monitor.close()
+
+    def _close_monitors(self) -> None:
+        while self._monitors:
+            monitor = self._monitors.pop(0)
+            try:
+                monitor.close()
+            except Exception as error:
+                _warn(monitor, error)
+
+
+def _warn(monitor: Monitor, error: Exception) -> None:
+    reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+    warn(f"{monitor.name}: {reason}; training goes on without it [monitor-failed]")

@@ -1,0 +1,267 @@
+#!/usr/bin/env bash
+# The one door for a person: finds or makes a Python environment, then trains or tests in it. See ./launch.sh --help.
+set -euo pipefail
+
+# Exit codes as everywhere in this project: 64 usage, 74 the environment could not be installed, 75 stopped, 78 no usable Python.
+readonly USAGE=64 NOT_INSTALLED=74 NO_PYTHON=78
+
+say() { printf '%s\n' "$*" >&2; }
+
+help() {
+    cat <<'TEXT'
+./launch.sh [key=value ...]       set up, then train ds_configs/quickstart.yaml on every local GPU, or on two CPU ranks;
+                                  of 7, 9 or 16 GPUs on as many as divide its batch of 120
+./launch.sh train CONFIG [key=value ...] [--num_gpus N] [--master_port P] [--deepspeed_config FILE] [--dry_run]
+                                  on this machine; with -H HOSTFILE on its hosts, through ssh
+./launch.sh node CONFIG [key=value ...] [--nnodes N --node_rank R --master_addr A --master_port P --num_gpus G]
+                                  one member without ssh: in a pod, under srun, by hand (`python -m framework launch node`)
+./launch.sh check|plan|render|schema|import|inspect|prepare|generate|export|doctor|launch ...
+                                  the same as `python -m framework check ...`: --help tells of each
+./launch.sh test [pytest options] set up, then run the tests (all of them, or what the options choose)
+./launch.sh setup                 set up only: the active virtualenv or conda environment if it has torch, else .venv
+./launch.sh help                  this text
+
+Settings are dotted: optimizer.lr=0.01 batch.global_size=256. A second call sets up nothing twice.
+TEXT
+}
+
+# The folder of this file, also when it is started through a symbolic link or from elsewhere.
+own_folder() {
+    local path=${BASH_SOURCE[0]} target
+    while [[ -L $path ]]; do
+        target=$(readlink "$path")
+        [[ $target == /* ]] || target=$(dirname "$path")/$target
+        path=$target
+    done
+    cd "$(dirname "$path")" && pwd -P
+}
+ROOT=$(own_folder)
+readonly ROOT
+readonly VENV=$ROOT/.venv TOOLS=$ROOT/.venv-tools
+PY=''
+
+# ---------------------------------------------------------------------------------------------- which environment
+
+runs() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; }
+
+# A look, not an import: importing torch takes seconds. From / so that no folder named torch is taken for it.
+has_torch() { (cd / && "$1" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)') >/dev/null 2>&1; }
+
+# An active environment is used when it has torch; nothing that is in it is changed.
+use_active() {
+    local prefix=$1 kind=$2 python=$1/bin/python
+    [[ -n $prefix && -x $python && ! $prefix -ef $VENV ]] || return 1
+    if ! has_torch "$python"; then
+        say "environment: the active $kind $prefix has no torch and is left alone"
+        return 1
+    fi
+    runs "$python" || { say "environment: the active $kind $prefix has a Python older than 3.10"; exit "$NO_PYTHON"; }
+    PY=$python
+    say "environment: the active $kind $prefix, used as it is"
+}
+
+# The tested version first, then the others that all pinned packages support.
+find_python() {
+    local name
+    for name in python3.11 python3.12 python3.13 python3.10 python3 python; do
+        if runs "$name"; then
+            command -v "$name"
+            return
+        fi
+    done
+    say 'environment: no Python >= 3.10 found (tried python3.10 to python3.13, python3, python); install one and run this again'
+    exit "$NO_PYTHON"
+}
+
+# uv if it can be had: from PATH, or from the package index into a folder of our own. Prints nothing if not.
+find_uv() {
+    local python=$1
+    if uv --version >/dev/null 2>&1; then
+        command -v uv
+    elif "$TOOLS/bin/uv" --version >/dev/null 2>&1; then
+        printf '%s\n' "$TOOLS/bin/uv"
+    elif "$python" -m pip install --quiet --target "$TOOLS" uv >/dev/null 2>&1 && [[ -x $TOOLS/bin/uv ]]; then
+        printf '*\n' >"$TOOLS/.gitignore"
+        say "environment: uv installed into .venv-tools"
+        printf '%s\n' "$TOOLS/bin/uv"
+    fi
+}
+
+# ------------------------------------------------------------------------------------------------------ installing
+
+# Where `python -m framework` and `tensorboard` are typed by hand, the environment has to be active; %q: a path with blanks.
+tell_ready() {
+    local script=$VENV/bin/activate how=''
+    [[ ! $PWD -ef $ROOT ]] || script=.venv/bin/activate
+    [[ ${VIRTUAL_ENV:-} -ef $VENV ]] || how="; to use it in this shell: source $(printf %q "$script")"
+    say "environment: .venv, ready$how"
+}
+
+# Runs a command quietly; if it fails, shows the end of what it said and where the rest is.
+logged() {
+    local what=$1 log
+    shift
+    log=$(mktemp "${TMPDIR:-/tmp}/dsframework-setup.XXXXXX")
+    if "$@" >"$log" 2>&1; then
+        rm -f "$log"
+        return
+    fi
+    tail -n 20 "$log" >&2
+    say "environment: $what failed; all of its output is in $log"
+    exit "$NOT_INSTALLED"
+}
+
+facts() { "$PY" "$ROOT/framework/launch/environment.py" "$@"; }
+
+# Adds to an active environment what it lacks, under constraints that forbid to change what it has.
+complete_active() {
+    local extras=$1 absent kept
+    # shellcheck disable=SC2086  # extras are words
+    absent=$(facts missing $extras) || { say "environment: too old here; choose another environment, or update it"; exit "$NO_PYTHON"; }
+    export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
+    [[ -n $absent ]] || return 0
+    say "environment: installing what is missing: ${absent//$'\n'/ }"
+    kept=$(mktemp "${TMPDIR:-/tmp}/dsframework-kept.XXXXXX")
+    facts installed >"$kept"
+    # shellcheck disable=SC2086  # one requirement to a word
+    if "$PY" -m pip --version >/dev/null 2>&1; then
+        logged 'pip' "$PY" -m pip install -c "$kept" $absent
+    else
+        logged 'uv' "$(find_uv "$(find_python)")" pip install --python "$PY" -c "$kept" $absent
+    fi
+    rm -f "$kept"
+}
+
+make_venv() {
+    local python uv
+    python=$(find_python)
+    uv=$(find_uv "$python")
+    if [[ -n $uv ]]; then
+        say "environment: .venv, made with uv and $("$python" -V)"
+        logged 'uv venv' "$uv" venv --clear --python "$python" "$VENV"
+    else
+        say "environment: .venv, made with $("$python" -V) and pip (uv is not to be had)"
+        logged 'python -m venv (on Debian: apt install python3-venv)' "$python" -m venv --clear "$VENV"
+    fi
+}
+
+# .venv holds this project itself in place (-e), so that edits count at once.
+install_into_venv() {
+    local extras=$1 uv pins=(-c "$ROOT/constraints.txt") target="${ROOT}[${1// /,}]"
+    rm -f "$VENV"/.dsframework-*
+    if ! "$PY" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+        say "environment: Python 3.10 is too old for constraints.txt; the newest versions that fit are taken"
+        pins=(-c /dev/null)
+    fi
+    say "environment: installing dsframework[${extras// /,}] (some minutes and 5 GB the first time)"
+    uv=$(find_uv "$PY")
+    if [[ -n $uv ]]; then
+        # As pip does: without bytecode every process of a run would compile torch's 1,200 modules anew where it may not write.
+        logged 'uv' "$uv" pip install --compile-bytecode --python "$PY" "${pins[@]}" -e "$target"
+    else
+        logged 'pip' "$PY" -m pip install "${pins[@]}" -e "$target"
+    fi
+}
+
+# On processors every run needs this operation, and the first one would stand still while two ranks wait for a compiler.
+compile_ahead() {
+    ! command -v nvidia-smi >/dev/null || return 0
+    say "environment: compiling DeepSpeed's shared-memory operation for CPU (half a minute, once)"
+    PATH=$VENV/bin:$PATH DS_ACCELERATOR=cpu "$PY" -c '
+from framework.backend.extensions import use_own_cache
+use_own_cache()
+from deepspeed.accelerator import get_accelerator
+get_accelerator().create_op_builder("ShareMemCommBuilder").load()' >/dev/null 2>&1 ||
+        say 'environment: it does not compile (is there a g++?); the first run tries again and says why'
+}
+
+complete_venv() {
+    local extras=$1 stamp
+    PY=$VENV/bin/python
+    if ! "$PY" -c '' >/dev/null 2>&1; then
+        [[ ! -e $VENV ]] || say 'environment: .venv has no Python that runs (an interrupted start?) and is made again'
+        make_venv
+    elif ! runs "$PY"; then
+        say "environment: .venv has $("$PY" -V 2>&1), older than 3.10; move it away and run this again"
+        exit "$NO_PYTHON"
+    fi
+    stamp=$VENV/.dsframework-${extras// /-}
+    # shellcheck disable=SC2086  # extras are words
+    if [[ -f $stamp && $(<"$stamp") == "$(facts stamp $extras)" ]]; then
+        tell_ready
+        return
+    fi
+    install_into_venv "$extras"
+    # Written last, so that an interrupted installation is repeated. Whoever has the tests' tools can also train.
+    # shellcheck disable=SC2086
+    facts stamp $extras >"$stamp"
+    facts stamp train >"$VENV/.dsframework-train"
+    compile_ahead
+    tell_ready
+}
+
+set_up() {
+    if use_active "${VIRTUAL_ENV:-}" virtualenv || use_active "${CONDA_PREFIX:-}" 'conda environment'; then
+        complete_active "$1"
+    else
+        complete_venv "$1"
+    fi
+    # What the person's own shell finds, and how this script is called from there: the run's last lines are commands for it.
+    export DSF_SHELL_PATH=$PATH DSF_DOOR=./launch.sh
+    [[ $PWD -ef $ROOT ]] || DSF_DOOR=$(printf %q "$ROOT/launch.sh")
+    # As an activated environment: torch calls `ninja` by name, and `deepspeed` is found.
+    PATH=$(dirname "$PY"):$PATH
+    export PATH
+}
+
+# From another folder everything is named by its whole path, so that the commands in the summary work there, too.
+train_quickstart() {
+    set_up train
+    [[ ! $PWD -ef $ROOT ]] || exec "$PY" -m framework launch ds_configs/quickstart.yaml --fit_batch "$@"
+    exec "$PY" -m framework launch "$ROOT/ds_configs/quickstart.yaml" --fit_batch "run.output_dir='${ROOT//\'/\'\'}/runs'" "$@"
+}
+
+# ---------------------------------------------------------------------------------------------------------- commands
+
+main() {
+    local command=${1:-}
+    [[ $# -eq 0 ]] || shift
+    case $command in
+        '') train_quickstart ;;
+        [[:alpha:]]*.*=*) train_quickstart "$command" "$@" ;;
+        train)
+            [[ $# -gt 0 ]] || { say 'launch.sh train: name a run config, for example ds_configs/quickstart.yaml'; exit "$USAGE"; }
+            set_up train
+            exec "$PY" -m framework launch "$@"
+            ;;
+        node)
+            [[ $# -gt 0 ]] || { say 'launch.sh node: name a run config, for example ds_configs/quickstart.yaml'; exit "$USAGE"; }
+            set_up train
+            exec "$PY" -m framework launch node "$@"
+            ;;
+        check | plan | render | schema | import | inspect | prepare | generate | export | doctor | launch)
+            set_up train
+            exec "$PY" -m framework "$command" "$@"
+            ;;
+        test)
+            set_up 'train dev'
+            cd "$ROOT"
+            unset DSF_SHELL_PATH DSF_DOOR
+            export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+            exec "$PY" -m pytest "$@"
+            ;;
+        setup)
+            [[ $# -eq 0 ]] || { say "launch.sh setup takes no argument, not $1"; exit "$USAGE"; }
+            set_up train
+            ;;
+        -h | --help | help) help ;;
+        *)
+            say "launch.sh: there is no command '$command'; see ./launch.sh --help"
+            exit "$USAGE"
+            ;;
+    esac
+}
+
+# Process 1 of a container never gets a signal that it does not handle: it would set up, and train, in spite of a request.
+[[ $$ -ne 1 ]] || trap 'exit 75' TERM
+main "$@"

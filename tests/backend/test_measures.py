@@ -1,0 +1,114 @@
+"""Metrics as total / count over batches and ranks, with a gloo group of this one process and a pretended second rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+
+from framework.backend.measures import EvalSums, mean_over_ranks, memory_metrics
+from framework.tasks.task import Ratio
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _group(tmp_path: Path) -> Iterator[None]:
+    assert not torch.distributed.is_initialized()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def ratio(total: float, count: int | torch.Tensor = 1) -> Ratio:
+    return Ratio(torch.tensor(total, dtype=torch.float64), count)
+
+
+def test_a_metric_is_total_over_count_not_a_mean_of_means() -> None:
+    sums = EvalSums(CPU)
+    sums.add({"loss": ratio(8.0, 8)}, counts=True)
+    sums.add({"loss": ratio(10.0, torch.tensor(1))}, counts=True)
+    assert sums.over_ranks() == {"loss": 2.0}
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("first", [True, False])
+def test_padding_does_not_count_whatever_it_holds(poison: float, first: bool) -> None:
+    sums = EvalSums(CPU)
+    for counts in (False, True) if first else (True, False):
+        sums.add({"loss": ratio(3.0 if counts else poison, 4)}, counts=counts)
+    assert sums.over_ranks() == {"loss": 0.75}
+
+
+def test_a_real_nan_is_not_hidden() -> None:
+    sums = EvalSums(CPU)
+    sums.add({"loss": ratio(math.nan, 4)}, counts=True)
+    assert math.isnan(sums.over_ranks()["loss"])
+
+
+def test_nothing_counted_is_no_number() -> None:
+    sums = EvalSums(CPU)
+    sums.add({"loss": ratio(1.0, 0)}, counts=False)
+    assert math.isnan(sums.over_ranks()["loss"])
+
+
+def test_nothing_measured_is_no_metric() -> None:
+    assert EvalSums(CPU).over_ranks() == {}
+
+
+def test_float64_keeps_the_digits_of_a_million_batches() -> None:
+    sums = EvalSums(CPU)
+    sums.add({"loss": ratio(1e8, 10**8)}, counts=True)
+    for _ in range(100):
+        sums.add({"loss": ratio(0.01, 1)}, counts=True)
+    assert sums.over_ranks()["loss"] == pytest.approx((1e8 + 1) / (1e8 + 100), rel=1e-15)
+
+
+class SecondRank:
+    """Stands in for the collectives of a group of two; `other` holds what the second rank would send."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, other: dict[str, tuple[float, float]]) -> None:
+        names = sorted(other)
+        self._other = other
+
+        def gather(box: list[Any], mine: list[str]) -> None:
+            box[:] = [mine, names]
+            self._names = sorted({*mine, *names})
+
+        def reduce(sums: torch.Tensor) -> None:
+            sums += torch.tensor([other.get(name, (0.0, 0.0)) for name in self._names], dtype=torch.float64)
+
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+        monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+        monkeypatch.setattr(torch.distributed, "all_reduce", reduce)
+
+
+def test_ranks_with_uneven_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    SecondRank(monkeypatch, {"loss": (1.0, 1.0)})
+    sums = EvalSums(CPU)
+    sums.add({"loss": ratio(9.0, 3)}, counts=True)
+    assert sums.over_ranks() == {"loss": 2.5}
+
+
+def test_a_metric_that_only_one_rank_has_met_is_not_added_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    SecondRank(monkeypatch, {"f1": (3.0, 4.0), "loss": (1.0, 1.0)})
+    sums = EvalSums(CPU)
+    sums.add({"loss": ratio(3.0), "accuracy": ratio(0.5)}, counts=True)
+    assert sums.over_ranks() == {"accuracy": 0.5, "f1": 0.75, "loss": 2.0}
+
+
+def test_the_mean_over_ranks_leaves_its_argument_alone() -> None:
+    value = torch.tensor(1.5, dtype=torch.bfloat16, requires_grad=True)
+    assert mean_over_ranks(value) == 1.5
+    assert value.dtype == torch.bfloat16
+    assert float(value.detach()) == 1.5
+
+
+def test_memory_is_in_bytes() -> None:
+    metrics = memory_metrics()
+    assert 10e6 < metrics["memory/host_peak_bytes"] < 1e12

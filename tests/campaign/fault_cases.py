@@ -1,0 +1,350 @@
+"""The faults: what is done to a run, and what must come of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from framework.errors import EXIT_CONFIG, EXIT_PEER_LOST, EXIT_STOPPED, EXIT_STORAGE
+from tests.campaign.fault_stage import SHARED, Stage
+
+KILLED = 128 + signal.SIGKILL
+LISTEN = """
+import socket, time
+with socket.create_server(("0.0.0.0", {port})):
+    print("taken", flush=True)
+    time.sleep(900)
+"""
+_AT_STEP = 12
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault.
+
+    Attributes:
+        name: for --only.
+        what: in words, for the table.
+        codes: allowed exit codes of the command on each host.
+        culprit: regular expression that what was printed must match.
+        in_logs: it may also stand in the ranks' logs, because nobody reads what is printed any more.
+        act: starts the run and does it; calls `Stage.fault` when it happens.
+        stage: arguments of `Stage`.
+        stops: whether the fault ends the run, so that all nodes must have stopped within the limit.
+        limit: seconds for that, from the fault on.
+        repair: done before the run is started again.
+        same_metrics: whether the metrics, too, must be those of the unbroken run; a full disk loses lines.
+    """
+
+    name: str
+    what: str
+    codes: dict[str, set[int]]
+    culprit: str
+    act: Callable[[Stage], None]
+    stage: dict[str, Any] = field(default_factory=dict)
+    stops: bool = True
+    limit: float = 20.0
+    repair: Callable[[Stage], None] = lambda stage: None
+    same_metrics: bool = True
+    in_logs: bool = False
+
+
+def both(code: int) -> dict[str, set[int]]:
+    return {"node-0": {code}, "node-1": {code}}
+
+
+def split(first: int, second: int) -> dict[str, set[int]]:
+    return {"node-0": {first}, "node-1": {second}}
+
+
+def training(do: Callable[[Stage], None]) -> Callable[[Stage], None]:
+    """In the middle of training, without ssh."""
+
+    def act(stage: Stage) -> None:
+        stage.nodes()
+        stage.until_step(_AT_STEP)
+        stage.fault()
+        do(stage)
+
+    return act
+
+
+def training_over_ssh(do: Callable[[Stage], None]) -> Callable[[Stage], None]:
+    """The same, started through ssh."""
+
+    def act(stage: Stage) -> None:
+        stage.over_ssh()
+        stage.until_step(_AT_STEP)
+        stage.fault()
+        do(stage)
+
+    return act
+
+
+def kill_rank(stage: Stage) -> None:
+    os.kill(stage.rank(1), signal.SIGKILL)
+
+
+def power_off(name: str) -> Callable[[Stage], None]:
+    """Nobody is told: no connection is closed, there is silence."""
+
+    def do(stage: Stage) -> None:
+        stage.network.cut(stage.hosts[name])
+        stage.hosts[name].kill()
+
+    return do
+
+
+def kill_agent(stage: Stage) -> None:
+    stage.commands["node-1"].signal(signal.SIGKILL)
+
+
+def cut(stage: Stage) -> None:
+    stage.network.cut(stage.hosts["node-1"])
+
+
+def stop(host: str) -> Callable[[Stage], None]:
+    return lambda stage: stage.commands[host].signal(signal.SIGTERM)
+
+
+def plain_launcher_killed(stage: Stage) -> None:
+    """Stock `deepspeed --no_ssh`, whose launch.py is killed on one node."""
+    program = [str(Path(sys.prefix) / "bin" / "deepspeed")]
+    for node in (0, 1):
+        place = [f"--hostfile={SHARED}/hostfile", "--no_ssh", f"--node_rank={node}", "--master_addr=node-0", "--master_port=29500"]
+        stage.start(f"node-{node}", [*place, "train.py", "--config", f"{SHARED}/run.yaml"], program=program)
+    stage.until_step(_AT_STEP)
+    stage.fault()
+    os.kill(stage.pid("node-1", "deepspeed.launcher.launch"), signal.SIGKILL)
+
+
+def stop_twice(stage: Stage) -> None:
+    """While a step takes longer than anybody wants to wait."""
+    stage.nodes(step_seconds=15)
+    stage.until_step(1)
+    stop("node-1")(stage)
+    time.sleep(3)
+    stage.fault()
+    stop("node-1")(stage)
+
+
+def stop_while_saving(stage: Stage) -> None:
+    stage.nodes()
+    stage.until_saving()
+    stage.fault()
+    stop("node-0")(stage)
+
+
+def stop_while_meeting(stage: Stage) -> None:
+    """One node is there and waits for the other."""
+    stage.node(0)
+    stage.until_said("waiting for")
+    stage.fault()
+    stop("node-0")(stage)
+
+
+def stop_while_joining(stage: Stage) -> None:
+    """The agents have met, and the ranks import torch or wait for each other."""
+    stage.nodes()
+    stage.until_said("starting 1 rank")
+    time.sleep(1.5)
+    stage.fault()
+    stop("node-1")(stage)
+
+
+def with_ranks(*ranks: int) -> Callable[[Stage], None]:
+    """Each host takes the rank that is given for it."""
+
+    def act(stage: Stage) -> None:
+        stage.fault()
+        for node, rank in enumerate(ranks):
+            stage.node(node, rank=rank)
+
+    return act
+
+
+def one_is_missing(stage: Stage) -> None:
+    stage.fault()
+    stage.node(0, words=["--wait_seconds", "8"])
+
+
+def other_hostfiles(*lines: str, words: Sequence[str] = ()) -> Callable[[Stage], None]:
+    """Node 1 has another hostfile."""
+
+    def act(stage: Stage) -> None:
+        (stage.shared / "other").write_text("".join(f"{line}\n" for line in lines))
+        stage.fault()
+        for node, name in enumerate(("hostfile", "other")):
+            place = ["--hostfile", f"{SHARED}/{name}", "--node_rank", str(node), *words]
+            stage.start(f"node-{node}", ["launch", "node", f"{SHARED}/run.yaml", *place])
+
+    return act
+
+
+def way_closed(stage: Stage) -> None:
+    """Two of three nodes reach node 0, and not each other."""
+    blocked = stage.hosts["node-2"].run(["ip", "route", "add", "prohibit", stage.hosts["node-1"].address])
+    assert blocked.returncode == 0, blocked.stdout
+    stage.fault()
+    for node in range(3):
+        stage.node(node)
+
+
+def other_config(stage: Stage) -> None:
+    stage.fault()
+    stage.node(0)
+    stage.node(1, words=["optimizer.lr=0.5"])
+
+
+def port_taken(port: int) -> Callable[[Stage], None]:
+    def act(stage: Stage) -> None:
+        stage.add_bystander("node-0", [sys.executable, "-c", LISTEN.format(port=port)], says="taken")
+        stage.fault()
+        for node in (0, 1):
+            stage.node(node, words=["--wait_seconds", "12"])
+
+    return act
+
+
+def name_comes_late(stage: Stage) -> None:
+    stage.hosts["node-1"].know("node-0", None)
+    stage.nodes()
+    time.sleep(8)
+    stage.hosts["node-1"].know("node-0", stage.hosts["node-0"].address)
+
+
+def name_is_stale(stage: Stage) -> None:
+    """As after a pod was replaced: the name still means the address of the one before."""
+    stage.hosts["node-1"].know("node-0", "10.77.200.1")
+    stage.nodes()
+    time.sleep(8)
+    stage.hosts["node-1"].know("node-0", stage.hosts["node-0"].address)
+
+
+def wrong_token(stage: Stage) -> None:
+    stage.fault()
+    stage.node(0, words=["--wait_seconds", "10"], DSF_TOKEN="one")
+    stage.node(1, words=["--wait_seconds", "10"], DSF_TOKEN="other")
+
+
+def fill(stage: Stage) -> None:
+    facts = os.statvfs(stage.shared)
+    with (stage.shared / "fill").open("wb") as stream:
+        os.posix_fallocate(stream.fileno(), 0, facts.f_bavail * facts.f_frsize)
+
+
+def store_fills_up(stage: Stage) -> None:
+    """Saves fail and cost a warning each; the last one is the end of the run."""
+    stage.nodes()
+    stage.until_step(_AT_STEP)
+    fill(stage)
+    stage.until_step_or_end()
+    stage.fault()
+
+
+def store_is_full(stage: Stage) -> None:
+    fill(stage)
+    stage.nodes()
+    stage.fault()
+
+
+def store_is_read_only(stage: Stage) -> None:
+    stage.nodes()
+    stage.fault()
+
+
+def empty(stage: Stage) -> None:
+    (stage.shared / "fill").unlink()
+
+
+def disturbed(do: Callable[[Stage], None]) -> Callable[[Stage], None]:
+    """From the first step on, and the run must go on to its end."""
+
+    def act(stage: Stage) -> None:
+        stage.nodes(step_seconds=0.01)
+        stage.until_said("starting 1 rank")
+        do(stage)
+
+    return act
+
+
+_REVERSED = ("node-1 slots=1", "node-0 slots=1")
+_NODE_1 = r"node 1 \(node-1\)"
+_NODE_0 = r"node 0 \(node-0\)"
+_FULL = {"node-0": {EXIT_STORAGE}, "node-1": {EXIT_STORAGE, EXIT_PEER_LOST}}
+_SMALL: dict[str, Any] = {"shared_bytes": 48 << 20}
+CASES = (
+    Case("rank-killed", "SIGKILL of a rank", split(EXIT_PEER_LOST, KILLED), _NODE_1 + r" rank 1: killed by SIGKILL",
+         training(kill_rank)),
+    Case("rank-0-killed", "SIGKILL of rank 0", split(KILLED, EXIT_PEER_LOST), _NODE_0 + r" rank 0: killed by SIGKILL",
+         training(lambda stage: os.kill(stage.rank(0), signal.SIGKILL))),
+    Case("launcher-killed", "SIGKILL of launch.py under stock `deepspeed --no_ssh`, which then says 0",
+         {"node-0": {EXIT_PEER_LOST}, "node-1": {0}}, r"rank 1: the launcher \(process \d+\) is gone", plain_launcher_killed),
+    Case("agent-killed", "SIGKILL of an agent", split(EXIT_PEER_LOST, KILLED), _NODE_1 + ": lost", training(kill_agent)),
+    Case("agent-0-killed", "SIGKILL of the agent of node 0", split(KILLED, EXIT_PEER_LOST), _NODE_0 + ": lost",
+         training(lambda stage: stage.commands["node-0"].signal(signal.SIGKILL))),
+    Case("host-killed", "a whole host loses power", {"node-0": {EXIT_PEER_LOST}}, _NODE_1 + ": lost",
+         training(power_off("node-1"))),
+    Case("host-0-killed", "the host of node 0 loses power", {"node-1": {EXIT_PEER_LOST}}, _NODE_0 + ": lost",
+         training(power_off("node-0"))),
+    Case("link-cut", "the link of a host is cut (silence)", both(EXIT_PEER_LOST), _NODE_1 + ": lost: silent", training(cut)),
+    Case("link-slow", "every frame of a host is 20 ms late", both(0), "finished: 2 nodes",
+         disturbed(lambda stage: stage.network.delay(stage.hosts["node-1"], 20)), stops=False),
+    Case("link-lossy", "2 % of the frames are lost", both(0), "finished: 2 nodes",
+         disturbed(lambda stage: stage.network.drop(stage.hosts["node-1"], 0.02)), stops=False),
+    Case("rank-duplicate", "both nodes have rank 0", both(EXIT_CONFIG), "node-rank-duplicate", with_ranks(0, 0)),
+    Case("rank-duplicate-of-three", "two of three nodes have rank 1", {f"node-{node}": {EXIT_CONFIG} for node in range(3)},
+         "node-[12], node-[12]: node_rank = 1.*node-rank-duplicate", with_ranks(0, 1, 1), stage={"num_nodes": 3}),
+    Case("node-missing", "a node never comes (8 s to wait)", {"node-0": {EXIT_PEER_LOST}},
+         "not all nodes came .* node-1 .*rendezvous-timeout", one_is_missing),
+    Case("ranks-swapped", "node ranks swapped: rank 0 is not at the master address", both(EXIT_CONFIG), "node-rank-swapped",
+         with_ranks(1, 0)),
+    Case("hostfiles-order", "hostfiles in another order, one master address", both(EXIT_CONFIG), _NODE_1 + ".*hosts.*nodes-differ",
+         other_hostfiles(*_REVERSED, words=["--master_addr", "node-0"])),
+    Case("hostfiles-masters", "hostfiles in another order, so two master addresses", both(EXIT_CONFIG),
+         _NODE_1 + ".*master_addr = node-1.*nodes-differ", other_hostfiles(*_REVERSED)),
+    Case("hostfiles-slots", "hostfiles with other slots", both(EXIT_CONFIG), _NODE_1 + ".*slots = 2.*nodes-differ",
+         other_hostfiles("node-0 slots=2", "node-1 slots=2")),
+    Case("config-differs", "another learning rate on one node", both(EXIT_CONFIG), _NODE_1 + ".*config.*nodes-differ",
+         other_config),
+    Case("port-busy", "another program has the port of the ranks", both(EXIT_CONFIG),
+         r"29500.*\[port-not-usable\]", port_taken(29500)),
+    Case("control-port-busy", "another program has the port of the agents (12 s to wait)", split(EXIT_CONFIG, EXIT_PEER_LOST),
+         r"29501.*\[port-not-usable\]", port_taken(29501)),
+    Case("way-closed", "two of three nodes do not reach each other", {f"node-{node}": {EXIT_CONFIG} for node in range(3)},
+         r"nodes? [12] .*: node [12] .*port-not-reached", way_closed, stage={"num_nodes": 3}, limit=60.0),
+    Case("name-late", "the master's name resolves 8 s late", both(0), "finished: 2 nodes", name_comes_late, stops=False),
+    Case("name-stale", "the master's name means another address for 8 s", both(0), "finished: 2 nodes", name_is_stale, stops=False),
+    Case("token-wrong", "nodes with different tokens (10 s to wait)", split(EXIT_PEER_LOST, EXIT_CONFIG),
+         r"not all nodes came.*turned away: \S+ \(token-refused\)",
+         wrong_token),
+    Case("store-fills-up", "the checkpoint store fills up in training", _FULL, "No space left on device.*checkpoint-not-written",
+         store_fills_up, stage=_SMALL, repair=empty, same_metrics=False),
+    Case("store-full", "the checkpoint store is full at the start", _FULL, "No space left on device", store_is_full,
+         stage=_SMALL, repair=empty, limit=60.0),
+    Case("store-read-only", "the checkpoint store is read-only", _FULL, "Read-only file system", store_is_read_only,
+         stage={"read_only": True}, limit=60.0),
+    Case("stop-in-step", "SIGTERM to one agent during a step", both(EXIT_STOPPED), "SIGTERM at " + _NODE_1,
+         training(stop("node-1"))),
+    Case("stop-in-save", "SIGTERM to one agent during a save", both(EXIT_STOPPED), "SIGTERM at " + _NODE_0, stop_while_saving),
+    Case("stop-in-meeting", "SIGTERM while the other node is awaited", {"node-0": {EXIT_STOPPED}}, "SIGTERM", stop_while_meeting),
+    Case("stop-in-joining", "SIGTERM while the ranks start", both(EXIT_STOPPED), "SIGTERM at " + _NODE_1, stop_while_joining),
+    Case("stop-twice", "SIGTERM twice, in a step of 15 s", {name: {KILLED, EXIT_PEER_LOST} for name in ("node-0", "node-1")},
+         "killed at the second request", stop_twice),
+    Case("ssh-rank-killed", "ssh: SIGKILL of a rank", {"login": {KILLED}}, _NODE_1 + " rank 1: killed by SIGKILL",
+         training_over_ssh(kill_rank)),
+    Case("ssh-starter-killed", "ssh: SIGKILL of `launch -H`", {"login": {KILLED}}, r"SIGTERM: stopped after step \d+ of 30",
+         training_over_ssh(lambda stage: stage.commands["login"].signal(signal.SIGKILL)), in_logs=True),
+    Case("ssh-host-killed", "ssh: a whole host loses power", {"login": {EXIT_PEER_LOST}}, _NODE_1 + ": lost",
+         training_over_ssh(power_off("node-1"))),
+    Case("ssh-link-cut", "ssh: the link of a host is cut", {"login": {EXIT_PEER_LOST}}, _NODE_1 + ": lost: silent",
+         training_over_ssh(cut)),
+    Case("ssh-stop", "ssh: SIGTERM to `launch -H`", {"login": {EXIT_STOPPED}}, "SIGTERM", training_over_ssh(stop("login"))),
+)  # fmt: skip
+BY_NAME = {case.name: case for case in CASES}

@@ -1,0 +1,254 @@
+"""Two nodes (and where wanted a third host that starts them through ssh) on which one fault happens to one run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.campaign.traces import differences
+from tests.hosts.host import Command, Host, Mount
+from tests.hosts.network import Network
+from tests.launched import REPO
+
+TOTAL_STEPS, SAVE_EVERY = 30, 5
+RUN = "run"
+SHARED = "/shared"
+START_SECONDS, END_SECONDS = 180.0, 90.0
+CONFIG: dict[str, Any] = {
+    "run": {"name": RUN, "output_dir": SHARED},
+    "model": {"target": "tests.campaign.slow_net:SlowNet"},
+    "data": {"kind": "digits", "image_size": 8},
+    "batch": {"global_size": 120},
+    "zero": {"stage": 1},
+    "scheduler": {"kind": "warmup_cosine", "warmup_steps": 5},
+    "training": {"max_steps": TOTAL_STEPS, "log_every": 1},
+    "evaluation": {"at_end": False},
+    "checkpoint": {"every_steps": SAVE_EVERY, "keep_last": 2, "resume": "auto"},
+    "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
+}
+
+
+@dataclass
+class Seen:
+    """What became of the nodes.
+
+    Attributes:
+        codes: exit code of each started command by its host; of a host that was killed there is none.
+        seconds: from the fault until nothing of the job ran anywhere.
+        said: everything that was printed.
+        orphans: command lines that still ran when the time was up.
+    """
+
+    codes: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    said: str = ""
+    orphans: list[str] = field(default_factory=list)
+
+
+class Stage:
+    """A network, a folder that all hosts share, and a run."""
+
+    def __init__(self, folder: Path, *, num_nodes: int = 2, shared_bytes: int | None = None, read_only: bool = False) -> None:
+        self.folder, self.num_nodes = folder, num_nodes
+        self.shared = folder / "shared"
+        self._shared_bytes, self._read_only = shared_bytes, read_only
+        self._stack = ExitStack()
+        self.commands: dict[str, Command] = {}
+        self.hosts: dict[str, Host] = {}
+        self.fault_at = 0.0
+        self._bystanders: set[int] = set()
+
+    def __enter__(self) -> Stage:
+        self.shared.mkdir(parents=True, exist_ok=True)
+        if self._shared_bytes is not None:
+            options = ["-t", "tmpfs", "-o", f"size={self._shared_bytes}"]
+            subprocess.run(["mount", *options, "none", str(self.shared)], check=True)
+            self._stack.callback(lambda: subprocess.run(["umount", "-l", str(self.shared)], check=True))
+        (self.shared / "run.yaml").write_text(yaml.safe_dump(CONFIG))
+        lines = [f"node-{node} slots=1\n" for node in range(self.num_nodes)]
+        (self.shared / "hostfile").write_text("".join(lines))
+        self.network = self._stack.enter_context(Network(self.folder))
+        for node in range(self.num_nodes):
+            self.add_host(f"node-{node}", read_only=self._read_only)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    @property
+    def run(self) -> Path:
+        """The run folder."""
+        return self.shared / RUN
+
+    def add_host(self, name: str, *, read_only: bool = False) -> Host:
+        """A host with the shared folder; one of the same name that was killed is replaced."""
+        mount = Mount(bind=self.shared, read_only=read_only)
+        self.hosts[name] = self.network.host(name, mounts={SHARED: mount})
+        return self.hosts[name]
+
+    def node(self, node: int, *, rank: int | None = None, words: Sequence[str] = (), **environment: str) -> Command:
+        """Start `launch node` on a host; `words` come behind all others and win."""
+        place = ["--nnodes", str(self.num_nodes), "--node_rank", str(node if rank is None else rank), "--num_gpus", "1",
+                 "--master_addr", "node-0", "--master_port", "29500", "--wait_seconds", "120"]  # fmt: skip
+        return self.start(f"node-{node}", ["launch", "node", f"{SHARED}/run.yaml", *place, *words], **environment)
+
+    def nodes(self, *, step_seconds: float = 0.1) -> None:
+        """All of them, as they should be."""
+        for node in range(self.num_nodes):
+            self.node(node, DSF_STEP_SECONDS=str(step_seconds))
+
+    def over_ssh(self, words: Sequence[str] = (), **environment: str) -> Command:
+        """`launch -H` on a host of its own, which trains nothing."""
+        for name in [*self.hosts]:
+            self.hosts[name].start_sshd()
+        if "login" not in self.hosts:
+            self.network.keys.give(self.add_host("login"))
+        command = ["launch", "-H", f"{SHARED}/hostfile", f"{SHARED}/run.yaml", "--num_gpus", "1", *words]
+        return self.start("login", command, **environment)
+
+    def start(self, host: str, words: Sequence[str], *, program: Sequence[str] = (sys.executable, "-m", "framework"),
+              **environment: str) -> Command:  # fmt: skip
+        """Start a command; its end is part of what is seen."""
+        where = self.hosts[host]
+        self.commands[host] = where.start([*program, *words], cwd=REPO, environment=where.environment(**environment))
+        return self.commands[host]
+
+    def add_bystander(self, host: str, command: Sequence[str], *, says: str) -> None:
+        """Start a program that is no part of the job, and wait until it says something."""
+        started = self.hosts[host].start(command, cwd=REPO)
+        while says not in started.said():
+            assert started.poll() is None, started.said()
+            time.sleep(0.02)
+        self._bystanders |= self.hosts[host].processes().keys()
+
+    # ------------------------------------------------------------------------------------------------ what is waited for
+
+    def until(self, holds: Callable[[], object], what: str, *, seconds: float = START_SECONDS) -> None:
+        """Wait for something.
+
+        Raises:
+            AssertionError: it does not come, or every command has ended before.
+        """
+        deadline = time.monotonic() + seconds
+        while not holds():
+            over = all(command.poll() is not None for command in self.commands.values())
+            assert not over, f"the job ended before {what}:\n{self.said()}"
+            assert time.monotonic() < deadline, f"no {what} after {seconds:.0f} s:\n{self.said()}"
+            time.sleep(0.002)
+
+    def until_step(self, step: int) -> None:
+        """Wait until a step is logged."""
+        self.until(lambda: self.last_step() >= step, f"step {step}")
+
+    def until_step_or_end(self) -> None:
+        """Wait for the last step; a full disk may keep its line from being written, and then for the job's end."""
+        deadline = time.monotonic() + START_SECONDS
+        while self.last_step() < TOTAL_STEPS and any(each.poll() is None for each in self.commands.values()):
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.02)
+
+    def until_saving(self) -> None:
+        """Wait for a checkpoint that is being written."""
+        self.until_step(1)
+        self.until((self.run / "checkpoints" / ".saving").exists, "save")
+
+    def until_said(self, text: str) -> None:
+        """Wait for words of any command."""
+        self.until(lambda: text in self.said(), repr(text))
+
+    def last_step(self) -> int:
+        """The last that was logged."""
+        return last_logged(self.run)
+
+    def said(self) -> str:
+        """Of all commands, with the host in front."""
+        return "\n".join(f"{host}| {line}" for host, command in self.commands.items() for line in command.said().splitlines())
+
+    def logged(self) -> str:
+        """Of all ranks, with the name of the log in front."""
+        logs = sorted((self.run / "logs").glob("rank*.log"))
+        return "\n".join(f"{path.name}| {line}" for path in logs for line in path.read_text(errors="replace").splitlines())
+
+    # ----------------------------------------------------------------------------------------------------------- the end
+
+    def pid(self, host: str, *words: str) -> int:
+        """The one process on a host whose command line has all of these words."""
+        found = [pid for pid, command in self.hosts[host].processes().items() if all(word in " ".join(command) for word in words)]
+        assert found, f"{host}: no process {words} among {self.hosts[host].processes()}"
+        return min(found)
+
+    def rank(self, node: int) -> int:
+        """Process id of the rank of a node."""
+        return self.pid(f"node-{node}", "train.py", "--local_rank=")
+
+    def fault(self) -> None:
+        """Now it happens: the clock runs."""
+        self.fault_at = time.monotonic()
+
+    def see(self, *, limit: float = END_SECONDS) -> Seen:
+        """Wait until nothing of the job runs, and tell."""
+        began = self.fault_at or time.monotonic()
+        deadline = time.monotonic() + limit
+        while self._left() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        seen = Seen(seconds=time.monotonic() - began, orphans=self._left())
+        for host, command in self.commands.items():
+            if (code := command.poll()) is not None and self.hosts[host].is_alive():
+                seen.codes[host] = code
+        seen.said = self.said()
+        return seen
+
+    def _left(self) -> list[str]:
+        running = [f"{host}: {' '.join(command.command)}" for host, command in self.commands.items() if command.poll() is None]
+        return running + [f"{name}: {' '.join(words)}" for name, host in self.hosts.items() if host.is_alive()
+                          for pid, words in host.processes().items() if pid not in self._bystanders]  # fmt: skip
+
+    def clear(self) -> None:
+        """Kill what is left, and bring hosts, cables and names back as they should be."""
+        for name, host in list(self.hosts.items()):
+            for pid in host.processes() if host.is_alive() else ():
+                with suppress(ProcessLookupError):
+                    subprocess.run(["kill", f"-{signal.SIGKILL:d}", str(pid)], check=False)
+            host.kill()
+            self.network.hosts.remove(host)
+            self.add_host(name)
+        self.commands.clear()
+
+    def resume_and_compare(self, unbroken: Path) -> list[str]:
+        """Start the run as it should be, to its end; what is not as in the unbroken one."""
+        self.clear()
+        self.num_nodes, self.fault_at = 2, 0.0  # as in the unbroken one
+        self.nodes()
+        seen = self.see(limit=START_SECONDS)
+        if set(seen.codes.values()) != {0}:
+            return [f"the resumed run ended with {seen.codes}: {seen.said[-1500:]}"]
+        return differences(unbroken, self.run, num_steps=TOTAL_STEPS)
+
+
+def last_logged(run: Path) -> int:
+    """The last step in a run's metrics; its last line may be in the writing."""
+    with suppress(FileNotFoundError):
+        lines = (run / "metrics.jsonl").read_text().split("\n")[:-1]
+        return max((int(json.loads(line)["step"]) for line in lines), default=0)
+    return 0
+
+
+def unbroken_run(folder: Path) -> Path:
+    """The run that nobody disturbs; a copy of its folder."""
+    with Stage(folder / "unbroken") as stage:
+        stage.nodes()
+        seen = stage.see(limit=START_SECONDS)
+        assert set(seen.codes.values()) == {0}, seen.said
+        shutil.copytree(stage.run, folder / "unbroken-run")
+    return folder / "unbroken-run"

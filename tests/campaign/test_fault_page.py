@@ -1,0 +1,19 @@
+"""The page of faults is that of the cases: the same names and the same exit codes. What was measured, the campaign writes."""
+
+from __future__ import annotations
+
+from tests.campaign.fault_cases import CASES
+from tests.campaign.launch_faults import told
+from tests.test_imports import ROOT
+
+
+def test_the_page_has_every_case_with_its_exit_codes() -> None:
+    text = (ROOT / "docs/launch-faults.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")]
+    written = {row[0]: row[2] for row in rows if row[0] != "case"}
+    expected = {case.name: told(case.codes) for case in CASES}
+    assert written == expected
+
+
+def test_every_case_can_fail_on_what_is_said() -> None:
+    assert [case.name for case in CASES if not case.culprit] == []

@@ -1,0 +1,28 @@
+"""Twenty kills of real runs: a slice of `python -m tests.campaign.kills`, which kills as often as it is told to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.campaign.kills import Campaign, Found, summary
+from tests.warm_ranks import WarmRanks
+
+pytestmark = pytest.mark.slow
+
+SLICE = {"zero2": 8, "pipe2": 8, "zero2-async": 4}
+
+
+def test_killed_runs_end_as_the_unbroken_one(tmp_path: Path) -> None:
+    found = Found()
+    with WarmRanks() as warm:
+        campaign = Campaign(warm, tmp_path, seed=20, found=found)
+        for case, num_kills in SLICE.items():
+            campaign.case(case, num_kills=num_kills)
+    counts = summary(found, seed=20, seconds=0)
+    assert counts["wrong"] == []
+    assert counts["by_case"] == SLICE
+    assert set(counts["runs_ended_and_compared"]) == set(SLICE)
+    # A third is promised of the long campaign; twenty may have less luck, but a campaign that never hits a save proves nothing.
+    assert counts["kills_inside_a_save"] >= 3, counts

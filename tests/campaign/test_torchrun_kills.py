@@ -1,0 +1,19 @@
+"""A kill under a real launcher, which ends the other rank: `python -m tests.campaign.kills --launcher torchrun` does it often."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.campaign.kills import Campaign, Found
+from tests.torchrun_ranks import TorchrunRanks
+
+pytestmark = pytest.mark.slow
+
+
+def test_torchrun_ends_the_others_and_the_next_start_goes_on(tmp_path: Path) -> None:
+    found = Found()
+    Campaign(TorchrunRanks(), tmp_path, seed=1, found=found).case("zero1", num_kills=1)
+    assert found.wrong == []
+    assert (len(found.kills), found.finished["zero1"]) == (1, 1)

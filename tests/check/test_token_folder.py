@@ -1,0 +1,122 @@
+"""`check` and `plan` look at the token folder that a config names, where it is here; neither needs torch for that."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from framework.cli import main
+from framework.config.run_config import RunConfig
+from framework.data.prepare import prepare
+from framework.plan.cluster import Cluster
+from framework.plan.plan import make_plan
+from framework.stages import tell
+
+CONFIG = """
+run: {name: text}
+model: {kind: %s, size: tiny, vocab_size: 261}
+data: {kind: %s, path: tokens, sequence_length: 16}
+task: {kind: %s}
+batch: {global_size: 4}
+training: {max_epochs: 2}
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Forty documents of 29 bytes and their end token; four of them are for evaluation."""
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_bytes(b"\n\n".join(b"%028d" % number for number in range(40)))
+    prepare(["a.txt"], "tokens", blank_lines_split=True)
+    Path("gpt.yaml").write_text(CONFIG % ("gpt", "text", "causal_lm"))
+    Path("bert.yaml").write_text(CONFIG % ("bert", "text_pairs", "masked_lm"))
+    return tmp_path / "tokens"
+
+
+def change(*path: str, to: object) -> None:
+    meta = json.loads(Path("tokens/meta.json").read_text())
+    place = meta
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = to
+    Path("tokens/meta.json").write_text(json.dumps(meta))
+
+
+def truncated() -> None:
+    Path("tokens/train.bin").write_bytes(Path("tokens/train.bin").read_bytes()[:100])
+
+
+def without_meta() -> None:
+    Path("tokens/meta.json").unlink()
+
+
+def without_mask() -> None:
+    for name in ("cls", "sep", "mask"):
+        change("special_tokens", name, to=None)
+
+
+def one_document() -> None:
+    Path("tokens").rename("others")
+    prepare(["a.txt"], "tokens")
+
+
+WRONG = {
+    "truncated": ("gpt", truncated, (), "train.bin: it has 100 bytes instead of", "text-damaged"),
+    "unfinished": ("gpt", without_meta, (), "there is no meta.json in it", "text-not-prepared"),
+    "odd": ("gpt", lambda: Path("tokens/meta.json").write_text("{}"), (), "meta.json: ", "text-damaged"),
+    "vocabulary": ("gpt", lambda: None, ("model.vocab_size=256",), "the data has 261 different tokens", "model-data-vocab-size"),
+    "short": ("gpt", lambda: None, ("data.sequence_length=130",), "the evaluation text has 119 tokens", "text-too-short"),
+    "one": ("bert", one_document, (), "text is one document", "text-one-document"),
+    "no mask": ("bert", without_mask, (), "has no [CLS], [SEP], [MASK]", "text-without-special-tokens"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_with_the_text_is_found_before_the_run(capsys: pytest.CaptureFixture[str], case: str) -> None:
+    name, spoil, settings, words, kind = WRONG[case]
+    for command in ("check", "plan"):
+        assert main([command, f"{name}.yaml"]) == 0, capsys.readouterr().err
+    spoil()
+    capsys.readouterr()
+    for command, code in (("check", 2), ("plan", 78)):
+        assert main([command, f"{name}.yaml", *settings]) == code
+        said = capsys.readouterr()
+        assert said.out == ""
+        lines = [line for line in said.err.splitlines() if words in line]
+        assert lines
+        assert all(line.endswith(f"[{kind}]") for line in lines)
+        assert lines[0].startswith("command line: " if settings else f"{name}.yaml:")
+
+
+def test_how_long_the_run_is_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    """36 documents of 30 tokens: 67 windows of 16, or as many pairs."""
+    for name in ("gpt", "bert"):
+        for command in ("check", "plan"):
+            assert main([command, f"{name}.yaml"]) == 0
+            assert "32 steps = 2 epochs of 16, 3 samples left out of each" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", ["nowhere", "~nobody-of-this-name/x", "a\\0b", "x" * 5000])
+def test_a_folder_that_is_not_here_is_a_warning(capsys: pytest.CaptureFixture[str], path: str) -> None:
+    for command in ("check", "plan"):
+        assert main([command, "gpt.yaml", f'data.path="{path}"']) == 0
+        (line,) = capsys.readouterr().err.splitlines() if command == "check" else capsys.readouterr().out.splitlines()[-1:]
+        assert line.startswith("warning: command line: data.path = ")
+        assert "there is no such folder here" in line
+        assert line.endswith("[text-not-found]")
+
+
+def test_the_child_of_plan_tells_what_is_wrong_from_what_is_missing() -> None:
+    config = RunConfig.model_validate({"model": {"kind": "gpt"}, "data": {"kind": "text", "path": "tokens", "sequence_length": 16},
+                                       "task": {"kind": "causal_lm"}, "parallel": {"pipe": 2},
+                                       "batch": {"global_size": 4, "micro_size": 2}})  # fmt: skip
+    asked = {"config": config.to_dict(), "cluster": {"devices_per_host": 2}}
+    assert make_plan(config, Cluster(devices_per_host=2)) is not None
+    truncated()
+    (problem,) = tell(asked)["problems"]
+    assert problem["kind"] == "text-damaged"
+    Path("tokens").rename("elsewhere")
+    (problem,) = tell(asked)["missing"]
+    assert problem["kind"] == "text-not-found"

@@ -1,0 +1,62 @@
+"""Whatever stands wherever in a config: a run, or problems in whole sentences."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from framework.config.load import config_from_values
+from framework.config.run_config import RunConfig
+from framework.config.schema import run_schema
+from framework.errors import ConfigError
+from framework.plan.cluster import Cluster
+from framework.plan.plan import make_plan
+
+SCHEMA = run_schema()
+KEYS = sorted({key for section in SCHEMA["$defs"].values() for key in section["properties"]})
+TAGS = sorted(
+    {
+        field["const"]
+        for section in SCHEMA["$defs"].values()
+        for field in section["properties"].values()
+        if "const" in field
+    }
+)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(TAGS)
+    | st.just("a.b:c")
+)
+VALUES = st.recursive(
+    SCALARS, lambda values: st.lists(values, max_size=3) | st.dictionaries(st.sampled_from(KEYS), values, max_size=4)
+)
+CONFIGS = st.dictionaries(st.sampled_from(list(RunConfig.model_fields)) | st.text(max_size=3), VALUES, max_size=4)
+JARGON = re.compile(
+    r"pydantic|Input should|String should|validat|NoneType|\bdict\b|\bstr\b|\bint\b|\{\w*\}(?!\w)|Traceback"
+)
+
+
+@settings(max_examples=300)
+@given(CONFIGS)
+def test_problems_are_whole_sentences(values: dict[str, Any]) -> None:
+    problems = []
+    try:
+        config = config_from_values(values)
+        with suppress(ConfigError):
+            make_plan(config, Cluster(devices_per_host=2))
+    except ConfigError as error:
+        problems = list(error.problems)
+    for problem in problems:
+        line = str(problem)
+        assert line.isprintable()
+        assert problem.reason
+        assert problem.fix, line
+        assert not JARGON.search(f"{problem.reason}; {problem.fix}"), line

@@ -1,0 +1,94 @@
+"""What holds for every test: it leaves the environment and the working folder as it found them. And checkpoints of many layouts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from tests import ops_ahead, warm_ranks
+
+# A busy machine is no finding: how long an example takes depends on what else runs.
+settings.register_profile("dsframework", deadline=None)
+settings.load_profile("dsframework")
+
+# Set for good by importing deepspeed and torch.
+_SET_BY_IMPORTS = {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exhaustive", action="store_true", help="all 240 moves between layouts instead of 48; minutes more")
+
+
+@pytest.fixture(scope="session")
+def exhaustive(pytestconfig: pytest.Config) -> bool:
+    """Whether everything is tried, and not a fixed part of it."""
+    return bool(pytestconfig.getoption("--exhaustive"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Fast tests first: what they find is known in minutes."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_ahead(request: pytest.FixtureRequest) -> Iterator[None]:
+    """While fast tests run, the ops that the tests of DeepSpeed's own answers load are compiled."""
+    is_needed = any(item.path.name == "test_against_deepspeed.py" for item in request.session.items)
+    process = ops_ahead.start() if is_needed else None
+    yield
+    if process is not None:
+        process.terminate()
+        process.wait()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _session_ranks_end() -> Iterator[None]:
+    yield
+    warm_ranks.end_session_ranks()
+
+
+@pytest.fixture(scope="session")
+def warm() -> warm_ranks.WarmRanks:
+    """Ranks in two seconds instead of ten, for every test that does not kill the process they are forked from."""
+    return warm_ranks.session_ranks()
+
+
+@pytest.fixture(autouse=True)
+def _leaves_the_process_as_it_was() -> Iterator[None]:
+    folder, before = os.getcwd(), dict(os.environ)
+    yield
+    after = dict(os.environ)
+    changed = sorted(
+        name
+        for name in before.keys() | after.keys()
+        if before.get(name) != after.get(name) and not name.startswith("PYTEST_") and name not in _SET_BY_IMPORTS
+    )
+    stays = os.getcwd() == folder
+    os.chdir(folder)
+    for name in changed:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    assert not changed, f"the test leaks environment variables: {', '.join(changed)}"
+    assert stays, "the test leaves another working folder behind"
+
+
+@pytest.fixture(scope="session")
+def plain_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs on three ranks, trained once for all tests that read their checkpoints."""
+    from tests.backend.saved_runs import PLAIN, train  # here, because it imports torch
+
+    return train(PLAIN, tmp_path_factory.mktemp("plain-runs"), pipe=1, num_ranks=3)
+
+
+@pytest.fixture(scope="session")
+def piped_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of two stages, each on two ranks."""
+    from tests.backend.saved_runs import PIPED, train
+
+    return train(PIPED, tmp_path_factory.mktemp("piped-runs"), pipe=2, num_ranks=4)

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from framework.data.order import KeyedMicroBatchSampler, MicroBatchSampler, Share, epoch_order
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[int, int, int, int]:
+    """(micro_size, accumulation_steps, world_size, num_samples), an epoch having one step or more."""
+    micro, accumulation, world = (draw(st.integers(1, limit)) for limit in (4, 3, 4))
+    return micro, accumulation, world, draw(st.integers(micro * accumulation * world, 120))
+
+
+def sampler(micro: int, accumulation: int, world: int, num_samples: int, *, rank: int, start: int) -> MicroBatchSampler:
+    share = Share(micro * accumulation * world, micro, accumulation, rank, world)
+    return MicroBatchSampler(num_samples, share=share, seed=5, shuffle=True, start_step=start)
+
+
+@given(st.integers(0, 300), st.integers(0, 2**40), st.integers(0, 50))
+@settings(max_examples=50, deadline=None)
+def test_an_epoch_visits_every_sample_once(num_samples: int, seed: int, epoch: int) -> None:
+    order = epoch_order(num_samples, seed=seed, epoch=epoch, shuffle=True)
+    assert order.dtype == torch.int64
+    assert sorted(order.tolist()) == list(range(num_samples))
+
+
+def test_orders_differ_between_epochs_and_seeds_and_repeat_otherwise() -> None:
+    orders = {
+        tuple(epoch_order(50, seed=seed, epoch=epoch, shuffle=True).tolist()) for seed in range(4) for epoch in range(4)
+    }
+    assert len(orders) == 16
+    torch.manual_seed(7)
+    again = tuple(epoch_order(50, seed=3, epoch=2, shuffle=True).tolist())
+    assert again in orders
+
+
+def test_unshuffled_order_is_the_dataset_s() -> None:
+    assert epoch_order(5, seed=1, epoch=3, shuffle=False).tolist() == [0, 1, 2, 3, 4]
+
+
+@given(layouts())
+@settings(max_examples=60, deadline=None)
+def test_ranks_together_take_the_first_samples_of_the_order_exactly_once(layout: tuple[int, int, int, int]) -> None:
+    micro, accumulation, world, num_samples = layout
+    global_size = micro * accumulation * world
+    steps = num_samples // global_size
+    seen: list[int] = []
+    for rank in range(world):
+        micro_batches = list(islice(sampler(*layout, rank=rank, start=0), steps * accumulation))
+        assert all(len(indices) == micro for indices in micro_batches)
+        seen += [index for indices in micro_batches for index in indices]
+    order = epoch_order(num_samples, seed=5, epoch=0, shuffle=True)
+    assert sorted(seen) == sorted(order[: steps * global_size].tolist())
+
+
+@given(layouts(), st.integers(0, 12))
+@settings(max_examples=60, deadline=None)
+def test_the_samples_of_a_step_do_not_depend_on_the_number_of_ranks(
+    layout: tuple[int, int, int, int], step: int
+) -> None:
+    micro, accumulation, world, num_samples = layout
+    several = [
+        index
+        for rank in range(world)
+        for indices in islice(sampler(*layout, rank=rank, start=step), accumulation)
+        for index in indices
+    ]
+    alone = next(iter(sampler(micro * accumulation * world, 1, 1, num_samples, rank=0, start=step)))
+    assert several == alone
+
+
+@given(layouts(), st.integers(0, 12), st.integers(0, 3))
+@settings(max_examples=60, deadline=None)
+def test_a_stream_from_any_step_is_the_tail_of_the_whole(
+    layout: tuple[int, int, int, int], start: int, rank: int
+) -> None:
+    _, accumulation, world, _ = layout
+    rank %= world
+    whole = list(islice(sampler(*layout, rank=rank, start=0), (start + 6) * accumulation))
+    tail = list(islice(sampler(*layout, rank=rank, start=start), 6 * accumulation))
+    assert tail == whole[start * accumulation :]
+
+
+def test_the_remainder_left_out_differs_between_epochs() -> None:
+    left_out = {tuple(epoch_order(10, seed=0, epoch=epoch, shuffle=True)[8:].tolist()) for epoch in range(5)}
+    assert len(left_out) > 1
+
+
+def test_keys_carry_the_epoch_of_their_step() -> None:
+    indices = sampler(2, 1, 1, 5, rank=0, start=1)  # two steps an epoch
+    keys = list(islice(KeyedMicroBatchSampler(indices), 4))
+    assert [{epoch for epoch, _ in batch} for batch in keys] == [{0}, {1}, {1}, {2}]
+    assert [[index for _, index in batch] for batch in keys] == list(islice(indices, 4))
+
+
+def test_a_share_that_does_not_multiply_out_is_a_bug() -> None:
+    with pytest.raises(AssertionError, match="global batch 8 != 6"):
+        Share(8, 2, 1, 0, 3)
+    with pytest.raises(AssertionError, match="rank 3 of 3"):
+        Share(6, 2, 1, 3, 3)

@@ -1,0 +1,69 @@
+"""What needs a CUDA device: NCCL, fp16 with loss scaling, fused kernels, and that nothing waits between logged points."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.launched import REPO, read_metrics, torchrun
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine: fp16 and NCCL not run"),
+]
+
+CASES: dict[str, dict[str, Any]] = {
+    **{
+        f"{dtype}-z{stage}": {"precision": {"dtype": dtype}, "zero": {"stage": stage}}
+        for dtype in ("fp32", "fp16", "bf16", "autocast")
+        for stage in (0, 1, 2, 3)
+    },
+    "fused-adam": {"optimizer": {"kind": "adamw", "implementation": "deepspeed"}, "precision": {"dtype": "bf16"}},
+    "lamb": {"optimizer": {"kind": "lamb"}, "precision": {"dtype": "fp16"}},
+    "lion": {"optimizer": {"kind": "lion"}, "precision": {"dtype": "bf16"}},
+    "average": {"precision": {"dtype": "fp16"}, "zero": {"stage": 2}, "evaluation": {"weights": "ema"},
+                "training": {"max_epochs": 6, "log_every": 11, "ema": {"decay": 0.9}}},
+    "batch-norm": {"model": {"kind": "small_resnet18"}, "precision": {"dtype": "autocast"}, "zero": {"stage": 1}},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpu")
+    configs = [
+        {"config": {
+            "run": {"name": name, "output_dir": str(folder)}, "batch": {"global_size": 120},
+            "training": {"max_epochs": 6, "log_every": 11}, "checkpoint": {"at_end": name.endswith(("z0", "z3"))},
+            "monitors": {"progress": "off"}, **sections,
+        }}
+        for name, sections in CASES.items()
+    ]  # fmt: skip
+    cases = folder / "cases.json"
+    cases.write_text(json.dumps(configs), encoding="utf-8")
+    done = torchrun(REPO / "tests/jobs/run_cases.py", str(cases), num_ranks=1, cwd=folder, DS_ACCELERATOR="cuda")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_learns(runs: Path, name: str) -> None:
+    rows = read_metrics(runs / name)
+    assert rows[-1]["eval/accuracy"] > 0.8
+    environment = json.loads((runs / name / "environment.json").read_text(encoding="utf-8"))
+    assert environment["accelerator"] == "cuda"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_fp16_reports_its_loss_scale(runs: Path, stage: int) -> None:
+    rows = [row for row in read_metrics(runs / f"fp16-z{stage}") if "train/loss_scale" in row]
+    assert rows
+    assert all(row["train/loss_scale"] >= 1.0 for row in rows)
+
+
+def test_device_memory_is_reported(runs: Path) -> None:
+    assert read_metrics(runs / "bf16-z1")[0]["memory/device_peak_bytes"] > 0

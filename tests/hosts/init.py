@@ -1,0 +1,146 @@
+"""Becomes a host: python init.py, with what it is as one line of JSON on stdin, and ends with that host.
+
+    the test --starts--> this process, outside --forks--> PID 1 of the host
+
+After the first line stdin is a life line: when it closes, because the test wants so or is gone, the host dies at once.
+PID 1 waits for whatever becomes its child, or is a program of its own (the container of a pod).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from tests.hosts import kernel  # noqa: E402
+
+_OWN = {"proc", "tmp", "run", "sys", "dev"}
+_DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts")
+_STREAMS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
+
+
+def main() -> None:
+    kernel.unshare(kernel.NEW_MOUNTS | kernel.NEW_UTS | kernel.NEW_PID | kernel.NEW_NET)
+    reading, writing = os.pipe()
+    first = os.fork()
+    if first == 0:
+        os.close(writing)
+        _be_first(reading)
+    os.close(reading)
+    print(first, flush=True)  # the network card is put into its namespace now
+    spec = sys.stdin.readline()
+    os.write(writing, spec.encode())
+    os.close(writing)
+    # Not a thread for each: after unshare the kernel refuses new ones.
+    ended = os.pidfd_open(first)
+    if ended not in select.select([0, ended], [], [])[0]:
+        os.kill(first, signal.SIGKILL)
+    _, status = os.waitpid(first, 0)
+    code = os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _be_first(order: int) -> None:
+    """PID 1."""
+    try:
+        kernel.die_with_parent()
+        spec = json.loads(os.fdopen(order).readline() or "null")
+        if spec is None:
+            os._exit(0)
+        log = os.open(spec["log"], os.O_WRONLY | os.O_APPEND)  # outside of what it can see
+        _furnish(spec)
+        if (uid := spec.get("uid")) is not None:
+            os.setgroups([uid])
+            os.setgid(uid)
+            os.setuid(uid)  # the capabilities go with it
+            kernel.die_with_parent()  # which a change of user takes back
+            kernel.gain_nothing()
+        said = os.dup(1)
+        os.set_inheritable(said, False)
+        os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.setsid()
+        os.write(said, b"ready\n")
+        if spec["command"]:
+            os.chdir(spec["cwd"])
+            os.execvpe(spec["command"][0], spec["command"], spec["environment"])
+        os.close(said)
+        _reap()
+    except BaseException as error:
+        os.write(1, f"error: {error!r}\n".encode())
+        os._exit(125)
+
+
+def _reap() -> None:
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while True:
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            signal.pause()
+
+
+def _furnish(spec: dict[str, Any]) -> None:
+    """Name, root folder, and files that are this host's own."""
+    kernel.set_hostname(spec["name"])
+    kernel.mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)
+    new = Path(spec["root"])
+    kernel.mount("tmpfs", str(new), "tmpfs", options="mode=755")
+    _share_system(new, without=_OWN | {*spec["closed"]})
+    for folder, options in (("tmp", "mode=1777"), ("run", "mode=755"), ("dev/shm", f"mode=1777,size={spec['shm_bytes']}")):
+        (new / folder).mkdir(exist_ok=True)
+        kernel.mount("tmpfs", str(new / folder), "tmpfs", options=options)
+    for path in [*spec["visible"], *spec["mounts"]]:
+        _mount(new, spec["mounts"].get(path, {"bind": path}), path)
+    for path, source in spec["files"].items():
+        if path.startswith("/dev/"):
+            (new / path.lstrip("/")).touch()
+        if (new / path.lstrip("/")).exists():
+            kernel.mount(source, str(new / path.lstrip("/")), flags=kernel.BIND)
+    kernel.pivot_root(str(new))
+
+
+def _share_system(new: Path, *, without: set[str]) -> None:
+    """What all hosts have in common: programs, libraries, the Python environment."""
+    for entry in Path("/").iterdir():
+        target = new / entry.name
+        if entry.is_symlink():
+            target.symlink_to(entry.readlink())
+        elif entry.is_dir():
+            target.mkdir()
+            if entry.name not in without:
+                kernel.mount(str(entry), str(target), flags=kernel.BIND | kernel.RECURSIVE)
+    kernel.mount("proc", str(new / "proc"), "proc")
+    kernel.mount("sysfs", str(new / "sys"), "sysfs")
+    kernel.mount("tmpfs", str(new / "dev"), "tmpfs", options="mode=755")
+    for name in _DEVICES:
+        target = new / "dev" / name
+        if name == "pts":
+            target.mkdir()
+        else:
+            target.touch()
+        kernel.mount(f"/dev/{name}", str(target), flags=kernel.BIND)
+    for name, place in _STREAMS.items():
+        (new / "dev" / name).symlink_to(place)
+
+
+def _mount(new: Path, what: dict[str, Any], path: str) -> None:
+    target = new / path.lstrip("/")
+    target.mkdir(parents=True, exist_ok=True)
+    if "bind" in what:
+        kernel.mount(what["bind"], str(target), flags=kernel.BIND)
+    else:
+        kernel.mount("tmpfs", str(target), "tmpfs", options=f"mode=1777,size={what['tmpfs_bytes']}")
+    if what.get("read_only"):
+        kernel.mount("none", str(target), flags=kernel.BIND | kernel.REMOUNT | kernel.READ_ONLY)
+
+
+if __name__ == "__main__":
+    main()

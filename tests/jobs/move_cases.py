@@ -1,0 +1,113 @@
+"""Trains, or moves checkpoints between layouts, many cases in one launched job: move_cases.py CASES.json.
+
+A case is {"config", "trains", "loads": [[run folder, file], ...]}. A case that trains is loaded again by DeepSpeed's own means;
+otherwise every checkpoint is loaded as one that has moved, one after the other into one engine. The whole state that the engine
+then holds is written to the file, read by DeepSpeed's own functions (stages 1 to 3) or from torch's optimizer (stage 0).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from torch._utils import _unflatten_dense_tensors
+
+import framework
+from framework.assemble import assemble_engine
+from framework.backend.distributed import process_group
+from framework.backend.raw_checkpoint import describe_raw
+from framework.backend.state_views import OptimizerViews, names_of
+from framework.config.load import config_from_values
+from framework.prepared import prepare
+from framework.train.choice import find_checkpoint
+from tests.jobs.half_on_cpu import allow_fp16
+
+KEYS = ("exp_avg", "exp_avg_sq")
+
+
+def main() -> None:
+    cases = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    allow_fp16()
+    with process_group(None):
+        for case in cases:
+            if case["trains"]:
+                framework.fit(case["config"])
+            engine: Any = assemble_engine(prepare(config_from_values(case["config"])))
+            for source, truth in case["loads"]:
+                scramble(engine)
+                checkpoint = find_checkpoint(source, run_checkpoints=Path(source), allow_unverified=True)
+                assert checkpoint is not None
+                checkpoint = describe_raw(checkpoint)
+                state = engine.load(checkpoint, moved=not case["trains"])
+                held = whole_state(engine)
+                if torch.distributed.get_rank() == 0:
+                    loss_scale = float(engine.engine._get_optimizer_loss_scale() or 1.0)
+                    torch.save({"state": held, "step": state["step"], "loss_scale": loss_scale}, truth)
+            engine.close()
+
+
+def scramble(engine: Any) -> None:
+    """Nothing of the last load may pass for the next one's."""
+    names = names_in(engine)
+    with torch.no_grad():
+        for tensor in names:
+            tensor.fill_(7)
+        for view in OptimizerViews(engine.engine, names).views(KEYS):
+            view.values.fill_(7)
+
+
+def names_in(engine: Any) -> Any:
+    module = engine.engine.module
+    return module.plain_names() if hasattr(module, "plain_names") else names_of(module)
+
+
+def whole_state(engine: Any) -> dict[str, torch.Tensor]:
+    """Every weight and moment of the model, on rank 0. Collective."""
+    deepspeed_engine = engine.engine
+    names = names_in(engine)
+    optimizer = deepspeed_engine.optimizer
+    if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
+        optimizer._lazy_init_hp_params_optimizer_state()
+    own: dict[str, torch.Tensor] = {}
+    stage0 = copies_of(optimizer)
+    for tensor, name in names.items():
+        if not hasattr(tensor, "ds_id"):
+            own[f"{name} model"] = tensor.detach().clone()
+        if not tensor.requires_grad:
+            continue
+        if hasattr(tensor, "ds_id") or hasattr(tensor, "_hp_mapping"):
+            own[f"{name} fp32"] = safe_get_full_fp32_param(tensor).detach().clone()
+            own |= {f"{name} {key}": safe_get_full_optimizer_state(tensor, key).detach().clone() for key in KEYS}
+        else:
+            copy, state = stage0[tensor] if stage0 else (tensor, optimizer.state[tensor])
+            own[f"{name} fp32"] = copy.detach().clone()
+            own |= {f"{name} {key}": state[key].clone() for key in KEYS}
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, own)
+    return {name: value for part in everyone for name, value in part.items()}
+
+
+def copies_of(optimizer: Any) -> dict[torch.Tensor, tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    """Half precision at stage 0: parameter -> its fp32 copy and the state of that, from DeepSpeed's wrapper."""
+    found: dict[torch.Tensor, tuple[torch.Tensor, dict[str, torch.Tensor]]] = {}
+    if hasattr(optimizer, "fp32_groups_flat"):  # around FusedAdam
+        for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
+            held = {key: _unflatten_dense_tensors(optimizer.optimizer.state[flat][key], group) for key in KEYS}
+            for number, copy in enumerate(_unflatten_dense_tensors(flat, group)):
+                found[group[number]] = copy, {key: held[key][number] for key in KEYS}
+    elif hasattr(optimizer, "fp32_groups"):
+        for group, copies in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+            found |= {own: (copy, optimizer.optimizer.state[copy]) for own, copy in zip(group, copies, strict=True)}
+    return found
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # as train.py ends, and for its reason

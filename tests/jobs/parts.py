@@ -1,0 +1,55 @@
+"""What a user might bring along: named by import path in test configs."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch.utils.data import Dataset
+
+from framework.data.digits import build
+
+
+class NoisyDigits(Dataset[tuple[torch.Tensor, int]]):
+    """Digits with random noise, drawn anew whenever a sample is read, from torch's global generator."""
+
+    def __init__(self, strength: float, *, train: bool) -> None:
+        splits = build(28)
+        self._strength = strength
+        self._samples = splits.train if train else splits.evaluation
+
+    def __len__(self) -> int:
+        return len(self._samples)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        image, label = self._samples[index]  # type: ignore[index]
+        return image + self._strength * torch.randn_like(image), int(label)
+
+
+def noisy_digits(strength: float = 0.5) -> tuple[NoisyDigits, NoisyDigits]:
+    return NoisyDigits(strength, train=True), NoisyDigits(strength, train=False)
+
+
+class SlowDigits(NoisyDigits):
+    """Each sample takes its time to read."""
+
+    def __init__(self, seconds: float, *, train: bool) -> None:
+        super().__init__(0.5, train=train)
+        self._seconds = seconds
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        time.sleep(self._seconds)
+        return super().__getitem__(index)
+
+
+def slow_digits(seconds: float) -> tuple[NoisyDigits, NoisyDigits]:
+    return SlowDigits(seconds, train=True), NoisyDigits(0.5, train=False)
+
+
+def digits_that_differ_between_ranks() -> Dataset[tuple[torch.Tensor, int]]:
+    return torch.utils.data.Subset(build(28).train, range(1000 + 100 * torch.distributed.get_rank()))  # type: ignore[arg-type]
+
+
+def steep_cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A loss whose gradients overflow in fp16 at the first loss scale that torch tries."""
+    return 300.0 * torch.nn.functional.cross_entropy(outputs, targets)

@@ -1,0 +1,223 @@
+"""Ends in which something else went wrong as well: nobody reads, a request comes too early, a process cannot be started."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from framework.errors import EXIT_STOPPED, EXIT_TRAINING, RunStopped
+from framework.launch import local, node
+from framework.launch.agent import AttemptResult, run_attempt
+from framework.launch.devices import LocalDevices
+from framework.launch.peers import Peers
+from framework.launch.ranks import Ranks
+from framework.launch.requests import Requests
+from framework.launch.topology import Topology
+from tests.launch.members import ROOT, Members, ended, gone, heed_signals, running
+
+pytestmark = pytest.mark.slow
+
+CONFIG = """
+run: {name: x}
+model: {kind: lenet}
+data: {kind: digits}
+batch: {global_size: 60}
+"""
+
+
+@pytest.fixture
+def alone(members: Members) -> Members:
+    """One node with two ranks."""
+    members.nnodes, members.slots = 1, 2
+    return members
+
+
+# ------------------------------------------------------------------------------------------------------- nobody reads
+
+
+def unread(process: subprocess.Popen[str]) -> int:
+    """The exit code of an agent whose lines nobody reads from now on."""
+    assert process.stderr is not None
+    process.stderr.close()
+    process.stderr = None
+    return process.wait(timeout=60)
+
+
+@pytest.mark.parametrize("how", ["the connection dies", "SIGTERM"])
+def test_ranks_save_although_nobody_reads(alone: Members, how: str) -> None:
+    process = alone.start(0, terms={"life_line": 0})
+    alone.ready(2)
+    assert process.stderr is not None
+    assert process.stdin is not None
+    process.stderr.close()
+    process.stderr = None
+    if how == "SIGTERM":
+        process.send_signal(signal.SIGTERM)
+    else:
+        process.stdin.close()  # as sshd does: both at once
+        process.stdin = None
+    assert process.wait(timeout=60) == EXIT_STOPPED
+    assert alone.signals(0) == alone.signals(1) == ["SIGTERM"]
+
+
+def test_a_failure_stays_one_although_nobody_reads(alone: Members) -> None:
+    assert unread(alone.start(0, "1:exit=70", "wait")) == EXIT_TRAINING
+
+
+# ---------------------------------------------------------------------------------------------------- too early to save
+
+
+def test_a_rank_that_does_not_listen_yet_is_no_failure(alone: Members) -> None:
+    process = alone.start(0, "0:deaf", "wait")
+    alone.ready(2)
+    process.send_signal(signal.SIGTERM)
+    code, said = ended(process)
+    assert code == EXIT_STOPPED
+    last = said.splitlines()[-1]
+    assert last.startswith("launch: stopped on request (SIGTERM at node 0 (")
+    assert last.endswith("; what was saved, if anything, the ranks said above")
+
+
+def test_who_kills_a_rank_by_hand_has_not_asked_to_stop(alone: Members) -> None:
+    process = alone.start(0, "0:deaf", "wait")
+    os.kill(alone.ready(2)[0]["pid"], signal.SIGTERM)
+    code, said = ended(process)
+    assert code == 128 + signal.SIGTERM
+    assert "rank 0: killed by SIGTERM" in said.splitlines()[-1]
+
+
+def test_a_node_heeds_requests_before_it_reads_its_order(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "framework", "launch", "node", "x.yaml", "--from_stdin"]
+    environment = {**os.environ, "DSF_TERMINATION_LOG": str(tmp_path / "log")}
+    process = subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
+                               preexec_fn=heed_signals)  # fmt: skip
+    try:
+        until_it_catches(process.pid, signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == EXIT_STOPPED
+        assert "[stopped-early]" in process.communicate()[1]
+        assert "[stopped-early]" in (tmp_path / "log").read_text()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def until_it_catches(pid: int, number: signal.Signals) -> None:
+    """Until a process handles a signal, which before would end it (and not even that as process 1)."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        (caught,) = (line.split()[1] for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line[:6] == "SigCgt")
+        if int(caught, 16) >> (number - 1) & 1:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"{number.name} is not heeded")
+
+
+SLOW_IMPORT = """
+import pathlib, sys, time
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "framework.cli":
+            pathlib.Path(__file__).with_name("importing").touch()
+            time.sleep(2)
+sys.meta_path.insert(0, Slow())
+"""
+ALONE = ["unshare", "--pid", "--fork"]
+
+
+@pytest.mark.skipif(not shutil.which("unshare") or bool(subprocess.run([*ALONE, "true"], capture_output=True).returncode),
+                    reason="only root may be process 1 of a namespace here")  # fmt: skip
+def test_process_1_heeds_requests_while_it_imports(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SLOW_IMPORT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [*ALONE, sys.executable, "-m", "framework", "launch", "nowhere.yaml"]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, preexec_fn=heed_signals)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "importing").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (child,) = psutil.Process(process.pid).children()
+    child.terminate()
+    assert process.wait(timeout=60) == EXIT_STOPPED
+
+
+@pytest.mark.parametrize("command", [[], ["node"]], ids=["launch", "launch node"])
+def test_a_request_during_the_check_starts_nothing(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("deepspeed")
+    (tmp_path / "x.yaml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Ranks, "start", lambda self: pytest.fail("ranks were started"))
+
+    def find_devices(_: object) -> LocalDevices:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return LocalDevices("cpu", 0)
+
+    for module in (local, node):
+        monkeypatch.setattr(module, "find_devices", find_devices)
+    # Where nobody heeds it, the request would end these tests.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: pytest.fail("nobody heeds it"))
+    try:
+        with pytest.raises(RunStopped, match=r"stopped on request \(SIGTERM\) before any rank was started"):
+            local.launch([*command, "x.yaml", "--num_gpus", "1", *(["--nnodes", "1"] if command else [])])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# ---------------------------------------------------------------------------------------------- processes of the ranks
+
+
+def attempt(script: Path, *arguments: str, environment: dict[str, str] | None = None) -> AttemptResult:
+    """One node's attempt with one rank, in this process."""
+    ranks = Ranks(script=script, arguments=arguments, topology=Topology(1, 1, 0, "127.0.0.1", 29500),
+                  environment={**os.environ, **(environment or {})})  # fmt: skip
+    return run_attempt(ranks, peers=Peers(0, {}, {0: "here"}), requests=Requests(), node_rank=0, grace_seconds=1)
+
+
+def test_a_rank_that_cannot_be_started_is_told_in_a_line(tmp_path: Path) -> None:
+    result = attempt(tmp_path / "none.py", environment={"TOO_LARGE": "x" * (1 << 22)})
+    assert result.code == EXIT_TRAINING
+    assert "node 0 (here): a rank could not be started (Argument list too long) at" in result.line
+
+
+STUBBORN = """
+import json, os, signal, sys, time
+folder = sys.argv[-1]
+def told(number, frame):
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with open(f"{folder}/heir.tmp", "w") as file:
+        json.dump(os.getpid(), file)
+    os.rename(f"{folder}/heir.tmp", f"{folder}/heir.json")
+    time.sleep(60)
+signal.signal(signal.SIGTERM, told)
+if os.fork():
+    os._exit(0)
+os.setsid()
+time.sleep(60)
+"""
+
+
+def test_what_the_leftovers_start_ends_as_well(tmp_path: Path) -> None:
+    script = tmp_path / "stubborn.py"
+    script.write_text(STUBBORN)
+    result = attempt(script, str(tmp_path))
+    assert result.code == 0
+    heir = tmp_path / "heir.json"
+    if heir.exists():  # else it was ended before it could say so
+        pid = json.loads(heir.read_text())
+        try:
+            assert gone([pid], folder=tmp_path, timeout=1)
+        finally:
+            if running(pid, folder=tmp_path):
+                os.kill(pid, signal.SIGKILL)

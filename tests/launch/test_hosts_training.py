@@ -1,0 +1,104 @@
+"""The quickstart on two and three hosts, started in every way, learns exactly what it learns on this machine alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.host import Command, Mount
+from tests.hosts.network import Network, why_not
+from tests.launched import REPO, series
+from tests.warm_ranks import WarmRanks
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(why_not(ssh=True)), reason=why_not(ssh=True) or "hosts can be made"),
+]
+
+SECONDS = 300.0
+CONFIG = "ds_configs/quickstart.yaml"
+SETTINGS = ("training.max_steps=22", "training.log_every=1", "monitors.tensorboard=false", "monitors.progress=off")
+PROGRAMS = Path(sys.prefix) / "bin"
+IPV6 = Path("/proc/net/if_inet6").exists()
+
+
+def address(node: int) -> str:
+    """What a hostfile may have instead of a name; the name where this kernel has no IPv6."""
+    return f"fd77::{node + 1}" if IPV6 else f"node-{node}"
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture(scope="module")
+def network(shared: Path) -> Iterator[Network]:
+    """Three hosts with a folder in common, which enter each other through ssh."""
+    with Network(None) as network:
+        for node in range(3):
+            host = network.host(f"node-{node}", mounts={"/shared": Mount(bind=shared)})
+            host.start_sshd()
+            if IPV6:
+                assert host.run(["ip", "-6", "address", "add", f"{address(node)}/64", "dev", "eth0", "nodad"]).returncode == 0
+        yield network
+
+
+@pytest.fixture(scope="module")
+def alone(shared: Path) -> dict[int, dict[int, float]]:
+    """The losses on this machine, by number of ranks."""
+    with WarmRanks() as warm:
+        for ranks in (2, 3):
+            words = ["--config", str(REPO / CONFIG), f"run.output_dir={shared}", f"run.name=alone-{ranks}", *SETTINGS]
+            job = warm.start(words, num_ranks=ranks, folder=shared / f"said-{ranks}")
+            assert set(job.wait(SECONDS)) == {0}, job.said()
+    return {ranks: series(shared / f"alone-{ranks}", "train/loss") for ranks in (2, 3)}
+
+
+def settings(name: str) -> list[str]:
+    return ["run.output_dir=/shared", f"run.name={name}", *SETTINGS]
+
+
+def ended(*commands: Command) -> None:
+    codes = [command.wait(SECONDS) for command in commands]
+    assert set(codes) == {0}, f"{codes}\n" + "\n".join(command.said()[-3000:] for command in commands)
+    for command in commands:
+        assert command.host.processes() == {}
+
+
+def test_the_plain_deepspeed_command_without_ssh(network: Network, shared: Path, alone: dict[int, dict[int, float]]) -> None:
+    (shared / "two").write_text("node-0 slots=1\nnode-1 slots=1\n")
+    place = ["--hostfile=/shared/two", "--no_ssh", "--master_addr=node-0", "--master_port=29500"]
+    ended(*(
+        host.start([str(PROGRAMS / "deepspeed"), *place, f"--node_rank={node}", "train.py", "--config", CONFIG, *settings("plain")],
+                   cwd=REPO)
+        for node, host in enumerate(network.hosts[:2])
+    ))  # fmt: skip
+    assert series(shared / "plain", "train/loss") == alone[2]
+
+
+def test_launch_node_on_each_host(network: Network, shared: Path, alone: dict[int, dict[int, float]]) -> None:
+    place = ["--nnodes", "2", "--num_gpus", "1", "--master_addr", "node-0", "--master_port", "29600"]
+    command = [sys.executable, "-m", "framework", "launch", "node", CONFIG, *settings("node"), *place]
+    commands = [host.start([*command, "--node_rank", str(node)], cwd=REPO) for node, host in enumerate(network.hosts[:2])]
+    ended(*commands)
+    assert series(shared / "node", "train/loss") == alone[2]
+    for command_ in commands:
+        assert "finished: 2 nodes, every rank ended with 0" in command_.said()
+
+
+def test_launch_over_ssh_on_three_hosts(network: Network, shared: Path, alone: dict[int, dict[int, float]]) -> None:
+    """Two of them by their IPv6 addresses, in brackets and without; all meet at the first one's."""
+    first = f"[{address(0)}]" if IPV6 else address(0)
+    (shared / "three").write_text(f"{first} slots=1\nnode-1 slots=1\nroot@{address(2)} slots=1\n")
+    command = [sys.executable, "-m", "framework", "launch", "-H", "/shared/three", CONFIG, *settings("ssh")]
+    started = network.hosts[0].start(command, cwd=REPO)
+    ended(started)
+    assert series(shared / "ssh", "train/loss") == alone[3]
+    assert f"{address(2)}: launch: finished: 3 nodes" in started.said()
+    assert f"launch: master_addr {address(0)} (the first host)" in started.said()
+    for host in network.hosts:
+        assert host.processes() == {}

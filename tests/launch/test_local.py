@@ -1,0 +1,265 @@
+"""`launch`: what it checks, which command it prints, and that nothing starts before the checks have passed."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from framework.errors import ConfigError, UsageError
+from framework.launch import local, plain
+from framework.launch.devices import LocalDevices
+from framework.launch.local import check
+from framework.launch.options import Request, parse
+from framework.launch.plain import added_environment, as_shell_line, local_command, usable_port
+
+CPU = LocalDevices("cpu", 0)
+FOUR_GPUS = LocalDevices("cuda", 4)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text("batch: {global_size: 32}\n")
+    return str(path)
+
+
+def ranks(request: Request, devices: LocalDevices) -> int:
+    return int(check(request, devices).value)
+
+
+@pytest.fixture
+def listening() -> Iterator[int]:
+    with socket.socket() as server:
+        server.bind(("", 0))
+        server.listen()
+        yield server.getsockname()[1]
+
+
+# ------------------------------------------------------------------------------------------------ the command line
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["a.yaml"], Request("a.yaml")),
+        (["--config", "a.yaml", "x=1"], Request("a.yaml", ("x=1",))),
+        (["a.yaml", "x=1", "--num_gpus", "2", "y.z='a b'"], Request("a.yaml", ("x=1", "y.z='a b'"), 2)),
+        (["--num-gpus=3", "a.yaml", "--master-port", "29500", "--dry-run"], Request("a.yaml", (), 3, 29500, True)),
+        (["a.yaml", "--deepspeed_config", "ds.json", "x=1"], Request("a.yaml", ("x=1",), deepspeed_config="ds.json")),
+        (["a.yaml", "-H", "h", "--master_addr", "[fd00::1]"], Request("a.yaml", hostfile="h", master_addr="fd00::1")),
+        (["a.yaml", "--master_port", "1", "--dry_run", "lr=-1"], Request("a.yaml", ("lr=-1",), None, 1, True)),
+    ],
+)
+def test_options_and_settings_in_any_order(argv: list[str], expected: Request) -> None:
+    assert parse(argv) == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        ([], "name a run config"),
+        (["x=1"], "x=1 is a setting"),
+        (["a.yaml", "--num_gpus", "0"], "0 is not a number of ranks"),
+        (["a.yaml", "--num_gpus", "-1"], "-1 is not a number of ranks"),
+        (["a.yaml", "--num_gpus", "two"], "two is not a number of ranks"),
+        (["a.yaml", "--master_port", "70000"], "70000 is not a port"),
+        (["a.yaml", "--num", "2"], "unrecognized arguments: --num"),
+        (["a.yaml", "--include", "a:0"], "--include go with a hostfile"),
+        (["a.yaml", "-H", "h", "--include", "a", "--exclude", "b"], "exclude each other"),
+        (["a.yaml", "-H", "h", "--include", "a", "--num_gpus", "1"], "do not go with"),
+        (["a.yaml", "-H", "h", "--fit_batch"], "leave -H and --num_gpus out"),
+        (["a.yaml", "--verbose"], "--verbose go with a hostfile"),
+        (["a.yaml", "-H", "h", "--export", "A=b"], "A=b is not the name of a variable"),
+        (["a.yaml", "-H", "h", "--master_addr", "[fd00::x]"], "is not a name or address of a host"),
+        (["a.yaml", "-H", "h", "--master_addr", "worker-0:29500"], "is not a name or address of a host"),
+        (["a.yaml", "--grace_seconds", "-1"], "expected one argument|not a number of seconds"),
+    ],
+)
+def test_a_wrong_command_line_is_a_usage_error(argv: list[str], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        parse(argv)
+
+
+# ------------------------------------------------------------------------------------------------------ the checks
+
+
+def test_default_is_every_gpu_or_two_ranks_on_cpu(config: str) -> None:
+    assert ranks(Request(config), FOUR_GPUS) == 4
+    assert ranks(Request(config), CPU) == 2
+    assert ranks(Request(config, num_ranks=1), FOUR_GPUS) == 1
+
+
+@pytest.mark.parametrize(("count", "taken"), [(1, 1), (6, 6), (7, 6), (8, 8), (9, 8), (16, 15)])
+def test_the_quickstart_fits_any_number_of_devices(count: int, taken: int) -> None:
+    request = Request(str(Path(__file__).parents[2] / "ds_configs/quickstart.yaml"), fit_batch=True)
+    said = check(request, LocalDevices("cuda", count))
+    assert int(said.value) == taken
+    assert (f"of {count} cuda devices here: the most that divide batch.global_size" == said.source) == (taken < count)
+
+
+def test_a_batch_that_fits_no_device_says_why(config: str) -> None:
+    with pytest.raises(ConfigError, match="batch-not-divisible"):
+        check(Request(config, ("batch.global_size=32", "batch.micro_size=3"), fit_batch=True), FOUR_GPUS)
+
+
+def test_a_planned_world_size_is_the_default(config: str) -> None:
+    assert ranks(Request(config, ("run.world_size=1",)), CPU) == 1
+    with pytest.raises(ConfigError, match="world-size-differs"):
+        check(Request(config, ("run.world_size=1",), num_ranks=2), CPU)
+
+
+def test_more_ranks_than_gpus_are_refused(config: str) -> None:
+    with pytest.raises(ConfigError, match=r"command line: --num_gpus = 8: this machine has 4 cuda .*\[too-few-devices\]"):
+        check(Request(config, num_ranks=8), FOUR_GPUS)
+    with pytest.raises(ConfigError, match=r"command line: run.world_size = 8: .*\[too-few-devices\]"):
+        check(Request(config, ("run.world_size=8",)), FOUR_GPUS)
+
+
+def test_uncounted_devices_need_a_number(config: str) -> None:
+    with pytest.raises(UsageError, match="give --num_gpus N"):
+        check(Request(config), LocalDevices("xpu", 0))
+    assert ranks(Request(config, num_ranks=2), LocalDevices("xpu", 0)) == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind"),
+    [(("batch.global_size=3", "batch.micro_size=2"), "batch"), (("nonsense.key=1",), "unknown"), (("zero.stage=7",), "zero")],
+)
+def test_a_wrong_config_is_refused_before_anything_starts(
+    config: str, overrides: tuple[str, ...], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", None)
+    with pytest.raises(ConfigError, match=kind):
+        local.launch([config, *overrides, "--num_gpus", "2"])
+
+
+def test_ports(listening: int) -> None:
+    assert 1024 < usable_port(None) < 65536
+    free = usable_port(None)
+    assert usable_port(free) == free
+    with pytest.raises(ConfigError, match=rf"--master_port = {listening}: .*in use.*\[port-not-usable\]"):
+        usable_port(listening)
+
+
+# ----------------------------------------------------------------------------------------------------- the command
+
+
+def test_the_plain_command() -> None:
+    command = local_command("a b.yaml", ["x='1 2'"], num_ranks=2, port=29501, script=Path("train.py"))
+    expected = ["--num_gpus", "2", "--master_port", "29501", "train.py", "--config", "a b.yaml", "x='1 2'"]
+    assert command[-len(expected):] == expected  # fmt: skip
+    assert Path(command[0]).name.startswith(("deepspeed", "python"))
+
+
+def test_a_deepspeed_json_goes_on_to_train_py() -> None:
+    command = local_command("a", ["x=1"], num_ranks=2, port=1, script=Path("train.py"), deepspeed_config="ds.json")
+    assert command[-6:] == ["train.py", "--config", "a", "--deepspeed_config", "ds.json", "x=1"]
+
+
+def test_a_deepspeed_json_is_judged_before_anything_starts(config: str, tmp_path: Path) -> None:
+    for values, kind in (('{"train_batch_size": 33}', "deepspeed-config-clash"), ("{", "config-syntax")):
+        (tmp_path / "ds.json").write_text(values)
+        with pytest.raises(ConfigError, match=kind):
+            check(Request(config, deepspeed_config=str(tmp_path / "ds.json")), CPU)
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 32, "zero_optimization": {"stage": 2}}')
+    assert ranks(Request(config, deepspeed_config=str(tmp_path / "ds.json")), CPU) == 2
+
+
+def test_visible_devices_are_named() -> None:
+    command = local_command("a", [], num_ranks=2, port=1, script=Path("train.py"), chosen=(7, 3, 5))
+    assert "--num_gpus" not in command
+    assert command[command.index("--include") + 1] == "localhost:3,7"
+
+
+def test_a_hostfile_of_the_machine_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("elsewhere slots=8\n")
+    monkeypatch.setattr(plain, "_DEFAULT_HOSTFILE", hostfile)
+    command = local_command("a", [], num_ranks=2, port=1, script=Path("train.py"))
+    assert command[command.index("--hostfile") + 1] == os.devnull
+
+
+def test_variables_that_are_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "usable_cores", lambda: 5)
+    here = {"PATH": str(Path(sys.executable).parent)}
+    assert added_environment(here, device="cpu", num_ranks=2) == {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "2"}
+    assert added_environment(here, device="cpu", num_ranks=9)["OMP_NUM_THREADS"] == "1"
+    assert added_environment(here | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "3"}, device="cpu", num_ranks=2) == {}
+    assert added_environment(here, device="cuda", num_ranks=2) == {}
+
+
+def test_an_environment_that_is_not_activated_gets_its_programs() -> None:
+    added = added_environment({"PATH": "/usr/bin"}, device="cuda", num_ranks=1)
+    assert added == {"PATH": f"{Path(sys.executable).parent}:/usr/bin"}
+
+
+def test_the_printed_line_is_what_a_shell_reads() -> None:
+    command = ["/opt/x/deepspeed", "train.py", "--config", "a b.yaml", "data.args={root: 'it''s'}", "$HOME"]
+    line = as_shell_line(command, {"PATH": "/opt/my env:/usr/bin", "OMP_NUM_THREADS": "1"})
+    assert line.startswith("PATH='/opt/my env':$PATH OMP_NUM_THREADS=1 ")
+    assert shlex.split(line)[2:] == command
+
+
+def test_dry_run_prints_a_command_and_starts_nothing(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(local, "find_devices", lambda environment: CPU)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    assert local.launch([config, "--dry_run", "--master_port", "29512"]) == 0
+    *values, line = capsys.readouterr().out.splitlines()
+    assert values == ["launch: slots       2 (default on CPU)", "launch: master_port 29512 (--master_port)",
+                      "launch: world size  2 = 1 node x 2 ranks"]  # fmt: skip
+    assert line.startswith("launch: plain command: ")
+    assert "--num_gpus 2 --master_port 29512" in line
+    assert line.endswith(f"train.py --config {config}")
+
+
+@pytest.mark.parametrize(
+    ("words", "devices", "told"),
+    [
+        (["--num_gpus", "2"], FOUR_GPUS, "slots       2 (--num_gpus)"),
+        (["run.world_size=1"], FOUR_GPUS, "slots       1 (run.world_size)"),
+        ([], FOUR_GPUS, "slots       4 (cuda devices here)"),
+        ([], LocalDevices("cuda", 2, (3, 1)), "slots       2 (cuda devices here, of those that are visible)"),
+        ([], FOUR_GPUS, "(a free one)"),
+    ],
+)
+def test_every_value_has_its_source(
+    config: str, words: list[str], devices: LocalDevices, told: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(local, "find_devices", lambda environment: devices)
+    assert local.launch([config, "--dry_run", *words]) == 0
+    assert told in capsys.readouterr().out
+
+
+def test_a_missing_config_ends_with_78(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "framework", "launch", str(tmp_path / "none.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    assert done.returncode == 78
+    assert "[config-not-found]" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_no_rank_has_the_token(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One node has nobody to prove anything to, and ranks have no use for the secret of a job."""
+    given: list[Mapping[str, str]] = []
+
+    def run_node(*_: object, environment: Mapping[str, str], **__: object) -> int:
+        given.append(environment)
+        return 0
+
+    monkeypatch.setenv("DSF_TOKEN", "s3cret")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr(local, "run_node", run_node)
+    monkeypatch.setattr(local, "require_deepspeed", lambda: None)
+    assert local.launch([config]) == 0
+    assert "DS_ACCELERATOR" in given[0]
+    assert "DSF_TOKEN" not in given[0]

@@ -1,0 +1,192 @@
+"""`launch` and `launch node` as a person starts them, with real training."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from framework.errors import ConfigError, UsageError
+from framework.launch import node
+from framework.launch.devices import LocalDevices
+from framework.launch.local import launch
+from framework.launch.node import main
+from tests.launch.members import ROOT, free_ports, heed_signals
+from tests.launched import TIMEOUT_SECONDS, job_environment, series
+
+CONFIG = """
+run: {name: x}
+model: {kind: lenet}
+data: {kind: digits}
+batch: {global_size: 60}
+zero: {stage: 1}
+training: {max_steps: 8, log_every: 1}
+monitors: {tensorboard: false}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    (tmp_path / "x.yaml").write_text(CONFIG)
+    return "x.yaml"
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    environment = job_environment(PYTHONUNBUFFERED="1")
+    return subprocess.Popen([sys.executable, "-m", "framework", "launch", *words], cwd=folder, env=environment, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=heed_signals)  # fmt: skip
+
+
+def nodes(folder: Path, *words: str) -> list[subprocess.Popen[str]]:
+    """Two of them, with a rank each."""
+    port = str(free_ports())
+    place = ["--nnodes", "2", "--num-gpus", "1", "--master-addr", "127.0.0.1", "--master-port", port]
+    return [start(folder, "node", *words, *place, "--node-rank", str(rank)) for rank in (0, 1)]
+
+
+def ended(*processes: subprocess.Popen[str]) -> list[tuple[int, str]]:
+    said = [process.communicate(timeout=TIMEOUT_SECONDS)[0] for process in processes]
+    return [(process.returncode, text) for process, text in zip(processes, said, strict=True)]
+
+
+@pytest.mark.slow
+def test_two_nodes_learn_what_two_local_ranks_learn(tmp_path: Path, config: str) -> None:
+    for name, processes in (("local", [start(tmp_path, config, "--num_gpus", "2", "run.name=local")]),
+                            ("nodes", nodes(tmp_path, config, "run.name=nodes"))):  # fmt: skip
+        for code, said in ended(*processes):
+            assert code == 0, said
+            assert re.fullmatch(rf"launch: finished: {len(processes)} nodes?, every rank ended with 0", said.splitlines()[-1])
+        assert len(series(tmp_path / "runs" / name, "train/loss")) == 8
+    runs = [series(tmp_path / "runs" / name, "train/loss") for name in ("local", "nodes")]
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.slow
+def test_a_request_to_one_node_saves_on_both_and_a_killed_rank_ends_both(tmp_path: Path, config: str) -> None:
+    words = [config, "training.max_steps=100000", "run.name=long"]
+    for ask, codes in (("SIGTERM", [75, 75]), ("SIGKILL", [76, 137])):
+        processes = nodes(tmp_path, *words, "checkpoint.resume=auto")
+        wait_for_training(processes, tmp_path / "runs/long/metrics.jsonl")
+        if ask == "SIGTERM":
+            processes[1].send_signal(signal.SIGTERM)
+        else:
+            os.kill(rank_of(processes[1].pid), signal.SIGKILL)
+        since = time.monotonic()
+        ends = ended(*processes)
+        assert time.monotonic() - since < 60
+        assert [code for code, _ in ends] == codes, ends
+    steps = [int(path.name.removeprefix("global_step")) for path in (tmp_path / "runs/long/checkpoints").glob("global_step*")]
+    assert steps  # the request's; the second start went on from it
+    assert "rank 1: killed by SIGKILL (137" in ends[0][1].splitlines()[-1]
+
+
+def wait_for_training(processes: list[subprocess.Popen[str]], metrics: Path) -> None:
+    """Until a step has been logged that was not there before."""
+    before = metrics.stat().st_size if metrics.exists() else 0
+    deadline = time.monotonic() + 300
+    while not metrics.exists() or metrics.stat().st_size <= before:
+        assert time.monotonic() < deadline
+        assert all(process.poll() is None for process in processes), ended(*processes)
+        time.sleep(0.2)
+
+
+def rank_of(agent: int) -> int:
+    """The process that an agent started."""
+    (child,) = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+    return int(child)
+
+
+# ------------------------------------------------------------------------------------------- what starts nothing
+
+
+def test_a_dry_run_tells_everything_and_starts_nothing(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    for name, value in {"DS_ACCELERATOR": "cpu", "NNODES": "3", "JOB_COMPLETION_INDEX": "2", "MASTER_ADDR": "a-0.a"}.items():
+        monkeypatch.setenv(name, value)
+    assert main([config, "run.name=ab", "--nproc-per-node", "2", "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:6] == [
+        "launch: nnodes      3 (NNODES)", "launch: node_rank   2 (JOB_COMPLETION_INDEX)", "launch: slots       2 (--num_gpus)",
+        "launch: master_addr a-0.a (MASTER_ADDR)", "launch: master_port 29500 (default)",
+        "launch: world size  6 = 3 nodes x 2 ranks",
+    ]  # fmt: skip
+    assert "printf 'node-%s slots=2\\n' 0 1 2 > $hosts && " in lines[6]
+    assert "--hostfile=$hosts --no_ssh --node_rank=2 --master_addr=a-0.a --master_port=29500" in lines[6]
+
+
+@pytest.mark.parametrize(
+    ("words", "visible", "hosts", "include"),
+    [
+        (["--nnodes", "1", "--num_gpus", "2"], None, ["node-0 slots=2"], ""),
+        (["--nnodes", "3", "--num_gpus", "2", "--node_rank", "1", "--master_addr", "a"], "5,3,0",
+         ["node-0 slots=4", "node-1 slots=4", "node-2 slots=4"], "node-0:0,3@node-1:0,3@node-2:0,3"),
+        (["--nnodes", "1000", "--num_gpus", "2", "--node_rank", "1", "--master_addr", "a"], "1,0",
+         [f"node-{node} slots=2" for node in range(1000)], "@".join(f"node-{node}:0,1" for node in range(1000))),
+    ],
+)  # fmt: skip
+def test_the_plain_command_is_what_a_shell_can_run(
+    words: list[str], visible: str | None, hosts: list[str], include: str, config: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """With a `deepspeed` that tells what it was given. A thousand nodes take no longer line than three."""
+    monkeypatch.chdir(tmp_path)
+    chosen = None if visible is None else tuple(sorted(map(int, visible.split(",")))[:2])
+    devices = LocalDevices("cpu", 0) if visible is None else LocalDevices("cuda", 2, chosen)
+    monkeypatch.setattr(node, "find_devices", lambda _: devices)
+    data = ["batch.global_size=6000", "data.kind=synthetic_images", "data.image_size=28", "data.channels=1", "data.num_classes=10"]
+    main([config, *data, "run.output_dir=$HOME;x", *words, "--dry_run"])
+    said = capsys.readouterr().out
+    assert len(said) < 1500
+    line = said.splitlines()[-1].removeprefix("launch: plain command: ")
+    tell = f"{sys.executable} -c 'import json,sys; print(json.dumps(sys.argv[1:]))'"
+    line = line.replace(str(Path(sys.executable).with_name("deepspeed")), "deepspeed")
+    script = f'deepspeed() {{ {tell} "$@"; cat "${{1#--hostfile=}}"; }}\n{line}'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    told, *listed = done.stdout.splitlines()
+    assert listed == hosts
+    assert json.loads(told)[-1] == "run.output_dir=$HOME;x"
+    assert [word.partition("=")[2] for word in json.loads(told) if word.startswith("--include=")] == ([include] if include else [])
+
+
+def test_one_node_without_gpus_starts_as_launch_does(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                     capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert main([config, "--nnodes", "1", "--dry_run"]) == 0
+    assert "launch: slots       2 (default on CPU)" in capsys.readouterr().out.splitlines()
+
+
+def test_one_of_several_nodes_does_not_train_alone(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NNODES", "2")
+    with pytest.raises(ConfigError, match=r"NNODES = .*would train alone; start `launch node CONFIG`"):
+        launch([config, "--dry_run"])
+
+
+@pytest.mark.parametrize(("words", "told"), [(["--nnodes", "2"], "name a run config"), (["a=1"], "a=1 is a setting")])
+def test_a_wrong_command_line(words: list[str], told: str) -> None:
+    with pytest.raises(UsageError, match=f"launch node: .*{told}"):
+        main(words)
+
+
+def test_a_refusal_is_in_the_termination_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSF_TERMINATION_LOG", str(tmp_path / "log"))
+    with pytest.raises(ConfigError):
+        main([str(tmp_path / "none.yaml"), "--nnodes", "1", "--num_gpus", "1"])
+    assert "[config-not-found]" in (tmp_path / "log").read_text()
+
+
+def test_what_is_sent_over_stdin_has_to_be_an_order() -> None:
+    command = [sys.executable, "-m", "framework", "launch", "node", "x.yaml", "--from_stdin"]
+    done = subprocess.run(command, input="hello\n", cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 64
+    assert "--from_stdin is for `launch -H`" in done.stderr

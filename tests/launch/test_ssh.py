@@ -1,0 +1,310 @@
+"""The ssh launcher: what goes over the wire, whose code comes back, and the life line. `ssh` here is a script that runs the
+command on this machine; tests on hosts of their own use the real one."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from framework.errors import ConfigError, UsageError
+from framework.launch.hostfile import Host
+from framework.launch.inclusion import Chosen
+from framework.launch.local import launch
+from framework.launch.options import Request
+from framework.launch.ssh import agent_command, launch_over_ssh, passed_on, ssh_command
+from framework.launch.ssh_agents import HostEnd, ends_told, job_code
+from framework.launch.topology import Topology
+from tests.launch.members import ROOT, Members, ended, heed_signals
+
+TOPOLOGY = Topology(2, 2, 0, "10.0.0.1", 29500)
+# As sshd does it: the words are joined with spaces and handed to the login shell.
+SSH = """#!/bin/sh
+[ "$1" = -G ] && exit 1
+while [ "$1" != -- ]; do shift; done
+host=$2; shift 2
+[ "$host" = unreachable ] && { echo "ssh: connect to host unreachable port 22: No route to host" >&2; exit 255; }
+exec sh -c "$*"
+"""
+PROGRAM = """
+import sys
+from framework.launch.hostfile import Host
+from framework.launch.ssh import ssh_command
+from framework.launch.ssh_agents import Agents
+programs = zip(sys.argv[1::2], sys.argv[2::2])
+commands = [(name.rpartition("@")[2], ssh_command(Host(name, 1), [sys.executable, "-uc", program], ssh_args=""))
+            for name, program in programs]
+sys.exit(Agents(commands, {"environment": {"A": "secret"}}).run())
+"""
+IMPATIENT = "import framework.launch.ssh_agents as ssh; ssh._PATIENCE_SECONDS = 1.0\n" + PROGRAM
+SAYS = "import sys, json; print(json.loads(sys.stdin.readline())['environment']['A'] == 'secret'); sys.exit({})"
+# Ends as an agent does when it is asked, or when its life line is cut.
+WAITS = """
+import sys
+sys.stdin.readline()
+print("up")
+line = sys.stdin.readline()
+print("told", line.strip() or "nothing more")
+sys.exit(75 if line.strip() == "stop" else 76)
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    script = tmp_path / "ssh"
+    script.write_text(SSH)
+    script.chmod(0o755)
+    return f"{tmp_path}:{os.environ['PATH']}"
+
+
+def start(path: str, *words: str, program: str = PROGRAM) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([sys.executable, "-c", program, *words], cwd=ROOT, text=True, env=environment,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed_signals)  # fmt: skip
+
+
+def until(process: subprocess.Popen[str], *lines: str) -> None:
+    assert process.stdout is not None
+    assert sorted(process.stdout.readline().strip() for _ in lines) == sorted(lines)
+
+
+def test_lines_bear_the_name_of_their_host_and_all_codes_are_told(path: str) -> None:
+    process = start(path, "a", SAYS.format(0), "me@b", SAYS.format(0))
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert sorted(out.splitlines()) == ["a: True", "b: True"]
+    assert err.splitlines()[-1].endswith("ended with 0; the job ends with 0")
+
+
+def test_the_first_cause_is_the_code_of_the_job(path: str) -> None:
+    process = start(path, "a", SAYS.format(137), "b", WAITS)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 137
+    assert "b: told lost" in out
+
+
+def test_a_host_that_is_not_reached_ends_the_job(path: str) -> None:
+    process = start(path, "unreachable", WAITS, "b", WAITS)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 76
+    assert "unreachable: ssh: connect to host" in err
+    assert "unreachable: ssh ended with 255; the host was not reached, or was lost" in err
+    assert "b: told lost" in out
+
+
+def test_a_request_is_passed_on(path: str) -> None:
+    process = start(path, "a", WAITS, "b", WAITS)
+    until(process, "a: up", "b: up")
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert sorted(out.splitlines()) == ["a: told stop", "b: told stop"]
+
+
+@pytest.mark.slow
+def test_what_holds_an_output_open_does_not_hold_the_launcher(path: str) -> None:
+    begun = time.monotonic()
+    process = start(path, "a", "import subprocess; subprocess.Popen(['sleep', '30'], stdout=subprocess.DEVNULL)")
+    try:
+        assert process.wait(25) == 0
+    finally:
+        process.kill()
+    assert time.monotonic() - begun < 25
+
+
+@pytest.mark.slow
+def test_who_insists_does_not_wait_for_an_agent_that_hangs(path: str) -> None:
+    process = start(path, "a", "import sys; sys.stdin.readline(); print('up'); sys.stdin.read()", program=IMPATIENT)
+    until(process, "a: up")
+    process.send_signal(signal.SIGTERM)
+    time.sleep(2.5)
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.communicate(timeout=25)
+    finally:
+        process.kill()
+    assert process.returncode == 76
+
+
+def test_a_reader_that_is_gone_changes_no_code(path: str) -> None:
+    process = start(path, "a", SAYS.format(70))
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    process.stderr.close()
+    assert process.wait(60) == 70
+
+
+def test_two_users_of_one_host_are_two_nodes(path: str) -> None:
+    process = start(path, "alice@h", SAYS.format(0), "bob@h", SAYS.format(70))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 70
+    assert sorted(re.findall(r"h ended with \d+", err)) == ["h ended with 0", "h ended with 70"]
+
+
+def test_more_hosts_than_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts, config = tmp_path / "hosts", tmp_path / "run.yaml"
+    hosts.write_text("".join(f"h{number} slots=1\n" for number in range(40)))
+    config.write_text("batch: {global_size: 40}\n")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+    with pytest.raises(ConfigError, match=r"ulimit -n = 64: 40 hosts take 152 open files.*\[nofile-low\]"):
+        launch_over_ssh(Request(str(config), hostfile=str(hosts), master_addr="h0", dry_run=True))
+
+
+def test_a_killed_launcher_cuts_the_life_lines(path: str, tmp_path: Path) -> None:
+    mark = tmp_path / "ended"
+    process = start(path, "a", f"import sys; print('up'); sys.stdin.read(); open({str(mark)!r}, 'w')")
+    until(process, "a: up")
+    process.kill()
+    deadline = time.monotonic() + 20
+    while not mark.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.communicate()
+
+
+def test_an_agent_without_its_launcher_stops_its_ranks(members: Members) -> None:
+    """The agent's end of the life line."""
+    members.nnodes = 1
+    process = members.start(0, terms={"life_line": 0})
+    members.ready(1)
+    assert process.stdin is not None
+    process.stdin.close()
+    process.stdin = None
+    code, said = ended(process)
+    assert code == 75
+    assert "the launcher is gone at node 0" in said
+    assert "with 15 s to save" in said
+
+
+# ------------------------------------------------------------------------------------------------------------ words
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [([], 0), ([0, 0], 0), ([75, 75], 75), ([76, 137], 137), ([70, 137], 70), ([0, 76], 76), ([75, 76], 76), ([0, 75], 75),
+     ([78, 76], 78)],
+)  # fmt: skip
+def test_the_code_of_a_job(codes: list[int], expected: int) -> None:
+    assert job_code([HostEnd("x", code) for code in codes]) == expected
+
+
+def test_only_listed_variables_travel() -> None:
+    here = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HOME": "/x", "AWS_SECRET_ACCESS_KEY": "s",
+            "PATH": "/bin", "HF_TOKEN": "t", "DSF_AGENT": "1:2", "WANDB_API_KEY": "w", "LD_PRELOAD": "p",
+            "LANG": "C", "LANGCHAIN_API_KEY": "s", "TZ_SECRET": "s", "HF_HOME_TOKEN": "s"}  # fmt: skip
+    assert set(passed_on(here, exports=["WANDB_API_KEY"])) == {"NCCL_DEBUG", "OMP_NUM_THREADS", "DS_ACCELERATOR", "HF_HOME",
+                                                                "WANDB_API_KEY", "LANG"}  # fmt: skip
+    with pytest.raises(UsageError, match="--export NOT_SET: not set here"):
+        passed_on(here, exports=["NOT_SET"])
+
+
+def test_nothing_of_a_command_is_read_by_a_shell() -> None:
+    nasty = ("data.root='$(reboot)'", "run.name=a b;c", "x=`id`&&y")
+    request = Request("my config.yaml", nasty, remote_folder="/a dir/$x", remote_python="/opt/py thon", exports=("TOKEN",))
+    words = agent_command(request, Chosen(Host("h", 2), (1, 3)), 1, TOPOLOGY)
+    command = ssh_command(Host("h", 2), words, ssh_args="-p 2222 -i 'a key'")
+    assert command[-3:-1] == ["--", "h"]
+    assert command[command.index("-p") : command.index("--")] == ["-p", "2222", "-i", "a key"]
+    assert "BatchMode=yes" in command
+    read = shlex.split(command[-1])
+    assert read[:4] == ["cd", "/a dir/$x", "&&", "exec"]
+    assert read[-3:] == list(nasty)
+    assert read[read.index("--devices") + 1] == "1,3"
+    echo = command[-1].replace("cd '/a dir/$x' && exec", "printf '%s\\n'", 1)
+    echoed = subprocess.run(["sh", "-c", echo], capture_output=True, text=True, check=True)
+    assert echoed.stdout.splitlines()[-3:] == list(nasty)
+
+
+def test_the_environment_is_not_on_the_command_line(path: str) -> None:
+    look = "import sys; sys.stdin.readline(); print(('sec' + 'ret') in open('/proc/self/cmdline').read())"
+    assert start(path, "a", look).communicate(timeout=60)[0] == "a: False\n"
+
+
+# ---------------------------------------------------------------------------------------------- what is said before
+
+
+def told(capsys: pytest.CaptureFixture[str], folder: Path, lines: Sequence[str], *words: str) -> list[str]:
+    """Of a dry run on these hosts."""
+    (folder / "hosts").write_text("".join(f"{line}\n" for line in lines))
+    data = "{kind: synthetic_images, image_size: 28, channels: 1, num_classes: 10}"
+    (folder / "run.yaml").write_text(f"batch: {{global_size: 4000}}\ndata: {data}\n")
+    assert launch([str(folder / "run.yaml"), "-H", str(folder / "hosts"), "--dry_run", *words]) == 0
+    return [line.removeprefix("launch: ") for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], ["nnodes      2 (HOSTS)", "slots       4 (HOSTS)", "master_addr a (the first host)", "master_port 29500 (default)"]),
+        (["--num_nodes", "1"], ["nnodes      1 (--num_nodes)", "slots       4 (HOSTS)"]),
+        (["--num_gpus", "2"], ["nnodes      2 (HOSTS)", "slots       2 (--num_gpus)"]),
+        (["--include", "b:1"], ["nnodes      1 (--include)", "slots       1 (--include)", "master_addr b (the first host)"]),
+        (["--exclude", "a"], ["nnodes      1 (--exclude)", "slots       4 (--exclude)"]),
+        (["--master_addr", "x", "--master_port", "7"], ["master_addr x (--master_addr)", "master_port 7 (--master_port)"]),
+    ],
+)
+def test_every_value_has_its_source(
+    words: list[str], expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = told(capsys, tmp_path, ["a slots=4", "b slots=4"], *words)
+    assert [line.replace(str(tmp_path / "hosts"), "HOSTS") for line in said if line.split()[0] in str(expected)] == expected
+
+
+@pytest.mark.parametrize(
+    ("hosts", "words", "expected"),
+    [
+        (["a slots=2", "me@b slots=2"], [], "--hostfile=HOSTS --master_addr=a --master_port=29500"),
+        (["a slots=2", "b slots=2"], ["--include", "b:1"],
+         "--hostfile=HOSTS --include=b:1 --force_multi --master_addr=b --master_port=29500"),
+        (["a slots=2", "b slots=2"], ["--num_nodes", "1", "--num_gpus", "1", "--ssh_args", "-p 22 -i x"],
+         "--hostfile=HOSTS --num_nodes=1 --num_gpus=1 --force_multi --no_ssh_check --master_addr=a --master_port=29500"),
+        (["[fd00::1] slots=2", "[fd00::2] slots=2"], [], "--hostfile=$hosts --master_addr=fd00::1 --master_port=29500"),
+        (["[fd00::1] slots=2", "me@b slots=2"], ["--exclude", "[fd00::1]"],
+         "--hostfile=$hosts --force_multi --master_addr=b --master_port=29500"),
+    ],
+)  # fmt: skip
+def test_the_plain_command_for_hosts(
+    hosts: list[str], words: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (line,) = [line for line in told(capsys, tmp_path, hosts, *words) if line.startswith("plain command: ")]
+    before, _, command = line.removeprefix("plain command: ").rpartition(" && ")
+    words_told = shlex.split(command)
+    start = next(index for index, word in enumerate(words_told) if word.endswith("deepspeed"))
+    assert words_told[:start] == (["PDSH_SSH_ARGS_APPEND=-p 22 -i x"] if "--ssh_args" in words else [])
+    script = next(index for index, word in enumerate(words_told) if word.endswith("train.py"))
+    assert " ".join(words_told[start + 1 : script]).replace(str(tmp_path / "hosts"), "HOSTS") == expected
+    assert words_told[script + 1 :] == ["--config", str(tmp_path / "run.yaml")]
+    if before:
+        done = subprocess.run(["bash", "-c", f'{before} && cat "$hosts"'], capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines() == (["me@b slots=2"] if words else ["fd00::1 slots=2", "fd00::2 slots=2"])
+
+
+@pytest.mark.parametrize("words", [["--remote_folder", "/x"], ["--include", "[fd00::1]:1"]])
+def test_what_the_plain_command_cannot_say_is_said(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = told(capsys, tmp_path, ["[fd00::1] slots=2"], *words)
+    assert [line for line in said if line.startswith("plain command: none; DeepSpeed's launcher has no words for")]
+
+
+def test_a_thousand_hosts_are_told_in_a_few_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hosts = [f"worker-{number} slots=4" for number in range(1000)]
+    said = told(capsys, tmp_path, hosts)
+    assert len(said) == 10
+    assert [line.split()[:3] for line in said[6:9]] == [["agent", "on", f"worker-{number}:"] for number in range(3)]
+    assert said[9] == "and 997 more agents; --verbose prints them all"
+    assert len(told(capsys, tmp_path, hosts, "--verbose")) == 1006
+
+
+def test_the_ends_of_many_hosts_are_told_together() -> None:
+    ends = [HostEnd("d", 137), *(HostEnd(f"h{number}", 76) for number in range(997)), HostEnd("a", 0), HostEnd("b", 0)]
+    assert ends_told(ends) == "d ended with 137, h0, h1, h2 and 994 more ended with 76, a, b ended with 0"
+    assert ends_told(ends[-2:]) == "a ended with 0, b ended with 0"

@@ -1,0 +1,67 @@
+"""Starts a real job of several processes with torchrun, and reads what it left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parent.parent
+# The first start on a machine compiles DeepSpeed's shared-memory op and, for some cases, its optimizers.
+TIMEOUT_SECONDS = 900
+
+
+def job_environment(**extra: str) -> dict[str, str]:
+    """A clean environment for a job on CPU."""
+    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    path = os.pathsep.join([str(REPO), *filter(None, [kept.get("PYTHONPATH")])])
+    return kept | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": path} | extra
+
+
+def torchrun(script: Path, *arguments: str, num_ranks: int, cwd: Path, timeout: float = TIMEOUT_SECONDS,
+             **environment: str) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    """Run a script on `num_ranks` processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    return subprocess.run(
+        [*command, str(script), *arguments], cwd=cwd, env=job_environment(**environment), capture_output=True, text=True,
+        timeout=timeout, check=False,
+    )  # fmt: skip
+
+
+def run_ranks(script: Path, *arguments: str, num_ranks: int, cwd: Path, timeout: float = TIMEOUT_SECONDS) -> str:
+    """Run a script on `num_ranks` processes forked from one that has imported everything; fails the test with what it said."""
+    from tests.warm_ranks import session_ranks  # which imports this file
+
+    said = cwd / f"said-{len(list(cwd.iterdir()))}"
+    job = session_ranks().start([*arguments], num_ranks=num_ranks, folder=said, script=script, cwd=cwd)
+    codes = job.wait(timeout)
+    assert not any(codes), f"job failed ({codes}):\n{job.said()[-12000:]}"
+    return job.said()
+
+
+def train_cases(configs: Sequence[Mapping[str, Any]], *, num_ranks: int, folder: Path, allow_fp16: bool = False) -> None:
+    """Train all configs in one job; fails the test with the job's output if the job itself does not end well.
+
+    `allow_fp16`: also where DeepSpeed's accelerator says that it cannot (`tests.jobs.half_on_cpu`).
+    """
+    cases = folder / f"cases-{num_ranks}-{len(list(folder.iterdir()))}.json"
+    cases.write_text(json.dumps([{"config": config} for config in configs]), encoding="utf-8")
+    words = ["--allow-fp16"] if allow_fp16 else []
+    run_ranks(REPO / "tests/jobs/run_cases.py", str(cases), *words, num_ranks=num_ranks, cwd=folder)
+
+
+def read_metrics(run_folder: Path) -> list[dict[str, float]]:
+    """Rows of metrics.jsonl."""
+    error = run_folder.with_name(run_folder.name + ".error")
+    assert not error.exists(), error.read_text(encoding="utf-8")
+    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def series(run_folder: Path, name: str) -> dict[int, float]:
+    """One metric as step -> value."""
+    return {int(row["step"]): row[name] for row in read_metrics(run_folder) if name in row}

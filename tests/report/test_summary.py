@@ -1,0 +1,177 @@
+"""What a run says before and after, word for word."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from framework.config.load import config_from_values
+from framework.launch.options import parse
+from framework.plan.cluster import Cluster
+from framework.plan.plan import Plan, make_plan
+from framework.report.summary import RunResult, tell_end, tell_next, tell_start
+from framework.train.best import Best
+
+HERE = {"PATH": str(Path(sys.executable).parent)}  # an activated environment
+
+
+def plan(num_train_samples: int | None = None, **sections: Any) -> Plan:
+    values = {"run": {"name": "night"}, "batch": {"global_size": 120}} | sections
+    return make_plan(config_from_values(values), Cluster(devices_per_host=2), num_train_samples=num_train_samples)
+
+
+def result(**changes: Any) -> RunResult:
+    values: dict[str, Any] = {
+        "folder": Path("runs/night"), "step": 110, "samples_per_sec": 12345.678,
+        "metrics": {"train/loss": 0.51239, "eval/loss": 0.25, "eval/accuracy": 0.98765, "time/step_ms": 3.0},
+    }  # fmt: skip
+    return RunResult(**(values | changes))
+
+
+def test_the_start_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    tell_start(plan(training={"max_epochs": 10}), Path("runs/night"), start_step=0)
+    assert capsys.readouterr().out == (
+        "training night on 2 devices: 110 steps, 120 samples per step = 60 x 1 accumulation x 2 data-parallel, "
+        "ZeRO 0, fp32 -> runs/night\n"
+    )
+
+
+def test_a_resumed_start_says_from_where(capsys: pytest.CaptureFixture[str]) -> None:
+    tell_start(plan(training={"max_steps": 1}), Path("runs/night"), start_step=1)
+    assert "training night from step 1 on 2 devices: 1 step, " in capsys.readouterr().out
+
+
+def test_warnings_and_another_size_of_the_data_come_first(capsys: pytest.CaptureFixture[str]) -> None:
+    scheduler = {"kind": "cosine", "warmup_steps": 500}
+    tell_start(plan(1200, scheduler=scheduler), Path("runs/night"), start_step=0)
+    warning, note, start = capsys.readouterr().out.splitlines()
+    assert warning.startswith("warning: scheduler.warmup_steps = 500: ")
+    assert warning.endswith("[warmup-too-long]")
+    assert note == "note: 1,200 training samples found (1,437 expected); steps and schedule follow what was found"
+    assert start.startswith("training night on ")
+
+
+@pytest.mark.parametrize(
+    ("sections", "lines"),
+    [
+        ({}, []),  # to evaluate after the last step is a default
+        ({"evaluation": {"every_steps": 7}},
+         ["note: evaluation.every_steps = 7: there is no evaluation data [no-evaluation-data]"]),
+        ({"checkpoint": {"keep_best": "train/lr"}}, []),
+        ({"checkpoint": {"keep_best": "eval/accuracy"}},
+         ["warning: checkpoint.keep_best = eval/accuracy: there is no evaluation data, so it is never measured, and no checkpoint "
+          "is deleted [no-evaluation-data]"]),
+    ],
+)  # fmt: skip
+def test_what_needs_evaluation_data_that_is_not_there_is_told(
+    sections: dict[str, Any], lines: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    tell_start(plan(**sections), Path("runs/night"), start_step=0, evaluates=False)
+    assert capsys.readouterr().out.splitlines()[:-1] == lines
+    tell_start(plan(**sections), Path("runs/night"), start_step=0, evaluates=True)
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_the_end_shows_results_and_place(capsys: pytest.CaptureFixture[str]) -> None:
+    tell_end(result(), plan(), environment=HERE)
+    assert capsys.readouterr().out.splitlines() == [
+        "",
+        "night: finished after 110 steps",
+        "  final eval/accuracy  0.9877",
+        "  final eval/loss      0.2500",
+        "  final train/loss     0.5124",
+        "  throughput           12,346 samples/s",
+        "  run folder           runs/night",
+        "  TensorBoard          tensorboard --logdir runs",
+    ]
+
+
+def test_the_best_so_far_is_told_with_its_step(capsys: pytest.CaptureFixture[str]) -> None:
+    tell_end(result(best=Best("eval/accuracy", 0.99, 77)), plan(), environment=HERE)
+    assert "  best eval/accuracy   0.9900 at step 77\n" in capsys.readouterr().out
+
+
+DOOR = {"DSF_DOOR": "./launch.sh", "PATH": ""}
+SECOND = "precision.dtype=autocast run.name=second"
+
+
+@pytest.mark.parametrize(
+    ("words", "sections", "device", "environment", "told"),
+    [
+        (["a.yaml"], {}, "cpu", DOOR, f"./launch.sh train a.yaml {SECOND}"),
+        (["my run.yaml", "optimizer.lr=0.1"], {}, "cpu", DOOR, f"./launch.sh train 'my run.yaml' optimizer.lr=0.1 {SECOND}"),
+        (["a.yaml"], {}, "cuda", DOOR, f"./launch.sh train a.yaml --num_gpus 2 {SECOND}"),
+        (["a.yaml"], {"run": {"world_size": 2}}, "cuda", DOOR, f"./launch.sh train a.yaml {SECOND}"),
+        (["a.yaml"], {"precision": {"dtype": "bf16"}, "run": {"seed": 7}}, "cpu", DOOR,
+         "./launch.sh train a.yaml run.seed=8 run.name=second"),
+        (["a.yaml"], {"precision": {"dtype": "fp32", "matmul": "high"}}, "cpu", DOOR,  # autocast has no such key
+         "./launch.sh train a.yaml run.seed=1 run.name=second"),
+        (["a.yaml"], {}, "cpu", {"PATH": ""}, f"{sys.executable} -m framework launch a.yaml {SECOND}"),
+        (["a.yaml"], {}, "cpu", {"PATH": str(Path(sys.executable).parent)},
+         f"{Path(sys.executable).name} -m framework launch a.yaml {SECOND}"),
+    ],
+)  # fmt: skip
+def test_what_to_try_next_can_be_pasted(
+    words: list[str], sections: dict[str, Any], device: Any, environment: dict[str, str], told: str,
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    values = {"batch": {"global_size": 120}} | sections
+    made = make_plan(config_from_values(values), Cluster(devices_per_host=2, device=device))
+    tell_next(made, words, environment=environment)
+    assert capsys.readouterr().out == f"try next: {told}\n"
+    request = parse(shlex.split(told)[2 if "DSF_DOOR" in environment else 4 :])
+    assert [request.config, *request.overrides] == [*words, *told.split()[-2:]]
+
+
+def test_of_several_hosts_only_the_settings_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+    made = make_plan(config_from_values({}), Cluster(num_hosts=2, devices_per_host=2))
+    tell_next(made, ["a.yaml"], environment=DOOR)
+    assert capsys.readouterr().out == f"try next: the same command with {SECOND}\n"
+
+
+def test_tensorboard_is_named_as_the_shell_finds_it(capsys: pytest.CaptureFixture[str], tmp_path: Path,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """launch.sh, and the launcher, put the environment's programs in front of a PATH that has none of them."""
+    programs = Path(sys.executable).parent
+    monkeypatch.chdir(tmp_path)
+    for shell, name in ((str(tmp_path), f"{programs}/tensorboard"), (str(programs), "tensorboard")):
+        tell_end(result(), plan(), environment={"DSF_SHELL_PATH": shell, "PATH": str(programs)})
+        assert f"  TensorBoard          {name} --logdir runs\n" in capsys.readouterr().out
+    monkeypatch.chdir(programs.parent)
+    tell_end(result(), plan(), environment={"PATH": ""})
+    assert f"  TensorBoard          {programs.name}/tensorboard --logdir runs\n" in capsys.readouterr().out
+
+
+def test_a_run_that_was_over_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    tell_end(result(step=9, start_step=9, metrics={}, samples_per_sec=0.0), plan(monitors={"tensorboard": False}), environment=HERE)
+    assert capsys.readouterr().out.splitlines()[:3] == [
+        "", "night: nothing left to do, step 9 was reached before", "  run folder  runs/night",
+    ]  # fmt: skip
+
+
+def test_the_throughput_of_text_is_told_in_tokens_too(capsys: pytest.CaptureFixture[str]) -> None:
+    tell_end(result(tokens_per_sec=3160493.8), plan(), environment=HERE)
+    assert "  throughput           12,346 samples/s = 3,160,494 tokens/s\n" in capsys.readouterr().out
+
+
+def test_the_command_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+    tell_end(result(folder=Path("my runs/night")), plan(), environment=HERE)
+    assert "tensorboard --logdir 'my runs'\n" in capsys.readouterr().out
+
+
+def test_nobody_listens_any_more() -> None:
+    """As after `| head`: the reader is gone, and neither a line nor the flush at exit may fail the run."""
+    code = (
+        "from framework.train.rank_log import say\nfor _ in range(9): say('x' * 9999)\nimport sys; sys.stdout.flush()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.close()
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, b"")

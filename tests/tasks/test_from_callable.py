@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from framework.errors import ConfigError
+from framework.tasks.classification import Classification
+from framework.tasks.from_callable import as_task
+
+
+def test_a_task_is_returned_as_it_is() -> None:
+    task = Classification()
+    assert as_task(task) is task
+
+
+@pytest.mark.parametrize("loss", [mse_loss, nn.MSELoss(), lambda outputs, targets: (outputs - targets).pow(2).mean()])
+def test_functions_and_loss_modules_become_tasks(loss: Any) -> None:
+    task = as_task(loss)
+    outputs, targets = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor([0.0, 4.0])
+    assert task.loss(outputs, targets).item() == 2.5
+    ratio = task.measure(outputs, targets)["loss"]
+    assert (ratio.total.item(), ratio.count) == (5.0, 2)
+    task.loss(outputs, targets).backward()
+    assert outputs.grad is not None
+    assert outputs.grad.tolist() == [1.0, -2.0]
+
+
+def test_outputs_arrive_in_float32_wherever_they_are() -> None:
+    seen: list[Any] = []
+
+    def loss(outputs: Any, targets: Tensor) -> Tensor:
+        seen.append(outputs)
+        return torch.zeros((), dtype=torch.bfloat16)
+
+    low = torch.zeros(2, dtype=torch.bfloat16)
+    ids = torch.zeros(2, dtype=torch.int64)
+    result = as_task(loss).loss({"logits": low, "hidden": [low, (low, ids)]}, ids)
+    assert result.dtype == torch.float32
+    assert seen[0]["logits"].dtype == seen[0]["hidden"][0].dtype == seen[0]["hidden"][1][0].dtype == torch.float32
+    assert seen[0]["hidden"][1][1].dtype == torch.int64
+
+
+def test_a_loss_module_s_buffers_follow_the_outputs() -> None:
+    task = as_task(nn.CrossEntropyLoss(weight=torch.ones(3)))
+    outputs, targets = torch.zeros(2, 3, device="meta"), torch.zeros(2, dtype=torch.int64, device="meta")
+    assert task.loss(outputs, targets).device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("result", "reason"),
+    [
+        (None, "None was returned; return a Task or a callable loss(outputs, targets)"),
+        (3, "a int was returned"),
+        (nn.MSELoss, "the class torch.nn.modules.loss.MSELoss was returned; return an instance"),
+        (Classification, "the class framework.tasks.classification.Classification was returned"),
+    ],
+)
+def test_anything_else_is_refused(result: object, reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        as_task(result)
+    assert reason in str(caught.value)
+    assert str(caught.value).endswith("[task-target-result]")
+
+
+def test_a_loss_with_parameters_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the loss Linear has parameters.*\[task-loss-parameters\]"):
+        as_task(nn.Linear(2, 1))
+
+
+@pytest.mark.parametrize(
+    ("loss", "what"),
+    [(nn.MSELoss(reduction="none"), r"a tensor of shape \(2,\)"), (lambda outputs, targets: 1.0, "a float")],
+)
+def test_a_loss_that_is_no_scalar_tensor_is_refused(loss: Any, what: str) -> None:
+    with pytest.raises(ConfigError, match=rf"returned {what}, .*\[task-loss-result\]"):
+        as_task(loss).loss(torch.zeros(2), torch.zeros(2))

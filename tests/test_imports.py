@@ -1,0 +1,160 @@
+"""The house: imports run one way, the light half never touches torch, and deepspeed lives in one folder.
+
+The walk reads the source, so an import inside a function counts as well; what stands under `if TYPE_CHECKING:` does not.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from framework import cli
+
+ROOT = Path(__file__).parents[1]
+
+# Part -> the parts that it may import beside itself. A part is a folder of framework/ or a file in it.
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "output": set(),
+    "arguments": {"errors"},
+    "uncaught": {"errors", "output"},
+    "config": {"errors", "uncaught"},
+    "token_files": {"errors"},
+    "plan": {"errors", "config"},
+    "ds_json": {"errors", "config", "plan"},
+    "launch": {"errors", "output", "arguments", "config", "plan", "ds_json"},
+    "train": {"errors", "output", "config", "plan"},
+    "report": {"errors", "config", "plan", "train"},
+    # ------------------------------------------------ torch line
+    "models": {"errors", "config"},
+    "data": {"errors", "arguments", "config", "token_files"},
+    "tasks": {"errors", "config"},
+    "backend": {"errors", "config", "plan", "ds_json", "train", "models", "tasks", "data"},
+    "targets": {"errors", "config"},
+    "objects": {"errors", "config", "data", "models"},
+    "parts": {"errors", "config", "data", "models", "tasks", "targets", "objects"},
+    "wiring": {"errors", "config", "plan", "train", "data", "backend"},
+    "stages": {"errors", "config", "plan", "models", "tasks", "objects", "parts", "wiring", "targets"},
+    "prepared": {"errors", "config", "plan", "ds_json", "train", "backend", "objects", "parts", "stages"},
+    "assemble": {"train", "models", "backend", "parts", "prepared"},
+    "start_point": {"errors", "config", "train", "backend", "prepared"},
+    "run": {"errors", "token_files", "config", "plan", "train", "report", "backend", "objects", "uncaught", "wiring", "stages",
+            "prepared", "assemble", "start_point"},
+    "generate": {"errors", "arguments", "config", "token_files", "train", "data", "backend", "targets"},
+    "export_names": {"errors", "config", "train", "targets"},
+    "export": {"errors", "arguments", "train", "backend", "export_names"},
+    # ------------------------------------------------ on top
+    "check": {"errors", "config", "token_files", "plan", "ds_json", "train"},
+    "cli": {"errors", "output", "arguments", "config", "plan", "ds_json", "launch", "report", "check"},
+    "script": {"errors", "output", "arguments", "config", "plan", "ds_json", "launch", "train", "run"},  # what train.py does
+    "entry": {"script"},  # train.py of an installed copy
+    "__main__": {"errors", "cli"},
+    "__init__": set(),  # its names are imported on first use
+}
+LIGHT = ("errors", "output", "uncaught", "arguments", "config", "token_files", "plan", "ds_json", "launch", "train", "report",
+         "check", "cli", "__main__", "__init__")  # fmt: skip
+HEAVY = {"torch", "torchvision", "deepspeed", "numpy", "sklearn", "PIL"}
+# What a laptop has after `pip install dsframework`; the rest of train's needs is imported where it is used.
+BASE_INSTALL = {"pydantic", "pydantic_core", "yaml", "rich"}
+OF_THE_TRAIN_EXTRA = {"train": {"tensorboard"}, "launch": {"psutil"}}
+
+
+def part_of(module: str) -> str:
+    """``framework.config.load`` -> ``config``; ``framework`` -> ``__init__``."""
+    return [*module.split("."), "__init__"][1]
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the framework by name."""
+    files = sorted((ROOT / "framework").rglob("*.py"))
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files}
+
+
+@cache
+def imports_of(path: Path) -> frozenset[str]:
+    """Names of the modules that a file imports, wherever in it."""
+    return frozenset(_imports(ast.parse(path.read_text())))
+
+
+def _imports(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert not node.level, "relative import"
+        assert node.module
+        yield node.module
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    elif isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+        for child in node.orelse:
+            yield from _imports(child)
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from _imports(child)
+
+
+def test_every_part_has_its_place_in_the_house() -> None:
+    assert {part_of(name) for name in modules()} == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("name", modules())
+def test_imports_run_one_way(name: str) -> None:
+    part = part_of(name)
+    others = {part_of(found) for found in imports_of(modules()[name]) if found.split(".")[0] == "framework"}
+    wrong = others - MAY_IMPORT[part] - {part, "__init__"}
+    assert not wrong, f"{name} ({part}) must not import {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("name", [name for name in modules() if part_of(name) in LIGHT])
+def test_the_light_half_imports_what_a_laptop_has(name: str) -> None:
+    outside = {found.split(".")[0] for found in imports_of(modules()[name])} - {"framework"} - sys.stdlib_module_names
+    assert not outside & HEAVY, f"{name} stands above the torch line"
+    allowed = BASE_INSTALL | OF_THE_TRAIN_EXTRA.get(part_of(name), set())
+    assert outside <= allowed, f"{name} imports {sorted(outside - allowed)}"
+
+
+def test_commands_beyond_the_torch_line_are_there() -> None:
+    """The walk does not see what `cli` imports by name."""
+    for name in cli._BELOW_THE_LINE.values():
+        assert part_of(name) not in LIGHT
+        names = {node.name for node in ast.parse(modules()[name].read_text()).body if isinstance(node, ast.FunctionDef)}
+        assert "main" in names, name
+
+
+@pytest.mark.parametrize("name", modules())
+def test_deepspeed_is_imported_in_one_folder(name: str) -> None:
+    if part_of(name) != "backend":
+        assert "deepspeed" not in {found.split(".")[0] for found in imports_of(modules()[name])}
+
+
+def test_nothing_imports_itself_in_a_circle() -> None:
+    names = modules()
+    edges = {
+        name: {found for found in imports_of(path) if found in names and found != name} for name, path in names.items()
+    }
+    done: set[str] = set()
+
+    def walk(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, f"circle: {' -> '.join((*trail, name))}"
+        if name in done:
+            return
+        for found in sorted(edges[name]):
+            walk(found, (*trail, name))
+        done.add(name)
+
+    for name in names:
+        walk(name, ())
+
+
+def test_the_order_itself_has_no_circle() -> None:
+    order: list[str] = []
+    rest = dict(MAY_IMPORT)
+    while rest:
+        ready = [part for part, needs in rest.items() if needs <= set(order)]
+        assert ready, f"circle among {sorted(rest)}"
+        order += ready
+        rest = {part: needs for part, needs in rest.items() if part not in ready}

@@ -1,0 +1,196 @@
+"""Real runs that are asked to stop: they save together, say 75, and end, after all, as the run that nobody asked."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from framework.train.saved import list_checkpoints
+from tests.campaign.kills import TOTAL_STEPS, differences
+from tests.launched import REPO, job_environment
+from tests.test_train_script import launcher
+from tests.warm_ranks import Job, WarmRanks
+
+pytestmark = pytest.mark.slow
+
+TERM, INT, USR1, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGKILL
+SECONDS = 300.0
+GONE_SECONDS = 20.0
+
+
+def write_config(folder: Path, *, num_workers: int = 0) -> Path:
+    """Steps of 60 ms, a save after every eighth of them."""
+    config: dict[str, Any] = {
+        "run": {"name": "stops", "output_dir": str(folder)},
+        "model": {"kind": "mlp", "hidden_sizes": [64, 64], "dropout": 0.3},
+        "data": {"target": "tests.jobs.parts:slow_digits", "args": {"seconds": 0.001}, "num_workers": num_workers},
+        "batch": {"global_size": 100},
+        "zero": {"stage": 2},
+        "scheduler": {"kind": "warmup_cosine", "warmup_steps": 5},
+        "training": {"max_steps": TOTAL_STEPS, "log_every": 1},
+        "evaluation": {"every_steps": 10},
+        "checkpoint": {"every_steps": 8, "keep_last": 2, "resume": "auto"},
+        "monitors": {"tensorboard": False, "progress": "off"},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    return folder / "run.yaml"
+
+
+def logged(run: Path) -> int:
+    with suppress(FileNotFoundError, IndexError):
+        return int(json.loads((run / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[-2])["step"])
+    return 0
+
+
+def newest(run: Path) -> int:
+    return max((checkpoint.step for checkpoint in list_checkpoints(run / "checkpoints")), default=0)
+
+
+def until(holds: Callable[[], object], *, lives: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not holds():
+        assert lives(), "the job ended before"
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def start(warm: WarmRanks, folder: Path) -> Job:
+    return warm.start(["--config", str(write_config(folder))], num_ranks=2, folder=folder / "said")
+
+
+@pytest.fixture(scope="module")
+def unbroken(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unbroken")
+    job = start(warm, folder)
+    assert job.wait(SECONDS) == [0, 0], job.said()
+    return folder / "stops"
+
+
+def listens(pid: int) -> bool:
+    """Whether a process handles SIGTERM: one that has only been forked does not yet."""
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", Path("/proc", str(pid), "status").read_text(encoding="utf-8"), re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (TERM - 1) & 1)
+
+
+def ask(job: Job, run: Path, when: str, number: int, *ranks: int) -> int:
+    """Ask a run to stop that has just begun, and return the step that it says to have saved."""
+    before = newest(run)
+    if when == "save":
+        until((run / "checkpoints" / ".saving").exists, lives=lambda: not job.is_over())
+    else:
+        until(lambda: logged(run) >= before + 3, lives=lambda: not job.is_over())
+    job.signal(number, *ranks)
+    codes = job.wait(SECONDS)
+    assert codes == [75, 75], job.said()
+    line = r"^(\w+): stopped after step (\d+) of 48; .*global_step\2 is complete; .* \[stopped\]$"
+    told = re.findall(line, job.said(), re.MULTILINE)
+    assert len(told) == 1, job.said()
+    assert told[0][0] == signal.Signals(number).name
+    assert newest(run) == int(told[0][1]) > before
+    assert "Traceback" not in job.said()
+    return int(told[0][1])
+
+
+def test_stopped_again_and_again_a_run_ends_as_the_unbroken_one(warm: WarmRanks, unbroken: Path, tmp_path: Path) -> None:
+    run = tmp_path / "stops"
+    first = start(warm, tmp_path)
+    ask(first, run, "step", TERM, 1)
+    assert f"resume: auto: no checkpoint in {run}, starting afresh\n" in first.said()
+    ask(start(warm, tmp_path), run, "step", INT, 0, 1)
+    reached = ask(start(warm, tmp_path), run, "save", USR1, 0)
+    early = start(warm, tmp_path)
+    until(lambda: all(map(listens, early.pids)), lives=lambda: not early.is_over())
+    early.signal(TERM, 0, 1)
+    assert early.wait(SECONDS) == [75, 75], early.said()
+    assert early.said().count("SIGTERM: stopped before the first step: nothing new to save [stopped]") == 2
+    last = start(warm, tmp_path)
+    assert last.wait(SECONDS) == [0, 0], last.said()
+    assert f"resume: auto: from {run}/checkpoints/global_step{reached}\n" in last.said()
+    log = (run / "logs" / "rank1.log").read_text(encoding="utf-8")
+    assert f"dsframework: SIGUSR1: stopped after step {reached} of {TOTAL_STEPS}; " in log
+    assert f"dsframework: step {TOTAL_STEPS}/{TOTAL_STEPS}  epoch " in log
+    assert differences(unbroken, run, num_steps=TOTAL_STEPS) == []
+
+
+def test_a_second_request_ends_a_rank_that_cannot_stop(warm: WarmRanks, tmp_path: Path) -> None:
+    job = start(warm, tmp_path)
+    until(lambda: logged(tmp_path / "stops") >= 3, lives=lambda: not job.is_over())
+    job.signal(signal.SIGSTOP, 1)  # as a rank that hangs
+    job.signal(TERM, 0)
+    time.sleep(2.5)
+    assert not job.is_over()
+    job.signal(TERM, 0)
+    until(lambda: job.codes()[0] is not None, lives=lambda: True)
+    job.signal(KILL, 1)
+    assert job.wait(SECONDS) == [143, -9]
+    assert "rank 0: SIGTERM again: ending at once" in job.said(0)
+
+
+def launched(name: str, folder: Path, *, num_workers: int = 0) -> subprocess.Popen[str]:
+    command = [*launcher(name, 2), str(REPO / "train.py"), "--config", str(write_config(folder, num_workers=num_workers))]
+    env = job_environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin")
+    with (folder / "said.txt").open("w") as said:
+        return subprocess.Popen(command, cwd=folder, env=env, stdout=said, stderr=subprocess.STDOUT, text=True)
+
+
+def descendants(process: psutil.Process) -> list[psutil.Process]:
+    """Those that run train.py: ranks, and their workers."""
+    found = []
+    for child in process.children(recursive=True):
+        with suppress(psutil.Error):
+            if any(word.endswith("train.py") for word in child.cmdline()) and "launcher" not in " ".join(child.cmdline()):
+                found.append(child)
+    return found
+
+
+def test_torchrun_asks_all_ranks(tmp_path: Path) -> None:
+    job = launched("torchrun", tmp_path)
+    run = tmp_path / "stops"
+    until(lambda: logged(run) >= 3, lives=lambda: job.poll() is None)
+    job.send_signal(TERM)
+    assert job.wait(SECONDS) != 0
+    said = (tmp_path / "said.txt").read_text(encoding="utf-8")
+    assert f"SIGTERM: stopped after step {newest(run)} of 48" in said
+    assert "again" not in said
+
+
+def test_deepspeed_asks_one_rank_after_the_other_and_workers_leave_it_to_them(
+    unbroken: Path, tmp_path: Path
+) -> None:
+    """launch.py signals the workers of rank 0, then rank 0, and rank 1 only when rank 0 has ended."""
+    job = launched("deepspeed", tmp_path, num_workers=1)
+    run = tmp_path / "stops"
+    until(lambda: logged(run) >= 3, lives=lambda: job.poll() is None)
+    launch = psutil.Process(job.pid).children()[0]
+    launch.send_signal(TERM)
+    assert job.wait(SECONDS) == 1, "launch.py ends with 1 whatever the ranks said"
+    said = (tmp_path / "said.txt").read_text(encoding="utf-8")
+    assert f"SIGTERM: stopped after step {newest(run)} of 48" in said
+    assert "again" not in said
+    assert "Traceback" not in said
+
+    job = launched("deepspeed", tmp_path, num_workers=1)
+    stopped = newest(run)
+    until(lambda: logged(run) >= stopped + 3, lives=lambda: job.poll() is None)
+    launch = psutil.Process(job.pid).children()[0]
+    ranks = descendants(launch)
+    assert len(ranks) >= 4, "two ranks with a worker each"
+    launch.kill()
+    _, left = psutil.wait_procs(ranks, timeout=GONE_SECONDS)
+    job.wait(SECONDS)
+    assert not left
+    said = (tmp_path / "said.txt").read_text(encoding="utf-8")
+    assert f"the launcher (process {launch.pid}) is gone" in said

@@ -1,0 +1,77 @@
+"""What the terminal shows."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Literal
+
+import pytest
+
+from framework.train.monitors.console import Bar, Lines, describe, make_console
+from tests.train.monitors.points import point
+
+FULL = {"train/loss": 0.123456, "train/lr": 1e-3, "train/grad_norm": 12.3456, "throughput/samples_per_sec": 12345.6,
+        "memory/host_peak_bytes": 1e9, "time/step_ms": 5.0}  # fmt: skip
+
+
+def plain(text: str) -> str:
+    """Without what moves a cursor or sets a colour."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def test_a_line_shows_what_is_worth_a_glance() -> None:
+    assert describe(point(1, **FULL)) == "loss 0.1235  lr 0.001  grad norm 12.3  12,346 samples/s"
+    assert describe(point(1, **{"eval/accuracy": 0.98765})) == "eval/accuracy 0.9877"
+    assert describe(point(1, **{"train/loss": float("nan")})) == "loss nan"
+    text = FULL | {"throughput/tokens_per_sec": 987654.3}
+    assert describe(point(1, **text)) == "loss 0.1235  lr 0.001  grad norm 12.3  987,654 tokens/s"
+
+
+def test_lines_are_aligned(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines(200)
+    lines.write(point(2, train_loss=1.0))
+    lines.write(point(200, train_loss=0.5))
+    lines.close()
+    assert capsys.readouterr().out == "step   2/200  epoch 0.50  loss 1.0000\nstep 200/200  epoch 50.00  loss 0.5000\n"
+
+
+@pytest.mark.parametrize("mode", ["auto", "lines"])
+def test_without_a_terminal_there_are_lines(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert isinstance(make_console(mode, total_steps=3, from_step=0), Lines)  # type: ignore[arg-type]
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    bar = make_console("auto", total_steps=3, from_step=0)
+    assert isinstance(bar, Bar)
+    bar.close()
+
+
+def test_off_is_nothing() -> None:
+    assert make_console("off", total_steps=3, from_step=0) is None
+
+
+def test_the_bar_starts_at_the_step_of_the_checkpoint_and_keeps_evaluations(capsys: pytest.CaptureFixture[str]) -> None:
+    bar = make_console("bar", total_steps=8, from_step=4)
+    assert bar is not None
+    bar.write(point(6, train_loss=0.25))
+    bar.write(point(6, **{"eval/top[5]": 0.5, "eval/[red]": 0.75}))
+    bar.close()
+    shown = plain(capsys.readouterr().out)
+    assert "step 6  eval/top[5] 0.5000  eval/[red] 0.7500" in shown, "brackets are part of a name, not markup"
+    assert "6/8" in shown
+    assert "loss 0.2500" in shown
+
+
+@pytest.mark.parametrize("mode", ["lines", "bar"])
+def test_a_closed_terminal_is_no_reason_to_lose_a_run(mode: Literal["lines", "bar"], monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        monkeypatch.setattr("sys.stdout", stream)
+        console = make_console(mode, total_steps=200, from_step=0)
+        assert console is not None
+        console.write(point(7, **FULL))
+        console.write(point(8, **{"eval/accuracy": 0.5}))
+        console.close()

@@ -1,0 +1,65 @@
+"""Events are read back with TensorBoard's own reader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from framework.train.monitors.tensorboard_events import TensorBoardEvents
+from tests.train.monitors.points import point
+
+event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+
+def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
+    reader = event_accumulator.EventAccumulator(str(folder))
+    reader.Reload()
+    return [(event.step, event.value) for event in reader.Scalars(name)]
+
+
+def test_every_metric_is_a_scalar_over_steps(tmp_path: Path) -> None:
+    monitor = TensorBoardEvents(tmp_path / "tensorboard", from_step=0)
+    monitor.write(point(10, train_loss=1.5, train_lr=0.25))
+    monitor.write(point(20, train_loss=0.5))
+    monitor.write(point(20, eval_loss=2.5))
+    monitor.close()
+    assert scalars(tmp_path / "tensorboard", "train/loss") == [(10, 1.5), (20, 0.5)]
+    assert scalars(tmp_path / "tensorboard", "train/lr") == [(10, 0.25)]
+    assert scalars(tmp_path / "tensorboard", "eval/loss") == [(20, 2.5)]
+
+
+def test_a_resumed_run_hides_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+    first = TensorBoardEvents(tmp_path, from_step=0)
+    for step in (2, 4, 6, 8):
+        first.write(point(step, train_loss=step, eval_loss=step))
+    first.close()
+    second = TensorBoardEvents(tmp_path, from_step=4)
+    second.write(point(5, train_loss=50.0))
+    second.close()
+    third = TensorBoardEvents(tmp_path, from_step=5)
+    third.write(point(6, train_loss=60.0))
+    third.close()
+    assert scalars(tmp_path, "train/loss") == [(2, 2.0), (4, 4.0), (5, 50.0), (6, 60.0)]
+    assert scalars(tmp_path, "eval/loss") == [(2, 2.0), (4, 4.0)]
+
+
+def test_writing_after_the_file_failed_raises_and_closing_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package writes in a thread: an error arrives with a later point, and must neither be lost nor block."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    monitor = TensorBoardEvents(tmp_path, from_step=0)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("threading.excepthook", lambda _: None)
+    monkeypatch.setattr(RecordWriter, "write", full)
+
+    def write_many() -> None:
+        for step in range(100):
+            monitor.write(point(step, train_loss=1.0))
+
+    with pytest.raises(OSError, match="No space left"):
+        write_many()
+    monitor.close()

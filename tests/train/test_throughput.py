@@ -1,0 +1,108 @@
+"""Throughput by a clock that the test moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from framework.train.throughput import Stopwatch
+
+
+class Clock:
+    """Stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def train(watch: Stopwatch, clock: Clock, *, steps: int, seconds_per_step: float) -> None:
+    for _ in range(steps):
+        clock.now += seconds_per_step
+        watch.step()
+
+
+def test_an_interval_is_the_time_since_the_last_one(clock: Clock) -> None:
+    watch = Stopwatch(clock, samples_per_step=8)
+    train(watch, clock, steps=4, seconds_per_step=0.5)
+    assert watch.read() == {
+        "throughput/samples_per_sec": 16.0, "time/step_ms": 500.0, "time/data_ms": 0.0,
+    }  # fmt: skip
+    train(watch, clock, steps=2, seconds_per_step=2.0)
+    assert watch.read()["time/step_ms"] == 2000.0
+
+
+def test_excluded_time_is_not_training_time(clock: Clock) -> None:
+    watch = Stopwatch(clock, samples_per_step=1)
+    train(watch, clock, steps=2, seconds_per_step=1.0)
+    with watch.excluded():
+        clock.now += 50
+    assert watch.read()["time/step_ms"] == 1000.0
+    with suppress(ValueError), watch.excluded():
+        clock.now += 70
+        raise ValueError("saving failed")
+    train(watch, clock, steps=1, seconds_per_step=3.0)
+    assert watch.read()["time/step_ms"] == 3000.0
+
+
+def test_waiting_for_data_is_counted_and_part_of_the_step(clock: Clock) -> None:
+    def slow() -> Iterator[str]:
+        for batch in "ab":
+            clock.now += 0.25
+            yield batch
+
+    watch = Stopwatch(clock, samples_per_step=1)
+    for _ in watch.timed(slow()):
+        clock.now += 1.0  # what is done with the batch is not the data's time
+        watch.step()
+    assert watch.read() == {"throughput/samples_per_sec": 0.8, "time/step_ms": 1250.0, "time/data_ms": 250.0}
+    train(watch, clock, steps=1, seconds_per_step=1.0)
+    assert watch.read()["time/data_ms"] == 0.0
+
+
+def test_the_mean_leaves_the_first_interval_out(clock: Clock) -> None:
+    watch = Stopwatch(clock, samples_per_step=10)
+    assert watch.samples_per_second() == 0.0
+    train(watch, clock, steps=1, seconds_per_step=100.0)
+    watch.read()
+    assert watch.samples_per_second() == pytest.approx(0.1)
+    train(watch, clock, steps=3, seconds_per_step=1.0)
+    watch.read()
+    train(watch, clock, steps=1, seconds_per_step=5.0)
+    watch.read()
+    assert watch.samples_per_second() == pytest.approx(10 * 4 / 8)
+
+
+def test_nothing_is_said_of_no_time_or_no_steps(clock: Clock) -> None:
+    watch = Stopwatch(clock, samples_per_step=1)
+    assert watch.read() == {}
+    watch.step()
+    assert watch.read() == {}
+    clock.now += 1.0
+    watch.step()
+    assert watch.read()["time/step_ms"] == 500.0, "a reading that said nothing lost nothing"
+
+
+def test_an_empty_stream_ends(clock: Clock) -> None:
+    nothing: Iterator[Any] = iter(())
+    assert list(Stopwatch(clock, samples_per_step=1).timed(nothing)) == []
+
+
+def test_tokens_are_counted_where_the_data_has_them(clock: Clock) -> None:
+    watch = Stopwatch(clock, samples_per_step=8, tokens_per_step=8 * 256)
+    train(watch, clock, steps=1, seconds_per_step=9.0)
+    watch.read()
+    train(watch, clock, steps=4, seconds_per_step=0.5)
+    assert watch.read()["throughput/tokens_per_sec"] == 4096.0
+    assert watch.tokens_per_second() == pytest.approx(4096.0)
+    assert Stopwatch(clock, samples_per_step=8).tokens_per_second() == 0.0

@@ -1,0 +1,302 @@
+"""Ranks of a real job, forked from a process that has imported everything: train.py in two seconds instead of ten.
+
+What follows the fork is what follows the import in a process of its own: train.py reads its command line, joins the process
+group, builds the engine. Tests that start hundreds of jobs, to kill them, would import torch for hours otherwise.
+
+    with WarmRanks() as warm:
+        job = warm.start(["--config", "run.yaml"], num_ranks=2, folder=folder)
+        job.kill(1)                       # SIGKILL; the job then ends as torchrun ends it
+        codes = job.wait(60)
+
+Run as a module it is the process that forks; it takes one line of JSON for each job and ends, with its jobs, when its
+input does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tests.launched import REPO, job_environment
+
+_READY_SECONDS = 300.0  # imports, on a machine that has other things to do
+_GRACE_SECONDS = 20.0  # between the end of one rank and SIGKILL for those that stay: torchrun gives them 30
+_DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
+
+
+_session: list[WarmRanks] = []
+
+
+def session_ranks() -> WarmRanks:
+    """One process that forks, for all tests that need no other; `tests/conftest.py` ends it."""
+    if not _session:
+        _session.append(WarmRanks().__enter__())
+    return _session[0]
+
+
+def end_session_ranks() -> None:
+    """End it, if it was started."""
+    while _session:
+        _session.pop().__exit__()
+
+
+class WarmRanks:
+    """The process that forks, seen from outside."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.warm_ranks"], cwd=REPO, env=job_environment(), stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self._changed = threading.Condition()
+        self._pids: list[list[int]] = []
+        self._codes: dict[int, int] = {}
+        self._is_ready = self._is_over = False
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def __enter__(self) -> WarmRanks:
+        self._until(lambda: self._is_ready, seconds=_READY_SECONDS)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+    def start(self, arguments: Sequence[str], *, num_ranks: int, folder: Path, script: Path | None = None,
+              cwd: Path | None = None) -> Job:  # fmt: skip
+        """Start train.py, or another script, on `num_ranks` ranks; what they print goes to ``folder/rank<N>.txt``."""
+        folder.mkdir(parents=True, exist_ok=True)
+        port = _free_port()
+        number = len(self._pids) + 1
+        order = {"arguments": [*arguments], "num_ranks": num_ranks, "folder": str(folder), "port": port}
+        self._send(order | {"script": str(script or ""), "cwd": str(cwd or folder)})
+        self._until(lambda: len(self._pids) >= number, seconds=60)
+        return Job(self, self._pids[number - 1], folder, port)
+
+    def codes(self) -> dict[int, int]:
+        """Exit code of every process that has ended, by its id; -9 for SIGKILL."""
+        with self._changed:
+            return dict(self._codes)
+
+    def signal(self, pid: int, number: int) -> None:
+        """Send a signal, through the parent: a process that it has not yet waited for keeps its number."""
+        self._send({"signal": number, "pid": pid})
+
+    def _send(self, order: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+
+    def _until(self, holds: Any, *, seconds: float) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: holds() or self._is_over, timeout=seconds) or not holds():
+                raise RuntimeError("the process that forks ranks does not answer")
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            said = json.loads(line)
+            with self._changed:
+                if "pids" in said:
+                    self._pids.append(said["pids"])
+                elif "code" in said:
+                    self._codes[said["pid"]] = said["code"]
+                else:
+                    self._is_ready = True
+                self._changed.notify_all()
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+
+class Job:
+    """Ranks that were started together."""
+
+    def __init__(self, warm: WarmRanks, pids: list[int], folder: Path, port: int) -> None:
+        self._warm, self._pids, self._folder, self._port = warm, pids, folder, port
+
+    @property
+    def pids(self) -> list[int]:
+        """The process of each rank."""
+        return list(self._pids)
+
+    def kill(self, *ranks: int) -> None:
+        """SIGKILL these ranks."""
+        for rank in ranks:
+            self.signal(signal.SIGKILL, rank)
+
+    def signal(self, number: int, *ranks: int) -> None:
+        """Send a signal to these ranks."""
+        for rank in ranks:
+            self._warm.signal(self._pids[rank], number)
+
+    def codes(self) -> list[int | None]:
+        """Exit code of every rank; None while it runs."""
+        ended = self._warm.codes()
+        return [ended.get(pid) for pid in self._pids]
+
+    def is_over(self) -> bool:
+        """Whether a rank has failed or all have ended."""
+        codes = self.codes()
+        return any(codes) or None not in codes
+
+    def wait(self, seconds: float) -> list[int]:
+        """Wait for all ranks, end those that are left when one has failed, and return the exit codes.
+
+        Raises:
+            TimeoutError: it runs longer; it is killed.
+        """
+        deadline = time.monotonic() + seconds
+        while not self.is_over() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        is_late = not self.is_over()
+        kind, patience = (signal.SIGKILL, 0.0) if is_late else (signal.SIGTERM, _GRACE_SECONDS)
+        first = time.monotonic()
+        while None in (codes := self.codes()):
+            for pid, code in zip(self._pids, codes, strict=True):
+                # A rank that has lost its peer may say so for a moment, before it is told to end.
+                if code is None and time.monotonic() > first + (1.0 if kind == signal.SIGTERM else 0.0):
+                    self._warm.signal(pid, kind)
+            time.sleep(0.05 if kind == signal.SIGKILL else 0.2)
+            kind = signal.SIGKILL if time.monotonic() > first + patience else kind
+        for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{self._port}_*"):
+            buffer.unlink(missing_ok=True)  # 66 MiB for each rank that was killed
+        if is_late:
+            raise TimeoutError(f"the job had not ended after {seconds:.0f} s; it said:\n{self.said()[-4000:]}")
+        return [code for code in codes if code is not None]
+
+    def said(self, rank: int | None = None) -> str:
+        """What a rank, or all ranks, have printed."""
+        ranks = range(len(self._pids)) if rank is None else [rank]
+        return "".join((self._folder / f"rank{number}.txt").read_text(errors="replace") for number in ranks)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _warm_up() -> None:
+    """Import what a run imports, also what DeepSpeed and torch import late."""
+    import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
+    import sklearn.datasets  # noqa: F401
+    import torch
+    from deepspeed.comm.torch import build_shm_op
+
+    import framework.run  # noqa: F401
+    import train  # noqa: F401
+    from framework.backend.extensions import use_own_cache
+
+    use_own_cache()
+    build_shm_op()  # a rank that is killed while it compiles would leave the op broken for all
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).step()
+
+
+def _serve() -> None:
+    orders, wake = os.fdopen(os.dup(0), "rb", buffering=0), os.pipe()
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what imports print must not be taken for an answer
+    _warm_up()
+    os.set_blocking(wake[1], False)
+    signal.set_wakeup_fd(wake[1], warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    answers.write("{}\n")
+    running: set[int] = set()
+    buffered = b""
+    while True:
+        ready, _, _ = select.select([orders, wake[0]], [], [])
+        if wake[0] in ready:
+            os.read(wake[0], 4096)
+            _collect(running, answers)
+        if orders in ready:
+            more = os.read(orders.fileno(), 65536)
+            if not more:
+                break
+            *lines, buffered = (buffered + more).split(b"\n")
+            for line in lines:
+                _obey(json.loads(line), running, answers)
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+
+
+def _collect(running: set[int], answers: Any) -> None:
+    for pid in sorted(running):
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            running.discard(pid)
+            answers.write(json.dumps({"pid": pid, "code": os.waitstatus_to_exitcode(status)}) + "\n")
+
+
+def _obey(order: dict[str, Any], running: set[int], answers: Any) -> None:
+    if "signal" in order:
+        if order["pid"] in running:
+            os.kill(order["pid"], order["signal"])
+        return
+    pids = []
+    for rank in range(order["num_ranks"]):
+        pid = os.fork()
+        if pid == 0:
+            _be_rank(rank, order)
+        pids.append(pid)
+    running.update(pids)
+    answers.write(json.dumps({"pids": pids}) + "\n")
+
+
+def _be_rank(rank: int, order: dict[str, Any]) -> None:
+    """Become train.py, or another script, on one rank. Never returns."""
+    code = 70
+    try:
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        folder = Path(order["folder"])
+        output = os.open(folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((nothing, 0), (output, 1), (output, 2)):
+            os.dup2(source, target)
+        os.closerange(3, 256)  # the pipes to the parent: it must notice when the parent's other end is closed
+        os.chdir(order["cwd"])
+        number = str(order["num_ranks"])
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=number, LOCAL_WORLD_SIZE=number,
+                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(order["port"]))  # fmt: skip
+        sys.argv = [order["script"] or "train.py", *order["arguments"]]
+        code = _run(order["script"])
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    finally:
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _run(script: str) -> int:
+    if script:
+        runpy.run_path(script, run_name="__main__")
+        return 0
+    from framework.script import exit_code
+
+    return exit_code()
+
+
+if __name__ == "__main__":
+    _serve()

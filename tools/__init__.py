@@ -1,0 +1,1 @@
+"""Programs for people who work on the framework; none of them is installed with it."""

@@ -1,0 +1,1 @@
+"""Reads every configuration key out of one DeepSpeed release: recorder, pydantic models, source text."""
