@@ -256,7 +256,7 @@ def test_a_run_keeps_its_tokenizer(runs: Path, capsys: Capture) -> None:
             assert capsys.readouterr().out == said
         assert main([*words, "--tokenizer", "bytes"]) == 0
         assert main([*words, "--tokenizer", "nowhere"]) == 78
-        assert "--tokenizer = nowhere: there is no folder" in capsys.readouterr().err
+        assert "--tokenizer = nowhere: there is no such file or folder" in capsys.readouterr().err
         assert main(words) == 78
     finally:
         (runs / "elsewhere").rename(runs / "tokens")
