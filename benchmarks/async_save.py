@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import RESULTS, load_average, machine, spread, write
+from framework.assembly.prepared import prepare
+from framework.assembly.wiring import description, make_train_loader
 from framework.backend import random_state
 from framework.backend.distributed import gather, process_group
 from framework.backend.plain_engine import PlainEngine, build_engine
 from framework.config.load import config_from_values
-from framework.prepared import prepare
 from framework.train.async_checkpointer import AsyncCheckpointer
 from framework.train.checkpointer import Checkpointer
 from framework.train.retention import Retention
 from framework.train.saved import list_checkpoints
-from framework.wiring import description, make_train_loader
 
 BLOCK = 8 << 20
 

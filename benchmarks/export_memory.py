@@ -22,14 +22,14 @@ from typing import Any
 import torch
 
 from framework.config.load import config_from_values
-from framework.train.files import hash_file
+from framework.files import hash_file
 from framework.train.saved import FORMAT, MANIFEST, seal
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_RANKS, HIDDEN = 2, 2048
 PROGRAM = """
 import re, sys, threading, time
-from framework.export import main
+from framework.commands.export import main
 def now(field):
     return int(re.search(field + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 before, peak, done = (now("RssAnon"), now("VmRSS")), [0, 0], threading.Event()

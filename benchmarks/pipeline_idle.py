@@ -29,12 +29,12 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from benchmarks.records import RESULTS, launch, load_average, machine, write
+from framework.assembly.objects import Objects
+from framework.assembly.prepared import Prepared, prepare
+from framework.assembly.wiring import make_train_loader
 from framework.backend.distributed import barrier, process_group, rank
 from framework.backend.pipeline_engine import PipelineEngine, build_pipeline
 from framework.config.load import config_from_values
-from framework.objects import Objects
-from framework.prepared import Prepared, prepare
-from framework.wiring import make_train_loader
 
 NUM_STAGES, LAYERS_PER_STAGE, WIDTH = 2, 2, 8
 MICRO_BATCHES = (4, 8, 16)

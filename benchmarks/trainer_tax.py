@@ -23,6 +23,8 @@ from typing import Any
 import deepspeed
 import torch
 
+from framework.assembly.prepared import Prepared, prepare
+from framework.assembly.wiring import make_agenda, make_monitors, make_train_loader
 from framework.backend import random_state
 from framework.backend.distributed import barrier, process_group, rank
 from framework.backend.environment import describe_environment
@@ -30,12 +32,10 @@ from framework.backend.measures import mean_over_ranks
 from framework.backend.plain_engine import build_engine
 from framework.backend.stop_agreement import agreed_stops
 from framework.config.load import config_from_values
-from framework.prepared import Prepared, prepare
 from framework.train.cadence import Cadence
 from framework.train.monitors.base import Monitor, Point
 from framework.train.stop_request import StopRequest
 from framework.train.trainer import Agenda, Trainer
-from framework.wiring import make_agenda, make_monitors, make_train_loader
 
 LOG_EVERY = 10
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # a check of DeepSpeed JSON needs none of it, and importing i
 # Commands that need more than the base install. Their modules stand beyond the torch line, are imported by name when the
 # command is given, and by nothing else here; each has `main(words) -> exit code`.
 _BELOW_THE_LINE: Final[Mapping[str, str]] = {
-    "prepare": "framework.data.prepare", "generate": "framework.generate", "export": "framework.export",
+    "prepare": "framework.data.prepare", "generate": "framework.commands.generate", "export": "framework.commands.export",
 }
 
 

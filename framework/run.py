@@ -13,7 +13,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from framework.assemble import assemble_engine
+from framework.assembly.assemble import assemble_engine
+from framework.assembly.objects import MakeOptimizer, ModelSource, Objects, config_with_objects
+from framework.assembly.prepared import Prepared, prepare
+from framework.assembly.stages import cut_as_saved, cut_by_time
+from framework.assembly.start_point import choose_together, on_rank0, with_verified_weights
+from framework.assembly.wiring import (
+    description,
+    make_agenda,
+    make_checkpointer,
+    make_eval_loader,
+    make_monitors,
+    make_train_loader,
+)
 from framework.backend import random_state
 from framework.backend.distributed import (
     from_rank0,
@@ -30,12 +42,8 @@ from framework.backend.stop_agreement import agreed_stops
 from framework.config.load import Source
 from framework.config.run_config import RunConfig
 from framework.errors import RunStopped
-from framework.objects import MakeOptimizer, ModelSource, Objects, config_with_objects
 from framework.plan.plan import Plan
-from framework.prepared import Prepared, prepare
 from framework.report.summary import RunResult, tell_end, tell_next, tell_start
-from framework.stages import cut_as_saved, cut_by_time
-from framework.start_point import choose_together, on_rank0, with_verified_weights
 from framework.token_files import keep_tokenizer
 from framework.train.best import BestSoFar
 from framework.train.checkpointer import clear_unfinished
@@ -50,14 +58,6 @@ from framework.train.saved import SavedCheckpoint, size_of
 from framework.train.stop_request import StopRequest
 from framework.train.trainer import Trainer
 from framework.uncaught import end_in_one_line
-from framework.wiring import (
-    description,
-    make_agenda,
-    make_checkpointer,
-    make_eval_loader,
-    make_monitors,
-    make_train_loader,
-)
 
 
 def fit(

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).resolve().parent.parent
+from tests.places import ROOT
+
 # The first start on a machine compiles DeepSpeed's shared-memory op and, for some cases, its optimizers.
 TIMEOUT_SECONDS = 900
 
@@ -19,7 +20,7 @@ def job_environment(**extra: str) -> dict[str, str]:
     """A clean environment for a job on CPU."""
     dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
-    path = os.pathsep.join([str(REPO), *filter(None, [kept.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(ROOT), *filter(None, [kept.get("PYTHONPATH")])])
     return kept | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": path} | extra
 
 
@@ -52,7 +53,7 @@ def train_cases(configs: Sequence[Mapping[str, Any]], *, num_ranks: int, folder:
     cases = folder / f"cases-{num_ranks}-{len(list(folder.iterdir()))}.json"
     cases.write_text(json.dumps([{"config": config} for config in configs]), encoding="utf-8")
     words = ["--allow-fp16"] if allow_fp16 else []
-    run_ranks(REPO / "tests/jobs/run_cases.py", str(cases), *words, num_ranks=num_ranks, cwd=folder)
+    run_ranks(ROOT / "tests/jobs/run_cases.py", str(cases), *words, num_ranks=num_ranks, cwd=folder)
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, float]]:

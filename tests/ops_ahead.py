@@ -13,7 +13,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
-from tests.launched import REPO, job_environment
+from tests.launched import ROOT, job_environment
 
 # What tests/ds_json/rules asks of DeepSpeed on a processor; the first is needed by more tests.
 BUILDERS = ("FusedAdamBuilder", "CPUAdamBuilder", "CPUAdagradBuilder", "PinMemoryBuilder")
@@ -24,7 +24,7 @@ def start() -> subprocess.Popen[bytes] | None:
     if platform.system() != "Linux" or any(find_spec(name) is None for name in ("torch", "deepspeed", "ninja")):
         return None
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.ops_ahead"], cwd=REPO, env=job_environment(MAX_JOBS="1"), stdin=subprocess.DEVNULL,
+        [sys.executable, "-m", "tests.ops_ahead"], cwd=ROOT, env=job_environment(MAX_JOBS="1"), stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
 

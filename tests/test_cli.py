@@ -14,8 +14,8 @@ import pytest
 
 import framework
 from framework.cli import main
+from tests.places import ROOT
 
-ROOT = Path(__file__).parents[1]
 QUICKSTART = str(ROOT / "ds_configs/quickstart.yaml")
 # Imported by Python at start-up: whoever asks for one of these gets an error that no one catches.
 BLOCKER = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from tests.test_imports import ROOT
+from tests.places import ROOT
 
 
 def kinds(folder: Path) -> set[str]:

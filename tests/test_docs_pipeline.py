@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import yaml
 
+from framework.assembly.objects import Objects
+from framework.assembly.parts import gather_parts
+from framework.assembly.stages import cut_model
 from framework.cli import main
 from framework.config.load import load_with_source
-from framework.objects import Objects
-from framework.parts import gather_parts
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
-from framework.stages import cut_model
 from tests.backend.pipe_oracle import plain_run
 from tests.launched import series, train_cases
+from tests.places import ROOT
 
-ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/pipeline.md").read_text(encoding="utf-8")
 CONFIG = ROOT / "ds_configs/lenet_pipeline.yaml"
 NUM_STEPS = 10

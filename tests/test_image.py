@@ -17,8 +17,8 @@ import pytest
 from framework.launch.environment import requirements
 from framework.launch.k8s.image import what_is_wrong_with_image
 from framework.launch.k8s.request import Request
+from tests.places import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "Dockerfile").read_text()
 
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from framework import cli
-
-ROOT = Path(__file__).parents[1]
+from tests.places import ROOT
 
 # Part -> the parts that it may import beside itself. A part is a folder of framework/ or a file in it.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "output": set(),
+    "files": {"errors"},
     "arguments": {"errors"},
     "uncaught": {"errors", "output"},
     "config": {"errors", "uncaught"},
@@ -28,36 +28,26 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": {"errors", "config"},
     "ds_json": {"errors", "config", "plan"},
     "launch": {"errors", "output", "arguments", "config", "plan", "ds_json"},
-    "train": {"errors", "output", "config", "plan"},
-    "report": {"errors", "config", "plan", "train"},
+    "train": {"errors", "output", "files", "config", "plan"},
+    "report": {"errors", "files", "config", "plan", "train"},
     # ------------------------------------------------ torch line
     "models": {"errors", "config"},
-    "data": {"errors", "arguments", "config", "token_files"},
+    "data": {"errors", "files", "arguments", "config", "token_files"},
     "tasks": {"errors", "config"},
-    "backend": {"errors", "config", "plan", "ds_json", "train", "models", "tasks", "data"},
-    "targets": {"errors", "config"},
-    "objects": {"errors", "config", "data", "models"},
-    "parts": {"errors", "config", "data", "models", "tasks", "targets", "objects"},
-    "wiring": {"errors", "config", "plan", "train", "data", "backend"},
-    "stages": {"errors", "config", "plan", "models", "tasks", "objects", "parts", "wiring", "targets"},
-    "prepared": {"errors", "config", "plan", "ds_json", "train", "backend", "objects", "parts", "stages"},
-    "assemble": {"train", "models", "backend", "parts", "prepared"},
-    "start_point": {"errors", "config", "train", "backend", "prepared"},
-    "run": {"errors", "token_files", "config", "plan", "train", "report", "backend", "objects", "uncaught", "wiring", "stages",
-            "prepared", "assemble", "start_point"},
-    "generate": {"errors", "arguments", "config", "token_files", "train", "data", "backend", "targets"},
-    "export_names": {"errors", "config", "train", "targets"},
-    "export": {"errors", "arguments", "train", "backend", "export_names"},
+    "backend": {"errors", "files", "config", "plan", "ds_json", "train", "models", "tasks", "data"},
+    "assembly": {"errors", "files", "config", "plan", "ds_json", "train", "data", "models", "tasks", "backend"},
+    "run": {"errors", "files", "token_files", "config", "plan", "train", "report", "backend", "uncaught", "assembly"},
+    "commands": {"errors", "files", "arguments", "config", "token_files", "train", "data", "backend", "assembly"},
     # ------------------------------------------------ on top
-    "check": {"errors", "config", "token_files", "plan", "ds_json", "train"},
+    "check": {"errors", "files", "config", "token_files", "plan", "ds_json"},
     "cli": {"errors", "output", "arguments", "config", "plan", "ds_json", "launch", "report", "check"},
     "script": {"errors", "output", "arguments", "config", "plan", "ds_json", "launch", "train", "run"},  # what train.py does
     "entry": {"script"},  # train.py of an installed copy
     "__main__": {"errors", "cli"},
     "__init__": set(),  # its names are imported on first use
 }
-LIGHT = ("errors", "output", "uncaught", "arguments", "config", "token_files", "plan", "ds_json", "launch", "train", "report",
-         "check", "cli", "__main__", "__init__")  # fmt: skip
+LIGHT = ("errors", "output", "files", "uncaught", "arguments", "config", "token_files", "plan", "ds_json", "launch", "train",
+         "report", "check", "cli", "__main__", "__init__")  # fmt: skip
 HEAVY = {"torch", "torchvision", "deepspeed", "numpy", "sklearn", "PIL"}
 # What a laptop has after `pip install dsframework`; the rest of train's needs is imported where it is used.
 BASE_INSTALL = {"pydantic", "pydantic_core", "yaml", "rich"}

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from framework.output import write
-
-ROOT = Path(__file__).parents[1]
+from tests.places import ROOT
 
 
 @pytest.mark.parametrize("unbuffered", [True, False])

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from framework.plan.metric_rules import LOGGED
-from tests.launched import REPO, TIMEOUT_SECONDS, job_environment
+from framework.plan.rules.metrics import LOGGED
+from tests.launched import ROOT, TIMEOUT_SECONDS, job_environment
 
 # From the first logged step to the last; a machine that does nothing else takes a tenth of it.
 LONGEST_SECONDS = 120
@@ -32,7 +32,7 @@ def check_summary(text: str) -> None:
 
 
 def test_the_readme_shows_what_is_printed() -> None:
-    shown = re.search(r"```\n(quickstart: finished.*?)```", (REPO / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    shown = re.search(r"```\n(quickstart: finished.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     assert shown
     check_summary(shown[1])
 
@@ -42,7 +42,7 @@ def test_the_quickstart_trains_to_its_end(tmp_path: Path) -> None:
     """`run.backend` is what it would be anyway; given by name it goes another way through the code."""
     environment = job_environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin", DSF_DOOR="./launch.sh")
     environment.pop("DSF_SHELL_PATH", None)
-    command = [sys.executable, "-m", "framework", "launch", str(REPO / "ds_configs/quickstart.yaml"), "run.backend=gloo"]
+    command = [sys.executable, "-m", "framework", "launch", str(ROOT / "ds_configs/quickstart.yaml"), "run.backend=gloo"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS,
                           check=False)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

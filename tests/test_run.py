@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from framework import start_point
+from framework.assembly import start_point
 from framework.config.load import config_from_values
 from framework.errors import StorageError, TrainingError
 from framework.plan.cluster import Cluster

@@ -18,8 +18,8 @@ import pytest
 
 from framework.cli import _parser
 from framework.launch.environment import requirements
+from tests.places import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ["launch.sh", ".ci/run"]
 TOOLS = ["bash", "cat", "chmod", "cp", "dirname", "env", "mkdir", "mktemp", "readlink", "rm", "tail"]
 

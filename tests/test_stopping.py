@@ -19,7 +19,7 @@ import yaml
 
 from framework.train.saved import list_checkpoints
 from tests.campaign.kills import TOTAL_STEPS, differences
-from tests.launched import REPO, job_environment
+from tests.launched import ROOT, job_environment
 from tests.test_train_script import launcher
 from tests.warm_ranks import Job, WarmRanks
 
@@ -140,7 +140,7 @@ def test_a_second_request_ends_a_rank_that_cannot_stop(warm: WarmRanks, tmp_path
 
 
 def launched(name: str, folder: Path, *, num_workers: int = 0) -> subprocess.Popen[str]:
-    command = [*launcher(name, 2), str(REPO / "train.py"), "--config", str(write_config(folder, num_workers=num_workers))]
+    command = [*launcher(name, 2), str(ROOT / "train.py"), "--config", str(write_config(folder, num_workers=num_workers))]
     env = job_environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin")
     with (folder / "said.txt").open("w") as said:
         return subprocess.Popen(command, cwd=folder, env=env, stdout=said, stderr=subprocess.STDOUT, text=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launched import REPO, TIMEOUT_SECONDS, job_environment, read_metrics
+from tests.launched import ROOT, TIMEOUT_SECONDS, job_environment, read_metrics
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +52,7 @@ def test_every_launcher_gives_the_same_run(tmp_path: Path, num_ranks: int, launc
     (tmp_path / "start.yaml").write_text(CONFIG, encoding="utf-8")
     seen = []
     for name in launchers:
-        command = [*launcher(name, num_ranks), str(REPO / "train.py"), "--config", "start.yaml", f"run.name={name}"]
+        command = [*launcher(name, num_ranks), str(ROOT / "train.py"), "--config", "start.yaml", f"run.name={name}"]
         done = start(command, tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "final eval/accuracy" in done.stdout
@@ -79,14 +79,14 @@ WRONG = {
 }
 
 
-# What takes torch to find, and so seconds, is in tests/test_prepared.py; one of those is here.
+# What takes torch to find, and so seconds, is in tests/assembly/test_prepared.py; one of those is here.
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_input_is_one_line_and_leaves_nothing_behind(tmp_path: Path, case: str) -> None:
     (tmp_path / "start.yaml").write_text(CONFIG, encoding="utf-8")
     (tmp_path / "broken.py").write_text("import torch\n\nwidth = 1 / 0\n", encoding="utf-8")
     before = sorted(path.name for path in tmp_path.iterdir())
     overrides, code, expected = WRONG[case]
-    done = start([sys.executable, str(REPO / "train.py"), "--config", "start.yaml", *overrides], tmp_path)
+    done = start([sys.executable, str(ROOT / "train.py"), "--config", "start.yaml", *overrides], tmp_path)
     told = [line for line in done.stderr.splitlines() if "[kind" in line or expected in line]
     assert done.returncode == code, done.stdout + done.stderr
     assert len(told) == 1
@@ -95,7 +95,7 @@ def test_wrong_input_is_one_line_and_leaves_nothing_behind(tmp_path: Path, case:
 
 
 def test_a_missing_config_is_refused(tmp_path: Path) -> None:
-    done = start([sys.executable, str(REPO / "train.py"), "--config", "nowhere.yaml"], tmp_path)
+    done = start([sys.executable, str(ROOT / "train.py"), "--config", "nowhere.yaml"], tmp_path)
     assert done.returncode == 78
     assert done.stderr == (
         "nowhere.yaml: there is no such file; check the path [config-not-found]\n"
@@ -104,7 +104,7 @@ def test_a_missing_config_is_refused(tmp_path: Path) -> None:
 
 def test_only_one_rank_speaks_and_the_launcher_reports_the_code(tmp_path: Path) -> None:
     (tmp_path / "start.yaml").write_text(CONFIG, encoding="utf-8")
-    command = [*launcher("deepspeed", 2), str(REPO / "train.py"), "--config", "start.yaml", "zero.stage=7"]
+    command = [*launcher("deepspeed", 2), str(ROOT / "train.py"), "--config", "start.yaml", "zero.stage=7"]
     done = start(command, tmp_path)
     assert done.returncode == 78
     assert (done.stdout + done.stderr).count("zero.stage = 7") == 1
@@ -112,7 +112,7 @@ def test_only_one_rank_speaks_and_the_launcher_reports_the_code(tmp_path: Path) 
 
 def readme_examples() -> list[str]:
     """The README's Python: the ten lines, and a task of one's own."""
-    blocks: list[str] = re.findall(r"```python\n(.*?)```", (REPO / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    blocks: list[str] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     assert len(blocks) == 2
     return blocks
 

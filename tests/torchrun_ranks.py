@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tests.launched import REPO, job_environment
+from tests.launched import ROOT, job_environment
 
 
 class TorchrunRanks:
@@ -32,7 +32,7 @@ class TorchrunRanks:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks),
                    "--redirects", "3", "--log-dir", str(folder / "ranks")]  # fmt: skip
         with (folder / "launcher.txt").open("wb") as output:
-            launcher = subprocess.Popen([*command, str(REPO / "train.py"), *arguments], cwd=folder, env=job_environment(),
+            launcher = subprocess.Popen([*command, str(ROOT / "train.py"), *arguments], cwd=folder, env=job_environment(),
                                         stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)  # fmt: skip
         return TorchrunJob(launcher, folder)
 

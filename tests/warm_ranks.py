@@ -31,7 +31,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.launched import REPO, job_environment
+from tests.launched import ROOT, job_environment
 
 _READY_SECONDS = 300.0  # imports, on a machine that has other things to do
 _GRACE_SECONDS = 20.0  # between the end of one rank and SIGKILL for those that stay: torchrun gives them 30
@@ -59,7 +59,7 @@ class WarmRanks:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.warm_ranks"], cwd=REPO, env=job_environment(), stdin=subprocess.PIPE,
+            [sys.executable, "-m", "tests.warm_ranks"], cwd=ROOT, env=job_environment(), stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         self._changed = threading.Condition()

@@ -20,7 +20,7 @@ from framework.backend.safe_files import SafeFiles, keeping_copies
 from framework.backend.state_views import Names, OptimizerViews, stepped_groups
 from framework.backend.stored_state import STATE_KEY, StoredState
 from framework.errors import StorageError
-from framework.train.files import FileRecord, NewFile, OpenFile
+from framework.files import FileRecord, NewFile, OpenFile
 from framework.train.saved import SavedCheckpoint
 
 

@@ -32,12 +32,12 @@ from framework.backend.schedules import client_schedule
 from framework.backend.shard_map import plain_name
 from framework.backend.state_views import Names, names_of
 from framework.errors import FrameworkError, TrainingError
+from framework.files import FileRecord, NewFile, OpenFile
 from framework.models.layers import Layer
 from framework.models.recompute import recompute
 from framework.plan.balance import Bounds
 from framework.plan.plan import Plan
 from framework.tasks.task import Task
-from framework.train.files import FileRecord, NewFile, OpenFile
 from framework.train.saved import SavedCheckpoint
 
 # Batches per stage that are evaluated in one go: enough to fill the pipeline, few enough to hold in memory.

@@ -20,10 +20,10 @@ from framework.backend.measures import EvalSums, engine_metrics, mean_over_ranks
 from framework.backend.safe_files import use_safe_files
 from framework.backend.schedules import client_schedule
 from framework.backend.state_views import names_of
+from framework.files import FileRecord, NewFile, OpenFile
 from framework.models.parameter_groups import parameter_groups
 from framework.plan.plan import Plan
 from framework.tasks.task import Task
-from framework.train.files import FileRecord, NewFile, OpenFile
 from framework.train.saved import SavedCheckpoint
 
 

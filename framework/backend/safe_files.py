@@ -25,7 +25,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch.utils.serialization import config as save_options
 
 from framework.errors import StorageError
-from framework.train.files import FileRecord, NewFile, OpenFile, hash_file, sync_file
+from framework.files import FileRecord, NewFile, OpenFile, hash_file, sync_file
 
 # What DeepSpeed 0.19.8 puts into its files beside tensors and plain values.
 _KNOWN: Final = [ZeroStageEnum, fragment_address, LossScaler, DynamicLossScaler]

@@ -17,7 +17,7 @@ import torch
 from framework.backend.exported_weights import INDEX, SUFFIX, WHOLE
 from framework.backend.merged_weights import MergedWeights
 from framework.errors import ConfigError, Problem
-from framework.train.files import NewFile, replace_text
+from framework.files import NewFile, replace_text
 
 _NAMES: Final = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",

@@ -19,7 +19,7 @@ from framework.ds_json.edits import unified_diff
 from framework.ds_json.fixes import fixed_text, safe_edits
 from framework.ds_json.judge import parse_deepspeed_json
 from framework.errors import StorageError
-from framework.train.files import replace_text
+from framework.files import replace_text
 
 _MOST_EDITS: Final = 100
 _SECTION: Final = "deepspeed"

@@ -10,7 +10,7 @@ from framework.config.deepspeed_words import SHARED, TYPED
 from framework.ds_json.facts import DEPRECATED, Facts
 from framework.ds_json.keys import Key, KeyTable
 from framework.errors import MISSING, Problem, show_value
-from framework.plan.passed_keys import not_in_a_run
+from framework.plan.rules.passed_keys import not_in_a_run
 
 Values = dict[str, Any]
 _NO_KEY: Final = ("a run config has no key for it", "remove it, or train with DeepSpeed's own API")

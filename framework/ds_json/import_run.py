@@ -26,8 +26,8 @@ from framework.ds_json.import_updates import optimizer, scheduler
 from framework.ds_json.keys import load_table
 from framework.ds_json.lint import lint
 from framework.errors import MISSING, ConfigError, Problem
-from framework.plan.passed_keys import not_in_a_run
 from framework.plan.plan import default_cluster, make_plan
+from framework.plan.rules.passed_keys import not_in_a_run
 
 _BATCH: Final = {"train_batch_size": "global_size", "train_micro_batch_size_per_gpu": "micro_size",
                  "gradient_accumulation_steps": "accumulation_steps"}  # fmt: skip

@@ -26,7 +26,7 @@ from framework.errors import (
     EXIT_STORAGE,
     EXIT_TRAINING,
 )
-from framework.launch.peers import Failure, Peers
+from framework.launch.meet.peers import Failure, Peers
 from framework.launch.preflight.across import a_few
 from framework.launch.ranks import RankEnd, Ranks
 from framework.launch.requests import Requests, say

@@ -23,8 +23,8 @@ from framework.ds_json.import_merge import with_deepspeed_config
 from framework.errors import EXIT_OK, ConfigError, FrameworkError, Problem, UsageError
 from framework.launch.devices import LocalDevices, find_devices
 from framework.launch.hostfile import Host, read_hostfile
-from framework.launch.meeting import Meeting
-from framework.launch.messages import PROTOCOL
+from framework.launch.meet.meeting import Meeting
+from framework.launch.meet.messages import PROTOCOL
 from framework.launch.options import GRACE_SECONDS, WAIT_SECONDS, parse_node, seconds
 from framework.launch.plain import added_environment, as_shell_line, find_train_script, node_command, usable_port
 from framework.launch.requests import Requests, read_order, say, write
@@ -120,7 +120,7 @@ def _main(argv: Sequence[str], requests: Requests) -> int:
                   job_id=os.environ.get("DSF_JOB_ID", ""), hosts=hosts,
                   look=_not_looking if found.no_preflight
                   else _preflight(job, topology, devices, {**os.environ, **added}))  # fmt: skip
-    from framework.launch.facts import node_facts
+    from framework.launch.meet.hello import node_facts
 
     return run_node(topology, script=script, arguments=job.arguments, devices=devices, environment={**os.environ, **added},
                     terms=terms, facts=node_facts(job.config) if topology.nnodes > 1 else {}, requests=requests)  # fmt: skip
@@ -165,8 +165,8 @@ def run_node(topology: Topology, *, script: Path, arguments: Sequence[str], devi
         ConfigError, PeerLostError, RunStopped: no rank was started.
     """
     from framework.launch.agent import run_attempt, tell_end  # psutil comes with the train extra only
+    from framework.launch.meet.rendezvous import meet
     from framework.launch.ranks import Ranks
-    from framework.launch.rendezvous import meet
 
     several = topology.nnodes > 1
     meeting = Meeting(topology, terms.control_port, _hello(topology, terms, facts), requests, token=terms.token,
@@ -201,7 +201,7 @@ def _port_problems(topology: Topology) -> Sequence[Problem]:
 
 def _hello(topology: Topology, terms: Terms, facts: Mapping[str, str]) -> dict[str, Any]:
     """What this node says about itself; `facts.HELLO` has the types."""
-    from framework.launch.facts import hosts_text
+    from framework.launch.meet.hello import hosts_text
 
     return {
         "protocol": PROTOCOL, "job": terms.job_id, "attempt": terms.attempt, "node_rank": topology.node_rank,
@@ -241,7 +241,7 @@ def node_environment(environment: Mapping[str, str], *, device: str, topology: T
 
 def network_environment(environment: Mapping[str, str], address: str) -> dict[str, str]:
     """gloo takes the address that the own name resolves to, often loopback; NCCL finds its interfaces better by itself."""
-    from framework.launch.addresses import interface_of
+    from framework.launch.meet.addresses import interface_of
 
     name = "" if environment.get("GLOO_SOCKET_IFNAME") else interface_of(address)
     return {"GLOO_SOCKET_IFNAME": name} if name else {}

@@ -16,7 +16,7 @@ from typing import IO, Final, TextIO
 
 from framework.errors import EXIT_OK, EXIT_PEER_LOST, EXIT_STOPPED, ConfigError, Problem
 from framework.launch.host_names import first_few
-from framework.launch.messages import readable
+from framework.launch.meet.messages import readable
 from framework.launch.options import GRACE_SECONDS
 from framework.launch.requests import Requests, say
 from framework.output import write

@@ -1,6 +1,6 @@
 """The balance of a pipeline's stages, for the command `plan`: told by a child process, because it takes torch and the model.
 
-    this process --config and cluster, JSON--> python -m framework.stages --the table, or why there is none, JSON--> here
+    this process --config and cluster, JSON--> python -m framework.assembly.stages --the table, or why there is none, JSON--> here
 
 The model is built and looked at on processors only; nothing trains, and no device is touched.
 """
@@ -52,7 +52,7 @@ def find_stage_balance(plan: Plan, *, source: Source, longest_seconds: float = _
     question = {"config": plan.config.to_dict(), "cluster": asdict(plan.cluster)}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "framework.stages"], input=json.dumps(question), capture_output=True, text=True,
+            [sys.executable, "-m", "framework.assembly.stages"], input=json.dumps(question), capture_output=True, text=True,
             encoding="utf-8", errors="replace", env={"DS_ACCELERATOR": "cpu", **os.environ}, timeout=longest_seconds, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

@@ -9,11 +9,11 @@ from framework.config.load import Source
 from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, Problem
 from framework.plan.cluster import Cluster
-from framework.plan.ema_rules import length_for_ema
 from framework.plan.layout import Layout, implied_data_parallel_size, largest_global_size, make_layout
-from framework.plan.overruled import overruled
 from framework.plan.rules import apply_rules
-from framework.plan.schedule_rules import length_for_schedule
+from framework.plan.rules.ema import length_for_ema
+from framework.plan.rules.overruled import overruled
+from framework.plan.rules.schedule import length_for_schedule
 
 
 @dataclass(frozen=True)

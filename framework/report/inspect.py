@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from framework.errors import EXIT_OK, EXIT_STORAGE, ConfigError, Problem, StorageError, show_value
+from framework.files import read_regular
 from framework.train.best import best_in
-from framework.train.files import read_regular
 from framework.train.saved import (
     LATEST,
     MANIFEST,

@@ -15,8 +15,8 @@ from dataclasses import asdict
 from typing import Any, Final, Literal
 
 from framework.errors import StorageError
+from framework.files import FileRecord
 from framework.train.checkpointer import Checkpointer
-from framework.train.files import FileRecord
 from framework.train.publication import SAVING, discard, make_room
 from framework.train.staged_files import StagedFiles
 from framework.train.warn import warn

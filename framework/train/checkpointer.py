@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from framework.errors import StorageError
+from framework.files import FileRecord, read_regular, replace_text
 from framework.train.engine import Engine
-from framework.train.files import FileRecord, read_regular, replace_text
 from framework.train.publication import LEAVING, SAVING, discard, failure_of, make_room, publish, warn_of_failure
 from framework.train.retention import Retention
 from framework.train.saved import LATEST, MANIFEST, list_checkpoints

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from framework.errors import ConfigError, Problem, StorageError, show_value
-from framework.train.files import replace_text
+from framework.files import replace_text
 from framework.train.saved import (
     LATEST,
     REPLACED,

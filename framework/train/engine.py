@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from framework.train.files import FileRecord, NewFile, OpenFile
+from framework.files import FileRecord, NewFile, OpenFile
 from framework.train.saved import SavedCheckpoint
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from framework.train.files import FileRecord, hash_file, replace_text, sync_file, sync_folder, sync_folders
+from framework.files import FileRecord, hash_file, replace_text, sync_file, sync_folder, sync_folders
 from framework.train.retention import Retention
 from framework.train.saved import FORMAT, LATEST, MANIFEST, SavedCheckpoint, list_checkpoints, seal
 from framework.train.warn import warn

@@ -29,7 +29,7 @@ def check_resumable(
         config: of this run, resolved.
         global_size: samples per step.
         steps_per_epoch: steps in one pass over the data.
-        data: what this run's own checkpoints say of its training data (`framework.wiring.data_facts`).
+        data: what this run's own checkpoints say of its training data (`framework.assembly.wiring.data_facts`).
 
     Raises:
         ConfigError: with one problem for every key that differs.

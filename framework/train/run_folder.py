@@ -17,7 +17,7 @@ import yaml
 
 from framework.config.document import parse_scalar
 from framework.errors import ConfigError, Problem, StorageError
-from framework.train.files import replace_text
+from framework.files import replace_text
 from framework.train.warn import warn
 
 _LOCK: Final = ".lock"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from framework.train.files import FileRecord, read_regular
+from framework.files import FileRecord, read_regular
 from framework.train.unverified import irregular
 from framework.train.verification import Verification
 

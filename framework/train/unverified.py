@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from framework.errors import ConfigError, Problem
-from framework.train.files import read_regular
+from framework.files import read_regular
 
 KIND: Final = "checkpoint-unverified"
 SAFE_TAG: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from framework.train.files import FileRecord, hash_file
+from framework.files import FileRecord, hash_file
 
 if TYPE_CHECKING:
     from framework.train.saved import SavedCheckpoint

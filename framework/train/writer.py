@@ -22,8 +22,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from framework.files import FileRecord, digest_of, replace_text, write_new
 from framework.train.channel import Channel
-from framework.train.files import FileRecord, digest_of, replace_text, write_new
 from framework.train.publication import SAVING, publish, warn_of_failure
 from framework.train.retention import Retention
 

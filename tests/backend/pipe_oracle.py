@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from framework.assembly.targets import call_factory, load_target
 from framework.config.base import Target
 from framework.config.load import config_from_values
 from framework.data.batches import WholeBatch
 from framework.data.order import epoch_order
 from framework.data.sample_seed import SeededBatches, SeededSamples
 from framework.data.splits import as_splits
-from framework.targets import call_factory, load_target
 from framework.tasks.from_callable import as_task
 
 _OPTIMIZERS: dict[str, Callable[[Any, Any], torch.optim.Optimizer]] = {

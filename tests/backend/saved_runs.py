@@ -12,7 +12,7 @@ import torch
 from framework.data.prepare import prepare
 from framework.train.saved import SavedCheckpoint, list_checkpoints
 from tests.backend.test_pipeline import BERT, GPT, RESNET
-from tests.launched import REPO, run_ranks
+from tests.launched import ROOT, run_ranks
 
 BF16 = {"precision": {"dtype": "bf16"}}
 # Two parameter groups, and weights that are trained by no optimizer.
@@ -53,7 +53,7 @@ def train(cases: Cases, folder: Path, *, pipe: int, num_ranks: int) -> Path:
     configs = [run_config(name, *case, folder, tokens, pipe=pipe, num_ranks=num_ranks) for name, case in cases.items()]
     file = folder / "cases.json"
     file.write_text(json.dumps([{"config": config} for config in configs]), encoding="utf-8")
-    run_ranks(REPO / "tests/jobs/save_truth.py", str(file), num_ranks=num_ranks, cwd=folder)
+    run_ranks(ROOT / "tests/jobs/save_truth.py", str(file), num_ranks=num_ranks, cwd=folder)
     assert [path.read_text(encoding="utf-8") for path in folder.glob("*.error")] == []
     return folder
 

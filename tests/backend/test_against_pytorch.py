@@ -16,7 +16,7 @@ import torch
 from framework.data.digits import build
 from framework.models.lenet import LeNet
 from tests.backend.oracle import digit_batches, plain_losses
-from tests.launched import REPO, series, train_cases
+from tests.launched import ROOT, series, train_cases
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +61,7 @@ def diverging_cases(folder: Path) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-FASHION_MNIST = Path(os.environ.get("DSFRAMEWORK_TEST_DATA", REPO.parent / "shared" / "data"))
+FASHION_MNIST = Path(os.environ.get("DSFRAMEWORK_TEST_DATA", ROOT.parent / "shared" / "data"))
 
 
 def fashion_mnist(folder: Path) -> dict[str, Any]:

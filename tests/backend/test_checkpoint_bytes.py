@@ -13,7 +13,7 @@ import torch.distributed
 
 from framework.backend.checkpoint_bytes import save_bytes
 from framework.backend.safe_files import SafeFiles
-from framework.train.files import FileRecord, hash_file
+from framework.files import FileRecord, hash_file
 
 
 @pytest.fixture

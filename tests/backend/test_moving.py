@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.backend.test_pipeline import GPT, text
-from tests.launched import REPO, run_ranks, series, train_cases
+from tests.launched import ROOT, run_ranks, series, train_cases
 
 __all__ = ["text"]  # a fixture
 pytestmark = pytest.mark.slow
@@ -96,7 +96,7 @@ def run_jobs(cases: dict[Layout, dict[str, Any]], folder: Path) -> None:
             if jobs:
                 file = folder / f"cases-{ranks}-{piped}.json"
                 file.write_text(json.dumps(jobs), encoding="utf-8")
-                run_ranks(REPO / "tests/jobs/move_cases.py", str(file), num_ranks=ranks, cwd=folder)
+                run_ranks(ROOT / "tests/jobs/move_cases.py", str(file), num_ranks=ranks, cwd=folder)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launched import REPO, torchrun
+from tests.launched import ROOT, torchrun
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def reads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
     folder: Path = tmp_path_factory.mktemp("reads")
-    done = torchrun(REPO / "tests/jobs/count_syncs.py", str(folder / "reads.json"), num_ranks=1, cwd=folder)
+    done = torchrun(ROOT / "tests/jobs/count_syncs.py", str(folder / "reads.json"), num_ranks=1, cwd=folder)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, dict[str, int]] = json.loads((folder / "reads.json").read_text(encoding="utf-8"))
     return found

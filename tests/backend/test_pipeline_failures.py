@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launched import REPO, job_environment
+from tests.launched import ROOT, job_environment
 from tests.warm_ranks import WarmRanks
 
 pytestmark = pytest.mark.slow
@@ -78,7 +78,7 @@ def harmed_at(folder: Path, otherwise: float) -> float:
 def launched(launcher: str, arguments: list[str], folder: Path) -> tuple[set[int], str]:
     """Exit code and output of a launcher."""
     env = job_environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin")
-    done = subprocess.run([*command(launcher), str(REPO / "train.py"), *arguments], cwd=folder, env=env, capture_output=True,
+    done = subprocess.run([*command(launcher), str(ROOT / "train.py"), *arguments], cwd=folder, env=env, capture_output=True,
                           text=True, timeout=120, check=False)  # fmt: skip
     return {done.returncode}, done.stdout + done.stderr
 

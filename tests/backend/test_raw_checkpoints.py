@@ -16,12 +16,12 @@ import torch
 
 from framework.backend.weights import read_weights
 from framework.cli import main as cli
+from framework.commands.export import export
 from framework.errors import ConfigError, StorageError
-from framework.export import export
 from framework.train.choice import find_checkpoint
 from tests.backend.test_weights import Gadget
 from tests.jobs.raw_deepspeed import CASES, SAMPLES, STEPS
-from tests.launched import REPO, read_metrics, run_ranks, series, torchrun, train_cases
+from tests.launched import ROOT, read_metrics, run_ranks, series, torchrun, train_cases
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +48,7 @@ def config(name: str, folder: Path, *, stage: int = 0, dtype: str = "fp32", **se
 @pytest.fixture(scope="module")
 def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("raw")
-    run_ranks(REPO / "tests/jobs/raw_deepspeed.py", str(folder), num_ranks=2, cwd=folder)
+    run_ranks(ROOT / "tests/jobs/raw_deepspeed.py", str(folder), num_ranks=2, cwd=folder)
     return folder
 
 
@@ -61,7 +61,7 @@ def moved(raw: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
              for target, (stage, dtype) in TARGETS.items()]  # fmt: skip
     file = folder / "cases.json"
     file.write_text(json.dumps(cases), encoding="utf-8")
-    run_ranks(REPO / "tests/jobs/move_cases.py", str(file), num_ranks=1, cwd=folder)
+    run_ranks(ROOT / "tests/jobs/move_cases.py", str(file), num_ranks=1, cwd=folder)
     return folder
 
 
@@ -140,7 +140,7 @@ def test_what_all_ranks_meet_is_said_once(raw: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     resumed = {"resume": str(raw / "z1-sgd"), "allow_unverified": True}
     file.write_text(json.dumps(config("said", tmp_path, stage=2, checkpoint=resumed)), encoding="utf-8")
-    done = torchrun(REPO / "train.py", "--config", str(file), num_ranks=2, cwd=tmp_path)
+    done = torchrun(ROOT / "train.py", "--config", str(file), num_ranks=2, cwd=tmp_path)
     assert done.returncode != 0
     assert done.stderr.count("[checkpoint-not-loaded]") == 1, done.stderr[-4000:]
     assert "other settings are those of this run [checkpoint-unverified]" in done.stderr

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from framework import run, start_point
+from framework import run
+from framework.assembly import start_point
+from framework.assembly.prepared import Prepared
 from framework.backend.raw_checkpoint import describe_raw
 from framework.config.load import config_from_values
 from framework.data.splits import Splits
 from framework.errors import ConfigError, StorageError
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
-from framework.prepared import Prepared
 from framework.train.run_folder import RunFolder
 from framework.train.saved import SavedCheckpoint
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launched import REPO, job_environment
+from tests.launched import ROOT, job_environment
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +20,7 @@ def test_every_call_of_a_real_save_may_go_wrong(stage: int, tmp_path: Path, exha
         pytest.skip("the other stages write through the same calls; --exhaustive enumerates them too")
     kinds = ["end-before", "EIO", "ENOSPC", *(["end-after", "short"] if exhaustive else [])]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.jobs.real_save_faults", str(tmp_path), str(stage), *kinds], cwd=REPO,
+        [sys.executable, "-m", "tests.jobs.real_save_faults", str(tmp_path), str(stage), *kinds], cwd=ROOT,
         env=job_environment(), capture_output=True, text=True, check=False, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+from framework.assembly.targets import call_factory
 from framework.backend.lazy_weights import LazyWeights
 from framework.backend.weights import checkpoint_weights, put_weights, read_weights
 from framework.config.load import config_from_values
@@ -23,10 +24,9 @@ from framework.data.order import epoch_order
 from framework.data.prepare import prepare
 from framework.data.sample_seed import SeededSamples
 from framework.errors import ConfigError, StorageError, show_value
-from framework.targets import call_factory
+from framework.files import hash_file
 from framework.tasks.from_callable import as_task
 from framework.train.choice import find_checkpoint
-from framework.train.files import hash_file
 from framework.train.saved import seal
 from tests.backend.pipe_oracle import plain_run, tensors_of
 from tests.backend.test_pipeline import BERT, GPT, LENET, RESNET

@@ -19,7 +19,7 @@ import yaml
 from tests.campaign.traces import differences
 from tests.hosts.host import Command, Host, Mount
 from tests.hosts.network import Network
-from tests.launched import REPO
+from tests.launched import ROOT
 
 TOTAL_STEPS, SAVE_EVERY = 30, 5
 RUN = "run"
@@ -121,12 +121,12 @@ class Stage:
               **environment: str) -> Command:  # fmt: skip
         """Start a command; its end is part of what is seen."""
         where = self.hosts[host]
-        self.commands[host] = where.start([*program, *words], cwd=REPO, environment=where.environment(**environment))
+        self.commands[host] = where.start([*program, *words], cwd=ROOT, environment=where.environment(**environment))
         return self.commands[host]
 
     def add_bystander(self, host: str, command: Sequence[str], *, says: str) -> None:
         """Start a program that is no part of the job, and wait until it says something."""
-        started = self.hosts[host].start(command, cwd=REPO)
+        started = self.hosts[host].start(command, cwd=ROOT)
         while says not in started.said():
             assert started.poll() is None, started.said()
             time.sleep(0.02)

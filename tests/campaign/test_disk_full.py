@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.jobs.disk_full import CYCLES, SAVE_EVERY
-from tests.launched import REPO, torchrun
+from tests.launched import ROOT, torchrun
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +34,7 @@ def mounted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def told(mounted: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     results = tmp_path_factory.mktemp("told") / "told"
     # A rank that waits for one that has failed would wait longer than this.
-    done = torchrun(REPO / "tests/jobs/disk_full.py", str(mounted), str(results), num_ranks=2, cwd=results.parent, timeout=420)
+    done = torchrun(ROOT / "tests/jobs/disk_full.py", str(mounted), str(results), num_ranks=2, cwd=results.parent, timeout=420)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-6000:]
     return {
         "printed": done.stdout + done.stderr,

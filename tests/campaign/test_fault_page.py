@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.campaign.fault_cases import CASES
 from tests.campaign.launch_faults import told
-from tests.test_imports import ROOT
+from tests.places import ROOT
 
 
 def test_the_page_has_every_case_with_its_exit_codes() -> None:

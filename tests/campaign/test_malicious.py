@@ -19,7 +19,7 @@ import pytest
 import torch
 import yaml
 
-from framework.train.files import hash_file
+from framework.files import hash_file
 from framework.train.saved import read_checkpoint, seal
 from tests.campaign.kills import CASES
 from tests.campaign.kills import config as campaign_config

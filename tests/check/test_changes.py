@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from framework.cli import main
+from tests.places import ROOT
 
 Capture = pytest.CaptureFixture[str]
 WRONG = "# mine\nzero: {stge: 1}   # why\n"
@@ -196,7 +197,7 @@ def test_an_object_cannot_come_from_a_file(tmp_path: Path, capsys: Capture) -> N
      (1000, "1000 steps = 2.14 epochs of 468"), (467, "467 steps = 1.00 epochs of 468")],
 )  # fmt: skip
 def test_fractions_of_epochs_have_two_digits(steps: int, said: str, capsys: Capture) -> None:
-    config = Path(__file__).parents[2] / "ds_configs/lenet_fashion_mnist.yaml"
+    config = ROOT / "ds_configs/lenet_fashion_mnist.yaml"
     assert main(["check", str(config), f"training.max_steps={steps}"]) == 0
     assert said in capsys.readouterr().out
 

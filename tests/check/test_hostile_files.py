@@ -16,8 +16,8 @@ import pytest
 from framework.config import read_text
 from framework.config.load import load_config
 from framework.errors import ConfigError
+from tests.places import ROOT
 
-ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 # Runs `check` and tells the largest memory that it took.
 MEASURED = """

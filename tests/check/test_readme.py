@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from framework.cli import main
+from tests.places import ROOT
 
-README = Path(__file__).parents[2] / "README.md"
+README = ROOT / "README.md"
 
 
 def steps() -> Iterator[tuple[str, list[str]]]:

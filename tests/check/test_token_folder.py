@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from framework.assembly.stages import tell
 from framework.cli import main
 from framework.config.run_config import RunConfig
 from framework.data.prepare import prepare
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
-from framework.stages import tell
 
 CONFIG = """
 run: {name: text}

@@ -15,8 +15,8 @@ from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
 from framework.config.schema import run_schema
 from framework.errors import ConfigError
+from tests.places import ROOT
 
-ROOT = Path(__file__).parents[2]
 COMMITTED = ROOT / "framework/config/run.schema.json"
 CONFIGS = sorted((ROOT / "ds_configs").glob("*.yaml"))
 VALIDATOR = jsonschema.Draft202012Validator(json.loads(COMMITTED.read_text()))

@@ -23,8 +23,7 @@ from framework.data.token_folder import open_token_folder, verify_token_folder
 from framework.data.tokens import Corpus, Tokens
 from framework.errors import ConfigError, StorageError
 from tests.data.text_samples import many_documents
-
-ROOT = Path(__file__).parents[2]
+from tests.places import ROOT
 
 
 def texts_of(part: Tokens | None, end: int = 256) -> list[bytes]:

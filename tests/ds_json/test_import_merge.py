@@ -15,8 +15,8 @@ from framework.config.load import load_with_source
 from framework.config.run_config import RunConfig
 from framework.ds_json.import_merge import with_deepspeed_config
 from framework.errors import ConfigError
+from tests.places import ROOT
 
-ROOT = Path(__file__).parents[2]
 DS = {
     "train_batch_size": 60, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "eps": 1e-6}}, "wall_clock_breakdown": True,

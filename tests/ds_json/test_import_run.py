@@ -22,8 +22,8 @@ from framework.ds_json.render import render
 from framework.errors import MISSING, ConfigError
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
+from tests.places import ROOT
 
-ROOT = Path(__file__).parents[2]
 RENDERED = sorted((ROOT / "ds_configs/rendered").glob("*.json"))
 ON_8 = Cluster(devices_per_host=8, device="cuda")
 BATCH = {"train_batch_size": 64}

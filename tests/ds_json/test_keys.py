@@ -19,9 +19,9 @@ from framework.config.deepspeed_words import OWNED, PASSED_THROUGH
 from framework.ds_json.key_files import TABLES, load_entries, sentence_entry, states_of
 from framework.ds_json.keys import Key, history, known_releases, load_table
 from framework.errors import MISSING, UsageError
-from framework.plan.passed_keys import REMOVED
+from framework.plan.rules.passed_keys import REMOVED
+from tests.places import ROOT
 
-ROOT = Path(__file__).parents[2]
 TABLE = load_table()
 # Modules of constants: NAME = "key" beside NAME_DEFAULT = value.
 CONSTANTS = (

@@ -13,8 +13,8 @@ from framework.ds_json.hjson_text import parse_hjson
 from framework.ds_json.keys import known_releases
 from framework.ds_json.lint import lint
 from framework.errors import ConfigError, Problem, UsageError
+from tests.places import ROOT
 
-ROOT = Path(__file__).parents[2]
 # A whole config that nothing is wrong with, for a key to be added to.
 FINE = {"train_batch_size": 8, "gradient_clipping": 1.0, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
 

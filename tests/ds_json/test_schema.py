@@ -16,8 +16,8 @@ from framework.ds_json.keys import known_releases, load_table
 from framework.ds_json.lint import lint
 from framework.ds_json.schema import deepspeed_schema
 from framework.errors import UsageError
+from tests.places import ROOT
 
-ROOT = Path(__file__).parents[2]
 COMMITTED = ROOT / "framework/ds_json/deepspeed.schema.json"
 RENDERED = sorted((ROOT / "ds_configs/rendered").glob("*.json"))
 SCHEMA = json.loads(COMMITTED.read_text())

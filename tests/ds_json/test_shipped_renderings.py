@@ -14,8 +14,8 @@ from framework.config.load import load_with_source
 from framework.ds_json.render import render
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
+from tests.places import ROOT
 
-ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "ds_configs").glob("*.yaml"))
 RENDERED = ROOT / "ds_configs/rendered"
 DEVICES = 8

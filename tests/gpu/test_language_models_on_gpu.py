@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launched import REPO, read_metrics, torchrun
+from tests.launched import ROOT, read_metrics, torchrun
 
 NUM_DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [
@@ -46,7 +46,7 @@ def train(cases: Mapping[str, dict[str, Any]], folder: Path, *, num_ranks: int) 
     ]  # fmt: skip
     path = folder / "cases.json"
     path.write_text(json.dumps(configs), encoding="utf-8")
-    done = torchrun(REPO / "tests/jobs/run_cases.py", str(path), num_ranks=num_ranks, cwd=folder, DS_ACCELERATOR="cuda")
+    done = torchrun(ROOT / "tests/jobs/run_cases.py", str(path), num_ranks=num_ranks, cwd=folder, DS_ACCELERATOR="cuda")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return folder
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launched import REPO, read_metrics, torchrun
+from tests.launched import ROOT, read_metrics, torchrun
 
 pytestmark = [
     pytest.mark.slow,
@@ -45,7 +45,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]  # fmt: skip
     cases = folder / "cases.json"
     cases.write_text(json.dumps(configs), encoding="utf-8")
-    done = torchrun(REPO / "tests/jobs/run_cases.py", str(cases), num_ranks=1, cwd=folder, DS_ACCELERATOR="cuda")
+    done = torchrun(ROOT / "tests/jobs/run_cases.py", str(cases), num_ranks=1, cwd=folder, DS_ACCELERATOR="cuda")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return folder
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from tests.launched import REPO, job_environment
+from tests.launched import ROOT, job_environment
 
 if TYPE_CHECKING:
     from tests.hosts.network import Network
@@ -244,7 +244,7 @@ def _ways_to_programs(uid: int | None) -> dict[str, list[str]]:
 
     Such folders of / are left out (`closed`), and what is needed of them is put back (`visible`).
     """
-    needed = sorted({REPO, Path(sys.prefix), Path(sys.base_prefix)})
+    needed = sorted({ROOT, Path(sys.prefix), Path(sys.base_prefix)})
     closed = {path.parts[1] for path in needed for parent in path.parents if uid and not parent.stat().st_mode & 0o001}
     own = closed | {"tmp", "run"}
     return {"closed": sorted(closed), "visible": [str(path) for path in needed if path.parts[1] in own]}

@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.hosts.host import Host
 from tests.hosts.ssh import Keys
-from tests.launched import REPO
+from tests.launched import ROOT
 
 _PREFIX = "10.77"
 
@@ -64,7 +64,7 @@ class Network:
     def __enter__(self) -> Network:
         self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-")))
         self.logs = self._given or self.folder
-        self._switch = subprocess.Popen([sys.executable, "-m", "tests.hosts.switch"], cwd=REPO, stdin=subprocess.PIPE,
+        self._switch = subprocess.Popen([sys.executable, "-m", "tests.hosts.switch"], cwd=ROOT, stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE, text=True, start_new_session=True)  # fmt: skip
         self._stack.callback(self._end_switch)
         return self

@@ -18,10 +18,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import framework
+from framework.assembly.prepared import prepare
 from framework.backend.distributed import process_group
 from framework.backend.plain_engine import PlainEngine
 from framework.config.load import config_from_values
-from framework.prepared import prepare
 
 STEPS = 6
 

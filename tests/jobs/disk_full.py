@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import framework
+from framework import files
 from framework.backend.distributed import barrier, process_group, rank
 from framework.errors import FrameworkError
-from framework.train import files
 from framework.train.checkpointer import Checkpointer
 from framework.train.choice import find_sound_checkpoint
 from framework.train.saved import list_checkpoints

@@ -19,12 +19,12 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch._utils import _unflatten_dense_tensors
 
 import framework
-from framework.assemble import assemble_engine
+from framework.assembly.assemble import assemble_engine
+from framework.assembly.prepared import prepare
 from framework.backend.distributed import process_group
 from framework.backend.raw_checkpoint import describe_raw
 from framework.backend.state_views import OptimizerViews, names_of
 from framework.config.load import config_from_values
-from framework.prepared import prepare
 from framework.train.choice import find_checkpoint
 from tests.jobs.half_on_cpu import allow_fp16
 

@@ -16,12 +16,12 @@ import deepspeed.runtime.engine
 import pytest
 import torch
 
-from framework.assemble import assemble_engine
+from framework.assembly.assemble import assemble_engine
+from framework.assembly.prepared import prepare
+from framework.assembly.wiring import make_train_loader
 from framework.backend.distributed import process_group, quiet_deepspeed
 from framework.config.load import config_from_values
-from framework.prepared import prepare
 from framework.train.checkpointer import Checkpointer
-from framework.wiring import make_train_loader
 from tests.train.test_every_fault import CONFIG, LAYOUT, OPTIONS, Ended, Faults, faults, fresh_start
 
 CONFIG_HERE = {"model": {"kind": "mlp", "hidden_sizes": [4]}, "batch": {"global_size": 8}, "monitors": {"tensorboard": False},

@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.hosts.host import Host, Mount
 from tests.hosts.network import Network
 from tests.kubelet.manifest import Manifest, Variable, Volume, num_bytes
-from tests.launched import REPO
+from tests.launched import ROOT
 
 _MESSAGE_BYTES, _MESSAGE_LINES = 2048, 80
 _LOOK_SECONDS = 0.05
@@ -153,7 +153,7 @@ class Kubelet:
         job, spec = self._manifest.job, self._manifest.job.spec.template.spec
         name, container = f"{job.metadata.name}-{index}", spec.containers[0]
         environment = {"PATH": os.pathsep.join([str(Path(sys.prefix) / "bin"), *os.defpath.split(os.pathsep)]),
-                       "HOSTNAME": name, "PYTHONPATH": str(REPO), "JOB_COMPLETION_INDEX": str(index)}  # fmt: skip
+                       "HOSTNAME": name, "PYTHONPATH": str(ROOT), "JOB_COMPLETION_INDEX": str(index)}  # fmt: skip
         environment |= {variable.name: self._value(variable) for variable in container.env}
         volumes = {volume.name: volume for volume in spec.volumes}
         mounts, shm_bytes = {}, 64 << 20  # the container runtime's default
@@ -166,7 +166,7 @@ class Kubelet:
             else:
                 mounts[mount.mountPath] = self._mount(volume, mount.mountPath, read_only=mount.readOnly)
         host = self._network.host(name, publish=False, mounts=mounts, shm_bytes=shm_bytes, command=container.command,
-                                  environment=environment, cwd=str(REPO), uid=spec.securityContext.runAsUser)  # fmt: skip
+                                  environment=environment, cwd=str(ROOT), uid=spec.securityContext.runAsUser)  # fmt: skip
         service = self._manifest.service.metadata.name
         self._unpublished.append((time.monotonic() + self._publish_after, f"{name}.{service}", host.address))
         self._publish(time.monotonic())

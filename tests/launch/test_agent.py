@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from framework.launch.agent import first_failure, how_ended, write_termination_log
-from framework.launch.peers import Failure
-from tests.launch.members import ROOT, Members, ended, gone
+from framework.launch.meet.peers import Failure
+from tests.launch.meet.members import ROOT, Members, ended, gone
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ from framework.errors import EXIT_STOPPED, EXIT_TRAINING, RunStopped
 from framework.launch import local, node
 from framework.launch.agent import AttemptResult, run_attempt
 from framework.launch.devices import LocalDevices
-from framework.launch.peers import Peers
+from framework.launch.meet.peers import Peers
 from framework.launch.ranks import Ranks
 from framework.launch.requests import Requests
 from framework.launch.topology import Topology
-from tests.launch.members import ROOT, Members, ended, gone, heed_signals, running
+from tests.launch.meet.members import ROOT, Members, ended, gone, heed_signals, running
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from framework.launch import environment
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.places import ROOT
 
 
 def test_reads_pyproject_as_a_toml_reader_does() -> None:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from framework.errors import ConfigError
 from framework.launch.hostfile import Host, cluster_of, read_hostfile
 from framework.plan.cluster import Cluster
+from tests.places import ROOT
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "hostfiles"
+EXAMPLES = ROOT / "hostfiles"
 
 
 def kinds(error: ConfigError) -> list[tuple[int, str]]:

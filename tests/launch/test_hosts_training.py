@@ -10,7 +10,7 @@ import pytest
 
 from tests.hosts.host import Command, Mount
 from tests.hosts.network import Network, why_not
-from tests.launched import REPO, series
+from tests.launched import ROOT, series
 from tests.warm_ranks import WarmRanks
 
 pytestmark = [
@@ -52,7 +52,7 @@ def alone(shared: Path) -> dict[int, dict[int, float]]:
     """The losses on this machine, by number of ranks."""
     with WarmRanks() as warm:
         for ranks in (2, 3):
-            words = ["--config", str(REPO / CONFIG), f"run.output_dir={shared}", f"run.name=alone-{ranks}", *SETTINGS]
+            words = ["--config", str(ROOT / CONFIG), f"run.output_dir={shared}", f"run.name=alone-{ranks}", *SETTINGS]
             job = warm.start(words, num_ranks=ranks, folder=shared / f"said-{ranks}")
             assert set(job.wait(SECONDS)) == {0}, job.said()
     return {ranks: series(shared / f"alone-{ranks}", "train/loss") for ranks in (2, 3)}
@@ -74,7 +74,7 @@ def test_the_plain_deepspeed_command_without_ssh(network: Network, shared: Path,
     place = ["--hostfile=/shared/two", "--no_ssh", "--master_addr=node-0", "--master_port=29500"]
     ended(*(
         host.start([str(PROGRAMS / "deepspeed"), *place, f"--node_rank={node}", "train.py", "--config", CONFIG, *settings("plain")],
-                   cwd=REPO)
+                   cwd=ROOT)
         for node, host in enumerate(network.hosts[:2])
     ))  # fmt: skip
     assert series(shared / "plain", "train/loss") == alone[2]
@@ -83,7 +83,7 @@ def test_the_plain_deepspeed_command_without_ssh(network: Network, shared: Path,
 def test_launch_node_on_each_host(network: Network, shared: Path, alone: dict[int, dict[int, float]]) -> None:
     place = ["--nnodes", "2", "--num_gpus", "1", "--master_addr", "node-0", "--master_port", "29600"]
     command = [sys.executable, "-m", "framework", "launch", "node", CONFIG, *settings("node"), *place]
-    commands = [host.start([*command, "--node_rank", str(node)], cwd=REPO) for node, host in enumerate(network.hosts[:2])]
+    commands = [host.start([*command, "--node_rank", str(node)], cwd=ROOT) for node, host in enumerate(network.hosts[:2])]
     ended(*commands)
     assert series(shared / "node", "train/loss") == alone[2]
     for command_ in commands:
@@ -95,7 +95,7 @@ def test_launch_over_ssh_on_three_hosts(network: Network, shared: Path, alone: d
     first = f"[{address(0)}]" if IPV6 else address(0)
     (shared / "three").write_text(f"{first} slots=1\nnode-1 slots=1\nroot@{address(2)} slots=1\n")
     command = [sys.executable, "-m", "framework", "launch", "-H", "/shared/three", CONFIG, *settings("ssh")]
-    started = network.hosts[0].start(command, cwd=REPO)
+    started = network.hosts[0].start(command, cwd=ROOT)
     ended(started)
     assert series(shared / "ssh", "train/loss") == alone[3]
     assert f"{address(2)}: launch: finished: 3 nodes" in started.said()

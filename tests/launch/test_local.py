@@ -18,6 +18,7 @@ from framework.launch.devices import LocalDevices
 from framework.launch.local import check
 from framework.launch.options import Request, parse
 from framework.launch.plain import added_environment, as_shell_line, local_command, usable_port
+from tests.places import ROOT
 
 CPU = LocalDevices("cpu", 0)
 FOUR_GPUS = LocalDevices("cuda", 4)
@@ -98,7 +99,7 @@ def test_default_is_every_gpu_or_two_ranks_on_cpu(config: str) -> None:
 
 @pytest.mark.parametrize(("count", "taken"), [(1, 1), (6, 6), (7, 6), (8, 8), (9, 8), (16, 15)])
 def test_the_quickstart_fits_any_number_of_devices(count: int, taken: int) -> None:
-    request = Request(str(Path(__file__).parents[2] / "ds_configs/quickstart.yaml"), fit_batch=True)
+    request = Request(str(ROOT / "ds_configs/quickstart.yaml"), fit_batch=True)
     said = check(request, LocalDevices("cuda", count))
     assert int(said.value) == taken
     assert (f"of {count} cuda devices here: the most that divide batch.global_size" == said.source) == (taken < count)
@@ -242,7 +243,7 @@ def test_every_value_has_its_source(
 
 def test_a_missing_config_ends_with_78(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "framework", "launch", str(tmp_path / "none.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 78
     assert "[config-not-found]" in done.stderr
     assert len(done.stderr.splitlines()) == 1

@@ -18,7 +18,7 @@ from framework.launch import node
 from framework.launch.devices import LocalDevices
 from framework.launch.local import launch
 from framework.launch.node import main
-from tests.launch.members import ROOT, free_ports, heed_signals
+from tests.launch.meet.members import ROOT, free_ports, heed_signals
 from tests.launched import TIMEOUT_SECONDS, job_environment, series
 
 CONFIG = """

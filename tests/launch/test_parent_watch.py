@@ -7,17 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
 from framework.errors import ConfigError
 from framework.launch.parent_watch import identity, watch_parent
+from tests.places import ROOT
 
 pytestmark = pytest.mark.slow
 
-REPO = Path(__file__).parents[2]
 GONE_SECONDS = 15.0
 _RANK = """
 import os, sys, time
@@ -38,7 +37,7 @@ def start_rank(*words: str, **environment: str) -> tuple[subprocess.Popen[str], 
 
 def start_launcher(*words: str, **environment: str) -> subprocess.Popen[str]:
     dropped = ("LOCAL_RANK", "DSF_AGENT")
-    env = {name: value for name, value in os.environ.items() if name not in dropped} | {"PYTHONPATH": str(REPO)} | environment
+    env = {name: value for name, value in os.environ.items() if name not in dropped} | {"PYTHONPATH": str(ROOT)} | environment
     return subprocess.Popen([sys.executable, "-c", _LAUNCHER, _RANK, *words], stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE, text=True, env=env)  # fmt: skip
 

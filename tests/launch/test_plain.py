@@ -13,8 +13,8 @@ import pytest
 
 import framework
 from framework.launch.plain import find_train_script
+from tests.places import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 BUILD = "from setuptools.build_meta import build_wheel; print(build_wheel('.'))"
 
 

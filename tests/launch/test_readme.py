@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 
@@ -15,8 +14,8 @@ from framework.launch import local, node
 from framework.launch.devices import LocalDevices
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
+from tests.places import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Launch\n")[2].partition("\n## ")[0]
 BLOCKS = "\n".join(re.findall(r"^```\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)).replace("\\\n", "")
 COMMANDS = [words for line in BLOCKS.splitlines() if (words := shlex.split(line, comments=True))]

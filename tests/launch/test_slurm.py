@@ -17,8 +17,8 @@ from framework import errors
 from framework.cli import main
 from framework.launch import slurm_script
 from tests.launch.one_machine_slurm import OneMachineSlurm, why_not
+from tests.places import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = str(ROOT / "ds_configs/quickstart.yaml")
 
 

@@ -24,7 +24,7 @@ from framework.launch.options import Request
 from framework.launch.ssh import agent_command, launch_over_ssh, passed_on, ssh_command
 from framework.launch.ssh_agents import HostEnd, ends_told, job_code
 from framework.launch.topology import Topology
-from tests.launch.members import ROOT, Members, ended, heed_signals
+from tests.launch.meet.members import ROOT, Members, ended, heed_signals
 
 TOPOLOGY = Topology(2, 2, 0, "10.0.0.1", 29500)
 # As sshd does it: the words are joined with spaces and handed to the login shell.

@@ -15,6 +15,7 @@ from framework.config.load import Source, config_from_values
 from framework.launch.stage_balance import find_stage_balance
 from framework.plan.cluster import Cluster
 from framework.plan.plan import Plan, make_plan
+from tests.places import ROOT
 
 OWN = """
 from torch import nn
@@ -54,7 +55,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "own.yaml").write_text(CONFIG, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     # The working folder of these tests is not the checkout.
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     return tmp_path
 
 

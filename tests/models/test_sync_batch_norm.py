@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from framework.models.sync_batch_norm import SyncBatchNorm, with_sync_batch_norm
-from tests.launched import REPO, run_ranks
+from tests.launched import ROOT, run_ranks
 
 
 @pytest.mark.slow
 def test_two_ranks_are_one_batch_norm_over_the_joined_batch(tmp_path: Path) -> None:
-    said = run_ranks(REPO / "tests/jobs/sync_batch_norm.py", num_ranks=2, cwd=tmp_path)
+    said = run_ranks(ROOT / "tests/jobs/sync_batch_norm.py", num_ranks=2, cwd=tmp_path)
     assert said.count(": same") == 12
 
 

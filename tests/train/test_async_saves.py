@@ -19,14 +19,14 @@ import pytest
 
 from framework.config.load import config_from_values
 from framework.errors import StorageError
+from framework.files import FileRecord, NewFile, OpenFile
 from framework.train.async_checkpointer import AsyncCheckpointer
 from framework.train.checkpointer import Checkpointer, clear_unfinished
 from framework.train.choice import find_sound_checkpoint
-from framework.train.files import FileRecord, NewFile, OpenFile
 from framework.train.retention import Retention
 from framework.train.saved import list_checkpoints
 from framework.train.writer import write_files
-from tests.launched import REPO
+from tests.launched import ROOT
 
 CONFIG = config_from_values({"run": {"name": "x"}}).to_dict()
 SECONDS = 60.0  # a generous limit for what takes milliseconds
@@ -557,14 +557,14 @@ print(os.pread(staged.descriptor, len(data) + 1, 0)[:len(data)] == data)
 @pytest.mark.parametrize("num_bytes", [0, 1 << 20])
 def test_a_save_that_finds_no_memory_fails_alone(num_bytes: int) -> None:
     """In a process of its own, whose memory is limited for a moment."""
-    done = subprocess.run([sys.executable, "-c", SCARCE, str(num_bytes)], cwd=REPO, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", SCARCE, str(num_bytes)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == ["Cannot allocate memory True", "True"], done.stderr
 
 
 @pytest.mark.parametrize("writer_is", ["stopped", "running"])
 def test_a_killed_run_takes_its_writer_along_and_leaves_whole_checkpoints(tmp_path: Path, writer_is: str) -> None:
     shared = set(Path("/dev/shm").iterdir())
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), writer_is], cwd=REPO, stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), writer_is], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     parent.kill()

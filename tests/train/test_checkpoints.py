@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from framework.config.load import config_from_values
 from framework.errors import ConfigError, StorageError
+from framework.files import FileRecord
 from framework.train import publication
 from framework.train.checkpointer import Checkpointer
 from framework.train.choice import find_checkpoint, set_aside_later
-from framework.train.files import FileRecord
 from framework.train.layout_change import has_moved, told_move
 from framework.train.resumable import check_resumable
 from framework.train.retention import Retention

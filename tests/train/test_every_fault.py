@@ -21,11 +21,11 @@ import pytest
 
 from framework.config.load import config_from_values
 from framework.errors import StorageError
+from framework.files import FileRecord, NewFile, OpenFile
 from framework.train import async_checkpointer
 from framework.train.async_checkpointer import AsyncCheckpointer
 from framework.train.checkpointer import Checkpointer, clear_unfinished
 from framework.train.choice import find_sound_checkpoint
-from framework.train.files import FileRecord, NewFile, OpenFile
 from framework.train.retention import Retention
 from framework.train.saved import list_checkpoints
 from framework.train.writer import Writer

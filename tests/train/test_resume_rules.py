@@ -13,19 +13,20 @@ import pytest
 import torch
 from pydantic import BaseModel
 
+from framework.assembly.objects import Objects, describe_objects
 from framework.config.explain import members_of
 from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
 from framework.ds_json.keys import load_table
 from framework.errors import ConfigError
-from framework.objects import Objects, describe_objects
 from framework.train.resumable import check_resumable, told_changes, told_versions
 from framework.train.resume_rules import RULES, rule_of
 from framework.train.saved import SavedCheckpoint
+from tests.places import ROOT
 
 # Sections whose rule holds for whatever they have or will have: what they decide is restored from the checkpoint, or moved.
 WHOLE = {"model", "data", "task", "optimizer", "scheduler", "deepspeed", "zero", "monitors", "training.ema"}
-PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+PAGE = ROOT / "docs" / "checkpoints.md"
 FP16 = {"dtype": "fp16"}
 
 

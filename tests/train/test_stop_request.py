@@ -8,15 +8,14 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from framework.train.stop_request import StopRequest
+from tests.places import ROOT
 
 pytestmark = pytest.mark.slow
 
-REPO = Path(__file__).parents[2]
 TERM, INT, USR1, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP
 
 
@@ -147,7 +146,7 @@ for _ in range(9):  # a signal ends one
 def listening(setting: str = "", **environment: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-c", _LISTENING.format(setting=setting)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(REPO), **environment},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
     )  # fmt: skip
     assert process.stdout is not None
     line = process.stdout.readline()

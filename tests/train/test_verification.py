@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from framework.files import FileRecord, hash_file
 from framework.train import verification
 from framework.train.choice import find_sound_checkpoint
-from framework.train.files import FileRecord, hash_file
 from framework.train.saved import SavedCheckpoint, list_checkpoints
 from framework.train.verification import SharedVerification, share_of
 from tests.train.test_every_fault import before

@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from framework.train.files import replace_text
+from framework.files import replace_text
 from framework.train.monitors.base import Point
 
 _FIRST_COLUMNS = ("step", "epoch")

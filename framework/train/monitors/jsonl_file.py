@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from framework.train.files import replace_text
+from framework.files import replace_text
 from framework.train.monitors.base import Point
 
 

@@ -18,11 +18,12 @@ from tests.ds_json.differential.harms import HARMS, NOT_ON_ONE_CPU_RANK, Harm
 from tests.ds_json.differential.mutate import MUTATIONS
 from tests.ds_json.differential.sweep import sweep
 from tests.ds_json.rules.cases import Case
+from tests.places import ROOT
 
 asks_deepspeed = pytest.mark.skipif(
     find_spec("deepspeed") is None or version("deepspeed") != RELEASE, reason=f"asks DeepSpeed {RELEASE}"
 )
-HARMS_PAGE = Path(__file__).parents[3] / "docs/silent-harms.md"
+HARMS_PAGE = ROOT / "docs/silent-harms.md"
 
 
 @pytest.mark.slow

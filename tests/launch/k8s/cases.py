@@ -10,8 +10,8 @@ from pathlib import Path
 
 from framework.launch.k8s.command import render
 from framework.launch.k8s.options import parse
+from tests.places import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 GOLDEN = ROOT / "tests/launch/k8s/golden"
 BASE = ROOT / "deploy/kubernetes/base/job.yaml"
 _RUN = "ds_configs/quickstart.yaml --image registry.example/team/train:1.0 --ckpt_pvc runs"

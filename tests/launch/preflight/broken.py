@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.launched import REPO, job_environment
+from tests.launched import ROOT, job_environment
 
-QUICKSTART = str(REPO / "ds_configs" / "quickstart.yaml")
+QUICKSTART = str(ROOT / "ds_configs" / "quickstart.yaml")
 
 
 @functools.cache

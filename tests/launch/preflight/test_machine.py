@@ -16,7 +16,7 @@ from framework.launch.preflight.machine import check_cores, check_name, check_sh
 from framework.launch.preflight.need import Need
 from framework.plan.cluster import Cluster
 from tests.launch.preflight.broken import QUICKSTART, doctor, findings, why_no_mounts
-from tests.launched import REPO, job_environment
+from tests.launched import ROOT, job_environment
 
 needs_mounts = pytest.mark.skipif(bool(why_no_mounts()), reason=why_no_mounts() or "it can")
 CLUSTER = Cluster(num_hosts=2, devices_per_host=2, device="cpu")
@@ -58,7 +58,7 @@ def test_memory_that_cannot_be_locked(tmp_path: Path, may_lock: bool) -> None:
     look = ("import sys; from pathlib import Path; from framework.launch.preflight.machine import check_locked_memory; "
             "print([each.kind for each in check_locked_memory(Path(sys.argv[1])).problems])")  # fmt: skip
     command = [*drop, "bash", "-c", 'ulimit -l 64; exec "$@"', "bash", sys.executable, "-c", look, str(tmp_path)]
-    done = subprocess.run(command, env=job_environment(), cwd=REPO, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=job_environment(), cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == ("[]" if may_lock else "['memlock']"), done.stderr
 
 
@@ -81,7 +81,7 @@ def test_a_name_that_leads_back_here(tmp_path: Path) -> None:
             "print(*(f'{each.kind} {each.severity}' for each in check_name(NEED, {}).problems))")  # fmt: skip
     script = f'mount --bind {tmp_path}/hosts /etc/hosts; hostname pod-7; exec "$@"'
     own = ["unshare", "--mount", "--uts", "--propagation", "private", "bash", "-c", script, "bash"]
-    done = subprocess.run([*own, sys.executable, "-c", look], env=job_environment(), cwd=REPO, capture_output=True, text=True,
+    done = subprocess.run([*own, sys.executable, "-c", look], env=job_environment(), cwd=ROOT, capture_output=True, text=True,
                           check=False)  # fmt: skip
     assert done.stdout.strip() == "hostname-loopback warning", done.stderr
 

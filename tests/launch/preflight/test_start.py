@@ -14,7 +14,7 @@ import pytest
 
 from framework.config.load import config_from_values
 from framework.errors import Problem
-from framework.launch.facts import disagreements, hello_is_wrong, node_facts
+from framework.launch.meet.hello import disagreements, hello_is_wrong, node_facts
 from framework.launch.preflight.start import differences, is_look, look_before_start
 from framework.plan.cluster import Cluster
 

@@ -1,0 +1,227 @@
+"""``export CHECKPOINT OUT``: the weights of a checkpoint of any layout, for programs that know nothing of it.
+
+Names are those of the plain module, or with ``--hf`` those that the model gives for Hugging Face's loaders; fp32 copies are
+taken where the checkpoint has any. OUT is a folder, which appears when it is complete and on disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from framework.arguments import CommandParser
+from framework.backend.exported_weights import PICKLED, TIES
+from framework.backend.merged_weights import MergedWeights
+from framework.backend.weight_files import entries, split, write_pt, write_safetensors
+from framework.commands.export_names import hf_names
+from framework.errors import EXIT_OK, ConfigError, Problem, StorageError
+from framework.files import sync_folder
+from framework.train.choice import find_checkpoint
+from framework.train.saved import SavedCheckpoint
+
+_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_UNITS: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_OURS: Final = re.compile(r"model.*\.(safetensors|pt|json)")
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command; returns the exit code.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or OUT is taken.
+        StorageError: the checkpoint is damaged, or OUT cannot be written.
+    """
+    arguments = _parse(words)
+    out = Path(arguments.out)
+    try:
+        with _ended_in_good_order():
+            written = _export(arguments, out)
+    except OSError as error:
+        raise StorageError(f"export: {error.filename or out}: {error.strerror or error} [export-not-written]") from error
+    for name, num_bytes in written.items():
+        print(f"{out / name}  {num_bytes:,} bytes")
+    return EXIT_OK
+
+
+def _export(arguments: argparse.Namespace, out: Path) -> dict[str, int]:
+    return export(arguments.checkpoint, out, weights=arguments.weights, dtype=arguments.dtype,
+                  shard_bytes=arguments.shard_size, file_format=arguments.format, force=arguments.force,
+                  hf=arguments.hf, allow_unverified=arguments.allow_unverified)  # fmt: skip
+
+
+def export(
+    source: str, out: Path, *, weights: str = "trained", dtype: str = "fp32", shard_bytes: int = 5 * 10**9,
+    file_format: str = "safetensors", force: bool = False, hf: bool = False,
+    allow_unverified: bool = False,
+) -> dict[str, int]:  # fmt: skip
+    """Write the weights; returns file -> bytes.
+
+    Args:
+        source: a checkpoint, or a run folder: its newest checkpoint.
+        out: a folder to be made.
+        weights: trained, or ema for their moving average.
+        dtype: fp32, bf16 or fp16, of everything with a point.
+        shard_bytes: largest size of a file.
+        file_format: safetensors, or pt for one file that `torch.load` reads.
+        force: replace `out` where it is an earlier export.
+        hf: with the names that the model's own `hf_names()` gives.
+        allow_unverified: read a checkpoint that DeepSpeed wrote without a manifest.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or OUT is taken.
+        StorageError: the checkpoint is damaged, or OUT cannot be written.
+    """
+    _clear_left_over(out)
+    _refuse_taken(out, force=force)
+    checkpoint = _source_of(source, out, hf=hf, allow_unverified=allow_unverified)
+    merged = MergedWeights(checkpoint, average=weights == "ema")
+    names = hf_names(merged.checkpoint, stored=merged.stored) if hf else {}
+    found = entries(merged, dtype=_DTYPES[dtype], names=names)
+    ties = {names.get(name, name): names.get(first, first) for name, first in merged.ties.items() if name in names or not hf}
+    with _appearing_whole(out) as aside:
+        if file_format == "pt":
+            return {PICKLED: write_pt(aside / PICKLED, merged, found, ties=ties)}
+        metadata = _metadata(merged.checkpoint, ties, weights=weights, dtype=dtype)
+        return write_safetensors(aside, merged, split(found, shard_bytes=shard_bytes), metadata=metadata)
+
+
+def _source_of(source: str, out: Path, *, hf: bool, allow_unverified: bool) -> SavedCheckpoint:
+    checkpoint = find_checkpoint_at(source, allow_unverified=allow_unverified)
+    if checkpoint.path.resolve() in (out.resolve(), *out.resolve().parents):
+        raise ConfigError(Problem(kind="export-exists", key="OUT", value=str(out), reason="it lies in the checkpoint, where "
+                                  "every further file counts as damage", fix="name a folder elsewhere"))  # fmt: skip
+    if hf and not checkpoint.verified:
+        raise ConfigError(Problem(kind="hf-names-missing", key="CHECKPOINT", value=str(checkpoint.path),
+                                  reason="without a manifest nothing in it says which model's names these are",
+                                  fix="leave --hf out"))  # fmt: skip
+    return checkpoint
+
+
+@contextlib.contextmanager
+def _appearing_whole(out: Path) -> Iterator[Path]:
+    """A folder beside `out` to write to, which takes its name when the block ends well; otherwise all is as it was."""
+    aside, earlier = (out.with_name(f".{out.name}.{socket.gethostname()}.{os.getpid()}.{kind}") for kind in ("tmp", "earlier"))
+    try:
+        aside.mkdir(parents=True)
+        yield aside
+        sync_folder(aside)
+        if out.exists():
+            out.rename(earlier)
+        aside.rename(out)
+        sync_folder(out.parent)
+    except OSError as error:
+        raise StorageError(f"{out}: the export cannot be written ({error.strerror or error}); free space or name another folder "
+                           "[export-not-written]") from error  # fmt: skip
+    finally:
+        if earlier.exists() and not out.exists():
+            earlier.rename(out)
+        for folder in (aside, earlier):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _clear_left_over(out: Path) -> None:
+    """What exports to OUT by processes of this host left that are gone; an earlier export that one had set aside comes back."""
+    pattern = re.compile(rf"\.{re.escape(out.name)}\.{re.escape(socket.gethostname())}\.(\d+)\.(tmp|earlier)")
+    with contextlib.suppress(OSError):  # another user's, or a file system that cannot be written: the export will tell
+        for path in list(out.parent.iterdir()):
+            match = pattern.fullmatch(path.name)
+            if match is None or Path("/proc", match[1]).exists() or path.is_symlink():
+                continue
+            if match[2] == "earlier" and not out.exists():
+                path.rename(out)
+            else:
+                shutil.rmtree(path)
+
+
+@contextlib.contextmanager
+def _ended_in_good_order() -> Iterator[None]:
+    """SIGTERM ends a command as Ctrl-C does: what was half written is removed on the way out."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def find_checkpoint_at(source: str, *, allow_unverified: bool = False) -> SavedCheckpoint:
+    """A checkpoint, or the newest one of a run.
+
+    Raises:
+        ConfigError: kind ``checkpoint-not-found``, or ``checkpoint-unverified``.
+    """
+    try:
+        found = find_checkpoint(source if source not in ("auto", "never") else f"./{source}", run_checkpoints=Path(source),
+                                allow_unverified=allow_unverified, key="CHECKPOINT")  # fmt: skip
+    except ConfigError as error:
+        (problem,) = error.problems
+        if problem.kind != "checkpoint-not-found":
+            raise
+        raise ConfigError(Problem(kind=problem.kind, key="CHECKPOINT", value=source, reason=problem.reason,
+                                  fix="name a .../global_step<N> folder or a run folder that holds one")) from error  # fmt: skip
+    assert found is not None
+    return found
+
+
+def _metadata(checkpoint: SavedCheckpoint, ties: Mapping[str, str], *, weights: str, dtype: str) -> dict[str, str]:
+    """Text only, as safetensors wants it. The ties let the weights be loaded into a module that has each under all its names."""
+    config = checkpoint.manifest["config"]
+    said = {"source": f"{config['run']['name']}/{checkpoint.tag}", "step": str(checkpoint.step), "dtype": dtype}
+    said |= {"weights": weights} if weights != "trained" else {}
+    return said | ({TIES: json.dumps(ties)} if ties else {})
+
+
+def _refuse_taken(out: Path, *, force: bool) -> None:
+    """An empty folder will do; an earlier export with --force; and whoever mistypes OUT must not lose a folder of other things."""
+    if not (out.exists() or out.is_symlink()):
+        return
+    is_folder = out.is_dir() and not out.is_symlink()
+    names = [path.name for path in out.iterdir()] if is_folder else [""]
+    ours = all(_OURS.fullmatch(name) for name in names)
+    if not names or (force and ours):
+        return
+    reason = "it exists" if ours else "it exists and is not an earlier export"
+    fix = "name a new folder" + (", or give --force to replace it" if ours else "")
+    raise ConfigError(Problem(kind="export-exists", key="OUT", value=str(out), reason=reason, fix=fix))
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = CommandParser(prog="python -m framework export", allow_abbrev=False,
+                           description="Write the weights of a checkpoint, of any layout, for other programs.")  # fmt: skip
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a .../global_step<N> folder, or a run folder: its newest one")
+    parser.add_argument("out", metavar="OUT", help="folder to be made")
+    parser.add_argument("--weights", choices=("trained", "ema"), default="trained",
+                        help="as trained, or their moving average, training.ema (trained)")  # fmt: skip
+    parser.add_argument("--dtype", choices=tuple(_DTYPES), default="fp32", help="type of the numbers (fp32)")
+    parser.add_argument("--shard-size", type=_size, default=5 * 10**9, metavar="SIZE", help="largest file, such as 500MB (5GB)")
+    parser.add_argument("--format", choices=("safetensors", "pt"), default="safetensors", help="kind of file (safetensors)")
+    parser.add_argument("--hf", action="store_true", help="with Hugging Face's names, where the model has hf_names()")
+    parser.add_argument("--force", action="store_true", help="replace an earlier export")
+    parser.add_argument("--allow-unverified", action="store_true",
+                        help="read what DeepSpeed wrote without a manifest: nothing tells whether its files are whole")  # fmt: skip
+    return parser.parse_args(words)
+
+
+def _size(text: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    size = int(float(match[1]) * _UNITS[match[2].upper()]) if match and match[2].upper() in _UNITS else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a size; write for example 500MB or 5GB")
+    return size
+
+

@@ -1,0 +1,279 @@
+"""The command `generate`: a sample of text from a checkpoint of a GPT, of whatever layout.
+
+python -m framework generate CHECKPOINT [--prompt TEXT] [--max-new-tokens N] [--temperature T] [--top-k K] [--seed S]
+    [--weights trained|ema] [--tokenizer PATH|bytes] [--allow-unverified --config FILE]
+
+The model is the one that the checkpoint's manifest names, the tokenizer that which the run has kept. No keys and values are
+kept between tokens: each costs one forward pass over the window, which is short for a look at a model and long for serving one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from framework.arguments import CommandParser
+from framework.assembly.targets import call_factory
+from framework.config.data import Text, TextPairs
+from framework.config.language_models import GPT
+from framework.config.load import load_config
+from framework.config.run_config import RunConfig
+from framework.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from framework.errors import EXIT_OK, ConfigError, Problem
+from framework.token_files import KEPT_TOKENIZER, META_FILE, TOKENIZER_FILE, read_meta
+from framework.train.choice import find_checkpoint
+from framework.train.saved import SavedCheckpoint
+from framework.train.unverified import KIND as UNVERIFIED
+
+_NO_CHARACTER: Final = "\N{REPLACEMENT CHARACTER}"
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command; returns the exit code.
+
+    Raises:
+        ConfigError: there is no checkpoint of a GPT, or its tokenizer is gone.
+        StorageError: the checkpoint is damaged.
+    """
+    arguments = _parse(words)
+    checkpoint = find_gpt(arguments.checkpoint, allow_unverified=arguments.allow_unverified)
+    config = _config_of(checkpoint, arguments.config)
+    tokenizer = _tokenizer_of(config, checkpoint, asked=arguments.tokenizer)
+    prompt = os.fsencode(arguments.prompt)
+    if tokenizer.needs_utf8:
+        _refuse_other_encodings(prompt, arguments.prompt)
+    # A document begins behind the end of the one before: so does a sample without a prompt.
+    ids = tokenizer.encode([prompt])[0].tolist() or [tokenizer.special.end]
+    model = load_gpt(checkpoint, config, average=arguments.weights == "ema")
+    tokens = sample(
+        model, ids, max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, top_k=arguments.top_k,
+        seed=arguments.seed, window=_window(config), vocab_size=tokenizer.vocab_size,
+        end=tokenizer.special.end,
+    )  # fmt: skip
+    on_terminal = sys.stdout.isatty()
+    _write(arguments.prompt, on_terminal=on_terminal)
+    for text in as_text(tokens, tokenizer.decode, after=ids):
+        _write(text, on_terminal=on_terminal)
+    print()
+    return EXIT_OK
+
+
+def _window(config: RunConfig) -> int:
+    """As many tokens as the model was trained to see at once: further positions it has, and has never met."""
+    assert isinstance(config.model, GPT)
+    return min(config.model.max_positions, getattr(config.data, "sequence_length", config.model.max_positions))
+
+
+def load_gpt(checkpoint: SavedCheckpoint, config: RunConfig, *, average: bool = False) -> torch.nn.Module:
+    """The plain module with the checkpoint's weights, or their average, ready for evaluation, on a GPU where there is one."""
+    with contextlib.redirect_stdout(io.StringIO()):  # where it is imported, DeepSpeed tells which device it found
+        from framework.backend.weights import checkpoint_weights, put_weights
+    model: torch.nn.Module = call_factory(config.model.factory(), key="model")
+    put_weights(model, checkpoint_weights(checkpoint, average=average), source=str(checkpoint.path))
+    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@torch.no_grad()
+def sample(
+    model: torch.nn.Module, ids: Sequence[int], *, max_new_tokens: int, temperature: float, top_k: int | None, seed: int,
+    window: int, vocab_size: int, end: int,
+) -> Iterator[int]:  # fmt: skip
+    """Draw one token after the other, each from what the model makes of those before.
+
+    Args:
+        model: tokens (1, sequence) to logits (1, sequence, vocabulary), in evaluation mode.
+        ids: tokens to go on from, at least one.
+        max_new_tokens: how many at most.
+        temperature: divides the logits; 0 always takes the most likely token.
+        top_k: draw from this many of the most likely tokens only.
+        seed: the same seed gives the same tokens.
+        window: of more tokens the model sees the last ones only.
+        vocab_size: of the tokenizer: the model may have more, which stand for nothing.
+        end: the token that ends a document, and with it the sample; it is not yielded.
+    """
+    generator = torch.Generator().manual_seed(seed)  # on the CPU, so that a sample does not depend on the device
+    device = next(model.parameters()).device
+    tokens = list(ids)
+    for _ in range(max_new_tokens):
+        seen = torch.tensor([tokens[-window:]], device=device)
+        logits = model(seen)[0, -1, :vocab_size].float().cpu()
+        token = _draw(logits, temperature=temperature, top_k=top_k, generator=generator)
+        if token == end:
+            return
+        tokens.append(token)
+        yield token
+
+
+def _draw(logits: torch.Tensor, *, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+    if temperature == 0.0:
+        return int(logits.argmax())
+    best, numbers = torch.topk(logits, min(top_k or len(logits), len(logits)))
+    # Less the largest first: divided by a small temperature it would overflow.
+    shares = torch.softmax((best - best[0]).double() / temperature, dim=0)
+    return int(numbers[torch.multinomial(shares, 1, generator=generator)])
+
+
+def as_text(tokens: Iterator[int], decode: Callable[[Sequence[int]], str], *, after: Sequence[int]) -> Iterator[str]:
+    """Text as it comes, in whole characters: a token may be a part of one, and its text may depend on the token before."""
+    seen, start, shown = list(after), 0, len(after)
+    for token in tokens:
+        seen.append(token)
+        before, now = decode(seen[start:shown]), decode(seen[start:])
+        if len(now) > len(before) and not now.endswith(_NO_CHARACTER):
+            yield now[len(before) :]
+            start, shown = shown, len(seen)
+    yield decode(seen[start:])[len(decode(seen[start:shown])) :]
+
+
+def _write(text: str, *, on_terminal: bool) -> None:
+    """A model may draw the codes that move a terminal's cursor, or worse."""
+    if on_terminal:
+        text = "".join(character if character.isprintable() or character in "\n\t" else "?" for character in text)
+    sys.stdout.write(text)
+    if on_terminal:
+        sys.stdout.flush()
+
+
+def find_gpt(path: str, *, allow_unverified: bool = False) -> SavedCheckpoint:
+    """The checkpoint of a GPT that a path names: any other kind of model has no text to go on with.
+
+    Raises:
+        ConfigError: kind ``checkpoint-not-found``, ``checkpoint-unverified`` or ``not-a-gpt``.
+    """
+    try:
+        found = find_checkpoint(str(Path(path).absolute()), run_checkpoints=Path(path), allow_unverified=allow_unverified,
+                                key="CHECKPOINT")  # fmt: skip
+    except ConfigError as error:
+        if error.problems[0].kind == UNVERIFIED:
+            raise
+        found = None
+    if found is not None:
+        if found.verified:
+            _refuse_other_models(found.manifest["config"]["model"], file=str(found.path))
+        return found
+    reason = "there is no finished checkpoint in it" if Path(path).exists() else "there is no such folder"
+    raise ConfigError(Problem(kind="checkpoint-not-found", reason=reason, file=path,
+                              fix="name a run folder or a .../global_step<N> folder"))  # fmt: skip
+
+
+def _config_of(checkpoint: SavedCheckpoint, file: str | None) -> RunConfig:
+    """What names model and tokenizer: the manifest; where there is none, a run config that the user gives."""
+    if checkpoint.verified:
+        config = RunConfig.model_validate(checkpoint.manifest["config"])
+    elif file is None:
+        raise ConfigError(Problem(kind=UNVERIFIED, key="CHECKPOINT", value=str(checkpoint.path),
+                                  reason="without a manifest nothing in it says what model it is of",
+                                  fix="give --config FILE, a run config with its model and its data"))  # fmt: skip
+    else:
+        config = load_config(file)
+        _refuse_other_models(config.to_dict()["model"], file=file)
+    assert isinstance(config.model, GPT)
+    return config
+
+
+def _refuse_other_models(model: Mapping[str, Any], *, file: str) -> None:
+    kind = model.get("kind") or model.get("target") or model.get("object")
+    if kind != "gpt":
+        raise ConfigError(Problem(
+            kind="not-a-gpt", key="model.kind", value=kind, reason="only a GPT writes text, and this is another model",
+            fix="name a checkpoint of model.kind: gpt", file=file,
+        ))  # fmt: skip
+
+
+def _tokenizer_of(config: RunConfig, checkpoint: SavedCheckpoint, *, asked: str | None) -> Tokenizer:
+    """The one asked for; what the run has kept beside its checkpoints; or that of the folder that it was trained on."""
+    assert isinstance(config.model, GPT)
+    kept = checkpoint.folder.parent / KEPT_TOKENIZER
+    key, path = "data.path", getattr(config.data, "path", None)
+    if asked is not None:
+        key, path = "--tokenizer", None if asked == "bytes" else asked
+    elif not isinstance(config.data, (Text, TextPairs)):
+        raise ConfigError(Problem(
+            kind="tokenizer-unknown", key="data", reason="it is not a token folder, so nobody knows what its numbers stand for",
+            fix="name a tokenizer with --tokenizer", file=str(checkpoint.path),
+        ))  # fmt: skip
+    elif path is not None and (kept / META_FILE).is_file():
+        path = str(kept)
+    tokenizer = _read_tokenizer(path, key)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise ConfigError(Problem(
+            kind="model-data-vocab-size", key=key, value=path, file=str(checkpoint.path),
+            reason=f"its tokenizer has {tokenizer.vocab_size} tokens and the model {config.model.vocab_size}",
+            fix="name the tokenizer that the model was trained with",
+        ))  # fmt: skip
+    return tokenizer
+
+
+def _read_tokenizer(path: str | None, key: str) -> Tokenizer:
+    if path is None:
+        return ByteTokenizer()
+    file = Path(path, TOKENIZER_FILE)
+    if Path(path).is_file() or (file.is_file() and not file.with_name(META_FILE).exists()):
+        return load_tokenizer(path if Path(path).is_file() else str(file))
+    if key == "--tokenizer" and not Path(path).exists():
+        raise ConfigError(Problem(kind="tokenizer-not-found", key=key, value=path, reason="there is no such file or folder",
+                                  fix="name a tokenizer.json, a folder with one, or bytes"))  # fmt: skip
+    try:
+        folder, meta = read_meta(path, key)
+    except ConfigError as error:
+        if key == "--tokenizer":
+            raise
+        raise ConfigError([replace(problem, fix=f"{problem.fix}, or say --tokenizer") for problem in error.problems]) from error
+    return ByteTokenizer() if meta.tokenizer == "bytes" else load_tokenizer(str(folder / TOKENIZER_FILE))
+
+
+def _refuse_other_encodings(prompt: bytes, shown: str) -> None:
+    try:
+        prompt.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(Problem("prompt-not-utf8", "this tokenizer takes UTF-8 only", "write it in UTF-8",
+                                  "--prompt", ascii(shown))) from error  # fmt: skip
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = CommandParser(prog="python -m framework generate", description="Print a sample of text from a checkpoint of a GPT.")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="run folder (its newest checkpoint) or .../global_step<N>")
+    parser.add_argument("--prompt", default="", metavar="TEXT", help="what to go on from; left out: a new document")
+    parser.add_argument("--max-new-tokens", type=_count, default=200, metavar="N", help="tokens at most (200)")
+    parser.add_argument("--temperature", type=_temperature, default=0.8, metavar="T",
+                        help="below 1: likelier tokens still likelier; 0: always the likeliest (0.8)")  # fmt: skip
+    parser.add_argument("--top-k", type=_count, metavar="K", help="draw from the K likeliest tokens only")
+    parser.add_argument("--seed", type=_seed, default=0, metavar="S", help="another seed, another sample (0)")
+    parser.add_argument("--weights", choices=("trained", "ema"), default="trained",
+                        help="as trained, or their moving average (trained)")  # fmt: skip
+    parser.add_argument("--tokenizer", metavar="PATH|bytes", help="a tokenizer.json or a folder with one; left out: the run's own")
+    parser.add_argument("--allow-unverified", action="store_true", help="read what DeepSpeed wrote without a manifest")
+    parser.add_argument("--config", metavar="FILE", help="run config with the model and the data of such a checkpoint")
+    return parser.parse_args(words)
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) >= 1):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number from 1 to 999999999")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 19):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 0 up")
+    return int(text)
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0.0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a temperature from 0 up")
+    return value

@@ -1,0 +1,91 @@
+"""A node that has node 0's address and is not node 0: somebody has to tell those who call there.
+
+Perhaps its hostfile is in another order, and node 0 is elsewhere and waits: the other hosts are asked once, so that a node 0
+among them hears what differs.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+from framework.errors import ConfigError, Problem
+from framework.launch.meet.meeting import LOOK_SECONDS, STRANGERS, Meeting, elsewhere_problem
+from framework.launch.meet.messages import PROTOCOL, Link, LinkLost, readable
+
+_KEEPER_SECONDS: Final = 30.0
+
+
+class Visit(Protocol):
+    """One call to a host that may be node 0."""
+
+    def move(self, seconds: float) -> object:
+        """Go on, for at most so long; raises ConfigError with what node 0 says there."""
+
+    def close(self) -> None:
+        """Hang up."""
+
+
+class Keeper:
+    """A node that has node 0's address, and is not node 0."""
+
+    def __init__(self, meeting: Meeting, listener: socket.socket, *, visits: Sequence[Visit] = ()) -> None:
+        self._meeting, self._listener = meeting, listener
+        self._visits = list(visits)
+        self._found: list[Problem] = []
+        self._links: list[Link] = []
+        self._told_at = 0.0
+        self._opened_at = time.monotonic()
+        self._problem = elsewhere_problem(meeting)
+
+    def step(self) -> None:
+        """Tell whoever calls; raises ConfigError when that is done."""
+        now = time.monotonic()
+        waiting: list[Any] = [self._listener, *self._links]
+        ready = readable(waiting, LOOK_SECONDS)
+        if self._listener in ready and len(self._links) < self._meeting.topology.nnodes + STRANGERS:
+            self._accept()
+        for link in [link for link in self._links if link in ready]:
+            try:
+                if any(message["type"] == "hello" for message in link.receive()):
+                    link.send("nogo", problems=[self._problem.to_dict()])
+                    self._told_at = self._told_at or now
+            except LinkLost:
+                self._links.remove(link)
+                link.close()
+        for visit in list(self._visits):
+            self._move(visit)
+        if (self._told_at and now - self._told_at > 2.0) or now - self._opened_at > _KEEPER_SECONDS:
+            self._listener.close()
+            closing: list[Link | Visit] = [*self._links, *self._visits]
+            for each in closing:
+                each.close()
+            raise ConfigError([*self._found, self._problem])
+
+    def _move(self, visit: Visit) -> None:
+        try:
+            visit.move(0)
+        except ConfigError as error:
+            self._visits.remove(visit)
+            visit.close()
+            # Another job may be there; it has nothing to say about this one.
+            if not any(problem.kind in ("token-refused", "other-job") for problem in error.problems):
+                self._found += error.problems
+                self._told_at = self._told_at or time.monotonic()
+
+    def _accept(self) -> None:
+        """Whoever called may be gone again by now."""
+        try:
+            connection, address = self._listener.accept()
+        except OSError:
+            return
+        link = Link(connection, name=str(address[0]))
+        try:
+            # No welcome: this node proves nothing, and what it says is taken where no token is asked for.
+            link.send("challenge", protocol=PROTOCOL, nonce=secrets.token_hex(16), token=bool(self._meeting.token))
+            self._links.append(link)
+        except LinkLost:
+            link.close()

@@ -1,0 +1,61 @@
+"""How agents find each other before any rank starts: node 0 listens, the others call, and all are compared.
+
+A wrong topology would otherwise be a silent hang of twice the timeout. Everything that differs is told at once, to every
+node, and each ends with 78. Whatever else reaches the port can cost neither time nor memory: connections, lines and
+handshakes are bounded, and a stranger is turned away alone.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from framework.errors import ConfigError, Problem
+from framework.launch.meet.addresses import PortInUse, listen_at, resolve
+from framework.launch.meet.caller import Caller
+from framework.launch.meet.lead import Lead
+from framework.launch.meet.meeting import Meeting, elsewhere_problem
+from framework.launch.meet.peers import Peers
+
+# A name may still mean the last pod of this rank: name servers keep an answer for half a minute.
+_ELSEWHERE_SECONDS: Final = 120.0
+_PORT_IN_USE_SECONDS: Final = 5.0
+
+
+def meet(meeting: Meeting) -> Peers:
+    """Wait for all nodes, and compare them.
+
+    Raises:
+        ConfigError: nodes disagree, or the port cannot be used.
+        PeerLostError: not all came in time.
+        RunStopped: somebody asked for that.
+    """
+    topology = meeting.topology
+    if topology.nnodes == 1:
+        return Peers(0, {}, {0: str(meeting.hello["host"])})
+    try:
+        return _lead_or_call(meeting) if topology.node_rank == 0 else Caller(meeting).wait()
+    finally:
+        meeting.close()
+
+
+def _lead_or_call(meeting: Meeting) -> Peers:
+    """Node 0 listens as soon as master_addr is an address of this machine; until then it asks there who listens instead."""
+    caller = Caller(meeting)
+    while True:
+        try:
+            listener = listen_at(meeting.topology.master_addr, meeting.port)
+            if listener is not None:
+                caller.close()
+                return Lead(meeting, listener).wait()
+        except PortInUse as in_use:
+            # Perhaps by another node 0, which will say so; not by an agent, if nobody has asked who we are by now.
+            if not caller.is_heard and time.monotonic() - meeting.started_at > _PORT_IN_USE_SECONDS:
+                raise ConfigError(Problem(kind="port-not-usable", file="node 0", key="--control_port", value=meeting.port,
+                                          reason=f"agents cannot meet at {in_use}: another program listens there",
+                                          fix="give all nodes another --master_port or --control_port")) from None  # fmt: skip
+        peers = caller.step()
+        if peers is not None:
+            return peers
+        if resolve(meeting.topology.master_addr) and time.monotonic() - meeting.started_at > _ELSEWHERE_SECONDS:
+            raise ConfigError(elsewhere_problem(meeting))

@@ -1,0 +1,107 @@
+"""What is found wrong before any process group exists: with real configs, and a process group that fails the test."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import framework
+from framework.assembly.prepared import prepare
+from framework.config.load import config_from_values, load_with_source
+from framework.errors import FrameworkError
+
+DATA = TensorDataset(torch.randn(64, 3), torch.arange(64) % 2)
+
+
+@pytest.fixture(autouse=True)
+def _no_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(deepspeed, "init_distributed", lambda **_: pytest.fail("a process group was started"))
+
+
+def refused(config: Any, **objects: Any) -> FrameworkError:
+    given = {"model": torch.nn.Linear(3, 2), "train_data": DATA} | objects
+    before = sorted(Path().rglob("*"))
+    with pytest.raises(FrameworkError) as caught:
+        framework.fit(config, **given)
+    assert sorted(Path().rglob("*")) == before
+    return caught.value
+
+
+@pytest.mark.parametrize("resume", ["nowhere", "empty", "file", "empty/checkpoints/global_step5"])
+def test_a_checkpoint_that_is_not_there(resume: str) -> None:
+    Path("empty").mkdir()
+    Path("file").touch()
+    error = refused({"checkpoint": {"resume": resume}})
+    assert error.exit_code == 78
+    reason = "there is no finished checkpoint" if resume in ("empty", "file") else "there is no such folder"
+    assert str(error).startswith(f"checkpoint.resume = {resume}: {reason}; name a .../global_step<N> folder")
+
+
+NET = "import torch\n\nclass Net(torch.nn.Linear):\n    def __init__(self, width=3):\n        super().__init__(width, 2)\n"
+WRONG = {
+    "no-dataset": ("data: {kind: fashion_mnist, root: nowhere}", "[dataset-not-found]"),
+    "no-module": ("model: {target: 'nowhere.at_all:Net'}", "[target-not-found]"),
+    "bad-module": ("model: {target: 'broken_net:Net'}", "[target-import-failed]"),
+    "bad-name": ("model: {target: 'fine_net:Nett'}", "[target-not-found]"),
+    "bad-arguments": ("model: {target: 'fine_net:Net', args: {wide: 3}}", "[target-args]"),
+    "no-checkpoint": ("checkpoint: {resume: nowhere}", "[checkpoint-not-found]"),
+    "no-weights": ("checkpoint: {init_weights: nowhere}", "[weights-not-found]"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input_in_a_file_is_one_line_with_its_place(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As train.py finds it; tests/test_train_script.py has what it finds before it imports torch."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("broken_net.py").write_text("import torch\n\nwidth = 1 / 0\n")
+    Path("fine_net.py").write_text(NET)
+    section, kind = WRONG[case]
+    Path("x.yaml").write_text(f"run: {{name: x}}\n{section}\n")
+    config, source = load_with_source("x.yaml")
+    before = {*Path().rglob("*")}
+    with pytest.raises(framework.ConfigError) as caught:
+        prepare(config, source=source)
+    assert str(caught.value).startswith("x.yaml:2: ")
+    assert str(caught.value).endswith(kind)
+    assert str(caught.value).count("\n") == 0
+    assert {path for path in Path().rglob("*") if "__pycache__" not in path.parts} == before
+    for name in ("broken_net", "fine_net"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("output_dir", "reason"),
+    [("/proc/x", "No such file or directory"), ("file", "Not a directory"), ("file/below", "Not a directory"),
+     ("link", "No such file or directory")],
+)  # fmt: skip
+def test_an_output_folder_that_cannot_be_made(output_dir: str, reason: str) -> None:
+    Path("file").touch()
+    Path("link").symlink_to("nowhere")
+    error = refused({"run": {"output_dir": output_dir, "name": "x"}})
+    assert error.exit_code == 74
+    assert str(error) == (f"run.output_dir: {output_dir}/x cannot be used as run folder ({reason}); set run.output_dir to a folder "
+                          "you can write to [run-folder-unusable]")  # fmt: skip
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_an_output_folder_without_permission() -> None:
+    Path("closed").mkdir(mode=0o500)
+    assert "(Permission denied)" in str(refused({"run": {"output_dir": "closed"}}))
+
+
+def test_a_builder_that_needs_arguments() -> None:
+    assert "[object-args]" in str(refused({}, model=torch.nn.Linear))
+
+
+def test_nothing_is_left_in_a_folder_that_can_be_used(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    prepare(config_from_values({"data": {"kind": "digits"}, "run": {"output_dir": "runs/deep/er"}}))
+    assert [path.name for path in tmp_path.rglob("*")] == ["runs"]

@@ -1,0 +1,329 @@
+"""Exports of every layout, read back by the safetensors library and by runs that start from them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from framework.backend.exported_weights import INDEX, TIES, read_exported
+from framework.backend.weights import put_weights, read_weights
+from framework.commands.export import export, main
+from framework.errors import ConfigError, FrameworkError, StorageError, UsageError, show_value
+from tests.backend.saved_runs import PIPED, PLAIN, run_config, saved, truth, write_tokens
+from tests.backend.test_pipeline import GPT
+from tests.jobs.tied_net import TiedNet
+from tests.launched import job_environment, series, train_cases
+
+RUNS = [*(("plain_runs", name) for name in PLAIN), *(("piped_runs", name) for name in PIPED)]
+
+
+@pytest.fixture(params=RUNS, ids="-".join)
+def run(request: pytest.FixtureRequest) -> Path:
+    fixture, name = request.param
+    folder: Path = request.getfixturevalue(fixture)
+    return folder / name
+
+
+@pytest.fixture
+def tied(plain_runs: Path) -> Path:
+    return plain_runs / "tied-z3"
+
+
+def read_shards(folder: Path) -> dict[str, torch.Tensor]:
+    """As a stranger reads it: by the index alone."""
+    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    files = {name: load_file(folder / name) for name in set(index["weight_map"].values())}
+    assert sum(map(len, files.values())) == len(index["weight_map"])
+    found = {name: files[file][name] for name, file in index["weight_map"].items()}
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+    return found
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(
+        tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]) for name, tensor in found.items()
+    )
+
+
+@pytest.mark.slow
+class TestRealCheckpoints:
+    def test_every_layout_becomes_what_the_engines_held(self, run: Path, tmp_path: Path) -> None:
+        expected = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in truth(run).items()}
+        export(str(run), tmp_path / "whole")
+        export(str(run), tmp_path / "shards", shard_bytes=20_000)
+        export(str(run), tmp_path / "pickled", file_format="pt")
+        assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 2
+        for folder in ("whole", "shards", "pickled"):
+            assert same(read_weights(str(tmp_path / folder)), expected), folder
+        once = {name: tensor for name, tensor in expected.items() if name != "there.weight"}
+        assert same(load_file(tmp_path / "whole" / "model.safetensors"), once)
+        assert same(read_shards(tmp_path / "shards"), once)
+
+    @pytest.mark.parametrize(("dtype", "kind"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+    def test_half_precision_is_rounded_from_the_fp32_copies(
+        self, dtype: str, kind: torch.dtype, plain_runs: Path, tmp_path: Path
+    ) -> None:
+        for name in ("gpt-bf16-z3", "tied-z2"):
+            export(str(plain_runs / name), tmp_path / name, dtype=dtype)
+            held = truth(plain_runs / name)
+            rounded = {key: value.to(kind) if value.is_floating_point() else value for key, value in held.items()}
+            assert same(read_weights(str(tmp_path / name)), rounded)
+
+    def test_the_file_says_where_it_comes_from(self, tied: Path, tmp_path: Path) -> None:
+        export(str(tied), tmp_path / "out", dtype="bf16")
+        with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as opened:
+            said = opened.metadata()
+        assert json.loads(said.pop(TIES)) == {"there.weight": "here.weight"}
+        assert said == {"format": "pt", "source": "tied-z3/global_step2", "step": "2", "dtype": "bf16"}
+
+    def test_the_users_own_module_takes_it(self, tied: Path, tmp_path: Path) -> None:
+        export(str(tied), tmp_path / "out")
+        model, expected = TiedNet(), truth(tied)
+        put_weights(model, read_weights(str(tmp_path / "out")), source="test")
+        assert same(dict(model.state_dict()), expected)
+
+    def test_a_damaged_checkpoint_is_not_exported(self, tied: Path, tmp_path: Path) -> None:
+        copy = tmp_path / "copy" / saved(tied).tag
+        copy.mkdir(parents=True)
+        for path in saved(tied).path.iterdir():
+            (copy / path.name).write_bytes(path.read_bytes())
+        file = next(copy.glob("*optim_states.pt"))
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+        with pytest.raises(StorageError, match=rf"it is damaged: {file.name}: its content has changed .*\[weights-not-read\]"):
+            export(str(copy), tmp_path / "out")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
+
+    def test_nothing_is_replaced_by_accident(self, tied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        out = tmp_path / "out"
+        out.mkdir()
+        assert main([str(tied), str(out), "--shard-size", "20KB"]) == 0  # an empty folder is nothing
+        before = {path.name: path.read_bytes() for path in out.iterdir()}
+        assert capsys.readouterr().out.count("\n") == len(before)
+        with pytest.raises(ConfigError, match=r"give --force to replace it \[export-exists\]"):
+            main([str(tied), str(out)])
+        assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+        main([str(tied), str(out), "--force"])
+        assert [path.name for path in out.iterdir()] == ["model.safetensors"]
+        (out / "thesis.tex").touch()
+        with pytest.raises(ConfigError, match="it exists and is not an earlier export; name a new folder"):
+            main([str(tied), str(out), "--force"])
+        with pytest.raises(ConfigError, match="it lies in the checkpoint"):
+            main([str(tied), str(saved(tied).path / "out")])
+        assert saved(tied).damage() == []
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+    def test_names_of_hugging_face_are_the_models_own(self, tied: Path, tmp_path: Path) -> None:
+        expected = {f"net.{name.replace('.', '_proj.')}" if "." in name else "net.scale": tensor
+                    for name, tensor in truth(tied).items()}  # fmt: skip
+        assert len(expected) == len(truth(tied))
+        for name, options in {"whole": {}, "shards": {"shard_bytes": 20_000}, "pt": {"file_format": "pt"}}.items():
+            export(str(tied), tmp_path / name, hf=True, **options)  # type: ignore[arg-type]
+            assert same(read_weights(str(tmp_path / name)), expected), name
+        assert set(read_shards(tmp_path / "shards")) == set(expected) - {"net.there_proj.weight"}
+
+    @pytest.mark.parametrize(
+        ("names", "said"),
+        [
+            ({"scale": "scale"}, r"lacks \S+ and \d+ more"),
+            (dict.fromkeys((*TiedNet().state_dict(), "more"), "x"), r"gives \S+ and \S+ one name, x"),
+            (["scale"], "does not return a dict of text to text"),
+            ({"scale": 3}, "does not return a dict of text to text"),
+        ],
+    )
+    def test_names_that_are_not_whole_are_refused(
+        self, names: Any, said: str, tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(TiedNet, "hf_names", lambda self: names)
+        with pytest.raises(ConfigError, match=rf"--hf: hf_names\(\) of TiedNet ({said}).*; mend it, .* \[hf-names-wrong\]"):
+            export(str(tied), tmp_path / "out", hf=True)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_model_without_such_names_is_refused(
+        self, tied: Path, plain_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delattr(TiedNet, "hf_names")
+        with pytest.raises(ConfigError, match=r"TiedNet has no method hf_names\(\); .* \[hf-names-missing\]"):
+            export(str(tied), tmp_path / "out", hf=True)
+        with pytest.raises(ConfigError, match=r"hf_names\(\) of GPT does not return a dict.* \[hf-names-wrong\]"):
+            main([str(plain_runs / "gpt-fp32-z1"), str(tmp_path / "out"), "--hf"])
+
+    def test_without_an_average_there_is_none_to_write(self, tied: Path, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"--weights = ema: its run kept no moving average .* \[ema-not-kept\]"):
+            main([str(tied), str(tmp_path / "out"), "--weights", "ema"])
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_number_that_fp16_has_not_is_named(self, tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from framework.backend.merged_weights import MergedWeights
+
+        read = MergedWeights.__getitem__
+        monkeypatch.setattr(MergedWeights, "__getitem__", lambda self, name: read(self, name) * (1e6 if name == "scale" else 1))
+        with pytest.raises(ConfigError, match=r"scale = [0-9.]+: fp16 ends at 65504; .* \[export-overflow\]"):
+            export(str(tied), tmp_path / "out", dtype="fp16")
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pipe", "stage"), [(1, 3), (2, 1)])
+def test_runs_start_from_an_export_as_from_the_checkpoint(pipe: int, stage: int, plain_runs: Path, tmp_path: Path) -> None:
+    """One step each: its loss is that of the weights it started from."""
+    source = plain_runs / "gpt-bf16-z3"
+    export(str(source), tmp_path / "whole")
+    export(str(source), tmp_path / "shards", shard_bytes=20_000)
+    tokens, once = write_tokens(tmp_path), {"training": {"max_steps": 1, "log_every": 1}}
+    whole = tmp_path / "whole"
+    starts = {"checkpoint": str(source), "file": str(whole / "model.safetensors"), "folder": str(whole),
+              "shards": str(tmp_path / "shards"), "fresh": None}  # fmt: skip
+    train_cases(
+        [run_config(f"from-{name}", GPT, stage, once | {"checkpoint": {"init_weights": start}}, tmp_path, tokens, pipe=pipe,
+                    num_ranks=2) for name, start in starts.items()],
+        num_ranks=2, folder=tmp_path,
+    )  # fmt: skip
+    losses = {name: series(tmp_path / f"from-{name}", "train/loss")[1] for name in starts}
+    assert losses["file"] == losses["folder"] == losses["shards"] == losses["checkpoint"]
+    assert abs(losses["fresh"] - losses["checkpoint"]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["one"], "the following arguments are required: OUT"),
+        (["one", "two", "--dtype", "int8"], "invalid choice: 'int8'"),
+        (["one", "two", "--shard-size", "0"], "0 is not a size; write for example 500MB or 5GB"),
+        (["one", "two", "--shard-size", "5 parsecs"], "5 parsecs is not a size"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(words: list[str], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        main(words)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """A checkpoint as DeepSpeed writes it at stage 0, large enough that writing it out takes a moment."""
+    folder = tmp_path / "raw" / "global_step1"
+    folder.mkdir(parents=True)
+    weights = {f"layer{number}.weight": torch.full((1 << 24,), float(number)) for number in range(4)}
+    counters = {"global_steps": 1, "global_samples": 8, "skipped_steps": 0, "dp_world_size": 1}
+    torch.save({"module": weights, "buffer_names": [], "optimizer": None, "ds_config": {}, "ds_version": "0.19.8", **counters},
+               folder / "mp_rank_00_model_states.pt")  # fmt: skip
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code", "left"), [(signal.SIGTERM, 143, 0), (signal.SIGKILL, -9, 1)])
+def test_an_export_that_is_ended_leaves_nothing_for_long(number: int, code: int, left: int, large: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "framework", "export", str(large), str(out), "--allow-unverified"]
+    with subprocess.Popen(command, env=job_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        while not list(tmp_path.glob(".out.*")) and process.poll() is None:
+            time.sleep(0.001)
+        process.send_signal(number)
+        printed, said = process.communicate(timeout=120)
+    assert process.returncode == code
+    assert printed == b""  # DeepSpeed, when it is imported, would tell which device it found
+    assert b"Traceback" not in said
+    assert len(list(tmp_path.glob(".out.*"))) == left
+    assert not out.exists()
+    if left:
+        export(str(large), out, allow_unverified=True)
+        assert [path.name for path in sorted(tmp_path.iterdir())] == ["out", "raw"]
+
+
+def test_an_earlier_export_that_was_set_aside_comes_back(tmp_path: Path) -> None:
+    earlier = tmp_path / f".out.{socket.gethostname()}.{2**22 + 1}.earlier"  # no process has such a number
+    earlier.mkdir()
+    (earlier / "model.safetensors").write_bytes(b"weights")
+    kept = [tmp_path / f".out.{socket.gethostname()}.{os.getpid()}.tmp", tmp_path / f".out.elsewhere.{2**22 + 1}.tmp"]
+    for folder in kept:
+        folder.mkdir()
+    with pytest.raises(ConfigError, match=r"it exists; .*--force.*\[export-exists\]"):
+        export(str(tmp_path / "nothing"), tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == b"weights"
+    assert sorted(tmp_path.iterdir()) == sorted([*kept, tmp_path / "out"])
+
+
+def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+    for source, reason in ((tmp_path, "there is no finished checkpoint"), (tmp_path / "nowhere", "there is no such folder")):
+        with pytest.raises(ConfigError) as caught:
+            export(str(source), tmp_path / "out")
+        assert str(caught.value).startswith(f"CHECKPOINT = {show_value(str(source))}: {reason}")
+        assert caught.value.exit_code == 78
+
+
+def test_a_name_that_no_file_can_have_is_one_line(tmp_path: Path) -> None:
+    long = str(tmp_path / ("x" * 300))
+    for words in ([long, str(tmp_path / "out")], [str(tmp_path), long]):
+        with pytest.raises(StorageError, match="File name too long") as caught:
+            main(words)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(StorageError, match="File name too long"):
+        read_weights(long)
+
+
+class TestForeignFiles:
+    """safetensors as others write them, and as nobody should."""
+
+    def test_files_and_folders_of_the_library(self, tmp_path: Path) -> None:
+        weights = {"a.weight": torch.randn(3, 2), "a.bias": torch.randn(3).bfloat16()}
+        save_file(weights, tmp_path / "other.safetensors")
+        assert same(read_weights(str(tmp_path / "other.safetensors")), weights)
+        save_file(weights, tmp_path / "model.safetensors")
+        assert same(read_weights(str(tmp_path)), weights)
+
+    def write_index(self, folder: Path, content: Any) -> None:
+        save_file({"a": torch.ones(2)}, folder / "one.safetensors")
+        (folder / INDEX).write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [
+            ("{", "it is not an index of shards"),
+            ("[" * 100_000, "it is not an index of shards"),
+            ([], "it is not an index of shards"),
+            ({"weight_map": {"a": "one.safetensors"}, "metadata": 3}, "it is not an index of shards"),
+            ({"weight_map": {"a": "../one.safetensors"}}, "'../one.safetensors' is not a file beside it"),
+            ({"weight_map": {"a": "/etc/passwd"}}, "'/etc/passwd' is not a file beside it"),
+            ({"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}, "b is in none of its shards"),
+            ({"weight_map": {"a": "two.safetensors"}}, "FileNotFoundError"),
+        ],
+    )
+    def test_an_index_that_cannot_be_followed(self, content: Any, said: str, tmp_path: Path) -> None:
+        self.write_index(tmp_path, content)
+        with pytest.raises(StorageError) as caught:
+            read_exported(tmp_path)
+        assert said in str(caught.value)
+        assert str(caught.value).endswith("[weights-not-read]")
+        assert "\n" not in str(caught.value)
+
+    def test_damaged_files_are_refused_wherever_they_are_cut(self, tmp_path: Path) -> None:
+        file = tmp_path / "x.safetensors"
+        save_file({"a": torch.randn(20, 20), "b": torch.randn(7)}, file, metadata={TIES: '{"c": "a"}'})
+        whole = file.read_bytes()
+        assert read_exported(file).keys() == {"a", "b", "c"}
+        header_end = 8 + int.from_bytes(whole[:8], "little")
+        cuts = [*range(header_end + 2), *range(header_end + 2, len(whole), 97)]
+        wrong = [whole[:cut] for cut in cuts] + [b"\xff" * 8 + whole[8:], whole + b"more", whole.replace(b'"F32"', b'"F99"')]
+        wrong += [whole.replace(b'"data_offsets":[0,', b'"data_offsets":[4,'), whole.replace(b'{\\"c\\"', b'[\\"c\\"')]
+        for content in wrong:
+            assert content != whole
+            file.write_bytes(content)
+            with pytest.raises(FrameworkError) as caught:
+                read_exported(file)
+            assert "\n" not in str(caught.value)
+            assert str(caught.value).endswith("[weights-not-read]")

@@ -1,0 +1,68 @@
+"""The metric that decides which checkpoint is kept: one that is never measured keeps none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from framework.config.load import config_from_values
+from framework.plan.cluster import Cluster
+from framework.plan.rules import apply_rules
+from framework.plan.rules.metrics import LOGGED
+
+EPOCHS = {"every_epochs": 1}
+GPT = {"model": {"kind": "gpt"}, "data": {"kind": "text"}, "task": {"kind": "causal_lm"}}
+
+
+def found(metric: str | None, *, best_is: str | None = None, saves: Any = EPOCHS, **sections: Any) -> list[tuple[str, str, str]]:
+    checkpoint = {"keep_best": metric, **saves} | ({"best_is": best_is} if best_is else {})
+    values = {"checkpoint": checkpoint, "evaluation": EPOCHS} | sections
+    return [(each.kind, each.severity, each.fix) for each in apply_rules(config_from_values(values), Cluster())]
+
+
+@pytest.mark.parametrize(
+    ("metric", "sections"),
+    [
+        (None, {}),
+        ("eval/accuracy", {}),
+        ("eval/perplexity", GPT | {"checkpoint": {"keep_best": "eval/perplexity", "best_is": "min"}}),
+        ("eval/whatever", {"task": {"target": "a:b"}}),  # nobody knows what a task of one's own measures
+        *[(name, {}) for name in LOGGED if not name.endswith("loss")],
+    ],
+)
+def test_what_is_measured_is_fine(metric: str | None, sections: dict[str, Any]) -> None:
+    assert found(metric, **sections) == []
+
+
+@pytest.mark.parametrize(
+    ("metric", "severity", "guess"),
+    [
+        ("eval/acc", "error", "eval/accuracy"),
+        ("eval/f1", "error", None),
+        ("los", "error", "eval/loss"),
+        ("accuracy", "error", "eval/accuracy"),
+        ("evl/accuracy", "error", "eval/accuracy"),
+        ("train/los", "warning", "train/loss"),
+    ],
+)
+def test_a_name_that_nothing_bears_is_told_with_those_that_are_there(metric: str, severity: str, guess: str | None) -> None:
+    ((kind, found_severity, fix),) = found(metric)
+    assert (kind, found_severity) == ("unknown-metric", severity)
+    assert fix == (f"did you mean {guess}?" if guess else "write one of eval/loss, eval/accuracy")
+
+
+def test_evaluation_that_is_off_measures_nothing() -> None:
+    ((kind, severity, _),) = found("eval/accuracy", evaluation={"at_end": False})
+    assert (kind, severity) == ("metric-never-measured", "error")
+    assert found("train/lr", evaluation={"at_end": False}) == []
+
+
+@pytest.mark.parametrize(("saves", "kinds"), [(EPOCHS, ["metric-measured-once"]), ({}, [])])
+def test_evaluation_at_the_end_is_too_late_for_a_choice(saves: dict[str, int], kinds: list[str]) -> None:
+    assert [kind for kind, *_ in found("eval/accuracy", saves=saves, evaluation={})] == kinds
+
+
+@pytest.mark.parametrize(("best_is", "kinds"), [(None, ["largest-is-best"]), ("min", []), ("max", [])])
+def test_the_largest_loss_is_kept_by_those_who_say_so(best_is: str | None, kinds: list[str]) -> None:
+    assert [kind for kind, *_ in found("eval/loss", best_is=best_is)] == kinds
