@@ -147,14 +147,16 @@ make_venv() {
 
 # .venv holds this project itself in place (-e), so that edits count at once.
 install_into_venv() {
-    local extras=$1 uv pins=(-c "$ROOT/constraints.txt") target="${ROOT}[${1// /,}]"
+    local extras=$1 python uv pins=(-c "$ROOT/constraints.txt") target="${ROOT}[${1// /,}]"
     rm -f "$VENV"/.dsframework-*
     if ! "$PY" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
         say "environment: Python 3.10 is too old for constraints.txt; the newest versions that fit are taken"
         pins=(-c /dev/null)
     fi
     say "environment: installing dsframework[${extras// /,}] (some minutes and 5 GB the first time)"
-    uv=$(find_uv "$PY")
+    # Not with its own Python: in an environment that uv has made there is no pip.
+    python=$(PATH=${PATH//"$VENV/bin:"/} find_python 2>/dev/null) || python=$PY
+    uv=$(find_uv "$python")
     if [[ -n $uv ]]; then
         # As pip does: without bytecode every process of a run would compile torch's 1,200 modules anew where it may not write.
         logged 'uv' "$uv" pip install --compile-bytecode --python "$PY" "${pins[@]}" -e "$target"

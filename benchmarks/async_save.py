@@ -61,13 +61,13 @@ def _engine(hidden: int) -> tuple[PlainEngine, dict[str, Any], Callable[[], None
                           task=prepared.parts.task)  # fmt: skip
     batches = make_train_loader(prepared.plan, prepared.parts.splits, rank=0).stream(0)
     engine.train_step(batches).read()
-    return engine, description(prepared.plan), lambda: (engine.train_step(batches).read(), None)[1]
+    return engine, description(prepared.plan, prepared.parts.splits), lambda: (engine.train_step(batches).read(), None)[1]
 
 
 def _measure(folder: Path, *, rounds: int, hidden: int) -> dict[str, Any]:
     engine, described, train = _engine(hidden)
-    options: dict[str, Any] = {"retention": Retention(1), "is_main": True, "gather": gather, "position": lambda step: {},
-                               "description": described}  # fmt: skip
+    options: dict[str, Any] = {"retention": Retention(1), "is_main": True, "gather": gather, "last_step": None,
+                               "position": lambda step: {}, "description": described}  # fmt: skip
     at_once = Checkpointer(engine, folder / "sync", **options)
     behind = AsyncCheckpointer(engine, folder / "async", rank=0, world_size=1, **options)
     steps = itertools.count(1)

@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 
+from framework.checkpoint_names import MANIFEST
 from framework.config.load import config_from_values
 from framework.files import hash_file
-from framework.train.saved import FORMAT, MANIFEST, seal
+from framework.train.saved import FORMAT, seal
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_RANKS, HIDDEN = 2, 2048

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any, NoReturn
 
 from framework.errors import UsageError
@@ -13,9 +14,17 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises UsageError: what is wrong, and where the help is."""
+        flag = re.match(r"argument (--\w+).*: expected one argument$", message)
+        if flag:  # argparse takes what follows for an option of its own
+            message += f" (if it begins with a dash, write {flag[1]}=-...)"
         raise UsageError(f"{self.prog.removeprefix('python -m framework ')}: {message}; see {self.prog} --help")
 
     def option(self, *names: str, **kwargs: Any) -> None:
-        """An option in both spellings, --a_b and --a-b."""
-        both = [spelled for name in names for spelled in dict.fromkeys((name, name[:2] + name[2:].replace("_", "-")))]
-        self.add_argument(*both, **kwargs)
+        """As `add_option`."""
+        add_option(self, *names, **kwargs)
+
+
+def add_option(target: argparse.ArgumentParser | argparse._ArgumentGroup, *names: str, **kwargs: Any) -> None:
+    """An option in both spellings, --a_b and --a-b, of a parser or of a group in its help."""
+    both = [spelled for name in names for spelled in dict.fromkeys((name, name[:2] + name[2:].replace("_", "-")))]
+    target.add_argument(*both, **kwargs)

@@ -1,4 +1,4 @@
-"""The command line: check, plan, render, import, schema, inspect, prepare, generate, export, doctor, launch. None imports torch."""
+"""The command line. What needs more than the base install (`prepare`, `generate`, `export`) is imported when it is asked for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Final
 import framework
 from framework.arguments import CommandParser
 from framework.check.command import add_options, run_check
-from framework.errors import EXIT_OK, EXIT_TRAINING, EXIT_USAGE, ConfigError, FrameworkError, Problem, UsageError
+from framework.errors import (
+    EXIT_OK,
+    EXIT_TRAINING,
+    EXIT_USAGE,
+    ConfigError,
+    FrameworkError,
+    Problem,
+    UsageError,
+    missing_package,
+)
 from framework.output import write
 from framework.plan.cluster import Cluster
 
@@ -30,6 +39,14 @@ if TYPE_CHECKING:  # a check of DeepSpeed JSON needs none of it, and importing i
 # command is given, and by nothing else here; each has `main(words) -> exit code`.
 _BELOW_THE_LINE: Final[Mapping[str, str]] = {
     "prepare": "framework.data.prepare", "generate": "framework.commands.generate", "export": "framework.commands.export",
+}
+# Commands that read their own words, as the list of all commands tells them.
+_ELSEWHERE: Final[Mapping[str, str]] = {
+    "prepare": "turn text into numbered tokens: prepare INPUT... OUT_DIR",
+    "generate": "print a sample of text from a checkpoint of a GPT: generate CHECKPOINT --prompt TEXT",
+    "export": "write the weights of a checkpoint as safetensors: export CHECKPOINT OUT",
+    "doctor": "is this machine, or are these hosts, fit to train? doctor [CONFIG] [-H HOSTFILE] [--bench]",
+    "launch": "train: launch CONFIG [key=value ...] [-H HOSTFILE]; also launch node, k8s, slurm",
 }
 
 
@@ -84,8 +101,7 @@ def _run_below_the_line(command: str, *words: str) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "framework":
             raise
-        missing = f"{command} needs the package {error.name}"
-        raise UsageError(f"{missing}; pip install 'dsframework[train]' [package-missing]") from error
+        raise missing_package(error.name, what=command) from error
     code: int = module.main(words)
     return code
 
@@ -106,15 +122,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="python -m framework", description="Typed training runs on DeepSpeed.")
     parser.add_argument("--version", action="version", version=f"dsframework {framework.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-
     check = commands.add_parser("check", help="find everything that is wrong with run configs or DeepSpeed JSON")
     add_options(check)
     check.set_defaults(command=_check)
-
     plan = commands.add_parser("plan", help="say what will happen on a cluster")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan.set_defaults(command=_plan)
-
     render = commands.add_parser("render", help="print the DeepSpeed JSON")
     render.set_defaults(command=_render)
     for command in (plan, render):
@@ -124,48 +137,47 @@ def _parser() -> argparse.ArgumentParser:
         where = command.add_mutually_exclusive_group()
         where.add_argument("--num_gpus", "--num-gpus", type=_positive, metavar="N", help="devices on one host")
         where.add_argument("-H", "--hostfile", metavar="FILE", help="hosts and their devices, in DeepSpeed's format")
+    _add_schema(commands.add_parser("schema", help="print the JSON Schema of run configs or DeepSpeed JSON, for editors"))
+    _add_import(commands.add_parser("import", help="print the run config that a DeepSpeed JSON amounts to"))
+    _add_inspect(commands.add_parser("inspect", help="say what a checkpoint is, and whether its files are as they were written"))
+    for name, help_ in _ELSEWHERE.items():
+        commands.add_parser(name, help=help_)
+    return parser
 
-    schema = commands.add_parser("schema", help="print the JSON Schema of run configs or DeepSpeed JSON, for editors")
+
+def _add_schema(schema: argparse.ArgumentParser) -> None:
     schema.add_argument("of", nargs="?", choices=("run", "deepspeed"), default="run", help="what is described")
     schema.add_argument("--deepspeed", metavar="RELEASE", help="of this release, for example 0.18.9")
     schema.set_defaults(command=_schema)
 
-    turn = commands.add_parser("import", help="print the run config that a DeepSpeed JSON amounts to")
+
+def _add_import(turn: argparse.ArgumentParser) -> None:
     turn.add_argument("file", metavar="FILE", help='DeepSpeed JSON, also with Hugging Face\'s "auto"')
     turn.add_argument("--deepspeed", metavar="RELEASE", help="as this release reads it, for example 0.18.9")
     turn.set_defaults(command=_import)
 
-    inspect = commands.add_parser("inspect", help="say what a checkpoint is, and whether its files are as they were written")
+
+def _add_inspect(inspect: argparse.ArgumentParser) -> None:
     inspect.add_argument("path", metavar="CHECKPOINT|RUN", help="a folder global_step<N>, or a run: all of its checkpoints")
     inspect.add_argument("--json", action="store_true", help="print it as JSON")
     inspect.add_argument("--no-verify", action="store_true", help="read the manifest only, not every byte of every file")
     inspect.add_argument("--allow-unverified", action="store_true", help="describe what DeepSpeed wrote without a manifest")
     inspect.set_defaults(command=_inspect)
 
-    commands.add_parser("prepare", help="turn text into numbered tokens: prepare INPUT... OUT_DIR")
-    commands.add_parser("generate", help="print a sample of text from a checkpoint of a GPT: generate CHECKPOINT --prompt TEXT")
-    commands.add_parser("export", help="write the weights of a checkpoint as safetensors: export CHECKPOINT OUT")
-    commands.add_parser("doctor", help="is this machine, or are these hosts, fit to train? doctor [CONFIG] [-H HOSTFILE] [--bench]")
-    commands.add_parser("launch", help="train: launch CONFIG [key=value ...] [-H HOSTFILE]; also launch node, k8s, slurm")
-    return parser
-
 
 def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
+    if not (text.isascii() and text.isdecimal()) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a number of devices; write 1 or more")
     return int(text)
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    return run_check(arguments, find_cluster=_cluster, describe=_describe)
-
-
-def _describe(plan: Plan) -> str:
-    known = plan.length.total_steps is not None
-    return f"fine on {plan.cluster}: {plan.layout}, {'' if known else 'length '}{_length_text(plan)}"
+    return run_check(arguments, find_cluster=_cluster)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    from framework.plan.text import rows
+
     plan, source = _make_plan(arguments, plan_with_data=True)
     balance = _stage_balance(plan, source)
     findings = [*plan.findings, *_missing_targets(plan, source), *map(source.locate, balance.notes if balance else ())]
@@ -173,16 +185,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         pipeline = {"pipeline": balance.pipeline} if balance and balance.pipeline else {}
         print(json.dumps(plan.to_dict() | pipeline | {"findings": [found.to_dict() for found in findings]}, indent=2))
         return EXIT_OK
-    config = plan.config
-    rows = {
-        "run": config.run.name,
-        "cluster": f"{plan.cluster} = {plan.cluster.world_size} rank{'s' if plan.cluster.world_size > 1 else ''}",
-        "batch": str(plan.layout),
-        "length": _length_text(plan),
-        "precision": config.precision.dtype,
-        "ZeRO": _zero_text(plan),
-    }
-    for label, text in rows.items():
+    for label, text in rows(plan).items():
         print(f"{label:<10}{text}")
     for line in balance.lines if balance else ():
         print(line)
@@ -275,35 +278,3 @@ def _cluster(arguments: argparse.Namespace) -> Cluster | None:
     from framework.launch.hostfile import cluster_of, read_hostfile
 
     return cluster_of(read_hostfile(arguments.hostfile), path=arguments.hostfile)
-
-
-def _length_text(plan: Plan) -> str:
-    length = plan.length
-    if length.total_steps is None:
-        return "known when the data is read"
-    if length.steps_per_epoch is None:
-        return _count_text(length.total_steps, "step")
-    epochs = _epochs_text(length.total_steps / length.steps_per_epoch)
-    left = f", {length.unused_samples_per_epoch} samples left out of each" if length.unused_samples_per_epoch else ""
-    return f"{_count_text(length.total_steps, 'step')} = {epochs} of {length.steps_per_epoch}{left}"
-
-
-def _epochs_text(epochs: float) -> str:
-    """Two digits behind the point are enough to see what is meant."""
-    if epochs < 0.01:
-        return "less than 0.01 epochs"
-    return _count_text(int(epochs), "epoch") if epochs.is_integer() else f"{epochs:.2f} epochs"
-
-
-def _count_text(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def _zero_text(plan: Plan) -> str:
-    spread = ("nothing is spread", "optimizer state is spread", "optimizer state and gradients are spread",
-              "optimizer state, gradients and weights are spread")  # fmt: skip
-    zero, ranks = plan.config.zero, plan.layout.data_parallel_size
-    over = f" over {ranks} rank{'s' if ranks > 1 else ''}" if zero.stage else ""
-    offloads = [f"{what} on {device}" for what, device in (("optimizer", zero.offload_optimizer.device),
-                ("weights", zero.offload_param.device)) if device != "none"]  # fmt: skip
-    return ", ".join([f"stage {zero.stage}: {spread[zero.stage]}{over}", *offloads])

@@ -15,8 +15,9 @@ where a number exists there, so that a job scheduler can tell "never retry" (64,
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import islice
 from math import isfinite
 from typing import Any, Final, Literal
@@ -91,7 +92,7 @@ class Problem:
         if self.key and self.value is not MISSING:
             subject += f" = {show_value(self.value)}"
         sentence = f"{self.reason}; {self.fix}" if self.fix else self.reason
-        return _printable(": ".join(part for part in (place, subject, sentence) if part)) + f" [{self.kind}]"
+        return printable(": ".join(part for part in (place, subject, sentence) if part)) + f" [{self.kind}]"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON: the attributes, `value` only where there is one, and the line itself as ``text``."""
@@ -102,11 +103,25 @@ class Problem:
             shown["value"] = self.value if is_json else show_value(self.value)
         return shown | {"text": str(self)}
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Problem:
+        """What `to_dict` made, in another process; what is not an attribute is passed over.
+
+        Raises:
+            TypeError: kind or reason is missing.
+        """
+        return cls(**{each.name: values[each.name] for each in fields(cls) if each.name in values})
+
 
 def show_value(value: Any) -> str:
     """A value as YAML writes it, on one line of at most 80 characters; in quotes where text would read as a number."""
-    text = _printable(_yaml(value, depth=0))
+    text = printable(_yaml(value, depth=0))
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 step``, ``2 steps``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _yaml(value: Any, *, depth: int) -> str:
@@ -135,9 +150,15 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, float) and isfinite(value)
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """One line without control characters, so that no value can write to the terminal."""
     return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def in_one_line(error: BaseException, *, longest: int = 200) -> str:
+    """Type and text of an error that somebody else raised; their texts may fill pages."""
+    text = " ".join(str(error).split())[:longest]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 class FrameworkError(Exception):
@@ -163,12 +184,24 @@ class ConfigError(FrameworkError):
 
     exit_code = EXIT_CONFIG
 
-    def __init__(self, problems: Problem | Iterable[Problem]) -> None:
-        self.problems: Sequence[Problem] = (problems,) if isinstance(problems, Problem) else tuple(problems)
+    def __init__(self, problems: Problem | Iterable[Problem] | str) -> None:
+        """From a text it has no problems, only their lines: so torch makes the error of a worker anew."""
+        if isinstance(problems, str):
+            self.problems: Sequence[Problem] = ()
+            super().__init__(problems)
+            return
+        self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
         super().__init__("\n".join(map(str, self.problems)))
 
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
-        return type(self), (tuple(self.problems),)
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...] | str]]:
+        return type(self), (tuple(self.problems) or str(self),)
+
+
+def missing_package(name: str, *, what: str, extra: str = "train") -> ConfigError:
+    """A package that `what` takes is not installed: the command line is right, and trying again does not help."""
+    reason = f"{what} needs the package {name}, which {sys.executable} does not have"
+    fix = f"pip install 'dsframework[{extra}]', or in a checkout ./launch.sh setup"
+    return ConfigError(Problem(kind="package-missing", reason=reason, fix=fix))
 
 
 class TrainingError(FrameworkError):

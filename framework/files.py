@@ -1,4 +1,8 @@
-"""Writing small files so that a reader, or a crash, sees the old content or the new one and nothing between."""
+"""Files that survive a crash: new ones, hashed and flushed while they are written; small ones, replaced whole; folders, flushed.
+
+A reader, or a power cut, sees the old content or the new one and nothing between. What is read of a stranger's files is read here
+as well: no links, no pipes, and no more than was asked for.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 # What file systems answer that cannot flush a folder (some network and FUSE ones); their renames are as durable as they get.
 _CANNOT_FLUSH_FOLDERS: Final = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
@@ -24,29 +28,6 @@ class FileRecord:
 
     num_bytes: int
     sha256: str
-
-
-class SaveStream(Protocol):
-    """What a file of a checkpoint is written to: the methods that `torch.save` calls, and two ways to end."""
-
-    def write(self, data: bytes | memoryview, /) -> int:
-        """Append; returns the number of bytes."""
-        ...
-
-    def flush(self) -> None:
-        """Nothing is held back."""
-        ...
-
-    def close(self) -> FileRecord | None:
-        """It is complete; what it holds, or None where somebody else finds out."""
-        ...
-
-    def abandon(self) -> None:
-        """It will not be complete."""
-        ...
-
-
-OpenFile = Callable[[Path], SaveStream]
 
 
 class NewFile:

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from framework.assembly.assemble import assemble_engine
@@ -33,12 +32,15 @@ from framework.backend.distributed import (
     quiet_deepspeed,
     rank,
     refuse_different_ranks,
-    telling_of_lost_peers,
 )
 from framework.backend.environment import describe_environment
+from framework.backend.known_failures import telling_of_known_failures
 from framework.backend.layer_times import time_layers
+from framework.backend.lost_peers import telling_of_lost_peers
 from framework.backend.plain_engine import use_matmul_precision
 from framework.backend.stop_agreement import agreed_stops
+from framework.backend.told_data import ToldData
+from framework.checkpoint_names import CHECKPOINTS, size_of, tag_of
 from framework.config.load import Source
 from framework.config.run_config import RunConfig
 from framework.errors import RunStopped
@@ -54,7 +56,7 @@ from framework.train.monitors.log_lines import LogLines
 from framework.train.rank_log import noting_errors, say
 from framework.train.resumable import check_reachable, check_resumable, told_changes, told_versions
 from framework.train.run_folder import RunFolder
-from framework.train.saved import SavedCheckpoint, size_of
+from framework.train.saved import SavedCheckpoint
 from framework.train.stop_request import StopRequest
 from framework.train.trainer import Trainer
 from framework.uncaught import end_in_one_line
@@ -115,14 +117,16 @@ def fit_loaded(config: RunConfig, source: Source, request: StopRequest, *, words
 def _run(prepared: Prepared, request: StopRequest) -> RunResult:
     config = prepared.plan.config
     with noting_errors():
-        with telling_of_lost_peers(), process_group(config.run.backend):
+        with telling_of_lost_peers(), telling_of_known_failures(), process_group(config.run.backend):
             end_in_one_line()
             refuse_different_ranks(prepared.essence())
-            folder = RunFolder(Path(config.run.output_dir) / config.run.name)
+            folder = RunFolder(config.run.folder)
             try:
                 start = choose_together(folder, config)
                 prepared = with_verified_weights(_measured(prepared, start))
-                from_rank0(on_rank0(lambda: _open_folder(folder, prepared, start)))
+                word = from_rank0(on_rank0(lambda: _open_folder(folder, prepared, start)))
+                if word:
+                    folder.await_fresh(word)
                 quiet_deepspeed(folder.logs / f"rank{rank()}.log")
                 use_matmul_precision(prepared.plan)
                 result, stopped = _fit(prepared, folder, start, request)
@@ -159,9 +163,10 @@ def _fit(prepared: Prepared, folder: RunFolder, start: SavedCheckpoint | None,
         make_monitors(config, folder.path, total_steps=agenda.total_steps, from_step=start_step))))  # fmt: skip
     checkpointer = make_checkpointer(engine, folder.checkpoints, plan=plan, last_step=agenda.total_steps, description=described,
                                      further=best.state)  # fmt: skip
+    eval_loader = make_eval_loader(plan, splits, rank=rank())
     with closing(checkpointer), agreed_stops(request, start_step=start_step) as stop:
-        trainer = Trainer(engine, agenda=agenda, train_data=make_train_loader(plan, splits, rank=rank()),
-                          eval_data=make_eval_loader(plan, splits, rank=rank()),
+        trainer = Trainer(engine, agenda=agenda, train_data=ToldData(make_train_loader(plan, splits, rank=rank())),
+                          eval_data=ToldData(eval_loader) if eval_loader is not None else None,
                           monitors=monitors, save=checkpointer.save, start_step=start_step, stop=stop)  # fmt: skip
         outcome = trainer.fit()
         checkpointer.finish(is_final=bool(outcome.stopped))
@@ -177,7 +182,7 @@ def _fit(prepared: Prepared, folder: RunFolder, start: SavedCheckpoint | None,
 def _told_stop(result: RunResult, stopped: str, plan: Plan) -> str:
     if result.step == result.start_step:
         return f"{stopped}: stopped before the first step: nothing new to save [stopped]"
-    saved = result.folder / "checkpoints" / f"global_step{result.step}"
+    saved = result.folder / CHECKPOINTS / tag_of(result.step)
     return (f"{stopped}: stopped after step {result.step} of {plan.length.total_steps}; {saved} is complete; go on with "
             "checkpoint.resume=auto [stopped]")  # fmt: skip
 
@@ -199,8 +204,11 @@ def _measured(prepared: Prepared, start: SavedCheckpoint | None) -> Prepared:
     return replace(prepared, cut=cut_by_time(cut, plan, seconds))
 
 
-def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint | None) -> None:
-    """See whether the run may go on from where it starts, and open its folder; nothing is written before that is settled."""
+def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint | None) -> str:
+    """See whether the run may go on from where it starts, and open its folder; nothing is written before that is settled.
+
+    Returns the folder's word, for hosts that may still see another one of its name.
+    """
     config, plan = prepared.plan.config, prepared.plan
     if start is not None:
         described = description(plan, prepared.parts.splits, pipeline=prepared.pipeline())
@@ -226,6 +234,7 @@ def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint |
                     environment=describe_environment())  # fmt: skip
     if tokens := getattr(config.data, "path", None):
         keep_tokenizer(tokens, folder.path)
+    return folder.word
 
 
 def _tell_resume(start: SavedCheckpoint | None, plan: Plan, folder: RunFolder) -> None:

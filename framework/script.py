@@ -12,8 +12,8 @@ import traceback
 from typing import NoReturn
 
 from framework.arguments import CommandParser
-from framework.errors import EXIT_CONFIG, EXIT_OK, EXIT_TRAINING, FrameworkError
-from framework.launch.parent_watch import watch_parent
+from framework.errors import EXIT_CONFIG, EXIT_OK, EXIT_TRAINING, FrameworkError, missing_package
+from framework.launch.parent_watch import AGENT_VARIABLE, watch_parent
 from framework.output import write
 from framework.train.stop_request import StopRequest
 
@@ -32,20 +32,17 @@ def _parser() -> CommandParser:
 def _train(request: StopRequest) -> None:
     arguments = _parser().parse_args()
     # Imported here, where requests to stop are heard already.
-    from framework.config.load import load_with_source
+    from framework.launch.job import load_job
     from framework.plan.cluster import Cluster
     from framework.plan.plan import make_plan
 
-    config, source = load_with_source(arguments.config, arguments.overrides)
-    if arguments.deepspeed_config is not None:
-        from framework.ds_json.import_merge import with_deepspeed_config
-
-        config = with_deepspeed_config(config, arguments.deepspeed_config, source=source)
-    make_plan(config, Cluster.from_environment(os.environ), source=source)  # before the seconds that torch takes to import
+    job = load_job(arguments.config, arguments.overrides, deepspeed_config=arguments.deepspeed_config)
+    if AGENT_VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":  # else the launcher has told them
+        job.tell_notes()
+    make_plan(job.config, Cluster.from_environment(os.environ), source=job.source)  # before the seconds that torch takes to import
     from framework.run import fit_loaded
 
-    beside = ["--deepspeed_config", arguments.deepspeed_config] if arguments.deepspeed_config is not None else []
-    fit_loaded(config, source, request, words=[arguments.config, *arguments.overrides, *beside])
+    fit_loaded(job.config, job.source, request, words=job.words)
 
 
 def exit_code() -> int:
@@ -66,8 +63,7 @@ def exit_code() -> int:
             write(sys.stderr, traceback.format_exc())
             return EXIT_TRAINING
         if speaks:
-            fix = "pip install 'dsframework[train]' [train-extra-missing]"
-            write(sys.stderr, f"training needs {error.name}: {fix}\n")
+            write(sys.stderr, f"{missing_package(error.name, what='training')}\n")
         return EXIT_CONFIG
     except Exception:
         write(sys.stderr, traceback.format_exc())

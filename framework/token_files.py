@@ -43,10 +43,12 @@ class PartFacts(_Facts):
     num_documents: Annotated[int, Field(ge=1, lt=2**60)]
 
 
-class Specials(_Facts):
-    """Numbers of the special tokens; None: the tokenizer has none such."""
+class SpecialTokens(_Facts):
+    """The numbers of the tokens that stand for no text; None: the tokenizer has none such. Windows of text need the first only;
+    pairs of segments need all."""
 
     end: int
+    """Ends every document."""
     cls: int | None = None
     sep: int | None = None
     mask: int | None = None
@@ -60,7 +62,7 @@ class Meta(_Facts):
     version: Literal[1] = 1
     tokenizer: Literal["bytes", "library"]
     vocab_size: Annotated[int, Field(ge=1, le=2**31)]
-    special_tokens: Specials
+    special_tokens: SpecialTokens
     dtype: Literal["uint16", "uint32"]
     parts: dict[PartName, PartFacts]
     files: dict[str, FileFacts]
@@ -127,6 +129,16 @@ def size_problems(folder: Path, meta: Meta, path: str, key: str) -> list[Problem
     return [problem for problem in problems if problem is not None]
 
 
+def num_windows(num_tokens: int, length: int) -> int:
+    """Windows of so many tokens; the last token of the text is only to be guessed."""
+    return (num_tokens - 1) // length
+
+
+def num_pairs(num_tokens: int, length: int) -> int:
+    """Pairs of segments in an epoch: as many as would fill with all tokens, and one at least."""
+    return max(1, num_tokens // length)
+
+
 def too_short(part: PartName, *, num_tokens: int, sequence_length: int) -> Iterator[Problem]:
     """Windows of text: the last token of each is only to be guessed."""
     if num_tokens <= sequence_length:
@@ -144,9 +156,9 @@ def one_document(part: PartName, *, num_documents: int, path: str | None) -> Ite
                       "prepare more files, or with --split-at-blank-lines", "data.path", path)  # fmt: skip
 
 
-def no_pair_tokens(special: dict[str, int | None], *, path: str | None) -> Iterator[Problem]:
+def no_pair_tokens(special: SpecialTokens, *, path: str | None) -> Iterator[Problem]:
     """Pairs of segments are held together, hidden and filled up by tokens of their own."""
-    missing = [f"[{name.upper()}]" for name, number in special.items() if number is None]
+    missing = [f"[{name.upper()}]" for name, number in special.model_dump().items() if number is None]
     if missing:
         yield Problem("text-without-special-tokens", f"its tokenizer has no {', '.join(missing)}, and pairs of segments need them",
                       "prepare it with --tokenizer bytes, the file of a BERT, or --train-tokenizer bpe:SIZE",

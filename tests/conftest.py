@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-from tests import ops_ahead, warm_ranks
+from tests import lanes, ops_ahead, warm_ranks
 
 # A busy machine is no finding: how long an example takes depends on what else runs.
 settings.register_profile("dsframework", deadline=None)
 settings.load_profile("dsframework")
+
+# A signal that the caller ignores, as whatever a script starts with `&` does, would be ignored by every process of every test.
+for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
 # Set for good by importing deepspeed and torch.
 _SET_BY_IMPORTS = {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--exhaustive", action="store_true", help="all 240 moves between layouts instead of 48; minutes more")
+    parser.addoption("--exhaustive", action="store_true", help="try what is otherwise tried in part; minutes more")
 
 
 @pytest.fixture(scope="session")
@@ -29,15 +35,22 @@ def exhaustive(pytestconfig: pytest.Config) -> bool:
     return bool(pytestconfig.getoption("--exhaustive"))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """A run of everything goes in two lanes."""
+    lanes.choose(config)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Fast tests first: what they find is known in minutes."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+    lanes.sort(items)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _compiled_ahead(request: pytest.FixtureRequest) -> Iterator[None]:
     """While fast tests run, the ops that the tests of DeepSpeed's own answers load are compiled."""
-    is_needed = any(item.path.name == "test_against_deepspeed.py" for item in request.session.items)
+    is_needed = lanes.is_first() and any(item.path.name == "test_against_deepspeed.py" for item in request.session.items)
     process = ops_ahead.start() if is_needed else None
     yield
     if process is not None:

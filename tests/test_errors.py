@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from framework import errors
-from framework.errors import ConfigError, Problem, show_value
+from framework.errors import ConfigError, Problem, in_one_line, missing_package, show_value
 
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -75,6 +75,29 @@ def test_a_problem_is_one_line_and_json_whatever_it_holds(reason: str, key: str,
 def test_a_value_that_was_left_out_is_not_in_the_json() -> None:
     assert "value" not in Problem(kind="k", reason="r").to_dict()
     assert Problem(kind="k", reason="r", value=None).to_dict()["value"] is None
+
+
+@given(value=st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False, allow_infinity=False))
+def test_a_problem_comes_through_json_as_it_was(value: Any) -> None:
+    every = Problem("k", "r", fix="f", key="a.b", value=value, file="x.yaml", line=3, column=4, severity="warning")
+    for problem in (every, Problem("k", "r")):
+        assert Problem.from_dict(json.loads(json.dumps(problem.to_dict()))) == problem
+    with pytest.raises(TypeError):
+        Problem.from_dict({"kind": "k"})
+
+
+def test_a_missing_package_is_a_matter_of_the_installation() -> None:
+    error = missing_package("torch", what="export")
+    assert error.exit_code == 78
+    assert [problem.kind for problem in error.problems] == ["package-missing"]
+    assert str(error).startswith("export needs the package torch, which ")
+
+
+def test_a_strangers_error_is_one_short_line_with_its_type() -> None:
+    assert in_one_line(ValueError("line one\n\n  line two\t")) == "ValueError: line one line two"
+    assert in_one_line(KeyError()) == "KeyError"
+    assert in_one_line(OSError("x" * 1000)) == f"OSError: {'x' * 200}"
+    assert in_one_line(OSError("x" * 1000), longest=3) == "OSError: xxx"
 
 
 def test_exit_codes_stay_as_published() -> None:

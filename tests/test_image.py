@@ -16,7 +16,7 @@ import pytest
 
 from framework.launch.environment import requirements
 from framework.launch.k8s.image import what_is_wrong_with_image
-from framework.launch.k8s.request import Request
+from framework.launch.k8s.request import K8sRequest
 from tests.places import ROOT
 
 TEXT = (ROOT / "Dockerfile").read_text()
@@ -49,9 +49,24 @@ def test_it_ends_as_a_numbered_user_who_is_not_root() -> None:
     """Kubernetes refuses `runAsNonRoot` where the image names its user by a word."""
     (user,) = of("USER")
     assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", user)
-    assert int(user.partition(":")[0]) == Request("c", "n", 1, 1, "i").user
+    assert int(user.partition(":")[0]) == K8sRequest("c", "n", 1, 1, "i").user
     names = [name for name, _ in instructions()]
     assert not {"RUN", "COPY"} & set(names[names.index("USER") :])
+
+
+@pytest.mark.parametrize(("users", "made"), [("root:x:0:0", True), ("root:x:0:0\nubuntu:x:1000:1000", False)])
+def test_a_base_may_have_the_user_already(users: str, made: bool, tmp_path: Path) -> None:
+    """Ubuntu's images have one of this number, and `useradd` ends with 4 for a second one."""
+    (step,) = (rest for rest in of("RUN") if "useradd" in rest)
+    (tmp_path / "passwd").write_text(f"{users}\n")
+    known = f"grep -q ':x:1000:' {shlex.quote(str(tmp_path / 'passwd'))}"
+    stubs = {"getent": f'[ "$*" = "passwd 1000" ] && {known} || exit 2', "useradd": f'{known} && exit 4; echo "$@" > made'}
+    for name, text in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(["sh", "-c", step], cwd=tmp_path, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, timeout=60, check=False)
+    assert done.returncode == 0
+    assert (tmp_path / "made").exists() == made
 
 
 def test_no_shell_stands_before_the_agent() -> None:

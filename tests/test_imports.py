@@ -20,23 +20,26 @@ from tests.places import ROOT
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "output": set(),
+    "stop_signals": set(),
     "files": {"errors"},
+    "checkpoint_names": {"files"},
+    "orphans": set(),
     "arguments": {"errors"},
     "uncaught": {"errors", "output"},
     "config": {"errors", "uncaught"},
     "token_files": {"errors"},
     "plan": {"errors", "config"},
     "ds_json": {"errors", "config", "plan"},
-    "launch": {"errors", "output", "arguments", "config", "plan", "ds_json"},
-    "train": {"errors", "output", "files", "config", "plan"},
-    "report": {"errors", "files", "config", "plan", "train"},
+    "launch": {"errors", "output", "stop_signals", "arguments", "checkpoint_names", "config", "plan", "ds_json"},
+    "train": {"errors", "output", "stop_signals", "files", "checkpoint_names", "orphans", "config", "plan"},
+    "report": {"errors", "checkpoint_names", "config", "plan", "train"},
     # ------------------------------------------------ torch line
     "models": {"errors", "config"},
-    "data": {"errors", "files", "arguments", "config", "token_files"},
+    "data": {"errors", "files", "orphans", "arguments", "config", "token_files"},
     "tasks": {"errors", "config"},
-    "backend": {"errors", "files", "config", "plan", "ds_json", "train", "models", "tasks", "data"},
+    "backend": {"errors", "files", "checkpoint_names", "config", "plan", "ds_json", "train", "models", "tasks", "data"},
     "assembly": {"errors", "files", "config", "plan", "ds_json", "train", "data", "models", "tasks", "backend"},
-    "run": {"errors", "files", "token_files", "config", "plan", "train", "report", "backend", "uncaught", "assembly"},
+    "run": {"errors", "checkpoint_names", "token_files", "config", "plan", "train", "report", "backend", "uncaught", "assembly"},
     "commands": {"errors", "files", "arguments", "config", "token_files", "train", "data", "backend", "assembly"},
     # ------------------------------------------------ on top
     "check": {"errors", "files", "config", "token_files", "plan", "ds_json"},
@@ -46,8 +49,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"errors", "cli"},
     "__init__": set(),  # its names are imported on first use
 }
-LIGHT = ("errors", "output", "files", "uncaught", "arguments", "config", "token_files", "plan", "ds_json", "launch", "train",
-         "report", "check", "cli", "__main__", "__init__")  # fmt: skip
+LIGHT = ("errors", "output", "stop_signals", "files", "checkpoint_names", "orphans", "uncaught", "arguments", "config",
+         "token_files", "plan", "ds_json", "launch", "train", "report", "check", "cli", "__main__", "__init__")  # fmt: skip
 HEAVY = {"torch", "torchvision", "deepspeed", "numpy", "sklearn", "PIL"}
 # What a laptop has after `pip install dsframework`; the rest of train's needs is imported where it is used.
 BASE_INSTALL = {"pydantic", "pydantic_core", "yaml", "rich"}

@@ -32,7 +32,7 @@ case "$*" in
     *environment.py\\ missing*) printf '%s' "${{STUB_MISSING:-}}" ;;
     "-m pip --version") exit 0 ;;
     "-m pip install --quiet --target "*)
-        [[ -n ${{STUB_UV:-}} ]] || exit 1
+        [[ -n ${{STUB_UV:-}} && $0 != */.venv/bin/* ]] || exit 1
         mkdir -p "$6/bin" && cp "$STUB_UV" "$6/bin/uv" ;;
     "-m venv --clear "*) printf 'call: python %s\\n' "$*" >>"$CALLS"; mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
     "-m "*)
@@ -286,6 +286,20 @@ def test_uv_is_installed_beside_if_there_is_none(machine: Machine) -> None:
     assert "uv installed into .venv-tools" in done.stderr
     assert "call: uv venv " in machine.calls()
     assert (machine.checkout / ".venv-tools/.gitignore").read_text() == "*\n"
+
+
+@pytest.mark.parametrize("is_active", [False, True])
+def test_an_environment_that_uv_made_is_completed_without_uv_on_the_path(machine: Machine, is_active: bool) -> None:
+    """It has no pip of its own to get uv with, whether it is active or not."""
+    venv = machine.checkout / ".venv"
+    machine.run("setup")
+    machine.calls()
+    (machine.bin / "uv").rename(machine.bin / "uv-elsewhere")
+    (venv / "bin/python3").symlink_to("python")
+    active = {"VIRTUAL_ENV": str(venv), "PATH": f"{venv}/bin:{machine.bin}"} if is_active else {}
+    done = machine.run("test", STUB_UV=str(machine.bin / "uv-elsewhere"), **active)
+    assert "uv installed into .venv-tools" in done.stderr
+    assert machine.calls().startswith("call: uv pip install ")
 
 
 def test_plain_pip_where_uv_cannot_be_had(machine: Machine) -> None:

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 
 from framework.assembly.objects import MakeOptimizer, ModelSource, Objects, type_name
+from framework.assembly.optimizer_groups import savable
 from framework.assembly.targets import call_factory, call_failed, check_arguments, check_handed_over, load_target, takes
 from framework.config.base import Object, Target
 from framework.config.run_config import RunConfig
 from framework.data.splits import Splits, as_splits
 from framework.errors import ConfigError, Problem
 from framework.models.layers import Layer, LayeredModel, as_layers
+from framework.plan.rules.parts import vocabulary_problem
 from framework.tasks.from_callable import as_task
 from framework.tasks.task import Task
 
@@ -66,12 +68,9 @@ def _check_class_count(config: RunConfig, splits: Splits) -> None:
 
 def _check_vocabulary(config: RunConfig, splits: Splits) -> None:
     """The token file knows how many different tokens it has; one that the model lacks would fail inside a GPU kernel."""
-    found, expected = getattr(splits.train, "vocab_size", None), getattr(config.model, "vocab_size", None)
-    if isinstance(found, int) and isinstance(expected, int) and found > expected:
-        raise ConfigError(Problem(
-            kind="model-data-vocab-size", key="model.vocab_size", value=expected,
-            reason=f"the data has {found} different tokens", fix=f"set model.vocab_size: {found} or more",
-        ))  # fmt: skip
+    problems = tuple(vocabulary_problem(getattr(splits.train, "vocab_size", None), config.model))
+    if problems:
+        raise ConfigError(problems)
 
 
 def _load_task(config: RunConfig) -> Any:
@@ -166,7 +165,7 @@ def _given_optimizer(make: Any) -> MakeOptimizer:
 
 def _checked_optimizer(optimizer: Any, *, key: str, value: str) -> torch.optim.Optimizer:
     if isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer
+        return savable(optimizer, key=key, value=value)
     raise ConfigError(Problem(kind="optimizer-target-result", key=key, value=value,
                               reason=f"it returned {type_name(optimizer)}, not a torch.optim.Optimizer",
                               fix="return an optimizer over the given parameters"))  # fmt: skip

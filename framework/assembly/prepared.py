@@ -5,29 +5,28 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from framework.assembly.objects import Objects, describe_objects
 from framework.assembly.parts import Parts, gather_parts
 from framework.assembly.stages import CutModel, check_recomputed, cut_model
-from framework.backend.distributed import check_device, device_name
+from framework.backend.distributed import check_device, check_device_of_rank, device_name
 from framework.backend.lazy_weights import LazyWeights
 from framework.backend.weights import checkpoint_weights, find_weights, refuse_other_layers
 from framework.config.load import Source
 from framework.config.run_config import RunConfig
+from framework.data.identity import tokens_sha256
 from framework.ds_json.judge import judge_passed_through
 from framework.ds_json.render import render
-from framework.errors import ConfigError, Problem, StorageError
+from framework.errors import ConfigError, Problem, StorageError, counted
 from framework.plan.cluster import Cluster
 from framework.plan.plan import Plan, make_plan
 from framework.train.choice import find_checkpoint
 from framework.train.run_folder import RunFolder
 from framework.train.saved import SavedCheckpoint
-
-Built = TypeVar("Built")
 
 
 @dataclass(frozen=True)
@@ -55,10 +54,16 @@ class Prepared:
         splits = self.parts.splits
         sizes: dict[str, Any] = {"training samples": len(splits.train)}
         sizes |= {"evaluation samples": len(splits.evaluation)} if splits.evaluation is not None else {}
-        sums = {name: getattr(getattr(split, "tokens", None), "checksum", "") for name, split in vars(splits).items()}
+        sums = {name: tokens_sha256(split) for name, split in vars(splits).items()}
         sizes |= {f"checksum of the {name} text": found for name, found in sums.items() if found}
-        found = {"checkpoint.init_weights": f"{self.weights_of.tag} is found there" if self.weights_of else "no checkpoint is read"}
+        found = {"checkpoint.init_weights": self._first_weights()}
         return sizes | found | {f"config.{name}": section for name, section in self.plan.config.to_dict().items()}
+
+    def _first_weights(self) -> str:
+        """Every rank has looked for itself, before the ranks met; a file system may show one of them what others do not see yet."""
+        if self.weights_of is not None:
+            return f"{self.weights_of.tag} is found there"
+        return "no weights are read" if self.weights is None else f"{counted(len(self.weights), 'tensor')} are found there"
 
     def with_weights(self, *, damage: Sequence[str]) -> Prepared:
         """With the weights of the checkpoint `weights_of`, in which this damage was found.
@@ -80,25 +85,27 @@ class Prepared:
 
 def prepare(config: RunConfig, *, objects: Objects | None = None, source: Source | None = None) -> Prepared:
     """Plan the run, import and build its parts, render its DeepSpeed JSON."""
-    objects = objects or Objects()
+    objects, source = objects or Objects(), source or Source()
     config = describe_objects(config, objects)
     cluster = Cluster.from_environment(os.environ, device=device_name())  # type: ignore[arg-type]
-    make_plan(config, cluster, source=source)
+    make_plan(config, cluster, source=source)  # what is wrong with the config alone is told before anything is imported
     check_device(config.precision.dtype, config.run.backend)
-    _check_monitors(config, source or Source())
-    _with_places(source, lambda: _check_resume(config))
-    RunFolder(Path(config.run.output_dir) / config.run.name).check_usable()
-    parts = _with_places(source, lambda: gather_parts(config, objects))
+    check_device_of_rank(os.environ)
+    with _placing(source):
+        _check_monitors(config)
+        _check_resume(config)
+        RunFolder(config.run.folder).check_usable()
+        parts = gather_parts(config, objects)
     plan = make_plan(config, cluster, num_train_samples=len(parts.splits.train), source=source)
     ds_config = render(plan)
     problems = judge_passed_through(plan, ds_config, source=source)
     if any(problem.severity == "error" for problem in problems):
         raise ConfigError([problem for problem in problems if problem.severity == "error"])
-    cut = _with_places(source, lambda: cut_model(plan, parts)) if plan.layout.pipe_size > 1 else None
-    if cut is None:
-        _with_places(source, lambda: check_recomputed(plan, parts))
-    weights = _with_places(source, lambda: _first_weights(config, cut))
-    weights, weights_of = (None, weights) if isinstance(weights, SavedCheckpoint) else (weights, None)
+    with _placing(source):
+        cut = cut_model(plan, parts) if plan.layout.pipe_size > 1 else None
+        if cut is None:
+            check_recomputed(plan, parts)
+        weights, weights_of = _first_weights(config, cut)
     return Prepared(plan=replace(plan, findings=(*plan.findings, *problems)), ds_config=ds_config, parts=parts, cut=cut,
                     weights=weights, weights_of=weights_of)  # fmt: skip
 
@@ -111,31 +118,35 @@ def _check_resume(config: RunConfig) -> None:
             find_checkpoint(asked, run_checkpoints=Path(), allow_unverified=unverified)
 
 
-def _first_weights(config: RunConfig, cut: CutModel | None) -> LazyWeights | SavedCheckpoint | None:
-    """What `checkpoint.init_weights` names; None where weights are drawn, or a checkpoint will be resumed from."""
+def _first_weights(config: RunConfig, cut: CutModel | None) -> tuple[LazyWeights | None, SavedCheckpoint | None]:
+    """What `checkpoint.init_weights` names, weights or a checkpoint that holds them; neither where they are drawn, or a checkpoint
+    will be resumed from."""
     path = config.checkpoint.init_weights
-    own = Path(config.run.output_dir) / config.run.name / "checkpoints"
+    own = RunFolder(config.run.folder).checkpoints
     unverified = config.checkpoint.allow_unverified
     if path is None or find_checkpoint(config.checkpoint.resume, run_checkpoints=own, allow_unverified=unverified) is not None:
-        return None
-    weights = find_weights(path, allow_unverified=unverified)
-    if cut is not None and isinstance(weights, LazyWeights):
-        refuse_other_layers(weights, cut.surveyed, source=path)
-    return weights
+        return None, None
+    found = find_weights(path, allow_unverified=unverified)
+    if isinstance(found, SavedCheckpoint):
+        return None, found
+    if cut is not None:
+        refuse_other_layers(found, cut.surveyed, source=path)
+    return found, None
 
 
-def _with_places(source: Source | None, work: Callable[[], Built]) -> Built:
+@contextlib.contextmanager
+def _placing(source: Source) -> Iterator[None]:
     """What is found wrong while the parts are built still names file and line."""
     try:
-        return work()
+        yield
     except ConfigError as error:
-        raise ConfigError([(source or Source()).locate(problem) for problem in error.problems]) from error
+        raise ConfigError([source.locate(problem) for problem in error.problems]) from error
 
 
-def _check_monitors(config: RunConfig, source: Source) -> None:
+def _check_monitors(config: RunConfig) -> None:
     """On every rank: found missing on rank 0 only, and later, the others would be left waiting."""
     if config.monitors.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError(source.locate(Problem(
-            kind="monitor-not-installed", key="monitors.tensorboard", value=True, reason="tensorboard is not installed",
+        raise ConfigError(Problem(
+            kind="package-missing", key="monitors.tensorboard", value=True, reason="tensorboard is not installed",
             fix="pip install tensorboard, or set monitors.tensorboard: false",
-        )))  # fmt: skip
+        ))  # fmt: skip

@@ -27,6 +27,7 @@ from framework.config.model_kind import ModelKind
 from framework.errors import ConfigError, FrameworkError, Problem
 from framework.models.adapt import frozen_names
 from framework.models.layers import Layer, as_layers, recipes_only, refuse_bad_ties, tells_layers
+from framework.models.parameter_groups import is_matrix
 from framework.models.survey import Surveyed, survey
 from framework.models.told_layers import refuse_untrue_layers
 from framework.plan.balance import LayerFacts, StageTable, cut, with_seconds
@@ -34,7 +35,6 @@ from framework.plan.cluster import Cluster
 from framework.plan.plan import Plan, make_plan
 from framework.tasks.task import Task
 
-_MATRIX: Final = 2
 # Of what is found while the parts are gathered: not that this machine lacks something, but that the run cannot work.
 _WRONG_ANYWHERE: Final = frozenset({
     "model-data-num-classes", "model-data-vocab-size", "text-damaged", "text-one-document", "text-too-short",
@@ -162,7 +162,7 @@ def _facts(surveyed: Sequence[Surveyed]) -> list[LayerFacts]:
         LayerFacts(
             layer.layer.name, layer.kind, sum(shape.numel() for shape in layer.params.values()), layer.param_bytes,
             layer.output_bytes, flops=layer.flops, tied=layer.layer.tied, may_start_stage=layer.layer.may_start_stage,
-            groups=frozenset("matrices" if len(shape) >= _MATRIX else "biases and norms" for shape in layer.params.values()),
+            groups=frozenset("matrices" if is_matrix(shape) else "biases and norms" for shape in layer.params.values()),
         )
         for layer in surveyed
     ]  # fmt: skip

@@ -7,15 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 from framework.assembly.prepared import Prepared
-from framework.backend.distributed import from_rank0, gather, rank, tells_of_lost_peer
+from framework.backend.distributed import from_rank0, gather, rank
+from framework.backend.lost_peers import tells_of_lost_peer
 from framework.backend.raw_checkpoint import describe_raw, warn_of
 from framework.config.run_config import RunConfig
-from framework.errors import FrameworkError, StorageError, TrainingError
+from framework.errors import FrameworkError, StorageError, TrainingError, in_one_line
 from framework.train.choice import find_sound_checkpoint
 from framework.train.rank_log import say
 from framework.train.run_folder import RunFolder
 from framework.train.saved import SavedCheckpoint
-from framework.train.verification import SharedVerification
+from framework.train.shared_verification import SharedVerification
 
 
 def on_rank0(work: Callable[[], Any]) -> Any:
@@ -32,8 +33,7 @@ def on_rank0(work: Callable[[], Any]) -> Any:
         if tells_of_lost_peer(error):
             raise
         traceback.print_exc()  # and the other ranks wait for an answer
-        said = " ".join("".join(traceback.format_exception_only(error)).split())[:300]
-        return TrainingError(f"rank 0 failed before the first step: {said} [rank0-failed]")
+        return TrainingError(f"rank 0 failed before the first step: {in_one_line(error, longest=300)} [rank0-failed]")
 
 
 def with_verified_weights(prepared: Prepared) -> Prepared:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from framework.config.base import Factory
-from framework.config.explain import nearest
+from framework.config.spelling import nearest
 from framework.errors import ConfigError, FrameworkError, Problem
 
 

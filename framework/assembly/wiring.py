@@ -7,8 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from framework.backend.distributed import gather, rank
+from framework.backend.distributed import rank
 from framework.backend.environment import describe_environment
+from framework.backend.patience import gather_from_disks
 from framework.config.precision import BF16, FP16, FP32, Autocast
 from framework.config.run_config import RunConfig
 from framework.data.eval_loader import EvalLoader
@@ -64,17 +65,14 @@ def position(plan: Plan, step: int) -> dict[str, int]:
     return {"epoch": epoch, "step_in_epoch": step_in_epoch, "samples": step * plan.layout.global_size}
 
 
-def data_facts(plan: Plan, splits: Splits) -> dict[str, Any]:
-    """What a checkpoint says of the training data: with others, its place in the data would mean other samples."""
-    text = tokens_sha256(splits.train)
-    return {"num_train_samples": plan.length.num_train_samples} | ({"data_sha256": text} if text else {})
-
-
 def description(plan: Plan, splits: Splits, *, pipeline: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What a checkpoint says about the run that wrote it; `pipeline` names the model's layers and where it was cut."""
+    text = tokens_sha256(splits.train)
     return {
         **({"pipeline": pipeline} if pipeline else {}),
-        **data_facts(plan, splits),
+        # With other data its place in them would mean other samples.
+        "num_train_samples": plan.length.num_train_samples,
+        **({"data_sha256": text} if text else {}),
         "steps_per_epoch": plan.length.steps_per_epoch,
         "total_steps": plan.length.total_steps,
         "layout": asdict(plan.layout),
@@ -91,7 +89,7 @@ def make_retention(config: RunConfig) -> Retention:
 
 def make_checkpointer(
     engine: Engine, folder: Path, *, plan: Plan, last_step: int, description: Mapping[str, Any],
-    further: Callable[[], Mapping[str, Any]] = dict,
+    further: Callable[[], Mapping[str, Any]],
 ) -> Checkpointer:  # fmt: skip
     """Who saves this run in `folder`, at once or in the background; to be closed. `further` adds to the state of every save.
 
@@ -99,7 +97,7 @@ def make_checkpointer(
         StorageError: the process that would write in the background does not start.
     """
     options: dict[str, Any] = {
-        "retention": make_retention(plan.config), "is_main": rank() == 0, "gather": gather,
+        "retention": make_retention(plan.config), "is_main": rank() == 0, "gather": gather_from_disks,
         "position": lambda step: {**position(plan, step), **further()}, "last_step": last_step, "description": description,
     }  # fmt: skip
     if plan.config.checkpoint.mode == "async":

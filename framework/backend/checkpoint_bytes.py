@@ -12,15 +12,19 @@ import torch.distributed
 from deepspeed.pipe import PipelineModule
 
 from framework.backend import random_state
-from framework.backend.distributed import is_first_to_tell, tells_of_lost_peer
+from framework.backend.distributed import gather, is_first_to_tell
 from framework.backend.grad_scaler import restore_scaler, scaler_state
 from framework.backend.kept_options import telling_kept_options
+from framework.backend.known_failures import known_failure
+from framework.backend.lost_peers import failure_of_nccl, tells_of_lost_peer
 from framework.backend.nvme_state import complete_nvme_state
 from framework.backend.safe_files import SafeFiles, keeping_copies
-from framework.backend.state_views import Names, OptimizerViews, stepped_groups
-from framework.backend.stored_state import STATE_KEY, StoredState
-from framework.errors import StorageError
-from framework.files import FileRecord, NewFile, OpenFile
+from framework.backend.shard_map import STATE_KEY
+from framework.backend.state_views import Names, OptimizerViews, opened, stepped_groups
+from framework.backend.stored_state import StoredState
+from framework.errors import StorageError, in_one_line
+from framework.files import FileRecord, NewFile
+from framework.train.save_stream import OpenFile
 from framework.train.saved import SavedCheckpoint
 
 
@@ -41,8 +45,7 @@ def save_bytes(
     # At stage 3 every rank writes a file of its own. Elsewhere one serves many ranks, and holds the states of all.
     own_random = random_state.capture()
     has_own_file = engine.zero_optimization_stage() == 3
-    of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(of_ranks, (None if has_own_file else own_random, scaler_state(engine)))
+    of_ranks = gather((None if has_own_file else own_random, scaler_state(engine)))
     states, scalers = map(list, zip(*of_ranks, strict=True))
     random_states = {torch.distributed.get_rank(): own_random} if has_own_file else states
     # One key of our own: DeepSpeed merges client state into its own dict, where `module` would overwrite the weights.
@@ -70,14 +73,13 @@ def load_bytes(engine: deepspeed.DeepSpeedEngine, folder: Path, tag: str) -> Map
                 complete_nvme_state(engine, folder, tag)
         saved = client_state[STATE_KEY] if path is not None else None
     except StorageError as error:
-        raise _not_loaded(folder / tag, str(error)) from error
+        raise _by_whom(_not_loaded(folder / tag, str(error))) from error
     except Exception as error:
-        if tells_of_lost_peer(error):  # another rank cannot load, and says why
+        if tells_of_lost_peer(error) or failure_of_nccl(error) or known_failure(error):  # no word of the files
             raise
-        text = " ".join(str(error).split())[:300]
-        raise _not_loaded(folder / tag, f"{type(error).__name__}: {text}") from error
+        raise _by_whom(_not_loaded(folder / tag, in_one_line(error, longest=300))) from error
     if saved is None:
-        raise _not_loaded(folder / tag, "DeepSpeed does not find its files there")
+        raise _by_whom(_not_loaded(folder / tag, "DeepSpeed does not find its files there"))
     random_state.restore(saved["random_states"][torch.distributed.get_rank()])
     restore_scaler(engine, saved.get("grad_scalers", ()))
     return dict(saved["state"])
@@ -95,7 +97,7 @@ def move_in(engine: deepspeed.DeepSpeedEngine, checkpoint: SavedCheckpoint, *, n
     try:
         return _move_in(engine, checkpoint, names=names)
     except StorageError as error:
-        error.is_of_one_rank = is_first_to_tell(str(error))
+        _by_whom(error)
         raise
 
 
@@ -105,19 +107,16 @@ def _move_in(engine: deepspeed.DeepSpeedEngine, checkpoint: SavedCheckpoint, *, 
     views = OptimizerViews(engine, names)
     if not checkpoint.verified:
         _refuse_other_optimizer(views, stored, checkpoint.path)
-    if hasattr(engine.optimizer, "checkpoint_event_prologue"):
-        engine.optimizer.checkpoint_event_prologue()
-    for view in views.views(stored.keys):
-        view.values.copy_(stored.read(view.name, view.key, view.start, view.values.numel()))
-    views.set_step(stored.step)
-    if checkpoint.verified:
-        with telling_kept_options(engine):
-            views.set_groups(stored.group_of)
-    views.set_loss_scale(stored.loss_scale)
-    _fill_weights(engine, stored, names)
-    views.spread_weights()
-    if hasattr(engine.optimizer, "checkpoint_event_epilogue"):
-        engine.optimizer.checkpoint_event_epilogue()
+    with opened(engine.optimizer):
+        for view in views.views(stored.keys):
+            view.values.copy_(stored.read(view.name, view.key, view.start, view.values.numel()))
+        views.set_step(stored.step)
+        if checkpoint.verified:
+            with telling_kept_options(engine):
+                views.set_groups(stored.group_of)
+        views.set_loss_scale(stored.loss_scale)
+        _fill_weights(engine, stored, names)
+        views.spread_weights()
     common = stored.common
     for counter in ("global_steps", "global_samples", "skipped_steps"):
         setattr(engine, counter, common[counter])
@@ -190,10 +189,13 @@ def _fill_weights(engine: deepspeed.DeepSpeedEngine, stored: StoredState, names:
 
 
 def _not_loaded(place: Path, reason: str) -> StorageError:
-    told = StorageError(
+    return StorageError(
         f"{place}: the checkpoint cannot be loaded: {reason}; if the model's code has not changed, the files are damaged: "
         "resume from another one [checkpoint-not-loaded]"
     )
-    # Some files are read by one rank only, and the others wait for it in DeepSpeed's next collective.
+
+
+def _by_whom(told: StorageError) -> StorageError:
+    """Some files are read by one rank only, and the others wait for it in DeepSpeed's next collective. To be asked once."""
     told.is_of_one_rank = is_first_to_tell(str(told))
     return told

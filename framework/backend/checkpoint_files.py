@@ -89,6 +89,10 @@ class CheckpointFiles:
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).detach().view(stored.shape)
 
     def named(self, pattern: re.Pattern[str]) -> dict[tuple[int, int], str]:
-        """Files of one kind: (data-parallel rank, model-parallel rank, which counts pipeline stages) -> name."""
+        """Files of one kind: (data-parallel rank, model-parallel rank, which counts pipeline stages) -> name.
+
+        Args:
+            pattern: with groups `rank` and `model_rank` (`framework.checkpoint_names`).
+        """
         matches = filter(None, map(pattern.fullmatch, (path.name for path in self.folder.iterdir())))
-        return dict(sorted(((int(match[1] or 0), int(match[2])), match[0]) for match in matches))
+        return dict(sorted(((int(match["rank"] or 0), int(match["model_rank"])), match[0]) for match in matches))

@@ -8,11 +8,11 @@ import hashlib
 import io
 import logging
 import os
-import re
 import socket
 import sys
+import time
+import warnings
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,12 +24,15 @@ from deepspeed.accelerator import get_accelerator
 from framework.backend.extensions import use_own_cache
 from framework.backend.rendezvous import check_environment, telling_where_ranks_meet
 from framework.backend.shared_buffers import remove_dead_buffers, remove_own_buffers
-from framework.errors import ConfigError, PeerLostError, Problem
+from framework.errors import ConfigError, Problem, counted
 from framework.train.rank_log import write_to
 from framework.train.warn import warn
 
-# gloo's words, in a plain RuntimeError; NCCL has a class of its own.
-_LOST_PEER: Final = re.compile(r"Connection (closed|reset) by (remote )?peer|Broken pipe|gloo/transport/\S+")
+# Rank 0 mostly holds the store: ended at once, it could answer no other rank that asks who tells of a failure.
+_OTHERS_ASK_SECONDS: Final = 1.0
+_LOOK_SECONDS: Final = 0.05
+# torch warns that a barrier takes the current device, where no group was bound to one: it is the right one.
+_OF_BARRIERS: Final = r"barrier\(\): using the device under current context"
 
 
 def device_name() -> str:
@@ -63,17 +66,42 @@ def check_device(dtype: str, backend: str | None = None) -> None:
         ))  # fmt: skip
 
 
+def check_device_of_rank(environment: Mapping[str, str]) -> None:
+    """Refuse a rank for which this host shows no device: the others of its host would wait for it in NCCL.
+
+    Raises:
+        ConfigError: with kind ``more-ranks-than-devices``; the first such rank of a host tells it.
+    """
+    local_rank, num_devices = environment.get("LOCAL_RANK", "0"), get_accelerator().device_count()
+    if device_name() == "cpu" or not local_rank.isdecimal() or int(local_rank) < num_devices:
+        return
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    of = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
+    error = ConfigError(Problem(
+        kind="more-ranks-than-devices", key="LOCAL_RANK", value=int(local_rank),
+        reason=f"this process sees {counted(num_devices, 'device')}{of}, and the first one's number is 0",
+        fix="start no more ranks on a host than it has devices, or show every rank all of them",
+    ))  # fmt: skip
+    error.is_of_one_rank = int(local_rank) == num_devices
+    raise error
+
+
 @contextlib.contextmanager
 def process_group(backend: str | None) -> Iterator[None]:
     """Join the process group for the time of the block; a group that exists already is used and left as it is.
+
+    Either way this rank's device is its current one: NCCL would otherwise meet every rank of a host on device 0.
 
     After an error the group is not destroyed: that would wait for ranks that may be gone. The process is about to end.
 
     Raises:
         ConfigError: the environment does not say where ranks meet.
         PeerLostError: they did not meet there.
+        TrainingError: NCCL refuses to connect them.
     """
+    warnings.filterwarnings("ignore", message=_OF_BARRIERS)
     if torch.distributed.is_initialized():
+        _use_own_device()
         yield
         return
     _describe_single_process()
@@ -86,8 +114,7 @@ def process_group(backend: str | None) -> Iterator[None]:
         deepspeed.init_distributed(
             dist_backend=backend or get_accelerator().communication_backend_name(), auto_mpi_discovery=False
         )
-    # Before the first collective: NCCL would otherwise meet every rank of a host on device 0.
-    get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    _use_own_device()
     yield
     gc.collect()  # engines are cyclic: what is left of them must go before the group that they use
     barrier()
@@ -129,8 +156,7 @@ def refuse_different_ranks(essence: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: on all ranks, naming what differs and the first rank on which it does.
     """
-    everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, dict(essence))
+    everyone = gather(dict(essence))
     problems = [
         Problem(kind="ranks-differ", key=name, value=other.get(name),
                 reason=f"rank {number} has this, rank 0 has {everyone[0].get(name)}",
@@ -144,7 +170,7 @@ def refuse_different_ranks(essence: Mapping[str, Any]) -> None:
 
 
 def is_first_to_tell(text: str, *, patience_seconds: float = 3.0) -> bool:
-    """Whether this rank should tell of a failure that others may have met as well: rank 0 always, others where rank 0 does not.
+    """Whether this rank should tell of a failure that others may have met as well: rank 0 always, else the first of the others.
 
     No collective: ranks that have not failed need not take part.
     """
@@ -155,29 +181,18 @@ def is_first_to_tell(text: str, *, patience_seconds: float = 3.0) -> bool:
     try:
         if rank() == 0:
             store.set(key, "told")
+            time.sleep(_OTHERS_ASK_SECONDS if torch.distributed.get_world_size() > 1 else 0.0)
             return True
-        store.wait([key], timedelta(seconds=patience_seconds))
-    except RuntimeError:  # nobody has told it in that time, or the store has gone with rank 0, which then had its own failure
+        deadline = time.monotonic() + patience_seconds
+        while time.monotonic() < deadline:  # no `wait`: torch writes pages about one that times out
+            if store.check([key]):
+                time.sleep(2 * _OTHERS_ASK_SECONDS)  # a launcher that sees this rank end stops rank 0 before it has spoken
+                return False
+            time.sleep(_LOOK_SECONDS)
+        me = str(rank())
+        return str(store.compare_set(f"{key}-elsewhere", "", me).decode()) == me
+    except RuntimeError:  # the store has gone with rank 0, which then had its own failure
         return True
-    return False
-
-
-@contextlib.contextmanager
-def telling_of_lost_peers() -> Iterator[None]:
-    """A rank that waits in vain for one that has failed says so in one line: the reason is what that other rank said."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not tells_of_lost_peer(error):
-            raise
-        lost = _LOST_PEER.search(str(error))
-        told = PeerLostError(
-            f"rank {os.environ.get('RANK', '0')}: another rank has ended or cannot be reached any more "
-            f"({lost[0] if lost else type(error).__name__}); "
-            "what that one said last tells why [peer-lost]"
-        )
-        told.is_of_one_rank = True
-        raise told from error
 
 
 def quiet_deepspeed(log_file: Path) -> None:
@@ -196,12 +211,6 @@ def quiet_deepspeed(log_file: Path) -> None:
     logger.setLevel(logging.INFO)
 
 
-def tells_of_lost_peer(error: Exception) -> bool:
-    """Whether this is a collective that another rank did not live to take part in."""
-    is_plain = isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None
-    return is_plain or isinstance(error, torch.distributed.DistError)
-
-
 class _LogFile(logging.FileHandler):
     """On a full disk lines are lost, and once it is said; `logging` itself would print a traceback for each of them."""
 
@@ -211,6 +220,12 @@ class _LogFile(logging.FileHandler):
         if not self._has_failed:
             self._has_failed = True
             warn(f"{self.baseFilename}: {sys.exc_info()[1]}; training goes on, and lines of this log are lost [log-not-written]")
+
+
+def _use_own_device() -> None:
+    """Before the first collective; DeepSpeed does the same, when it makes an engine."""
+    if "LOCAL_RANK" in os.environ:
+        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
 
 
 def _describe_single_process() -> None:

@@ -14,7 +14,7 @@ from typing import Any, Final
 import deepspeed
 import torch
 
-from framework.backend.state_views import OptimizerViews
+from framework.backend.state_views import OptimizerViews, opened
 from framework.config.run_config import RunConfig
 
 EMA_KEY: Final = "weight_ema"
@@ -83,16 +83,12 @@ class WeightAverage:
 
     def _exchange(self) -> None:
         """Let the weights and their average change places, and the model follow."""
-        optimizer = self._engine.optimizer
-        if hasattr(optimizer, "checkpoint_event_prologue"):  # stage 3: nothing of a weight is whole now
-            optimizer.checkpoint_event_prologue()
-        for parameter, state in self._base.state.items():
-            if EMA_KEY in state:
-                average = state[EMA_KEY]
-                parameter.data, average.data = average.data, parameter.data
-        _follow(self._engine)
-        if hasattr(optimizer, "checkpoint_event_epilogue"):
-            optimizer.checkpoint_event_epilogue()
+        with opened(self._engine.optimizer):
+            for parameter, state in self._base.state.items():
+                if EMA_KEY in state:
+                    average = state[EMA_KEY]
+                    parameter.data, average.data = average.data, parameter.data
+            _follow(self._engine)
 
 
 @torch.no_grad()

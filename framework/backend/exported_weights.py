@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from framework.backend.lazy_weights import LazyWeights, Read
-from framework.errors import ConfigError, Problem, StorageError
+from framework.errors import ConfigError, Problem, StorageError, in_one_line
 
 SUFFIX: Final = ".safetensors"
 WHOLE: Final = f"model{SUFFIX}"
@@ -69,7 +69,7 @@ def _open(file: Path) -> _Opened:
         shapes = {name: torch.Size(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118  # it is no dict
         ties = dict(json.loads((opened.metadata() or {}).get(TIES, "{}")))
     except Exception as error:  # the library has an error of its own, and of the system's for files that are cut off
-        raise _not_read(file, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+        raise _not_read(file, in_one_line(error)) from error
     return _Opened(shapes, {name: partial(opened.get_tensor, name) for name in shapes}, ties)
 
 

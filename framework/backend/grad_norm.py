@@ -1,7 +1,10 @@
 """The global gradient norm of fp32 training at ZeRO stage 0, where DeepSpeed computes it and drops it.
 
-With a pipeline its function (deepspeed/runtime/utils.py `clip_grad_norm_`) counts the gradients of the first stage only and
-clips all stages by them; here every stage is counted, and weights that several stages share are counted once.
+Its function (deepspeed/runtime/utils.py `clip_grad_norm_`) also copies two numbers from the host in every step, and waits for
+the device each time. What stands here has its arithmetic, to the bit, and waits for nothing.
+
+With a pipeline DeepSpeed counts the gradients of the first stage only and clips all stages by them; here every stage is counted,
+and weights that several stages share are counted once.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed
-from deepspeed.runtime.utils import clip_grad_norm_
+from deepspeed.utils import groups
 
 
 class KeptNorm:
@@ -25,15 +28,28 @@ class KeptNorm:
     def __call__(self) -> None:
         """Clip the gradients in place to the engine's limit."""
         engine, limit = self._engine, self._engine.gradient_clipping()
-        if self._stages is None:
-            self.norm = clip_grad_norm_(parameters=engine.module.parameters(), max_norm=limit, mpu=engine.mpu)
-            return
         parameters = [parameter for parameter in engine.module.parameters() if parameter.grad is not None]
+        if self._stages is None:
+            self.norm = _clip([parameter.grad for parameter in parameters], limit, device=engine.device)
+            return
         once = [parameter.grad for parameter in parameters if not getattr(parameter, "ds_pipe_replicated", False)]
         square = torch.nn.utils.get_total_norm(once).square() if once else torch.zeros((), device=engine.device)
         torch.distributed.all_reduce(square, group=self._stages)
         self.norm = square.sqrt()
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, self.norm)
+
+
+def _clip(gradients: list[torch.Tensor], limit: float, *, device: torch.device) -> torch.Tensor:
+    """Scale the gradients down to the limit where their norm is above it; returns that norm, the mean over ranks. Collective."""
+    norms = [gradient.float().norm(2.0) for gradient in gradients] or [torch.zeros((), device=device)]
+    everyone = groups._get_data_parallel_group()
+    norm = torch.stack(norms).pow(2.0).sum().pow(0.5) / float(deepspeed.comm.get_world_size(group=everyone))
+    deepspeed.comm.all_reduce(norm, group=everyone)
+    # A number divided by a tensor would be rounded twice: torch takes the reciprocal. `full` fills on the device.
+    coefficient = (torch.full((1,), limit, device=norm.device) / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(coefficient)
+    return norm
 
 
 def keep_norm(engine: deepspeed.DeepSpeedEngine, *, stages: Any = None) -> KeptNorm | None:

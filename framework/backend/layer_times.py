@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from framework.backend.device_batches import HALF, DeviceBatches
 from framework.backend.distributed import device
 from framework.config.precision import BF16, FP16, FP32, Autocast
-from framework.errors import ConfigError, Problem
+from framework.errors import ConfigError, Problem, in_one_line
 from framework.models.layers import Layer
 
 Precision = FP32 | FP16 | BF16 | Autocast
@@ -37,7 +37,8 @@ def time_layers(layers: Sequence[Layer], inputs: Any, *, seed: int, precision: P
     """
     half = HALF.get(precision.dtype)
     compute = HALF[precision.compute_dtype] if isinstance(precision, Autocast) else None
-    value = DeviceBatches(device(), half).move(inputs)
+    batches = DeviceBatches(device(), half)
+    value = batches.as_read(batches.move(inputs))
     seconds, tied = [], dict[str, torch.nn.Module]()
     with torch.random.fork_rng(devices=[] if device().type == "cpu" else [device()]):
         for number, layer in enumerate(layers):
@@ -56,9 +57,8 @@ def time_layers(layers: Sequence[Layer], inputs: Any, *, seed: int, precision: P
 
 
 def _failed(layer: Layer, error: Exception) -> Problem:
-    said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return Problem(kind="layer-failed", key="model", value=layer.name,
-                   reason=f"the layer fails when it is timed on {device()}: {said}",
+                   reason=f"the layer fails when it is timed on {device()}: {in_one_line(error)}",
                    fix="mend the layer, or set another parallel.partition than measured")  # fmt: skip
 
 

@@ -11,7 +11,9 @@ import torch
 import torch.distributed
 from deepspeed.accelerator import get_accelerator
 
+from framework.backend.distributed import gather
 from framework.backend.grad_norm import KeptNorm
+from framework.errors import ConfigError, Problem
 from framework.tasks.task import Ratio, Task
 
 
@@ -53,15 +55,22 @@ class EvalSums:
     def add(self, ratios: Mapping[str, Ratio], *, counts: bool) -> None:
         """Add one batch; a batch that does not count only makes its metrics known."""
         for name, ratio in ratios.items():
-            pair = torch.stack([torch.as_tensor(part, device=self._device).double() for part in (ratio.total, ratio.count)])
+            pair = torch.stack([self._summand(ratio.total), self._summand(ratio.count)])
             self._sums.setdefault(name, torch.zeros_like(pair))
             if counts:
                 self._sums[name] += pair
 
+    def _summand(self, part: torch.Tensor | int) -> torch.Tensor:
+        """On the device, in double precision. A plain number is filled in there: copying it would wait for the device."""
+        if isinstance(part, torch.Tensor):
+            return part.to(self._device, torch.float64, non_blocking=True)
+        return torch.full((), part, dtype=torch.float64, device=self._device)
+
     def metrics(self, task: Task) -> dict[str, float]:
         """Every metric over all ranks, and what the task derives from them, under their public names. Collective."""
         metrics = self.over_ranks()
-        return {f"eval/{name}": value for name, value in {**metrics, **task.derive(metrics)}.items()}
+        metrics = metrics | {name: _number(name, value, task=task) for name, value in task.derive(metrics).items()}
+        return {f"eval/{name}": value for name, value in metrics.items()}
 
     def over_ranks(self) -> dict[str, float]:
         """Every metric as total / count over all ranks. Collective.
@@ -69,9 +78,7 @@ class EvalSums:
         A task may measure something in some batches only: what one rank has not met counts as nothing there, and never
         as another metric.
         """
-        everyone: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(everyone, sorted(self._sums))
-        names = sorted(set().union(*everyone))
+        names = sorted(set().union(*gather(sorted(self._sums))))
         if not names:
             return {}
         nothing = torch.zeros(2, dtype=torch.float64, device=self._device)
@@ -79,3 +86,15 @@ class EvalSums:
         torch.distributed.all_reduce(sums)
         pairs = zip(names, sums.tolist(), strict=True)
         return {name: total / count if count else float("nan") for name, (total, count) in pairs}
+
+
+def _number(name: str, value: Any, *, task: Task) -> float:
+    """A derived metric as a plain number: files of metrics and manifests hold nothing else."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        raise ConfigError(Problem(
+            kind="task-metric-result", key="task", value=type(task).__name__,
+            reason=f"derive() returned {what} for the metric {name!r}, not a number", fix="return a float",
+        )) from error  # fmt: skip

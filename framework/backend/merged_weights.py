@@ -15,7 +15,7 @@ from framework.backend.checkpoint_files import CheckpointFiles, Stored
 from framework.backend.ema import EMA_KEY
 from framework.backend.raw_checkpoint import describe_raw, warn_of
 from framework.backend.shard_map import map_checkpoint
-from framework.errors import ConfigError, Problem, StorageError
+from framework.errors import ConfigError, Problem, StorageError, in_one_line
 from framework.train.saved import SavedCheckpoint
 
 
@@ -51,7 +51,7 @@ class MergedWeights(Mapping[str, torch.Tensor]):
         try:
             found = map_checkpoint(checkpoint)
         except Exception as error:  # a file that is laid out in another way has any type of exception
-            raise self._not_read(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+            raise self._not_read(in_one_line(error)) from error
         self._files: CheckpointFiles = found.files
         self.stored: Mapping[str, Stored] = found.stored
         self.ties: Mapping[str, str] = found.ties
@@ -79,14 +79,3 @@ class MergedWeights(Mapping[str, torch.Tensor]):
 
     def _not_read(self, reason: str) -> StorageError:
         return StorageError(f"{self._place}: its weights cannot be read: {reason}; name another checkpoint [weights-not-read]")
-
-
-def iterate_weights(checkpoint: SavedCheckpoint, *, average: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight and saved buffer under each of its names, in the order of the module.
-
-    Raises:
-        ConfigError, StorageError: as `MergedWeights` raises them.
-    """
-    weights = MergedWeights(checkpoint, average=average)
-    yield from weights.items()
-    yield from ((name, weights[first]) for name, first in weights.ties.items())

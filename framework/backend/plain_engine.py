@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 
-from framework.backend.checkpoint_bytes import load_bytes, move_in, save_bytes
-from framework.backend.device_batches import HALF, DeviceBatches
+from framework.backend.device_batches import DeviceBatches, place
 from framework.backend.distributed import device
 from framework.backend.ema import WeightAverage
 from framework.backend.grad_norm import keep_norm
-from framework.backend.grad_scaler import forget_autocast, may_have_been_skipped, scale_fp16_loss, telling_of_overflow
+from framework.backend.grad_scaler import may_have_been_skipped, scale_fp16_loss, telling_of_overflow
+from framework.backend.initialize import EngineFiles, MakeOptimizer, device_batches, initialize
 from framework.backend.measures import EvalSums, engine_metrics, mean_over_ranks
-from framework.backend.safe_files import use_safe_files
-from framework.backend.schedules import client_schedule
+from framework.backend.module_buffers import share_buffers
 from framework.backend.state_views import names_of
-from framework.files import FileRecord, NewFile, OpenFile
-from framework.models.parameter_groups import parameter_groups
+from framework.files import FileRecord, NewFile
 from framework.plan.plan import Plan
 from framework.tasks.task import Task
+from framework.train.save_stream import OpenFile
 from framework.train.saved import SavedCheckpoint
 
 
@@ -41,33 +41,13 @@ def build_engine(
     ds_config: Mapping[str, Any],
     model: torch.nn.Module,
     task: Task,
-    make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
+    make_optimizer: MakeOptimizer | None = None,
 ) -> PlainEngine:
     """Wrap a model with `deepspeed.initialize`. Collective."""
-    training = plan.config.training
-    forget_autocast()
-    engine, _, _, _ = deepspeed.initialize(
-        model=model,
-        model_parameters=trained_parameters(plan, model),
-        optimizer=make_optimizer,
-        lr_scheduler=client_schedule(plan),
-        dist_init_required=False,
-        config=dict(ds_config),
-    )
+    engine = initialize(plan, model, ds_config=ds_config, make_optimizer=make_optimizer)
     scale_fp16_loss(engine)
-    half = HALF.get(plan.config.precision.dtype)
-    return PlainEngine(engine, task=task, batches=DeviceBatches(device(), half, training.channels_last),
-                       average=WeightAverage(engine, plan.config))  # fmt: skip
-
-
-def trained_parameters(plan: Plan, model: torch.nn.Module) -> list[torch.nn.Parameter] | list[dict[str, Any]]:
-    """What the optimizer is given: the parameters that are trained, in groups where weight decay is not for all of them."""
-    optimizer = plan.config.optimizer
-    return parameter_groups(
-        model.parameters(),
-        weight_decay=getattr(optimizer, "weight_decay", 0.0),
-        weight_decay_on=getattr(optimizer, "weight_decay_on", "all"),
-    )
+    place(task, device())
+    return PlainEngine(engine, task=task, batches=device_batches(plan), average=WeightAverage(engine, plan.config))
 
 
 @dataclass(frozen=True)
@@ -91,7 +71,8 @@ class PlainEngine:
     def __init__(
         self, engine: deepspeed.DeepSpeedEngine, *, task: Task, batches: DeviceBatches, average: WeightAverage
     ) -> None:
-        self.engine, self._files = engine, use_safe_files(engine)
+        self.engine = engine
+        self._files = EngineFiles(engine, names=partial(names_of, engine.module), average=average)
         self._task, self._batches, self._average = task, batches, average
         self._accumulation_steps: int = engine.gradient_accumulation_steps()
         self.kept_norm = keep_norm(engine)
@@ -102,7 +83,7 @@ class PlainEngine:
         lr = float(engine.get_lr()[0])  # before the step: DeepSpeed moves the schedule on at its end
         total: torch.Tensor | None = None
         for _ in range(self._accumulation_steps):
-            inputs, targets = task.split(self._batches.move(next(micro_batches)))
+            inputs, targets = self._batches.split(task, next(micro_batches))
             loss = task.loss(task.forward(engine, inputs), targets)
             engine.backward(loss)
             with telling_of_overflow(engine):
@@ -115,11 +96,12 @@ class PlainEngine:
     def evaluate(self, batches: Iterable[tuple[Any, bool]]) -> Mapping[str, float]:
         """Metrics of the task over all samples of all ranks."""
         task, sums = self._task, EvalSums(device())
+        share_buffers(self.engine)
         self.engine.eval()
         try:
             with torch.no_grad(), self._average.in_evaluation():
                 for batch, counts in batches:
-                    inputs, targets = task.split(self._batches.move(batch))
+                    inputs, targets = self._batches.split(task, batch)
                     sums.add(task.measure(task.forward(self.engine, inputs), targets), counts=counts)
         finally:
             self.engine.train()
@@ -129,18 +111,11 @@ class PlainEngine:
         self, folder: Path, tag: str, state: Mapping[str, Any], *, open_file: OpenFile = NewFile
     ) -> Mapping[str, FileRecord]:
         """DeepSpeed's files plus the random state of every rank. Collective."""
-        return save_bytes(self.engine, self._files, folder, tag, state, names=names_of(self.engine.module),
-                          open_file=open_file)  # fmt: skip
+        return self._files.save(folder, tag, state, open_file=open_file)
 
     def load(self, checkpoint: SavedCheckpoint, *, moved: bool) -> Mapping[str, Any]:
         """Put back weights, optimizer, schedule and, unless it moved, this rank's random state. Collective."""
-        state = (
-            move_in(self.engine, checkpoint, names=names_of(self.engine.module))
-            if moved
-            else load_bytes(self.engine, checkpoint.folder, checkpoint.tag)
-        )
-        self._average.after_load()
-        return state
+        return self._files.load(checkpoint, moved=moved)
 
     def close(self) -> None:
         """Remove DeepSpeed's hooks and buffers."""

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from framework.backend.safe_files import read_file
-from framework.errors import StorageError
+from framework.checkpoint_names import MODEL_FILE, OPTIMIZER_FILE, SWAPPED
+from framework.errors import StorageError, in_one_line
 from framework.train.saved import SavedCheckpoint
-from framework.train.unverified import KIND, MODEL_FILE, OPTIMIZER_FILE, RawNames, read_names
+from framework.train.unverified import KIND, RawNames, read_names
 from framework.train.warn import warn
 
 _COUNTERS: Final = ("global_steps", "global_samples", "skipped_steps", "dp_world_size")
@@ -39,7 +41,7 @@ def describe_raw(checkpoint: SavedCheckpoint) -> SavedCheckpoint:
     except StorageError:
         raise
     except Exception as error:  # another release, or no checkpoint at all, fails in a dozen ways
-        raise _refused(folder, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+        raise _refused(folder, in_one_line(error)) from error
 
 
 def warn_of(checkpoint: SavedCheckpoint, *, resumed: bool = False) -> None:
@@ -63,13 +65,12 @@ def _refuse_other_kinds(folder: Path, names: RawNames) -> None:
                                "how the model was cut")  # fmt: skip
     if any(folder.glob("*_expert_*")):
         raise _refused(folder, "it holds experts, which no model of this framework has")
-    if (folder / "offloaded_tensors").exists():
+    if (folder / SWAPPED).exists():
         raise _refused(folder, "its optimizer state was offloaded to NVMe, in the files of DeepSpeed's swapper")
 
 
 def _manifest(folder: Path, names: RawNames) -> dict[str, Any]:
-    files = {kind: _by_rank(folder, pattern, rank=rank) for kind, pattern, rank in (
-        ("model", MODEL_FILE, 1), ("optimizer", OPTIMIZER_FILE, 2))}  # fmt: skip
+    files = {"model": _by_rank(folder, MODEL_FILE), "optimizer": _by_rank(folder, OPTIMIZER_FILE)}
     first = _read(folder / files["model"][0])
     counters = {name: _count(first[name], name) for name in _COUNTERS}
     step, samples, ranks = counters["global_steps"], counters["global_samples"], counters["dp_world_size"]
@@ -103,13 +104,12 @@ def _read(file: Path) -> Any:
     except pickle.UnpicklingError as error:
         raise _refused(file.parent, str(error)) from error
     except Exception as error:  # a cut-off file alone has five types of exceptions, by where it was cut
-        text = " ".join(str(error).split())[:200]
-        raise _refused(file.parent, f"{file.name} cannot be read: {type(error).__name__}: {text}") from error
+        raise _refused(file.parent, f"{file.name} cannot be read: {in_one_line(error)}") from error
 
 
-def _by_rank(folder: Path, pattern: Any, *, rank: int) -> dict[int, str]:
+def _by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, str]:
     matches = filter(None, (pattern.fullmatch(path.name) for path in folder.iterdir()))
-    return {int(match[rank] or 0): match[0] for match in matches}
+    return {int(match["rank"] or 0): match[0] for match in matches}
 
 
 def _count(value: Any, name: str) -> int:

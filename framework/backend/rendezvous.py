@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch.distributed
 
+from framework.backend.lost_peers import failure_of_nccl
 from framework.errors import MISSING, ConfigError, PeerLostError, Problem
 
 _PORTS: Final = range(1, 65_536)
@@ -53,11 +54,14 @@ def _number(value: Any) -> Any:
 
 @contextmanager
 def telling_where_ranks_meet() -> Iterator[None]:
-    """What goes wrong while the process group is joined becomes one line that names the address."""
+    """What goes wrong while the process group is joined becomes one line that names the address, or what NCCL says."""
     try:
         yield
     except RuntimeError as error:
-        told = PeerLostError(_reason(str(error), is_network=isinstance(error, torch.distributed.DistError)))
+        if (of_nccl := failure_of_nccl(error)) is not None:
+            raise of_nccl from error
+        is_network = isinstance(error, torch.distributed.DistError) and not isinstance(error, torch.distributed.DistBackendError)
+        told = PeerLostError(_reason(str(error), is_network=is_network))
         told.is_of_one_rank = True
         if not told.args[0]:
             raise

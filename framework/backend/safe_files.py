@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import pickle
+import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,11 +25,16 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch.utils.serialization import config as save_options
 
-from framework.errors import StorageError
-from framework.files import FileRecord, NewFile, OpenFile, hash_file, sync_file
+from framework.errors import StorageError, in_one_line
+from framework.files import FileRecord, NewFile, hash_file, sync_file
+from framework.train.save_stream import OpenFile
 
 # What DeepSpeed 0.19.8 puts into its files beside tensors and plain values.
 _KNOWN: Final = [ZeroStageEnum, fragment_address, LossScaler, DynamicLossScaler]
+# torch locks host memory for a whole storage at once, rounds it up to a power of two and keeps it for ever, beside the memory
+# that is taken for the files. What is larger is copied as CUDA does it by itself, through a small buffer: more slowly.
+_LARGEST_PINNED: Final = 1 << 28
+_NO_MEMORY: Final = re.compile(r"out of memory|not enough memory|can't allocate memory|Cannot allocate memory", re.IGNORECASE)
 
 
 class SafeFiles(CheckpointEngine):  # type: ignore[misc]
@@ -106,14 +112,14 @@ class SafeFiles(CheckpointEngine):  # type: ignore[misc]
         except pickle.UnpicklingError as error:
             raise StorageError(str(error)) from error
         except Exception as error:  # a cut-off file alone has five types of exceptions, by where it was cut
-            text = " ".join(str(error).split())[:200]
-            raise StorageError(f"{Path(path).name} cannot be read: {type(error).__name__}: {text}") from error
+            raise StorageError(f"{Path(path).name} cannot be read: {in_one_line(error)}") from error
 
 
 def _write(state: Any, path: Path, open_file: OpenFile) -> FileRecord | None:
     stream = open_file(path)
     try:
-        with _saving_as_we_do(through_pinned_memory=open_file is not NewFile):
+        through_pinned_memory = open_file is not NewFile and _largest_on_device(state) <= _LARGEST_PINNED
+        with _saving_as_we_do(through_pinned_memory=through_pinned_memory):
             torch.save(state, stream)  # type: ignore[arg-type]  # it needs no more than write and flush
     except BaseException as error:
         stream.abandon()
@@ -121,8 +127,22 @@ def _write(state: Any, path: Path, open_file: OpenFile) -> FileRecord | None:
         cause = error if isinstance(error, OSError) else error.__context__
         if isinstance(error, RuntimeError) and isinstance(cause, OSError):
             raise cause from error
+        if isinstance(error, (RuntimeError, MemoryError)) and _tells_of_memory(error):
+            raise OSError(errno.ENOMEM, f"no memory for a copy of what goes into {path.name}: {in_one_line(error)}") from error
         raise
     return stream.close()
+
+
+def _largest_on_device(value: Any) -> int:
+    """Bytes of the largest storage that is to be copied from a device."""
+    if isinstance(value, torch.Tensor):
+        return 0 if value.device.type == "cpu" else value.untyped_storage().nbytes()
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return max(map(_largest_on_device, values), default=0)
+
+
+def _tells_of_memory(error: Exception) -> bool:
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _NO_MEMORY.search(str(error)) is not None
 
 
 @contextlib.contextmanager

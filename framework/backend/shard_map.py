@@ -15,7 +15,6 @@ Files are mapped into memory, so that a map costs their headers only.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -25,18 +24,16 @@ import torch
 
 from framework.backend.checkpoint_files import CheckpointFiles, Piece, Place, Stored
 from framework.backend.stage0_names import names_by_shape
+from framework.checkpoint_names import MODEL_FILE, OPTIMIZER_FILE, SWAPPED, layer_file
 from framework.train.saved import SavedCheckpoint
 
 STATE_KEY: Final = "dsframework"
-_OPTIMIZER: Final = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_MODEL: Final = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _SLICES: Final = "single_partition_of_fp32_groups"
 _ROWS: Final = "fp32_flat_groups"
 # In half precision at stage 0: DeepSpeed wraps the optimizer, and keeps the fp32 weights one by one or flattened.
 _INNER: Final = "optimizer_state_dict"
 _COPIES: Final = "fp32_groups"
 _FLAT: Final = "fp32_groups_flat"
-_SWAPPED: Final = "offloaded_tensors"
 _Found = Iterator[tuple[str, "torch.Size | None", "Piece"]]
 
 
@@ -62,9 +59,9 @@ def map_checkpoint(checkpoint: SavedCheckpoint) -> ShardMap:
             in another way, or cannot be read.
     """
     files, manifest = CheckpointFiles(checkpoint.path), checkpoint.manifest
-    if (checkpoint.path / _SWAPPED).is_dir():
+    if (checkpoint.path / SWAPPED).is_dir():
         raise ValueError("its state lies in the files of DeepSpeed's NVMe swapper, which nobody else reads")
-    models, optimizers = files.named(_MODEL), files.named(_OPTIMIZER)
+    models, optimizers = files.named(MODEL_FILE), files.named(OPTIMIZER_FILE)
     pipeline = manifest.get("pipeline")
     stored, ties = _each_once(_of_layers(files, pipeline) if pipeline else _of_module(files, models[0, 0]))
     if not optimizers:
@@ -94,7 +91,7 @@ def _of_module(files: CheckpointFiles, file: str) -> Iterator[tuple[str, torch.T
 
 def _of_layers(files: CheckpointFiles, pipeline: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor, Place]]:
     for number, layer in enumerate(pipeline["layers"]):
-        file = f"layer_{number:02d}-model_states.pt"
+        file = layer_file(number)
         if layer not in pipeline["tied"] and (files.folder / file).exists():  # there is none for a layer without weights
             for name, tensor in files[file].items():
                 yield f"{layer}.{name}", tensor, Place(file, (name,))

@@ -7,6 +7,7 @@ part of which parameter it is, so that it can be filled from a checkpoint of any
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
@@ -40,6 +41,19 @@ def stepped_groups(optimizer: Any) -> list[list[torch.nn.Parameter]]:
     if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):  # half precision, bf16 as well: its groups hold copies
         return [list(group) for group in optimizer.fp16_groups]
     return [list(group["params"]) for group in getattr(optimizer, "param_groups", [])]
+
+
+@contextmanager
+def opened(optimizer: Any) -> Iterator[None]:
+    """Within it what an optimizer holds may be changed: at stage 3 nothing of a weight is whole meanwhile. Collective.
+
+    After an error it stays open: closing is collective as well, and the other ranks are elsewhere.
+    """
+    if hasattr(optimizer, "checkpoint_event_prologue"):
+        optimizer.checkpoint_event_prologue()
+    yield
+    if hasattr(optimizer, "checkpoint_event_epilogue"):
+        optimizer.checkpoint_event_epilogue()
 
 
 @dataclass(frozen=True)
@@ -99,11 +113,14 @@ class OptimizerViews:
 
     def set_step(self, step: float) -> None:
         """Tell the optimizer how many steps it has taken."""
-        for parameter in self._base_parameters():
+        for parameter, options in zip(self._base_parameters(), self._base_options(), strict=True):
             state = self._base.state[parameter]
             known = state.get("step")
             as_tensor = isinstance(known, torch.Tensor) or (known is None and type(self._base).__module__.startswith("torch."))
-            state["step"] = torch.tensor(float(step)) if as_tensor else int(step)
+            # As torch makes it: these two read it in kernels, where a tensor of the host is an illegal address.
+            is_on_device = options.get("fused") or options.get("capturable")
+            where = parameter.device if is_on_device else torch.device("cpu")
+            state["step"] = torch.tensor(float(step), device=where) if as_tensor else int(step)
 
     def set_groups(self, group_of: Callable[[str], Mapping[str, Any] | None]) -> None:
         """Put back what a schedule, or the optimizer itself, has changed in the parameter groups (rate, momentum).
@@ -158,6 +175,16 @@ class OptimizerViews:
             return
         for group in self._base.param_groups:
             yield from group["params"]
+
+    def _base_options(self) -> Iterator[Mapping[str, Any]]:
+        """The parameter group of each of `_base_parameters`."""
+        groups = self._base.param_groups
+        if hasattr(self._optimizer, "fp32_partitioned_groups_flat"):
+            numbers = range(len(self._optimizer.fp32_partitioned_groups_flat))
+            yield from (groups[self._optimizer.sub_group_to_group_id[number]] for number in numbers)
+            return
+        for group in groups:
+            yield from [group] * len(group["params"])
 
     def _of_fragments(self, groups: Any, flats: Any, keys: Sequence[str]) -> Iterator[View]:
         """Stages 1 and 2: DeepSpeed notes for every parameter where its piece lies in the flat one."""

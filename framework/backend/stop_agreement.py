@@ -21,7 +21,8 @@ from typing import Final
 import torch.distributed
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from framework.backend.distributed import gather, tells_of_lost_peer
+from framework.backend.distributed import gather
+from framework.backend.lost_peers import tells_of_lost_peer
 from framework.errors import EXIT_PEER_LOST, PeerLostError, RunStopped
 from framework.train.stop_request import StopRequest, tell
 from framework.train.warn import warn

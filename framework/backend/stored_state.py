@@ -13,12 +13,11 @@ import torch
 
 from framework.backend.checkpoint_files import Piece, Place, Stored
 from framework.backend.shard_map import STATE_KEY, ShardMap, map_checkpoint
-from framework.errors import StorageError
+from framework.backend.state_views import FP32
+from framework.checkpoint_names import MODEL_FILE, model_file_of
+from framework.errors import StorageError, in_one_line
 from framework.train.saved import SavedCheckpoint
 
-__all__ = ["FP32", "STATE_KEY", "StoredState"]
-
-FP32: Final = "fp32"
 _STEP: Final = "step"
 _LOSS_SCALE: Final = ("cur_scale", "cur_iter", "cur_hysteresis", "last_overflow_iter")
 _Read = TypeVar("_Read")
@@ -87,7 +86,7 @@ class StoredState:
         def find() -> Any:
             states = self.common[STATE_KEY].get("random_states", ())
             if isinstance(states, Mapping) and rank not in states:
-                states = self._map.files[f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"][STATE_KEY]["random_states"]
+                states = self._map.files[model_file_of(rank)][STATE_KEY]["random_states"]
             return states[rank] if states else None
 
         return self._reading(find)
@@ -154,8 +153,8 @@ class StoredState:
         return [piece for stored in self._map.stored.values() for piece in stored.pieces]
 
     def _first_model_file(self) -> Mapping[str, Any]:
-        names = sorted(path.name for path in self._path.glob("*mp_rank_00_model_states.pt"))
-        found: Mapping[str, Any] = self._map.files[names[0]]
+        files = self._map.files
+        found: Mapping[str, Any] = files[files.named(MODEL_FILE)[0, 0]]
         return found
 
     def _reading(self, work: Callable[[], _Read]) -> _Read:
@@ -165,9 +164,8 @@ class StoredState:
         except StorageError:
             raise
         except Exception as error:
-            text = " ".join(str(error).split())[:200]
-            raise StorageError(f"{self._path}: its state cannot be read as DeepSpeed 0.19.8 writes it: {type(error).__name__}: "
-                               f"{text} [checkpoint-not-loaded]") from error  # fmt: skip
+            raise StorageError(f"{self._path}: its state cannot be read as DeepSpeed 0.19.8 writes it: "
+                               f"{in_one_line(error)} [checkpoint-not-loaded]") from error  # fmt: skip
 
     def _lacks(self, name: str, what: str) -> StorageError:
         return StorageError(f"{self._path}: of {name} it holds {what}; the model or its optimizer has changed "

@@ -16,43 +16,32 @@ import torch.distributed
 from framework.backend.exported_weights import PICKLED, is_exported, read_exported
 from framework.backend.lazy_weights import LazyWeights, shapes_of
 from framework.backend.merged_weights import MergedWeights
-from framework.errors import ConfigError, Problem, StorageError, show_value
+from framework.errors import ConfigError, Problem, StorageError, in_one_line, show_value
 from framework.models.survey import Surveyed
-from framework.train.choice import find_checkpoint, telling_of_storage
+from framework.train.choice import newest_at, telling_of_storage
 from framework.train.saved import SavedCheckpoint
-from framework.train.unverified import KIND as UNVERIFIED
 
+_KEY: Final = "checkpoint.init_weights"
 _FILES: Final = (".pt", ".pth", ".bin")
 
 
-def read_weights(path: str, *, key: str = "checkpoint.init_weights", allow_unverified: bool = False) -> LazyWeights:
-    """The weights in a checkpoint, a run folder (its newest checkpoint), an export, or a file that `torch.save` made.
+def find_weights(path: str, *, allow_unverified: bool = False) -> LazyWeights | SavedCheckpoint:
+    """The weights that `checkpoint.init_weights` names: an export, a file that `torch.save` made, or those of a checkpoint.
+
+    The checkpoint, the newest one of a run folder, is found only: nothing of it may be read before all of it is verified.
 
     Raises:
         ConfigError: there is nothing of that kind, or a checkpoint without a manifest that is not allowed.
         StorageError: the files are damaged.
     """
-    found = find_weights(path, key=key, allow_unverified=allow_unverified)
-    return checkpoint_weights(found) if isinstance(found, SavedCheckpoint) else found
-
-
-def find_weights(
-    path: str, *, key: str = "checkpoint.init_weights", allow_unverified: bool = False
-) -> LazyWeights | SavedCheckpoint:
-    """As `read_weights`; a checkpoint is found only, since nothing of it may be read before all of it is verified."""
-    with telling_of_storage(key, path):
+    with telling_of_storage(_KEY, path):
         if (found := _read_files(Path(path))) is not None:
             return found
-    try:
-        checkpoint = find_checkpoint(path, run_checkpoints=Path(path), allow_unverified=allow_unverified, key=key)
-    except ConfigError as error:
-        if error.problems[0].kind == UNVERIFIED:
-            raise
-        checkpoint = None
+    checkpoint = newest_at(path, key=_KEY, allow_unverified=allow_unverified)
     if checkpoint is None:
         there = Path(path).exists()
         reason = "there is no finished checkpoint and no file of weights" if there else "there is nothing at that path"
-        raise ConfigError(Problem(kind="weights-not-found", key=key, value=path, reason=reason,
+        raise ConfigError(Problem(kind="weights-not-found", key=_KEY, value=path, reason=reason,
                                   fix="name a .../global_step<N> folder, a run folder, an export, or a .safetensors or .pt "
                                   "file"))  # fmt: skip
     return checkpoint
@@ -132,7 +121,7 @@ def _read_file(file: Path) -> LazyWeights:
     except pickle.UnpicklingError as error:
         raise _not_read(file, "it holds Python objects, which could be programs, or is cut off") from error
     except Exception as error:
-        raise _not_read(file, _in_one_line(error)) from error
+        raise _not_read(file, in_one_line(error)) from error
     if not isinstance(found, Mapping):
         raise _not_read(file, f"it holds a {type(found).__name__}")
     others = [name for name, value in found.items() if not isinstance(name, str) or not isinstance(value, torch.Tensor)]
@@ -145,10 +134,6 @@ def _read_file(file: Path) -> LazyWeights:
 def _not_read(file: Path, reason: str) -> StorageError:
     return StorageError(f"{file}: not a file of weights: {reason}; write it with torch.save(model.state_dict(), ...) "
                         "[weights-not-read]")  # fmt: skip
-
-
-def _in_one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -172,5 +157,5 @@ def _refuse_differences(shapes: Mapping[str, torch.Size], found: Mapping[str, to
 
 
 def _differs(source: str, reason: str) -> ConfigError:
-    return ConfigError(Problem(kind="weights-differ", key="checkpoint.init_weights", value=source, reason=reason,
+    return ConfigError(Problem(kind="weights-differ", key=_KEY, value=source, reason=reason,
                                fix="name weights of the same model"))  # fmt: skip

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from framework.check.report import as_github, as_json, as_text
 from framework.check.verdict import Against, Verdict, check_document, check_file, find_gpu
@@ -15,11 +15,7 @@ from framework.config.document import COMMAND_LINE, is_setting, parse_scalar
 from framework.errors import EXIT_OK, EXIT_PROBLEMS, ConfigError, StorageError, UsageError
 from framework.plan.cluster import Cluster
 
-if TYPE_CHECKING:
-    from framework.plan.plan import Plan
-
-FindCluster = Callable[[argparse.Namespace], "Cluster | None"]
-Describe = Callable[["Plan"], str]
+FindCluster = Callable[[argparse.Namespace], Cluster | None]
 
 
 def add_options(check: argparse.ArgumentParser) -> None:
@@ -40,7 +36,7 @@ def add_options(check: argparse.ArgumentParser) -> None:
     check.add_argument("--gpu", metavar="KIND", help="judge for this GPU, for example h100-80gb")
 
 
-def run_check(arguments: argparse.Namespace, *, find_cluster: FindCluster, describe: Describe) -> int:
+def run_check(arguments: argparse.Namespace, *, find_cluster: FindCluster) -> int:
     """Judge every file, after mending or resolving it where that was asked for."""
     settings = [word for word in arguments.words if is_setting(word)]
     files = [word for word in arguments.words if not is_setting(word)]
@@ -55,7 +51,7 @@ def run_check(arguments: argparse.Namespace, *, find_cluster: FindCluster, descr
     failures = [
         failed for file in files if arguments.fix and (failed := _fix(file, against, arguments.format)) is not None
     ]
-    verdicts = [check_file(file, settings, against, describe=describe) for file in files]
+    verdicts = [check_file(file, settings, against) for file in files]
     code = _tell(verdicts, arguments.format)
     for failure in failures:
         print(failure, file=sys.stderr)

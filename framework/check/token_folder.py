@@ -15,7 +15,17 @@ from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, Problem
 from framework.plan.cluster import Cluster
 from framework.plan.plan import Plan, make_plan
-from framework.token_files import Meta, no_pair_tokens, one_document, read_meta, size_problems, too_short
+from framework.plan.rules.parts import vocabulary_problem
+from framework.token_files import (
+    Meta,
+    no_pair_tokens,
+    num_pairs,
+    num_windows,
+    one_document,
+    read_meta,
+    size_problems,
+    too_short,
+)
 
 _KEY = "data.path"
 
@@ -57,7 +67,7 @@ def look_at_text(config: RunConfig) -> TextFound:
         return TextFound(tuple(map(_less_here, error.problems)))
     problems = [*size_problems(folder, meta, data.path, _KEY), *_unfit(config, data, meta)]
     num_tokens, length = meta.parts["train"].num_tokens, data.sequence_length
-    num_samples = (num_tokens - 1) // length if isinstance(data, Text) else max(1, num_tokens // length)
+    num_samples = (num_windows if isinstance(data, Text) else num_pairs)(num_tokens, length)
     return TextFound(tuple(problems), num_samples or None)
 
 
@@ -76,9 +86,5 @@ def _unfit(config: RunConfig, data: Text | TextPairs, meta: Meta) -> Iterator[Pr
         else:
             yield from one_document(name, num_documents=part.num_documents, path=data.path)
     if isinstance(data, TextPairs):
-        yield from no_pair_tokens(meta.special_tokens.model_dump(), path=data.path)
-    known = getattr(config.model, "vocab_size", None)
-    if isinstance(known, int) and meta.vocab_size > known:
-        yield Problem(kind="model-data-vocab-size", key="model.vocab_size", value=known,
-                      reason=f"the data has {meta.vocab_size} different tokens",
-                      fix=f"set model.vocab_size: {meta.vocab_size} or more")  # fmt: skip
+        yield from no_pair_tokens(meta.special_tokens, path=data.path)
+    yield from vocabulary_problem(meta.vocab_size, config.model)

@@ -6,12 +6,12 @@ takes (`benchmarks/check_speed.py`): they are imported where they are used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from framework.config.document import YAML_ENDINGS
+from framework.config.document import YAML_ENDINGS, Document
 from framework.config.read_text import read_text
 from framework.errors import ConfigError, Problem, UsageError
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from framework.ds_json.facts import GpuKind, Topology
     from framework.ds_json.hjson_text import HjsonDocument
     from framework.plan.cluster import Cluster
-    from framework.plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -74,13 +73,13 @@ def find_gpu(name: str | None) -> GpuKind | None:
     return GPU_KINDS[name.lower()]
 
 
-def check_file(file: str, overrides: Sequence[str], against: Against, *, describe: Callable[[Plan], str]) -> Verdict:
+def check_file(file: str, overrides: Sequence[str], against: Against) -> Verdict:
     """Judge one file. It is read once: it may be a pipe, which can be read only once."""
     try:
         text = read_text(Path(file), name=file)
         document = _deepspeed_json(text, file)
         if document is None:
-            return _check_run_config(file, overrides, against, describe, text)
+            return _check_run_config(file, overrides, against, text)
     except ConfigError as error:
         return Verdict(file, tuple(error.problems))
     if overrides:
@@ -110,15 +109,14 @@ def check_document(document: HjsonDocument, against: Against) -> Verdict:
     return Verdict(document.name, (*notes, *found), praise)
 
 
-def _check_run_config(
-    file: str, overrides: Sequence[str], against: Against, describe: Callable[[Plan], str], text: str
-) -> Verdict:
+def _check_run_config(file: str, overrides: Sequence[str], against: Against, text: str) -> Verdict:
     from framework.check.target_search import missing_targets
     from framework.check.token_folder import plan_with_text
     from framework.config.document import document_of
     from framework.config.load import Source, load_with_source
     from framework.ds_json.judge import accelerate_problem, assumption, judge_passed_alone, judge_rendered
     from framework.plan.plan import default_cluster
+    from framework.plan.text import one_line
 
     try:
         config, source = load_with_source(file, overrides, text=text)
@@ -129,11 +127,24 @@ def _check_run_config(
             return Verdict(file, (foreign,))
         passed = document.value.get("deepspeed") if isinstance(document.value, dict) else None
         further = judge_passed_alone(passed, release=against.release)
-        found = _all(error.problems, map(Source(document).locate, further))
+        told = _all(error.problems, _errors_of_known(document, overrides, against))
+        found = _all(told, map(Source(document).locate, further))
         return Verdict(file, (*assumption(document, as_run_config=True), *found))
     problems = [*source.notes(), *plan.findings, *map(source.locate, missing_targets(config))]
     problems += judge_rendered(plan, source=source, release=against.release, gpu=against.gpu)
-    return Verdict(file, (*_release_note(file, against), *problems), describe(plan))
+    return Verdict(file, (*_release_note(file, against), *problems), one_line(plan))
+
+
+def _errors_of_known(document: Document, overrides: Sequence[str], against: Against) -> list[Problem]:
+    """What can be said beside the sections that cannot be read."""
+    from framework.config.load import load_known
+    from framework.plan.known import errors_of_known
+
+    try:
+        config, unknown, source = load_known(document, overrides)
+    except ConfigError:
+        return []
+    return errors_of_known(config, unknown, against.cluster, source=source)
 
 
 def _release_note(file: str, against: Against) -> Iterator[Problem]:

@@ -27,9 +27,10 @@ from framework.backend.weight_files import entries, split, write_pt, write_safet
 from framework.commands.export_names import hf_names
 from framework.errors import EXIT_OK, ConfigError, Problem, StorageError
 from framework.files import sync_folder
-from framework.train.choice import find_checkpoint
+from framework.train.choice import absence_at, newest_at
 from framework.train.saved import SavedCheckpoint
 
+_KEY: Final = "CHECKPOINT"
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _UNITS: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _OURS: Final = re.compile(r"model.*\.(safetensors|pt|json)")
@@ -98,12 +99,15 @@ def export(
 
 
 def _source_of(source: str, out: Path, *, hf: bool, allow_unverified: bool) -> SavedCheckpoint:
-    checkpoint = find_checkpoint_at(source, allow_unverified=allow_unverified)
+    checkpoint = newest_at(source, key=_KEY, allow_unverified=allow_unverified)
+    if checkpoint is None:
+        raise ConfigError(Problem(kind="checkpoint-not-found", key=_KEY, value=source, reason=absence_at(source, key=_KEY),
+                                  fix="name a .../global_step<N> folder or a run folder that holds one"))  # fmt: skip
     if checkpoint.path.resolve() in (out.resolve(), *out.resolve().parents):
         raise ConfigError(Problem(kind="export-exists", key="OUT", value=str(out), reason="it lies in the checkpoint, where "
                                   "every further file counts as damage", fix="name a folder elsewhere"))  # fmt: skip
     if hf and not checkpoint.verified:
-        raise ConfigError(Problem(kind="hf-names-missing", key="CHECKPOINT", value=str(checkpoint.path),
+        raise ConfigError(Problem(kind="hf-names-missing", key=_KEY, value=str(checkpoint.path),
                                   reason="without a manifest nothing in it says which model's names these are",
                                   fix="leave --hf out"))  # fmt: skip
     return checkpoint
@@ -157,25 +161,6 @@ def _ended_in_good_order() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def find_checkpoint_at(source: str, *, allow_unverified: bool = False) -> SavedCheckpoint:
-    """A checkpoint, or the newest one of a run.
-
-    Raises:
-        ConfigError: kind ``checkpoint-not-found``, or ``checkpoint-unverified``.
-    """
-    try:
-        found = find_checkpoint(source if source not in ("auto", "never") else f"./{source}", run_checkpoints=Path(source),
-                                allow_unverified=allow_unverified, key="CHECKPOINT")  # fmt: skip
-    except ConfigError as error:
-        (problem,) = error.problems
-        if problem.kind != "checkpoint-not-found":
-            raise
-        raise ConfigError(Problem(kind=problem.kind, key="CHECKPOINT", value=source, reason=problem.reason,
-                                  fix="name a .../global_step<N> folder or a run folder that holds one")) from error  # fmt: skip
-    assert found is not None
-    return found
 
 
 def _metadata(checkpoint: SavedCheckpoint, ties: Mapping[str, str], *, weights: str, dtype: str) -> dict[str, str]:

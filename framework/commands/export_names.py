@@ -15,7 +15,7 @@ from framework.train.saved import SavedCheckpoint
 
 
 def hf_names(checkpoint: SavedCheckpoint, *, stored: Collection[str]) -> dict[str, str]:
-    """Our name -> Hugging Face's, for everything that is stored, and for further names of it.
+    """Our name -> Hugging Face's, for everything that is stored, and for further names of it; of a checkpoint with a manifest.
 
     The checkpoint's model is built on torch's meta device, where it takes no memory, and asked.
 
@@ -23,8 +23,6 @@ def hf_names(checkpoint: SavedCheckpoint, *, stored: Collection[str]) -> dict[st
         ConfigError: it cannot be built, has no such method, or its names are not whole; kinds ``hf-names-missing`` and
             ``hf-names-wrong``.
     """
-    if not getattr(checkpoint, "verified", True):
-        raise _refused("missing", checkpoint, "without a manifest nothing in it says what model it is of", "leave --hf out")
     model = RunConfig.model_validate(checkpoint.manifest["config"]).model
     if isinstance(model, Object):
         raise _refused("missing", checkpoint, f"{model.object} was handed over from Python, and nobody can ask it here",

@@ -31,10 +31,11 @@ from framework.config.run_config import RunConfig
 from framework.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from framework.errors import EXIT_OK, ConfigError, Problem
 from framework.token_files import KEPT_TOKENIZER, META_FILE, TOKENIZER_FILE, read_meta
-from framework.train.choice import find_checkpoint
+from framework.train.choice import absence_at, newest_at
 from framework.train.saved import SavedCheckpoint
 from framework.train.unverified import KIND as UNVERIFIED
 
+_KEY: Final = "CHECKPOINT"
 _NO_CHARACTER: Final = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -150,20 +151,13 @@ def find_gpt(path: str, *, allow_unverified: bool = False) -> SavedCheckpoint:
     Raises:
         ConfigError: kind ``checkpoint-not-found``, ``checkpoint-unverified`` or ``not-a-gpt``.
     """
-    try:
-        found = find_checkpoint(str(Path(path).absolute()), run_checkpoints=Path(path), allow_unverified=allow_unverified,
-                                key="CHECKPOINT")  # fmt: skip
-    except ConfigError as error:
-        if error.problems[0].kind == UNVERIFIED:
-            raise
-        found = None
-    if found is not None:
-        if found.verified:
-            _refuse_other_models(found.manifest["config"]["model"], file=str(found.path))
-        return found
-    reason = "there is no finished checkpoint in it" if Path(path).exists() else "there is no such folder"
-    raise ConfigError(Problem(kind="checkpoint-not-found", reason=reason, file=path,
-                              fix="name a run folder or a .../global_step<N> folder"))  # fmt: skip
+    found = newest_at(path, key=_KEY, allow_unverified=allow_unverified)
+    if found is None:
+        raise ConfigError(Problem(kind="checkpoint-not-found", key=_KEY, value=path, reason=absence_at(path, key=_KEY),
+                                  fix="name a .../global_step<N> folder or a run folder that holds one"))  # fmt: skip
+    if found.verified:
+        _refuse_other_models(found.manifest["config"]["model"], file=str(found.path))
+    return found
 
 
 def _config_of(checkpoint: SavedCheckpoint, file: str | None) -> RunConfig:
@@ -171,7 +165,7 @@ def _config_of(checkpoint: SavedCheckpoint, file: str | None) -> RunConfig:
     if checkpoint.verified:
         config = RunConfig.model_validate(checkpoint.manifest["config"])
     elif file is None:
-        raise ConfigError(Problem(kind=UNVERIFIED, key="CHECKPOINT", value=str(checkpoint.path),
+        raise ConfigError(Problem(kind=UNVERIFIED, key=_KEY, value=str(checkpoint.path),
                                   reason="without a manifest nothing in it says what model it is of",
                                   fix="give --config FILE, a run config with its model and its data"))  # fmt: skip
     else:
@@ -193,7 +187,7 @@ def _refuse_other_models(model: Mapping[str, Any], *, file: str) -> None:
 def _tokenizer_of(config: RunConfig, checkpoint: SavedCheckpoint, *, asked: str | None) -> Tokenizer:
     """The one asked for; what the run has kept beside its checkpoints; or that of the folder that it was trained on."""
     assert isinstance(config.model, GPT)
-    kept = checkpoint.folder.parent / KEPT_TOKENIZER
+    kept = checkpoint.folder.absolute().parent / KEPT_TOKENIZER  # a relative path may end at the folder
     key, path = "data.path", getattr(config.data, "path", None)
     if asked is not None:
         key, path = "--tokenizer", None if asked == "bytes" else asked

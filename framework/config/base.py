@@ -59,6 +59,9 @@ WORDS_OF_PATTERNS: Final[dict[str, tuple[str, Callable[[str], str]]]] = {
     _IMPORT_PATH: ("not an import path", _suggest_import_path),
     _RUN_NAME: ("a name is 1 to 100 letters, digits, _, - and ., with no . or - first", _suggest_run_name),
 }
+# The keys that tell the members of a union apart: of those that are known by name, and of one's own code.
+TAG_KEYS: Final = ("kind", "dtype", "device")
+OF_ONES_OWN: Final = ("target", "object")
 
 
 @dataclass(frozen=True)
@@ -121,14 +124,20 @@ class Object(Section):
         raise LookupError(f"{self.object} was handed over from Python and cannot be built from a config")
 
 
+def choices_of(members: Mapping[str, type[BaseModel]]) -> tuple[str, list[str]]:
+    """The key that tells the members of a union apart, and what may be written there."""
+    choices = [tag for tag in members if tag not in OF_ONES_OWN]
+    return next(key for key in TAG_KEYS if key in members[choices[0]].model_fields), choices
+
+
 def kind_of(value: Any) -> str | None:
     """Discriminator of every section that may be a `kind`, a `target` or an object from Python."""
     found = (
         value
         if isinstance(value, Mapping)
-        else {tag: getattr(value, tag, None) for tag in ("target", "object", "kind")}
+        else {tag: getattr(value, tag, None) for tag in (*OF_ONES_OWN, "kind")}
     )
-    for tag in ("target", "object"):
+    for tag in OF_ONES_OWN:
         if found.get(tag) is not None:
             return tag
     kind = found.get("kind")

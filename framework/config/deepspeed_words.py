@@ -7,7 +7,8 @@ from typing import Final
 
 from framework.config.base import Section
 from framework.config.precision import BF16, FP16
-from framework.config.zero import OptimizerToCPU, OptimizerToNVMe, ParamToCPU, ParamToNVMe, Zero
+from framework.config.scheduler import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from framework.config.zero import OFFLOADS, Zero
 
 # DeepSpeed key -> the section of a run config that decides it.
 OWNED: Final[Mapping[str, str]] = {
@@ -30,24 +31,35 @@ PASSED_THROUGH: Final = frozenset({
 })  # fmt: skip
 # Sections of these that further keys can be put into.
 SHARED: Final = frozenset({"fp16", "bf16", "torch_autocast", "zero_optimization", "optimizer", "scheduler", "pipeline"})
-_SCHEDULE: Final[Mapping[str, str]] = {
-    "warmup_min_lr": "min_lr", "warmup_max_lr": "max_lr", "warmup_num_steps": "warmup_steps", "warmup_type": "curve",
-    "total_num_steps": "total_steps", "warmup_min_ratio": "warmup_min_ratio", "cos_min_ratio": "cos_min_ratio",
-    "cycle_min_lr": "min_lr", "cycle_max_lr": "max_lr", "decay_lr_rate": "decay_lr_rate", "cycle_first_step_size": "first_steps",
-    "cycle_second_step_size": "second_steps", "decay_step_size": "decay_steps", "cycle_momentum": "cycle_momentum",
-    "cycle_min_mom": "min_momentum", "cycle_max_mom": "max_momentum", "lr_range_test_min_lr": "min_lr",
-    "lr_range_test_step_size": "step_size", "lr_range_test_step_rate": "step_rate", "lr_range_test_staircase": "staircase",
+_WARMUP: Final = {"warmup_steps": "warmup_num_steps", "curve": "warmup_type"}
+_LEVELS: Final = {"min_lr": "warmup_min_lr", "max_lr": "warmup_max_lr"}
+_TOTAL: Final = {"total_steps": "total_num_steps"}
+# Each of DeepSpeed's schedules: its name, and our field -> DeepSpeed's parameter.
+SCHEDULES: Final[Mapping[type[Section], tuple[str, Mapping[str, str]]]] = {
+    WarmupLR: ("WarmupLR", {**_LEVELS, **_WARMUP}),
+    WarmupDecayLR: ("WarmupDecayLR", {**_TOTAL, **_LEVELS, **_WARMUP}),
+    WarmupCosineLR: ("WarmupCosineLR", {
+        **_TOTAL, "warmup_min_ratio": "warmup_min_ratio", "warmup_steps": "warmup_num_steps",
+        "cos_min_ratio": "cos_min_ratio", "curve": "warmup_type",
+    }),
+    OneCycle: ("OneCycle", {
+        "min_lr": "cycle_min_lr", "max_lr": "cycle_max_lr", "decay_lr_rate": "decay_lr_rate",
+        "first_steps": "cycle_first_step_size", "second_steps": "cycle_second_step_size", "decay_steps": "decay_step_size",
+        "cycle_momentum": "cycle_momentum", "min_momentum": "cycle_min_mom", "max_momentum": "cycle_max_mom",
+    }),
+    LRRangeTest: ("LRRangeTest", {
+        "min_lr": "lr_range_test_min_lr", "step_size": "lr_range_test_step_size",
+        "step_rate": "lr_range_test_step_rate", "staircase": "lr_range_test_staircase",
+    }),
 }  # fmt: skip
+_SCHEDULE: Final = {theirs: ours for _, names in SCHEDULES.values() for ours, theirs in names.items()}
 _OPTIMIZER: Final = ("lr", "weight_decay", "betas", "eps", "momentum", "nesterov", "max_coeff", "min_coeff")
-_OFFLOADS: Final[Mapping[str, tuple[type[Section], ...]]] = {
-    "offload_optimizer": (OptimizerToCPU, OptimizerToNVMe), "offload_param": (ParamToCPU, ParamToNVMe),
-}  # fmt: skip
 # DeepSpeed's dotted key -> ours, for every key that rendering writes into a shared section or that is another name of one.
 TYPED: Final[Mapping[str, str]] = {
-    **{f"zero_optimization.{name}": f"zero.{name}" for name in Zero.model_fields if name not in _OFFLOADS},
-    **{f"zero_optimization.{name.removeprefix('stage3_')}": f"zero.{name}" for name in Zero.model_fields if name not in _OFFLOADS},
+    **{f"zero_optimization.{name}": f"zero.{name}" for name in Zero.model_fields if name not in OFFLOADS},
+    **{f"zero_optimization.{name.removeprefix('stage3_')}": f"zero.{name}" for name in Zero.model_fields if name not in OFFLOADS},
     **{f"zero_optimization.{name}.{field}": f"zero.{name}.{field}"
-       for name, devices in _OFFLOADS.items() for device in devices for field in device.model_fields},
+       for name, devices in OFFLOADS.items() for device in devices.values() for field in device.model_fields},
     "zero_optimization.cpu_offload": "zero.offload_optimizer", "zero_optimization.cpu_offload_param": "zero.offload_param",
     "zero_optimization.cpu_offload_use_pin_memory": "zero.offload_optimizer.pin_memory",
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": "zero.stage3_gather_16bit_weights_on_model_save",

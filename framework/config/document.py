@@ -278,6 +278,13 @@ class _Builder:
         raise ConfigError(self.problems)
 
 
+def at(value: Any, path: KeyPath) -> Any:
+    """What stands in plain values at a path that is there."""
+    for part in path:
+        value = value[part]
+    return value
+
+
 def _plain(text: str) -> Any:
     """An unquoted scalar: null, a boolean, a number as YAML 1.2 and JSON read it, or a string."""
     if text in _SPECIAL:

@@ -9,12 +9,11 @@ from typing import Any, Final, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from framework.config.base import WORDS_OF_PATTERNS, Target
+from framework.config.base import WORDS_OF_PATTERNS, Target, choices_of
 from framework.config.deepspeed_words import OWNED, place_here
-from framework.config.spelling import nearest as nearest
+from framework.config.document import KeyPath
+from framework.config.spelling import nearest
 from framework.errors import Problem, Written, show_value
-
-Path = tuple[str | int, ...]
 
 _SECTION: Final = "a section of keys"
 # pydantic's error type -> what belongs there.
@@ -44,8 +43,8 @@ TRUTH: Final[Mapping[str, str]] = {
 
 
 def explain(
-    error: ValidationError, model: type[BaseModel], *, texts: Mapping[Path, str] | None = None
-) -> list[tuple[Path, Problem]]:
+    error: ValidationError, model: type[BaseModel], *, texts: Mapping[KeyPath, str] | None = None
+) -> list[tuple[KeyPath, Problem]]:
     """All findings of one validation, each with the path of the value it is about.
 
     Args:
@@ -56,14 +55,14 @@ def explain(
     return [_problem(details, model, texts or {}) for details in error.errors(include_url=False)]
 
 
-def numbers_for_text(error: ValidationError, model: type[BaseModel]) -> Iterator[Path]:
+def numbers_for_text(error: ValidationError, model: type[BaseModel]) -> Iterator[KeyPath]:
     """Where a number or a truth value stands and text belongs."""
     for details in error.errors(include_url=False):
         if details["type"] == "string_type" and isinstance(details["input"], (bool, int, float)):
             yield descend(details["loc"], model)[0]
 
 
-def _problem(details: ErrorDetails, model: type[BaseModel], texts: Mapping[Path, str]) -> tuple[Path, Problem]:
+def _problem(details: ErrorDetails, model: type[BaseModel], texts: Mapping[KeyPath, str]) -> tuple[KeyPath, Problem]:
     path, owner, annotation = descend(details["loc"], model)
     key, kind, value, context = ".".join(map(str, path)), details["type"], details["input"], details.get("ctx", {})
     if kind == "extra_forbidden":
@@ -91,7 +90,7 @@ def _problem(details: ErrorDetails, model: type[BaseModel], texts: Mapping[Path,
     )
 
 
-def descend(loc: Sequence[str | int], model: type[BaseModel]) -> tuple[Path, Any, Any]:
+def descend(loc: Sequence[str | int], model: type[BaseModel]) -> tuple[KeyPath, Any, Any]:
     """The path in the user's values, the type that owns its last key, and the type of the value there.
 
     pydantic puts the tag of a union's member between the keys of the path; the annotations tell the two apart.
@@ -131,7 +130,7 @@ def members_of(union: Any) -> dict[str, type[BaseModel]]:
     return members
 
 
-def _unknown_key(path: Path, value: Any, owner: Any, root: type[BaseModel]) -> Problem:
+def _unknown_key(path: KeyPath, value: Any, owner: Any, root: type[BaseModel]) -> Problem:
     name, key = str(path[-1]), ".".join(map(str, path))
     known = list(owner.model_fields) if isinstance(owner, type) and issubclass(owner, BaseModel) else []
     reason = "there is no such key"
@@ -162,9 +161,8 @@ def homes_of(name: str, root: type[BaseModel]) -> Iterator[str]:
             yield f"{section}.{name}"
 
 
-def _unknown_kind(path: Path, value: Any, members: Mapping[str, type[BaseModel]]) -> tuple[Path, Problem]:
-    choices = [tag for tag in members if tag not in ("target", "object")]
-    tag_key = next(name for name in ("kind", "dtype", "device") if name in members[choices[0]].model_fields)
+def _unknown_kind(path: KeyPath, value: Any, members: Mapping[str, type[BaseModel]]) -> tuple[KeyPath, Problem]:
+    tag_key, choices = choices_of(members)
     listed = ", ".join(choices) + (", or target: package.module:name" if "target" in members else "")
     if not isinstance(value, Mapping):
         reason, fix = _wrong_type(value, _SECTION)

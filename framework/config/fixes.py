@@ -15,14 +15,13 @@ from typing import Any, Final
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from framework.config.base import Target
-from framework.config.document import document_of, parse_scalar
+from framework.config.base import Target, choices_of
+from framework.config.document import KeyPath, at, document_of, parse_scalar
 from framework.config.explain import TRUTH, WANTED, descend, explain, homes_of, members_of
-from framework.config.run_config import RunConfig
+from framework.config.run_config import RunConfig, kind_of_default
 from framework.config.yaml_edits import Edit, Move, Rename, Replace, edited, edited_value
 from framework.errors import ConfigError
 
-_Path = tuple[str | int, ...]
 _MOST_EDITS: Final = 100
 _ALIKE: Final = 0.75  # "stge" and "stage" are, "rate" and "ratio" are not
 _KIND_ALIKE: Final = 0.8  # a kind changes what the run does: "fp61" could be fp16 or bf16
@@ -62,14 +61,14 @@ def _good_edits(values: Mapping[str, Any]) -> Iterator[Edit]:
                 yield edit
 
 
-def _spoils(edit: Edit, problem: _Path) -> bool:
+def _spoils(edit: Edit, problem: KeyPath) -> bool:
     """Whether a new problem speaks against the edit. What is wrong inside of a renamed section was wrong before, unseen."""
     if isinstance(edit, Move):
         return problem[:1] == edit.to[:1]
     return problem == ((*edit.path[:-1], edit.name) if isinstance(edit, Rename) else edit.path)
 
 
-def _unanswered(values: Mapping[str, Any]) -> set[_Path]:
+def _unanswered(values: Mapping[str, Any]) -> set[KeyPath]:
     """Places of the problems that another value in the same place would not solve for sure."""
     answered = {
         edit.path for details in _details(values) for edit in _answers(details, values) if isinstance(edit, Replace)
@@ -85,7 +84,7 @@ def _details(values: Mapping[str, Any]) -> list[ErrorDetails]:
     return []
 
 
-def _problems(values: Mapping[str, Any]) -> list[tuple[_Path, Any]]:
+def _problems(values: Mapping[str, Any]) -> list[tuple[KeyPath, Any]]:
     try:
         RunConfig.model_validate(dict(values))
     except ValidationError as error:
@@ -108,30 +107,25 @@ def _answers(details: ErrorDetails, values: Mapping[str, Any]) -> Iterator[Edit]
             yield Replace(path, meant)
 
 
-def _for_unknown_key(path: _Path, owner: Any, values: Mapping[str, Any]) -> Iterator[Edit]:
+def _for_unknown_key(path: KeyPath, owner: Any, values: Mapping[str, Any]) -> Iterator[Edit]:
     name, known = str(path[-1]), list(owner.model_fields) if _is_model(owner) else []
     if name == "kind" and _is_model(owner) and issubclass(owner, Target):
         return
     elsewhere, guess = list(homes_of(name, RunConfig)), _only_alike(name, known, least=_ALIKE)
-    siblings = _at(values, path[:-1])
+    siblings = at(values, path[:-1])
     if guess is not None and not elsewhere and guess not in siblings:
         yield Rename(path, guess)
     if len(elsewhere) == 1 and guess is None and " " not in elsewhere[0]:  # "zero.x of cpu" holds for one kind only
         section, _, key = elsewhere[0].partition(".")
         home = values.get(section, {})
         if isinstance(home, Mapping) and key not in home:
-            yield Move(path, (section, key), None if section in values else _kind_of_default(section))
+            # A section that is left out is of a kind all the same, which has to be said once it is written.
+            kind = None if section in values else next(iter(kind_of_default(section).items()), None)
+            yield Move(path, (section, key), kind)
 
 
-def _kind_of_default(section: str) -> tuple[str, str] | None:
-    """A section that is left out is of a kind all the same, which has to be said once it is written."""
-    default = RunConfig.model_fields[section].default
-    return next(((tag, str(value)) for tag in ("kind", "dtype") if (value := getattr(default, tag, None)) is not None), None)
-
-
-def _for_unknown_kind(path: _Path, value: Any, known: Mapping[str, type[BaseModel]]) -> Iterator[Edit]:
-    choices = [tag for tag in known if tag not in ("target", "object")]
-    tag_key = next(name for name in ("kind", "dtype", "device") if name in known[choices[0]].model_fields)
+def _for_unknown_kind(path: KeyPath, value: Any, known: Mapping[str, type[BaseModel]]) -> Iterator[Edit]:
+    tag_key, choices = choices_of(known)
     if isinstance(value, str) and value in choices:
         yield Replace(path, {tag_key: value})
     elif isinstance(value, Mapping) and isinstance(written := value.get(tag_key), str):
@@ -174,9 +168,3 @@ def _likeness(one: str, other: str) -> float:
 
 def _is_model(owner: Any) -> bool:
     return isinstance(owner, type) and issubclass(owner, BaseModel)
-
-
-def _at(values: Any, path: _Path) -> Any:
-    for part in path:
-        values = values[part]
-    return values

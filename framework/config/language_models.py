@@ -10,6 +10,7 @@ from pydantic import GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
 from framework.config.base import Fraction, Positive, PositiveCount
+from framework.config.data import BYTE_VOCAB_SIZE
 from framework.config.model_kind import ModelKind
 
 Size = Mapping[str, Any]
@@ -36,7 +37,7 @@ def _shape(hidden_size: int, num_layers: int, num_heads: int, **others: Any) -> 
 # GPT-2: Radford et al. 2019, table 2, with the number of heads from the released models. Llama: the released config.json files.
 # tiny: bytes (256 and five special tokens), for a laptop.
 GPT_SIZES: Final[Mapping[str, Size]] = MappingProxyType({
-    "tiny": {**_GPT2, **_shape(128, 4, 4, num_kv_heads=4, vocab_size=261, max_positions=256)},
+    "tiny": {**_GPT2, **_shape(128, 4, 4, num_kv_heads=4, vocab_size=BYTE_VOCAB_SIZE, max_positions=256)},
     "gpt2": {**_GPT2, **_shape(768, 12, 12, num_kv_heads=12)},
     "gpt2-medium": {**_GPT2, **_shape(1024, 24, 16, num_kv_heads=16)},
     "gpt2-large": {**_GPT2, **_shape(1280, 36, 20, num_kv_heads=20)},

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from pydantic import ValidationError
 
+from framework.config.base import TAG_KEYS
 from framework.config.document import COMMAND_LINE, Document, KeyPath, document_of, parse_document, read_document
-from framework.config.explain import explain, numbers_for_text
-from framework.config.run_config import RunConfig
+from framework.config.explain import explain, homes_of, numbers_for_text
+from framework.config.run_config import RunConfig, kind_of_default
 from framework.errors import ConfigError, Problem, UsageError, show_value
 from framework.uncaught import end_in_one_line
 
@@ -25,15 +27,20 @@ class Source:
     def __init__(self, document: Document | None = None) -> None:
         self._document = document or Document("")
         self._overridden: set[KeyPath] = set()
+        self._notes: list[Problem] = []
         self.texts: dict[KeyPath, str] = dict(self._document.texts)
         """How numbers and truth values are written, where that is not how they would be shown."""
 
     def notes(self) -> list[Problem]:
         """What is allowed, and seldom meant."""
         if not self._document.name or not self._document.is_empty:
-            return []
-        return [Problem(kind="config-empty", file=self._document.name, severity="note",
+            return list(self._notes)
+        return [*self._notes, Problem(kind="config-empty", file=self._document.name, severity="note",
                         reason="the file is empty: every default holds", fix="write at least {} if that is meant")]  # fmt: skip
+
+    def add_note(self, note: Problem) -> None:
+        """Remember what another file that has a part in the run has to say."""
+        self._notes.append(note)
 
     def override(self, path: KeyPath, texts: Mapping[KeyPath, str] | None = None) -> None:
         """Remember that the command line set this key, and how it wrote what is under it."""
@@ -102,10 +109,41 @@ def load_with_source(
     return config, source
 
 
+def load_known(document: Document, overrides: Sequence[str]) -> tuple[RunConfig, frozenset[str], Source]:
+    """Of a file that `load_with_source` refuses: the sections that can be read, the names of the others, and the source.
+
+    A section whose key stands in another one is among the others, and so is all that the file leaves out where it has a
+    section of a name that there is not: that may have been meant.
+
+    Raises:
+        ConfigError: it is no mapping of sections, or an override does not go with it.
+    """
+    values, source = _with_overrides(deepcopy(document), overrides)
+    try:
+        return _validated(values, source), frozenset(), source
+    except ValidationError as error:
+        unknown = frozenset(_unknown_sections(explain(error, RunConfig), values))
+    known = {name: section for name, section in values.items() if name in RunConfig.model_fields and name not in unknown}
+    return RunConfig.model_validate(known), unknown, source
+
+
+def _unknown_sections(found: Iterable[tuple[KeyPath, Problem]], values: Mapping[str, Any]) -> Iterator[str]:
+    for path, problem in found:
+        yield str(path[0])
+        if problem.kind == "unknown-key":
+            yield from (home.partition(".")[0] for home in homes_of(str(path[-1]), RunConfig))
+            if len(path) == 1:
+                yield from RunConfig.model_fields.keys() - values.keys()
+
+
 def _read(path: str | Path, overrides: Sequence[str], text: str | None) -> tuple[dict[str, Any], Source]:
     """The values of a file with the overrides in them."""
     name = str(path)
     document = read_document(Path(path), name=name) if text is None else document_of(text, Path(path), name=name)
+    return _with_overrides(document, overrides)
+
+
+def _with_overrides(document: Document, overrides: Sequence[str]) -> tuple[dict[str, Any], Source]:
     source = Source(document)
     values = {} if document.value is None else document.value
     if not isinstance(values, dict):
@@ -168,7 +206,7 @@ def _validated(values: Mapping[str, Any], source: Source) -> RunConfig:
 def _of_another_kind(problem: Problem, path: KeyPath, values: Mapping[str, Any], source: Source) -> Problem:
     """A key that the file wrote for the kind it names, which the command line has changed."""
     section = path[:-1]
-    tag = next((tag for tag in ("target", "kind", "dtype", "device") if source.is_override((*section, tag))), None)
+    tag = next((tag for tag in ("target", *TAG_KEYS) if source.is_override((*section, tag))), None)
     if problem.kind != "unknown-key" or tag is None or source.is_override(path):
         return problem
     kind: Any = values
@@ -192,8 +230,8 @@ def _apply_override(values: dict[str, Any], override: str, source: Source) -> No
     value = parsed.value
     section: Any = values
     for depth, part in enumerate(path[:-1], start=1):
-        if section.get(part) is None:  # left out, or written with nothing under it
-            section[part] = _kind_of_default(str(part)) if depth == 1 else {}
+        if section.get(part) is None:  # left out, or written with nothing under it: its default is what is changed
+            section[part] = kind_of_default(str(part)) if depth == 1 else {}
         section = section[part]
         if not isinstance(section, dict):
             key = ".".join(map(str, path[:depth]))
@@ -203,10 +241,3 @@ def _apply_override(values: dict[str, Any], override: str, source: Source) -> No
             )  # fmt: skip
     section[path[-1]] = value
     source.override(path, parsed.texts)
-
-
-def _kind_of_default(section: str) -> dict[str, Any]:
-    """What a section that was left out is: `optimizer.lr=0.1` alone changes the rate of the default optimizer."""
-    field = RunConfig.model_fields.get(section)
-    tags = {tag: getattr(field.default, tag, None) for tag in ("kind", "dtype")} if field is not None else {}
-    return {tag: value for tag, value in tags.items() if value is not None}

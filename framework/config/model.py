@@ -11,7 +11,7 @@ from framework.config.language_models import BERT, GPT
 from framework.config.model_kind import ModelKind
 
 
-class _Classifier(ModelKind):
+class Classifier(ModelKind):
     """What every image classifier has."""
 
     layers_in_list: ClassVar[int]
@@ -29,7 +29,7 @@ class _Classifier(ModelKind):
         return self.layers_in_list
 
 
-class LeNet(_Classifier):
+class LeNet(Classifier):
     """LeNet-5 (LeCun et al. 1998) with ReLU and max pooling, as used on MNIST and Fashion-MNIST."""
 
     builds: ClassVar[str] = "framework.models.lenet:LeNet"
@@ -43,7 +43,7 @@ class LeNet(_Classifier):
         return self.image_size
 
 
-class SmallResNet18(_Classifier):
+class SmallResNet18(Classifier):
     """ResNet-18 (He et al. 2015) for small images: a 3x3 stem without pooling, as in the Fashion-MNIST literature."""
 
     builds: ClassVar[str] = "framework.models.small_resnet:SmallResNet18"
@@ -53,7 +53,7 @@ class SmallResNet18(_Classifier):
     kind: Literal["small_resnet18"] = "small_resnet18"
 
 
-class ResNet18(_Classifier):
+class ResNet18(Classifier):
     """torchvision's ResNet-18 (7x7 stem), untrained."""
 
     builds: ClassVar[str] = "framework.models.torchvision_models:resnet18"
@@ -65,7 +65,7 @@ class ResNet18(_Classifier):
     in_channels: PositiveCount = 3
 
 
-class ResNet50(_Classifier):
+class ResNet50(Classifier):
     """torchvision's ResNet-50 (7x7 stem), untrained."""
 
     builds: ClassVar[str] = "framework.models.torchvision_models:resnet50"
@@ -77,7 +77,7 @@ class ResNet50(_Classifier):
     in_channels: PositiveCount = 3
 
 
-class MLP(_Classifier):
+class MLP(Classifier):
     """Multi-layer perceptron on flattened images: linear, ReLU, dropout, repeated."""
 
     builds: ClassVar[str] = "framework.models.mlp:MLP"

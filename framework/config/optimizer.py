@@ -110,3 +110,9 @@ OptimizerSection = Annotated[
     | Annotated[OptimizerObject, Tag("object")],
     Discriminator(kind_of),
 ]
+
+
+def optimizer_lr(optimizer: OptimizerSection) -> float | None:
+    """The learning rate that the config gives the optimizer."""
+    lr = optimizer.args.get("lr") if isinstance(optimizer, Target) else optimizer.lr
+    return float(lr) if isinstance(lr, (int, float)) else None

@@ -24,7 +24,7 @@ class FP16(Section):
     dtype: Literal["fp16"] = "fp16"
     loss_scale: Annotated[float, Field(ge=0.0)] = 0.0
     """Fixed loss scale; 0 scales dynamically: halved after an overflow, doubled after `loss_scale_window` good steps."""
-    initial_scale_power: Annotated[int, Field(ge=0, le=24)] = 16
+    initial_scale_power: Annotated[int, Field(ge=0, le=32)] = 16
     """The first dynamic loss scale is 2 to this power."""
     loss_scale_window: PositiveCount = 1000
     """Good steps before the dynamic loss scale doubles."""

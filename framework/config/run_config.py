@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from framework.config.base import PositiveCount, RunName, Section
+from framework.config.base import TAG_KEYS, PositiveCount, RunName, Section
 from framework.config.batch import Batch
 from framework.config.data import DataSection, Digits
 from framework.config.model import LeNet, ModelSection
@@ -33,6 +34,11 @@ class Run(Section):
     """Number of devices this run is meant for; left out: any. Training on another number is refused."""
     backend: Literal["nccl", "gloo", "hccl", "ccl", "mpi"] | None = None
     """torch.distributed backend; left out: the device's own (nccl on NVIDIA, gloo on CPU, hccl on Ascend)."""
+
+    @property
+    def folder(self) -> Path:
+        """The run folder: everything that the run writes is in it."""
+        return Path(self.output_dir, self.name)
 
 
 class RunConfig(Section):
@@ -72,6 +78,12 @@ class RunConfig(Section):
     def to_dict(self) -> dict[str, Any]:
         """The resolved config, every default written out, as plain lists, dicts, strings and numbers."""
         return self.model_dump(mode="json", fallback=_stable_repr)
+
+
+def kind_of_default(section: str) -> dict[str, str]:
+    """What a section that is left out is, such as ``{"kind": "adamw"}``; empty where it has no kinds."""
+    default = RunConfig.model_fields[section].default if section in RunConfig.model_fields else None
+    return {key: value for key in TAG_KEYS if isinstance(value := getattr(default, key, None), str)}
 
 
 def _stable_repr(value: object) -> str:

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
+from framework.config.base import TAG_KEYS
 from framework.config.deepspeed_words import PASSED_THROUGH, SHARED, TYPED
 from framework.config.run_config import RunConfig
 
 # A file beside the code that writes it: nothing of that code is needed for it.
 _DEEPSPEED: Final = Path(__file__).parents[1] / "ds_json/deepspeed.schema.json"
-_TAG_KEYS: Final = ("kind", "dtype", "device")
 
 
 def run_schema() -> dict[str, Any]:
@@ -27,6 +27,7 @@ def run_schema() -> dict[str, Any]:
             field.pop("title", None)  # the key in capitals: editors would show it above the sentence
             members = field.get("oneOf", [])
             members[:] = [member for member in members if member["$ref"].rpartition("/")[2] not in from_python]
+    schema["properties"] |= {"$schema": {"type": "string", "description": "Where editors find this schema."}}
     schema["properties"]["deepspeed"] |= _further_keys()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "dsframework run config"}
 
@@ -69,7 +70,7 @@ def _moved(schema: Any) -> Any:
 
 def _say_kind(section: dict[str, Any]) -> None:
     """The key that tells the members of a union apart must be written, and its sentence is the class's."""
-    for key in _TAG_KEYS:
+    for key in TAG_KEYS:
         tag = section["properties"].get(key, {})
         if "const" in tag:
             del tag["default"]

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import yaml
 
-from framework.config.document import KeyPath, compose_text, document_of, parse_scalar
+from framework.config.document import KeyPath, at, compose_text, document_of, parse_scalar
 from framework.errors import ConfigError
 
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
@@ -81,7 +81,7 @@ def edited(text: str, edit: Edit, path: Path) -> str | None:
 def edited_value(value: Any, edit: Edit) -> Any:
     """What the edit makes of plain values."""
     value = deepcopy(value)
-    section = _at(value, edit.path[:-1])
+    section = at(value, edit.path[:-1])
     if isinstance(edit, Replace):
         section[edit.path[-1]] = edit.value
     elif isinstance(edit, Rename):
@@ -236,12 +236,6 @@ def _read(text: str) -> Any:
         return parse_scalar(text, name="")
     except ConfigError:
         return None
-
-
-def _at(value: Any, path: KeyPath) -> Any:
-    for part in path:
-        value = value[part]
-    return value
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -7,7 +7,7 @@ elements instead of 5e8, because a bucket is a buffer of that many elements and 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Discriminator, Field, Tag
 
@@ -118,3 +118,16 @@ class Zero(Section):
     """Stage 3: a weight used again within this many elements is kept."""
     stage3_gather_16bit_weights_on_model_save: bool = True
     """Stage 3: let `save_16bit_model` write whole weights; DeepSpeed's own default writes nothing."""
+
+
+# Settings of stage 3 alone.
+STAGE3_KEYS: Final = ("sub_group_size", *(name for name in Zero.model_fields if name.startswith("stage3_")))
+# Section -> device -> its keys, and the lowest stage at which DeepSpeed looks at it.
+OFFLOADS: Final[Mapping[str, Mapping[str, type[Section]]]] = {
+    "offload_optimizer": {"cpu": OptimizerToCPU, "nvme": OptimizerToNVMe},
+    "offload_param": {"cpu": ParamToCPU, "nvme": ParamToNVMe},
+}
+NEEDED_STAGE: Final[Mapping[str, Mapping[str, int]]] = {
+    "offload_optimizer": {"cpu": 1, "nvme": 3},
+    "offload_param": {"cpu": 3, "nvme": 3},
+}

@@ -28,11 +28,11 @@ def collate(samples: Any) -> Any:
     return samples.fields if isinstance(samples, WholeBatch) else default_collate(samples)
 
 
-def collate_of(dataset: Any) -> Collate:
-    """The dataset's own `collate_fn` if it has one (to pad texts of unequal length, say), otherwise `collate`.
+def own_collate(dataset: Any) -> Collate | None:
+    """The dataset's own `collate_fn`, if it has one (to pad texts of unequal length, say).
 
     A dataset carries its `collate_fn` because only it knows what its samples look like, and so that training and
     evaluation cannot be given different ones by accident.
     """
     own = getattr(dataset, "collate_fn", None)
-    return own if callable(own) else collate
+    return own if callable(own) else None

@@ -8,11 +8,12 @@ from typing import Any, Final
 import torch
 from torch.utils.data import DataLoader
 
-from framework.data.batches import collate_of
-from framework.data.sample_seed import SeededBatches
+from framework.data.batches import collate, own_collate
+from framework.data.sample_seed import SeededBatches, SeededCollate, as_it_is
 from framework.data.worker_process import leave_signals_to_rank
 
 _WORKER_SEED: Final = 0
+_EVALUATION_SEED: Final = 0xE7A2  # of what a `collate_fn` draws; `run.seed` is for training
 
 
 class EvalLoader:
@@ -54,11 +55,12 @@ class EvalLoader:
         return len(self._batches)
 
     def __iter__(self) -> Generator[tuple[Any, bool], None, None]:
-        """One pass. The global random state is left as it was, and what the samples draw is the same in every pass."""
+        """One pass. The global random state is left as it was; what samples and batches draw is the same in every pass."""
+        own, samples = own_collate(self._dataset), SeededBatches(self._dataset)
         loader = DataLoader(
-            SeededBatches(self._dataset),
+            SeededCollate(samples, collate=own, seed=_EVALUATION_SEED) if own is not None else samples,
             batch_sampler=[list(indices) for indices, _ in self._batches],
-            collate_fn=collate_of(self._dataset),
+            collate_fn=as_it_is if own is not None else collate,
             worker_init_fn=leave_signals_to_rank,
             # Without one, every iterator draws its workers' seeds from the global generator.
             generator=torch.Generator().manual_seed(_WORKER_SEED),

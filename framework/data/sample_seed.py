@@ -1,7 +1,8 @@
-"""Randomness of samples (augmentation) as a pure function of (seed, epoch, sample index).
+"""Randomness of samples (augmentation) as a pure function of (seed, epoch, sample index), and of batches as one of their first.
 
 Without this, what a random transform draws depends on which worker process fetches the sample and on all samples
-fetched before: another worker count, rank count or a resume would train on other images.
+fetched before: another worker count, rank count or a resume would train on other images. A `collate_fn` that draws (hidden
+tokens, mixed images) would give the first stage of a pipeline the inputs of one draw and the last stage the targets of another.
 
 Covered are torch's CPU default generator, numpy's legacy global state and Python's `random`. A generator that a dataset
 keeps for itself (`np.random.default_rng()` in its constructor) is out of reach.
@@ -18,12 +19,13 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from framework.data.batches import WholeBatch
+from framework.data.batches import Collate, WholeBatch
 from framework.data.order import SampleKey
 from framework.data.seed_mix import Seeds, mix, mix_int
 
 _SAMPLE_SALT: Final = 0x5A3B
 _EVALUATION_SALT: Final = 0xE7A1
+_COLLATE_SALT: Final = 0xC011
 _32_BITS: Final = 0xFFFF_FFFF
 
 
@@ -100,8 +102,57 @@ class SeededBatches(Dataset[Any]):
         return len(self.dataset)
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        """The samples, as the dataset's `__getitems__` returns them if it has one, otherwise as a list."""
+        """The samples, as `_fetched` gives them."""
         with random_state_kept():
             seed_generators(mix_int(_EVALUATION_SALT, indices[0]))
-            fetch_all = getattr(self.dataset, "__getitems__", None)
-            return fetch_all(indices) if fetch_all is not None else [self.dataset[index] for index in indices]
+            return _fetched(self.dataset, indices)
+
+
+class SeededCollate(Dataset[Any]):
+    """Reads whole batches, put together by the dataset's own `collate_fn` with a random state of their own.
+
+    It collates where it reads, because a `DataLoader` tells its `collate_fn` neither the epoch nor the indices: the loader
+    around it needs none (`as_it_is`). Only for datasets that bring one: torch's own draws nothing.
+    """
+
+    def __init__(self, samples: Any, *, collate: Collate, seed: int) -> None:
+        """`samples` is read through `__getitems__`, by `SampleKey`s or by plain indices; `seed` is `run.seed`."""
+        self.samples = samples
+        self.collate = collate
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitems__(self, keys: Sequence[SampleKey] | Sequence[int]) -> Any:
+        """The batch of these samples; what collating draws depends on the seed and the first key alone."""
+        samples, first = self.samples.__getitems__(keys), keys[0]
+        with random_state_kept():
+            seed_generators(mix_int(_COLLATE_SALT, self.seed, *(first if isinstance(first, tuple) else (first,))))
+            return self.collate(samples)
+
+
+class KeyedSamples(Dataset[Any]):
+    """Wraps a dataset without randomness so that it is read by `SampleKey`s, of which it needs the index only."""
+
+    def __init__(self, dataset: Any) -> None:
+        """Wrap `dataset` (map-style)."""
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, keys: Sequence[SampleKey]) -> Any:
+        """The samples, as `_fetched` gives them."""
+        return _fetched(self.dataset, [index for _, index in keys])
+
+
+def as_it_is(batch: Any) -> Any:
+    """What a `DataLoader` is given as `collate_fn` where the batches are made already."""
+    return batch
+
+
+def _fetched(dataset: Any, indices: Sequence[int]) -> Any:
+    """The samples, as the dataset's `__getitems__` returns them if it has one, otherwise as a list."""
+    fetch_all = getattr(dataset, "__getitems__", None)
+    return fetch_all(indices) if fetch_all is not None else [dataset[index] for index in indices]

@@ -16,9 +16,9 @@ from framework.data.batches import WholeBatch
 from framework.data.seed_mix import Seeds, mix
 from framework.data.splits import Splits
 from framework.data.text_windows import open_corpus
-from framework.data.tokens import SpecialTokens, Tokens
+from framework.data.tokens import Tokens
 from framework.errors import ConfigError, Problem
-from framework.token_files import PART_WORDS, PREPARE, PartName, no_pair_tokens, one_document
+from framework.token_files import PART_WORDS, PREPARE, PartName, SpecialTokens, no_pair_tokens, num_pairs, one_document
 
 Ints = npt.NDArray[np.int64]
 
@@ -89,7 +89,7 @@ class TextPairs(Dataset[tuple[Tensor, ...]]):
         self.mask_fraction = mask_fraction
 
     def __len__(self) -> int:
-        return max(1, len(self.tokens.numbers) // self.tokens_per_sample)
+        return num_pairs(len(self.tokens.numbers), self.tokens_per_sample)
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         return tuple(field[0] for field in self.__getitems__([range(len(self))[index]]).fields)
@@ -189,8 +189,8 @@ def _draw(seeds: Seeds, purpose: int, bound: int | Ints) -> Ints:
 
 
 def _all_of(special: SpecialTokens) -> list[int]:
-    numbers = [number for number in special if number is not None]
-    if len(numbers) < len(special):
+    numbers = list(special.model_dump(exclude_none=True).values())
+    if len(numbers) < len(SpecialTokens.model_fields):
         raise ValueError(f"pairs of segments need every special token, and there are only {special}")
     return numbers
 
@@ -208,7 +208,7 @@ def build(path: str | None = None, *, sequence_length: int = 128, mask_fraction:
             tokenizer lacks a token that pairs need (``text-without-special-tokens``).
     """
     corpus = open_corpus(path)
-    problems = [*no_pair_tokens(corpus.special._asdict(), path=path),
+    problems = [*no_pair_tokens(corpus.special, path=path),
                 *(problem for name, part in corpus.parts() for problem in _complaints(name, part, path))]  # fmt: skip
     if problems:
         raise ConfigError(problems)

@@ -13,9 +13,9 @@ from framework.data.batches import WholeBatch
 from framework.data.python_sources import python_sources
 from framework.data.splits import Splits
 from framework.data.token_folder import open_token_folder
-from framework.data.tokens import Corpus, SpecialTokens, Tokens
+from framework.data.tokens import Corpus, Tokens
 from framework.errors import ConfigError
-from framework.token_files import too_short
+from framework.token_files import SpecialTokens, num_windows, too_short
 
 
 class TextWindows(Dataset[tuple[Tensor, Tensor]]):
@@ -38,7 +38,7 @@ class TextWindows(Dataset[tuple[Tensor, Tensor]]):
         self.special = special
 
     def __len__(self) -> int:
-        return (len(self.tokens.numbers) - 1) // self.tokens_per_sample
+        return num_windows(len(self.tokens.numbers), self.tokens_per_sample)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         ids, targets = self.__getitems__([range(len(self))[index]]).fields

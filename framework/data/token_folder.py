@@ -9,16 +9,15 @@ meta.json              what the others hold, with their sizes and checksums; wri
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from framework.data.tokens import Corpus, MappedFrom, SpecialTokens, Tokens, map_tokens
+from framework.data.tokens import Corpus, MappedFrom, Tokens, map_tokens
 from framework.errors import ConfigError
+from framework.files import hash_file
 from framework.token_files import Meta, damaged, read_meta, size_problems
 
 _BLOCK: Final = 1 << 20
@@ -40,8 +39,7 @@ def open_token_folder(path: str, *, key: str = "data.path") -> Corpus:
     if problems:
         raise ConfigError(problems)
     parts = {name: _map_part(folder, name, meta, path, key) for name in meta.parts}
-    special = SpecialTokens(**meta.special_tokens.model_dump())
-    return Corpus(parts["train"], parts.get("eval"), meta.vocab_size, special)
+    return Corpus(parts["train"], parts.get("eval"), meta.vocab_size, meta.special_tokens)
 
 
 def verify_token_folder(path: str, *, key: str = "--verify") -> Meta:
@@ -55,7 +53,7 @@ def verify_token_folder(path: str, *, key: str = "--verify") -> Meta:
     problems = [
         damaged(folder / name, "its checksum differs: the content has changed", path, key)
         for name, facts in meta.files.items()
-        if sha256_of(folder / name) != facts.sha256
+        if hash_file(folder / name).sha256 != facts.sha256
     ]
     for name, tokens in (("train", corpus.train), ("eval", corpus.evaluation)):
         if tokens is not None:
@@ -65,15 +63,6 @@ def verify_token_folder(path: str, *, key: str = "--verify") -> Meta:
     if problems:
         raise ConfigError(problems)
     return meta
-
-
-def sha256_of(path: Path) -> str:
-    """Checksum of a file, read in blocks."""
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _wrong_content(tokens: Tokens, meta: Meta) -> Iterator[tuple[str, str]]:
@@ -88,5 +77,4 @@ def _map_part(folder: Path, name: str, meta: Meta, path: str, key: str) -> Token
     tokens = map_tokens(MappedFrom(folder / f"{name}.bin", folder / f"{name}.idx", meta.dtype))
     if tokens.offsets[-1] != len(tokens.numbers):
         raise ConfigError(damaged(folder / f"{name}.idx", "it does not end at the number of tokens", path, key))
-    # What `prepare` has written down; reading the files for it would take as long as reading them.
-    return replace(tokens, checksum="-".join(meta.files[f"{name}.{end}"].sha256[:16] for end in ("bin", "idx")))
+    return tokens

@@ -8,16 +8,18 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from framework.data.tokens import Numbers, SpecialTokens
-from framework.errors import ConfigError, Problem
-from framework.token_files import TOKENIZER_FILE
+from framework.config.data import BYTE_VOCAB_SIZE
+from framework.data.tokens import Numbers
+from framework.errors import ConfigError, Problem, in_one_line
+from framework.token_files import TOKENIZER_FILE, SpecialTokens
 
-_NAMES: Final = ("<|end|>", "[CLS]", "[SEP]", "[MASK]", "[PAD]")
-# What known tokenizers call them, the best first. [SEP] and </s> may end documents too; the end of a document is learnt.
-_ALIASES: Final[tuple[tuple[str, ...], ...]] = (
-    ("<|end|>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<sep>"), ("[CLS]", "<s>", "<cls>"),
-    ("[SEP]", "<sep>", "</s>"), ("[MASK]", "<mask>"), ("[PAD]", "<pad>"),
-)  # fmt: skip
+# What known tokenizers call the special tokens, the best first, which is also what they are called here. [SEP] and </s> may end
+# documents too; the end of a document is learnt.
+_ALIASES: Final[dict[str, tuple[str, ...]]] = {
+    "end": ("<|end|>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<sep>"), "cls": ("[CLS]", "<s>", "<cls>"),
+    "sep": ("[SEP]", "<sep>", "</s>"), "mask": ("[MASK]", "<mask>"), "pad": ("[PAD]", "<pad>"),
+}  # fmt: skip
+_NAMES: Final = [aliases[0] for aliases in _ALIASES.values()]
 SMALLEST_BPE: Final = 256 + len(_NAMES)
 
 
@@ -43,7 +45,7 @@ class ByteTokenizer:
     """Token numbers 0 to 255 are the bytes; five special tokens follow. Reads anything, needs no file."""
 
     kind = "bytes"
-    vocab_size = 261
+    vocab_size = BYTE_VOCAB_SIZE
     special = SpecialTokens(end=256, cls=257, sep=258, mask=259, pad=260)
     needs_utf8 = False
 
@@ -76,11 +78,10 @@ class LibraryTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         numbers = tokenizer.get_vocab(with_added_tokens=True)
-        if not any(alias in numbers for alias in _ALIASES[0]):
+        if not any(alias in numbers for alias in _ALIASES["end"]):
             numbers = _with_end(tokenizer)
-        end, *others = (next((numbers[a] for a in aliases if a in numbers), None) for aliases in _ALIASES)
-        assert end is not None
-        self.special = SpecialTokens(end, *others)
+        found = {kind: next((numbers[a] for a in aliases if a in numbers), None) for kind, aliases in _ALIASES.items()}
+        self.special = SpecialTokens.model_validate(found)
         self.vocab_size = max(numbers.values()) + 1  # numbers may have gaps
 
     def encode(self, texts: Sequence[bytes]) -> list[Numbers]:
@@ -121,7 +122,7 @@ def load_tokenizer(path: str) -> LibraryTokenizer:
     try:
         return LibraryTokenizer(library.Tokenizer.from_file(str(Path(path).expanduser())))
     except Exception as error:  # the library raises bare Exceptions
-        reason = f"it cannot be read as a tokenizer ({' '.join(str(error).split())[:200]})"
+        reason = f"it cannot be read as a tokenizer ({in_one_line(error)})"
         raise ConfigError(Problem("tokenizer-unreadable", reason, "name a tokenizer.json of the library tokenizers",
                                   "--tokenizer", path)) from error  # fmt: skip
 
@@ -144,7 +145,7 @@ def train_bpe(texts: Iterable[bytes], *, vocab_size: int) -> LibraryTokenizer:
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
-        special_tokens=list(_NAMES),
+        special_tokens=_NAMES,
         initial_alphabet=alphabet,
         show_progress=False,
     )

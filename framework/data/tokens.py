@@ -6,26 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from framework.token_files import PartName
+from framework.token_files import PartName, SpecialTokens
 
 Numbers = npt.NDArray[np.unsignedinteger[Any]]
 Offsets = npt.NDArray[np.int64]
-
-
-class SpecialTokens(NamedTuple):
-    """The numbers of the tokens that stand for no text. Windows of text need the first only; pairs of segments need all."""
-
-    end: int
-    """Ends every document."""
-    cls: int | None = None
-    sep: int | None = None
-    mask: int | None = None
-    pad: int | None = None
 
 
 @dataclass(frozen=True)
@@ -45,13 +34,11 @@ class Tokens:
         numbers: (N,) uint16 or uint32.
         offsets: (D + 1,) int64; document d is ``numbers[offsets[d]:offsets[d + 1]]``, its end token included.
         source: the files behind both; None: they lie in memory.
-        checksum: tells texts of one size apart; empty: not known.
     """
 
     numbers: Numbers
     offsets: Offsets
     source: MappedFrom | None = None
-    checksum: str = ""
 
     @property
     def num_documents(self) -> int:

@@ -8,9 +8,9 @@ from typing import Any, Final
 import torch
 from torch.utils.data import DataLoader
 
-from framework.data.batches import collate_of
+from framework.data.batches import collate, own_collate
 from framework.data.order import KeyedMicroBatchSampler, MicroBatchSampler, Share
-from framework.data.sample_seed import SeededSamples
+from framework.data.sample_seed import KeyedSamples, SeededCollate, SeededSamples, as_it_is
 from framework.data.seed_mix import mix_int
 from framework.data.worker_process import leave_signals_to_rank
 from framework.errors import ConfigError, Problem
@@ -55,7 +55,8 @@ class TrainLoader:
             num_workers: processes that fetch ahead; 0 fetches in this process.
             prefetch_batches: micro-batches that each worker keeps ready.
             pin_memory: copy batches into page-locked memory, for asynchronous transfer to the GPU.
-            random_samples: reading a sample draws random numbers, which are then seeded per (seed, epoch, index).
+            random_samples: reading a sample draws random numbers, which are then seeded per (seed, epoch, index). What a
+                `collate_fn` of the dataset's own draws is seeded in any case.
 
         Raises:
             ConfigError: kind ``dataset-smaller-than-batch``.
@@ -93,10 +94,14 @@ class TrainLoader:
         indices = MicroBatchSampler(
             len(self._dataset), share=self._share, seed=self._seed, shuffle=self._shuffle, start_step=start_step
         )
+        own = own_collate(self._dataset)
+        samples, is_keyed = self._dataset, self._random_samples or own is not None
+        if is_keyed:
+            samples = SeededSamples(samples, seed=self._seed) if self._random_samples else KeyedSamples(samples)
         return DataLoader(
-            SeededSamples(self._dataset, seed=self._seed) if self._random_samples else self._dataset,
-            batch_sampler=KeyedMicroBatchSampler(indices) if self._random_samples else indices,
-            collate_fn=collate_of(self._dataset),
+            SeededCollate(samples, collate=own, seed=self._seed) if own is not None else samples,
+            batch_sampler=KeyedMicroBatchSampler(indices) if is_keyed else indices,
+            collate_fn=as_it_is if own is not None else collate,
             worker_init_fn=leave_signals_to_rank,
             # Without one, every iterator draws its workers' seeds from the global generator.
             generator=torch.Generator().manual_seed(mix_int(_WORKER_SALT, self._seed, self._share.rank)),

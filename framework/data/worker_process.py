@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-import sys
-from typing import Final
 
 from torch.utils.data import get_worker_info
 
-_DIE_WITH_PARENT: Final = 1  # prctl's PR_SET_PDEATHSIG
+from framework.orphans import die_with
 
 
 def leave_signals_to_rank(_worker: int) -> None:
@@ -23,8 +20,4 @@ def leave_signals_to_rank(_worker: int) -> None:
     assert get_worker_info() is not None
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        rank = os.getppid()
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-        if os.getppid() != rank:
-            os._exit(1)  # it went in between
+    die_with(os.getppid())

@@ -18,8 +18,9 @@ from typing import Any, Final
 from framework.config.document import KeyPath
 from framework.ds_json.auto_arguments import Arguments, UnknownArgumentError, is_argument
 from framework.ds_json.edits import Edit, RemoveMember, ReplaceValue, apply_edits
-from framework.ds_json.facts import MODEL_SECTIONS
+from framework.ds_json.facts import read_by_model
 from framework.ds_json.hjson_text import HjsonDocument
+from framework.ds_json.key_files import variant_of
 from framework.ds_json.keys import Key, KeyTable, load_table
 from framework.errors import MISSING, Problem, UsageError, show_value
 
@@ -107,7 +108,7 @@ class _Filler:
 
     def _edits(self, path: KeyPath) -> Iterator[Edit]:
         dotted = ".".join(map(str, path))
-        key = self.table.get(list(map(str, path)), self._variant(path))
+        key = self.table.get(list(map(str, path)), variant_of(self.values, path))
         if key is not None and "auto" in (key.default, *key.enum, *key.examples):
             return  # DeepSpeed itself knows what it means
         if dotted in self.keys:
@@ -122,7 +123,7 @@ class _Filler:
         if value is not MISSING:
             self._note_assumed(dotted, value)
             yield ReplaceValue(path, value)
-        elif dotted.partition(".")[0] in MODEL_SECTIONS and key is not None and "." in dotted:
+        elif read_by_model(dotted, self.table.release) and key is not None and "." in dotted:
             self._note(dotted, f"removed: Hugging Face leaves it, and DeepSpeed takes its default{_default(key)}",
                        f"give {dotted}=VALUE for another one")  # fmt: skip
             yield RemoveMember(path)
@@ -164,11 +165,6 @@ class _Filler:
         """Left out, it is DeepSpeed's 0; only "auto" becomes Accelerate's 2."""
         section = self.values.get("zero_optimization")
         return self.arguments.get("zero_stage") if isinstance(section, Mapping) and "stage" in section else 0
-
-    def _variant(self, path: KeyPath) -> str | None:
-        section = self.values.get(path[0]) if path[0] in ("optimizer", "scheduler") else None
-        kind = section.get("type") if isinstance(section, Mapping) else None
-        return kind if isinstance(kind, str) else None
 
     def _note(self, path: str, reason: str, fix: str) -> None:
         problem = Problem(kind="auto-resolved", key=path, value="auto", reason=reason, fix=fix, severity="note")

@@ -13,7 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from framework.config.document import KeyPath
+from framework.config.document import KeyPath, at
 from framework.ds_json.hjson_text import HjsonDocument, parse_hjson
 from framework.ds_json.splices import Cutter, spliced
 from framework.errors import ConfigError
@@ -96,11 +96,11 @@ def edited_value(value: Any, edits: Iterable[Edit]) -> Any:
     additions: list[tuple[KeyPath, Any]] = []
     for edit in edits:
         if isinstance(edit, MoveMember):
-            additions.append((edit.to, _at(value, edit.path[:-1]).pop(edit.path[-1])))
+            additions.append((edit.to, at(value, edit.path[:-1]).pop(edit.path[-1])))
         elif isinstance(edit, RemoveMember):
-            del _at(value, edit.path[:-1])[edit.path[-1]]
+            del at(value, edit.path[:-1])[edit.path[-1]]
         elif isinstance(edit, ReplaceValue):
-            _at(value, edit.path[:-1])[edit.path[-1]] = deepcopy(edit.value)
+            at(value, edit.path[:-1])[edit.path[-1]] = deepcopy(edit.value)
         elif isinstance(edit, InsertMember):
             additions.append((edit.path, deepcopy(edit.value)))
     for path, addition in additions:
@@ -113,7 +113,7 @@ def edited_value(value: Any, edits: Iterable[Edit]) -> Any:
         if isinstance(edit, RenameKey):
             names[edit.path[:-1]][edit.path[-1]] = edit.name
     for path in sorted(names, key=len, reverse=True):  # the inner ones while their path still leads there
-        section = _at(value, path)
+        section = at(value, path)
         items = [(names[path].get(key, key), item) for key, item in section.items()]
         section.clear()
         section.update(items)
@@ -188,14 +188,8 @@ def _check_fits(document: HjsonDocument, edit: Edit) -> None:
         assert made not in document.spans, f"{edit}: the key is there already"
         assert touched is None or not _is_in(made, touched), f"{edit}: into itself"
         depth = max(depth for depth in range(len(made)) if made[:depth] in document.spans)
-        assert isinstance(_at(document.value, made[:depth]), dict), f"{edit}: {made[:depth]} is no section"
+        assert isinstance(at(document.value, made[:depth]), dict), f"{edit}: {made[:depth]} is no section"
         assert all(isinstance(key, str) for key in made[depth:]), f"{edit}: not a key"
-
-
-def _at(value: Any, path: KeyPath) -> Any:
-    for key in path:
-        value = value[key]
-    return value
 
 
 def _touched(edit: Edit) -> KeyPath | None:

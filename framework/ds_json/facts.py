@@ -28,6 +28,8 @@ MODEL_SECTIONS: Final = frozenset({
     "zero_optimization", "fp16", "bf16", "bfloat16", "hybrid_engine", "tensor_parallel", "compile", "tensorboard",
     "wandb", "csv_monitor", "comet", "comms_logger", "timers", "weight_quantization",
 })  # fmt: skip
+# Read by hand, as they stand, until deepspeed/runtime/precision_config.py came with 0.17.1.
+_PRECISIONS: Final = frozenset({"fp16", "bf16", "bfloat16"})
 # Inside one of them, but an open dictionary.
 _OPEN: Final = frozenset({"tensor_parallel.partition_config"})
 # Python's name of a field -> the name that JSON files give it; DeepSpeed takes both (`populate_by_name`).
@@ -57,8 +59,9 @@ _DTYPES: Final[Mapping[str, Dtype]] = {
     "torch.float16": "fp16", "fp16": "fp16", "float16": "fp16", "half": "fp16",
     "torch.bfloat16": "bf16", "bf16": "bf16", "bfloat16": "bf16", "torch.int8": "int8", "int8": "int8",
 }  # fmt: skip
-_TRUE: Final = frozenset({"true", "t", "yes", "y", "on", "1"})
-_FALSE: Final = frozenset({"false", "f", "no", "n", "off", "0"})
+# What pydantic takes for a truth value.
+TRUE: Final = frozenset({"true", "t", "yes", "y", "on", "1"})
+FALSE: Final = frozenset({"false", "f", "no", "n", "off", "0"})
 _DEEPEST: Final = 12  # DeepSpeed's own sections end at six
 
 
@@ -103,19 +106,21 @@ class Facts:
     def flag(self, path: str, default: bool) -> bool | None:
         """A truth value, None when it is something else."""
         value = self.get(path, default)
-        if isinstance(value, bool) or not _lax(path):
+        if value == "auto" and path.startswith(("fp16.", "bf16.")):  # a release that reads them by hand: text is true
+            return True
+        if isinstance(value, bool) or not self.is_lax(path):
             return value if isinstance(value, bool) else None
         if isinstance(value, (int, float)):
             return bool(value) if value in (0, 1) else None
         text = value.lower() if isinstance(value, str) else None
-        return True if text in _TRUE else False if text in _FALSE else None
+        return True if text in TRUE else False if text in FALSE else None
 
     def whole(self, path: str, default: int | None = None) -> int | None:
         """A whole number, None when it is something else."""
         value = self.get(path, default)
         if isinstance(value, bool):
-            return int(value) if _lax(path) else None
-        if isinstance(value, int) or not _lax(path):
+            return int(value) if self.is_lax(path) else None
+        if isinstance(value, int) or not self.is_lax(path):
             return value if isinstance(value, int) else None
         if isinstance(value, float):
             return int(value) if isfinite(value) and value == int(value) else None
@@ -124,9 +129,9 @@ class Facts:
     def number(self, path: str, default: float | None = None) -> float | None:
         """A finite number, None when it is something else."""
         value = self.get(path, default)
-        if isinstance(value, bool) and _lax(path):
+        if isinstance(value, bool) and self.is_lax(path):
             return float(value)
-        if isinstance(value, str) and _lax(path) and len(value) < 40:
+        if isinstance(value, str) and self.is_lax(path) and len(value) < 40:
             try:
                 value = float(value)
             except ValueError:
@@ -148,6 +153,10 @@ class Facts:
     def dtype(self, path: str) -> Dtype | None:
         """A dtype by any of the names that DeepSpeed knows (deepspeed/runtime/config.py `DtypeEnum`)."""
         return _DTYPES.get(self.text(path) or "")
+
+    def is_lax(self, path: str) -> bool:
+        """Whether a pydantic model reads the key: "auto" is dropped, and "2" is a number."""
+        return read_by_model(path, self.release)
 
     def since(self, release: str) -> bool:
         """Whether the release judged against is this one or a newer one."""
@@ -232,7 +241,7 @@ class Facts:
     def _settled(self) -> dict[str, tuple[Any, str]]:
         """Today's dotted path -> (value, path as written)."""
         found: dict[str, tuple[Any, str]] = {}
-        for written, value in _walk(self.values, "", 0):
+        for written, value in _walk(self.values, "", 0, self.release):
             path = "bf16" + written[8:] if written.split(".", 1)[0] == "bfloat16" else written
             if path is not written and self.values.get("bf16") is not None:
                 continue  # DeepSpeed does not look at the old name then
@@ -252,23 +261,25 @@ class Facts:
         return found
 
 
-def _walk(section: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
+def _walk(section: Mapping[Any, Any], prefix: str, depth: int, release: str) -> Iterator[tuple[str, Any]]:
     """Every key of every object, as dotted path; the keys that DeepSpeed's models drop are left out."""
     for name, value in section.items():
         if not isinstance(name, str) or "." in name:
             continue  # no key of DeepSpeed
         path = f"{prefix}{name}"
-        if isinstance(value, str) and value == "auto" and _lax(path) and depth:
+        if isinstance(value, str) and value == "auto" and read_by_model(path, release) and depth:
             continue
         yield path, value
         if isinstance(value, Mapping) and depth < _DEEPEST:
-            yield from _walk(value, f"{path}.", depth + 1)
+            yield from _walk(value, f"{path}.", depth + 1, release)
 
 
 @lru_cache(maxsize=4096)
-def _lax(path: str) -> bool:
-    """Whether a pydantic model reads the key."""
-    return path.split(".", 1)[0] in MODEL_SECTIONS and not path.startswith(tuple(f"{name}." for name in _OPEN))
+def read_by_model(path: str, release: str) -> bool:
+    """Whether a pydantic model reads the key in this release."""
+    section = path.split(".", 1)[0]
+    by_hand = section in _PRECISIONS and _version(release) < _version("0.17.1")
+    return section in MODEL_SECTIONS and not by_hand and not path.startswith(tuple(f"{name}." for name in _OPEN))
 
 
 @lru_cache(maxsize=4096)

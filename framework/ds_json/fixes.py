@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from framework.config.document import Document, KeyPath
+from framework.config.document import Document, KeyPath, at
 from framework.ds_json.edits import (
     Edit,
     MoveMember,
@@ -22,7 +22,10 @@ from framework.ds_json.edits import (
     clash,
     edited_value,
 )
+from framework.ds_json.facts import FALSE, TRUE
 from framework.ds_json.hjson_text import HjsonDocument, parse_hjson
+from framework.ds_json.key_files import variant_of
+from framework.ds_json.key_history import was_off
 from framework.ds_json.keys import Key, KeyTable, load_table
 from framework.ds_json.lint import lint
 from framework.ds_json.slips import means
@@ -30,8 +33,6 @@ from framework.errors import Problem
 
 _MOST_ROUNDS: Final = 10
 _MOST_TRIALS: Final = 50  # one edit at a time is tried only where all of them at once bring an error
-_TRUE: Final = frozenset({"true", "t", "yes", "y", "on", "1"})
-_FALSE: Final = frozenset({"false", "f", "no", "n", "off", "0"})
 # What stands in a section whose name was mended was wrong before, unseen.
 _OF_ONE_KEY: Final = frozenset({
     "unknown-key", "dotted-key", "comment-key", "removed-key", "key-of-another-release", "wrong-type", "wrong-value",
@@ -93,10 +94,10 @@ def _answers(problem: Problem, values: Any, table: KeyTable) -> Iterator[Edit]:
         return  # left out, or a name with a dot in it
     if problem.kind == "unknown-key":
         yield from _for_unknown(path, values, table)
-    elif problem.kind == "removed-key" and _is_off(problem.value):
+    elif problem.kind == "removed-key" and was_off(problem.key, problem.value):
         yield RemoveMember(path)
     elif problem.kind in ("loose-type", "wrong-type"):
-        key = table.get(list(map(str, path)), _variant(path, values))
+        key = table.get(list(map(str, path)), variant_of(values, path))
         meant = _in_its_type(problem.value, key, is_dropped=problem.kind == "loose-type") if key is not None else None
         if meant is not None:
             yield ReplaceValue(path, meant)
@@ -104,12 +105,12 @@ def _answers(problem: Problem, values: Any, table: KeyTable) -> Iterator[Edit]:
 
 def _for_unknown(path: KeyPath, values: Any, table: KeyTable) -> Iterator[Edit]:
     """Another name in the same section, or the same name in the only other section that has it."""
-    guesses = table.nearest(list(map(str, path)), _variant(path, values))
+    guesses = table.nearest(list(map(str, path)), variant_of(values, path))
     if len(guesses) != 1:
         return
     *section, name = guesses[0].split(".")
-    key = table.get(guesses[0], _variant((*section, name), values))
-    value = _at(values, path)
+    key = table.get(guesses[0], variant_of(values, (*section, name)))
+    value = at(values, path)
     if key is None or key.status != "read" or not _suits(value, key):
         return
     if tuple(section) == path[:-1]:
@@ -125,7 +126,7 @@ def _is_free(path: KeyPath, values: Any) -> bool:
         if not _has(values, path[:depth]):
             # `enabled` and the like are not ours to say: only a section that works without them is made
             return path[0] == "zero_optimization" or depth > 1
-        if not isinstance(_at(values, path[:depth]), Mapping):
+        if not isinstance(at(values, path[:depth]), Mapping):
             return False
     return not _has(values, path)
 
@@ -139,17 +140,6 @@ def _suits(value: Any, key: Key) -> bool:
     return fits or _in_its_type(value, key, is_dropped=False) is not None
 
 
-def _variant(path: KeyPath, values: Any) -> str | None:
-    section = values.get(path[0]) if path[0] in ("optimizer", "scheduler") and len(path) > 1 else None
-    kind = section.get("type") if isinstance(section, Mapping) else None
-    return kind if isinstance(kind, str) else None
-
-
-def _is_off(value: Any) -> bool:
-    """A removed section that did nothing: false, null, empty, or not enabled."""
-    return not value or (isinstance(value, Mapping) and value.get("enabled") is False)
-
-
 def _in_its_type(value: Any, key: Key, *, is_dropped: bool) -> Any:
     """The value as it was meant; None where that is not clear. What DeepSpeed converts itself is converted as it does."""
     if len(key.types) != 1 or key.from_python or not (is_dropped or isinstance(value, str)):
@@ -159,7 +149,7 @@ def _in_its_type(value: Any, key: Key, *, is_dropped: bool) -> Any:
         word = value.strip().lower() if isinstance(value, str) else value
         if is_dropped and not isinstance(word, str):
             return bool(word)
-        return True if word in _TRUE else False if word in _FALSE else None
+        return True if word in TRUE else False if word in FALSE else None
     if kind not in ("integer", "number"):
         return None
     try:
@@ -180,9 +170,3 @@ def _has(values: Any, path: KeyPath) -> bool:
             return False
         values = values[part]
     return True
-
-
-def _at(values: Any, path: KeyPath) -> Any:
-    for part in path:
-        values = values[part]
-    return values

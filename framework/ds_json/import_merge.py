@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from framework.config.load import Source, config_from_values
 from framework.config.read_text import MAX_BYTES
-from framework.config.run_config import RunConfig
+from framework.config.run_config import RunConfig, kind_of_default
 from framework.ds_json.hjson_text import HjsonDocument, parse_hjson, read_hjson
 from framework.ds_json.import_run import Imported, import_document
 from framework.errors import ConfigError, Problem
@@ -28,7 +28,7 @@ def with_deepspeed_config(config: RunConfig, path: str | Path, *, source: Source
     Args:
         config: the run config, as it was written.
         path: the DeepSpeed JSON; as DeepSpeed takes it, that may be the text itself in base64.
-        source: where the run config's values came from.
+        source: where the run config's values came from; it is given a note for every key of the JSON without effect.
 
     Raises:
         ConfigError: the JSON cannot be imported, or contradicts the run config.
@@ -36,6 +36,9 @@ def with_deepspeed_config(config: RunConfig, path: str | Path, *, source: Source
     source = source or Source()
     document = _read(str(path))
     imported = import_document(document)
+    notes = [_left_out(document, line) for line in imported.left_out]
+    for note in sorted(notes, key=lambda note: (note.line, note.column)):
+        source.add_note(note)
     written = config.model_dump(exclude_unset=True)
     clashes = [source.locate(problem) for problem in _clashes(written, imported, document)]
     if clashes:
@@ -72,12 +75,19 @@ def _clashes(written: Mapping[str, Any], imported: Imported, document: HjsonDocu
             yield _clash(key, mine, f"{_place(document, theirs)} amounts to {decided}")
     for name in _UNIONS:
         mine = written.get(name, {})
-        tags = [tag for tag in ("target", "kind", "dtype") if tag in mine]
+        tags = [tag for tag in ("target", *kind_of_default(name)) if tag in mine]
         given = [key for key in imported.given if key.startswith(f"{name}.")]
         if tags and given and tags[0] not in imported.values[name]:
             yield _clash(
                 f"{name}.{tags[0]}", mine[tags[0]], f"{_place(document, imported.given[given[0]])} names another one"
             )
+
+
+def _left_out(document: HjsonDocument, line: str) -> Problem:
+    key, _, rest = line.partition(": ")
+    row, column = document.places.get(tuple(key.split(".")), (0, 0))
+    return Problem(kind="key-left-out", severity="note", file=document.name, line=row, column=column, key=key,
+                   reason=f"left out of this run: {rest}", fix=f"remove {key}")  # fmt: skip
 
 
 def _clash(key: str, value: Any, reason: str) -> Problem:

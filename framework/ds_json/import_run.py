@@ -1,8 +1,9 @@
 """`import`: a DeepSpeed JSON becomes a run config that renders back to the same meaning.
 
 What the file leaves out is written down as DeepSpeed decides it, where our default is another. "auto", which only other
-tools fill in, becomes our default, with a comment. Keys without effect are named at the top. What a run config cannot say
-is a problem, and then there is no run config. The ways in which the rendering differs from the file on purpose:
+tools fill in, becomes our default, with a comment. Keys without effect are named at the top. What a run config cannot say,
+and a key that this release does not read and that was on, is a problem, and then there is no run config. The ways in which
+the rendering differs from the file on purpose:
 
 - `steps_per_print`, `tensorboard`, `csv_monitor`: the Trainer reports; the engine stays silent (`training.log_every`, `monitors`);
 - `timers.throughput` is off unless the file gives it;
@@ -23,6 +24,7 @@ from framework.ds_json.facts import Facts
 from framework.ds_json.import_reading import Reading, Values
 from framework.ds_json.import_sections import precision, zero
 from framework.ds_json.import_updates import optimizer, scheduler
+from framework.ds_json.key_history import was_off
 from framework.ds_json.keys import load_table
 from framework.ds_json.lint import lint
 from framework.errors import MISSING, ConfigError, Problem
@@ -31,8 +33,9 @@ from framework.plan.rules.passed_keys import not_in_a_run
 
 _BATCH: Final = {"train_batch_size": "global_size", "train_micro_batch_size_per_gpu": "micro_size",
                  "gradient_accumulation_steps": "accumulation_steps"}  # fmt: skip
-# What is left out with a comment, so that it does not stop an import.
-_LEFT_OUT: Final = frozenset({"comment-key", "removed-key", "key-of-another-release", "auto-value", "inert-key"})
+# What is left out with a comment, so that it does not stop an import: these, and keys of other releases that are off.
+_LEFT_OUT: Final = frozenset({"auto-value", "inert-key"})
+_GONE: Final = frozenset({"removed-key", "key-of-another-release"})
 # Rendered in any case, so not worth a line.
 _SILENT: Final[Values] = {
     "wall_clock_breakdown": False, "timers": {"throughput": {"enabled": False, "synchronized": False}},
@@ -92,7 +95,7 @@ def import_document(document: Document, *, release: str | None = None) -> Import
         config = config_from_values(found)
         make_plan(config, default_cluster(config))
     except ConfigError as error:
-        raise ConfigError([replace(problem, file=document.name) for problem in error.problems]) from None
+        raise ConfigError([_in_their_words(document, problem, reading.given) for problem in error.problems]) from None
     return Imported(found, reading.comments, tuple(reading.left_out), reading.given)
 
 
@@ -100,7 +103,20 @@ def _stops(problem: Problem) -> bool:
     """Whether there is nothing to import: DeepSpeed refuses the file, or drops what somebody meant."""
     if problem.kind == "comment-key":
         return problem.reason.endswith("refuses it")
+    if problem.kind in _GONE:
+        return not was_off(problem.key, problem.value)
     return problem.severity == "error" and problem.kind not in _LEFT_OUT
+
+
+def _in_their_words(document: Document, problem: Problem, given: Mapping[str, str]) -> Problem:
+    """What a run config has against a value, told at the key of the file that it came from."""
+    theirs = given.get(problem.key)
+    if theirs is None and problem.key.startswith("deepspeed."):
+        theirs = problem.key.removeprefix("deepspeed.")
+    if theirs is None:  # several keys together, or none of the file's
+        return replace(problem, file=document.name)
+    words = problem.reason if theirs == problem.key else f"{problem.reason} for {problem.key} of a run config"
+    return _placed(document, replace(problem, key=theirs, reason=words))
 
 
 def _placed(document: Document, problem: Problem) -> Problem:

@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
-from framework.config.base import Section
 from framework.config.precision import BF16, FP16
-from framework.config.zero import OptimizerToCPU, OptimizerToNVMe, ParamToCPU, ParamToNVMe, Zero
+from framework.config.zero import NEEDED_STAGE, OFFLOADS, STAGE3_KEYS, Zero
 from framework.ds_json.import_reading import Reading, Values
 
-_FP16_KEYS: Final = (
-    "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale",
-)  # fmt: skip
 _COMPUTE: Final = {"bf16": "bf16", "fp16": "fp16"}
-_COMMON: Final = (
-    "reduce_bucket_size",
-    "overlap_comm",
-    "contiguous_gradients",
-    "reduce_scatter",
-    "round_robin_gradients",
-)
+_COMMON: Final = ("reduce_bucket_size", "overlap_comm", "contiguous_gradients", "reduce_scatter", "round_robin_gradients")
 _STAGE12: Final = ("allgather_bucket_size",)
-_STAGE3: Final = (
-    "sub_group_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters",
-    "stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save",
-)  # fmt: skip
-_OFFLOADS: Final[Mapping[tuple[str, str], type[Section]]] = {
-    ("offload_optimizer", "cpu"): OptimizerToCPU, ("offload_optimizer", "nvme"): OptimizerToNVMe,
-    ("offload_param", "cpu"): ParamToCPU, ("offload_param", "nvme"): ParamToNVMe,
-}  # fmt: skip
-# (section, device) -> the lowest stage at which DeepSpeed looks at it.
-_NEEDED_STAGE: Final = {("offload_optimizer", "cpu"): 1, ("offload_optimizer", "nvme"): 3}
 
 
 def precision(reading: Reading) -> Values:
@@ -50,8 +29,8 @@ def precision(reading: Reading) -> Values:
         return {}
     if on == ["fp16"]:
         ours = FP16()
-        keys = {key: reading.take(f"fp16.{key}", f"precision.{key}", getattr(ours, key)) for key in _FP16_KEYS}
-        return {"dtype": "fp16", **keys}
+        keys = [key for key in FP16.model_fields if key != "dtype"]
+        return {"dtype": "fp16", **{key: reading.take(f"fp16.{key}", f"precision.{key}", getattr(ours, key)) for key in keys}}
     if on == ["bf16"]:
         check = reading.take("bf16.check_grad_overflow", "precision.check_grad_overflow", BF16().check_grad_overflow)
         return {"dtype": "bf16", "check_grad_overflow": check}
@@ -87,13 +66,13 @@ def zero(reading: Reading) -> Values:
         reading.idle("zero_optimization", "it does nothing at stage 0")
         return section
     ours = Zero()
-    for name in (*_COMMON, *(_STAGE3 if stage == 3 else _STAGE12)):
+    for name in (*_COMMON, *(STAGE3_KEYS if stage == 3 else _STAGE12)):
         value = reading.take(f"zero_optimization.{name}", f"zero.{name}", getattr(ours, name))
         if value is not None:
             section[name] = value
-    for name in _STAGE12 if stage == 3 else _STAGE3:
+    for name in _STAGE12 if stage == 3 else STAGE3_KEYS:
         reading.idle(f"zero_optimization.{name}", f"it does nothing at stage {stage}")
-    for name in ("offload_optimizer", "offload_param"):
+    for name in OFFLOADS:
         section |= _offload(reading, name, stage)
     return section
 
@@ -105,12 +84,12 @@ def _offload(reading: Reading, name: str, stage: int) -> Values:
     if device in (None, "none"):
         reading.idle(path, "nothing is offloaded")
         return {}
-    needed = _NEEDED_STAGE.get((name, device), 3)
+    needed = NEEDED_STAGE[name].get(device, 3)
     if stage < needed:
         reading.idle(path, f"it does nothing at stage {stage}")
         reading.drop(f"{path}.device", device, f"DeepSpeed offloads to {device} from stage {needed} on")
         return {}
-    fields = _OFFLOADS[name, device].model_fields
+    fields = OFFLOADS[name][device].model_fields
     kept: Values = {"device": device}
     for key, field in fields.items():
         if key != "device":

@@ -10,6 +10,7 @@ from typing import Any, Final
 import yaml
 
 from framework.ds_json.import_run import Imported
+from framework.errors import printable
 
 _PLAIN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_./:-]*[A-Za-z0-9_]|[A-Za-z_]")
 _NOT_TEXT: Final = frozenset({"null", "true", "false", "yes", "no", "on", "off", "y", "n"})
@@ -17,17 +18,17 @@ _NOT_TEXT: Final = frozenset({"null", "true", "false", "yes", "no", "on", "off",
 
 def run_config_text(imported: Imported, *, name: str) -> str:
     """A run config file."""
-    lines = [f"# Imported from {_one_line(name)}. Model, data and task are not in a DeepSpeed JSON: write yours."]
+    lines = [f"# Imported from {printable(name)}. Model, data and task are not in a DeepSpeed JSON: write yours."]
     if imported.left_out:
         lines.append("# Left out, because it has no effect or is decided elsewhere:")
-        lines += [f"#   {_one_line(line)}" for line in imported.left_out]
+        lines += [f"#   {printable(line)}" for line in imported.left_out]
     for section, values in imported.values.items():
         lines += ["", *_lines(section, values, section, imported.comments, "")]
     return "\n".join(lines) + "\n"
 
 
 def _lines(name: str, value: Any, key: str, comments: Mapping[str, str], indent: str) -> Iterator[str]:
-    comment = f"  # {_one_line(comments[key])}" if key in comments else ""
+    comment = f"  # {printable(comments[key])}" if key in comments else ""
     if isinstance(value, Mapping) and value:
         yield f"{indent}{_text(name)}:{comment}"
         for inner, item in value.items():
@@ -49,7 +50,3 @@ def _text(text: str) -> str:
     if _PLAIN.fullmatch(text) and text.lower() not in _NOT_TEXT:
         return text
     return yaml.dump(text, default_style='"', allow_unicode=False, width=10**9).strip()
-
-
-def _one_line(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)

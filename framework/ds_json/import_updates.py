@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from framework.config.deepspeed_words import SCHEDULES
 from framework.config.optimizer import SGD, Adagrad, Adam, AdamW, Lamb, Lion
-from framework.config.scheduler import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from framework.ds_json.import_reading import Reading, Values
 
 _OPTIMIZERS: Final[Mapping[str, type[Any]]] = {"adagrad": Adagrad, "lion": Lion, "lamb": Lamb, "SGD": SGD}
@@ -15,26 +15,8 @@ _OWN_FIELDS: Final = frozenset({"kind", "implementation"})
 _TORCH_DEFAULTS: Final[Mapping[str, Any]] = {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
 # What DeepSpeed takes out of the parameters before torch's own Adam sees them.
 _NOT_TORCHS: Final = frozenset({"torch_adam", "adam_w_mode", "fp32_optimizer_states"})
-_WARMUP: Final = {"warmup_steps": "warmup_num_steps", "curve": "warmup_type"}
-_LEVELS: Final = {"min_lr": "warmup_min_lr", "max_lr": "warmup_max_lr"}
-_TOTAL: Final = {"total_steps": "total_num_steps"}
 # DeepSpeed's name -> our section, and our field -> DeepSpeed's parameter.
-_SCHEDULERS: Final[Mapping[str, tuple[type[Any], Mapping[str, str]]]] = {
-    "WarmupLR": (WarmupLR, {**_WARMUP, **_LEVELS}),
-    "WarmupDecayLR": (WarmupDecayLR, {**_WARMUP, **_LEVELS, **_TOTAL}),
-    "WarmupCosineLR": (WarmupCosineLR, {
-        **_WARMUP, **_TOTAL, "warmup_min_ratio": "warmup_min_ratio", "cos_min_ratio": "cos_min_ratio",
-    }),
-    "OneCycle": (OneCycle, {
-        "min_lr": "cycle_min_lr", "max_lr": "cycle_max_lr", "first_steps": "cycle_first_step_size",
-        "second_steps": "cycle_second_step_size", "decay_steps": "decay_step_size", "decay_lr_rate": "decay_lr_rate",
-        "cycle_momentum": "cycle_momentum", "min_momentum": "cycle_min_mom", "max_momentum": "cycle_max_mom",
-    }),
-    "LRRangeTest": (LRRangeTest, {
-        "min_lr": "lr_range_test_min_lr", "step_size": "lr_range_test_step_size",
-        "step_rate": "lr_range_test_step_rate", "staircase": "lr_range_test_staircase",
-    }),
-}  # fmt: skip
+_SCHEDULES: Final = {name: (section, names) for section, (name, names) in SCHEDULES.items()}
 
 
 def optimizer(reading: Reading) -> Values:
@@ -115,12 +97,12 @@ def scheduler(reading: Reading) -> Values:
     reading.place("scheduler.params")
     if not name or reading.is_auto("scheduler.type"):
         return {"kind": "constant"}
-    if name not in _SCHEDULERS:
+    if name not in _SCHEDULES:
         reading.refuse("scheduler.type", "a run config has DeepSpeed's five schedules, constant and cosine",
-                       f"use {', '.join(_SCHEDULERS)}")  # fmt: skip
+                       f"use {', '.join(_SCHEDULES)}")  # fmt: skip
         return {}
     reading.given["scheduler.kind"] = "scheduler.type"
-    section, names = _SCHEDULERS[name]
+    section, names = _SCHEDULES[name]
     found: Values = {"kind": section.model_fields["kind"].default}
     for ours, theirs in names.items():
         path = f"scheduler.params.{theirs}"

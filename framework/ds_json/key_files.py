@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +12,8 @@ from typing import Any, Final
 Entry = Mapping[str, Any]
 
 TABLES: Final = Path(__file__).parent / "tables"
+# Sections whose keys depend on the type that they name.
+TYPED_SECTIONS: Final = ("optimizer", "scheduler")
 _RELEASE: Final = re.compile(r"\d+\.\d+\.\d+")
 _VARIANT: Final = re.compile(r"\[\w+\]")
 
@@ -61,9 +63,23 @@ def sentence_entry(path: str) -> Entry | None:
     return {"sentence": words} if isinstance(words, str) else words
 
 
+def variant_of(values: Mapping[str, Any], path: Sequence[str | int]) -> str | None:
+    """The type that the section around a path names; None where none is named, or keys do not depend on it."""
+    section = values.get(str(path[0])) if len(path) > 1 and path[0] in TYPED_SECTIONS else None
+    kind = section.get("type") if isinstance(section, Mapping) else None
+    return kind if isinstance(kind, str) else None
+
+
 def without_variant(path: str) -> str:
     """``optimizer.params[AdamW].lr`` as a config writes it: ``optimizer.params.lr``."""
     return _VARIANT.sub("", path)
+
+
+def is_of_another_type(path: str, section: str | None) -> bool:
+    """Whether a key is for another type than the one that the section, written as a table does, names."""
+    home = path.rpartition(".")[0]
+    named = section is not None and section.endswith("]") and home != section
+    return named and without_variant(home) == without_variant(section or "")
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -62,6 +62,15 @@ def history(path: str) -> History:
         instead=words.get("instead", ""),
         changes=tuple(_changes(reading)),
     )
+
+
+def was_off(path: str, value: Any) -> bool:
+    """Whether a key of another release says nothing: false, null, empty, not enabled, or at the default that it had last."""
+    if not value or (isinstance(value, Mapping) and value.get("enabled") is False):
+        return True
+    last = next((entry for _, entry in states_of(path) if entry is not None and entry.get("status") != "refused"), {})
+    default = last.get("default", MISSING)
+    return type(value) is type(default) and bool(value == default)
 
 
 def _changes(states: Iterable[tuple[str, Entry]]) -> Iterator[Change]:

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from framework.ds_json.facts import FALSE, TRUE
 from framework.ds_json.keys import Key
 from framework.errors import Problem, show_value
 
 _NAMES: Final = {"boolean": "true or false", "integer": "a whole number", "number": "a number", "string": "text",
                  "array": "a list", "object": "a section of keys"}  # fmt: skip
-_TRUTH_WORDS: Final = frozenset({"true", "t", "yes", "y", "on", "1", "false", "f", "no", "n", "off", "0"})
 
 
 def value_problems(key: Key, dotted: str, value: Any) -> Iterator[Problem]:
@@ -102,7 +102,7 @@ def _is_type(value: Any, kind: str) -> bool:
 def _passes_as(value: Any, kind: str) -> bool:
     """What pydantic turns into the type without being strict."""
     if kind == "boolean":
-        return value in (0, 1) or (isinstance(value, str) and value.lower() in _TRUTH_WORDS)
+        return value in (0, 1) or (isinstance(value, str) and value.lower() in TRUE | FALSE)
     if kind not in ("integer", "number"):
         return False
     if isinstance(value, bool):

@@ -16,9 +16,17 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Final, Literal
 
-from framework.ds_json.key_files import Entry, by_number, known_releases, load_entries, sentence_entry, without_variant
+from framework.ds_json.key_files import (
+    Entry,
+    by_number,
+    is_of_another_type,
+    known_releases,
+    load_entries,
+    sentence_entry,
+    without_variant,
+)  # fmt: skip
 from framework.ds_json.key_history import Change, History, history
-from framework.ds_json.slips import ALIKE, OTHER_WORDS, likeness
+from framework.ds_json.slips import ALIKE, OTHER_WORDS, WORDS_INSIDE, likeness
 from framework.errors import MISSING, UsageError, show_value
 
 __all__ = ["Change", "History", "Key", "KeyTable", "history", "known_releases", "load_table"]
@@ -141,7 +149,11 @@ class KeyTable:
         if found is not None:
             return [without_variant(found)]
         section = self._nearest_section(parts[:-1], variant)
-        names = [parts[-1], *([OTHER_WORDS[parts[-1]]] if parts[-1] in OTHER_WORDS else [])]
+        words = OTHER_WORDS.get(parts[-1], ())
+        inside = (*words, *WORDS_INSIDE.get(parts[-1], ()))
+        if section is not None and (meant := [path for word in inside for path in self._named(section, word)]):
+            return list(dict.fromkeys(without_variant(path) for path in meant))[:_MOST_GUESSES]
+        names = [parts[-1], *words]
         guesses = [guess for name in reversed(names) for guess in self._guesses(section, name)]
         ranked = sorted(guesses, key=lambda guess: (-guess[0], len(guess[1]), guess[1]))
         return list(dict.fromkeys(without_variant(guess) for _, guess in ranked))[:_MOST_GUESSES]
@@ -235,13 +247,20 @@ class KeyTable:
         here = [] if section is None else [section, *self._variants.get(section, ())]
         close = list(self._alike(here, name, ALIKE))
         yield from ((near + 0.2, path) for near, path in close)
-        homes = [path for path in self._by_name.get(name, ()) if "*" not in path]
+        homes = [path for path in self._by_name.get(name, ()) if "*" not in path and not is_of_another_type(path, section)]
         inside = [path for path in homes if section and path.startswith(f"{section}.")]
         if inside or len({without_variant(path) for path in homes}) <= _COMMON:
             yield from self._ranked((0.9, path) for path in inside or homes)
         if not close and not homes:
-            others = [other for other in self._children if other not in here]
+            others = [other for other in self._children if other not in here and not is_of_another_type(f"{other}.", section)]
             yield from ((near - 0.1, path) for near, path in self._alike(others, name, _VERY_ALIKE))
+
+    def _named(self, section: str, name: str) -> Iterator[str]:
+        """The key of just this name in the section, in the tables of all its types where none is named."""
+        for table in (section, *self._variants.get(section, ())):
+            path = self._children.get(table, {}).get(name)
+            if path is not None and self.entries[path].get("status", "read") == "read":
+                yield path
 
     def _alike(self, sections: Sequence[str], name: str, least: float) -> Iterator[tuple[float, str]]:
         for section in sections:

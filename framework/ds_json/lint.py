@@ -15,15 +15,13 @@ from typing import Any, Final
 
 from framework.config.document import Document, KeyPath
 from framework.ds_json.facts import Facts, Topology
-from framework.ds_json.key_files import known_releases, without_variant
+from framework.ds_json.key_files import TYPED_SECTIONS, known_releases, variant_of, without_variant
 from framework.ds_json.key_values import value_problems
 from framework.ds_json.keys import Key, KeyTable, history, load_table
 from framework.ds_json.parameters import class_problems, torch_problems
 from framework.ds_json.rules import apply_rules
 from framework.errors import Problem
 
-# Sections whose keys depend on the type that the section names.
-_TYPED: Final = ("optimizer", "scheduler")
 # Names that people give to comments; a key of DeepSpeed is none of them.
 _COMMENT: Final = re.compile(
     r"//.*|#.*|[_$-]*comments?[_-]?\d*|[_$].*comment.*|_+(?:note|doc|description|readme|todo).*", re.IGNORECASE
@@ -153,14 +151,11 @@ class _Keys:
         return self.table.get([str(part) for part in path], self._variant(path)) if path else None
 
     def _variant(self, path: KeyPath) -> str | None:
-        """The type that the optimizer or scheduler section names."""
-        section = self.facts.values.get(path[0]) if path and path[0] in _TYPED and len(path) > 1 else None
-        kind = section.get("type") if isinstance(section, Mapping) else None
-        return kind if isinstance(kind, str) else None
+        return variant_of(self.facts.values, path)
 
     def _is_untabled(self, path: KeyPath) -> bool:
         """Parameters of torch's own optimizers and schedules are torch's to know."""
-        if len(path) < 3 or path[0] not in _TYPED or path[1] != "params":
+        if len(path) < 3 or path[0] not in TYPED_SECTIONS or path[1] != "params":
             return False
         variant = self._variant(path)
         known = {name.lower() for name in self.table.variants(f"{path[0]}.params")}

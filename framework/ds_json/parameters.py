@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from framework.config.explain import nearest
+from framework.config.spelling import nearest
 from framework.ds_json.facts import DEEPSPEED_OPTIMIZERS, Facts
 from framework.ds_json.keys import Key
 from framework.ds_json.torch_parameters import (

@@ -6,34 +6,21 @@ synchronisations per micro-batch), `bf16.check_grad_overflow` (two per step), an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from framework.config.base import Object, Target
-from framework.config.deepspeed_words import SHARED
-from framework.config.optimizer import SGD, Adagrad, Adam, AdamW, Lamb, Lion
+from framework.config.deepspeed_words import SCHEDULES, SHARED
+from framework.config.optimizer import SGD, Adagrad, Adam, AdamW, Lamb, Lion, optimizer_lr
 from framework.config.precision import BF16, FP16, FP32, Autocast
-from framework.config.scheduler import (
-    Constant,
-    Cosine,
-    LRRangeTest,
-    OneCycle,
-    WarmupCosineLR,
-    WarmupDecayLR,
-    WarmupLR,
-)
-from framework.config.zero import Zero
+from framework.config.scheduler import Constant, Cosine, OneCycle
+from framework.config.zero import STAGE3_KEYS, Zero
 from framework.errors import ConfigError, Problem
 from framework.plan.plan import Plan
-from framework.plan.rules import optimizer_lr
 
 Json = dict[str, Any]
 # DeepSpeed's own progress line would repeat ours; `null` breaks its pipeline engine, so it is put out of reach.
 _NEVER: Final = 1_000_000_000
-_STAGE3_KEYS: Final = (
-    "sub_group_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters",
-    "stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save",
-)  # fmt: skip
 
 
 def render(plan: Plan) -> Json:
@@ -103,7 +90,7 @@ def _zero(zero: Zero) -> Json:
     if zero.stage < 3:
         section["allgather_bucket_size"] = zero.allgather_bucket_size
     else:
-        section |= {key: getattr(zero, key) for key in _STAGE3_KEYS}
+        section |= {key: getattr(zero, key) for key in STAGE3_KEYS}
         if zero.offload_param.device != "none":
             section["offload_param"] = zero.offload_param.model_dump()
     return section
@@ -149,7 +136,22 @@ def _scheduler(plan: Plan) -> Json:
     scheduler = plan.config.scheduler
     if isinstance(scheduler, (Constant, Cosine)):  # ours: framework/backend/schedules.py
         return {}
-    return {"scheduler": _SCHEDULERS[type(scheduler)](plan, scheduler)}
+    name, theirs = SCHEDULES[type(scheduler)]
+    return {"scheduler": {"type": name, "params": {their: _schedule_value(plan, ours) for ours, their in theirs.items()}}}
+
+
+def _schedule_value(plan: Plan, field: str) -> Any:
+    """What the schedule says, or what stands in for it where it was left out."""
+    scheduler = plan.config.scheduler
+    given = getattr(scheduler, field)
+    if given is not None:
+        return given
+    if field == "max_lr":
+        return optimizer_lr(plan.config.optimizer)
+    if field == "second_steps" and isinstance(scheduler, OneCycle):
+        return scheduler.first_steps
+    assert field == "total_steps", field
+    return schedule_steps(plan)
 
 
 def schedule_steps(plan: Plan) -> int:
@@ -162,47 +164,3 @@ def schedule_steps(plan: Plan) -> int:
             fix="set training.max_steps, scheduler.total_steps or data.train_samples",
         ))  # fmt: skip
     return int(given)
-
-
-def _warmup(plan: Plan, scheduler: WarmupLR) -> Json:
-    return {"type": "WarmupLR", "params": {
-        "warmup_min_lr": scheduler.min_lr,
-        "warmup_max_lr": optimizer_lr(plan.config.optimizer) if scheduler.max_lr is None else scheduler.max_lr,
-        "warmup_num_steps": scheduler.warmup_steps, "warmup_type": scheduler.curve,
-    }}  # fmt: skip
-
-
-def _warmup_decay(plan: Plan, scheduler: WarmupDecayLR) -> Json:
-    params = {"total_num_steps": schedule_steps(plan), **_warmup(plan, scheduler)["params"]}
-    return {"type": "WarmupDecayLR", "params": params}
-
-
-def _warmup_cosine(plan: Plan, scheduler: WarmupCosineLR) -> Json:
-    return {"type": "WarmupCosineLR", "params": {
-        "total_num_steps": schedule_steps(plan), "warmup_min_ratio": scheduler.warmup_min_ratio,
-        "warmup_num_steps": scheduler.warmup_steps, "cos_min_ratio": scheduler.cos_min_ratio,
-        "warmup_type": scheduler.curve,
-    }}  # fmt: skip
-
-
-def _one_cycle(plan: Plan, scheduler: OneCycle) -> Json:
-    return {"type": "OneCycle", "params": {
-        "cycle_min_lr": scheduler.min_lr, "cycle_max_lr": scheduler.max_lr, "decay_lr_rate": scheduler.decay_lr_rate,
-        "cycle_first_step_size": scheduler.first_steps,
-        "cycle_second_step_size": scheduler.second_steps or scheduler.first_steps,
-        "decay_step_size": scheduler.decay_steps, "cycle_momentum": scheduler.cycle_momentum,
-        "cycle_min_mom": scheduler.min_momentum, "cycle_max_mom": scheduler.max_momentum,
-    }}  # fmt: skip
-
-
-def _range_test(plan: Plan, scheduler: LRRangeTest) -> Json:
-    return {"type": "LRRangeTest", "params": {
-        "lr_range_test_min_lr": scheduler.min_lr, "lr_range_test_step_size": scheduler.step_size,
-        "lr_range_test_step_rate": scheduler.step_rate, "lr_range_test_staircase": scheduler.staircase,
-    }}  # fmt: skip
-
-
-_SCHEDULERS: Final[Mapping[type, Callable[[Plan, Any], Json]]] = {
-    WarmupLR: _warmup, WarmupDecayLR: _warmup_decay, WarmupCosineLR: _warmup_cosine,
-    OneCycle: _one_cycle, LRRangeTest: _range_test,
-}  # fmt: skip

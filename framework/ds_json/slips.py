@@ -13,17 +13,22 @@ _BEGINNING: Final = 4
 _SHORTEST: Final = 4  # "io" is one letter from "aio", and means something else
 _LONG: Final = 7  # from here on two letters may be wrong
 _LONGEST: Final = 80
-# Names from other tools, each with the name that DeepSpeed gives the same thing.
-OTHER_WORDS: Final[Mapping[str, str]] = {
-    "learning_rate": "lr", "max_grad_norm": "gradient_clipping", "grad_clip": "gradient_clipping",
-    "clip_grad_norm": "gradient_clipping", "entity": "team", "max_lr": "warmup_max_lr", "min_lr": "warmup_min_lr",
-    "warmup_steps": "warmup_num_steps", "total_steps": "total_num_steps",
+# Names from other tools, each with the names that DeepSpeed gives the same thing; which of them, the section tells.
+OTHER_WORDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "learning_rate": ("lr",), "max_grad_norm": ("gradient_clipping",), "grad_clip": ("gradient_clipping",),
+    "clip_grad_norm": ("gradient_clipping",), "entity": ("team",),
+    "max_lr": ("warmup_max_lr", "cycle_max_lr"), "min_lr": ("warmup_min_lr", "cycle_min_lr", "lr_range_test_min_lr"),
+    "warmup_steps": ("warmup_num_steps",), "total_steps": ("total_num_steps",),
+    **dict.fromkeys(("per_device_train_batch_size", "train_micro_batch_size", "micro_batch_size"),
+                    ("train_micro_batch_size_per_gpu",)),
 }  # fmt: skip
+# The same, where the section around them has such a key; elsewhere they may be anything.
+WORDS_INSIDE: Final[Mapping[str, tuple[str, ...]]] = {"name": ("type",), "size": ("autotp_size", "autoep_size")}
 
 
 def means(written: str, known: str) -> bool:
     """Whether the written name can only be a slip for the known one, or is a word of another tool for it."""
-    if OTHER_WORDS.get(written) == known:
+    if known in (*OTHER_WORDS.get(written, ()), *WORDS_INSIDE.get(written, ())):
         return True
     one, two = _plain(written), _plain(known)
     if one == two:

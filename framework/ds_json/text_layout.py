@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
-from framework.config.document import KeyPath
+from framework.config.document import KeyPath, at
 from framework.ds_json.hjson_scan import BYTE_ORDER_MARK, ENDS_NUMBER
 from framework.ds_json.hjson_text import HjsonDocument
 
@@ -33,10 +33,7 @@ class TextLayout:
 
     def value_at(self, path: KeyPath) -> Any:
         """The value at a path."""
-        value = self._root
-        for key in path:
-            value = value[key]
-        return value
+        return at(self._root, path)
 
     def is_plain(self, path: KeyPath) -> bool:
         """Whether the value is text without quotes, which goes to the end of its line."""

@@ -26,10 +26,11 @@ from framework.errors import (
     EXIT_STORAGE,
     EXIT_TRAINING,
 )
+from framework.launch.host_names import first_few
 from framework.launch.meet.peers import Failure, Peers
-from framework.launch.preflight.across import a_few
 from framework.launch.ranks import RankEnd, Ranks
-from framework.launch.requests import Requests, say
+from framework.launch.stop_requests import StopRequests
+from framework.launch.told import say
 
 _LOOK_SECONDS: Final = 0.1
 # With a silent peer (15 s) before it everything is over within 20 s.
@@ -57,7 +58,7 @@ class AttemptResult:
     failure: Failure | None = None
 
 
-def run_attempt(ranks: Ranks, *, peers: Peers, requests: Requests, node_rank: int, grace_seconds: float) -> AttemptResult:
+def run_attempt(ranks: Ranks, *, peers: Peers, requests: StopRequests, node_rank: int, grace_seconds: float) -> AttemptResult:
     """Start the ranks and see them end; no process of theirs is left afterwards.
 
     Args:
@@ -80,7 +81,7 @@ def run_attempt(ranks: Ranks, *, peers: Peers, requests: Requests, node_rank: in
 class _Attempt:
     ranks: Ranks
     peers: Peers
-    requests: Requests
+    requests: StopRequests
     node_rank: int
     grace_seconds: float
     codes: list[int] = field(default_factory=list)
@@ -204,7 +205,7 @@ class _Attempt:
         nodes = len(self.peers.ended)
         stopped = f"{nodes} node{'s' if nodes > 1 else ''} stopped" + (f" in {seconds}" if seconds else "")
         if self.peers.missing and self.peers.failures:
-            stopped += f", {a_few(self.peers.missing)} did not answer"
+            stopped += f", {first_few(self.peers.missing)} did not answer"
         failure = first_failure(self.peers.failures)
         if failure is not None:
             # Two nodes may meet the same error by themselves: each ends with its own code.

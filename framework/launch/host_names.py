@@ -1,15 +1,16 @@
-"""Names and addresses of hosts: which can be one, IPv6 with and without brackets, and how a long list of them is told."""
+"""Names and addresses of hosts: which can be one, IPv6 with and without brackets, and how many of them are told."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
 
 # What ssh, sockets and DeepSpeed take without a second meaning: no leading dash, no shell, no space.
 _NAME: Final = re.compile(r"(?=.{1,253}$)(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
+_LOOPBACK: Final = re.compile(r"localhost(\..*)?|127(\.[0-9]{1,3}){3}|::1", re.IGNORECASE)
 _TOLD: Final = 3
 
 
@@ -36,6 +37,11 @@ def is_host(name: str) -> bool:
         return False
 
 
+def is_loopback_name(name: str) -> bool:
+    """Every machine takes it for itself."""
+    return bool(_LOOPBACK.fullmatch(name))
+
+
 def first_few(names: Sequence[str], *, most: int = _TOLD) -> str:
     """``a, b, c and 997 more``; one more than that is named as well."""
     if len(names) <= most + 1:
@@ -43,9 +49,20 @@ def first_few(names: Sequence[str], *, most: int = _TOLD) -> str:
     return f"{', '.join(names[:most])} and {len(names) - most} more"
 
 
+def node_names(names: Sequence[str]) -> str:
+    """``nodes a, b, c and 7 more``."""
+    return f"node{'s' if len(names) > 1 else ''} {first_few(names)}"
+
+
+def most_common(values: Iterable[Any]) -> Any:
+    """What most hosts have; of equals the first, which is node 0's."""
+    counts = Counter(values)
+    return max(counts, key=lambda value: counts[value])
+
+
 def odd_ones(counts: Mapping[str, int]) -> str:
     """``a 8, b 4``: hosts with their counts; of many, one of the usual kind and those that are not."""
-    usual = Counter(counts.values()).most_common(1)[0][0] if counts else 0
+    usual = most_common(counts.values()) if counts else 0
     first = [name for name, count in counts.items() if count == usual][:1]
     odd = [name for name, count in counts.items() if count != usual]
     names = counts if len(counts) <= _TOLD + 1 else [*first, *odd]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from framework.errors import ConfigError, Problem
-from framework.launch.host_names import bare, is_host, odd_ones
+from framework.launch.host_names import bare, is_host, is_loopback_name, odd_ones
 from framework.plan.cluster import Cluster
 
 _LARGEST_FILE_BYTES: Final = 1 << 20
@@ -24,7 +24,6 @@ _MOST_SLOTS: Final = 1024
 _LINE: Final = re.compile(r"(\S+)[ \t]+slots=([0-9]{1,4})")
 # A leading dash would be read as an option by ssh and pdsh.
 _USER: Final = re.compile(r"(?!-)[A-Za-z0-9_.@-]+")
-_LOOPBACK: Final = re.compile(r"localhost(\..*)?|127(\.[0-9]{1,3}){3}|::1", re.IGNORECASE)
 _BYTE_ORDER_MARKS: Final = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 _HOW: Final = "write one `NAME slots=COUNT` per line, for example worker-0 slots=8"
 
@@ -105,7 +104,7 @@ def _parse(entry: str, *, file: str, line: int) -> Host | Problem:
 def _loopback_among(hosts: Sequence[Host], lines: dict[str, int], *, file: str) -> Iterator[Problem]:
     """A name that every machine takes for itself; alone in a file it is this machine."""
     for host in hosts if len(hosts) > 1 else ():
-        if _LOOPBACK.fullmatch(host.name.rpartition("@")[2]):
+        if is_loopback_name(host.name.rpartition("@")[2]):
             yield Problem(kind="hostfile-loopback", file=file, line=lines[host.name], key="host", value=host.name,
                           reason="every host takes this name for itself",
                           fix="write the name that the others know it by")  # fmt: skip

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from framework.errors import ConfigError, Problem
-from framework.launch.host_names import bare, bracketed, first_few, is_host, odd_ones
+from framework.launch.host_names import bare, bracketed, first_few, is_host, is_loopback_name, odd_ones
 from framework.launch.hostfile import Host, read_hostfile
 
 
@@ -24,9 +25,9 @@ class Chosen:
         return self.devices == tuple(range(len(self.devices)))
 
 
-def choose_hosts(path: str, *, include: str = "", exclude: str = "", num_nodes: int | None = None,
-                 num_gpus: int | None = None) -> tuple[Chosen, ...]:  # fmt: skip
-    """The hosts in the order of the file, with the devices that are left of each.
+def choose_hosts(path: str, *, include: str = "", exclude: str = "", num_nodes: int | None = None, num_gpus: int | None = None,
+                 num_gpus_flag: str = "--num_gpus") -> tuple[Chosen, ...]:  # fmt: skip
+    """The hosts in the order of the file, with the devices that are left of each; `num_gpus_flag` is the word that gave `num_gpus`.
 
     Raises:
         ConfigError: the file or a choice is wrong, nothing is left, or hosts are left with different numbers of devices.
@@ -46,7 +47,7 @@ def choose_hosts(path: str, *, include: str = "", exclude: str = "", num_nodes: 
         few = [item.host for item in left if item.host.slots < num_gpus]
         if few:
             more = f", and {len(few) - 1} more hosts have too few" if few[1:] else ""
-            problems.append(_wrong("--num_gpus", num_gpus, f"{few[0].name} has slots={few[0].slots}{more}", "take as many"))
+            problems.append(_wrong(num_gpus_flag, num_gpus, f"{few[0].name} has slots={few[0].slots}{more}", "take as many"))
         left = [Chosen(item.host, item.devices[:num_gpus]) for item in left]
     counts = {len(item.devices) for item in left}
     if not problems and len(counts) != 1:
@@ -59,11 +60,18 @@ def choose_hosts(path: str, *, include: str = "", exclude: str = "", num_nodes: 
     return tuple(left)
 
 
-def who_chose(path: str, *, include: str = "", exclude: str = "", num_nodes: int | None = None,
-              num_gpus: int | None = None) -> dict[str, str]:  # fmt: skip
+def is_this_machine(chosen: Sequence[Chosen], *, ssh_args: str = "") -> bool:
+    """They are one host, and nobody has to go there; with options of ssh, localhost may be the near end of a tunnel."""
+    names = [item.host.name for item in chosen]
+    here = len(names) == 1 and (is_loopback_name(names[0]) or names[0].lower() == socket.gethostname().lower())
+    return here and not ssh_args
+
+
+def who_chose(path: str, *, include: str = "", exclude: str = "", num_nodes: int | None = None, num_gpus: int | None = None,
+              num_gpus_flag: str = "--num_gpus") -> dict[str, str]:  # fmt: skip
     """Where the number of nodes and that of slots came from; the arguments are those of `choose_hosts`."""
     choice = "--include" if include else "--exclude" if exclude else ""
-    return {"nnodes": ("--num_nodes" if num_nodes else choice) or path, "slots": ("--num_gpus" if num_gpus else choice) or path}
+    return {"nnodes": ("--num_nodes" if num_nodes else choice) or path, "slots": (num_gpus_flag if num_gpus else choice) or path}
 
 
 def _parse(text: str, hosts: Sequence[Host], *, option: str, problems: list[Problem]) -> Mapping[str, tuple[int, ...] | None]:

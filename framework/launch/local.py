@@ -1,28 +1,26 @@
 """Starts a run on this machine: ``python -m framework launch CONFIG [key=value ...] [--num_gpus N] [--master_port P]``.
 
-Nothing here but convenience: it checks the config, finds the devices, picks a port, prints the plain `deepspeed` command
-and starts the ranks as that would. The printed line, pasted into a shell, trains the same run.
+It checks the config, finds the devices, picks a port, prints the plain `deepspeed` command and starts the ranks as that
+would: the printed line, pasted into a shell, trains the same run. What would be one of several nodes is refused.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
-from framework.config.load import load_with_source
 from framework.config.run_config import RunConfig
-from framework.ds_json.import_merge import with_deepspeed_config
 from framework.errors import EXIT_OK, ConfigError, Problem, UsageError
 from framework.launch.devices import LocalDevices, find_devices
+from framework.launch.inclusion import Chosen, choose_hosts, is_this_machine, who_chose
+from framework.launch.job import Job, load_job, refuse_too_few, warn_of_unused
 from framework.launch.node import Terms, grace_seconds, require_deepspeed, run_node
 from framework.launch.node import main as be_a_node
-from framework.launch.options import Request, parse
-from framework.launch.plain import added_environment as added_environment  # for the preflight's modules
-from framework.launch.plain import as_shell_line, find_train_script, local_command
-from framework.launch.plain import usable_port as usable_port
-from framework.launch.requests import Requests, write
+from framework.launch.options import LaunchOptions, parse
+from framework.launch.plain import added_environment, as_shell_line, find_train_script, local_command, usable_port
+from framework.launch.stop_requests import StopRequests
 from framework.launch.told import tell
 from framework.launch.topology import Said, Topology, described, slots_here
 from framework.plan.cluster import Cluster
@@ -46,79 +44,83 @@ def launch(argv: Sequence[str]) -> int:
         from framework.launch.slurm import main as print_script
 
         return print_script(argv[1:])
-    request = parse(argv)
-    if request.hostfile is not None:
+    options = parse(argv)
+    alone = None if options.hostfile is None else _alone_in_hostfile(options)
+    if options.hostfile is not None and alone is None:
         from framework.launch.ssh import launch_over_ssh
 
-        return launch_over_ssh(request)
-    with Requests().heeding_signals() as requests:
-        return _launch_here(request, requests)
+        return launch_over_ssh(options)
+    with StopRequests().heeding_signals() as requests:
+        return _launch_here(options, requests, alone=alone)
 
 
-def _launch_here(request: Request, requests: Requests) -> int:
-    refuse_lone_start(os.environ, request)
+def _alone_in_hostfile(options: LaunchOptions) -> Chosen | None:
+    """This machine with its devices, where the hostfile leaves no other host: then nobody needs ssh."""
+    if options.remote_python or options.remote_folder:
+        return None
+    chosen = choose_hosts(options.hostfile or "", **options.choice)
+    return chosen[0] if is_this_machine(chosen, ssh_args=options.ssh_args) else None
+
+
+def _launch_here(options: LaunchOptions, requests: StopRequests, *, alone: Chosen | None = None) -> int:
     devices = find_devices(os.environ)
-    ranks = check(request, devices)
+    sources: dict[str, str] = {}
+    if alone is not None:
+        sources = who_chose(options.hostfile or "", **options.choice)
+        options = replace(options, num_gpus=len(alone.devices), num_gpus_flag=sources["slots"])
+        sources["nnodes"] += ": this machine, without ssh"
+        devices = devices.only(None if alone.is_first else alone.devices)
+    refuse_lone_start(os.environ, options)
+    job, ranks = check(options, devices)
+    warn_of_unused(devices)
     num_ranks = int(ranks.value)
-    script, port = find_train_script(), usable_port(request.port)
-    command = local_command(request.config, request.overrides, num_ranks=num_ranks, port=port,
-                            chosen=devices.chosen, script=script, deepspeed_config=request.deepspeed_config)  # fmt: skip
+    script, port = find_train_script(), usable_port(options.master_port)
+    command = local_command(job.arguments, num_ranks=num_ranks, port=port, chosen=devices.chosen, script=script)
     added = added_environment(os.environ, device=devices.kind, num_ranks=num_ranks)
-    sources = {"slots": ranks.source, "master_port": "--master_port" if request.port else "a free one"}
-    topology = Topology(1, num_ranks, 0, "127.0.0.1", port, sources)
+    sources |= {"slots": ranks.source, "master_port": "--master_port" if options.master_port else "a free one"}
+    sources |= {"master_addr": "--master_addr"} if options.master_addr else {}
+    topology = Topology(1, num_ranks, 0, options.master_addr or "127.0.0.1", port, sources)
     tell(topology, as_shell_line(command, added))
-    if request.dry_run:
+    if options.dry_run:
         return EXIT_OK
     require_deepspeed()
     os.environ.pop("DSF_TOKEN", None)  # no rank has it, and one node has nobody to show it to
-    arguments = command[command.index(str(script)) + 1 :]
-    return run_node(topology, script=script, arguments=arguments, devices=devices,
+    return run_node(topology, script=script, arguments=job.arguments, devices=devices,
                     environment={**os.environ, **added}, facts={}, requests=requests,
-                    terms=Terms(grace_seconds=grace_seconds(request.grace_seconds)))  # fmt: skip
+                    terms=Terms(grace_seconds=grace_seconds(options.grace_seconds)))  # fmt: skip
 
 
-def check(request: Request, devices: LocalDevices) -> Said:
-    """Number of ranks and who decided it, after everything that can be known beforehand has been checked.
+def check(options: LaunchOptions, devices: LocalDevices) -> tuple[Job, Said]:
+    """The job, and its number of ranks with who decided it, after everything that can be known beforehand has been checked.
 
     Raises:
         ConfigError: with every problem found.
         UsageError: the number of ranks must be given.
     """
-    config, source = load_with_source(request.config, request.overrides)
-    for note in source.notes():
-        write(sys.stderr, f"{note.severity}: {note}\n")
-    if request.deepspeed_config is not None:
-        config = with_deepspeed_config(config, request.deepspeed_config, source=source)
-    ranks = _ranks(request, config, devices)
+    job = load_job(options.config, options.overrides, deepspeed_config=options.deepspeed_config)
+    job.tell_notes()
+    ranks = _ranks(options, job.config, devices)
     num_ranks = int(ranks.value)
-    make_plan(config, Cluster(devices_per_host=num_ranks, device=devices.kind), source=source)
-    if devices.count and num_ranks > devices.count:
-        # DeepSpeed would start them, and the surplus die with "invalid device ordinal".
-        given = request.num_ranks is not None
-        problem = Problem(
-            kind="too-few-devices", key=ranks.source, value=num_ranks,
-            file="command line" if given else "", reason=f"this machine has {devices.count} {devices.kind} devices for it",
-            fix=f"at most {devices.count}, or DS_ACCELERATOR=cpu to try it on processors",
-        )  # fmt: skip
-        raise ConfigError(source.locate(problem))
-    return ranks
+    make_plan(job.config, Cluster(devices_per_host=num_ranks, device=devices.kind), source=job.source)
+    refuse_too_few(job, devices, num_ranks=num_ranks, said_by=ranks.source)
+    return job, ranks
 
 
-def _ranks(request: Request, config: RunConfig, devices: LocalDevices) -> Said:
+def _ranks(options: LaunchOptions, config: RunConfig, devices: LocalDevices) -> Said:
     """As many as the flag says, else the config, else the devices.
 
     Raises:
         UsageError: nobody can tell.
     """
-    if request.num_ranks:
-        return Said("slots", str(request.num_ranks), "--num_gpus")
+    if options.num_gpus:
+        return Said("slots", str(options.num_gpus), options.num_gpus_flag)
     if config.run.world_size:
         return Said("slots", str(config.run.world_size), "run.world_size")
     here = slots_here(devices)
     if here is None:
-        kind = os.environ.get("DS_ACCELERATOR")
-        raise UsageError(f"launch: devices of kind {kind} are not counted; give --num_gpus N")
-    return _fitting(here, config, devices) if request.fit_batch else here
+        kind = os.environ.get("DS_ACCELERATOR") or devices.kind
+        raise UsageError(f"launch: devices of kind {kind} are not counted; give --num_gpus N, or DS_ACCELERATOR=cpu")
+    return _fitting(here, config, devices) if options.fit_batch else here
 
 
 def _fitting(here: Said, config: RunConfig, devices: LocalDevices) -> Said:
@@ -132,14 +134,14 @@ def _fitting(here: Said, config: RunConfig, devices: LocalDevices) -> Said:
     return here
 
 
-def refuse_lone_start(environment: Mapping[str, str], request: Request) -> None:
+def refuse_lone_start(environment: Mapping[str, str], options: LaunchOptions) -> None:
     """Several pods or tasks that each train alone would all end well, and none with the run that was meant.
 
     Raises:
         ConfigError: the environment describes several nodes.
     """
     several = [item for item in described(environment) if item.name == "nnodes" and item.value not in ("", "1")]
-    if several and "LOCAL_RANK" not in environment and request.num_ranks is None:
+    if several and "LOCAL_RANK" not in environment and options.num_gpus is None:
         raise ConfigError(Problem(kind="several-nodes", file="environment", key=several[0].source, value=several[0].value,
                                   reason="this is one of several nodes, and would train alone",
                                   fix="start `launch node CONFIG`, or say --num_gpus N for this machine alone"))  # fmt: skip

@@ -17,41 +17,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from framework.config.load import load_with_source
-from framework.config.run_config import RunConfig
-from framework.ds_json.import_merge import with_deepspeed_config
-from framework.errors import EXIT_OK, ConfigError, FrameworkError, Problem, UsageError
-from framework.launch.devices import LocalDevices, find_devices
+from framework.errors import EXIT_OK, ConfigError, FrameworkError, Problem, UsageError, missing_package
+from framework.launch.devices import LocalDevices, find_devices, visible_variable
 from framework.launch.hostfile import Host, read_hostfile
+from framework.launch.job import Job, load_job, refuse_too_few, warn_of_unused
 from framework.launch.meet.meeting import Meeting
 from framework.launch.meet.messages import PROTOCOL
 from framework.launch.options import GRACE_SECONDS, WAIT_SECONDS, parse_node, seconds
 from framework.launch.plain import added_environment, as_shell_line, find_train_script, node_command, usable_port
-from framework.launch.requests import Requests, read_order, say, write
-from framework.launch.told import tell
+from framework.launch.stop_requests import StopRequests, read_order
+from framework.launch.told import say, tell
 from framework.launch.topology import Topology, resolve_topology, slots_here
+from framework.output import write
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
 
 # All nodes are known to be there when ranks start, so a collective that takes as long is stuck (minutes).
 _COLLECTIVE_MINUTES: Final = "10"
 _LARGEST_TOKEN_BYTES: Final = 4096
-
-
-@dataclass(frozen=True)
-class Job:
-    """What the ranks run: train.py with these arguments."""
-
-    config_path: str
-    overrides: tuple[str, ...]
-    config: RunConfig
-    deepspeed_config: str | None = None
-
-    @property
-    def arguments(self) -> list[str]:
-        """Of train.py."""
-        beside = [] if self.deepspeed_config is None else ["--deepspeed_config", self.deepspeed_config]
-        return ["--config", self.config_path, *beside, *self.overrides]
 
 
 # What a preflight adds to the HELLO, for the time that the nodes need to meet.
@@ -83,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         FrameworkError: nothing has been started.
     """
     # From here on: process 1 of a container never gets a signal that it does not handle, and would train on.
-    with Requests().heeding_signals() as requests:
+    with StopRequests().heeding_signals() as requests:
         try:
             return _main(argv, requests)
         except FrameworkError as error:
@@ -94,19 +77,20 @@ def main(argv: Sequence[str]) -> int:
             raise
 
 
-def _main(argv: Sequence[str], requests: Requests) -> int:
+def _main(argv: Sequence[str], requests: StopRequests) -> int:
     found = parse_node(argv)
     if found.from_stdin:
         os.environ.update(read_order(sys.stdin.buffer.fileno(), requests))
         requests.hold(sys.stdin.buffer.fileno())
-    devices = find_devices(os.environ)
-    if found.devices is not None:
-        devices = replace(devices, chosen=found.devices, count=len(found.devices) if devices.count else 0)
+    devices = find_devices(os.environ).only(found.devices)
     hosts = read_hostfile(found.hostfile) if found.hostfile else ()
     flags = {"nnodes": found.nnodes, "node_rank": found.node_rank, "slots": found.num_gpus,
              "master_addr": found.master_addr, "master_port": found.master_port}  # fmt: skip
-    topology = resolve_topology(flags, os.environ, hosts=hosts, default_slots=slots_here(devices))
+    topology = resolve_topology(flags, os.environ, hosts=hosts, default_slots=slots_here(devices),
+                                spelled={"nnodes": found.nnodes_flag, "slots": found.num_gpus_flag})  # fmt: skip
+    topology = topology if topology.nnodes > 1 else _with_own_port(topology)
     job = check_node(found.config, found.words, topology, devices, deepspeed_config=found.deepspeed_config)
+    warn_of_unused(devices)
     script = find_train_script()
     added = node_environment(os.environ, device=devices.kind, topology=topology)
     command = node_command(topology, job.arguments, script=script, devices=devices.chosen, hostfile=found.hostfile)
@@ -133,23 +117,15 @@ def check_node(config_path: str, overrides: Sequence[str], topology: Topology, d
     Raises:
         ConfigError: with every problem found.
     """
-    config, source = load_with_source(config_path, overrides)
-    if deepspeed_config is not None:
-        config = with_deepspeed_config(config, deepspeed_config, source=source)
-    make_plan(config, Cluster(topology.nnodes, topology.slots, devices.kind), source=source)
-    for note in source.notes():
-        write(sys.stderr, f"{note.severity}: {note}\n")
-    if devices.count and topology.slots > devices.count:
-        given = topology.sources["slots"]
-        raise ConfigError(Problem(
-            kind="too-few-devices", file="command line" if given.startswith("-") else "", key=given, value=topology.slots,
-            reason=f"this machine has {devices.count} {devices.kind} devices for it",
-            fix=f"at most {devices.count} on every node, or DS_ACCELERATOR=cpu to try it on processors"))  # fmt: skip
-    return Job(config_path, tuple(overrides), config, deepspeed_config)
+    job = load_job(config_path, overrides, deepspeed_config=deepspeed_config)
+    make_plan(job.config, Cluster(topology.nnodes, topology.slots, devices.kind), source=job.source)
+    job.tell_notes()
+    refuse_too_few(job, devices, num_ranks=topology.slots, said_by=topology.sources["slots"], where=" on every node")
+    return job
 
 
 def run_node(topology: Topology, *, script: Path, arguments: Sequence[str], devices: LocalDevices,
-             environment: Mapping[str, str], terms: Terms, facts: Mapping[str, str], requests: Requests) -> int:  # fmt: skip
+             environment: Mapping[str, str], terms: Terms, facts: Mapping[str, str], requests: StopRequests) -> int:  # fmt: skip
     """Meet the other nodes, run the script on every rank, and say how it ended; returns the exit code.
 
     Args:
@@ -188,6 +164,19 @@ def run_node(topology: Topology, *, script: Path, arguments: Sequence[str], devi
     return result.code
 
 
+def _with_own_port(topology: Topology) -> Topology:
+    """Of a single node, which nobody else has to find: a free port where none is given, as `launch` takes it.
+
+    Raises:
+        ConfigError: something listens on the port that was given.
+    """
+    source = topology.sources["master_port"]
+    if source != "default":
+        usable_port(topology.master_port, asked_by=source)
+        return topology
+    return replace(topology, master_port=usable_port(None), sources={**topology.sources, "master_port": "a free one"})
+
+
 def _port_problems(topology: Topology) -> Sequence[Problem]:
     """On node 0: the others would wait for ranks that cannot listen."""
     if topology.node_rank == 0:
@@ -200,7 +189,7 @@ def _port_problems(topology: Topology) -> Sequence[Problem]:
 
 
 def _hello(topology: Topology, terms: Terms, facts: Mapping[str, str]) -> dict[str, Any]:
-    """What this node says about itself; `facts.HELLO` has the types."""
+    """What this node says about itself; `hello.HELLO` has the types."""
     from framework.launch.meet.hello import hosts_text
 
     return {
@@ -216,7 +205,7 @@ def _preflight(job: Job, topology: Topology, devices: LocalDevices, environment:
 
     if topology.nnodes == 1:
         return _not_looking
-    chosen = {} if devices.chosen is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices.chosen))}
+    chosen = {} if devices.chosen is None else {visible_variable(devices.kind): ",".join(map(str, devices.chosen))}
     cluster = Cluster(topology.nnodes, topology.slots, devices.kind)
 
     @contextmanager
@@ -254,8 +243,7 @@ def require_deepspeed() -> None:
         ConfigError: DeepSpeed is not installed.
     """
     if importlib.util.find_spec("deepspeed") is None:
-        raise ConfigError(Problem(kind="not-installed", reason=f"{sys.executable} has no deepspeed",
-                                  fix="pip install 'dsframework[train]', or use ./launch.sh, which does"))  # fmt: skip
+        raise missing_package("deepspeed", what="training")
 
 
 def grace_seconds(given: float | None) -> float:

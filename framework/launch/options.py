@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from framework.arguments import CommandParser
+from framework.arguments import CommandParser, add_option
 from framework.errors import UsageError
 from framework.launch.host_names import bare, is_host
 
@@ -19,14 +19,14 @@ WAIT_SECONDS: Final = 1800.0
 
 
 @dataclass(frozen=True)
-class Request:
-    """A parsed command line of `launch`; None: to be chosen.
+class LaunchOptions:
+    """A parsed command line of `launch`, each option under its own name; None: to be chosen.
 
     Attributes:
         config: path of the run config.
         overrides: ``key=value`` settings.
-        num_ranks: ranks on this machine, or on each of the hosts.
-        port: where the ranks meet.
+        num_gpus: ranks on this machine, or on each of the hosts.
+        master_port: where the ranks meet.
         dry_run: print and stop.
         deepspeed_config: DeepSpeed JSON for train.py.
         grace_seconds: for a checkpoint after a request to stop.
@@ -43,12 +43,13 @@ class Request:
         no_preflight: nodes do not look at themselves before they start.
         verbose: print the command of every host.
         fit_batch: take as many devices as divide the batch where no number is given.
+        num_gpus_flag: the word that gave `num_gpus`.
     """
 
     config: str
     overrides: tuple[str, ...] = ()
-    num_ranks: int | None = None
-    port: int | None = None
+    num_gpus: int | None = None
+    master_port: int | None = None
     dry_run: bool = False
     deepspeed_config: str | None = None
     grace_seconds: float | None = None
@@ -58,7 +59,7 @@ class Request:
     num_nodes: int | None = None
     master_addr: str | None = None
     control_port: int | None = None
-    wait_seconds: float = WAIT_SECONDS
+    wait_seconds: float | None = None
     ssh_args: str = ""
     remote_python: str | None = None
     remote_folder: str | None = None
@@ -67,32 +68,40 @@ class Request:
     no_preflight: bool = False
     verbose: bool = False
     fit_batch: bool = False
+    num_gpus_flag: str = field(default="--num_gpus", compare=False)
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        """Of hosts and their devices, for `choose_hosts` and `who_chose`."""
+        return {"include": self.include, "exclude": self.exclude, "num_nodes": self.num_nodes, "num_gpus": self.num_gpus,
+                "num_gpus_flag": self.num_gpus_flag}  # fmt: skip
 
 
-def parse(argv: Sequence[str]) -> Request:
+def parse(argv: Sequence[str]) -> LaunchOptions:
     """Read the command line of `launch`.
 
     Raises:
         UsageError: it is wrong.
     """
-    found = _intermixed(_launch_parser(), argv)
-    request = Request(
-        *_config_and_words(found, "launch"), found.num_gpus, found.master_port, found.dry_run, found.deepspeed_config,
-        found.grace_seconds, found.hostfile, found.include, found.exclude, found.num_nodes, found.master_addr,
-        found.control_port, found.wait_seconds, found.ssh_args, found.remote_python, found.remote_folder,
-        tuple(found.exports), found.token_file, found.no_preflight, found.verbose, found.fit_batch,
-    )  # fmt: skip
-    # Words of ssh that would do nothing here are a mistake in the thought, not a detail.
-    names = ("include", "exclude", "num_nodes", "master_addr", "control_port", "ssh_args", "remote_python", "remote_folder",
-             "exports", "verbose")  # fmt: skip
-    idle = [f"--{name.rstrip('s') if name == 'exports' else name}" for name in names if getattr(found, name)]
-    if request.hostfile is None and idle:
+    parser = _launch_parser()
+    found = parser.parse_intermixed_args(list(argv))
+    found.config, found.overrides = _config_and_words(found, "launch")
+    # An option that would do nothing here is a mistake in the thought, not a detail.
+    idle = [flag for flag, how in _WITH_HOSTS.items() if _is_given(parser, found, flag, how)]
+    if found.hostfile is None and idle:
         raise UsageError(f"launch: {', '.join(idle)} go with a hostfile; give -H HOSTFILE")
-    if request.fit_batch and (request.hostfile is not None or request.num_ranks):
+    found.exports = tuple(found.exports)
+    options = LaunchOptions(**{each.name: getattr(found, each.name) for each in fields(LaunchOptions)})
+    if options.fit_batch and (options.hostfile is not None or options.num_gpus):
         raise UsageError("launch: --fit_batch chooses a number of devices of this machine; leave -H and --num_gpus out")
-    refuse_choice("launch", include=request.include, exclude=request.exclude,
-                  by_number=bool(request.num_nodes or request.num_ranks))  # fmt: skip
-    return request
+    refuse_choice("launch", include=options.include, exclude=options.exclude,
+                  by_number=bool(options.num_nodes or options.num_gpus))  # fmt: skip
+    return options
+
+
+def _is_given(parser: CommandParser, found: argparse.Namespace, flag: str, how: Mapping[str, Any]) -> bool:
+    name = how.get("dest", flag.removeprefix("--"))
+    return bool(getattr(found, name) != parser.get_default(name))
 
 
 def refuse_choice(command: str, *, include: str, exclude: str, by_number: bool) -> None:
@@ -113,7 +122,7 @@ def parse_node(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         UsageError: it is wrong.
     """
-    found = _intermixed(_node_parser(), argv)
+    found = _node_parser().parse_intermixed_args(list(argv))
     found.config, found.words = _config_and_words(found, "launch node")
     return found
 
@@ -128,10 +137,6 @@ def _config_and_words(found: argparse.Namespace, command: str) -> tuple[str, tup
     return config, tuple(words)
 
 
-def _intermixed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    return parser.parse_intermixed_args(list(argv))
-
-
 def _launch_parser() -> CommandParser:
     parser = CommandParser(prog="python -m framework launch", allow_abbrev=False,
                      description="Train on this machine, or with -H on the hosts of a hostfile, through ssh. `launch node` is one "
@@ -140,22 +145,10 @@ def _launch_parser() -> CommandParser:
                            "[--deepspeed_config FILE] [--dry_run]")  # fmt: skip
     _add_common(parser)
     parser.option("--fit_batch", action="store_true", help="take the most devices here that divide the batch")
-    ssh = parser.add_argument_group("through ssh")
-    parser.option("--verbose", action="store_true", help="with -H: print the command of every host, not of the first three")
-    parser.option("--num_nodes", type=count, metavar="N", help="with -H: the first N hosts")
-    parser.option("--ssh_args", default="", metavar="TEXT", help="further options of ssh, such as '-p 2222 -i key'")
-    parser.option("--remote_python", metavar="PATH", help="Python on the hosts; left out: this one's path")
-    parser.option("--remote_folder", metavar="PATH", help="folder on the hosts to start in; left out: this one's path")
-    parser.option("--export", dest="exports", type=_name, action="append", default=[], metavar="NAME",
-                  help="send this variable to the hosts, too")  # fmt: skip
-    add_choice(ssh)
+    group = parser.add_argument_group("with -H, on the hosts of a hostfile")
+    for flag, how in _WITH_HOSTS.items():
+        add_option(group, flag, **how)
     return parser
-
-
-def add_choice(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """The options that choose among the hosts of a hostfile by name."""
-    parser.add_argument("--include", default="", metavar="WHICH", help="hosts and devices, as DeepSpeed writes it: host1@host2:0,2")
-    parser.add_argument("--exclude", default="", metavar="WHICH", help="the same, to leave out")
 
 
 def _node_parser() -> CommandParser:
@@ -165,29 +158,44 @@ def _node_parser() -> CommandParser:
                      usage="%(prog)s CONFIG [key=value ...] [--nnodes N --node_rank R --master_addr A --master_port P "
                            "--num_gpus G] [--dry_run]")  # fmt: skip
     _add_common(parser)
-    parser.option("--nnodes", "--num_nodes", type=str, metavar="N", help="members of the job")
+    parser.option("--nnodes", "--num_nodes", type=str, action=AsSpelled, metavar="N", help="members of the job")
     parser.option("--node_rank", type=str, metavar="R", help="which of them this is, from 0")
     parser.option("--devices", type=_numbers, metavar="0,2", help="the devices to use; left out: the first")
     parser.option("--from_stdin", action="store_true", help=argparse.SUPPRESS)  # what an ssh launcher sends, and its life line
+    for flag, how in _OF_SEVERAL.items():
+        parser.option(flag, **how)
+    parser.set_defaults(wait_seconds=WAIT_SECONDS, nnodes_flag="--nnodes")
     return parser
 
 
 def _add_common(parser: CommandParser) -> None:
     parser.add_argument("words", nargs="*", metavar="CONFIG key=value", help="the run config, and settings that win over it")
     parser.option("--config", metavar="FILE", help="the run config, as train.py takes it")
-    parser.option("--num_gpus", "--nproc_per_node", type=count_or_auto, metavar="N",
+    parser.option("--num_gpus", "--nproc_per_node", type=count_or_auto, action=AsSpelled, metavar="N",
                   help="ranks on each machine, one for each device; left out: every GPU here, or two ranks on CPU")  # fmt: skip
+    parser.set_defaults(num_gpus_flag="--num_gpus")
     parser.option("--master_port", type=port, metavar="P", help="port where ranks meet; agents meet at the next one")
     parser.option("--deepspeed_config", metavar="FILE", help="DeepSpeed JSON that decides a part of the run, as train.py takes it")
     parser.option("--dry_run", action="store_true", help="check, print what would be started and stop")
     parser.option("--grace_seconds", type=seconds, metavar="S",
                   help=f"to save in after a request to stop; also DSF_GRACE_SECONDS; default {GRACE_SECONDS:.0f}")  # fmt: skip
     parser.add_argument("-H", "--hostfile", metavar="FILE", help="hosts and their devices, in DeepSpeed's format")
-    parser.option("--master_addr", type=address, metavar="A", help="address of the first host, as the others know it")
-    parser.option("--control_port", type=port, metavar="P", help="port where agents meet; default: master_port + 1")
-    parser.option("--wait_seconds", type=seconds, default=WAIT_SECONDS, metavar="S", help="how long nodes wait for each other")
-    parser.option("--no_preflight", action="store_true", help="of several nodes: do not look at each and at what is between them")
-    parser.option("--token_file", metavar="FILE", help="holds a secret that all nodes share; also DSF_TOKEN")
+
+
+class AsSpelled(argparse.Action):
+    """Stores a value, and beside it, as ``NAME_flag``, which of its names it was given under: errors blame no other word."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+                 option_string: str | None = None) -> None:  # fmt: skip
+        """Take it."""
+        setattr(namespace, self.dest, values)
+        setattr(namespace, f"{self.dest}_flag", option_string)
+
+
+def add_choice(parser: CommandParser) -> None:
+    """The options that choose among the hosts of a hostfile by name."""
+    for flag, how in _CHOICE.items():
+        parser.option(flag, **how)
 
 
 def count(text: str) -> int:
@@ -249,3 +257,31 @@ def _name(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", text, re.ASCII):
         raise argparse.ArgumentTypeError(f"{text} is not the name of a variable")
     return text
+
+
+# ---------------------------------------------------------------------- options that need hosts, as argparse is told of them
+
+_CHOICE: Final[Mapping[str, Mapping[str, Any]]] = {
+    "--include": {"default": "", "metavar": "WHICH", "help": "hosts and devices, as DeepSpeed writes it: host1@host2:0,2"},
+    "--exclude": {"default": "", "metavar": "WHICH", "help": "the same, to leave out"},
+}
+# Of `launch -H` alone.
+_THROUGH_SSH: Final[Mapping[str, Mapping[str, Any]]] = {
+    **_CHOICE,
+    "--num_nodes": {"type": count, "metavar": "N", "help": "the first N hosts"},
+    "--ssh_args": {"default": "", "metavar": "TEXT", "help": "further options of ssh, such as '-p 2222 -i key'"},
+    "--remote_python": {"metavar": "PATH", "help": "Python on the hosts; left out: this one's path"},
+    "--remote_folder": {"metavar": "PATH", "help": "folder on the hosts to start in; left out: this one's path"},
+    "--export": {"dest": "exports", "type": _name, "action": "append", "default": [], "metavar": "NAME",
+                 "help": "send this variable to the hosts, too"},
+    "--verbose": {"action": "store_true", "help": "print the command of every host, not of the first three"},
+}  # fmt: skip
+# Of every launcher that has others to meet.
+_OF_SEVERAL: Final[Mapping[str, Mapping[str, Any]]] = {
+    "--master_addr": {"type": address, "metavar": "A", "help": "address of the first host, as the others know it"},
+    "--control_port": {"type": port, "metavar": "P", "help": "port where agents meet; default: master_port + 1"},
+    "--wait_seconds": {"type": seconds, "metavar": "S", "help": f"how long nodes wait for each other; default {WAIT_SECONDS:.0f}"},
+    "--no_preflight": {"action": "store_true", "help": "do not look at each node and at what is between them"},
+    "--token_file": {"metavar": "FILE", "help": "holds a secret that all nodes share; also DSF_TOKEN"},
+}
+_WITH_HOSTS: Final = {**_THROUGH_SSH, **_OF_SEVERAL}

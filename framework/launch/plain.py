@@ -17,7 +17,7 @@ from framework.errors import ConfigError, Problem
 from framework.launch.devices import usable_cores
 from framework.launch.hostfile import read_hostfile
 from framework.launch.inclusion import Chosen
-from framework.launch.options import Request
+from framework.launch.options import LaunchOptions
 from framework.launch.topology import Topology
 
 _DEFAULT_HOSTFILE: Final = Path("/job/hostfile")
@@ -35,18 +35,16 @@ class PlainCommand:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def local_command(config: str, overrides: Sequence[str], *, num_ranks: int, port: int, script: Path,
-                  chosen: Sequence[int] | None = None, deepspeed_config: str | None = None) -> list[str]:  # fmt: skip
+def local_command(arguments: Sequence[str], *, num_ranks: int, port: int, script: Path,
+                  chosen: Sequence[int] | None = None) -> list[str]:  # fmt: skip
     """The plain `deepspeed` command.
 
     Args:
-        config: path of the run config.
-        overrides: ``key=value`` settings.
+        arguments: of train.py.
         num_ranks: processes, one for each device.
         port: where the ranks meet.
         script: train.py.
         chosen: device numbers of ``CUDA_VISIBLE_DEVICES``; without them the launcher takes the first.
-        deepspeed_config: DeepSpeed JSON beside the run config.
     """
     # With --num_gpus the launcher drops CUDA_VISIBLE_DEVICES and takes devices 0 to N-1: somebody else's, perhaps.
     where = ["--num_gpus", str(num_ranks)]
@@ -54,9 +52,7 @@ def local_command(config: str, overrides: Sequence[str], *, num_ranks: int, port
         where = ["--include", "localhost:" + ",".join(map(str, sorted(chosen[:num_ranks])))]
     # The launcher reads this file by default and would start its hosts, too.
     local = ["--hostfile", os.devnull] if _DEFAULT_HOSTFILE.is_file() else []
-    beside = [] if deepspeed_config is None else ["--deepspeed_config", deepspeed_config]
-    start = [*deepspeed_program(), *local, *where, "--master_port", str(port), str(script)]
-    return [*start, "--config", config, *beside, *overrides]
+    return [*deepspeed_program(), *local, *where, "--master_port", str(port), str(script), *arguments]
 
 
 def node_command(topology: Topology, arguments: Sequence[str], *, script: Path, devices: Sequence[int] | None = None,
@@ -76,28 +72,28 @@ def node_command(topology: Topology, arguments: Sequence[str], *, script: Path, 
     return PlainCommand([*deepspeed_program(), *where, str(script), *arguments], before)
 
 
-def hosts_command(request: Request, topology: Topology, chosen: Sequence[Chosen], arguments: Sequence[str], *,
+def hosts_command(options: LaunchOptions, topology: Topology, chosen: Sequence[Chosen], arguments: Sequence[str], *,
                   script: Path) -> PlainCommand | None:  # fmt: skip
     """The `deepspeed` command for the same hosts, through pdsh; None where it has no words for them."""
     names = [item.host.name for item in chosen]
     filters = [f"--{name}={value}" for name, value in (
-        ("include", request.include), ("exclude", request.exclude), ("num_nodes", request.num_nodes),
-        ("num_gpus", request.num_ranks)) if value]  # fmt: skip
-    before, path = "", request.hostfile
-    every = [host.name for host in read_hostfile(request.hostfile or "")] if request.include or request.exclude else []
+        ("include", options.include), ("exclude", options.exclude), ("num_nodes", options.num_nodes),
+        ("num_gpus", options.num_gpus)) if value]  # fmt: skip
+    before, path = "", options.hostfile
+    every = [host.name for host in read_hostfile(options.hostfile or "")] if options.include or options.exclude else []
     if any(":" in name for name in names) or any(set(name) & set("@:") for name in every):
         # pdsh reads brackets as a range, and --include takes both signs for its own.
         if not all(item.is_first and not (":" in item.host.name and "@" in item.host.name) for item in chosen):
             return None
         before = f"hosts=$(mktemp) && printf '%s slots={topology.slots}\\n' {shlex.join(names)} > $hosts && "
         path, filters = "$hosts", []
-    if request.remote_python or request.remote_folder:
+    if options.remote_python or options.remote_folder:
         return None
     # A single host would be taken for this machine; without its check the launcher needs none of our options of ssh there.
-    how = [*(["--force_multi"] if topology.nnodes == 1 else []), *(["--no_ssh_check"] if request.ssh_args else [])]
-    where = [f"--hostfile={path}", *filters, *how, f"--master_addr={topology.master_addr}",
-             f"--master_port={topology.master_port}"]  # fmt: skip
-    variables = {"PDSH_SSH_ARGS_APPEND": request.ssh_args} if request.ssh_args else {}
+    how = [*(["--force_multi"] if topology.nnodes == 1 else []), *(["--no_ssh_check"] if options.ssh_args else [])]
+    port = [f"--master_port={topology.master_port}"] if topology.master_port else []
+    where = [f"--hostfile={path}", *filters, *how, f"--master_addr={topology.master_addr}", *port]
+    variables = {"PDSH_SSH_ARGS_APPEND": options.ssh_args} if options.ssh_args else {}
     return PlainCommand([*deepspeed_program(), *where, str(script), *arguments], before, variables)
 
 
@@ -142,8 +138,8 @@ def find_train_script() -> Path:
     return Path(os.path.relpath(script)) if script.is_relative_to(Path.cwd()) else script
 
 
-def usable_port(asked: int | None) -> int:
-    """A free port, or the one that was asked for.
+def usable_port(asked: int | None, *, asked_by: str = "--master_port") -> int:
+    """A free port, or the one that was asked for, by an option or a variable.
 
     Raises:
         ConfigError: something listens on the port that was asked for.
@@ -153,8 +149,9 @@ def usable_port(asked: int | None) -> int:
         try:
             probe.bind(("", asked or 0))
         except OSError as error:
+            file = "command line" if asked_by.startswith("-") else "environment"
             raise ConfigError(
-                Problem(kind="port-not-usable", file="command line", key="--master_port", value=asked,
+                Problem(kind="port-not-usable", file=file, key=asked_by, value=asked,
                         reason=f"ranks cannot meet there: {error.strerror}", fix="leave it out, and a free one is taken")
             ) from None  # fmt: skip
         port: int = probe.getsockname()[1]

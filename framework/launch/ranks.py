@@ -20,11 +20,10 @@ from typing import Final
 
 import psutil
 
+from framework.launch.devices import visible_variable
 from framework.launch.parent_watch import AGENT_VARIABLE, identity
 from framework.launch.topology import Topology
 
-# What hides other devices from a rank, for each kind that DeepSpeed drives (its accelerators' visible_devices_envs).
-_VISIBLE: Final = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "hpu": "HABANA_VISIBLE_MODULES"}
 _LEFTOVER_GRACE_SECONDS: Final = 2.0
 _CLEAR_SECONDS: Final = 10.0  # a process that waits for a dead disk cannot even be killed
 
@@ -46,7 +45,7 @@ class Ranks:
         self._topology = topology
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         numbers = range(topology.slots) if devices is None else sorted(devices)[: topology.slots]
-        visible = {_VISIBLE.get(device, "CUDA_VISIBLE_DEVICES"): ",".join(map(str, numbers))}
+        visible = {visible_variable(device): ",".join(map(str, numbers))}
         own = {AGENT_VARIABLE: identity(os.getpid()), "DSF_WORLD_SIZE": str(topology.world_size)}
         self._environment = {**environment, **visible, **own}
         # torchrun's, from a shell inside its job: the ranks would read it before LOCAL_SIZE.

@@ -13,7 +13,7 @@ from framework.config.load import load_with_source
 from framework.errors import EXIT_OK, UsageError
 from framework.launch.k8s.values import count, variable, whole
 from framework.launch.planned import checked_plan, hand_out, refuse_one_start
-from framework.launch.slurm_script import Request, script
+from framework.launch.slurm_script import SlurmRequest, script
 
 _WORD: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:+@/%-]*")
 _TIME: Final = re.compile(r"[0-9]+(-[0-9]{1,2})?(:[0-9]{1,2}){0,2}|UNLIMITED")
@@ -38,7 +38,7 @@ def main(words: Sequence[str]) -> int:
     return EXIT_OK
 
 
-def request_of(found: argparse.Namespace) -> Request:
+def request_of(found: argparse.Namespace) -> SlurmRequest:
     """The request that these arguments make.
 
     Raises:
@@ -52,7 +52,7 @@ def request_of(found: argparse.Namespace) -> Request:
         refuse_one_start(settings, place="launch slurm --requeue", once="without --requeue")
         is_set = any(word.startswith("checkpoint.resume=") for word in overrides)
         overrides += ["checkpoint.resume=auto"] if settings.checkpoint.resume == "never" and not is_set else []
-    return Request(
+    return SlurmRequest(
         config, found.nodes, ranks, found.name or settings.run.name, tuple(overrides), "cpu" if on_cpu else "cuda",
         cpus=found.cpus or ranks * (1 if on_cpu else 4), signal_seconds=found.signal_seconds, requeue=found.requeue,
         python=found.python, log=found.log, env=tuple(found.env), directives=(*_named_directives(found), *found.sbatch),

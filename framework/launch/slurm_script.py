@@ -11,7 +11,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from framework.errors import EXIT_STOPPED
+from framework.errors import EXIT_STOPPED, printable
 from framework.plan.cluster import Cluster
 
 # Between the end of what our agents give the ranks and the end of the job.
@@ -74,7 +74,7 @@ fi
 
 
 @dataclass(frozen=True)
-class Request:
+class SlurmRequest:
     """What was asked of ``launch slurm``.
 
     Attributes:
@@ -113,7 +113,7 @@ class Request:
         return Cluster(num_hosts=self.nodes, devices_per_host=self.ranks_per_node, device=self.device)
 
 
-def script(request: Request, *, made_by: str) -> str:
+def script(request: SlurmRequest, *, made_by: str) -> str:
     """The batch script; `made_by` is the command that made it, for its head."""
     words = [request.python, "-m", "framework", "launch", "node", request.config, *request.overrides]
     variables = dict(request.env)
@@ -123,7 +123,7 @@ def script(request: Request, *, made_by: str) -> str:
             "OMP_NUM_THREADS": str(max(1, request.cpus // request.ranks_per_node)),
         } | variables
     return _SCRIPT.format(
-        made_by="".join(c if c.isprintable() else "?" for c in made_by),
+        made_by=printable(made_by),
         directives="\n".join(f"#SBATCH {line}" for line in directives(request)),
         exports="".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items()),
         stopped=EXIT_STOPPED,
@@ -137,7 +137,7 @@ def script(request: Request, *, made_by: str) -> str:
     )
 
 
-def directives(request: Request) -> list[str]:
+def directives(request: SlurmRequest) -> list[str]:
     """The options that sbatch reads; the user's own come last and win."""
     gpus = [f"--gpus-per-node={request.ranks_per_node}"] if request.device == "cuda" else []
     return [

@@ -8,6 +8,7 @@ looked for or killed by name on another machine.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shlex
 import subprocess
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import framework
 from framework.errors import EXIT_OK, UsageError
@@ -23,8 +24,9 @@ from framework.launch import open_files
 from framework.launch.devices import LocalDevices
 from framework.launch.hostfile import Host
 from framework.launch.inclusion import Chosen, choose_hosts, who_chose
+from framework.launch.job import deepspeed_words
 from framework.launch.node import check_node, grace_seconds, read_token
-from framework.launch.options import Request
+from framework.launch.options import LaunchOptions
 from framework.launch.plain import as_shell_line, find_train_script, hosts_command
 from framework.launch.ssh_agents import Agents
 from framework.launch.told import tell
@@ -42,6 +44,7 @@ _KEPT: Final = ("DSF_AGENT", "DSF_WORLD_SIZE", "DSF_TERMINATION_LOG")
 # A silent host is given up one interval after the last of three questions: within 16 s, so that all is over within 20 s.
 _OPTIONS: Final = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=30", "-o", "ServerAliveInterval=4", "-o", "ServerAliveCountMax=3",
                    "-o", "ControlMaster=no", "-o", "ControlPath=none", "-T")  # fmt: skip
+_ASKS: Final = re.compile(r"(-o)?\s*batchmode[\s=]+(?!yes)", re.IGNORECASE)
 # Commands of agents that are printed.
 _TOLD: Final = 3
 _NO_PLAIN: Final = "none; DeepSpeed's launcher has no words for these hosts, devices, folder or Python"
@@ -50,43 +53,45 @@ _FILES_PER_HOST: Final = 3
 _OWN_FILES: Final = 32
 
 
-def launch_over_ssh(request: Request) -> int:
+def launch_over_ssh(options: LaunchOptions) -> int:
     """Start an agent on every host, pass on what they say, and return the exit code of the job.
 
     Raises:
         UsageError, ConfigError: nothing has been started.
     """
-    chosen, topology = _places(request)
+    chosen, topology = _places(options)
     open_files.require(_OWN_FILES + _FILES_PER_HOST * len(chosen), f"{len(chosen)} hosts", fix="leave hosts out with --exclude")
     # The devices are elsewhere: here only what holds on any machine is checked.
-    job = check_node(request.config, request.overrides, topology, LocalDevices("unknown", 0),
-                     deepspeed_config=request.deepspeed_config)  # fmt: skip
-    commands = [(item.host, ssh_command(item.host, agent_command(request, item, node, topology), ssh_args=request.ssh_args))
+    job = check_node(options.config, options.overrides, topology, LocalDevices("unknown", 0),
+                     deepspeed_config=options.deepspeed_config)  # fmt: skip
+    commands = [(item.host, ssh_command(item.host, agent_command(options, item, node, topology), ssh_args=options.ssh_args))
                 for node, item in enumerate(chosen)]  # fmt: skip
-    plain = hosts_command(request, topology, chosen, job.arguments, script=find_train_script())
+    plain = hosts_command(options, topology, chosen, job.arguments, script=find_train_script())
     line = as_shell_line(plain.words, plain.variables, before=plain.before) if plain else _NO_PLAIN
-    tell(topology, line, *_agents_told(commands, all_of_them=request.verbose))
-    if request.dry_run:
+    tell(topology, line, *_agents_told(commands, all_of_them=options.verbose))
+    if options.dry_run:
         return EXIT_OK
     # Nobody has to think of a secret: the life line carries one to every host.
-    own = {"DSF_JOB_ID": secrets.token_hex(8), "DSF_TOKEN": read_token(request.token_file) or secrets.token_hex(16),
-           "DSF_GRACE_SECONDS": str(grace_seconds(request.grace_seconds))}  # fmt: skip
-    order = {"environment": passed_on(os.environ, exports=request.exports) | own}
+    own = {"DSF_JOB_ID": secrets.token_hex(8), "DSF_TOKEN": read_token(options.token_file) or secrets.token_hex(16),
+           "DSF_GRACE_SECONDS": str(grace_seconds(options.grace_seconds))}  # fmt: skip
+    order = {"environment": passed_on(os.environ, exports=options.exports) | own}
     named = [(host.name.rpartition("@")[2], command) for host, command in commands]
     return Agents(named, order, grace_seconds=float(own["DSF_GRACE_SECONDS"])).run()
 
 
-def _places(request: Request) -> tuple[tuple[Chosen, ...], Topology]:
+def _places(options: LaunchOptions) -> tuple[tuple[Chosen, ...], Topology]:
     """The hosts with their devices, and what they make."""
-    assert request.hostfile is not None
-    choice: Any = {"include": request.include, "exclude": request.exclude, "num_nodes": request.num_nodes,
-                   "num_gpus": request.num_ranks}  # fmt: skip
-    chosen = choose_hosts(request.hostfile, **choice)
-    master = request.master_addr or address_of(chosen[0].host.name, ssh_args=request.ssh_args)
-    sources = who_chose(request.hostfile, **choice) | {
-        "master_addr": "--master_addr" if request.master_addr else "the first host",
-        "master_port": "--master_port" if request.port else "default"}  # fmt: skip
-    return chosen, Topology(len(chosen), len(chosen[0].devices), 0, master, request.port or DEFAULT_PORT, sources)
+    assert options.hostfile is not None
+    chosen = choose_hosts(options.hostfile, **options.choice)
+    sources = who_chose(options.hostfile, **options.choice)
+    master, port, sources["master_addr"], sources["master_port"] = options.master_addr, DEFAULT_PORT, "the first host", "default"
+    if len(chosen) == 1:
+        # Its ranks need no name that others know, which it might not reach itself, and no port that somebody else may have.
+        master, port = master or "127.0.0.1", 0
+        sources |= {"master_addr": "one host", "master_port": "one that the host finds"}
+    sources |= {name: f"--{name}" for name in ("master_addr", "master_port") if getattr(options, name)}
+    master = master or address_of(chosen[0].host.name, ssh_args=options.ssh_args)
+    return chosen, Topology(len(chosen), len(chosen[0].devices), 0, master, options.master_port or port, sources)
 
 
 def _agents_told(commands: Sequence[tuple[Host, Sequence[str]]], *, all_of_them: bool) -> list[str]:
@@ -97,26 +102,29 @@ def _agents_told(commands: Sequence[tuple[Host, Sequence[str]]], *, all_of_them:
     return rows + ([f"and {left} more agents; --verbose prints them all"] if left else [])
 
 
-def agent_command(request: Request, chosen: Chosen, node_rank: int, topology: Topology) -> list[str]:
+def agent_command(options: LaunchOptions, chosen: Chosen, node_rank: int, topology: Topology) -> list[str]:
     """What a host runs."""
-    beside = [] if request.deepspeed_config is None else ["--deepspeed_config", request.deepspeed_config]
-    port = ["--control_port", str(request.control_port)] if request.control_port else []
+    port = ["--control_port", str(options.control_port)] if options.control_port else []
     devices = [] if chosen.is_first else ["--devices", ",".join(map(str, chosen.devices))]
     root = str(Path(framework.__file__).resolve().parent.parent)
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     # The package may be found by PYTHONPATH alone, and the folder need not be the checkout.
-    words = ["env", f"PYTHONPATH={path}", request.remote_python or sys.executable, "-m", "framework", "launch", "node"]
-    words += ["--config", request.config, *beside, "--nnodes", str(topology.nnodes), "--node_rank", str(node_rank)]
-    words += ["--num_gpus", str(topology.slots), "--master_addr", topology.master_addr, "--master_port", str(topology.master_port)]
-    words += ["--no_preflight"] if request.no_preflight else []
-    words += [*port, *devices, "--wait_seconds", f"{request.wait_seconds:g}", "--from_stdin", "--", *request.overrides]
-    return ["cd", request.remote_folder or str(Path.cwd()), "&&", "exec", *words]
+    words = ["env", f"PYTHONPATH={path}", options.remote_python or sys.executable, "-m", "framework", "launch", "node"]
+    words += ["--config", options.config, *deepspeed_words(options.deepspeed_config)]
+    words += ["--nnodes", str(topology.nnodes), "--node_rank", str(node_rank)]
+    words += ["--num_gpus", str(topology.slots), "--master_addr", topology.master_addr]
+    words += ["--master_port", str(topology.master_port)] if topology.master_port else []
+    words += ["--no_preflight"] if options.no_preflight else []
+    words += [] if options.wait_seconds is None else ["--wait_seconds", f"{options.wait_seconds:.3f}"]
+    words += [*port, *devices, "--from_stdin", "--", *options.overrides]
+    return ["cd", options.remote_folder or str(Path.cwd()), "&&", "exec", *words]
 
 
 def ssh_command(host: Host, command: Sequence[str], *, ssh_args: str) -> list[str]:
     """The whole command here; `&&` is the one word that the shell there is to understand."""
     there = " ".join(word if word == "&&" else shlex.quote(word) for word in command)
-    return ["ssh", *_OPTIONS, *_split(ssh_args), "--", host.name, there]
+    # Of two values ssh takes the first.
+    return ["ssh", *split_ssh_args(ssh_args), *_OPTIONS, "--", host.name, there]
 
 
 def passed_on(environment: Mapping[str, str], *, exports: Sequence[str]) -> dict[str, str]:
@@ -136,14 +144,24 @@ def address_of(name: str, *, ssh_args: str = "") -> str:
     """What the other hosts call it: its name, or the HostName that ~/.ssh/config gives it; `ssh -G` reads that."""
     plain = name.rpartition("@")[2]
     with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(["ssh", *_split(ssh_args), "-G", "--", name], capture_output=True, text=True, timeout=20, check=False)
+        command = ["ssh", *split_ssh_args(ssh_args), "-G", "--", name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
         found = [line.partition(" ")[2] for line in done.stdout.splitlines() if line.startswith("hostname ")]
         return found[0] if done.returncode == 0 and found else plain
     return plain
 
 
-def _split(ssh_args: str) -> list[str]:
+def split_ssh_args(text: str, *, command: str = "launch") -> list[str]:
+    """The words of ``--ssh_args``; they win over our own options.
+
+    Raises:
+        UsageError: they cannot be read, or would have ssh ask somebody who is not there.
+    """
     try:
-        return shlex.split(ssh_args)
+        words = shlex.split(text)
     except ValueError as error:
-        raise UsageError(f"launch: --ssh_args: {error}") from None
+        raise UsageError(f"{command}: --ssh_args: {error}") from None
+    asks = next((word for word in words if _ASKS.match(word)), None)
+    if asks is not None:
+        raise UsageError(f"{command}: --ssh_args: {asks}: nobody is asked for a password; use a key, or an agent that holds it")
+    return words

@@ -18,7 +18,8 @@ from framework.errors import EXIT_OK, EXIT_PEER_LOST, EXIT_STOPPED, ConfigError,
 from framework.launch.host_names import first_few
 from framework.launch.meet.messages import readable
 from framework.launch.options import GRACE_SECONDS
-from framework.launch.requests import Requests, say
+from framework.launch.stop_requests import StopRequests
+from framework.launch.told import say
 from framework.output import write
 
 _LOOK_SECONDS: Final = 0.2
@@ -84,7 +85,7 @@ class Agents:
 
     def run(self) -> int:
         """Start them, hand on what they say and what is asked of them; returns the exit code of the job."""
-        with Requests().heeding_signals() as requests:
+        with StopRequests().heeding_signals() as requests:
             try:
                 self._start()
                 while not self._is_over():
@@ -159,7 +160,7 @@ class Agents:
                     saving = self._grace_seconds if code == EXIT_STOPPED else 0.0
                     self._give_up_at = time.monotonic() + saving + _PATIENCE_SECONDS
 
-    def _pass_on_request(self, requests: Requests) -> None:
+    def _pass_on_request(self, requests: StopRequests) -> None:
         wish = "kill" if requests.insists else "stop" if requests.asked else ""
         if wish and wish != self._told:
             self._told = wish

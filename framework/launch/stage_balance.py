@@ -12,12 +12,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from framework.config.load import Source
-from framework.errors import MISSING, ConfigError, Problem
+from framework.errors import ConfigError, Problem
 from framework.plan.plan import Plan
 
 # Building a model of a billion weights on one core takes about as long; `plan` is for somebody who waits.
@@ -69,15 +69,10 @@ def _read(plan: Plan, done: subprocess.CompletedProcess[str], source: Source) ->
         said = done.stderr.strip().splitlines()
         return _unknown(plan, f"looking at the model ended with code {done.returncode}{f': {said[-1]}' if said else ''}")
     if "problems" in told:
-        raise ConfigError(source.locate(problem) for problem in _problems(told["problems"]))
+        raise ConfigError(source.locate(Problem.from_dict(each)) for each in told["problems"])
     if "missing" in told:
-        return _unknown(plan, str(source.locate(_problems(told["missing"])[0])))
+        return _unknown(plan, str(source.locate(Problem.from_dict(told["missing"][0]))))
     return StageBalance(tuple(told["lines"]), told["pipeline"], tuple(_may_change(plan)))
-
-
-def _problems(values: Sequence[Mapping[str, Any]]) -> list[Problem]:
-    names = ("kind", "reason", "fix", "key", "file", "line", "column", "severity")
-    return [Problem(value=one.get("value", MISSING), **{name: one[name] for name in names}) for one in values]
 
 
 def _unknown(plan: Plan, reason: str) -> StageBalance:

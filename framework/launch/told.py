@@ -1,4 +1,4 @@
-"""What is said before a start: every value with the place it came from, and the plain command that trains the same."""
+"""What the launcher says, and before a start: every value with its place, and the plain command that trains the same."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from framework.launch.topology import Topology
 from framework.output import write
 
 
-def told(topology: Topology) -> list[str]:
+def values_told(topology: Topology) -> list[str]:
     """Every value that was decided, and where it came from."""
     values = {"nnodes": topology.nnodes, "node_rank": topology.node_rank, "slots": topology.slots,
-              "master_addr": topology.master_addr, "master_port": topology.master_port}  # fmt: skip
+              "master_addr": topology.master_addr, "master_port": topology.master_port or "free"}  # fmt: skip
     rows = [f"{name:<12}{value} ({topology.sources[name]})" for name, value in values.items() if name in topology.sources]
     nodes = "1 node" if topology.nnodes == 1 else f"{topology.nnodes} nodes"
     ranks = "1 rank" if topology.slots == 1 else f"{topology.slots} ranks"
@@ -20,5 +20,10 @@ def told(topology: Topology) -> list[str]:
 
 def tell(topology: Topology, plain: str, *further: str) -> None:
     """Print the values, the command that could be pasted, and whatever else there is to know."""
-    for line in [*told(topology), f"plain command: {plain}", *further]:
+    for line in [*values_told(topology), f"plain command: {plain}", *further]:
         write(sys.stdout, f"launch: {line}\n")
+
+
+def say(text: str) -> None:
+    """One line of the launcher."""
+    write(sys.stderr, f"launch: {text}\n")

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from framework.errors import ConfigError, Problem, UsageError
-from framework.launch.devices import RANKS_ON_CPU, LocalDevices
+from framework.launch.devices import LocalDevices
 from framework.launch.host_names import bare, is_host
 from framework.launch.hostfile import Host, cluster_of
+from framework.plan.cluster import RANKS_ON_CPU
 
 DEFAULT_PORT: Final = 29500
 _LARGEST: Final = {"nnodes": 9999, "node_rank": 9998, "slots": 1024, "master_port": 65534}
@@ -31,7 +32,7 @@ class Topology:
         nnodes: members of the job.
         slots: ranks on each.
         node_rank: which member this is; ranks node_rank * slots onwards run here.
-        master_addr, master_port: where the ranks meet, on node 0.
+        master_addr, master_port: where the ranks meet, on node 0; port 0: a single host elsewhere finds one.
         sources: where each value came from.
     """
 
@@ -58,8 +59,8 @@ class Said:
     is_guess: bool = False
 
 
-def resolve_topology(flags: Mapping[str, str | int | None], environment: Mapping[str, str], *,
-                     hosts: Sequence[Host] = (), default_slots: Said | None = None) -> Topology:  # fmt: skip
+def resolve_topology(flags: Mapping[str, str | int | None], environment: Mapping[str, str], *, hosts: Sequence[Host] = (),
+                     default_slots: Said | None = None, spelled: Mapping[str, str] | None = None) -> Topology:  # fmt: skip
     """This node's place.
 
     Args:
@@ -67,6 +68,7 @@ def resolve_topology(flags: Mapping[str, str | int | None], environment: Mapping
         environment: of this process.
         hosts: a hostfile's, in order.
         default_slots: number of ranks where nobody gives one.
+        spelled: flags that the command line has under another name than ours, by the names of `Topology`.
 
     Raises:
         UsageError: the process is one of many that a launcher such as torchrun has already started.
@@ -76,7 +78,8 @@ def resolve_topology(flags: Mapping[str, str | int | None], environment: Mapping
         raise UsageError("launch node: LOCAL_RANK is set, so a launcher has already started one process per device (torchrun, "
                          "srun); let it start train.py: python train.py --config CONFIG [per-process-environment]")  # fmt: skip
     problems: list[Problem] = []
-    said = [Said(name, bare(str(value)), _FLAGS[name]) for name, value in flags.items() if value is not None]
+    words = _FLAGS | dict(spelled or {})
+    said = [Said(name, bare(str(value)), words[name]) for name, value in flags.items() if value is not None]
     given = {item.name for item in said}
     offered = [*_from_hosts(hosts), *described(environment)]
     problems += _contradictions([item for item in offered if item.name not in given and not item.is_guess])
@@ -200,8 +203,8 @@ def _slurm(environment: Mapping[str, str]) -> Iterator[Said]:
         if variable in environment:
             yield Said("master_addr", first_of_nodelist(environment[variable]), variable, is_guess=True)
             break
-    gpus = environment.get("SLURM_GPUS_ON_NODE") or environment.get("SLURM_GPUS_PER_NODE", "")
-    yield Said("slots", gpus.rpartition(":")[2], "SLURM_GPUS_ON_NODE", is_guess=True)
+    for variable in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
+        yield Said("slots", environment.get(variable, "").rpartition(":")[2], variable, is_guess=True)
 
 
 def _slurm_problems(environment: Mapping[str, str]) -> Iterator[Problem]:
@@ -237,9 +240,21 @@ def _volcano(environment: Mapping[str, str]) -> Iterator[Said]:
     lists = [name for name in environment if re.fullmatch(r"VC_[A-Z0-9_]+_HOSTS", name)]
     if len(lists) == 1:
         hosts = [host for host in re.split(r"[,\s]+", environment[lists[0]]) if host]
-        yield Said("nnodes", environment.get(lists[0].replace("_HOSTS", "_NUM"), str(len(hosts))), lists[0])
+        counted = lists[0].replace("_HOSTS", "_NUM")
+        number = environment.get(counted)
+        yield Said("nnodes", number, counted) if number else Said("nnodes", str(len(hosts)), lists[0])
         yield Said("node_rank", environment.get("VC_TASK_INDEX", ""), "VC_TASK_INDEX")
         yield Said("master_addr", hosts[0] if hosts else "", lists[0], is_guess=True)
+
+
+def _pytorchjob(environment: Mapping[str, str]) -> Iterator[Said]:
+    """Kubeflow's operator before 1.7 counts pods, later ones ranks, and then PET_NNODES counts the pods.
+
+    A launcher's processes have LOCAL_RANK, and never come here.
+    """
+    if not environment.get("PET_NNODES"):
+        yield Said("nnodes", environment.get("WORLD_SIZE", ""), "WORLD_SIZE")
+    yield Said("node_rank", environment.get("RANK", ""), "RANK")
 
 
 _READERS: Final[Sequence[Callable[[Mapping[str, str]], Iterator[Said]]]] = (
@@ -252,6 +267,5 @@ _READERS: Final[Sequence[Callable[[Mapping[str, str]], Iterator[Said]]]] = (
     _dstack,
     _plain("LWS_", nnodes="GROUP_SIZE", node_rank="WORKER_INDEX", master_addr="LEADER_ADDRESS"),  # LeaderWorkerSet
     _volcano,
-    # Older PyTorchJobs: pods, not processes; a launcher's processes have LOCAL_RANK and never come here.
-    _plain(nnodes="WORLD_SIZE", node_rank="RANK"),
+    _pytorchjob,
 )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framework.config.explain import nearest
+from framework.config.spelling import nearest
 from framework.config.training import Training
 from framework.errors import ConfigError, Problem
 from framework.models.layers import LayeredModel, as_layers

@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from framework.errors import ConfigError, Problem
+from framework.errors import ConfigError, Problem, in_one_line
 from framework.models.recompute import recompute
 
 _SEED_STRIDE: Final = 0x9E3779B97F4A7C15
@@ -191,7 +191,7 @@ def _told(model: nn.Module, *, key: str) -> list[Layer]:
     except (TypeError, ValueError):
         pass
     except Exception as error:
-        wrong = f"fails: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        wrong = f"fails: {in_one_line(error)}"
     if not pairs or not all(isinstance(module, nn.Module) for _, module in pairs):
         raise ConfigError(Problem(
             kind="model-not-layered", key=key, value=type(model).__name__,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from framework.errors import ConfigError, Problem
+from framework.errors import ConfigError, Problem, in_one_line
 from framework.models.layers import Layer
 
 # What DeepSpeed's pipeline can send (runtime/pipe/engine.py `ID_TO_DTYPE`), less bool, which NCCL cannot.
@@ -138,10 +138,9 @@ def _made(layer: Layer, make: Callable[[], nn.Module]) -> nn.Module:
     try:
         return make()
     except Exception as error:
-        text = " ".join(str(error).split())[:200]
         raise ConfigError(Problem(
             kind="layer-failed", key="model", value=layer.name,
-            reason=f"the layer cannot be built: {type(error).__name__}: {text}", fix="mend what builds it",
+            reason=f"the layer cannot be built: {in_one_line(error)}", fix="mend what builds it",
         )) from error  # fmt: skip
 
 
@@ -172,10 +171,9 @@ def refuse_bad_tie(first: Layer, first_module: nn.Module, layer: Layer, module: 
 
 
 def _failed(layer: Layer, module: nn.Module, value: Any, error: Exception) -> Problem:
-    text = " ".join(str(error).split())[:200]
     return Problem(
         kind="layer-failed", key="model", value=f"{layer.name} ({type(module).__name__})",
-        reason=f"the layer fails on the output of the layer before, {_shown(value)}: {type(error).__name__}: {text}",
+        reason=f"the layer fails on the output of the layer before, {_shown(value)}: {in_one_line(error)}",
         fix="mend the layer, or the order of the layers",
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from math import inf
 from typing import Any, Final
 
 from framework.config.parallel import Parallel
-from framework.errors import Problem
+from framework.errors import Problem, counted
 
 Bounds = tuple[int, ...]
 MayBe = Callable[[int, int], bool]
@@ -114,7 +114,7 @@ class StageTable:
             first, last = self.layers[stage.start].name, self.layers[stage.stop - 1].name
             span = first if stage.stop - stage.start == 1 else f"{first} .. {last}"
             count = stage.stop - stage.start
-            parts = [f"{count} layer{'' if count == 1 else 's'} ({span})", f"{stage.num_params:,} parameters",
+            parts = [f"{counted(count, 'layer')} ({span})", f"{stage.num_params:,} parameters",
                      f"{stage.param_bytes / 1e6:,.1f} MB"]  # fmt: skip
             if stage.seconds is not None:
                 parts.append(f"{1000 * stage.seconds:,.2f} ms per micro-batch")
@@ -177,7 +177,7 @@ def _explicit(layers: Sequence[LayerFacts], parallel: Parallel) -> Bounds | Prob
 def too_few_layers(parallel: Parallel, num_layers: int) -> Problem:
     """There would be a stage without a layer."""
     return _refused("pipe-exceeds-layers", "parallel.pipe", parallel.pipe,
-                    f"the model has only {num_layers} layer{'' if num_layers == 1 else 's'}",
+                    f"the model has only {counted(num_layers, 'layer')}",
                     f"set parallel.pipe: {num_layers}{' or less' if num_layers > 1 else ''}")  # fmt: skip
 
 

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from framework.errors import ConfigError, Problem, UsageError
+from framework.errors import ConfigError, Problem, UsageError, counted
 
 Device = Literal["cuda", "cpu", "npu", "xpu", "hpu", "mps", "unknown"]
 # torchrun's name first, then the DeepSpeed launcher's (deepspeed/launcher/launch.py).
 _LOCAL_SIZE_VARIABLES: Final = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+# What `launch` takes without devices: enough to show that ranks work together, and no more than a laptop has cores.
+RANKS_ON_CPU: Final = 2
 # Set by whoever planned the job, above the launcher that counts the ranks.
 PLANNED_VARIABLE: Final = "DSF_WORLD_SIZE"
 
@@ -63,8 +65,8 @@ class Cluster:
         return Cluster(num_hosts=world_size // local, devices_per_host=local, device=device)
 
     def __str__(self) -> str:
-        kind = "" if self.device == "unknown" else f" {self.device}"
-        devices = f"{self.devices_per_host}{kind} device{'s' if self.devices_per_host > 1 else ''}"
+        kind = "" if self.device == "unknown" else f"{self.device} "
+        devices = counted(self.devices_per_host, f"{kind}device")
         return devices if self.num_hosts == 1 else f"{self.num_hosts} hosts x {devices}"
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from framework.config.batch import Batch
-from framework.errors import Problem
+from framework.errors import Problem, counted
 
 DEFAULT_MICRO_SIZE: Final = 32
 
@@ -76,13 +76,13 @@ def _sizes(batch: Batch, parallel: int) -> tuple[int, int, int] | Problem:
     if given_global is None:
         micro, accumulation = micro or DEFAULT_MICRO_SIZE, accumulation or 1
         return micro * accumulation * parallel, micro, accumulation
-    samples, devices = _count(given_global, "sample"), _count(parallel, "device")
+    samples, devices = counted(given_global, "sample"), counted(parallel, "device")
     if given_global % parallel:
         return _does_not_divide(batch, parallel, f"{samples} cannot be split evenly over {devices}")
     if micro is None:
         accumulation = accumulation or 1
         micro, remainder = divmod(given_global, parallel * accumulation)
-        reason = f"{samples} cannot be split over {devices} x {_count(accumulation, 'accumulation step')}"
+        reason = f"{samples} cannot be split over {devices} x {counted(accumulation, 'accumulation step')}"
     elif accumulation is None:
         accumulation, remainder = divmod(given_global, parallel * micro)
         reason = f"{samples} cannot be split over {devices} x micro-batches of {micro}"
@@ -99,13 +99,9 @@ def _stages_do_not_divide(world_size: int, pipe_size: int) -> Problem:
     counts = f"{below} or {below + pipe_size}" if below else str(pipe_size)
     return Problem(
         kind="pipe-not-divisible", key="parallel.pipe", value=pipe_size,
-        reason=f"{_count(world_size, 'device')} cannot be split into pipelines of {_count(pipe_size, 'stage')}",
+        reason=f"{counted(world_size, 'device')} cannot be split into pipelines of {counted(pipe_size, 'stage')}",
         fix=f"use {counts} devices, or other stages",
     )  # fmt: skip
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _does_not_divide(batch: Batch, parallel: int, reason: str) -> Problem:
@@ -114,7 +110,7 @@ def _does_not_divide(batch: Batch, parallel: int, reason: str) -> Problem:
     if batch.micro_size is not None and batch.accumulation_steps is not None:
         devices = implied_data_parallel_size(batch)
         fix = f"set batch.global_size: {unit}, or leave one of the three out"
-        fix += f", or use {_count(devices, 'device')}" if devices else ""
+        fix += f", or use {counted(devices, 'device')}" if devices else ""
     else:
         below = batch.global_size // unit * unit
         fix = f"set batch.global_size: {f'{below} or {below + unit}' if below else unit}"

@@ -10,21 +10,24 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-from framework.errors import EXIT_OK, EXIT_STORAGE, ConfigError, Problem, StorageError, show_value
-from framework.files import read_regular
-from framework.train.best import best_in
-from framework.train.saved import (
-    LATEST,
+from framework.checkpoint_names import (
+    LAYER_FILE,
     MANIFEST,
+    MODEL_FILE,
+    OPTIMIZER_FILE,
     REPLACED,
+    SWAPPED,
     TAG,
-    SavedCheckpoint,
+    holders,
+    latest_tag,
     named_folders,
-    read_checkpoint,
+    own_names,
     replaced_folders,
     size_of,
-    whats_wrong,
 )
+from framework.errors import EXIT_OK, EXIT_STORAGE, ConfigError, Problem, StorageError, counted, show_value
+from framework.train.best import best_in
+from framework.train.saved import SavedCheckpoint, read_checkpoint, whats_wrong
 from framework.train.unverified import find_raw, irregular, read_names, refused
 
 _WIDTH: Final = 11
@@ -100,12 +103,12 @@ def _raw(path: Path, *, as_json: bool, allowed: bool) -> tuple[str, bool]:
 
 def _checkpoints_at(path: Path) -> list[Path]:
     """Folders with the name of a checkpoint: the path itself, or those in it, oldest first. None where there is a raw one."""
-    if find_raw(path) and not any(next(path.glob(f"{inner}global_step*/{MANIFEST}"), None) for inner in ("", "checkpoints/")):
+    if find_raw(path) and not any(next(folder.glob(f"global_step*/{MANIFEST}"), None) for folder in holders(path)):
         return []
-    for named in (path, path.resolve()):  # a link, or `.`, may stand for a checkpoint
+    for named in own_names(path):
         if (TAG.match(named.name) or REPLACED.match(named.name)) and named.is_dir():
             return [named]
-    for folder in (path, path / "checkpoints"):
+    for folder in holders(path):
         if found := [child for _, child in named_folders(folder) if child.is_dir()]:
             return found
     reason = "there is no checkpoint" if path.exists() else "there is no such folder"
@@ -184,7 +187,7 @@ def _place(manifest: Mapping[str, Any]) -> str:
 def _layout(manifest: Mapping[str, Any]) -> str:
     config, layout = manifest["config"], manifest.get("layout", {})
     ranks, stages = layout.get("world_size"), layout.get("pipe_size", 1)
-    said = [f"{ranks} rank{'' if ranks == 1 else 's'}"] if ranks else []
+    said = [counted(ranks, "rank")] if ranks else []
     said += [f"{stages} pipeline stages x {layout['data_parallel_size']} data-parallel"] if stages > 1 else []
     said += [f"ZeRO stage {config['zero']['stage']}", str(config["precision"]["dtype"])]
     if layout:
@@ -238,11 +241,11 @@ def _sizes(checkpoint: SavedCheckpoint) -> dict[str, int]:
     whole = checkpoint.manifest["config"]["zero"]["stage"] == 0 and not piped
     sizes = {"weights": 0, "optimizer": 0, "weights and optimizer": 0, "rest": 0}
     for name, record in checkpoint.manifest["files"].items():
-        if name.endswith("optim_states.pt") or name.startswith("offloaded_tensors/"):
+        if OPTIMIZER_FILE.fullmatch(name) or name.startswith(f"{SWAPPED}/"):
             kind = "optimizer"
-        elif name.startswith("layer_"):
+        elif LAYER_FILE.fullmatch(name):
             kind = "weights"
-        elif name.endswith("model_states.pt"):  # a pipeline's weights lie in its layers, and its optimizer here
+        elif MODEL_FILE.fullmatch(name):  # a pipeline's weights lie in its layers, and its optimizer here
             kind = "weights and optimizer" if whole else "optimizer" if piped else "weights"
         else:
             kind = "rest"
@@ -260,7 +263,7 @@ def _size(num_bytes: float) -> str:
 
 def _table(found: list[Inspected]) -> Iterator[str]:
     """A line for each checkpoint of a run, and one more for each damaged file."""
-    latest = _latest(found[0].path.parent)
+    latest = latest_tag(found[0].path.parent)
     for one in found:
         said = [f"{one.path.name:<20}"]
         if one.checkpoint is not None:
@@ -271,13 +274,6 @@ def _table(found: list[Inspected]) -> Iterator[str]:
         yield from (f"  damaged: {one.path.name}/{line}" for line in one.damage or ())
     for path in replaced_folders(found[0].path.parent):
         yield f"{path.name:<20}  {_size(size_of(path)):>10}  set aside by a resume from an earlier step"
-
-
-def _latest(folder: Path) -> str:
-    try:
-        return (read_regular(folder / LATEST, num_bytes=256) or b"").decode("utf-8", errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def _as_json(one: Inspected) -> dict[str, Any]:

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from framework.errors import counted
 from framework.plan.balance import StageTable
+from framework.plan.cluster import RANKS_ON_CPU
 from framework.plan.plan import Plan
 from framework.train.best import Best
 from framework.train.rank_log import say
@@ -19,7 +21,6 @@ from framework.train.rank_log import say
 # script is called from there.
 SHELL_PATH: Final = "DSF_SHELL_PATH"
 DOOR: Final = "DSF_DOOR"
-_RANKS_ON_CPU: Final = 2  # what `launch` takes where nothing says how many
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,9 @@ def tell_start(
     for line in stages.lines() if stages else ():
         say(line)
     begin = f"from step {start_step} " if start_step else ""
+    steps = counted(plan.length.total_steps or 0, "step")
     say(
-        f"training {plan.config.run.name} {begin}on {plan.cluster}: {_steps(plan.length.total_steps or 0)}, {plan.layout}, "
+        f"training {plan.config.run.name} {begin}on {plan.cluster}: {steps}, {plan.layout}, "
         f"ZeRO {plan.config.zero.stage}, {plan.config.precision.dtype} -> {folder}"
     )
 
@@ -87,7 +89,7 @@ def tell_end(result: RunResult, plan: Plan, *, environment: Mapping[str, str]) -
     if result.step == result.start_step:
         say(f"{plan.config.run.name}: nothing left to do, step {result.step} was reached before")
     else:
-        say(f"{plan.config.run.name}: finished after {_steps(result.step)}")
+        say(f"{plan.config.run.name}: finished after {counted(result.step, 'step')}")
     rows = [
         (f"final {name}", f"{value:.4f}") for name, value in sorted(result.metrics.items()) if name.startswith("eval/")
     ]
@@ -122,7 +124,7 @@ def tell_next(plan: Plan, words: Sequence[str], *, environment: Mapping[str, str
         return
     python = _program(Path(sys.executable).name, environment)
     door = f"{environment[DOOR]} train" if DOOR in environment else f"{python} -m framework launch"
-    implied = config.run.world_size or (_RANKS_ON_CPU if plan.cluster.device == "cpu" else None)
+    implied = config.run.world_size or (RANKS_ON_CPU if plan.cluster.device == "cpu" else None)
     ranks = plan.cluster.world_size
     where = [] if ranks == implied else ["--num_gpus", str(ranks)]
     say(f"try next: {door} {shlex.join([*words, *where, *changed])}")
@@ -143,7 +145,3 @@ def _program(name: str, environment: Mapping[str, str]) -> str:
         return name
     inside = own.is_relative_to(Path.cwd())
     return shlex.quote(str(own.relative_to(Path.cwd()) if inside else own))
-
-
-def _steps(count: int) -> str:
-    return f"{count} step{'' if count == 1 else 's'}"

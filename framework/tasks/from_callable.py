@@ -53,10 +53,6 @@ class _CallableTask(Task):
         self._key = key
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
-        if isinstance(self.function, nn.Module):
-            # Class weights are a buffer of the loss and start on the CPU. Nothing is copied once they are there.
-            device = _device(outputs)
-            self.function = self.function if device is None else self.function.to(device)
         loss = self.function(_in_float32(outputs), targets)
         if not isinstance(loss, Tensor) or loss.ndim != 0:
             raise ConfigError(_not_a_loss(loss, key=self._key))
@@ -72,14 +68,6 @@ def _in_float32(outputs: Any) -> Any:
     if type(outputs) is dict:
         return {name: _in_float32(value) for name, value in outputs.items()}
     return outputs
-
-
-def _device(outputs: Any) -> Any:
-    """Device of the first tensor found, None without one."""
-    if isinstance(outputs, Tensor):
-        return outputs.device
-    parts = outputs.values() if isinstance(outputs, dict) else outputs if isinstance(outputs, tuple | list) else ()
-    return next((device for part in parts if (device := _device(part)) is not None), None)
 
 
 def _not_a_loss(loss: object, *, key: str) -> Problem:

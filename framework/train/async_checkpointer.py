@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Final, Literal
 
+from framework.checkpoint_names import SAVING, tag_of
 from framework.errors import StorageError
 from framework.files import FileRecord
 from framework.train.checkpointer import Checkpointer
-from framework.train.publication import SAVING, discard, make_room
+from framework.train.publication import discard, make_room
 from framework.train.staged_files import StagedFiles
 from framework.train.warn import warn
 from framework.train.writer import ALL_WRITTEN, GIVE_UP
@@ -25,6 +26,7 @@ from framework.train.writer_process import WriterProcess
 
 # After an error somewhere the ranks cannot meet any more, and nobody knows whether the others will still write.
 _LAST_SECONDS: Final = 10.0
+_BEAT_SECONDS: Final = 5.0
 # of this rank's writer: busy with the files, done with them, or at the end of its order in one of three ways
 State = Literal["writing", "written", "published", "failed", "dead"]
 
@@ -65,7 +67,7 @@ class AsyncCheckpointer(Checkpointer):
             StorageError: the last save of the run failed.
         """
         self._settle(due=step)
-        tag = f"global_step{step}"
+        tag = tag_of(step)
         state = {"step": step, **self._position(step)}
         self._staged.clear()
         failure = self._agree(lambda: self._on_main(lambda: make_room(self._folder))) or self._agree(
@@ -139,23 +141,36 @@ class AsyncCheckpointer(Checkpointer):
         step = self._step
         if due is not None:
             self._mention_waiting(step, due=due)
-        while self._state == "writing":
-            self._await_answer()
-        failure, is_told = next((said for said in self._gather(self._failure) if said), ""), False
+        failure = next(filter(None, self._await_all("writing", lambda: self._failure)), "")
         if self._is_main:
-            failure, is_told = self._conclude(failure)
-        failure, is_told = self._gather((failure, is_told))[0]
+            self._give_word(failure)
+        failure, is_told = self._await_all("written", lambda: self._conclusion(failure), is_mine=self._is_main)[0]
         self._step = None
         if failure:
             self._on_main(lambda: discard(self._folder))
             self._tell(step, failure, is_told=is_told, is_final=is_final)
 
-    def _conclude(self, failure: str) -> tuple[str, bool]:
-        """Rank 0's part: let its writer publish, or give up; what failed, and whether the writer has said it."""
+    def _await_all(self, state: State, found: Callable[[], Any], *, is_mine: bool = True) -> list[Any]:
+        """What every rank has found when no writer is in this state any more; a rank whose writer cannot be waits for the others.
+
+        They meet every few seconds: a disk may take longer than ranks wait for each other in a collective.
+        """
+        while True:
+            if is_mine and self._state == state:
+                with suppress(TimeoutError):
+                    self._await_answer(_BEAT_SECONDS)
+            everyone = self._gather((is_mine and self._state == state, found()))
+            if not any(waits for waits, _ in everyone):
+                return [what for _, what in everyone]
+
+    def _give_word(self, failure: str) -> None:
+        """Rank 0's writer is to publish, or to give up."""
         if self._state == "written" and self._writer is not None:
             with suppress(OSError):  # it may be over, or dead: its answer tells
                 self._writer.send(word=GIVE_UP if failure else ALL_WRITTEN, failure=failure)
-            self._await_answer()
+
+    def _conclusion(self, failure: str) -> tuple[str, bool]:
+        """What failed, and whether rank 0's writer has said it; as rank 0 knows it."""
         if self._state == "published":  # all files were there: a writer that died before it said so has done its part
             return "", False
         return failure or self._failure, self._state == "failed"

@@ -12,17 +12,15 @@ import shutil
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
+from framework.checkpoint_names import LATEST, LEAVING, MANIFEST, SAVING, latest_tag, tag_of
 from framework.errors import StorageError
-from framework.files import FileRecord, read_regular, replace_text
-from framework.train.engine import Engine
-from framework.train.publication import LEAVING, SAVING, discard, failure_of, make_room, publish, warn_of_failure
+from framework.files import FileRecord, replace_text
+from framework.train.engine import Engine, Gather
+from framework.train.publication import discard, failure_of, make_room, publish, warn_of_failure
 from framework.train.retention import Retention
-from framework.train.saved import LATEST, MANIFEST, list_checkpoints
-
-_LONGEST_TAG: Final = 256
-Gather = Callable[[Any], list[Any]]
+from framework.train.saved import list_checkpoints
 
 
 def clear_unfinished(folder: Path) -> list[str]:
@@ -44,16 +42,9 @@ def clear_unfinished(folder: Path) -> list[str]:
     for path in folder.glob(f".{LATEST}.*.tmp"):
         path.unlink()
     newest = next(reversed(list_checkpoints(folder)), None)
-    if newest is not None and _latest(folder) != newest.tag:
+    if newest is not None and latest_tag(folder) != newest.tag:
         replace_text(folder / LATEST, newest.tag)
     return removed
-
-
-def _latest(folder: Path) -> str:
-    try:
-        return (read_regular(folder / LATEST, num_bytes=_LONGEST_TAG) or b"").decode("utf-8", errors="replace")
-    except FileNotFoundError:
-        return ""
 
 
 class Checkpointer:
@@ -61,7 +52,7 @@ class Checkpointer:
 
     def __init__(
         self, engine: Engine, folder: Path, *, retention: Retention, is_main: bool, gather: Gather,
-        position: Callable[[int], Mapping[str, Any]], description: Mapping[str, Any], last_step: int | None = None,
+        position: Callable[[int], Mapping[str, Any]], description: Mapping[str, Any], last_step: int | None,
     ) -> None:  # fmt: skip
         """Rank 0 (`is_main`) names and deletes; all ranks take part in what the engine writes.
 
@@ -73,7 +64,7 @@ class Checkpointer:
             gather: every rank's value, in the order of ranks, on every rank.
             position: where a step stands in the data; goes into the state and into the manifest.
             description: what else the manifest says: topology, versions, config.
-            last_step: the step after which a save that fails is an error, because none follows.
+            last_step: the step after which a save that fails is an error, because none follows; None where any may be followed.
         """
         self._engine, self._folder, self._retention, self._last_step = engine, folder, retention, last_step
         self._is_main, self._gather, self._position, self._description = is_main, gather, position, description
@@ -89,7 +80,7 @@ class Checkpointer:
         Raises:
             StorageError: the last save of the run failed.
         """
-        tag = f"global_step{step}"
+        tag = tag_of(step)
         state = {"step": step, **self._position(step)}
         failure = (
             self._agree(lambda: self._on_main(lambda: make_room(self._folder)))

@@ -6,49 +6,84 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
-from framework.errors import ConfigError, Problem, StorageError, show_value
-from framework.files import replace_text
-from framework.train.saved import (
+from framework.checkpoint_names import (
     LATEST,
     REPLACED,
     TAG,
-    SavedCheckpoint,
-    list_checkpoints,
+    holders,
     named_folders,
-    read_checkpoint,
-    whats_wrong,
+    own_names,
+    replaced_names,
 )
+from framework.errors import ConfigError, Problem, StorageError, show_value
+from framework.files import replace_text
+from framework.train.saved import SavedCheckpoint, list_checkpoints, read_checkpoint, whats_wrong
 from framework.train.unverified import find_raw, refused
 
+_RESUME: Final = "checkpoint.resume"
 
-def find_checkpoint(
-    resume: str, *, run_checkpoints: Path, allow_unverified: bool = False, key: str = "checkpoint.resume"
-) -> SavedCheckpoint | None:
+
+def newest_at(path: str, *, key: str, allow_unverified: bool = False) -> SavedCheckpoint | None:
+    """The checkpoint that a path names, or the newest one of the folder that it names, without a look at its files.
+
+    None where there is no finished one; `absence_at` tells why.
+
+    Args:
+        path: of a checkpoint, of a run folder, or of its ``checkpoints``.
+        key: what the user gave the path for.
+        allow_unverified: it may be a checkpoint that has no manifest.
+
+    Raises:
+        ConfigError: there is one without a manifest, and nobody asked for that; kind ``checkpoint-unverified``.
+        StorageError: the manifest of the newest checkpoint is damaged, or storage does not answer.
+    """
+    with telling_of_storage(key, path):
+        found = _at(path, key=key, allow_unverified=allow_unverified)
+        damaged = _unreadable(_searched(path, found), known=found, key=key)
+    newer = [damaged[step] for step in sorted(damaged, reverse=True) if step > found[0].step]
+    if newer:
+        raise StorageError(f"{key} = {path}: {'; '.join(newer)}; restore it from a copy, or name an older one, such as "
+                           f"{found[0].path} [checkpoint-damaged]")  # fmt: skip
+    return next(iter(found), None)
+
+
+def absence_at(path: str, *, key: str) -> str:
+    """Why there is no finished checkpoint at a path where `newest_at` has found none."""
+    with telling_of_storage(key, path):
+        if not Path(path).exists():
+            return "there is no such folder"
+        wrong = [_told(named, key=key) for named in _bearing_a_name(Path(path))]
+    return f"there is no finished checkpoint: {wrong[-1]}" if wrong else "there is no finished checkpoint"
+
+
+def find_checkpoint(resume: str, *, run_checkpoints: Path, allow_unverified: bool = False) -> SavedCheckpoint | None:
     """The checkpoint that ``checkpoint.resume`` asks for, without a look at its files; None for a fresh start.
 
     Args:
         resume: ``auto``, ``never`` or a path.
         run_checkpoints: where `auto` looks.
         allow_unverified: a path may name a checkpoint that has no manifest.
-        key: what the user gave the path for.
 
     Raises:
         ConfigError: a path was given and there is no finished checkpoint, or one without a manifest that nobody asked for.
         StorageError: `auto`, and all that are there are damaged; a folder was given, and the manifest of its newest checkpoint
             is damaged; or storage does not answer.
     """
-    with telling_of_storage(key, resume):
-        candidates = _candidates(resume, run_checkpoints=run_checkpoints, allow_unverified=allow_unverified, key=key)
-        damaged = _unreadable(_searched(resume, candidates, run_checkpoints=run_checkpoints), known=candidates, key=key)
-    if damaged and not candidates:
-        raise _none_sound(resume, damaged)
+    if resume == "never":
+        return None
     if resume != "auto":
-        newer = [damaged[step] for step in sorted(damaged, reverse=True) if step > candidates[0].step]
-        if newer:
-            raise StorageError(f"{key} = {resume}: {'; '.join(newer)}; restore it from a copy, or name an older one, such as "
-                               f"{candidates[0].path} [checkpoint-damaged]")  # fmt: skip
-    return next(iter(candidates), None)
+        found = newest_at(resume, key=_RESUME, allow_unverified=allow_unverified)
+        if found is None:
+            raise _not_found(resume)
+        return found
+    with telling_of_storage(_RESUME, resume):
+        found = next(reversed(list_checkpoints(run_checkpoints)), None)
+        damaged = {} if found else _unreadable(run_checkpoints, known=(), key=_RESUME)
+    if damaged:
+        raise _none_sound(resume, damaged)
+    return found
 
 
 def find_sound_checkpoint(
@@ -71,9 +106,15 @@ def find_sound_checkpoint(
         StorageError: there are checkpoints, and none is sound: starting afresh would be no answer to ``resume: auto``. Or
             storage does not answer.
     """
-    with telling_of_storage("checkpoint.resume", resume):
-        candidates = _candidates(resume, run_checkpoints=run_checkpoints, allow_unverified=allow_unverified)
-        refused = _unreadable(_searched(resume, candidates, run_checkpoints=run_checkpoints), known=candidates)
+    if resume == "never":
+        return None, []
+    with telling_of_storage(_RESUME, resume):
+        candidates = (list(reversed(list_checkpoints(run_checkpoints))) if resume == "auto" else
+                      _at(resume, key=_RESUME, allow_unverified=allow_unverified))  # fmt: skip
+        searched = run_checkpoints if resume == "auto" else _searched(resume, candidates)
+        refused = _unreadable(searched, known=candidates, key=_RESUME)
+    if resume != "auto" and not candidates:
+        raise _not_found(resume)
     _refuse_replaced(candidates)
     for candidate in candidates:
         newer = [refused[step] for step in sorted(refused, reverse=True) if step > candidate.step] if candidate.verified else []
@@ -94,7 +135,7 @@ def find_sound_checkpoint(
 def _none_sound(resume: str, refused: Mapping[int, str]) -> StorageError:
     told = "; ".join(refused[step] for step in sorted(refused, reverse=True))
     return StorageError(
-        f"checkpoint.resume = {resume}: {'no checkpoint is sound' if resume == 'auto' else 'the checkpoint is damaged'}: {told}; "
+        f"{_RESUME} = {resume}: {'no checkpoint is sound' if resume == 'auto' else 'the checkpoint is damaged'}: {told}; "
         "restore it from a copy, name another one, or start afresh with checkpoint.resume=never [checkpoint-damaged]"
     )
 
@@ -105,24 +146,20 @@ def _refuse_replaced(candidates: Sequence[SavedCheckpoint]) -> None:
         if replaced := REPLACED.match(candidate.tag):
             back = candidate.folder / replaced["tag"]
             raise ConfigError(Problem(
-                kind="checkpoint-replaced", key="checkpoint.resume", value=str(candidate.path),
+                kind="checkpoint-replaced", key=_RESUME, value=str(candidate.path),
                 reason="it was set aside when the steps before it were taken again",
                 fix=f"rename it back to {back}" + (", after what has that name now," if back.exists() else "") + " and name that",
             ))  # fmt: skip
 
 
-def _searched(resume: str, candidates: Sequence[SavedCheckpoint], *, run_checkpoints: Path) -> Path | None:
-    """The folder of which the newest checkpoint is asked for; None where one is named, or none at all."""
-    if resume == "auto":
-        return run_checkpoints
-    if not candidates or not candidates[0].verified or candidates[0].path.resolve() == Path(resume).resolve():
+def _searched(path: str, found: Sequence[SavedCheckpoint]) -> Path | None:
+    """The folder of which the newest checkpoint is asked for; None where a checkpoint is named, or there is none."""
+    if not found or not found[0].verified or found[0].path.resolve() == Path(path).resolve():
         return None
-    return candidates[0].folder
+    return found[0].folder
 
 
-def _unreadable(
-    folder: Path | None, *, known: Sequence[SavedCheckpoint], key: str = "checkpoint.resume"
-) -> dict[int, str]:
+def _unreadable(folder: Path | None, *, known: Sequence[SavedCheckpoint], key: str) -> dict[int, str]:
     """Steps whose checkpoint has its name, and no manifest of this release as it was written; and what to say of them."""
     tags = {checkpoint.tag for checkpoint in known}
     return {step: _told(path, key=key) for step, path in named_folders(folder) if path.name not in tags} if folder else {}
@@ -147,30 +184,23 @@ def telling_of_storage(key: str, value: str) -> Iterator[None]:
                            "storage answers [checkpoint-not-read]") from error  # fmt: skip
 
 
-def _candidates(
-    resume: str, *, run_checkpoints: Path, allow_unverified: bool, key: str = "checkpoint.resume"
-) -> list[SavedCheckpoint]:
-    """Finished checkpoints that would do, the best first."""
-    if resume == "never":
-        return []
-    if resume == "auto":
-        return list(reversed(list_checkpoints(run_checkpoints)))
-    path = Path(resume)
-    for named in (path, path.resolve()):  # a link, or `.`, may stand for a checkpoint
+def _at(path: str, *, key: str, allow_unverified: bool) -> list[SavedCheckpoint]:
+    """Finished checkpoints at a path, the newest first."""
+    for named in own_names(Path(path)):
         if checkpoint := read_checkpoint(named):
             return [checkpoint]
-    for folder in (path, path / "checkpoints"):
+    for folder in holders(Path(path)):
         if found := list_checkpoints(folder):
             return list(reversed(found))
-    if raw := find_raw(path):
-        if allow_unverified:
-            return [SavedCheckpoint(raw.parent, raw.name, {}, verified=False)]
+    raw = find_raw(Path(path))
+    if raw is not None and not allow_unverified:
         raise refused(raw, key=key)
-    reason = "there is no finished checkpoint" if path.exists() else "there is no such folder"
-    if wrong := [_told(named, key=key) for named in _bearing_a_name(path)]:
-        reason += f": {wrong[-1]}"
-    raise ConfigError(Problem(
-        kind="checkpoint-not-found", key="checkpoint.resume", value=resume, reason=reason,
+    return [SavedCheckpoint(raw.parent, raw.name, {}, verified=False)] if raw is not None else []
+
+
+def _not_found(resume: str) -> ConfigError:
+    return ConfigError(Problem(
+        kind="checkpoint-not-found", key=_RESUME, value=resume, reason=absence_at(resume, key=_RESUME),
         fix="name a .../global_step<N> folder or a run folder that holds one, or write auto or never",
     ))  # fmt: skip
 
@@ -179,7 +209,7 @@ def _bearing_a_name(path: Path) -> list[Path]:
     """What would be a checkpoint by its name: the path itself, or folders in it, the oldest first."""
     if (TAG.match(path.name) or REPLACED.match(path.name)) and path.exists():
         return [path]
-    return [found for folder in (path / "checkpoints", path) for _, found in named_folders(folder)]
+    return [found for folder in reversed(holders(path)) for _, found in named_folders(folder)]
 
 
 def set_aside_later(start: SavedCheckpoint) -> list[Path]:
@@ -191,9 +221,8 @@ def set_aside_later(start: SavedCheckpoint) -> list[Path]:
     moved = []
     for step, later in named_folders(start.folder):  # damaged ones too: a save of the same step would delete them
         if step > start.step:
-            names = (f"{later.name}.replaced{suffix}" for suffix in ("", *(f"-{n}" for n in range(1, 1000))))
-            target = next(start.folder / name for name in names if not os.path.lexists(start.folder / name))
-            moved.append(later.rename(target))
+            names = (start.folder / name for name in replaced_names(later.name))
+            moved.append(later.rename(next(name for name in names if not os.path.lexists(name))))
     if moved:
         replace_text(start.folder / LATEST, start.tag)
     return moved

@@ -5,12 +5,16 @@ Nothing here imports torch: the Trainer moves batches and results from one side 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from framework.files import FileRecord, NewFile, OpenFile
+from framework.files import FileRecord, NewFile
+from framework.train.save_stream import OpenFile
 from framework.train.saved import SavedCheckpoint
+
+Gather = Callable[[Any], list[Any]]
+"""A collective: every rank's value, in the order of ranks, on every rank."""
 
 
 class StepResult(Protocol):

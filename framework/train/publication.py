@@ -12,13 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from framework.checkpoint_names import LATEST, LEAVING, MANIFEST, SAVING, tag_of
 from framework.files import FileRecord, hash_file, replace_text, sync_file, sync_folder, sync_folders
 from framework.train.retention import Retention
-from framework.train.saved import FORMAT, LATEST, MANIFEST, SavedCheckpoint, list_checkpoints, seal
+from framework.train.saved import FORMAT, SavedCheckpoint, list_checkpoints, seal
 from framework.train.warn import warn
 
-SAVING: Final = ".saving"
-LEAVING: Final = ".leaving-"
 _SCRIPTS: Final = ("zero_to_fp32.py", "zero_to_torch.py")
 
 
@@ -37,7 +36,7 @@ def discard(folder: Path) -> None:
 
 def failure_of(folder: Path, step: int, failure: str) -> str:
     """Names a save that failed, and why."""
-    return f"{folder / f'global_step{step}'}: the checkpoint cannot be written ({failure}); earlier ones are untouched"
+    return f"{folder / tag_of(step)}: the checkpoint cannot be written ({failure}); earlier ones are untouched"
 
 
 def warn_of_failure(folder: Path, step: int, failure: str) -> None:

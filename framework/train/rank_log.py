@@ -67,7 +67,20 @@ def noting_errors() -> Iterator[None]:
         note(str(stopped))
         raise
     except Exception as error:
-        note_error(str(error) if isinstance(error, FrameworkError) else traceback.format_exc().rstrip())
+        note_error(_told(error))
         raise
     finally:
         let_go()
+
+
+def _told(error: Exception) -> str:
+    """Its text where that was written for a user, with what lies behind it; for others the traceback."""
+    if not isinstance(error, FrameworkError):
+        return traceback.format_exc().rstrip()
+    told, cause = [str(error)], error.__cause__
+    while isinstance(cause, FrameworkError):  # of a data loader's worker: its text is the worker's traceback
+        told += [str(cause)] if str(cause) not in told else []
+        cause = cause.__cause__
+    if cause is not None:
+        told.append("".join(traceback.format_exception(cause)))
+    return "\n".join(told).rstrip()

@@ -18,7 +18,7 @@ _VERSIONS: Final = ("dsframework", "deepspeed", "torch")
 
 def check_resumable(
     checkpoint: SavedCheckpoint, *, config: Mapping[str, Any], global_size: int, steps_per_epoch: int,
-    data: Mapping[str, Any] | None = None,
+    data: Mapping[str, Any],
 ) -> None:  # fmt: skip
     """Refuse to resume what would train with other numbers than the config says.
 
@@ -29,12 +29,12 @@ def check_resumable(
         config: of this run, resolved.
         global_size: samples per step.
         steps_per_epoch: steps in one pass over the data.
-        data: what this run's own checkpoints say of its training data (`framework.assembly.wiring.data_facts`).
+        data: what this run's own checkpoints say of its training data (`framework.assembly.wiring.description`).
 
     Raises:
         ConfigError: with one problem for every key that differs.
     """
-    problem = _other_steps(checkpoint, global_size) or _other_data(checkpoint, steps_per_epoch, data or {})
+    problem = _other_steps(checkpoint, global_size) or _other_data(checkpoint, steps_per_epoch, data)
     problems = [*filter(None, [problem]), *_other_config(checkpoint, config)]
     if problems:
         raise ConfigError(problems)

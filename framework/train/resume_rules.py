@@ -43,9 +43,9 @@ RULES: Final[Mapping[str, Rule]] = {
     "deepspeed": "refused",
     # Of what is passed through, these measure and tell.
     "deepspeed.comms_logger": "irrelevant", "deepspeed.dump_state": "irrelevant", "deepspeed.flops_profiler": "irrelevant",
-    "deepspeed.log_level": "irrelevant", "deepspeed.memory_breakdown": "irrelevant", "deepspeed.steps_per_print": "irrelevant",
+    "deepspeed.log_level": "irrelevant", "deepspeed.memory_breakdown": "irrelevant",
     "deepspeed.timers": "irrelevant", "deepspeed.wall_clock_breakdown": "irrelevant", "deepspeed.comet": "irrelevant",
-    "deepspeed.csv_monitor": "irrelevant", "deepspeed.tensorboard": "irrelevant", "deepspeed.wandb": "irrelevant",
+    "deepspeed.wandb": "irrelevant",
 }  # fmt: skip
 """Key, or section with all that is in it and not named by itself -> what becomes of a difference."""
 

@@ -9,12 +9,14 @@ import json
 import os
 import tempfile
 import time
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, Final
 
 import yaml
 
+from framework.checkpoint_names import CHECKPOINTS
 from framework.config.document import parse_scalar
 from framework.errors import ConfigError, Problem, StorageError
 from framework.files import replace_text
@@ -25,19 +27,28 @@ _LOCK: Final = ".lock"
 _OF_A_RUN: Final = frozenset({_LOCK, "plan.json", "metrics.jsonl"})
 # Some network file systems (Lustre without -o flock, NFS without its lock daemon).
 _CANNOT_LOCK: Final = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK})
+# NFS: `acdirmax`, 60 s.
+_LONGEST_DELAY_SECONDS: Final = 90.0
+_LOOK_SECONDS: Final = 0.5
 
 
 class RunFolder:
-    """``<output_dir>/<name>/``, held by rank 0 while it trains."""
+    """``<output_dir>/<name>/``, held by rank 0 while it trains.
+
+    Attributes:
+        path: where it is.
+        word: stands in the folder where an earlier run's has been renamed, and in no other; else empty.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.word = ""
         self._lock: IO[str] | None = None
 
     @property
     def checkpoints(self) -> Path:
         """Where checkpoints are."""
-        return self.path / "checkpoints"
+        return self.path / CHECKPOINTS
 
     @property
     def logs(self) -> Path:
@@ -72,6 +83,23 @@ class RunFolder:
             if is_new:
                 self._remove_what_was_made()
             raise self._unusable(error) from error
+
+    def await_fresh(self, word: str, *, patience_seconds: float = _LONGEST_DELAY_SECONDS) -> None:
+        """Wait until this host sees the folder with this word, and no more the one that bore its name before.
+
+        A network file system goes by what it has seen for up to a minute: logs and checkpoints would end in the earlier run's.
+        """
+        deadline = time.monotonic() + patience_seconds
+        while True:
+            with contextlib.suppress(OSError):
+                next(self.path.parent.iterdir(), None)  # makes it look again
+                if (self.path / _LOCK).read_text(encoding="utf-8") == word:
+                    return
+            if time.monotonic() > deadline:
+                warn(f"{self.path}: this host does not see the folder that rank 0 has made: all hosts must share the run folder "
+                     "[run-folder-not-shared]")  # fmt: skip
+                return
+            time.sleep(_LOOK_SECONDS)
 
     def check_usable(self) -> None:
         """Find out that a folder can be made there, and leave nothing behind: for before other ranks wait.
@@ -112,9 +140,16 @@ class RunFolder:
             self.close()
             self.path.mkdir(exist_ok=True)
             self._take_lock()
+            self._mark()
         self.checkpoints.mkdir(exist_ok=True)
         self.logs.mkdir(exist_ok=True)
         return moved
+
+    def _mark(self) -> None:
+        assert self._lock is not None
+        self.word = uuid.uuid4().hex
+        self._lock.write(self.word)
+        self._lock.flush()
 
     def describe(self, *, config: Mapping[str, Any], ds_config: Mapping[str, Any], plan: Mapping[str, Any],
                  environment: Mapping[str, Any]) -> None:  # fmt: skip

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: which there are, which one to start from, and whether its bytes are those that were written.
+"""Checkpoints on disk: which there are, and whether the bytes of one are those that were written.
 
 It is DeepSpeed's layout, ``checkpoints/global_step<N>/`` and ``checkpoints/latest``, plus ``manifest.json`` in each
 checkpoint, which says what is in it: files, sizes and SHA-256, step, topology, versions and the resolved config.
@@ -11,27 +11,20 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from framework.checkpoint_names import MANIFEST, REPLACED, TAG, named_folders
 from framework.files import FileRecord, read_regular
 from framework.train.unverified import irregular
 from framework.train.verification import Verification
 
-MANIFEST: Final = "manifest.json"
-LATEST: Final = "latest"
 FORMAT: Final = 2
-TAG: Final = re.compile(r"global_step(?P<step>[0-9]{1,18})\Z")
-# Set aside by a resume from an earlier step (`choice.set_aside_later`).
-REPLACED: Final = re.compile(r"(?P<tag>global_step(?P<step>[0-9]{1,18}))\.replaced(-[0-9]{1,3})?\Z")
 _SEAL: Final = "sha256"
 # A line for each file and one for each metric: a checkpoint of a thousand ranks needs about 300 KB.
 _LONGEST_MANIFEST_BYTES: Final = 64 << 20
-# Written beside the checkpoint by DeepSpeed's own tools, or by a conversion; the engine never reads them.
-_NOT_READ: Final = frozenset({MANIFEST})
 _LAYOUT: Final = frozenset({"world_size", "pipe_size", "global_size"})
 _COUNTS: Final = ("steps_per_epoch", "total_steps", "num_train_samples")
 
@@ -83,7 +76,7 @@ class SavedCheckpoint:
         return sorted(self._strangers())
 
     def _strangers(self) -> Iterator[str]:
-        expected = set(self.manifest["files"]) | _NOT_READ
+        expected = {*self.manifest["files"], MANIFEST}
         for place, folders, names in os.walk(self.path):
             for name in (*folders, *names):
                 path = Path(place, name)
@@ -102,39 +95,6 @@ def seal(manifest: Mapping[str, Any]) -> str:
 def _hash(manifest: Mapping[str, Any]) -> str:
     own = {key: value for key, value in manifest.items() if key != _SEAL}
     return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
-
-
-def named_folders(folder: Path) -> list[tuple[int, Path]]:
-    """Steps and folders with the name of a checkpoint, whatever is in them, the oldest first.
-
-    Raises:
-        OSError: the folder is there and does not answer.
-    """
-    try:
-        with os.scandir(folder) as entries:
-            found = [(TAG.match(entry.name), Path(entry.path)) for entry in entries if entry.is_dir() or entry.is_symlink()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return sorted((int(tag[1]), path) for tag, path in found if tag)
-
-
-def replaced_folders(folder: Path) -> list[Path]:
-    """What was set aside, in a ``checkpoints`` folder, by name.
-
-    Raises:
-        OSError: the folder is there and does not answer.
-    """
-    return sorted(path for path in folder.iterdir() if REPLACED.match(path.name)) if folder.is_dir() else []
-
-
-def size_of(folder: Path) -> int:
-    """Bytes in the files of a folder; what cannot be seen counts as nothing."""
-    found = 0
-    for place, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                found += Path(place, name).lstat().st_size
-    return found
 
 
 def list_checkpoints(folder: Path) -> list[SavedCheckpoint]:

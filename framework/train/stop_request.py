@@ -6,7 +6,7 @@ process ends at once. Whoever sends SIGINT or SIGTERM a second time, more than t
 Python runs a signal's handler between two lines of the main thread, which may wait for minutes in C++ (a rendezvous, a
 compiler, a collective). So `listen` reads the signals in a thread of its own, through the wakeup descriptor that the
 C-level handler writes to; a process that is not ours (`framework.fit`) keeps its descriptor, and only lends its handlers.
-Nothing here imports more than the standard library: train.py listens before it imports anything else.
+Nothing here imports more than the standard library in the end: train.py listens before it imports anything else.
 """
 
 from __future__ import annotations
@@ -18,17 +18,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, Final, Literal, NoReturn
+from typing import Literal, NoReturn
 
 from framework.errors import EXIT_STOPPED
-
-_ASKING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-# nohup ignores SIGHUP, a shell script's `&` SIGINT: whoever did that meant it.
-_MAY_BE_IGNORED: Final = (signal.SIGINT, signal.SIGHUP)
-# Notices (USR1 some minutes before the time is up, a closed terminal) may be followed by the request proper.
-_MAY_MEAN_NOW: Final = (signal.SIGTERM, signal.SIGINT)
-# `timeout` and some schedulers send one request twice; a person who means "now" takes longer than this.
-_SAME_REQUEST_SECONDS: Final = 2.0
+from framework.stop_signals import NOTICES, SIGNALS, Insistence, heeded, put_back
 
 Verdict = Literal["noted", "nothing to save", "now", "known"]
 
@@ -40,7 +33,7 @@ class StopRequest:
         self._clock = clock
         self._lock = threading.RLock()  # a handler may run in the thread that holds it
         self._phase: Literal["before", "training", "over"] = "before"
-        self._meant_at: float | None = None
+        self._insistence = Insistence()
         self._number: int | None = None
         self._when_asked: Callable[[], None] | None = None
 
@@ -58,16 +51,12 @@ class StopRequest:
         """Note a signal, and say what it means."""
         now = self._clock()
         with self._lock:
-            is_first, meant_at = self._number is None, self._meant_at
-            if is_first:
+            again = self._insistence.again(now, is_notice=number in NOTICES)
+            if self._number is None:
                 self._number = number
-            if number in _MAY_MEAN_NOW and meant_at is None:
-                self._meant_at = now
-            if is_first:
                 if self._when_asked is not None:
                     self._when_asked()
                 return "nothing to save" if self._phase == "before" else "noted"
-            again = number in _MAY_MEAN_NOW and meant_at is not None and now - meant_at > _SAME_REQUEST_SECONDS
             return "now" if again else "known"
 
     def when_asked(self, work: Callable[[], None] | None) -> None:
@@ -92,7 +81,7 @@ class StopRequest:
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for number in _handled():
+        for number in heeded():
             signal.signal(number, lambda number, frame: None)  # the thread sees it
         os.register_at_fork(after_in_child=_be_no_rank)
         threading.Thread(target=self._attend, args=(reader,), name="stop-requests", daemon=True).start()
@@ -100,7 +89,7 @@ class StopRequest:
     def _attend(self, reader: int) -> None:
         while True:
             for number in os.read(reader, 64):
-                if number in _ASKING:
+                if number in SIGNALS:
                     self._act(number)
 
     def _act(self, number: int) -> None:
@@ -120,11 +109,11 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.getsignal(number) for number in _handled()}
+        before = {number: signal.getsignal(number) for number in heeded()}
 
         def handle(number: int, _frame: FrameType | None) -> None:
             if self.receive(number) == "now":
-                _put_back(before)
+                put_back(before)
                 signal.raise_signal(number)
 
         for number in before:
@@ -132,7 +121,7 @@ class StopRequest:
         try:
             yield
         finally:
-            _put_back(before)
+            put_back(before)
 
 
 def tell(line: str) -> None:
@@ -150,18 +139,9 @@ def _rank() -> str:
     return f"rank {os.environ.get('RANK', '0')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
 
 
-def _handled() -> list[int]:
-    return [number for number in _ASKING if number not in _MAY_BE_IGNORED or signal.getsignal(number) is not signal.SIG_IGN]
-
-
-def _put_back(handlers: dict[int, Any]) -> None:
-    for number, handler in handlers.items():
-        signal.signal(number, handler if handler is not None else signal.SIG_DFL)  # None: not set from Python
-
-
 def _be_no_rank() -> None:
     """After a fork: the child shares the pipe, and a signal to it must not be taken for one to the rank."""
     signal.set_wakeup_fd(-1)
-    for number in _handled():
+    for number in heeded():
         # Requests to a whole process group are the rank's to answer. SIGTERM stays: `multiprocessing` ends children with it.
         signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)

@@ -13,6 +13,7 @@ from framework.errors import StorageError, TrainingError
 from framework.train.cadence import Cadence
 from framework.train.engine import Engine, StepResult
 from framework.train.monitors.base import Monitor, Point
+from framework.train.skipped_steps import SkippedSteps
 from framework.train.throughput import Stopwatch
 from framework.train.warn import warn
 
@@ -84,16 +85,26 @@ class Trainer:
         stop: Callable[[int], str] = lambda step: "",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """See `fit`.
+        """Begins nothing: `fit` does.
 
-        `save` writes a checkpoint of a step and says whether it could. `stop` is asked before the first step and after every
-        step but the last; the name of a signal, the same on all ranks, ends the run there.
+        Args:
+            engine: what takes the steps.
+            agenda: how many, and what is due after which.
+            train_data: micro-batches from any step on.
+            eval_data: batches to measure, each with whether it counts; None where nothing is evaluated.
+            monitors: what is told of every measurement.
+            save: writes a checkpoint of a step and says whether it could; None where nothing is saved.
+            start_step: optimizer steps that were taken before.
+            stop: asked before the first step and after every step but the last; the name of a signal, the same on all ranks,
+                ends the run there.
+            clock: seconds, for throughput.
         """
         self._engine, self._agenda = engine, agenda
         self._train_data, self._eval_data = train_data, eval_data
         self._monitors, self._save, self._stop = list(monitors), save, stop
         self._saved_step = -1
         self._not_finite = 0  # logged losses in a row, up to now
+        self._skipped_steps = SkippedSteps(start_step)
         self._outcome = Outcome(step=start_step)
         self._measured: dict[str, float] = {}  # at this very step
         self._stopwatch = Stopwatch(clock, samples_per_step=agenda.samples_per_step, tokens_per_step=agenda.tokens_per_step)
@@ -105,7 +116,7 @@ class Trainer:
 
         Raises:
             TrainingError: logged losses, more than are allowed in a row, or the last one, or the gradient norm of a step that is
-                to be saved, are not finite; or the data ends before the run does.
+                to be saved, are not finite; or every step is skipped; or the data ends before the run does.
             StorageError: the run is to stop, and what it has reached cannot be saved.
         """
         agenda, outcome = self._agenda, self._outcome
@@ -197,6 +208,7 @@ class Trainer:
         is_last = self._outcome.step == self._agenda.total_steps
         if self._not_finite > self._agenda.not_finite_allowed or (self._not_finite and is_last):
             raise self._diverged()
+        self._skipped_steps.note(self._outcome.step, metrics, is_last=is_last)
 
     def _diverged(self) -> TrainingError:
         loss, repeated = self._outcome.metrics["train/loss"], f", as {self._not_finite} logged losses in a row"

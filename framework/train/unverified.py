@@ -14,17 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from framework.checkpoint_names import (
+    LAYER_FILE,
+    MANIFEST,
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    TAG,
+    holders,
+    latest_tag,
+    own_names,
+)
 from framework.errors import ConfigError, Problem
-from framework.files import read_regular
 
 KIND: Final = "checkpoint-unverified"
 SAFE_TAG: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
-MODEL_FILE: Final = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,4})_model_states\.pt")
-OPTIMIZER_FILE: Final = re.compile(r"(bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,4})_optim_states\.pt")
-_MANIFEST: Final = "manifest.json"
-_LATEST: Final = "latest"
-_LONGEST_TAG: Final = 256
-_STEP: Final = re.compile(r"global_step([0-9]{1,18})")
 
 
 @dataclass(frozen=True)
@@ -51,11 +54,11 @@ class RawNames:
 
 def find_raw(path: Path) -> Path | None:
     """The folder of a checkpoint without a manifest: the path itself, or what `latest` in it names; None where there is none."""
-    for named in (path, path.resolve()):
+    for named in own_names(path):
         if _is_raw(named):
             return named
-    for folder in (path, path / "checkpoints"):
-        tag = _latest(folder)
+    for folder in holders(path):
+        tag = latest_tag(folder)
         if SAFE_TAG.fullmatch(tag) and _is_raw(folder / tag):
             return folder / tag
     return None
@@ -66,7 +69,7 @@ def _is_raw(folder: Path) -> bool:
     if SAFE_TAG.fullmatch(folder.name) is None:
         return False
     try:
-        if folder.is_symlink() or not folder.is_dir() or _is_there(folder / _MANIFEST):
+        if folder.is_symlink() or not folder.is_dir() or _is_there(folder / MANIFEST):
             return False
         return any(MODEL_FILE.fullmatch(path.name) for path in folder.iterdir())
     except OSError:  # who looks for checkpoints has met it before, and told it
@@ -80,13 +83,6 @@ def _is_there(path: Path) -> bool:
     except FileNotFoundError:
         return False
     return True
-
-
-def _latest(folder: Path) -> str:
-    try:
-        return (read_regular(folder / _LATEST, num_bytes=_LONGEST_TAG) or b"").decode("utf-8", errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def refused(path: Path, *, key: str) -> ConfigError:
@@ -105,13 +101,13 @@ def read_names(folder: Path) -> RawNames:
     files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
     names = [path.name for path in files if path.parent == folder]
     models, optimizers = (list(filter(None, map(pattern.fullmatch, names))) for pattern in (MODEL_FILE, OPTIMIZER_FILE))
-    spread = [match for match in models if match[1] is not None]
+    spread = [match for match in models if match["rank"] is not None]
     stages = (3,) if spread else (1, 2) if optimizers else (0,)
-    ranks = {int(match[2]) for match in optimizers} or {int(match[1]) for match in spread}
-    step = _STEP.fullmatch(folder.name)
+    ranks = {int(match["rank"]) for match in optimizers} or {int(match["rank"]) for match in spread}
+    step = TAG.match(folder.name)
     return RawNames(
-        ranks=len(ranks) or None, stages=stages, model_parallel=len({int(match[2]) for match in models}),
-        has_layers=any(name.startswith("layer_") for name in names), step=int(step[1]) if step else None,
+        ranks=len(ranks) or None, stages=stages, model_parallel=len({int(match["model_rank"]) for match in models}),
+        has_layers=any(map(LAYER_FILE.fullmatch, names)), step=int(step["step"]) if step else None,
         num_bytes=sum(path.stat().st_size for path in files), num_files=len(files),
     )  # fmt: skip
 

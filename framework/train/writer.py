@@ -7,7 +7,6 @@ ranks need no collective for it. It imports neither torch nor DeepSpeed, starts 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import mmap
 import os
@@ -22,14 +21,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from framework.checkpoint_names import SAVING
 from framework.files import FileRecord, digest_of, replace_text, write_new
+from framework.orphans import die_with
 from framework.train.channel import Channel
-from framework.train.publication import SAVING, publish, warn_of_failure
+from framework.train.publication import publish, warn_of_failure
 from framework.train.retention import Retention
 
 GIVE_UP: Final = "give-up"
 ALL_WRITTEN: Final = "all-written"
-_DIE_WITH_PARENT: Final = 1  # prctl's PR_SET_PDEATHSIG
 _SHORTEST_PAUSE_SECONDS: Final = 0.005
 _LONGEST_PAUSE_SECONDS: Final = 1.0
 # One alone is slower than many a disk; the cores belong to training.
@@ -154,20 +154,14 @@ class Writer:
         return message
 
 
-def _die_with(parent: int) -> None:
-    """Killed when the rank is: a writer without a rank could publish over the run that takes its place."""
-    with suppress(AttributeError):  # only Linux has it; elsewhere the end of the channel is seen between two saves
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
-
-
 def main() -> None:
     """Started by `WriterProcess`, with the rank's process id and the descriptors of the channel and of the memory."""
     parent, channel, memory = map(int, sys.argv[1:4])
     # What asks the rank to stop reaches the whole process group; a save that is being written ends in good order.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    _die_with(parent)
+    # A writer without a rank could publish over the run that takes its place. Where the kernel does not end it, the end of the
+    # channel does, between two saves.
+    die_with(parent)
     with suppress(ConnectionError):  # the rank has gone while it was being told
         Writer(Channel(socket.socket(fileno=channel)), memory).serve()

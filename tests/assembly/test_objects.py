@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,11 @@ DATA, FEWER = TensorDataset(X, Y), TensorDataset(X[:5], Y[:5])
 MISSING = "missing a required argument: 'in_features'"
 
 
+def without_address(value: object) -> str:
+    """For the names of tests, which must be the same in every process."""
+    return re.sub(r" at 0x\w+", "", str(value))
+
+
 def taken(values: Any = None, **objects: Any) -> RunConfig:
     return config_with_objects({} if values is None else values, Objects(**objects))
 
@@ -48,7 +54,7 @@ class TestData:
          ({"train_data": (DATA, FEWER)}, (12, 5)), ({"train_data": (DATA, None)}, (12, 0)),
          ({"train_data": (DATA, None), "eval_data": FEWER}, (12, 5)),
          ({"train_data": Splits(FEWER, DATA)}, (5, 12))],
-        ids=str,
+        ids=without_address,
     )  # fmt: skip
     def test_one_two_or_the_pair(self, handed: dict[str, Any], sizes: tuple[int, int]) -> None:
         splits = gather_parts(taken(**handed), Objects(**handed)).splits
@@ -123,7 +129,7 @@ class TestSections:
         ({"task": nn.MSELoss}, "task: the class torch.nn.modules.loss.MSELoss was handed over; hand over an instance"),
         ({"task": nn.Bilinear(2, 2, 1)}, "task: the loss Bilinear has parameters"),
     ],
-    ids=str,
+    ids=without_address,
 )  # fmt: skip
 def test_what_cannot_be_called_so_is_refused_at_once(handed: dict[str, Any], line: str) -> None:
     assert line in refused(**handed)

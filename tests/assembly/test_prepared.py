@@ -8,14 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
 import framework
+from framework.assembly import prepared
+from framework.assembly.objects import Objects
 from framework.assembly.prepared import prepare
 from framework.config.load import config_from_values, load_with_source
+from framework.data.text_windows import TextWindows
+from framework.data.tokens import Tokens
 from framework.errors import FrameworkError
+from framework.token_files import SpecialTokens
 
 DATA = TensorDataset(torch.randn(64, 3), torch.arange(64) % 2)
 
@@ -105,3 +111,34 @@ def test_nothing_is_left_in_a_folder_that_can_be_used(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     prepare(config_from_values({"data": {"kind": "digits"}, "run": {"output_dir": "runs/deep/er"}}))
     assert [path.name for path in tmp_path.rglob("*")] == ["runs"]
+
+
+def test_ranks_compare_a_text_that_was_handed_over() -> None:
+    """Its size is the same, its tokens are others."""
+
+    def essence(last: int) -> dict[str, Any]:
+        tokens = Tokens(np.array([1, 2, 3, last, 8] * 20, dtype=np.uint16), np.arange(0, 101, 5))
+        windows = TextWindows(tokens, sequence_length=4, vocab_size=9, special=SpecialTokens(end=8))
+        model = torch.nn.Embedding(9, 9)
+        config = framework.RunConfig.model_validate({"batch": {"global_size": 4}, "task": {"kind": "causal_lm"}})
+        return prepare(config, objects=Objects(model=model, train_data=windows)).essence()
+
+    one, same, other = essence(4), essence(4), essence(5)
+    assert one == same
+    assert {name for name in one if one[name] != other[name]} == {"checksum of the train text"}
+
+
+def test_ranks_compare_whether_they_have_found_first_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that sees a checkpoint already, which the others do not see yet, needs none; they would wait for it in a collective."""
+    torch.save(torch.nn.Linear(3, 2).state_dict(), tmp_path / "first.pt")
+    config = framework.RunConfig.model_validate({"checkpoint": {"init_weights": "first.pt"}})
+
+    def essence() -> dict[str, Any]:
+        return prepare(config, objects=Objects(model=torch.nn.Linear(3, 2), train_data=DATA)).essence()
+
+    one, same = essence(), essence()
+    monkeypatch.setattr(prepared, "find_checkpoint", lambda *arguments, **options: "global_step7")
+    other = essence()
+    assert one == same
+    assert {name for name in one if one[name] != other[name]} == {"checkpoint.init_weights"}
+    assert one["checkpoint.init_weights"] == "2 tensors are found there"

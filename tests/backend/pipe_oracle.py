@@ -26,11 +26,12 @@ _OPTIMIZERS: dict[str, Callable[[Any, Any], torch.optim.Optimizer]] = {
 
 
 def plain_run(
-    values: Mapping[str, Any], *, micro_size: int, num_steps: int, together: int = 1
+    values: Mapping[str, Any], *, micro_size: int, num_steps: int, together: int = 1, ranks: int = 1
 ) -> tuple[list[float], dict[str, float], nn.Module]:
     """Losses of all steps, metrics over the evaluation data, and the trained model.
 
-    `together`: as many data-parallel ranks whose micro-batches batch norm sees as one.
+    `together`: as many data-parallel ranks whose micro-batches batch norm sees as one. `ranks`: as many that see their own, and
+    of which the first one's running statistics are those of the model.
     """
     config = config_from_values(values)
     splits = as_splits(call_factory(config.data.factory(), key="data"))
@@ -46,7 +47,8 @@ def plain_run(
         micro_batches = _micro_batches(config, splits.train, step, micro_size, together)
         optimizer.zero_grad()
         total = 0.0
-        for batch in micro_batches:
+        for number, batch in enumerate(micro_batches):
+            _keep_statistics(model, changing=number < len(micro_batches) // ranks)
             inputs, targets = task.split(batch)
             loss = task.loss(task.forward(model, inputs), targets) / len(micro_batches)
             loss.backward()
@@ -55,6 +57,13 @@ def plain_run(
         optimizer.step()
         losses.append(total)
     return losses, _evaluate(model, task, splits.evaluation), model
+
+
+def _keep_statistics(model: nn.Module, *, changing: bool) -> None:
+    """Let running statistics follow the batches that come now, or stay as they are."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = 0.1 if changing else 0.0
 
 
 def _optimizer(model: nn.Module, section: Any) -> torch.optim.Optimizer:

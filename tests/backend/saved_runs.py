@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from framework.backend.lazy_weights import LazyWeights
+from framework.backend.weights import checkpoint_weights, find_weights
 from framework.data.prepare import prepare
 from framework.train.saved import SavedCheckpoint, list_checkpoints
 from tests.backend.test_pipeline import BERT, GPT, RESNET
@@ -82,6 +84,12 @@ def saved(run: Path) -> SavedCheckpoint:
     """The checkpoint of a run."""
     (checkpoint,) = list_checkpoints(run / "checkpoints")
     return checkpoint
+
+
+def read_weights(path: str) -> LazyWeights:
+    """The weights at a path, also where it leads to a checkpoint, which is verified first."""
+    found = find_weights(path)
+    return checkpoint_weights(found) if isinstance(found, SavedCheckpoint) else found
 
 
 def truth(run: Path) -> dict[str, torch.Tensor]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from framework.backend.measures import EvalSums, mean_over_ranks, memory_metrics
-from framework.tasks.task import Ratio
+from framework.errors import ConfigError
+from framework.tasks.task import Ratio, Task
 
 CPU = torch.device("cpu")
 
@@ -112,3 +115,56 @@ def test_the_mean_over_ranks_leaves_its_argument_alone() -> None:
 def test_memory_is_in_bytes() -> None:
     metrics = memory_metrics()
     assert 10e6 < metrics["memory/host_peak_bytes"] < 1e12
+
+
+class Operators(TorchDispatchMode):
+    """Notes what is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.called.add(func.overloadpacket._qualified_op_name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_count_is_not_copied_to_the_device() -> None:
+    sums, ratios = EvalSums(CPU), {"loss": ratio(3.0, 4), "accuracy": ratio(2.0, 4)}
+    with Operators() as operators:
+        torch.tensor([1.0])
+    assert operators.called == {"aten::lift_fresh"}  # so a number of the host is told
+    with Operators() as operators:
+        sums.add(ratios, counts=True)
+    assert "aten::full" in operators.called
+    assert operators.called.isdisjoint({"aten::lift_fresh", "aten::_local_scalar_dense", "aten::_to_copy"})
+
+
+class Derives(Task):
+    def __init__(self, of_loss: Any) -> None:
+        self.of_loss = of_loss
+
+    def loss(self, outputs: Any, targets: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+    def derive(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        return {"root": self.of_loss(metrics["loss"])}
+
+
+@pytest.mark.parametrize("of_loss", [
+    lambda loss: torch.tensor(loss).sqrt(), lambda loss: np.float32(loss) ** 0.5, lambda loss: torch.tensor([loss]).sqrt(),
+])  # fmt: skip
+def test_a_derived_metric_is_a_plain_number_whatever_a_task_makes_of_it(of_loss: Any) -> None:
+    sums = EvalSums(CPU)
+    sums.add({"loss": ratio(8.0, 2)}, counts=True)
+    metrics = sums.metrics(Derives(of_loss))
+    assert metrics == {"eval/loss": 4.0, "eval/root": 2.0}
+    assert {type(value) for value in metrics.values()} == {float}
+
+
+@pytest.mark.parametrize(("value", "what"), [(torch.ones(2), r"a tensor of shape \(2,\)"), (None, "a NoneType"), ("x", "a str")])
+def test_a_derived_metric_that_is_no_number_is_named(value: Any, what: str) -> None:
+    sums = EvalSums(CPU)
+    sums.add({"loss": ratio(8.0, 2)}, counts=True)
+    with pytest.raises(ConfigError, match=rf"derive\(\) returned {what} for the metric 'root'.*\[task-metric-result\]"):
+        sums.metrics(Derives(lambda loss: value))

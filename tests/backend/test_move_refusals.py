@@ -14,8 +14,8 @@ import torch
 import torch.distributed
 
 from framework.backend.checkpoint_bytes import move_in
+from framework.backend.shard_map import STATE_KEY
 from framework.backend.state_views import names_of
-from framework.backend.stored_state import STATE_KEY
 from framework.errors import StorageError
 from framework.train.saved import SavedCheckpoint
 

@@ -15,8 +15,8 @@ import torch
 from deepspeed.runtime.lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 from framework.backend.checkpoint_bytes import move_in
+from framework.backend.shard_map import STATE_KEY
 from framework.backend.state_views import names_of
-from framework.backend.stored_state import STATE_KEY
 from framework.train.saved import SavedCheckpoint
 
 Schedule = Callable[[torch.optim.Optimizer], Any]

@@ -99,6 +99,12 @@ def run_jobs(cases: dict[Layout, dict[str, Any]], folder: Path) -> None:
                 run_ranks(ROOT / "tests/jobs/move_cases.py", str(file), num_ranks=ranks, cwd=folder)
 
 
+def test_contributing_says_how_many_moves_there_are() -> None:
+    every, some = (sum(meet(source, target, exhaustive=exhaustive) for source in LAYOUTS for target in LAYOUTS)
+                   for exhaustive in (True, False))  # fmt: skip
+    assert f"every move between layouts: {every} instead of {some}\n" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
 @pytest.fixture(scope="module")
 def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint in every layout, and the state that it was written from."""

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from framework.backend.weights import read_weights
 from framework.cli import main as cli
 from framework.commands.export import export
 from framework.errors import ConfigError, StorageError
 from framework.train.choice import find_checkpoint
+from tests.backend.saved_runs import read_weights
 from tests.backend.test_weights import Gadget
 from tests.jobs.raw_deepspeed import CASES, SAMPLES, STEPS
 from tests.launched import ROOT, read_metrics, run_ranks, series, torchrun, train_cases

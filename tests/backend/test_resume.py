@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from framework.backend.safe_files import read_file
-from framework.backend.stored_state import STATE_KEY, StoredState
+from framework.backend.shard_map import STATE_KEY
+from framework.backend.stored_state import StoredState
 from framework.train.saved import list_checkpoints
 from tests.launched import read_metrics, series, train_cases
 

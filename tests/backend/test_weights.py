@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 
 from framework.assembly.targets import call_factory
 from framework.backend.lazy_weights import LazyWeights
-from framework.backend.weights import checkpoint_weights, put_weights, read_weights
+from framework.backend.weights import checkpoint_weights, find_weights, put_weights
 from framework.config.load import config_from_values
 from framework.data.batches import WholeBatch
 from framework.data.order import epoch_order
@@ -27,10 +27,12 @@ from framework.errors import ConfigError, StorageError, show_value
 from framework.files import hash_file
 from framework.tasks.from_callable import as_task
 from framework.train.choice import find_checkpoint
-from framework.train.saved import seal
+from framework.train.saved import SavedCheckpoint, seal
 from tests.backend.pipe_oracle import plain_run, tensors_of
+from tests.backend.saved_runs import read_weights
 from tests.backend.test_pipeline import BERT, GPT, LENET, RESNET
 from tests.launched import series, train_cases
+from tests.train.test_every_fault import before
 
 NUM_STEPS = 6
 _ADAMW = {"kind": "adamw", "lr": 1e-3}
@@ -320,6 +322,16 @@ def test_a_file_of_weights_is_read_in_both_formats(tmp_path: Path) -> None:
         found = read_weights(str(tmp_path / "weights.pt"))
         assert found.keys() == weights.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+
+
+def test_a_folder_with_a_word_for_a_name_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` and `never` mean something to `checkpoint.resume` only."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("auto", "never"):
+        before(tmp_path / name / "checkpoints")
+        found = find_weights(name)
+        assert isinstance(found, SavedCheckpoint)
+        assert found.step == 20
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from framework.cli import main
-from tests.places import ROOT
 
 Capture = pytest.CaptureFixture[str]
 WRONG = "# mine\nzero: {stge: 1}   # why\n"
@@ -189,26 +188,6 @@ def test_an_object_cannot_come_from_a_file(tmp_path: Path, capsys: Capture) -> N
     assert lines[0].startswith(
         f"{path}:2:9: model.object = my.Net: it was handed over from Python and exists only there; "
     )
-
-
-@pytest.mark.parametrize(
-    ("steps", "said"),
-    [(20, "20 steps = 0.04 epochs of 468"), (1, "1 step = less than 0.01 epochs of 468"), (468, "468 steps = 1 epoch of 468"),
-     (1000, "1000 steps = 2.14 epochs of 468"), (467, "467 steps = 1.00 epochs of 468")],
-)  # fmt: skip
-def test_fractions_of_epochs_have_two_digits(steps: int, said: str, capsys: Capture) -> None:
-    config = ROOT / "ds_configs/lenet_fashion_mnist.yaml"
-    assert main(["check", str(config), f"training.max_steps={steps}"]) == 0
-    assert said in capsys.readouterr().out
-
-
-def test_a_length_that_is_not_known_yet_is_said_once(tmp_path: Path, capsys: Capture) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text("data: {target: 'json:loads'}\n")
-    assert main(["plan", str(path)]) == 0
-    assert "length    known when the data is read\n" in capsys.readouterr().out
-    assert main(["check", str(path)]) == 0
-    assert capsys.readouterr().out.endswith("data-parallel, length known when the data is read\n")
 
 
 def test_null_where_zero_turns_off(tmp_path: Path, capsys: Capture) -> None:

@@ -18,10 +18,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from framework.backend.exported_weights import INDEX, TIES, read_exported
-from framework.backend.weights import put_weights, read_weights
+from framework.backend.weights import put_weights
 from framework.commands.export import export, main
 from framework.errors import ConfigError, FrameworkError, StorageError, UsageError, show_value
-from tests.backend.saved_runs import PIPED, PLAIN, run_config, saved, truth, write_tokens
+from tests.backend.saved_runs import PIPED, PLAIN, read_weights, run_config, saved, truth, write_tokens
 from tests.backend.test_pipeline import GPT
 from tests.jobs.tied_net import TiedNet
 from tests.launched import job_environment, series, train_cases

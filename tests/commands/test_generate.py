@@ -21,7 +21,7 @@ from framework.commands.generate import as_text, find_gpt, sample
 from framework.config.load import config_from_values, load_config
 from framework.data.prepare import prepare
 from framework.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
-from framework.errors import FrameworkError
+from framework.errors import FrameworkError, show_value
 from framework.models.gpt import GPT
 from tests.launched import ROOT, job_environment, read_metrics, train_cases
 
@@ -241,7 +241,7 @@ def test_what_is_no_gpt_is_named(runs: Path, capsys: Capture) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_keeps_its_tokenizer(runs: Path, capsys: Capture) -> None:
+def test_a_run_keeps_its_tokenizer(runs: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """The token folder may move; without what the run has kept, the tokenizer can be named."""
     words = ["generate", str(runs / "bpe"), "--temperature", "0", "--max-new-tokens", "8"]
     assert main(words) == 0
@@ -249,6 +249,9 @@ def test_a_run_keeps_its_tokenizer(runs: Path, capsys: Capture) -> None:
     (runs / "tokens").rename(runs / "elsewhere")
     try:
         assert main(words) == 0
+        assert capsys.readouterr().out == said
+        monkeypatch.chdir(runs / "bpe/checkpoints")
+        assert main(["generate", "global_step15", *words[2:]]) == 0, "the run is above the folder that it is asked for in"
         assert capsys.readouterr().out == said
         kept.rename(runs / "kept")
         for named in (runs / "kept", runs / "elsewhere/tokenizer.json"):
@@ -299,9 +302,10 @@ def test_what_deepspeed_wrote_by_itself_needs_a_config(tmp_path: Path, capsys: C
 
 
 def test_there_is_nothing(tmp_path: Path) -> None:
-    for path, reason in ((tmp_path, "there is no finished checkpoint in it"), (tmp_path / "auto", "there is no such folder")):
-        with pytest.raises(FrameworkError, match=rf"{path}: {reason}; .*\[checkpoint-not-found\]") as caught:
+    for path, reason in ((tmp_path, "there is no finished checkpoint"), (tmp_path / "auto", "there is no such folder")):
+        with pytest.raises(FrameworkError, match=r"^CHECKPOINT = .*\[checkpoint-not-found\]") as caught:
             find_gpt(str(path))
+        assert str(caught.value).startswith(f"CHECKPOINT = {show_value(str(path))}: {reason}; name a")
         assert caught.value.exit_code == 78
 
 

@@ -9,11 +9,13 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framework.config.load import config_from_values
+from framework.config.document import Document
+from framework.config.load import config_from_values, load_known
 from framework.config.run_config import RunConfig
 from framework.config.schema import run_schema
 from framework.errors import ConfigError
 from framework.plan.cluster import Cluster
+from framework.plan.known import errors_of_known
 from framework.plan.plan import make_plan
 
 SCHEMA = run_schema()
@@ -53,7 +55,8 @@ def test_problems_are_whole_sentences(values: dict[str, Any]) -> None:
         with suppress(ConfigError):
             make_plan(config, Cluster(devices_per_host=2))
     except ConfigError as error:
-        problems = list(error.problems)
+        config, unknown, source = load_known(Document("run.json", values), ())
+        problems = [*error.problems, *errors_of_known(config, unknown, None, source=source)]
     for problem in problems:
         line = str(problem)
         assert line.isprintable()

@@ -11,7 +11,7 @@ import pytest
 
 from framework.config import schema_text
 from framework.config.document import read_document
-from framework.config.load import config_from_values
+from framework.config.load import config_from_values, load_config
 from framework.config.run_config import RunConfig
 from framework.config.schema import run_schema
 from framework.errors import ConfigError
@@ -95,6 +95,14 @@ def test_an_editor_refuses_what_the_loader_refuses(values: dict[str, Any]) -> No
 def test_an_editor_takes_what_the_loader_takes(values: dict[str, Any]) -> None:
     VALIDATOR.validate(values)
     config_from_values(values)
+
+
+def test_a_json_run_config_may_name_its_schema(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text('{"$schema": "run.schema.json", "run": {"name": "a"}}')
+    VALIDATOR.validate(json.loads(path.read_text()))
+    assert load_config(path).run.name == "a"
+    assert not VALIDATOR.is_valid({"$schema": 1})
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from framework.data.batches import WholeBatch, collate, collate_of
+from framework.data.batches import WholeBatch, collate, own_collate
 
 
 def test_a_whole_batch_passes_through_untouched() -> None:
@@ -23,5 +23,7 @@ def test_the_dataset_s_own_collate_fn_wins() -> None:
         def collate_fn(self, samples: list[str]) -> str:
             return "|".join(samples)
 
-    assert collate_of(Texts())(["a", "b"]) == "a|b"
-    assert collate_of([1, 2]) is collate
+    own = own_collate(Texts())
+    assert own is not None
+    assert own(["a", "b"]) == "a|b"
+    assert own_collate([1, 2]) is None

@@ -103,3 +103,29 @@ def test_the_first_samples_whatever_the_layout(batch_size: int, world_size: int)
     assert seen(5) == list(range(5))
     assert seen(1) == [0]
     assert seen(100) == list(range(11))
+
+
+class Hiding(Dataset[Any]):
+    """Its batches draw from all three generators while they are put together."""
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def collate_fn(self, samples: list[int]) -> list[float]:
+        return [*samples, torch.rand(()).item(), float(np.random.rand()), random.random()]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_a_collate_fn_draws_is_the_same_in_every_pass(num_workers: int) -> None:
+    torch.manual_seed(1)
+    here = list(EvalLoader(Hiding(), batch_size=2, rank=0, world_size=2))
+    torch.manual_seed(2)
+    random.seed(2)
+    np.random.seed(2)
+    before = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
+    assert list(EvalLoader(Hiding(), batch_size=2, rank=0, world_size=2, num_workers=num_workers)) == here
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (random.getstate(), str(np.random.get_state())) == before[1:]

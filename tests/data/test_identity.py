@@ -10,8 +10,9 @@ import pytest
 from framework.data.identity import tokens_sha256
 from framework.data.prepare import prepare
 from framework.data.text_windows import TextWindows, build
-from framework.data.tokens import SpecialTokens, Tokens
+from framework.data.tokens import Tokens
 from framework.errors import ConfigError
+from framework.token_files import SpecialTokens
 
 
 def prepared(folder: Path, text: str) -> str:
@@ -24,7 +25,7 @@ def prepared(folder: Path, text: str) -> str:
 
 def in_memory(numbers: list[int], offsets: list[int]) -> str | None:
     tokens = Tokens(np.array(numbers, dtype=np.uint16), np.array(offsets, dtype=np.int64))
-    return tokens_sha256(TextWindows(tokens, sequence_length=2, vocab_size=9, special=SpecialTokens(8)))
+    return tokens_sha256(TextWindows(tokens, sequence_length=2, vocab_size=9, special=SpecialTokens(end=8)))
 
 
 def test_in_files(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ from framework.data.eval_loader import EvalLoader
 from framework.data.prepare import prepare
 from framework.data.sample_seed import DrawsFromSeeds, SeededSamples
 from framework.data.text_pairs import TextPairs, build
-from framework.data.tokens import SpecialTokens, Tokens
+from framework.data.tokens import Tokens
 from framework.data.train_loader import TrainLoader
 from framework.errors import ConfigError, show_value
+from framework.token_files import SpecialTokens
 from tests.data.text_samples import SPECIAL, VOCAB_SIZE, many_documents, tokens_of
 
 LENGTH = 32

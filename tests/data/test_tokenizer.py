@@ -13,8 +13,8 @@ from framework.data import text_pairs
 from framework.data.prepare import prepare
 from framework.data.token_folder import open_token_folder
 from framework.data.tokenizer import SMALLEST_BPE, ByteTokenizer, LibraryTokenizer, load_tokenizer, train_bpe
-from framework.data.tokens import SpecialTokens
 from framework.errors import ConfigError, show_value
+from framework.token_files import SpecialTokens
 
 tokenizers = pytest.importorskip(
     "tokenizers", reason="the package tokenizers is not installed: pip install 'dsframework[text]'"
@@ -45,7 +45,7 @@ def word_file(tmp_path: Path) -> Path:
 def test_bytes() -> None:
     tokenizer = ByteTokenizer()
     assert [numbers.tolist() for numbers in tokenizer.encode([b"\x00a\xff", b""])] == [[0, 97, 255], []]
-    assert sorted(tokenizer.special) == list(range(256, tokenizer.vocab_size))
+    assert sorted(tokenizer.special.model_dump().values()) == list(range(256, tokenizer.vocab_size))
 
 
 def test_a_trained_tokenizer_gives_the_text_back(tmp_path: Path) -> None:
@@ -84,13 +84,13 @@ def test_what_looks_like_a_special_token_is_text(word_file: Path) -> None:
     trained = train_bpe([TEXT, QUOTES * 5], vocab_size=400)
     for tokenizer in (trained, load_tokenizer(str(word_file))):
         (numbers,) = tokenizer.encode([QUOTES])
-        assert not set(numbers.tolist()) & set(tokenizer.special)
+        assert not set(numbers.tolist()) & set(tokenizer.special.model_dump().values())
     assert len(trained.encode([b""])[0]) == 0
 
 
 def test_a_file_without_an_end_token_gets_one(tmp_path: Path) -> None:
     tokenizer = LibraryTokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel({"x": 0, "y": 1}, unk_token="x")))
-    assert tokenizer.special._asdict() == {"end": 2, "cls": None, "sep": None, "mask": None, "pad": None}
+    assert tokenizer.special.model_dump() == {"end": 2, "cls": None, "sep": None, "mask": None, "pad": None}
     assert tokenizer.vocab_size == 3
     tokenizer.save(tmp_path)
     saved = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -155,7 +155,7 @@ def test_names_of_other_families() -> None:
         {"<s>": 0, "</s>": 1, "<mask>": 2, "<pad>": 3, "x": 4, "<|endoftext|>": 5}, unk_token="x"
     )
     special = LibraryTokenizer(tokenizers.Tokenizer(model)).special
-    assert special._asdict() == {"end": 5, "cls": 0, "sep": 1, "mask": 2, "pad": 3}
+    assert special.model_dump() == {"end": 5, "cls": 0, "sep": 1, "mask": 2, "pad": 3}
 
 
 @pytest.mark.parametrize(

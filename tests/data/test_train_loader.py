@@ -145,6 +145,42 @@ def test_a_dataset_s_own_collate_fn_makes_the_batches() -> None:
         assert batches == [[4, 5], [6, 7], [12, 13], [14, 15]]
 
 
+class Hiding(Dataset[Any]):
+    """Its batches draw from all three generators while they are put together."""
+
+    def __len__(self) -> int:
+        return 29
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def collate_fn(self, samples: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        drawn = torch.rand(len(samples)) + float(np.random.rand()) + random.random()
+        return torch.tensor(samples), drawn
+
+
+@pytest.mark.parametrize("random_samples", [False, True])
+def test_what_a_collate_fn_draws_is_the_same_in_every_process(random_samples: bool) -> None:
+    batches = []
+    for seed in (1, 2):  # two stages of a pipeline, whose generators differ
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        before = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
+        batches.append(take(loader(Hiding(), random_samples=random_samples), 8))
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert (random.getstate(), str(np.random.get_state())) == before[1:]
+    assert batches[0] == batches[1]
+
+
+@pytest.mark.parametrize("random_samples", [False, True])
+def test_what_a_collate_fn_draws_goes_on_at_a_resume_with_any_number_of_workers(random_samples: bool) -> None:
+    whole = take(loader(Hiding(), random_samples=random_samples, shuffle=False), 14)
+    assert len({tuple(drawn) for _, drawn in whole}) == 14  # other draws in the next epoch as well
+    there = loader(Hiding(), random_samples=random_samples, shuffle=False, num_workers=2)
+    assert take(there, 4, start_step=5) == whole[10:]
+
+
 def test_a_dataset_smaller_than_a_batch_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         loader(TensorDataset(torch.arange(7)))

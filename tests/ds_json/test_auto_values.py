@@ -63,6 +63,14 @@ def test_the_prefetch_bucket_is_a_whole_number() -> None:
     assert (zero["stage3_prefetch_bucket_size"], type(zero["stage3_prefetch_bucket_size"])) == (530_841, int)
 
 
+def test_what_hugging_face_leaves_is_dropped_only_where_deepspeed_drops_it() -> None:
+    """Before 0.17.1 DeepSpeed read fp16 by hand, and took the text for true."""
+    document = parse_hjson('{"fp16": {"enabled": false, "auto_cast": "auto"}}', name="x")
+    assert json.loads(resolve(document, {}, world_size=8, release="0.19.8").text) == {"fp16": {"enabled": False}}
+    (problem,) = resolve(document, {}, world_size=8, release="0.16.9").problems
+    assert (problem.key, problem.kind) == ("fp16.auto_cast", "auto-unknown")
+
+
 def test_all_that_cannot_be_known_is_told_at_once_with_how_to_say_it() -> None:
     found = unknown(DOCUMENTED, {})
     assert {problem.key: problem.fix.split(",")[0] for problem in found.problems} == {

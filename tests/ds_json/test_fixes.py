@@ -36,6 +36,10 @@ def fixed(text: str, release: str | None = None) -> str:
         ('{"optimizer": {"type": "AdamW", "params": {"learning_rate": 0.1}}}',
          '{"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}'),
         ('{"max_grad_norm": 1.0}', '{"gradient_clipping": 1.0}'),
+        ('{"per_device_train_batch_size": 4}', '{"train_micro_batch_size_per_gpu": 4}'),
+        ('{"optimizer": {"name": "AdamW", "params": {"lr": 0.1}}}', '{"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}'),
+        ('{"scheduler": {"type": "WarmupLR", "params": {"max_lr": 0.1, "min_lr": 0.0, "warmup_steps": 9}}}',
+         '{"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_min_lr": 0.0, "warmup_num_steps": 9}}}'),
         # a key that only one other section has
         ('{"stage": 2}', '{"zero_optimization": {"stage": 2}}'),
         ('{"optimizer": {"type": "AdamW", "lr": 0.001}}', '{"optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}'),

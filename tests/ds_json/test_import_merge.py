@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ from framework.config.load import load_with_source
 from framework.config.run_config import RunConfig
 from framework.ds_json.import_merge import with_deepspeed_config
 from framework.errors import ConfigError
+from framework.launch.job import load_job
+from framework.launch.parent_watch import identity
 from tests.places import ROOT
 
 DS = {
@@ -71,6 +74,22 @@ def test_a_contradiction_names_both_places(tmp_path: Path, run: str, key: str) -
     assert f"{tmp_path / 'ds.json'}:" in problem.reason
 
 
+def test_a_removed_section_that_is_on_is_no_run_without_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        merged(tmp_path, "{}", {"train_batch_size": 60, "amp": {"enabled": True}})
+    assert [(problem.kind, problem.key, problem.line) for problem in caught.value.problems] == [("removed-key", "amp", 3)]
+
+
+def test_what_is_left_out_of_the_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.yaml").write_text("{}\n")
+    ds = {"train_batch_size": 60, "amp": {"enabled": False}, "fp16": {"enabled": False, "hysteresis": 3}}
+    (tmp_path / "ds.json").write_text(json.dumps(ds, indent=1))
+    load_job(str(tmp_path / "run.yaml"), [], deepspeed_config=str(tmp_path / "ds.json")).tell_notes()
+    amp, hysteresis = capsys.readouterr().err.splitlines()
+    assert amp.startswith(f"note: {tmp_path / 'ds.json'}:3: amp: left out of this run: ")
+    assert hysteresis.startswith(f"note: {tmp_path / 'ds.json'}:8: fp16.hysteresis: left out of this run: 3 (fp16 is not enabled)")
+
+
 def test_train_py_takes_deepspeeds_own_options(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("zero: {stage: 1}\n")
     (tmp_path / "ds.json").write_text(json.dumps(DS))
@@ -86,6 +105,23 @@ def test_train_py_takes_deepspeeds_own_options(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 78
     assert done.stderr.startswith("run.yaml:1: zero.stage = 1: zero_optimization.stage in ds.json:1 amounts to 2")
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_told"), [({}, True), ({"RANK": "1"}, False), ({"DSF_AGENT": identity(os.getpid())}, False)]
+)
+def test_a_start_without_our_launcher_tells_once_what_is_left_out(
+    tmp_path: Path, environment: dict[str, str], is_told: bool
+) -> None:
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 60, "amp": {"enabled": false}}')
+    (tmp_path / "run.yaml").write_text("run: {name: x}\n")
+    command = [sys.executable, ROOT / "train.py", "--deepspeed_config", "ds.json", "--config", "run.yaml"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"WORLD_SIZE": "7", "RANK": "0"} | environment, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 78, "60 samples do not go to 7 ranks"
+    assert ("ds.json:1: amp: left out of this run" in done.stderr) is is_told
 
 
 def test_deepspeeds_base64_text_is_read_as_a_file_is() -> None:

@@ -14,6 +14,7 @@ from framework.cli import main
 from framework.config.document import Document, parse_document
 from framework.config.load import config_from_values
 from framework.ds_json.facts import Facts
+from framework.ds_json.hjson_text import parse_hjson
 from framework.ds_json.import_reading import leaves
 from framework.ds_json.import_run import Imported, import_deepspeed, import_document
 from framework.ds_json.import_text import run_config_text
@@ -289,7 +290,7 @@ def test_auto_beside_an_enabled_precision_means_no() -> None:
 def test_keys_without_effect_are_named() -> None:
     found = imported(
         {"_comment": "mine", "elasticity": {"enabled": False}, "pipeline": {"stages": "auto"},
-         "zero_optimization": {"stage": 1, "allgather_partitions": True, "sub_group_size": 5, "mics_shard_size": 2,
+         "zero_optimization": {"stage": 1, "allgather_partitions": True, "sub_group_size": 5, "mics_shard_size": -1,
                                "offload_param": {"device": "cpu"}},
          "fp16": {"enabled": False, "hysteresis": 7}, "tensorboard": {"enabled": True, "job_name": "x"}}
     )  # fmt: skip
@@ -339,6 +340,61 @@ def test_keys_without_a_typed_one_pass_through(values: dict[str, Any]) -> None:
 def test_a_key_that_deepspeed_would_drop_stops_an_import(values: dict[str, Any]) -> None:
     """What is left out of an import is as gone as what DeepSpeed drops."""
     assert {kind for _, kind in kinds(values)} <= {"unknown-key", "dotted-key"}
+
+
+# Keys that are gone: how they meant something, and how they meant nothing.
+GONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "amp": ({"amp": {"enabled": True, "opt_level": "O1"}}, {"amp": {"enabled": False, "opt_level": "O1"}}),
+    "elasticity": ({"elasticity": {"enabled": True}}, {"elasticity": {}}),
+    "compression_training": ({"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
+                             {"compression_training": {}}),
+    "sparse_gradients": ({"sparse_gradients": True}, {"sparse_gradients": False}),
+    "zero_optimization.mics_shard_size": (
+        {"zero_optimization": {"mics_shard_size": 8}}, {"zero_optimization": {"mics_shard_size": -1}}),
+    "optimizer.params.max_grad_norm": (
+        {"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}},
+        {"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 0.0}}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", GONE)
+def test_a_key_that_is_gone_stops_an_import_unless_it_was_off(key: str) -> None:
+    on, off = GONE[key]
+    assert kinds(on) == [(key, "removed-key")]
+    assert [line.partition(":")[0] for line in imported(off).left_out] == [key]
+
+
+def test_a_key_of_a_newer_release_stops_an_import_unless_it_is_off() -> None:
+    def by(value: bool) -> Imported:
+        values = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": value}}}
+        return import_document(Document("ds.json", BATCH | values), release="0.16.9")
+
+    with pytest.raises(ConfigError) as caught:
+        by(True)
+    assert {problem.kind for problem in caught.value.problems} == {"key-of-another-release"}
+    assert by(False).left_out
+
+
+def test_what_only_a_run_config_refuses_is_told_at_the_key_and_line_of_the_file() -> None:
+    text = """{"train_batch_size": 8,
+      "optimizer": {"type": "AdamW", "params": {"lr": 0.001,
+        "eps": 0}},
+      "scheduler": {"type": "LRRangeTest", "params": {
+        "lr_range_test_min_lr": 0}},
+      "zero_optimization": {"stage": 3,
+        "sub_group_size": 0}}"""
+    with pytest.raises(ConfigError) as caught:
+        import_document(parse_hjson(text, name="ds.json"))
+    assert {(problem.key, problem.file, problem.line) for problem in caught.value.problems} == {
+        ("optimizer.params.eps", "ds.json", 3), ("scheduler.params.lr_range_test_min_lr", "ds.json", 5),
+        ("zero_optimization.sub_group_size", "ds.json", 7),
+    }  # fmt: skip
+    assert all("of a run config" in problem.reason for problem in caught.value.problems)
+
+
+def test_the_loss_scale_that_deepspeed_began_with_for_years_is_imported() -> None:
+    found = imported({"fp16": {"enabled": True, "initial_scale_power": 32}})
+    assert rendered(found.values)["fp16"]["initial_scale_power"] == 32
 
 
 def test_what_deepspeed_refuses_is_not_imported() -> None:

@@ -241,6 +241,32 @@ def test_nearest(path: str) -> None:
     assert TABLE.nearest(path) == NEAREST[path]
 
 
+# Path and type of the section -> all guesses, best first.
+GUESSES: list[tuple[str, str | None, list[str]]] = [
+    ("scheduler.params.max_lr", "WarmupLR", ["scheduler.params.warmup_max_lr"]),
+    ("scheduler.params.min_lr", "WarmupDecayLR", ["scheduler.params.warmup_min_lr"]),
+    ("scheduler.params.max_lr", "OneCycle", ["scheduler.params.cycle_max_lr"]),
+    ("scheduler.params.min_lr", "LRRangeTest", ["scheduler.params.lr_range_test_min_lr"]),
+    ("scheduler.params.max_lr", None, ["scheduler.params.warmup_max_lr", "scheduler.params.cycle_max_lr"]),
+    ("scheduler.params.warmup_max_lr", "OneCycle", []),
+    ("scheduler.params.warmup_steps", "WarmupCosineLR", ["scheduler.params.warmup_num_steps"]),
+    ("per_device_train_batch_size", None, ["train_micro_batch_size_per_gpu"]),
+    ("train_micro_batch_size", None, ["train_micro_batch_size_per_gpu"]),
+    ("optimizer.name", None, ["optimizer.type"]), ("scheduler.name", None, ["scheduler.type"]),
+    ("tensor_parallel.size", None, ["tensor_parallel.autotp_size"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "variant", "guesses"), GUESSES)
+def test_another_tools_word_means_what_the_section_has_under_it(path: str, variant: str | None, guesses: list[str]) -> None:
+    assert TABLE.nearest(path, variant) == guesses
+
+
+@pytest.mark.parametrize("path", ["name", "size"])
+def test_a_word_that_may_be_anything_is_no_parameter_outside_its_section(path: str) -> None:
+    assert not {"optimizer.type", "tensor_parallel.autotp_size"} & set(TABLE.nearest(path))
+
+
 def test_nearest_names_every_home() -> None:
     homes = TABLE.nearest("tensor_parallel.tp_size")
     assert homes[:2] == ["tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"]

@@ -20,7 +20,7 @@ from framework.launch.agent import AttemptResult, run_attempt
 from framework.launch.devices import LocalDevices
 from framework.launch.meet.peers import Peers
 from framework.launch.ranks import Ranks
-from framework.launch.requests import Requests
+from framework.launch.stop_requests import StopRequests
 from framework.launch.topology import Topology
 from tests.launch.meet.members import ROOT, Members, ended, gone, heed_signals, running
 
@@ -179,7 +179,7 @@ def attempt(script: Path, *arguments: str, environment: dict[str, str] | None = 
     """One node's attempt with one rank, in this process."""
     ranks = Ranks(script=script, arguments=arguments, topology=Topology(1, 1, 0, "127.0.0.1", 29500),
                   environment={**os.environ, **(environment or {})})  # fmt: skip
-    return run_attempt(ranks, peers=Peers(0, {}, {0: "here"}), requests=Requests(), node_rank=0, grace_seconds=1)
+    return run_attempt(ranks, peers=Peers(0, {}, {0: "here"}), requests=StopRequests(), node_rank=0, grace_seconds=1)
 
 
 def test_a_rank_that_cannot_be_started_is_told_in_a_line(tmp_path: Path) -> None:

@@ -12,12 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from framework.config.load import Source
+from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, UsageError
 from framework.launch import local, plain
 from framework.launch.devices import LocalDevices
+from framework.launch.host_names import bare, is_loopback_name
+from framework.launch.job import Job
 from framework.launch.local import check
-from framework.launch.options import Request, parse
+from framework.launch.options import LaunchOptions, parse
 from framework.launch.plain import added_environment, as_shell_line, local_command, usable_port
+from framework.launch.topology import Topology
 from tests.places import ROOT
 
 CPU = LocalDevices("cpu", 0)
@@ -31,8 +36,8 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
-def ranks(request: Request, devices: LocalDevices) -> int:
-    return int(check(request, devices).value)
+def ranks(options: LaunchOptions, devices: LocalDevices) -> int:
+    return int(check(options, devices)[1].value)
 
 
 @pytest.fixture
@@ -49,16 +54,16 @@ def listening() -> Iterator[int]:
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["a.yaml"], Request("a.yaml")),
-        (["--config", "a.yaml", "x=1"], Request("a.yaml", ("x=1",))),
-        (["a.yaml", "x=1", "--num_gpus", "2", "y.z='a b'"], Request("a.yaml", ("x=1", "y.z='a b'"), 2)),
-        (["--num-gpus=3", "a.yaml", "--master-port", "29500", "--dry-run"], Request("a.yaml", (), 3, 29500, True)),
-        (["a.yaml", "--deepspeed_config", "ds.json", "x=1"], Request("a.yaml", ("x=1",), deepspeed_config="ds.json")),
-        (["a.yaml", "-H", "h", "--master_addr", "[fd00::1]"], Request("a.yaml", hostfile="h", master_addr="fd00::1")),
-        (["a.yaml", "--master_port", "1", "--dry_run", "lr=-1"], Request("a.yaml", ("lr=-1",), None, 1, True)),
+        (["a.yaml"], LaunchOptions("a.yaml")),
+        (["--config", "a.yaml", "x=1"], LaunchOptions("a.yaml", ("x=1",))),
+        (["a.yaml", "x=1", "--num_gpus", "2", "y.z='a b'"], LaunchOptions("a.yaml", ("x=1", "y.z='a b'"), 2)),
+        (["--num-gpus=3", "a.yaml", "--master-port", "29500", "--dry-run"], LaunchOptions("a.yaml", (), 3, 29500, True)),
+        (["a.yaml", "--deepspeed_config", "ds.json", "x=1"], LaunchOptions("a.yaml", ("x=1",), deepspeed_config="ds.json")),
+        (["a.yaml", "-H", "h", "--master_addr", "[fd00::1]"], LaunchOptions("a.yaml", hostfile="h", master_addr="fd00::1")),
+        (["a.yaml", "--master_port", "1", "--dry_run", "lr=-1"], LaunchOptions("a.yaml", ("lr=-1",), None, 1, True)),
     ],
 )
-def test_options_and_settings_in_any_order(argv: list[str], expected: Request) -> None:
+def test_options_and_settings_in_any_order(argv: list[str], expected: LaunchOptions) -> None:
     assert parse(argv) == expected
 
 
@@ -77,6 +82,10 @@ def test_options_and_settings_in_any_order(argv: list[str], expected: Request) -
         (["a.yaml", "-H", "h", "--include", "a", "--num_gpus", "1"], "do not go with"),
         (["a.yaml", "-H", "h", "--fit_batch"], "leave -H and --num_gpus out"),
         (["a.yaml", "--verbose"], "--verbose go with a hostfile"),
+        (["a.yaml", "--export", "A"], "--export go with a hostfile"),
+        (["a.yaml", "--token_file", "nowhere"], "--token_file go with a hostfile"),
+        (["a.yaml", "--no-preflight", "--wait-seconds", "1800"], "--wait_seconds, --no_preflight go with a hostfile"),
+        (["a.yaml", "-H", "h", "--ssh_args", "-v"], r"--ssh_args/--ssh-args: expected .* write --ssh_args=-\.\.\."),
         (["a.yaml", "-H", "h", "--export", "A=b"], "A=b is not the name of a variable"),
         (["a.yaml", "-H", "h", "--master_addr", "[fd00::x]"], "is not a name or address of a host"),
         (["a.yaml", "-H", "h", "--master_addr", "worker-0:29500"], "is not a name or address of a host"),
@@ -88,45 +97,58 @@ def test_a_wrong_command_line_is_a_usage_error(argv: list[str], reason: str) -> 
         parse(argv)
 
 
+def test_every_option_of_hosts_is_taken_with_them_and_stands_together_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--include", "a:0", "--num_nodes", "2", "--ssh_args=-p 1", "--remote_python", "p", "--remote_folder", "f",
+             "--export", "A", "--export", "B", "--verbose", "--master_addr", "b", "--control_port", "7", "--wait_seconds", "0",
+             "--no_preflight", "--token_file", "t"]  # fmt: skip
+    given = {"num_nodes": 2, "ssh_args": "-p 1", "remote_python": "p", "remote_folder": "f", "exports": ("A", "B"), "verbose": True,
+             "master_addr": "b", "control_port": 7, "wait_seconds": 0.0, "no_preflight": True, "token_file": "t"}  # fmt: skip
+    assert parse(["a.yaml", "-H", "h", *words[2:]]) == LaunchOptions("a.yaml", hostfile="h", **given)  # type: ignore[arg-type]
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    of_hosts = capsys.readouterr().out.partition("with -H, on the hosts of a hostfile:")[2]
+    assert all(f"\n  {word.partition('=')[0]}" in of_hosts for word in words if word.startswith("--"))
+
+
 # ------------------------------------------------------------------------------------------------------ the checks
 
 
 def test_default_is_every_gpu_or_two_ranks_on_cpu(config: str) -> None:
-    assert ranks(Request(config), FOUR_GPUS) == 4
-    assert ranks(Request(config), CPU) == 2
-    assert ranks(Request(config, num_ranks=1), FOUR_GPUS) == 1
+    assert ranks(LaunchOptions(config), FOUR_GPUS) == 4
+    assert ranks(LaunchOptions(config), CPU) == 2
+    assert ranks(LaunchOptions(config, num_gpus=1), FOUR_GPUS) == 1
 
 
 @pytest.mark.parametrize(("count", "taken"), [(1, 1), (6, 6), (7, 6), (8, 8), (9, 8), (16, 15)])
 def test_the_quickstart_fits_any_number_of_devices(count: int, taken: int) -> None:
-    request = Request(str(ROOT / "ds_configs/quickstart.yaml"), fit_batch=True)
-    said = check(request, LocalDevices("cuda", count))
+    options = LaunchOptions(str(ROOT / "ds_configs/quickstart.yaml"), fit_batch=True)
+    _, said = check(options, LocalDevices("cuda", count))
     assert int(said.value) == taken
     assert (f"of {count} cuda devices here: the most that divide batch.global_size" == said.source) == (taken < count)
 
 
 def test_a_batch_that_fits_no_device_says_why(config: str) -> None:
     with pytest.raises(ConfigError, match="batch-not-divisible"):
-        check(Request(config, ("batch.global_size=32", "batch.micro_size=3"), fit_batch=True), FOUR_GPUS)
+        check(LaunchOptions(config, ("batch.global_size=32", "batch.micro_size=3"), fit_batch=True), FOUR_GPUS)
 
 
 def test_a_planned_world_size_is_the_default(config: str) -> None:
-    assert ranks(Request(config, ("run.world_size=1",)), CPU) == 1
+    assert ranks(LaunchOptions(config, ("run.world_size=1",)), CPU) == 1
     with pytest.raises(ConfigError, match="world-size-differs"):
-        check(Request(config, ("run.world_size=1",), num_ranks=2), CPU)
+        check(LaunchOptions(config, ("run.world_size=1",), num_gpus=2), CPU)
 
 
 def test_more_ranks_than_gpus_are_refused(config: str) -> None:
     with pytest.raises(ConfigError, match=r"command line: --num_gpus = 8: this machine has 4 cuda .*\[too-few-devices\]"):
-        check(Request(config, num_ranks=8), FOUR_GPUS)
+        check(LaunchOptions(config, num_gpus=8), FOUR_GPUS)
     with pytest.raises(ConfigError, match=r"command line: run.world_size = 8: .*\[too-few-devices\]"):
-        check(Request(config, ("run.world_size=8",)), FOUR_GPUS)
+        check(LaunchOptions(config, ("run.world_size=8",)), FOUR_GPUS)
 
 
 def test_uncounted_devices_need_a_number(config: str) -> None:
     with pytest.raises(UsageError, match="give --num_gpus N"):
-        check(Request(config), LocalDevices("xpu", 0))
-    assert ranks(Request(config, num_ranks=2), LocalDevices("xpu", 0)) == 2
+        check(LaunchOptions(config), LocalDevices("xpu", 0))
+    assert ranks(LaunchOptions(config, num_gpus=2), LocalDevices("xpu", 0)) == 2
 
 
 @pytest.mark.parametrize(
@@ -153,14 +175,15 @@ def test_ports(listening: int) -> None:
 
 
 def test_the_plain_command() -> None:
-    command = local_command("a b.yaml", ["x='1 2'"], num_ranks=2, port=29501, script=Path("train.py"))
+    command = local_command(["--config", "a b.yaml", "x='1 2'"], num_ranks=2, port=29501, script=Path("train.py"))
     expected = ["--num_gpus", "2", "--master_port", "29501", "train.py", "--config", "a b.yaml", "x='1 2'"]
     assert command[-len(expected):] == expected  # fmt: skip
     assert Path(command[0]).name.startswith(("deepspeed", "python"))
 
 
 def test_a_deepspeed_json_goes_on_to_train_py() -> None:
-    command = local_command("a", ["x=1"], num_ranks=2, port=1, script=Path("train.py"), deepspeed_config="ds.json")
+    job = Job("a", ("x=1",), RunConfig(), Source(), deepspeed_config="ds.json")
+    command = local_command(job.arguments, num_ranks=2, port=1, script=Path("train.py"))
     assert command[-6:] == ["train.py", "--config", "a", "--deepspeed_config", "ds.json", "x=1"]
 
 
@@ -168,13 +191,13 @@ def test_a_deepspeed_json_is_judged_before_anything_starts(config: str, tmp_path
     for values, kind in (('{"train_batch_size": 33}', "deepspeed-config-clash"), ("{", "config-syntax")):
         (tmp_path / "ds.json").write_text(values)
         with pytest.raises(ConfigError, match=kind):
-            check(Request(config, deepspeed_config=str(tmp_path / "ds.json")), CPU)
+            check(LaunchOptions(config, deepspeed_config=str(tmp_path / "ds.json")), CPU)
     (tmp_path / "ds.json").write_text('{"train_batch_size": 32, "zero_optimization": {"stage": 2}}')
-    assert ranks(Request(config, deepspeed_config=str(tmp_path / "ds.json")), CPU) == 2
+    assert ranks(LaunchOptions(config, deepspeed_config=str(tmp_path / "ds.json")), CPU) == 2
 
 
 def test_visible_devices_are_named() -> None:
-    command = local_command("a", [], num_ranks=2, port=1, script=Path("train.py"), chosen=(7, 3, 5))
+    command = local_command(["--config", "a"], num_ranks=2, port=1, script=Path("train.py"), chosen=(7, 3, 5))
     assert "--num_gpus" not in command
     assert command[command.index("--include") + 1] == "localhost:3,7"
 
@@ -183,7 +206,7 @@ def test_a_hostfile_of_the_machine_is_not_read(tmp_path: Path, monkeypatch: pyte
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("elsewhere slots=8\n")
     monkeypatch.setattr(plain, "_DEFAULT_HOSTFILE", hostfile)
-    command = local_command("a", [], num_ranks=2, port=1, script=Path("train.py"))
+    command = local_command(["--config", "a"], num_ranks=2, port=1, script=Path("train.py"))
     assert command[command.index("--hostfile") + 1] == os.devnull
 
 
@@ -226,6 +249,7 @@ def test_dry_run_prints_a_command_and_starts_nothing(
     ("words", "devices", "told"),
     [
         (["--num_gpus", "2"], FOUR_GPUS, "slots       2 (--num_gpus)"),
+        (["--nproc_per_node", "2"], FOUR_GPUS, "slots       2 (--nproc_per_node)"),
         (["run.world_size=1"], FOUR_GPUS, "slots       1 (run.world_size)"),
         ([], FOUR_GPUS, "slots       4 (cuda devices here)"),
         ([], LocalDevices("cuda", 2, (3, 1)), "slots       2 (cuda devices here, of those that are visible)"),
@@ -239,6 +263,42 @@ def test_every_value_has_its_source(
     monkeypatch.setattr(local, "find_devices", lambda environment: devices)
     assert local.launch([config, "--dry_run", *words]) == 0
     assert told in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["localhost", "127.0.0.1", "[::1]", socket.gethostname(), socket.gethostname().upper()])
+def test_a_hostfile_of_this_machine_alone_needs_no_ssh(
+    name: str, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The slots and the choice among them are the hostfile's; nothing else is other than without it."""
+    given: list[tuple[Topology, LocalDevices]] = []
+    monkeypatch.setattr(local, "run_node", lambda topology, *, devices, **_: given.append((topology, devices)) or 0)
+    monkeypatch.setattr(local, "require_deepspeed", lambda: None)
+    monkeypatch.setattr(local, "find_devices", lambda _: FOUR_GPUS)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    monkeypatch.setenv("NNODES", "2")  # this machine alone was asked for
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"{name} slots=4\n")
+    assert local.launch([config, "-H", str(hosts)]) == 0
+    said = capsys.readouterr().out
+    assert f"launch: nnodes      1 ({hosts}: this machine, without ssh)\nlaunch: slots       4 ({hosts})\n" in said
+    assert "(a free one)" in said
+    hosts.write_text(f"{name} slots=4\nworker-1 slots=4\n")
+    which = f"{name}:1,3"
+    if not is_loopback_name(bare(name)):
+        assert local.launch([config, "-H", str(hosts), "--include", which]) == 0
+        assert "launch: slots       2 (--include)" in capsys.readouterr().out
+        assert given[1][1] == LocalDevices("cuda", 2, (1, 3))
+    assert (given[0][0].world_size, given[0][0].master_addr, given[0][1]) == (4, "127.0.0.1", FOUR_GPUS)
+
+
+@pytest.mark.parametrize("words", [["--ssh_args", "-p 2222"], ["--remote_python", "/opt/python"], ["--remote_folder", "/x"]])
+def test_who_says_how_to_get_there_goes_there(
+    words: list[str], config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """localhost may be the near end of a tunnel, and another Python is another process to start."""
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    assert local.launch([config, "-H", str(tmp_path / "hosts"), "--dry_run", *words]) == 0
+    assert "agent on localhost: ssh " in capsys.readouterr().out
 
 
 def test_a_missing_config_ends_with_78(tmp_path: Path) -> None:

@@ -6,18 +6,25 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from framework.errors import ConfigError, UsageError
 from framework.launch import node
 from framework.launch.devices import LocalDevices
+from framework.launch.job import load_job
 from framework.launch.local import launch
 from framework.launch.node import main
+from framework.launch.preflight import start as start_module
+from framework.launch.topology import Topology
 from tests.launch.meet.members import ROOT, free_ports, heed_signals
 from tests.launched import TIMEOUT_SECONDS, job_environment, series
 
@@ -115,7 +122,8 @@ def test_a_dry_run_tells_everything_and_starts_nothing(config: str, tmp_path: Pa
     assert main([config, "run.name=ab", "--nproc-per-node", "2", "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:6] == [
-        "launch: nnodes      3 (NNODES)", "launch: node_rank   2 (JOB_COMPLETION_INDEX)", "launch: slots       2 (--num_gpus)",
+        "launch: nnodes      3 (NNODES)", "launch: node_rank   2 (JOB_COMPLETION_INDEX)",
+        "launch: slots       2 (--nproc-per-node)",
         "launch: master_addr a-0.a (MASTER_ADDR)", "launch: master_port 29500 (default)",
         "launch: world size  6 = 3 nodes x 2 ranks",
     ]  # fmt: skip
@@ -165,6 +173,34 @@ def test_one_node_without_gpus_starts_as_launch_does(config: str, tmp_path: Path
     assert "launch: slots       2 (default on CPU)" in capsys.readouterr().out.splitlines()
 
 
+def test_an_option_is_told_under_the_name_that_was_used(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                        capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(node, "find_devices", lambda _: LocalDevices("cuda", 2))
+    assert main([config, "--num_nodes", "1", "--nproc-per-node", "2", "--dry_run"]) == 0
+    assert capsys.readouterr().out.startswith("launch: nnodes      1 (--num_nodes)\n")
+    with pytest.raises(ConfigError, match=r"command line: --nproc-per-node = 4: this machine has 2 cuda"):
+        main([config, "--num_nodes", "1", "--nproc-per-node", "4", "--dry_run"])
+
+
+def test_a_node_alone_takes_a_free_port_or_refuses_one_that_is_taken(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr("framework.launch.topology.DEFAULT_PORT", port)
+        assert main([config, "--nnodes", "1", "--dry_run"]) == 0
+        (said,) = re.findall(r"master_port (\d+) \(a free one\)", capsys.readouterr().out)
+        assert int(said) != port
+        with pytest.raises(ConfigError, match=rf"command line: --master_port = {port}: ranks cannot meet there.*port-not-usable"):
+            main([config, "--nnodes", "1", "--dry_run", "--master_port", str(port)])
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(ConfigError, match=rf'environment: MASTER_PORT = "?{port}"?: ranks cannot meet there'):
+            main([config, "--nnodes", "1", "--dry_run"])
+
+
 def test_one_of_several_nodes_does_not_train_alone(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NNODES", "2")
@@ -183,6 +219,29 @@ def test_a_refusal_is_in_the_termination_log(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ConfigError):
         main([str(tmp_path / "none.yaml"), "--nnodes", "1", "--num_gpus", "1"])
     assert "[config-not-found]" in (tmp_path / "log").read_text()
+
+
+def test_without_deepspeed_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"training needs the package deepspeed, which .* does not have.*\[package-missing\]"):
+        node.require_deepspeed()
+
+
+@pytest.mark.parametrize(("kind", "name"), [("cuda", "CUDA_VISIBLE_DEVICES"), ("npu", "ASCEND_RT_VISIBLE_DEVICES")])
+def test_a_preflight_sees_the_devices_that_the_ranks_will_have(
+    kind: Literal["cuda", "npu"], name: str, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Mapping[str, str]] = []
+
+    @contextmanager
+    def look(_: object, __: object, environment: Mapping[str, str], **___: object) -> Iterator[dict[str, object]]:
+        seen.append(environment)
+        yield {}
+
+    monkeypatch.setattr(start_module, "look_before_start", look)
+    topology = Topology(2, 2, 0, "node-0", 29500)
+    with node._preflight(load_job(str(tmp_path / config), ()), topology, LocalDevices(kind, 2, (6, 7)), {name: "0,1"})():
+        assert seen == [{name: "6,7"}]
 
 
 def test_what_is_sent_over_stdin_has_to_be_an_order() -> None:

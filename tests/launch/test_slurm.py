@@ -137,7 +137,7 @@ def batch(tmp_path: Path) -> dict[str, str]:
 
 
 def start(folder: Path, environment: dict[str, str], *, requeue: bool = True) -> subprocess.Popen[bytes]:
-    request = slurm_script.Request(config="a b.yaml", overrides=("x=$(id)",), nodes=2, ranks_per_node=4, name="x", requeue=requeue)
+    request = slurm_script.SlurmRequest("a b.yaml", overrides=("x=$(id)",), nodes=2, ranks_per_node=4, name="x", requeue=requeue)
     (folder / "job.sbatch").write_text(slurm_script.script(request, made_by="a test"))
     return subprocess.Popen(["bash", "job.sbatch"], cwd=folder, env=environment)
 

@@ -20,8 +20,9 @@ from framework.errors import ConfigError, UsageError
 from framework.launch.hostfile import Host
 from framework.launch.inclusion import Chosen
 from framework.launch.local import launch
-from framework.launch.options import Request
-from framework.launch.ssh import agent_command, launch_over_ssh, passed_on, ssh_command
+from framework.launch.options import LaunchOptions, parse_node
+from framework.launch.preflight.remote import member_command
+from framework.launch.ssh import agent_command, launch_over_ssh, passed_on, split_ssh_args, ssh_command
 from framework.launch.ssh_agents import HostEnd, ends_told, job_code
 from framework.launch.topology import Topology
 from tests.launch.meet.members import ROOT, Members, ended, heed_signals
@@ -157,7 +158,7 @@ def test_more_hosts_than_files_are_refused(tmp_path: Path, monkeypatch: pytest.M
     config.write_text("batch: {global_size: 40}\n")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
     with pytest.raises(ConfigError, match=r"ulimit -n = 64: 40 hosts take 152 open files.*\[nofile-low\]"):
-        launch_over_ssh(Request(str(config), hostfile=str(hosts), master_addr="h0", dry_run=True))
+        launch_over_ssh(LaunchOptions(str(config), hostfile=str(hosts), master_addr="h0", dry_run=True))
 
 
 def test_a_killed_launcher_cuts_the_life_lines(path: str, tmp_path: Path) -> None:
@@ -210,11 +211,11 @@ def test_only_listed_variables_travel() -> None:
 
 def test_nothing_of_a_command_is_read_by_a_shell() -> None:
     nasty = ("data.root='$(reboot)'", "run.name=a b;c", "x=`id`&&y")
-    request = Request("my config.yaml", nasty, remote_folder="/a dir/$x", remote_python="/opt/py thon", exports=("TOKEN",))
-    words = agent_command(request, Chosen(Host("h", 2), (1, 3)), 1, TOPOLOGY)
+    options = LaunchOptions("my config.yaml", nasty, remote_folder="/a dir/$x", remote_python="/opt/py thon", exports=("TOKEN",))
+    words = agent_command(options, Chosen(Host("h", 2), (1, 3)), 1, TOPOLOGY)
     command = ssh_command(Host("h", 2), words, ssh_args="-p 2222 -i 'a key'")
     assert command[-3:-1] == ["--", "h"]
-    assert command[command.index("-p") : command.index("--")] == ["-p", "2222", "-i", "a key"]
+    assert command[:5] == ["ssh", "-p", "2222", "-i", "a key"]
     assert "BatchMode=yes" in command
     read = shlex.split(command[-1])
     assert read[:4] == ["cd", "/a dir/$x", "&&", "exec"]
@@ -223,6 +224,30 @@ def test_nothing_of_a_command_is_read_by_a_shell() -> None:
     echo = command[-1].replace("cd '/a dir/$x' && exec", "printf '%s\\n'", 1)
     echoed = subprocess.run(["sh", "-c", echo], capture_output=True, text=True, check=True)
     assert echoed.stdout.splitlines()[-3:] == list(nasty)
+
+
+@pytest.mark.parametrize("seconds", [1_000_000.0, 123_456.7, 0.25])
+def test_a_host_reads_what_it_is_told(seconds: float) -> None:
+    words = agent_command(LaunchOptions("a.yaml", ("x=1",), wait_seconds=seconds), Chosen(Host("h", 2), (0, 1)), 1, TOPOLOGY)
+    found = parse_node(words[words.index("node") + 1 :])
+    assert (found.config, found.words, found.wait_seconds, found.num_gpus) == ("a.yaml", ("x=1",), seconds, 2)
+
+
+def test_options_of_the_user_win_over_ours() -> None:
+    """ssh takes the first of two values; so for `launch` as for `doctor`."""
+    text = "-o ConnectTimeout=120 -oServerAliveInterval=9 -v"
+    starts = (ssh_command(Host("h", 1), ["true"], ssh_args=text), member_command(Host("h", 1), ssh_args=split_ssh_args(text)))
+    for command in starts:
+        found = re.findall(r"(ConnectTimeout|BatchMode|ServerAliveInterval)=(\w+)", " ".join(command))
+        assert dict(reversed(found)).items() >= {"ConnectTimeout": "120", "BatchMode": "yes", "ServerAliveInterval": "9"}.items()
+
+
+@pytest.mark.parametrize("text", ["-o BatchMode=no", "-oBatchMode=no", "-o 'batchmode no'"])
+@pytest.mark.parametrize("command", ["launch", "doctor"])
+def test_nobody_is_asked(text: str, command: str) -> None:
+    with pytest.raises(UsageError, match=rf"{command}: --ssh_args: .*: nobody is asked for a password"):
+        split_ssh_args(text, command=command)
+    assert split_ssh_args("-o BatchMode=yes -i ~/batchmode=x") == ["-o", "BatchMode=yes", "-i", "~/batchmode=x"]
 
 
 def test_the_environment_is_not_on_the_command_line(path: str) -> None:
@@ -246,9 +271,12 @@ def told(capsys: pytest.CaptureFixture[str], folder: Path, lines: Sequence[str],
     ("words", "expected"),
     [
         ([], ["nnodes      2 (HOSTS)", "slots       4 (HOSTS)", "master_addr a (the first host)", "master_port 29500 (default)"]),
-        (["--num_nodes", "1"], ["nnodes      1 (--num_nodes)", "slots       4 (HOSTS)"]),
+        (["--num_nodes", "1"], ["nnodes      1 (--num_nodes)", "slots       4 (HOSTS)", "master_addr 127.0.0.1 (one host)",
+                                "master_port free (one that the host finds)"]),
+        (["--num_nodes", "1", "--master_addr", "a"], ["master_addr a (--master_addr)"]),
         (["--num_gpus", "2"], ["nnodes      2 (HOSTS)", "slots       2 (--num_gpus)"]),
-        (["--include", "b:1"], ["nnodes      1 (--include)", "slots       1 (--include)", "master_addr b (the first host)"]),
+        (["--nproc_per_node", "2"], ["nnodes      2 (HOSTS)", "slots       2 (--nproc_per_node)"]),
+        (["--include", "b:1"], ["nnodes      1 (--include)", "slots       1 (--include)", "master_addr 127.0.0.1 (one host)"]),
         (["--exclude", "a"], ["nnodes      1 (--exclude)", "slots       4 (--exclude)"]),
         (["--master_addr", "x", "--master_port", "7"], ["master_addr x (--master_addr)", "master_port 7 (--master_port)"]),
     ],
@@ -265,12 +293,12 @@ def test_every_value_has_its_source(
     [
         (["a slots=2", "me@b slots=2"], [], "--hostfile=HOSTS --master_addr=a --master_port=29500"),
         (["a slots=2", "b slots=2"], ["--include", "b:1"],
-         "--hostfile=HOSTS --include=b:1 --force_multi --master_addr=b --master_port=29500"),
-        (["a slots=2", "b slots=2"], ["--num_nodes", "1", "--num_gpus", "1", "--ssh_args", "-p 22 -i x"],
-         "--hostfile=HOSTS --num_nodes=1 --num_gpus=1 --force_multi --no_ssh_check --master_addr=a --master_port=29500"),
+         "--hostfile=HOSTS --include=b:1 --force_multi --master_addr=127.0.0.1"),
+        (["a slots=2", "b slots=2"], ["--num_nodes", "1", "--num_gpus", "1", "--ssh_args", "-p 22 -i x", "--master_port", "7"],
+         "--hostfile=HOSTS --num_nodes=1 --num_gpus=1 --force_multi --no_ssh_check --master_addr=127.0.0.1 --master_port=7"),
         (["[fd00::1] slots=2", "[fd00::2] slots=2"], [], "--hostfile=$hosts --master_addr=fd00::1 --master_port=29500"),
         (["[fd00::1] slots=2", "me@b slots=2"], ["--exclude", "[fd00::1]"],
-         "--hostfile=$hosts --force_multi --master_addr=b --master_port=29500"),
+         "--hostfile=$hosts --force_multi --master_addr=127.0.0.1"),
     ],
 )  # fmt: skip
 def test_the_plain_command_for_hosts(
@@ -287,6 +315,15 @@ def test_the_plain_command_for_hosts(
     if before:
         done = subprocess.run(["bash", "-c", f'{before} && cat "$hosts"'], capture_output=True, text=True, check=True)
         assert done.stdout.splitlines() == (["me@b slots=2"] if words else ["fd00::1 slots=2", "fd00::2 slots=2"])
+
+
+def test_ranks_of_one_host_meet_at_home(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rented machine does not reach itself at the public address that ~/.ssh/config has for it, nor is any port its own."""
+    for ssh_args in ([], ["--ssh_args", "-o HostName=203.0.113.7"]):
+        (agent,) = [line for line in told(capsys, tmp_path, ["a slots=2"], *ssh_args) if line.startswith("agent on a: ")]
+        words = shlex.split(shlex.split(agent)[-1])
+        found = parse_node(words[words.index("node") + 1 :])
+        assert (found.nnodes, found.master_addr, found.master_port) == ("1", "127.0.0.1", None)
 
 
 @pytest.mark.parametrize("words", [["--remote_folder", "/x"], ["--include", "[fd00::1]:1"]])

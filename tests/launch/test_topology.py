@@ -8,7 +8,7 @@ import pytest
 
 from framework.errors import ConfigError, UsageError
 from framework.launch.hostfile import Host
-from framework.launch.topology import Said, Topology, first_of_nodelist, resolve_topology
+from framework.launch.topology import Said, Topology, described, first_of_nodelist, resolve_topology
 
 OWN = {"NNODES": "2", "NPROC_PER_NODE": "8", "NODE_RANK": "1", "MASTER_ADDR": "a-0.a", "MASTER_PORT": "29501"}
 PET = {f"PET_{name}": value for name, value in OWN.items()}
@@ -49,6 +49,33 @@ def resolve(environment: dict[str, str], *, hosts: tuple[Host, ...] = (), **flag
 def test_platforms(environment: dict[str, str], expected: tuple[Any, ...]) -> None:
     got = resolve(environment)
     assert (got.nnodes, got.slots, got.node_rank, got.master_addr, got.master_port) == expected
+
+
+@pytest.mark.parametrize("processes", [{"WORLD_SIZE": "8"}, {"WORLD_SIZE": "8", "PET_NPROC_PER_NODE": "auto"}], ids=str)
+def test_a_pytorchjob_of_todays_operator_counts_ranks_in_world_size(processes: dict[str, str]) -> None:
+    """Since release 1.7 of Kubeflow's operator; PET_NNODES counts the pods, as WORLD_SIZE did before."""
+    newer = POD | {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "4"} | processes
+    got = resolve(newer)
+    assert (got.nnodes, got.slots, got.node_rank, got.sources["nnodes"]) == (2, 4, 1, "PET_NNODES")
+    alone = {"PET_NNODES": "1", "WORLD_SIZE": "2", "RANK": "0"}
+    assert resolve(alone).nnodes == 1
+    assert [item.value for item in described(alone) if item.name == "nnodes"] == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "source"),
+    [
+        (SLURM | {"SLURM_GPUS_ON_NODE": "2"}, {"slots": "SLURM_GPUS_ON_NODE"}),
+        (SLURM | {"SLURM_GPUS_ON_NODE": "", "SLURM_GPUS_PER_NODE": "a100:2"}, {"slots": "SLURM_GPUS_PER_NODE"}),
+        (VOLCANO | {"NPROC_PER_NODE": "2"}, {"nnodes": "VC_WORKER_NUM"}),
+        (VOLCANO | {"NPROC_PER_NODE": "2", "VC_WORKER_NUM": ""}, {"nnodes": "VC_WORKER_HOSTS"}),
+    ],
+    ids=lambda value: str(value) if len(value) == 1 else "",
+)
+def test_the_variable_that_gave_a_value_is_told(environment: dict[str, str], source: dict[str, str]) -> None:
+    got = resolve(environment)
+    assert (got.nnodes, got.slots) == (2, 2)
+    assert got.sources.items() >= source.items()
 
 
 def test_a_flag_wins_and_sources_are_told() -> None:

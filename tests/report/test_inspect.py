@@ -18,7 +18,7 @@ import pytest
 from framework.cli import main
 from framework.train.choice import set_aside_later
 from framework.train.saved import SavedCheckpoint, seal
-from tests.train.test_checkpoints import make_checkpointer, write
+from tests.train.small_checkpoints import make_checkpointer, write
 from tests.train.test_damage import refuse_to_open
 
 MANIFEST_KEYS = {"step", "epoch", "config", "layout", "steps_per_epoch", "format"}

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +17,13 @@ import pytest
 from framework.errors import ConfigError, StorageError
 from framework.report.inspect import run_inspect
 from framework.train.checkpointer import clear_unfinished
-from framework.train.choice import find_checkpoint, find_sound_checkpoint, set_aside_later
+from framework.train.choice import find_checkpoint, find_sound_checkpoint, newest_at, set_aside_later
 from framework.train.saved import list_checkpoints, read_checkpoint, seal
 from framework.train.unverified import find_raw
+from tests.places import ROOT
 from tests.train.test_every_fault import before
 
-NUM_MUTATIONS = 250
+NUM_SEEDS = 23
 Mutation = Callable[[Path, random.Random], None]
 
 
@@ -118,7 +120,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_every_change_is_found_and_the_checkpoint_before_is_taken(sound: Path, tmp_path: Path, mutation: Mutation) -> None:
-    for seed in range(NUM_MUTATIONS // len(MUTATIONS) + 1):
+    for seed in range(NUM_SEEDS):
         folder = tmp_path / f"{seed}"
         shutil.copytree(sound, folder)
         mutation(folder / "global_step20", random.Random(seed))
@@ -201,16 +203,16 @@ def test_a_lost_manifest_is_told_in_the_words_of_the_command(sound: Path, tmp_pa
     (newest / "weights.pt").rename(newest / "mp_rank_00_model_states.pt")
     (newest / "manifest.json").unlink()
     with pytest.raises(StorageError, match=rf"manifest.json: it is missing \({newest} --allow-unverified reads it without one\)"):
-        find_checkpoint(str(run), run_checkpoints=run, key="CHECKPOINT")
+        newest_at(str(run), key="CHECKPOINT")
     with pytest.raises(ConfigError, match=r"it has no manifest \(DeepSpeed wrote it by itself, or the manifest is lost\)"):
-        find_checkpoint(str(newest), run_checkpoints=run, key="CHECKPOINT")
+        newest_at(str(newest), key="CHECKPOINT")
 
 
 def test_one_that_was_set_aside_is_read_but_not_resumed_from(sound: Path, tmp_path: Path) -> None:
     run = shutil.copytree(sound, tmp_path / "run")
     start, _ = list_checkpoints(run)
     (aside,) = set_aside_later(start)
-    found = find_checkpoint(str(aside), run_checkpoints=run, key="CHECKPOINT")
+    found = newest_at(str(aside), key="CHECKPOINT")
     assert found is not None
     assert (found.step, found.path, found.damage()) == (20, aside, [])
     with pytest.raises(ConfigError, match=rf"rename it back to {run}/global_step20 and name that \[checkpoint-replaced\]"):
@@ -224,7 +226,7 @@ def test_a_folder_whose_newest_checkpoint_is_damaged_is_not_taken_for_an_older_o
     run = shutil.copytree(sound, tmp_path / "run")
     other_release(run / "global_step20" / "manifest.json")
     with pytest.raises(StorageError, match=r"CHECKPOINT = .*step20/manifest.json: .*name an older one, such as .*step10 \["):
-        find_checkpoint(str(run), run_checkpoints=run, key="CHECKPOINT")
+        newest_at(str(run), key="CHECKPOINT")
     named = find_checkpoint(str(run / "global_step10"), run_checkpoints=run)
     assert named is not None
     assert named.step == 10
@@ -240,8 +242,9 @@ def test_a_checkpoint_whose_manifest_is_damaged_is_set_aside_with_the_later_ones
     assert find_sound_checkpoint("auto", run_checkpoints=tmp_path / "run")[1] == []
 
 
-def test_there_are_as_many_mutations_as_promised() -> None:
-    assert (NUM_MUTATIONS // len(MUTATIONS) + 1) * len(MUTATIONS) >= NUM_MUTATIONS >= 200
+def test_there_are_as_many_changes_as_the_readme_says() -> None:
+    (said,) = re.findall(r"of (\d+) changes to the bytes", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert int(said) == NUM_SEEDS * len(MUTATIONS)
 
 
 def test_the_damage_is_named(sound: Path, tmp_path: Path) -> None:

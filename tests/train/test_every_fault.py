@@ -21,12 +21,13 @@ import pytest
 
 from framework.config.load import config_from_values
 from framework.errors import StorageError
-from framework.files import FileRecord, NewFile, OpenFile
+from framework.files import FileRecord, NewFile
 from framework.train import async_checkpointer
 from framework.train.async_checkpointer import AsyncCheckpointer
 from framework.train.checkpointer import Checkpointer, clear_unfinished
 from framework.train.choice import find_sound_checkpoint
 from framework.train.retention import Retention
+from framework.train.save_stream import OpenFile
 from framework.train.saved import list_checkpoints
 from framework.train.writer import Writer
 
@@ -110,7 +111,7 @@ class TwoFileEngine:
 
 
 OPTIONS: dict[str, Any] = {
-    "retention": Retention(2), "is_main": True, "gather": lambda value: [value],
+    "retention": Retention(2), "is_main": True, "gather": lambda value: [value], "last_step": None,
     "position": lambda step: {"epoch": 0}, "description": {"layout": LAYOUT, "config": CONFIG},
 }  # fmt: skip
 

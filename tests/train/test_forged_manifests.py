@@ -134,5 +134,5 @@ def test_a_config_of_another_program_is_no_reason_for_a_traceback(forged: Path) 
     (forged / "global_step20" / "manifest.json").write_text(seal(manifest_of(forged) | changes))
     checkpoint = list_checkpoints(forged)[-1]
     with pytest.raises(ConfigError, match=r"\[resume-config-differs\]"):
-        resumable.check_resumable(checkpoint, config=config_from_values({}).to_dict(), global_size=32, steps_per_epoch=1)
+        resumable.check_resumable(checkpoint, config=config_from_values({}).to_dict(), global_size=32, steps_per_epoch=1, data={})
     shutil.rmtree(forged)

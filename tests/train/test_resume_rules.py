@@ -74,7 +74,7 @@ def config(**sections: Any) -> dict[str, Any]:
 
 def refused(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     try:
-        check_resumable(checkpoint(**before), config=config(**now), global_size=8, steps_per_epoch=4)
+        check_resumable(checkpoint(**before), config=config(**now), global_size=8, steps_per_epoch=4, data={})
     except ConfigError as error:
         return [str(problem.key) for problem in error.problems]
     return []
@@ -115,9 +115,9 @@ def test_the_keywords_of_an_optimizer_from_python_are_compared() -> None:
     """DeepSpeed would put the old ones back without a word."""
     manifest = {"step": 10, "layout": {"global_size": 8}, "config": handed_over(momentum=0.9, weight_decay=1e-4)}
     start = SavedCheckpoint(Path("x"), "global_step10", manifest)
-    check_resumable(start, config=handed_over(momentum=0.9, weight_decay=1e-4), global_size=8, steps_per_epoch=4)
+    check_resumable(start, config=handed_over(momentum=0.9, weight_decay=1e-4), global_size=8, steps_per_epoch=4, data={})
     with pytest.raises(ConfigError) as caught:
-        check_resumable(start, config=handed_over(momentum=0.5, nesterov=True), global_size=8, steps_per_epoch=4)
+        check_resumable(start, config=handed_over(momentum=0.5, nesterov=True), global_size=8, steps_per_epoch=4, data={})
     assert [problem.key for problem in caught.value.problems] == [
         "optimizer.args.momentum", "optimizer.args.nesterov", "optimizer.args.weight_decay"]  # fmt: skip
 
@@ -126,7 +126,7 @@ def test_an_older_release_did_not_note_them() -> None:
     older = handed_over()
     del older["optimizer"]["args"]
     start = SavedCheckpoint(Path("x"), "global_step10", {"step": 10, "layout": {"global_size": 8}, "config": older})
-    check_resumable(start, config=handed_over(momentum=0.9), global_size=8, steps_per_epoch=4)
+    check_resumable(start, config=handed_over(momentum=0.9), global_size=8, steps_per_epoch=4, data={})
 
 
 @pytest.mark.parametrize(

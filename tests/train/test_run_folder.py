@@ -10,9 +10,11 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -105,6 +107,36 @@ def test_a_fresh_start_renames_the_earlier_run(tmp_path: Path) -> None:
         RunFolder(path).open(fresh=True)
     folder.close()
     RunFolder(moved).open(fresh=False)
+
+
+def test_another_host_waits_until_it_sees_the_new_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A network file system shows it the earlier one of the same name for a minute."""
+    finished_run(tmp_path / "night")
+    folder = RunFolder(tmp_path / "night")
+    folder.open(fresh=True)
+    with closing(folder):
+        assert folder.word
+        seen = RunFolder(tmp_path / "another-view" / "night")
+        finished_run(seen.path)
+        Timer(0.6, lambda: shutil.copy(folder.path / ".lock", seen.path / ".lock")).start()
+        begin = time.monotonic()
+        seen.await_fresh(folder.word, patience_seconds=30)
+        assert 0.5 < time.monotonic() - begin < 20
+        seen.await_fresh("another word", patience_seconds=0.1)
+        assert capsys.readouterr().err.count("[run-folder-not-shared]") == 1
+        begin = time.monotonic()
+        RunFolder(folder.path).await_fresh(folder.word)
+        assert time.monotonic() - begin < 0.4, "on one host nobody waits"
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_where_nothing_was_renamed_there_is_nothing_to_wait_for(tmp_path: Path, is_there: bool) -> None:
+    if is_there:
+        finished_run(tmp_path / "night")
+    folder = RunFolder(tmp_path / "night")
+    folder.open(fresh=not is_there)
+    assert folder.word == ""
+    folder.close()
 
 
 def test_runs_that_ended_in_the_same_second_get_different_names(tmp_path: Path) -> None:

@@ -136,6 +136,16 @@ def make_run(
     return Run(engine, data, trainer.fit)
 
 
+def test_a_run_whose_every_step_is_skipped_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    counted = {step: {"train/skipped_steps": float(step)} for step in range(1, 41)}
+    engine = RecordingEngine(norms=counted, skipped=frozenset(range(41)))
+    run = make_run(agenda(40), engine=engine, eval_data=None, saves=False)
+    with pytest.raises(TrainingError, match=r"step 20: .*\[every-step-skipped\]"):
+        run.fit()
+    assert engine.events[-1] == "read 20"
+    assert capsys.readouterr().err.count("[every-step-skipped]") == 1
+
+
 def test_metrics_are_read_then_evaluated_then_saved_and_only_when_due() -> None:
     run = make_run(agenda(7))
     outcome = run.fit()

@@ -16,7 +16,7 @@ STEPS: Final = "gradient_accumulation_steps"
 
 def batch_size_missing(facts: Facts) -> Iterator[Problem]:
     """deepspeed/runtime/config.py `_set_batch_related_parameters`: one of the two sizes has to be there."""
-    if not facts.given(GLOBAL) and not facts.given(MICRO):
+    if not facts.given(GLOBAL) and not facts.given(MICRO) and not _is_elastic(facts):
         yield error(facts, "batch-size-missing", MICRO,
                     f"DeepSpeed needs {GLOBAL} or {MICRO}, and neither is given", f"set {MICRO}: 1")  # fmt: skip
 
@@ -29,6 +29,8 @@ def batch_arithmetic(facts: Facts) -> Iterator[Problem]:
     """
     sizes = {name: facts.whole(name) for name in (GLOBAL, MICRO, STEPS)}
     total, micro, steps = sizes[GLOBAL], sizes[MICRO], sizes[STEPS]
+    if _is_elastic(facts):
+        return  # whatever is written, elasticity sets all three
     if total is None or any(facts.given(name) and (size is None or size < 1) for name, size in sizes.items()):
         return  # nothing to multiply, or a type or a range is at fault
     ranks, per_step = facts.data_parallel_size, (micro or 1) * (steps or 1)
@@ -46,6 +48,20 @@ def batch_arithmetic(facts: Facts) -> Iterator[Problem]:
     if micro and steps and ranks and total % (micro * ranks) == 0:
         fixes.append(f"{STEPS}: {total // (micro * ranks)}")
     yield error(facts, "batch-arithmetic", GLOBAL, f"{total} is not {product}", f"set {' or '.join(fixes)}")
+
+
+@holds(before="0.19.8")
+def elastic_batch(facts: Facts) -> Iterator[Problem]:
+    """deepspeed/runtime/config.py `DeepSpeedConfig` until 0.19.8: `elasticity` sets the sizes, and refuses any that is written."""
+    written = [name for name in (GLOBAL, MICRO, STEPS) if name in facts.values]
+    if _is_elastic(facts) and written and not facts.get("elasticity.ignore_non_elastic_batch_info", False):
+        yield error(facts, "elastic-batch-sizes", written[0], "elasticity sets the batch sizes, and takes none beside its own",
+                    f"{' and '.join(f'remove {name}' for name in written)}, "
+                    "or set elasticity.ignore_non_elastic_batch_info: true")  # fmt: skip
+
+
+def _is_elastic(facts: Facts) -> bool:
+    return bool(facts.get("elasticity.enabled", False)) and not facts.since("0.19.8")
 
 
 def _fits(total: int, micro: float | None, steps: float | None, ranks: float) -> bool:

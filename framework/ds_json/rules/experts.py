@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from framework.config.explain import nearest
+from framework.config.spelling import nearest
 from framework.ds_json.facts import Facts
 from framework.ds_json.rules.base import error, holds
 from framework.errors import Problem

@@ -13,6 +13,9 @@ _ZERO: Final = "zero_optimization"
 _OPTIMIZER: Final = "zero_optimization.offload_optimizer"
 _PARAM: Final = "zero_optimization.offload_param"
 _ZENFLOW: Final = "zero_optimization.zenflow"
+_CORES: Final = "zero_optimization.offload_optimizer.cpuadam_cores_perc"
+# torch's Adam is in those of mup.
+_ADAMS: Final = frozenset({"adam", "adamw", "muadam", "muadamw"})
 _TORCH_ADAMW: Final = frozenset({
     "lr", "betas", "eps", "weight_decay", "amsgrad", "foreach", "maximize", "capturable", "differentiable", "fused",
 })  # fmt: skip
@@ -28,6 +31,16 @@ def optimizer_offload_without_zero(facts: Facts) -> Iterator[Problem]:
         yield say(facts, "offload-without-zero", f"{_OPTIMIZER}.device",
                   "at stage 0 nothing is offloaded: the CPU optimizer is handed the device's weights",
                   f'set {_ZERO}.stage: 2 or {_OPTIMIZER}.device: "none"')  # fmt: skip
+
+
+def lamb_stays_on_the_device(facts: Facts) -> Iterator[Problem]:
+    """deepspeed/ops/lamb/fused_lamb.py `FusedLamb`: "Currently GPU-only"; it is built whatever the offload.
+
+    Its kernel asserts that the weights are on the GPU, in the first step, and those that it is handed are on the host.
+    """
+    if facts.optimizer == "lamb" and facts.offloads_optimizer and facts.stage in (1, 2, 3) and not facts.uses_bf16_optimizer:
+        yield error(facts, "lamb-with-offload", "optimizer.type", "DeepSpeed's Lamb has no form for the host, where its states are",
+                    f'set optimizer.type: "AdamW" or {_OPTIMIZER}.device: "none"')  # fmt: skip
 
 
 def nvme_optimizer_needs_stage_3(facts: Facts) -> Iterator[Problem]:
@@ -86,6 +99,31 @@ def super_offload_needs_stage_3(facts: Facts) -> Iterator[Problem]:
     if facts.flag(f"{_OPTIMIZER}.super_offload", False) and facts.stage in (1, 2):
         yield warning(facts, "super-offload-ignored", f"{_OPTIMIZER}.super_offload", f"it does nothing at stage {facts.stage}",
                       f"set {_OPTIMIZER}.super_offload: false or {_ZERO}.stage: 3")  # fmt: skip
+
+
+@holds(since="0.18.0")
+def super_offload_needs_adam(facts: Facts) -> Iterator[Problem]:
+    """deepspeed/runtime/superoffload/superoffload_stage3.py `optimizer_configs`: read from Adam's groups, `amsgrad` among them.
+
+    Any other optimizer of a JSON ends in a KeyError there. Without a device to offload to, the fused Adam does as well, and
+    torch's in the first step, which looks for `subgroup_to_device`.
+    """
+    if facts.stage != 3 or not facts.flag(f"{_OPTIMIZER}.super_offload", False):
+        return
+    off = f"{_OPTIMIZER}.super_offload: false"
+    if facts.optimizer_device == "none":
+        yield error(facts, "super-offload-needs-adam", f"{_OPTIMIZER}.super_offload", "nothing is offloaded",
+                    f'set {_OPTIMIZER}.device: "cpu" or {off}')  # fmt: skip
+    elif facts.optimizer and facts.optimizer not in _ADAMS:
+        yield error(facts, "super-offload-needs-adam", "optimizer.type", "SuperOffload works with Adam only",
+                    f'set optimizer.type: "AdamW" or {off}')  # fmt: skip
+
+
+@holds(since="0.18.0")
+def super_offload_needs_cores(facts: Facts) -> Iterator[Problem]:
+    """deepspeed/runtime/superoffload/superoffload_utils.py `cpuadam_cores_perc`: "must be between 0 and 1"; 0 is refused."""
+    if facts.stage == 3 and facts.flag(f"{_OPTIMIZER}.super_offload", False) and facts.number(_CORES) == 0:
+        yield error(facts, "super-offload-needs-cores", _CORES, "Adam on the host needs a share of the cores", f"set {_CORES}: 0.8")
 
 
 def contiguous_gradients_forced(facts: Facts) -> Iterator[Problem]:

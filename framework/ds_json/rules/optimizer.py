@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from framework.config.explain import nearest
+from framework.config.spelling import nearest
 from framework.ds_json.facts import DEEPSPEED_OPTIMIZERS, REMOVED_OPTIMIZERS, Facts
 from framework.ds_json.rules.base import error, holds, note, warning
 from framework.errors import Problem
@@ -22,7 +22,7 @@ TESTED: Final = frozenset({"adam", "adamw", "adagrad", "lion", "muon", "muadam",
 def optimizer_known(facts: Facts) -> Iterator[Problem]:
     """deepspeed/runtime/engine.py `_is_supported_optimizer`: DeepSpeed's own names, or a class of torch.optim."""
     name = facts.optimizer
-    if not name or name in TORCH_OPTIMIZERS | DEEPSPEED_OPTIMIZERS or (name in REMOVED_OPTIMIZERS):
+    if not name or name in TORCH_OPTIMIZERS | DEEPSPEED_OPTIMIZERS or (name in REMOVED_OPTIMIZERS and not facts.since("0.19.7")):
         return
     if name.lower() in REMOVED_OPTIMIZERS:
         yield error(facts, "optimizer-unknown", "optimizer.type",
@@ -122,6 +122,29 @@ def adamw_stays_adamw(facts: Facts) -> Iterator[Problem]:
     if facts.optimizer == "adamw" and facts.flag("optimizer.params.adam_w_mode", True) is False:
         yield warning(facts, "adamw-mode-ignored", "optimizer.params.adam_w_mode", "AdamW stays AdamW whatever it says",
                       'set optimizer.type: "Adam" or optimizer.params.adam_w_mode: true')  # fmt: skip
+
+
+def kernel_without_amsgrad(facts: Facts) -> Iterator[Problem]:
+    """deepspeed/ops/lamb/fused_lamb.py `FusedLamb`: "FusedLamb does not support the AMSGrad variant."; so did 1-bit optimizers."""
+    if facts.optimizer in REMOVED_OPTIMIZERS | {"lamb"} and facts.flag("optimizer.params.amsgrad", False):
+        yield error(facts, "amsgrad-not-supported", "optimizer.params.amsgrad", "DeepSpeed's kernel has no AMSGrad",
+                    "set optimizer.params.amsgrad: false")  # fmt: skip
+
+
+def amsgrad_of_adagrad(facts: Facts) -> Iterator[Problem]:
+    """deepspeed/ops/adagrad/cpu_adagrad.py `DeepSpeedCPUAdagrad` keeps `amsgrad` among its defaults, and never looks at it."""
+    on_host = facts.optimizer == "adagrad" and facts.offloads_optimizer
+    if on_host and facts.flag("optimizer.params.amsgrad", False):
+        yield warning(facts, "amsgrad-ignored", "optimizer.params.amsgrad", "DeepSpeed's Adagrad on the host does nothing with it",
+                      "set optimizer.params.amsgrad: false")  # fmt: skip
+
+
+@holds(before="0.19.7")
+def one_bit_without_zero(facts: Facts) -> Iterator[Problem]:
+    """deepspeed/runtime/engine.py `_configure_basic_optimizer` until 0.19.7: each of the three asserted that ZeRO is off."""
+    if facts.optimizer in REMOVED_OPTIMIZERS and facts.stage in (1, 2, 3):
+        yield error(facts, "one-bit-with-zero", "optimizer.type", f"it does not go with ZeRO stage {facts.stage}",
+                    'set optimizer.type: "AdamW" or zero_optimization.stage: 0')  # fmt: skip
 
 
 def amsgrad(facts: Facts) -> Iterator[Problem]:

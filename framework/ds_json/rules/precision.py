@@ -20,6 +20,14 @@ def two_half_precisions(facts: Facts) -> Iterator[Problem]:
                     "set fp16.enabled: false or bf16.enabled: false")  # fmt: skip
 
 
+@holds(before="0.19.8")
+def amp_goes_alone(facts: Facts) -> Iterator[Problem]:
+    """deepspeed/runtime/engine.py `_do_optimizer_sanity_check` until 0.19.8: neither ZeRO nor 16-bit weights with apex's amp."""
+    other = f"ZeRO stage {facts.stage}" if facts.stage else facts.model_dtype
+    if facts.get("amp.enabled", False) and other not in (None, "fp32"):
+        yield error(facts, "amp-not-alone", "amp.enabled", f"apex's amp does not go with {other}", "set amp.enabled: false")
+
+
 def auto_cast_without_fp16(facts: Facts) -> Iterator[Problem]:
     """deepspeed/runtime/engine.py `fp16_auto_cast` is asked by itself: inputs become fp16, the weights do not."""
     if facts.flag("fp16.auto_cast", False) and facts.flag("fp16.enabled", False) is False:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from framework.ds_json.facts import MODEL_SECTIONS, Facts
+from framework.ds_json.facts import Facts
 from framework.ds_json.rules.base import error, holds, note, warning
 from framework.errors import Problem
 
@@ -196,6 +196,8 @@ _AUTO_IS_TRUE: Final = (
     "dataloader_drop_last", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "disable_allgather",
     "managed_gradient_accumulation", "use_data_before_expert_parallelism", "torch_autocast.enabled",
     "optimizer.legacy_fusion", "optimizer.params.torch_adam", "optimizer.params.adam_w_mode",
+    # before 0.17.1, where a model reads them
+    "fp16.enabled", "fp16.auto_cast", "fp16.consecutive_hysteresis", "fp16.fp16_master_weights_and_grads", "bf16.", "bfloat16.",
 )  # fmt: skip
 # What Hugging Face's Trainer or Accelerate writes the value of.
 HUGGING_FACE_FILLS: Final = frozenset({
@@ -221,9 +223,7 @@ def auto_value(facts: Facts) -> Iterator[Problem]:
         fix = "write the value; " + (
             "Hugging Face's Trainer and Accelerate fill it in" if known else "Hugging Face does not fill it in either"
         )  # fmt: skip
-        if section in MODEL_SECTIONS and not path.startswith("tensor_parallel.partition_config.") and path not in (
-            section, "timers.throughput",
-        ):  # fmt: skip
+        if facts.is_lax(path) and path not in (section, "timers.throughput"):
             yield warning(facts, "auto-value", path, "DeepSpeed drops it and takes its default", fix)
         elif path.startswith(_AUTO_IS_TRUE):
             yield warning(facts, "auto-value", path, "DeepSpeed takes the text for true", fix)

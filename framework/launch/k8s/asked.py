@@ -1,4 +1,4 @@
-"""What the command line of ``launch k8s`` asks for, as a `Request`; a group of options is a function."""
+"""What the command line of ``launch k8s`` asks for, as a `K8sRequest`; a group of options is a function."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any, Final
 
 from framework.errors import UsageError
 from framework.launch.k8s.pod import OWN_PATHS
-from framework.launch.k8s.request import Request
+from framework.launch.k8s.request import K8sRequest
+from framework.launch.topology import DEFAULT_PORT
 
 _VOLCANO_GANG: Final = "scheduling.volcano.sh/group-min-member"
 
 
-def request_of(found: argparse.Namespace, *, name: str) -> Request:
+def request_of(found: argparse.Namespace, *, name: str) -> K8sRequest:
     """The request that these arguments make; `name` where none was given.
 
     Raises:
@@ -25,7 +26,7 @@ def request_of(found: argparse.Namespace, *, name: str) -> Request:
         raise UsageError("launch k8s: name the image with --image, for example --image registry.example/team/train:1")
     size = _size(found)
     _refuse_contradictions(found)
-    return Request(config=config, overrides=tuple(overrides), name=found.name or name, image=found.image,
+    return K8sRequest(config=config, overrides=tuple(overrides), name=found.name or name, image=found.image,
                    **size, **_storage(found), **_ends(found), **_placement(found), **_container(found))  # fmt: skip
 
 
@@ -88,8 +89,8 @@ def _refuse_contradictions(found: argparse.Namespace) -> None:
         (found.storage_class and not found.ckpt_size, "--storage_class is of a claim that --ckpt_size describes"),
         (found.runtime and found.kind != "trainjob", "--runtime goes with --kind trainjob"),
         (
-            found.kind == "trainjob" and (found.host_network or found.master_port not in (None, 29500)),
-            "Kubeflow sets port 29500 itself; leave --host_network and --master_port out, or take --kind jobset",
+            found.kind == "trainjob" and (found.host_network or found.master_port not in (None, DEFAULT_PORT)),
+            f"Kubeflow sets port {DEFAULT_PORT} itself; leave --host_network and --master_port out, or take --kind jobset",
         ),
         (
             found.runtime and idle,

@@ -13,14 +13,14 @@ from pathlib import Path, PurePosixPath
 from framework.config.load import load_with_source
 from framework.config.read_text import read_text
 from framework.config.run_config import RunConfig
-from framework.errors import EXIT_OK, EXIT_PROBLEMS, ConfigError, Problem, UsageError
+from framework.errors import EXIT_OK, EXIT_PROBLEMS, ConfigError, Problem, UsageError, printable
 from framework.launch.k8s.asked import request_of
 from framework.launch.k8s.lint import lint
 from framework.launch.k8s.manifests import parse_manifests, read_manifests
 from framework.launch.k8s.options import parse
 from framework.launch.k8s.quantity import as_service_name
 from framework.launch.k8s.render import manifest
-from framework.launch.k8s.request import Request
+from framework.launch.k8s.request import K8sRequest
 from framework.launch.planned import checked_plan, hand_out, refuse_one_start
 
 
@@ -65,7 +65,7 @@ def render(found: argparse.Namespace, words: Sequence[str]) -> str:
     return text
 
 
-def with_settings(request: Request, config: RunConfig) -> Request:
+def with_settings(request: K8sRequest, config: RunConfig) -> K8sRequest:
     """The request with the settings that a job in pods needs: run folders in the volume, and going on after a restart."""
     added: list[str] = []
     if not _is_set(request, "run.output_dir"):
@@ -75,11 +75,11 @@ def with_settings(request: Request, config: RunConfig) -> Request:
     return replace(request, overrides=(*request.overrides, *added))
 
 
-def _is_set(request: Request, key: str) -> bool:
+def _is_set(request: K8sRequest, key: str) -> bool:
     return any(word.startswith(f"{key}=") for word in request.overrides)
 
 
-def _refuse_lone_folders(request: Request) -> None:
+def _refuse_lone_folders(request: K8sRequest) -> None:
     """Several nodes write one checkpoint; and what is asked for on the claim must be on it.
 
     Raises:
@@ -109,17 +109,17 @@ def _refuse_lone_folders(request: Request) -> None:
         )
 
 
-def _how_to_use(request: Request) -> str:
+def _how_to_use(request: K8sRequest) -> str:
     start = "kubectl apply -f FILE" if not request.namespace else f"kubectl apply -n {request.namespace} -f FILE"
     logs = f"kubectl logs -f -l app.kubernetes.io/instance={request.name} --prefix --tail=-1"
     return f"Start: {start}   Watch: {logs}\nAfter a change: python -m framework launch k8s --lint FILE"
 
 
 def _on_one_line(words: Sequence[str]) -> str:
-    return "".join(c if c.isprintable() else "?" for c in shlex.join(words))
+    return printable(shlex.join(words))
 
 
-def _notes(request: Request) -> list[str]:
+def _notes(request: K8sRequest) -> list[str]:
     found: list[str] = []
     if not request.claim:
         found.append("run folders live and die with the pod; --ckpt_pvc CLAIM keeps them [k8s-nothing-kept]")

@@ -6,8 +6,8 @@ import hashlib
 from pathlib import PurePosixPath
 from typing import Any, Final
 
-from framework.launch.k8s.quantity import parse_quantity
-from framework.launch.k8s.request import Request
+from framework.launch.k8s.quantity import as_config_key, parse_quantity
+from framework.launch.k8s.request import K8sRequest
 
 CONTAINER: Final = "node"  # as Kubeflow's torch runtimes call it
 GPU_RESOURCE: Final = "nvidia.com/gpu"
@@ -26,29 +26,39 @@ _CONFIG_PATH: Final = "/etc/dsframework"
 OWN_PATHS: Final = ("/dev/shm", CACHE_PATH, _CONFIG_PATH)
 
 
-def labels(request: Request) -> dict[str, str]:
+def labels(request: K8sRequest) -> dict[str, str]:
     """What every object bears."""
     return {"app.kubernetes.io/name": "dsframework", "app.kubernetes.io/instance": request.name}
 
 
-def config_map_name(request: Request, text: str) -> str:
+def config_map_name(request: K8sRequest, text: str) -> str:
     """A name that changes with the content: a running job keeps what it started with."""
     return f"{request.name}-config-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-def member_command(request: Request) -> list[str]:
+def config_key(request: K8sRequest) -> str:
+    """The file's name in the ConfigMap, and so in the container."""
+    return as_config_key(PurePosixPath(request.config).name)
+
+
+def member_command(request: K8sRequest) -> list[str]:
     """The command of one node; its rank comes from the environment."""
-    config = f"{_CONFIG_PATH}/{PurePosixPath(request.config).name}" if request.embed_config else request.config
+    config = f"{_CONFIG_PATH}/{config_key(request)}" if request.embed_config else request.config
     words = [
         "python", "-m", "framework", "launch", "node", config, *request.overrides,
         "--nnodes", str(request.nodes), "--num_gpus", str(request.ranks_per_node),
         "--master_addr", request.master_addr, "--master_port", str(request.master_port),
         "--grace_seconds", str(request.agent_grace),
     ]  # fmt: skip
-    return [word.replace("$(", "$$(") for word in words]  # Kubernetes would put a variable in its place
+    return [_as_it_is(word) for word in words]
 
 
-def pod_template(request: Request, *, config_text: str) -> dict[str, Any]:
+def _as_it_is(text: str) -> str:
+    """Kubernetes puts variables in the place of ``$(NAME)``, and one sign in that of two."""
+    return text.replace("$", "$$")
+
+
+def pod_template(request: K8sRequest, *, config_text: str) -> dict[str, Any]:
     """Labels, annotations and spec of the pods."""
     annotations = {BUDGET_ANNOTATION: str(request.save_seconds)} | dict(request.annotations)
     if request.queue and request.topology:
@@ -59,12 +69,12 @@ def pod_template(request: Request, *, config_text: str) -> dict[str, Any]:
     }
 
 
-def pod_labels(request: Request) -> dict[str, str]:
+def pod_labels(request: K8sRequest) -> dict[str, str]:
     """Labels of the pods: those of all objects, and one that keeps a proxy off the ports of the ranks."""
     return labels(request) | {ISTIO_LABEL: "false"} | dict(request.labels)
 
 
-def _pod_spec(request: Request, config_text: str) -> dict[str, Any]:
+def _pod_spec(request: K8sRequest, config_text: str) -> dict[str, Any]:
     spec: dict[str, Any] = {"restartPolicy": "Never"}
     if request.kind == "job":
         spec["subdomain"] = request.service  # JobSet writes its own
@@ -81,7 +91,7 @@ def _pod_spec(request: Request, config_text: str) -> dict[str, Any]:
     return spec
 
 
-def placement(request: Request) -> dict[str, Any]:
+def placement(request: K8sRequest) -> dict[str, Any]:
     """Which nodes, who puts the pods there, which account, which secret to pull with."""
     found: dict[str, Any] = {}
     if request.service_account:
@@ -100,21 +110,21 @@ def placement(request: Request) -> dict[str, Any]:
     return found | ({"affinity": affinity} if affinity else {})
 
 
-def _apart(request: Request) -> dict[str, Any]:
+def _apart(request: K8sRequest) -> dict[str, Any]:
     """A node for each pod. Where Kueue chooses the nodes by topology it does not look at this, and pods would hang."""
     if request.nodes == 1 or request.share_nodes or (request.queue and request.topology):
         return {}
     return {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [_own_pods(request, HOST_NAME_LABEL)]}}
 
 
-def _together(request: Request) -> dict[str, Any]:
+def _together(request: K8sRequest) -> dict[str, Any]:
     if not request.topology or request.queue or request.kind == "jobset":
         return {}
     preferred = [{"weight": 100, "podAffinityTerm": _own_pods(request, request.topology)}]
     return {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
 
 
-def _own_pods(request: Request, topology: str) -> dict[str, Any]:
+def _own_pods(request: K8sRequest, topology: str) -> dict[str, Any]:
     label = JOB_NAME_LABEL if request.kind == "job" else JOBSET_NAME_LABEL
     return {"labelSelector": {"matchLabels": {label: request.name}}, "topologyKey": topology}
 
@@ -126,7 +136,7 @@ def _toleration(text: str) -> dict[str, str]:
     return found | ({"effect": effect} if effect else {})
 
 
-def pod_security(request: Request) -> dict[str, Any]:
+def pod_security(request: K8sRequest) -> dict[str, Any]:
     """Who the processes are. Volumes change their owner only where it is not right already: they may hold a million files."""
     return {
         "runAsNonRoot": request.user != 0, "runAsUser": request.user, "runAsGroup": request.user, "fsGroup": request.user,
@@ -134,7 +144,7 @@ def pod_security(request: Request) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def container_security(request: Request) -> dict[str, Any]:
+def container_security(request: K8sRequest) -> dict[str, Any]:
     """No rights beyond a user's; a root with RDMA may pin memory. For any other user IPC_LOCK would do nothing."""
     capabilities: dict[str, Any] = {"drop": ["ALL"]}
     if request.rdma and request.user == 0:
@@ -142,7 +152,7 @@ def container_security(request: Request) -> dict[str, Any]:
     return {"allowPrivilegeEscalation": False, "capabilities": capabilities}
 
 
-def _container(request: Request) -> dict[str, Any]:
+def _container(request: K8sRequest) -> dict[str, Any]:
     return {
         "name": CONTAINER,
         "image": request.image,
@@ -160,7 +170,7 @@ def _container(request: Request) -> dict[str, Any]:
     }
 
 
-def environment(request: Request) -> list[dict[str, Any]]:
+def environment(request: K8sRequest) -> list[dict[str, Any]]:
     """Variables of the container; the user's own come last and win."""
     values = {"PYTHONUNBUFFERED": "1", "USER": "dsframework", "HOME": CACHE_PATH, "XDG_CACHE_HOME": CACHE_PATH}
     for name in CACHE_VARIABLES[1:]:
@@ -170,8 +180,9 @@ def environment(request: Request) -> list[dict[str, Any]]:
         values |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(threads)}
     else:
         values["NCCL_DEBUG"] = "WARN"
+    own = {name: _as_it_is(value) for name, value in request.env}
     found: list[dict[str, Any]] = [
-        {"name": name, "value": value} for name, value in (values | dict(request.env)).items()
+        {"name": name, "value": value} for name, value in (values | own).items()
     ]
     if request.token_secret:
         reference = {"secretKeyRef": {"name": request.token_secret, "key": TOKEN_KEY}}
@@ -179,12 +190,12 @@ def environment(request: Request) -> list[dict[str, Any]]:
     return found
 
 
-def env_from(request: Request) -> dict[str, Any]:
+def env_from(request: K8sRequest) -> dict[str, Any]:
     """Secrets whose keys become variables."""
     return {"envFrom": [{"secretRef": {"name": name}} for name in request.env_secrets]} if request.env_secrets else {}
 
 
-def resources(request: Request) -> dict[str, Any]:
+def resources(request: K8sRequest) -> dict[str, Any]:
     """Memory is requested and limited alike; cores are not limited, for a throttled rank holds up all others."""
     limits: dict[str, Any] = {"memory": request.memory_limit}
     if request.num_gpus:
@@ -195,7 +206,7 @@ def resources(request: Request) -> dict[str, Any]:
     return {"requests": {"cpu": request.cpu_request, "memory": request.memory_limit}, "limits": limits}
 
 
-def volumes(request: Request, *, config_text: str) -> list[dict[str, Any]]:
+def volumes(request: K8sRequest, *, config_text: str) -> list[dict[str, Any]]:
     """Shared memory, caches, run folders, and the config if it goes along."""
     runs = {"persistentVolumeClaim": {"claimName": request.claim}} if request.claim else {"emptyDir": {}}
     found: list[dict[str, Any]] = [
@@ -211,7 +222,7 @@ def volumes(request: Request, *, config_text: str) -> list[dict[str, Any]]:
     return found
 
 
-def volume_mounts(request: Request) -> list[dict[str, Any]]:
+def volume_mounts(request: K8sRequest) -> list[dict[str, Any]]:
     """Where the volumes are in the container."""
     found: list[dict[str, Any]] = [
         {"name": "dshm", "mountPath": "/dev/shm"},

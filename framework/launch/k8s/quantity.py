@@ -16,6 +16,7 @@ _FACTORS: Final = {
 # A label of DNS that may also name a Service, which must begin with a letter (RFC 1035).
 _SERVICE_NAME: Final = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _OBJECT_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_CONFIG_KEY: Final = re.compile(r"(?!\.$|\.\.)[-._a-zA-Z0-9]{1,253}")
 LONGEST_LABEL: Final = 63
 _LONGEST_NAME: Final = 253
 # The dash and five characters that a controller puts behind the name of a pod.
@@ -38,6 +39,16 @@ def is_service_name(text: object) -> bool:
 def is_object_name(text: object) -> bool:
     """Whether claims, secrets, queues and accounts may have this name."""
     return isinstance(text, str) and len(text) <= _LONGEST_NAME and _OBJECT_NAME.fullmatch(text) is not None
+
+
+def is_config_key(text: object) -> bool:
+    """Whether a file in a ConfigMap may have this name."""
+    return isinstance(text, str) and _CONFIG_KEY.fullmatch(text) is not None
+
+
+def as_config_key(text: str) -> str:
+    """A name that `is_config_key` accepts, the same where it does; the end of it stays, which says what kind of file it is."""
+    return re.sub(r"[^-._a-zA-Z0-9]", "-", text)[-_LONGEST_NAME:].lstrip(".")
 
 
 def as_service_name(text: str) -> str:

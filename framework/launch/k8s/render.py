@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import PurePosixPath
 from typing import Any, Final
 
 from framework.errors import EXIT_CONFIG, EXIT_STOPPED, EXIT_USAGE
 from framework.launch.k8s import pod
-from framework.launch.k8s.request import REPLICATED_JOB, Request
+from framework.launch.k8s.request import REPLICATED_JOB, K8sRequest
 from framework.launch.k8s.yaml_text import write_yaml
 
 # What never becomes right by itself, and what is no failure: the two lists of the pod failure policy.
@@ -42,7 +41,7 @@ _REASONS: Final[Mapping[str, str]] = {
 }
 
 
-def documents(request: Request, *, config_text: str = "") -> list[dict[str, Any]]:
+def documents(request: K8sRequest, *, config_text: str = "") -> list[dict[str, Any]]:
     """The objects, in the order to create them in.
 
     Args:
@@ -56,7 +55,7 @@ def documents(request: Request, *, config_text: str = "") -> list[dict[str, Any]
             _object(request, "v1", "ConfigMap", name)
             | {
                 "immutable": True,
-                "data": {PurePosixPath(request.config).name: config_text},
+                "data": {pod.config_key(request): config_text},
             }
         )
     if request.claim_size:
@@ -65,7 +64,7 @@ def documents(request: Request, *, config_text: str = "") -> list[dict[str, Any]
     return [*found, *jobs[request.kind](request, config_text)]
 
 
-def manifest(request: Request, *, config_text: str = "", heading: str = "") -> str:
+def manifest(request: K8sRequest, *, config_text: str = "", heading: str = "") -> str:
     """The objects as YAML text; arguments as for `documents`, `heading` is a comment at the top."""
     count = f"{request.nodes} pod{'s' if request.nodes > 1 else ''} x {request.restarts} restarts"
     reasons = {
@@ -81,7 +80,7 @@ def manifest(request: Request, *, config_text: str = "", heading: str = "") -> s
     return write_yaml(documents(request, config_text=config_text), heading=heading, reasons=written)
 
 
-def _about_rdma(request: Request) -> str:
+def _about_rdma(request: K8sRequest) -> str:
     if not request.rdma or request.user == 0:
         return ""
     limit = "RDMA pins memory. The container runtime must allow that (LimitMEMLOCK=infinity):"
@@ -89,7 +88,7 @@ def _about_rdma(request: Request) -> str:
 
 
 def _object(
-    request: Request, api: str, kind: str, name: str, annotations: Mapping[str, str] | None = None
+    request: K8sRequest, api: str, kind: str, name: str, annotations: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     metadata: dict[str, Any] = {"name": name}
     if request.namespace:
@@ -100,7 +99,7 @@ def _object(
     return {"apiVersion": api, "kind": kind, "metadata": metadata}
 
 
-def _claim(request: Request) -> dict[str, Any]:
+def _claim(request: K8sRequest) -> dict[str, Any]:
     spec: dict[str, Any] = {
         "accessModes": ["ReadWriteMany"],
         "resources": {"requests": {"storage": request.claim_size}},
@@ -110,7 +109,7 @@ def _claim(request: Request) -> dict[str, Any]:
     return _object(request, "v1", "PersistentVolumeClaim", request.claim) | {"spec": spec}
 
 
-def _queued(request: Request, found: dict[str, Any]) -> dict[str, Any]:
+def _queued(request: K8sRequest, found: dict[str, Any]) -> dict[str, Any]:
     """With the user's own marks, and the label that gives it to Kueue, which starts all pods or none."""
     found["metadata"]["labels"] |= dict(request.labels)
     if request.annotations:
@@ -120,7 +119,7 @@ def _queued(request: Request, found: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _service(request: Request) -> dict[str, Any]:
+def _service(request: K8sRequest) -> dict[str, Any]:
     ports = [
         {"name": "rendezvous", "port": request.master_port},
         {"name": "agent", "port": request.master_port + 1},
@@ -134,7 +133,7 @@ def _service(request: Request) -> dict[str, Any]:
     return _object(request, "v1", "Service", request.service) | {"spec": spec}
 
 
-def _job_spec(request: Request, config_text: str) -> dict[str, Any]:
+def _job_spec(request: K8sRequest, config_text: str) -> dict[str, Any]:
     alone = request.kind == "job"
     spec: dict[str, Any] = {
         "completionMode": "Indexed",
@@ -162,12 +161,12 @@ def _failure_rules() -> list[dict[str, Any]]:
     ]
 
 
-def _job(request: Request, config_text: str) -> list[dict[str, Any]]:
+def _job(request: K8sRequest, config_text: str) -> list[dict[str, Any]]:
     job = _object(request, "batch/v1", "Job", request.name) | {"spec": _job_spec(request, config_text)}
     return [_service(request), _queued(request, job)]
 
 
-def _jobset_spec(request: Request, config_text: str) -> dict[str, Any]:
+def _jobset_spec(request: K8sRequest, config_text: str) -> dict[str, Any]:
     refused = {"name": "refused", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     job: dict[str, Any] = {"spec": _job_spec(request, config_text)}
     if request.kind == "trainjob":
@@ -180,14 +179,14 @@ def _jobset_spec(request: Request, config_text: str) -> dict[str, Any]:
     }
 
 
-def _jobset(request: Request, config_text: str) -> list[dict[str, Any]]:
+def _jobset(request: K8sRequest, config_text: str) -> list[dict[str, Any]]:
     exclusive = {EXCLUSIVE_TOPOLOGY: request.topology} if request.topology and not request.queue else {}
     found = _object(request, JOBSET_API, "JobSet", request.name, exclusive)
     found["spec"] = {"ttlSecondsAfterFinished": TTL_SECONDS} | _jobset_spec(request, config_text)
     return [_queued(request, found)]
 
 
-def _trainjob(request: Request, config_text: str) -> list[dict[str, Any]]:
+def _trainjob(request: K8sRequest, config_text: str) -> list[dict[str, Any]]:
     trainer = {
         "image": request.image,
         "command": pod.member_command(request),
@@ -212,7 +211,7 @@ def _trainjob(request: Request, config_text: str) -> list[dict[str, Any]]:
     return [runtime, found]
 
 
-def _patch(request: Request, config_text: str) -> dict[str, Any]:
+def _patch(request: K8sRequest, config_text: str) -> dict[str, Any]:
     """What a TrainJob may change in somebody else's runtime; failure and restart policies are not among it."""
     template = pod.pod_template(request, config_text=config_text)
     spec = {

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from framework.launch.k8s.quantity import parse_quantity
+from framework.launch.topology import DEFAULT_PORT
 from framework.plan.cluster import Cluster
 
 Kind = Literal["job", "jobset", "trainjob"]
 
-MASTER_PORT: Final = 29500
 # What the kubelet gives a pod beyond one step and one save: start of the signal, last words, unmounting.
 GRACE_MARGIN_SECONDS: Final = 60
 _LAST_WORD_SECONDS: Final = 30
@@ -19,7 +19,7 @@ _HOST_PORTS: Final = range(20_000, 29_000, 2)
 
 
 @dataclass(frozen=True)
-class Request:
+class K8sRequest:
     """A job to describe to Kubernetes.
 
     Attributes:
@@ -148,7 +148,7 @@ class Request:
         """Where ranks meet. On the network of a node, jobs must not meet each other."""
         if self.port is not None:
             return self.port
-        return _HOST_PORTS[zlib.crc32(self.name.encode()) % len(_HOST_PORTS)] if self.host_network else MASTER_PORT
+        return _HOST_PORTS[zlib.crc32(self.name.encode()) % len(_HOST_PORTS)] if self.host_network else DEFAULT_PORT
 
     @property
     def service(self) -> str:

@@ -9,7 +9,7 @@ from typing import Final
 from framework.errors import Problem
 from framework.launch.k8s.manifests import Part
 from framework.launch.k8s.pod import CACHE_VARIABLES
-from framework.launch.k8s.quantity import parse_quantity
+from framework.launch.k8s.quantity import is_config_key, parse_quantity
 from framework.launch.k8s.workload import Rule, Workload
 
 
@@ -112,13 +112,21 @@ def host_path(work: Workload) -> Iterator[Problem]:
 
 
 def config_file(work: Workload) -> Iterator[Problem]:
-    """The config that the command names is in the ConfigMap."""
+    """The config that the command names is in the ConfigMap, whose keys are names that the API server takes."""
     words = work.command
     config = words[words.index("node") + 1] if "node" in words[:-1] else ""
     volume = work.volume(config) if config.startswith("/") else None
     name = volume.get("configMap", "name") if volume is not None else None
     for manifest in work.manifests:
         keys = Part(manifest).mapping("data")
+        wrong = [key for key in keys if manifest.kind == "ConfigMap" and manifest.name == name and not is_config_key(key)]
+        if wrong:
+            yield Part(manifest).problem(
+                "config-file",
+                "data",
+                reason=f"no key can be {wrong[0]!r}",
+                fix="letters, digits, - _ and ., at most 253 of them",
+            )
         if manifest.kind == "ConfigMap" and manifest.name == name and PurePosixPath(config).name not in keys:
             yield work.program.problem(
                 "config-file",

@@ -55,6 +55,17 @@ class Dial:
             self._over.set()
 
 
+class Lookup:
+    """The addresses of a name, on a thread of its own, as `Dial`; None until they are known."""
+
+    def __init__(self, host: str) -> None:
+        self.addresses: list[str] | None = None
+        threading.Thread(target=self._run, args=(host,), daemon=True).start()
+
+    def _run(self, host: str) -> None:
+        self.addresses = resolve(host)
+
+
 def resolve(host: str) -> list[str]:
     """Its addresses, or none."""
     try:

@@ -13,18 +13,17 @@ from typing import Any, Final
 from framework.errors import MISSING, ConfigError, PeerLostError, Problem, RunStopped
 from framework.launch.meet.addresses import Dial, PortInUse, is_loopback, listen_at
 from framework.launch.meet.keeper import Keeper
-from framework.launch.meet.meeting import HANDSHAKE_SECONDS, LOOK_SECONDS, Meeting
+from framework.launch.meet.meeting import CALLING_SECONDS, HANDSHAKE_SECONDS, LOOK_SECONDS, Meeting
 from framework.launch.meet.messages import Link, LinkLost, Message, NoAgent, is_proof, proof, readable
 from framework.launch.meet.peers import BEAT_SECONDS, SILENCE_SECONDS, Peers
 from framework.launch.meet.reach import Calls, targets_of
-from framework.launch.requests import say
+from framework.launch.told import say
 
 _NO_AGENT_SECONDS: Final = 20.0
 _KEEPER_AFTER_SECONDS: Final = 5.0
 # Node 0 keeps the deadline and says why, so that nobody else is the first to leave.
 _AFTER_DEADLINE_SECONDS: Final = 30.0
 _MOST_VISITS: Final = 64
-_CALLING_SECONDS: Final = 0.01  # between looks for calls that have ended, which wake nobody
 _LONGEST_TOLD: Final = 500
 _LONGEST_TOKEN: Final = 64
 
@@ -104,7 +103,9 @@ class Caller:
 
     def _call(self, seconds: float) -> None:
         if self._keeper is not None:
-            self._keeper.step()
+            if not self._keeper.step():
+                say(f"{self._where} has another address by now")
+                self._keeper = None
             return
         if self._dial is None and time.monotonic() >= self._next_dial_at:
             self._dial = Dial(self._where, self._meeting.port)
@@ -139,7 +140,7 @@ class Caller:
 
     def _listen(self, link: Link, seconds: float) -> Peers | None:
         # First what has come: a refusal may lie there while the connection behind it is gone, which sending would find out.
-        messages = link.receive() if readable([link], min(seconds, _CALLING_SECONDS) if self._calls else seconds) else []
+        messages = link.receive() if readable([link], min(seconds, CALLING_SECONDS) if self._calls else seconds) else []
         for index, message in enumerate(messages):
             peers = self._heard(link, message)
             if peers is not None:

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
+from framework.launch.host_names import first_few
 from framework.launch.meet.meeting import HANDSHAKE_SECONDS, STRANGERS
 from framework.launch.meet.messages import PROTOCOL, Link, LinkLost, Message, as_line, readable
 from framework.launch.meet.peers import BEAT_SECONDS
-from framework.launch.preflight.across import a_few
-from framework.launch.requests import say
+from framework.launch.told import say
 
 _ALIVE_SECONDS: Final = 3 * BEAT_SECONDS
 _AT_ONCE: Final = 256  # accepted, before those that are there already are heard again
@@ -60,7 +60,7 @@ class Strangers:
     def told(self) -> str:
         """``; turned away: 10.0.0.3 (token-refused)``, or nothing: only of those that may be nodes of this job."""
         refused = [f"{address} ({kind})" for address, kind in self._refused.items()]
-        return f"; turned away: {a_few(refused)}" if refused else ""
+        return f"; turned away: {first_few(refused)}" if refused else ""
 
 
 class Guest:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import platform
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from importlib import metadata
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
@@ -18,8 +16,11 @@ from typing import Any, Final
 import framework
 from framework.config.run_config import RunConfig
 from framework.errors import Problem
+from framework.launch.host_names import first_few, most_common, node_names
 from framework.launch.meet.reach import is_place
-from framework.launch.preflight.across import a_few, compare_clocks, most_common, node_names, python_release
+from framework.launch.preflight.across import compare_clocks, python_release
+from framework.launch.preflight.need import config_hash
+from framework.launch.preflight.software import hash_of_files, version_of
 from framework.launch.preflight.start import differences, is_look
 
 _PACKAGES: Final = ("torch", "deepspeed")
@@ -39,16 +40,9 @@ _ONE_HOSTFILE: Final = "copy one hostfile to every node"
 
 def node_facts(config: RunConfig) -> dict[str, str]:
     """Name -> value of what has to be equal everywhere: versions, config and code."""
-    facts = {"python": python_release(platform.python_version()), **{name: _version(name) for name in _PACKAGES}}
-    facts["config"] = _digest([json.dumps(config.to_dict(), sort_keys=True, default=str).encode()])
-    facts["code"] = code_digest(Path(framework.__file__).parent)
-    return facts
-
-
-def code_digest(folder: Path) -> str:
-    """A short hash over all Python files of a folder."""
-    files = sorted(folder.rglob("*.py"))
-    return _digest(part for path in files for part in (str(path.relative_to(folder)).encode(), path.read_bytes()))
+    versions = {name: version_of(name) or "not installed" for name in _PACKAGES}
+    return {"python": python_release(platform.python_version()), **versions, "config": config_hash(config),
+            "code": hash_of_files(Path(framework.__file__).parent)}  # fmt: skip
 
 
 def hello_is_wrong(hello: object) -> bool:
@@ -89,7 +83,7 @@ def hosts_text(names: Sequence[str]) -> str:
     listed = ",".join(names)
     if len(listed) <= _LONGEST_LIST:
         return listed
-    return f"{len(names)} hosts ({_digest([listed.encode('utf-8', 'backslashreplace')])})"
+    return f"{len(names)} hosts ({hashlib.sha256(listed.encode('utf-8', 'backslashreplace')).hexdigest()[:16]})"
 
 
 def _name(hello: Mapping[str, Any]) -> str:
@@ -109,7 +103,7 @@ def _rank_problems(hellos: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
     by_rank = Counter(hello["node_rank"] for hello in hellos)
     for rank, count in sorted(by_rank.items()):
         if count > 1:
-            who = a_few([str(hello["host"]) for hello in hellos if hello["node_rank"] == rank])
+            who = first_few([str(hello["host"]) for hello in hellos if hello["node_rank"] == rank])
             absent = sorted(set(range(hellos[0]["nnodes"])) - set(by_rank))
             yield Problem(kind="node-rank-duplicate", file=who, key="node_rank", value=rank,
                           reason=f"{count} nodes have the same rank" + (f", and rank {absent[0]} is missing" if absent else ""),
@@ -156,17 +150,3 @@ def _together(problems: Sequence[Problem]) -> list[Problem]:
         group = replace(problem, file="" if is_of_node else problem.file)
         groups.setdefault(group, []).extend([problem.file.removeprefix("node ")] if is_of_node else [])
     return [replace(problem, file=node_names(nodes)) if nodes else problem for problem, nodes in groups.items()]
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _digest(parts: Iterable[bytes]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "big") + part)
-    return digest.hexdigest()[:16]

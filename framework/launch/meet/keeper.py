@@ -2,10 +2,14 @@
 
 Perhaps its hostfile is in another order, and node 0 is elsewhere and waits: the other hosts are asked once, so that a node 0
 among them hears what differs.
+
+Or the name is that of a pod which has come back elsewhere, and this one has its old address: the name is looked up again and
+again, and in a pod nobody is told before no name server can have the old answer any more.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import time
@@ -13,10 +17,14 @@ from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 from framework.errors import ConfigError, Problem
-from framework.launch.meet.meeting import LOOK_SECONDS, STRANGERS, Meeting, elsewhere_problem
+from framework.launch.meet.addresses import Lookup, is_address
+from framework.launch.meet.meeting import DOUBT_SECONDS, LOOK_SECONDS, STRANGERS, Meeting, elsewhere_problem
 from framework.launch.meet.messages import PROTOCOL, Link, LinkLost, readable
 
 _KEEPER_SECONDS: Final = 30.0
+_LOOK_UP_SECONDS: Final = 2.0
+# The kubelet gives it to every container.
+_OF_A_POD: Final = "KUBERNETES_SERVICE_HOST"
 
 
 class Visit(Protocol):
@@ -37,12 +45,15 @@ class Keeper:
         self._visits = list(visits)
         self._found: list[Problem] = []
         self._links: list[Link] = []
+        self._greeted: list[Link] = []
         self._told_at = 0.0
-        self._opened_at = time.monotonic()
+        self._opened_at = self._looked_up_at = time.monotonic()
+        self._lookup: Lookup | None = None
+        self._is_named = not is_address(meeting.topology.master_addr)
         self._problem = elsewhere_problem(meeting)
 
-    def step(self) -> None:
-        """Tell whoever calls; raises ConfigError when that is done."""
+    def step(self) -> bool:
+        """Tell whoever calls; raises ConfigError when that is done, and is false when the address is another node's by now."""
         now = time.monotonic()
         waiting: list[Any] = [self._listener, *self._links]
         ready = readable(waiting, LOOK_SECONDS)
@@ -51,19 +62,51 @@ class Keeper:
         for link in [link for link in self._links if link in ready]:
             try:
                 if any(message["type"] == "hello" for message in link.receive()):
-                    link.send("nogo", problems=[self._problem.to_dict()])
-                    self._told_at = self._told_at or now
+                    self._greeted.append(link)
             except LinkLost:
-                self._links.remove(link)
-                link.close()
+                self._hang_up(link)
+        if self._has_moved(now):
+            self._close()
+            return False
+        doubt = DOUBT_SECONDS if self._is_named and _OF_A_POD in os.environ else 0.0
+        is_sure = now - self._meeting.started_at > doubt
+        if is_sure:
+            self._tell(now)
         for visit in list(self._visits):
             self._move(visit)
-        if (self._told_at and now - self._told_at > 2.0) or now - self._opened_at > _KEEPER_SECONDS:
-            self._listener.close()
-            closing: list[Link | Visit] = [*self._links, *self._visits]
-            for each in closing:
-                each.close()
+        if (self._told_at and now - self._told_at > 2.0) or (is_sure and now - self._opened_at > _KEEPER_SECONDS):
+            self._close()
             raise ConfigError([*self._found, self._problem])
+        return True
+
+    def _has_moved(self, now: float) -> bool:
+        """The name leads somewhere else."""
+        if self._lookup is None and self._is_named and now - self._looked_up_at > _LOOK_UP_SECONDS:
+            self._lookup, self._looked_up_at = Lookup(self._meeting.topology.master_addr), now
+        if self._lookup is None or self._lookup.addresses is None:
+            return False
+        found, self._lookup = self._lookup.addresses, None
+        return bool(found) and self._listener.getsockname()[0] not in found
+
+    def _tell(self, now: float) -> None:
+        for link in self._greeted:
+            try:
+                link.send("nogo", problems=[self._problem.to_dict()])
+                self._told_at = self._told_at or now
+            except LinkLost:
+                self._hang_up(link)
+        self._greeted = []
+
+    def _hang_up(self, link: Link) -> None:
+        self._links = [each for each in self._links if each is not link]
+        self._greeted = [each for each in self._greeted if each is not link]
+        link.close()
+
+    def _close(self) -> None:
+        self._listener.close()
+        closing: list[Link | Visit] = [*self._links, *self._visits]
+        for each in closing:
+            each.close()
 
     def _move(self, visit: Visit) -> None:
         try:

@@ -15,12 +15,12 @@ from framework.errors import ConfigError, PeerLostError, Problem, RunStopped
 from framework.launch.meet.addresses import peer_name
 from framework.launch.meet.guests import Guest, Guests, TurnedAway
 from framework.launch.meet.hello import disagreements, hello_is_wrong
-from framework.launch.meet.meeting import LOOK_SECONDS, STRANGERS, Meeting
+from framework.launch.meet.meeting import CALLING_SECONDS, LOOK_SECONDS, STRANGERS, Meeting
 from framework.launch.meet.messages import LARGEST_LINE_BYTES, LinkLost, Message, NoAgent, is_proof, proof
 from framework.launch.meet.peers import Peers
 from framework.launch.meet.reach import Place, Round
 from framework.launch.open_files import require
-from framework.launch.requests import write
+from framework.output import write
 
 _SETTLE_SECONDS: Final = 5.0  # so that all disagreements are told at once, and a node that is being replaced can go
 _COMPARE_SECONDS: Final = 2.0  # also when nobody came: a mark in the shared folder may be seen late
@@ -31,7 +31,6 @@ _FIRST_TOLD_SECONDS: Final = 2.0
 _LONGEST_TOLD: Final = 500
 _MOST_MISSED: Final = 8
 _MOST_NAMED: Final = 512  # nodes whose names all others get to know
-_CALLING_SECONDS: Final = 0.01  # between looks for calls that have ended, which wake nobody
 _FILES_OF_A_NODE: Final = 2  # its link, and its call
 _OWN_FILES: Final = 128
 _KIND: Final = re.compile(r"[a-z][a-z0-9-]{1,40}")
@@ -59,7 +58,7 @@ class Lead:
         try:
             while True:
                 self._meeting.look(self._waiting_for)
-                self._guests.step(self._heard, LOOK_SECONDS if self._round is None else _CALLING_SECONDS)
+                self._guests.step(self._heard, LOOK_SECONDS if self._round is None else CALLING_SECONDS)
                 self._tell_who_is_missing()
                 peers = self._judge()
                 if peers is not None:

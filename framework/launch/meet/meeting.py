@@ -9,12 +9,16 @@ from typing import Any, Final
 
 from framework.errors import PeerLostError, Problem
 from framework.launch.preflight.links import Echo
-from framework.launch.requests import Requests, say
+from framework.launch.stop_requests import StopRequests
+from framework.launch.told import say
 from framework.launch.topology import Topology
 
 HANDSHAKE_SECONDS: Final = 10.0
 STRANGERS: Final = 64  # connections beyond one per node that may wait for their handshake at once
 LOOK_SECONDS: Final = 0.2
+CALLING_SECONDS: Final = 0.01  # between looks for calls to other nodes that have ended, which wake nobody
+# A name may still mean the last pod of this rank: name servers keep an answer for half a minute, some of them behind each other.
+DOUBT_SECONDS: Final = 120.0
 _TELL_SECONDS: Final = 15.0
 
 
@@ -25,7 +29,7 @@ class Meeting:
     Attributes:
         topology: its place.
         port: control port.
-        hello: what it says about itself; `facts.HELLO` has the names.
+        hello: what it says about itself; `hello.HELLO` has the names.
         requests: requests to stop.
         token: shared secret, or nothing.
         deadline_seconds: how long to wait for all.
@@ -38,7 +42,7 @@ class Meeting:
     topology: Topology
     port: int
     hello: Mapping[str, Any]
-    requests: Requests
+    requests: StopRequests
     token: str = ""
     deadline_seconds: float = 1800.0
     names: Sequence[str] = ()

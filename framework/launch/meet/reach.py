@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from framework.errors import Problem
+from framework.launch.host_names import first_few, node_names
 from framework.launch.meet.addresses import is_address
 from framework.launch.meet.messages import Message
-from framework.launch.preflight.across import a_few, node_names
 from framework.launch.preflight.links import Reached, call_all
 
 # Calls between all pairs up to here, and beyond it by each to the next ones, as rings and trees of NCCL mix nodes.
@@ -123,9 +123,9 @@ class Round:
         reached = group[0][2]
         at = f" at {reached.address}" if reached.address and len(called) == 1 else ""
         if reached.is_loopback and group[0][1] < 0 and not is_address(self._master[0]):
-            return Problem(kind="name-loopback", file=node_names(callers), key=a_few(called), fix="mend /etc/hosts there",
+            return Problem(kind="name-loopback", file=node_names(callers), key=first_few(called), fix="mend /etc/hosts there",
                            reason=f"the name leads back to whoever asks{at}: {reached.reason}")  # fmt: skip
-        return Problem(kind="port-not-reached", file=node_names(callers), key=a_few(called), fix=_LET_THEM,
+        return Problem(kind="port-not-reached", file=node_names(callers), key=first_few(called), fix=_LET_THEM,
                        reason=f"not reached from there{at}: {reached.reason}")  # fmt: skip
 
     def _name(self, called: int) -> str:

@@ -14,11 +14,9 @@ from framework.errors import ConfigError, Problem
 from framework.launch.meet.addresses import PortInUse, listen_at, resolve
 from framework.launch.meet.caller import Caller
 from framework.launch.meet.lead import Lead
-from framework.launch.meet.meeting import Meeting, elsewhere_problem
+from framework.launch.meet.meeting import DOUBT_SECONDS, Meeting, elsewhere_problem
 from framework.launch.meet.peers import Peers
 
-# A name may still mean the last pod of this rank: name servers keep an answer for half a minute.
-_ELSEWHERE_SECONDS: Final = 120.0
 _PORT_IN_USE_SECONDS: Final = 5.0
 
 
@@ -57,5 +55,5 @@ def _lead_or_call(meeting: Meeting) -> Peers:
         peers = caller.step()
         if peers is not None:
             return peers
-        if resolve(meeting.topology.master_addr) and time.monotonic() - meeting.started_at > _ELSEWHERE_SECONDS:
+        if resolve(meeting.topology.master_addr) and time.monotonic() - meeting.started_at > DOUBT_SECONDS:
             raise ConfigError(elsewhere_problem(meeting))

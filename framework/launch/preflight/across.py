@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from framework.errors import Problem, Severity
+from framework.launch.host_names import most_common, node_names
 from framework.launch.preflight.findings import Check
 
 Facts = Mapping[str, Any]
@@ -14,7 +14,6 @@ Facts = Mapping[str, Any]
 _CLOCK_WARN_SECONDS: Final = 2.0
 _CLOCK_REFUSE_SECONDS: Final = 60.0
 _MUST_BE_EQUAL: Final = frozenset({"torch", "deepspeed", "dsframework", "nccl"})
-_SHOWN: Final = 3
 
 
 def compare(nodes: Mapping[str, Facts]) -> list[Check]:
@@ -148,19 +147,3 @@ def _outliers(
                 fix=fix,
                 reason=f"{node_names(alike)} {'has' if len(alike) == 1 else 'have'} {usual}",
             )
-
-
-def most_common(values: Iterable[Any]) -> Any:
-    """The first of equals, which is node 0's."""
-    counts = Counter(values)
-    return max(counts, key=lambda value: counts[value])
-
-
-def node_names(names: Sequence[str]) -> str:
-    """``nodes a, b, c and 7 more``."""
-    return f"node{'s' if len(names) > 1 else ''} {a_few(names)}"
-
-
-def a_few(names: Sequence[str]) -> str:
-    """As many as a person reads."""
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

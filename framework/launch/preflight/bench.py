@@ -15,7 +15,7 @@ from framework.launch.plain import usable_port
 from framework.launch.preflight.findings import Check
 from framework.launch.preflight.hosts import Start
 from framework.launch.preflight.need import Need
-from framework.launch.preflight.remote import HostFailed, Remote, each_of, ssh_command, variables
+from framework.launch.preflight.remote import HostFailed, Remote, each_of, member_command, variables
 
 _BENCH_SECONDS: Final = 180.0
 # A host whose best partner gets less than this share of what others get is slow; links of equal hosts differ by a few percent.
@@ -25,7 +25,7 @@ _GB: Final = 1e9
 Result = Mapping[str, Any]
 
 
-def bench(hosts: Sequence[Host], need: Need, *, master: str, port: int, start: Start = ssh_command) -> tuple[Check, ...]:
+def bench(hosts: Sequence[Host], need: Need, *, master: str, port: int, start: Start = member_command) -> tuple[Check, ...]:
     """Run the job on every rank of the run, on this machine or on all hosts; a few seconds, three minutes at most.
 
     Args:
@@ -41,7 +41,7 @@ def bench(hosts: Sequence[Host], need: Need, *, master: str, port: int, start: S
     order = {"do": "bench", "variables": variables(), "cluster": asdict(need.cluster), "master": place, "folder": folder,
              "seconds": _BENCH_SECONDS}  # fmt: skip
     with ExitStack() as stack:
-        remotes = [Remote(host, start(host) if hosts else local_command()) for host in chosen]
+        remotes = [Remote(host, start(host) if hosts else member_here()) for host in chosen]
         for remote in remotes:
             stack.callback(remote.close)
         numbers = {each: number for number, each in enumerate(remotes)}
@@ -60,7 +60,7 @@ def bench(hosts: Sequence[Host], need: Need, *, master: str, port: int, start: S
     return tuple(judge(result))
 
 
-def local_command() -> list[str]:
+def member_here() -> list[str]:
     """The member on this machine."""
     return [sys.executable, "-m", "framework.launch.preflight.member"]
 

@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import shlex
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,24 +17,24 @@ from typing import Final
 
 from framework.arguments import CommandParser
 from framework.errors import EXIT_CONFIG, EXIT_OK, ConfigError, UsageError
-from framework.launch.devices import RANKS_ON_CPU
+from framework.launch.devices import visible_variable
 from framework.launch.hostfile import Host, cluster_of
-from framework.launch.inclusion import Chosen, choose_hosts
-from framework.launch.options import add_choice, address, count, count_or_auto, port, refuse_choice
+from framework.launch.inclusion import Chosen, choose_hosts, is_this_machine
+from framework.launch.options import AsSpelled, add_choice, address, count, count_or_auto, port, refuse_choice
 from framework.launch.preflight.findings import Check, Report
 from framework.launch.preflight.need import Need
 from framework.launch.preflight.node import examine
 from framework.launch.preflight.planned_need import judge_config, local_devices
-from framework.launch.ssh import address_of
+from framework.launch.ssh import address_of, split_ssh_args
 from framework.launch.topology import DEFAULT_PORT
 from framework.output import write
-from framework.plan.cluster import Cluster
+from framework.plan.cluster import RANKS_ON_CPU, Cluster
 
-_ONLY_WITH_HOSTS: Final = ("include", "exclude", "num_nodes", "master_addr", "ssh_args")
+_ONLY_WITH_HOSTS: Final = ("include", "exclude", "num_nodes", "master_addr", "master_port", "ssh_args")
 
 
 @dataclass(frozen=True)
-class Asked:
+class DoctorOptions:
     """A parsed command line.
 
     Attributes:
@@ -68,15 +67,15 @@ class Asked:
 
     @property
     def own_variables(self) -> dict[str, dict[str, str]]:
-        """Of single hosts: devices that are not the first, as their agents will have them."""
-        return {item.host.name: {"CUDA_VISIBLE_DEVICES": ",".join(map(str, item.devices))}
+        """Of single hosts: devices that are not the first, as their agents will have them, of whichever kind they are there."""
+        return {item.host.name: {visible_variable(kind): ",".join(map(str, item.devices)) for kind in ("cuda", "npu")}
                 for item in self.chosen if not item.is_first}  # fmt: skip
 
     def start(self, host: Host) -> list[str]:
         """The command that starts a member on a host."""
-        from framework.launch.preflight.remote import ssh_command
+        from framework.launch.preflight.remote import member_command
 
-        return ssh_command(host, ssh_args=self.ssh_args)
+        return member_command(host, ssh_args=self.ssh_args)
 
 
 def doctor(argv: Sequence[str]) -> int:
@@ -101,7 +100,7 @@ def doctor(argv: Sequence[str]) -> int:
     return EXIT_OK if report.is_fine else EXIT_CONFIG
 
 
-def look(asked: Asked) -> tuple[Report, Need]:
+def look(asked: DoctorOptions) -> tuple[Report, Need]:
     """Config, then machines; what is wrong with the config does not hide what is wrong with the machines.
 
     Raises:
@@ -110,7 +109,7 @@ def look(asked: Asked) -> tuple[Report, Need]:
     cluster = _cluster(asked)
     before, need = judge_config(asked.config, asked.overrides, cluster, is_chosen=bool(asked.num_ranks or asked.chosen))
     if not asked.chosen:
-        return Report(before, (examine(need, os.environ),)), need
+        return Report(before, (examine(need, os.environ, counts_replaced=True),)), need
     from framework.launch.preflight.hosts import look_at_hosts
 
     nodes, across = look_at_hosts(
@@ -120,14 +119,14 @@ def look(asked: Asked) -> tuple[Report, Need]:
     return Report(before, nodes, across), need
 
 
-def _cluster(asked: Asked) -> Cluster:
+def _cluster(asked: DoctorOptions) -> Cluster:
     if asked.chosen:  # each of them says itself what it has; this machine may be another one
         return cluster_of(asked.hosts)
     device, count = local_devices()
     return Cluster(devices_per_host=asked.num_ranks or count or RANKS_ON_CPU, device=device)
 
 
-def _asked(arguments: argparse.Namespace) -> Asked:
+def _asked(arguments: argparse.Namespace) -> DoctorOptions:
     words: list[str] = list(arguments.words)
     config = words.pop(0) if words and ("=" not in words[0] or Path(words[0]).exists()) else None
     if config is None and words:
@@ -137,19 +136,13 @@ def _asked(arguments: argparse.Namespace) -> Asked:
         raise UsageError(f"doctor: {', '.join(idle)} go with a hostfile; give -H HOSTFILE")
     refuse_choice("doctor", include=arguments.include, exclude=arguments.exclude,
                   by_number=bool(arguments.num_nodes or arguments.num_gpus))  # fmt: skip
-    chosen = choose_hosts(arguments.hostfile, include=arguments.include, exclude=arguments.exclude, num_nodes=arguments.num_nodes,
-                          num_gpus=arguments.num_gpus) if arguments.hostfile else ()  # fmt: skip
-    if [item.host.name for item in chosen] in (["localhost"], [socket.gethostname()]):
-        return Asked(config, tuple(words), (), len(chosen[0].devices), "", arguments.master_port)
-    return Asked(config, tuple(words), chosen, arguments.num_gpus, arguments.master_addr or "", arguments.master_port,
-                 _split(arguments.ssh_args))  # fmt: skip
-
-
-def _split(text: str) -> tuple[str, ...]:
-    try:
-        return tuple(shlex.split(text))
-    except ValueError as error:
-        raise UsageError(f"doctor: --ssh_args: {error}") from None
+    master_port = arguments.master_port or DEFAULT_PORT
+    choice = {name: getattr(arguments, name) for name in ("include", "exclude", "num_nodes", "num_gpus", "num_gpus_flag")}
+    chosen = choose_hosts(arguments.hostfile, **choice) if arguments.hostfile else ()
+    if is_this_machine(chosen, ssh_args=arguments.ssh_args):
+        return DoctorOptions(config, tuple(words), (), len(chosen[0].devices), "", master_port)
+    return DoctorOptions(config, tuple(words), chosen, arguments.num_gpus, arguments.master_addr or "", master_port,
+                 tuple(split_ssh_args(arguments.ssh_args, command="doctor")))  # fmt: skip
 
 
 def _parser() -> CommandParser:
@@ -169,9 +162,10 @@ def _parser() -> CommandParser:
     )
     add_choice(parser)
     parser.option("--num_nodes", type=count, metavar="N", help="with -H: the first N hosts")
-    parser.option("--num_gpus", "--nproc_per_node", type=count_or_auto, metavar="N", help="ranks on each host")
+    parser.option("--num_gpus", "--nproc_per_node", type=count_or_auto, action=AsSpelled, metavar="N", help="ranks on each host")
+    parser.set_defaults(num_gpus_flag="--num_gpus")
     parser.option("--master_addr", type=address, metavar="A", help="with -H: address of the first host, as the others know it")
-    parser.option("--master_port", type=port, metavar="P", default=DEFAULT_PORT, help="with -H: where node 0 will listen (29500)")
+    parser.option("--master_port", type=port, metavar="P", help="with -H: where node 0 will listen (29500)")
     parser.option("--ssh_args", default="", metavar="TEXT", help="further options of ssh, such as '-p 2222'")
     parser.add_argument(
         "--bench", action="store_true", help="measure all-reduce and storage with a small job, up to three minutes"

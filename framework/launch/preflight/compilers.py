@@ -15,9 +15,9 @@ from typing import Final
 
 from framework.ds_json.ops import Op, extensions_folder
 from framework.errors import Problem
+from framework.launch.installed import package_folder, torch_text
 from framework.launch.preflight.findings import Check
 from framework.launch.preflight.need import Need
-from framework.launch.preflight.software import package_folder, torch_text
 from framework.launch.preflight.storage import file_system, is_remote
 
 _SECONDS: Final = 20

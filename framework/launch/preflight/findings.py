@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
-from framework.errors import Problem
+from framework.errors import Problem, counted
 
 Status = Literal["ok", "note", "warning", "error"]
 _WORST_FIRST: Final[tuple[Status, ...]] = ("error", "warning", "note", "ok")
@@ -51,7 +51,7 @@ class Check:
         Raises:
             KeyError, TypeError: it is not what `to_dict` writes.
         """
-        problems = tuple(_problem(each) for each in values["problems"])
+        problems = tuple(map(Problem.from_dict, values["problems"]))
         return Check(str(values["name"]), str(values["found"]), problems, dict(values["facts"]))
 
 
@@ -78,11 +78,6 @@ class Node:
     def problems(self) -> list[Problem]:
         """Of all checks, each naming this node as its place."""
         return [replace(each, file=f"node {self.name}") for check in self.checks for each in check.problems]
-
-
-def _problem(values: Mapping[str, Any]) -> Problem:
-    known = ("kind", "reason", "fix", "key", "value", "file", "line", "column", "severity")
-    return Problem(**{name: values[name] for name in known if name in values})
 
 
 @dataclass(frozen=True)
@@ -154,7 +149,7 @@ def count_text(problems: Iterable[Problem]) -> str:
     """``2 errors, 1 warning``; empty where there is nothing to count."""
     listed = [each.severity for each in problems]
     counts = [(listed.count(name), name) for name in ("error", "warning", "note") if name in listed]
-    return ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for count, name in counts)
+    return ", ".join(counted(count, name) for count, name in counts)
 
 
 def _row(check: Check, *, indent: str = "  ") -> str:

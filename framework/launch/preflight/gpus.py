@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from framework.errors import ConfigError, Problem
-from framework.launch.devices import find_devices
+from framework.launch.devices import find_devices, unused_gpus
+from framework.launch.installed import torch_text
 from framework.launch.preflight.findings import Check
 from framework.launch.preflight.need import Need
 from framework.launch.preflight.sizes import GIB, MIB, size_text
-from framework.launch.preflight.software import torch_text
 
 _SECONDS: Final = 10
 _PER_GPU: Final = (
@@ -44,7 +44,8 @@ def check_devices(need: Need, environment: Mapping[str, str]) -> Check:
     facts = {"device": found.kind, "slots": ranks}
     if found.kind == "cpu" or not found.count:
         wrong = need.cluster.device in ("cuda", "npu")
-        problems = (_too_few(0, ranks, need.cluster.device),) if wrong else ()
+        unused = unused_gpus(found, environment)
+        problems = (_too_few(0, ranks, need.cluster.device),) if wrong else (unused,) if unused else ()
         return Check(
             "devices", f"no accelerator, {ranks} rank{'s' if ranks > 1 else ''} on processors", problems, facts
         )

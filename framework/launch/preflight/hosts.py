@@ -14,12 +14,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from framework.errors import Problem
+from framework.launch.host_names import first_few
 from framework.launch.hostfile import Host
-from framework.launch.preflight.across import a_few, compare, compare_clocks
+from framework.launch.preflight.across import compare, compare_clocks
 from framework.launch.preflight.findings import Check, Node
 from framework.launch.preflight.links import Reached
 from framework.launch.preflight.need import Need
-from framework.launch.preflight.remote import HostFailed, Remote, each_of, ssh_command, variables
+from framework.launch.preflight.remote import HostFailed, Remote, each_of, member_command, variables
 
 _EXAMINE_SECONDS: Final = 60.0
 # Calls between all pairs up to here, and beyond it from and to node 0 and between neighbours.
@@ -30,7 +31,7 @@ Start = Callable[[Host], Sequence[str]]
 
 
 @dataclass(frozen=True)
-class Asked:
+class Wanted:
     """What is looked for on all hosts."""
 
     need: Need
@@ -49,7 +50,7 @@ def look_at_hosts(
     addresses: Sequence[str],
     port: int,
     own_variables: Mapping[str, Mapping[str, str]],
-    start: Start = ssh_command,
+    start: Start = member_command,
 ) -> tuple[tuple[Node, ...], tuple[Check, ...]]:
     """Every host and what is between them.
 
@@ -63,7 +64,7 @@ def look_at_hosts(
         own_variables: of single hosts, by name.
         start: the command that starts a member on a host.
     """
-    asked = Asked(need, config, tuple(overrides), port, own_variables)
+    asked = Wanted(need, config, tuple(overrides), port, own_variables)
     with ExitStack() as stack:
         remotes = [Remote(host, start(host), address=address) for host, address in zip(hosts, addresses, strict=True)]
         for remote in remotes:
@@ -76,7 +77,7 @@ def look_at_hosts(
         return tuple(nodes), (*compare(facts), *_between(alive, asked))
 
 
-def _examined(remote: Remote, asked: Asked) -> Node:
+def _examined(remote: Remote, asked: Wanted) -> Node:
     started = time.perf_counter()
     order = {"do": "examine", "name": remote.name, "variables": {**variables(), **asked.own_variables.get(remote.host.name, {})},
              "cluster": asdict(asked.need.cluster), "config": asked.config,
@@ -109,7 +110,7 @@ def _clocks(remotes: Sequence[Remote]) -> Check:
     return compare_clocks(dict(zip([each.name for each in remotes], each_of(remotes, offset), strict=True)))
 
 
-def _between(remotes: Sequence[Remote], asked: Asked) -> Iterator[Check]:
+def _between(remotes: Sequence[Remote], asked: Wanted) -> Iterator[Check]:
     token = secrets.token_hex(16)
     try:
         yield _clocks(remotes)
@@ -123,7 +124,7 @@ def _between(remotes: Sequence[Remote], asked: Asked) -> Iterator[Check]:
         yield Check("network", "not finished", (problem,))
 
 
-def _network(remotes: Sequence[Remote], asked: Asked, token: str) -> Check:
+def _network(remotes: Sequence[Remote], asked: Wanted, token: str) -> Check:
     """Who reaches whom: everybody the port of node 0, and each other at a port that the system chose, as NCCL and gloo do."""
     of_node_0 = [asked.port, asked.port + 1]  # of ranks, and of the agents that `launch` starts
     wanted = {remote: [0, *of_node_0] if remote is remotes[0] else [0] for remote in remotes}
@@ -166,7 +167,7 @@ def _about_call(caller: str, called: str, port: int, reached: Reached) -> Iterat
                           "group, network policy, service mesh")  # fmt: skip
 
 
-def _shared_folder(remotes: Sequence[Remote], asked: Asked, token: str) -> Check:
+def _shared_folder(remotes: Sequence[Remote], asked: Wanted, token: str) -> Check:
     """Each host leaves a mark where node 0 would save; each must see all of them."""
     folder = remotes[0].ask({"do": "place", "folder": str(asked.need.checkpoints)})["folder"]
     numbers = {each: number for number, each in enumerate(remotes)}
@@ -189,6 +190,6 @@ def _shared_folder(remotes: Sequence[Remote], asked: Asked, token: str) -> Check
     for remote, unseen in zip(remotes, each_of(remotes, lambda each: each.ask(order)["unseen"]), strict=True):
         others = [remotes[number].name for number in unseen]
         if others:
-            refuse(remote, f"what {a_few(others)} wrote is not seen here")
+            refuse(remote, f"what {first_few(others)} wrote is not seen here")
     said = f"{folder} is seen by all" if not problems else f"{folder} is not the same folder everywhere"
     return Check("run folder", said, tuple(problems))

@@ -46,7 +46,7 @@ class Member:
         os.environ.update(order["variables"])
         cluster = _here(order)
         before, need = judge_config(order["config"], order["overrides"], cluster)
-        node = examine(need, os.environ, name=order["name"])
+        node = examine(need, os.environ, name=order["name"], counts_replaced=True)
         refused = tuple(check for check in before if check.status == "error")
         checks = Node(node.name, (*refused, *node.checks), node.seconds).checks
         return {"checks": [check.to_dict() for check in checks], "seconds": node.seconds}

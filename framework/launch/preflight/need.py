@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
 
+from framework.checkpoint_names import CHECKPOINTS
 from framework.config.base import Target
 from framework.config.run_config import RunConfig
 from framework.config.scheduler import Constant
@@ -18,8 +18,6 @@ from framework.ds_json.render import render
 from framework.errors import ConfigError
 from framework.plan.cluster import Cluster, Device
 from framework.plan.plan import Plan
-
-_CHECKPOINTS: Final = "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Need:
     @property
     def checkpoints(self) -> Path | None:
         """Where checkpoints are written."""
-        return self.run_folder and self.run_folder / _CHECKPOINTS
+        return self.run_folder and self.run_folder / CHECKPOINTS
 
 
 def need_of(plan: Plan) -> Need:
@@ -77,7 +75,7 @@ def need_of(plan: Plan) -> Need:
         ops=ops,
         num_workers=getattr(config.data, "num_workers", 0),
         prefetch_batches=getattr(config.data, "prefetch_batches", 0),
-        run_folder=Path(config.run.output_dir, config.run.name).absolute(),
+        run_folder=config.run.folder.absolute(),
         num_kept=sum(kept.values()),
         kept_by=", ".join(kept),
         saves=_saves(config),

@@ -30,13 +30,14 @@ from framework.launch.preflight.storage import check_home, check_offload, check_
 _BOOT: Path = Path("/proc/sys/kernel/random/boot_id")
 
 
-def examine(need: Need, environment: Mapping[str, str], *, name: str = "") -> Node:
+def examine(need: Need, environment: Mapping[str, str], *, name: str = "", counts_replaced: bool = False) -> Node:
     """Look at this machine.
 
     Args:
         need: what the run asks of it.
         environment: that of the launcher; what it adds for its ranks is added here as well.
         name: what others call this node; left out: its own name for itself.
+        counts_replaced: say how much a resume has set aside, which takes a look at every file of it: for a person, not for a start.
     """
     started = time.perf_counter()
     ranks = need.cluster.devices_per_host
@@ -51,7 +52,7 @@ def examine(need: Need, environment: Mapping[str, str], *, name: str = "") -> No
         "open files": lambda: check_open_files(need),
         "compiled ops": lambda: check_ops(need, of_ranks),
         "inputs": lambda: check_inputs(need),
-        "run folder": lambda: check_run_folder(need),
+        "run folder": lambda: check_run_folder(need, counts_replaced=counts_replaced),
         "offload": lambda: check_offload(need),
         "temporary files": lambda: check_temporary(environment),
         "home and caches": lambda: check_home(need, environment),

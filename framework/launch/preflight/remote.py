@@ -89,7 +89,7 @@ class Remote:
         self._stderr.extend(self._process.stderr)
 
 
-def ssh_command(host: Host, *, ssh_args: Sequence[str] = ()) -> list[str]:
+def member_command(host: Host, *, ssh_args: Sequence[str] = ()) -> list[str]:
     """Starts the member: same Python, same folder, as DeepSpeed's launcher expects them; words are quoted for the shell there."""
     path = [f"PYTHONPATH={ROOT}"] if (ROOT / "pyproject.toml").is_file() else []
     words = ["env", *path, sys.executable, "-m", "framework.launch.preflight.member"]

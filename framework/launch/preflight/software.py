@@ -17,6 +17,7 @@ from typing import Final
 import framework
 from framework.errors import Problem, Severity
 from framework.launch.environment import ROOT, missing, requirements
+from framework.launch.installed import torch_text
 from framework.launch.preflight.findings import Check
 from framework.launch.preflight.need import Need
 
@@ -46,10 +47,10 @@ def check_versions(need: Need) -> Check:
             )
         )
     versions = {"python": platform.python_version(), "dsframework": framework.__version__}
-    versions |= {name: found for name in ("torch", "deepspeed") if (found := _version(name))}
+    versions |= {name: found for name in ("torch", "deepspeed") if (found := version_of(name))}
     others = sorted(re.split("[<>=]", each)[0] for each in wanted)
-    all_of_them = versions | {name: found for name in others if name not in versions and (found := _version(name))}
-    versions["torch"] = torch_text("__version__") or versions.get("torch", "none")
+    all_of_them = versions | {name: found for name in others if name not in versions and (found := version_of(name))}
+    versions.setdefault("torch", "none")
     said = ", ".join(f"{name} {version}" for name, version in versions.items())
     return Check("versions", said, tuple(problems), {"versions": all_of_them | versions | _of_nccl()})
 
@@ -79,24 +80,14 @@ def hash_of_files(place: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def torch_text(name: str) -> str | None:
-    """A line of torch's version.py, such as ``__version__`` or ``cuda``; None where it says None or there is no torch."""
-    folder = package_folder("torch")
+def version_of(package: str) -> str | None:
+    """Of what is installed; None where it is not. torch itself tells for which CUDA it is, its metadata may not."""
+    if package == "torch" and (own := torch_text("__version__")):
+        return own
     try:
-        text = (folder / "version.py").read_text(encoding="utf-8") if folder else ""
-    except OSError:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return None
-    found = re.search(rf"^{re.escape(name)}\b[^=\n]*= *'([^']*)'", text, re.MULTILINE)
-    return found[1] if found else None
-
-
-def package_folder(name: str) -> Path | None:
-    """Where a package is installed; finding one without dots imports nothing."""
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        return None
-    return Path(spec.origin).parent if spec and spec.origin else None
 
 
 def environment_facts(environment: Mapping[str, str]) -> dict[str, str]:
@@ -126,7 +117,7 @@ def _absent(name: str) -> Problem:
     needed = name in _NO_TRAINING_WITHOUT
     reason = "training needs it" if needed else "a part of training needs it"
     return Problem(
-        kind="not-installed",
+        kind="package-missing",
         key=name,
         reason=f"{sys.executable} has no {name}; {reason}",
         fix=_INSTALL,
@@ -137,15 +128,8 @@ def _absent(name: str) -> Problem:
 def _of_nccl() -> dict[str, str]:
     """torch's wheels bring NCCL as a package of its own, named after the release of CUDA."""
     major = (torch_text("cuda") or "").partition(".")[0]
-    found = _version(f"nvidia-nccl-cu{major}") if major else None
+    found = version_of(f"nvidia-nccl-cu{major}") if major else None
     return {"nccl": found} if found else {}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _place_of(module: str) -> Path | None:

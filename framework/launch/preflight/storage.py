@@ -9,19 +9,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from framework.checkpoint_names import named_folders, replaced_folders, size_of
 from framework.errors import Problem, Severity
 from framework.launch.preflight.findings import Check
 from framework.launch.preflight.need import Need
 from framework.launch.preflight.sizes import GIB, MIB, size_text
 
 _PROBE_BYTES: Final = 1 * MIB
-_TAG: Final = re.compile(r"global_step[0-9]+")
-_REPLACED: Final = re.compile(r"global_step[0-9]+\.replaced(-[0-9]+)?")
 _REMOTE: Final = re.compile(r"nfs\d?|cifs|smb3|9p|ceph|lustre|gpfs|beegfs|afs|fuse\.(?!fuse-overlayfs).*")
 
 
-def check_run_folder(need: Need) -> Check:
-    """Whether checkpoints can be written, and fit: by the size of the run's largest one so far, where there is one."""
+def check_run_folder(need: Need, *, counts_replaced: bool = False) -> Check:
+    """Whether checkpoints can be written, and fit: by the size of the run's largest one so far, where there is one.
+
+    With `counts_replaced` it says what a resume has set aside: every file of it is looked at for that.
+    """
     if need.checkpoints is None:
         return Check("run folder", "no run config given")
     place, problem = _probed(
@@ -31,12 +33,12 @@ def check_run_folder(need: Need) -> Check:
     if problem is not None:
         return Check("run folder", str(need.run_folder), (problem,), facts)
     free = _free(place)
-    sizes = [_size_of(folder) for folder in _saved(need.checkpoints)]
+    sizes = list(map(size_of, _saved(need.checkpoints)))
     said = f"{need.run_folder}: {size_text(free)} free" + (
         f", a checkpoint takes {size_text(max(sizes))}" if sizes else ""
     )
-    if replaced := _saved(need.checkpoints, pattern=_REPLACED):
-        said += f", {size_text(sum(map(_size_of, replaced)))} in {len(replaced)} that a resume has set aside (*.replaced)"
+    if replaced := replaced_folders(need.checkpoints) if counts_replaced else []:
+        said += f", {size_text(sum(map(size_of, replaced)))} in {len(replaced)} that a resume has set aside (*.replaced)"
     return Check("run folder", said, tuple(_about_room(need, free, sizes)), facts)
 
 
@@ -202,18 +204,8 @@ def _free(folder: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def _saved(folder: Path, *, pattern: re.Pattern[str] = _TAG) -> list[Path]:
+def _saved(folder: Path) -> list[Path]:
     try:
-        return [each for each in folder.iterdir() if pattern.fullmatch(each.name) and each.is_dir()]
+        return [each for _, each in named_folders(folder)]
     except OSError:
         return []
-
-
-def _size_of(folder: Path) -> int:
-    total = 0
-    for each in folder.rglob("*"):
-        try:
-            total += each.lstat().st_size
-        except OSError:  # it is being replaced by a run
-            continue
-    return total

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from framework.config.optimizer import Lamb
 from framework.config.run_config import RunConfig
 from framework.config.zero import OptimizerToCPU
 from framework.errors import Problem
@@ -34,6 +35,16 @@ def ema_beside_its_weights(config: RunConfig, cluster: Cluster) -> Iterator[Prob
         yield Problem(kind="ema-with-offload", key="zero.offload_optimizer.ratio", value=offload.ratio,
                       reason="a second optimizer then steps the rest, and keeps no moving average of the weights",
                       fix="set zero.offload_optimizer: {device: cpu, ratio: 1.0}, or leave training.ema out")  # fmt: skip
+
+
+def ema_with_lamb(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
+    """deepspeed/runtime/fp16/unfused_optimizer.py `step_fused_lamb`: the step is given its gradients from outside, and no weight
+    shows that it was stepped."""
+    is_half = config.precision.dtype in ("fp16", "bf16")
+    if config.training.ema is not None and isinstance(config.optimizer, Lamb) and is_half and config.zero.stage == 0:
+        yield Problem(kind="ema-with-lamb", key="optimizer.kind", value="lamb",
+                      reason=f"in {config.precision.dtype} at ZeRO stage 0 DeepSpeed steps LAMB past the moving average of the "
+                      "weights, which would never begin", fix="set zero.stage: 1, or leave training.ema out")  # fmt: skip
 
 
 def length_for_ema(config: RunConfig, total_steps: int | None) -> Iterator[Problem]:

@@ -1,14 +1,12 @@
-"""Rules about the model by itself, and about what `training` and `optimizer` ask of it."""
+"""Rules about the model by itself, and about what `training` asks of it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 
-from framework.config.base import Target
 from framework.config.language_models import BERT, GPT
 from framework.config.model_kind import ModelKind
-from framework.config.optimizer import OptimizerObject
 from framework.config.run_config import RunConfig
 from framework.errors import Problem
 from framework.plan.cluster import Cluster
@@ -69,17 +67,6 @@ def channels_last_with_pipeline(config: RunConfig, cluster: Cluster) -> Iterator
         yield Problem(kind="channels-last-with-pipeline", key="training.channels_last", value=True,
                       reason="stages can send only tensors in the usual order",
                       fix="set training.channels_last: false or parallel.pipe: 1")  # fmt: skip
-
-
-def decay_on_matrices_of_nothing(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
-    """Which weights are pulled was written down, and none is."""
-    optimizer = config.optimizer
-    if isinstance(optimizer, (Target, OptimizerObject)):
-        return
-    if optimizer.weight_decay_on != "all" and not optimizer.weight_decay:
-        yield Problem(kind="inert-without-decay", key="optimizer.weight_decay_on", value=optimizer.weight_decay_on,
-                      severity="warning", reason="optimizer.weight_decay is 0",
-                      fix="set optimizer.weight_decay or remove it")  # fmt: skip
 
 
 def freeze_patterns(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:

@@ -13,9 +13,9 @@ from typing import Any, Final
 
 from framework.config.base import Object, Target
 from framework.config.deepspeed_words import OWNED, PASSED_THROUGH, SHARED, TYPED
-from framework.config.explain import nearest
 from framework.config.run_config import RunConfig
 from framework.config.scheduler import Constant, Cosine
+from framework.config.spelling import nearest
 from framework.errors import Problem
 from framework.plan.cluster import Cluster
 

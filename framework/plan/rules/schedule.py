@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from framework.config.optimizer import optimizer_lr
 from framework.config.run_config import RunConfig
-from framework.config.scheduler import OneCycle
+from framework.config.scheduler import OneCycle, WarmupLR
 from framework.errors import Problem
 from framework.plan.cluster import Cluster
 
@@ -21,6 +22,23 @@ def cycle_order(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
     if cycle.cycle_momentum and cycle.min_momentum > cycle.max_momentum:
         yield Problem(kind="cycle-upside-down", key="scheduler.min_momentum", value=cycle.min_momentum,
                       reason=f"it is above scheduler.max_momentum = {cycle.max_momentum}", fix="exchange the two")  # fmt: skip
+
+
+def schedule_needs_lr(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
+    """DeepSpeed's WarmupDecayLR ends its warm-up at 0.001 whatever the optimizer says, so we must know the rate."""
+    scheduler, optimizer = config.scheduler, config.optimizer
+    if isinstance(scheduler, WarmupLR) and scheduler.max_lr is None and optimizer_lr(optimizer) is None:
+        yield Problem(kind="lr-unknown", key="scheduler.max_lr",
+                      reason=f"the {scheduler.kind} schedule needs the optimizer's learning rate, which is not in the config",
+                      fix="set it here, or optimizer.args.lr")  # fmt: skip
+
+
+def warmup_fits(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
+    """A warm-up as long as the schedule never reaches the learning rate that was asked for."""
+    warmup, total = getattr(config.scheduler, "warmup_steps", 0), getattr(config.scheduler, "total_steps", None)
+    if total is not None and warmup >= total:
+        yield Problem(kind="warmup-too-long", key="scheduler.warmup_steps", value=warmup,
+                      reason=f"the whole schedule has {total} steps", fix="make it shorter, or leave total_steps out")  # fmt: skip
 
 
 def length_for_schedule(config: RunConfig, total_steps: int | None) -> Iterator[Problem]:

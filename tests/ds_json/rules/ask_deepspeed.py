@@ -92,7 +92,8 @@ def train(engine: Any, steps: int) -> dict[str, Any]:
         engine.backward(loss)
         engine.step()
         rates.append(engine.get_lr()[0])
-    return {"rates": rates, "steps": engine.global_steps, "finite": bool(torch.isfinite(loss))}
+    state = sorted({name for state in engine.basic_optimizer.state.values() for name in state})
+    return {"rates": rates, "steps": engine.global_steps, "finite": bool(torch.isfinite(loss)), "state": state}
 
 
 def describe(engine: Any) -> dict[str, Any]:
@@ -102,7 +103,8 @@ def describe(engine: Any) -> dict[str, Any]:
         "dtype": str(next(engine.module.parameters()).dtype), "fp16": engine.fp16_enabled(),
         "autocast": engine.torch_autocast_enabled(), "autocast_dtype": str(engine.torch_autocast_dtype()),
         "optimizer": f"{type(optimizer).__module__}.{type(optimizer).__name__}",
-        "adam_w_mode": getattr(optimizer, "adam_w_mode", None), "wrapper": type(engine.optimizer).__name__,
+        "adam_w_mode": getattr(optimizer, "adam_w_mode", None), "amsgrad": optimizer.param_groups[0].get("amsgrad"),
+        "wrapper": type(engine.optimizer).__name__,
         "offloaded": bool(getattr(engine.optimizer, "cpu_offload", getattr(engine.optimizer, "offload_optimizer", False))),
         "contiguous": getattr(engine.optimizer, "contiguous_gradients", None),
         "accumulation": engine.gradient_accumulation_steps(), "curriculum": bool(engine.curriculum_learning_enabled()),

@@ -87,6 +87,10 @@ def experts(**rest: Any) -> dict[str, Any]:
 BF16: Final = {"bf16": {"enabled": True}}
 FP16: Final = {"fp16": {"enabled": True}}
 ADAM: Final = optimizer("AdamW")
+# Sections of before 0.19.8.
+ELASTIC: Final = {"elasticity": {"enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [2, 4, 6]}}
+AMP: Final = {"amp": {"enabled": True, "opt_level": "O1"}}
+UNTESTED: Final = {"zero_allow_untested_optimizer": True}
 TP2: Final = {"tensor_parallel": {"autotp_size": 2}}
 PIPE: Final = {"pipeline": {"activation_checkpoint_interval": 1}}
 DECAY: Final = {"total_num_steps": 10, "warmup_num_steps": 2}
@@ -121,7 +125,14 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
     "batch-size-missing": (
         [Case({"train_micro_batch_size_per_gpu": GONE}, "parse"),
          Case({"train_micro_batch_size_per_gpu": GONE, "gradient_accumulation_steps": 2}, "parse")],
-        [Case({"train_micro_batch_size_per_gpu": GONE, "train_batch_size": 4}, "step")],
+        [Case({"train_micro_batch_size_per_gpu": GONE, "train_batch_size": 4}, "step"),
+         Case({"train_micro_batch_size_per_gpu": GONE} | ELASTIC, release="0.19.6")],
+    ),
+    "elastic-batch-sizes": (
+        [Case(ELASTIC, release="0.19.7"), Case({"train_batch_size": None} | ELASTIC, release="0.19.6"),
+         Case({"train_micro_batch_size_per_gpu": GONE, "gradient_accumulation_steps": 2} | ELASTIC, release="0.16.9")],
+        [Case({"elasticity": {"enabled": False}}, release="0.19.7"),
+         Case({"elasticity": {"enabled": True, "ignore_non_elastic_batch_info": True}}, release="0.19.7"), Case(ELASTIC)],
     ),
     "batch-arithmetic": (
         [Case({"train_batch_size": 7}, "parse", world=1),
@@ -137,7 +148,8 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
          Case({"train_batch_size": 8}),
          Case({"train_batch_size": 16, "gradient_accumulation_steps": 2}, "parse", world=4),
          Case({"train_batch_size": 8, "train_micro_batch_size_per_gpu": GONE}, "parse", world=4),
-         Case({"train_batch_size": 8, "gradient_accumulation_steps": 2} | PIPE, "", world=4)],
+         Case({"train_batch_size": 8, "gradient_accumulation_steps": 2} | PIPE, "", world=4),
+         Case({"train_batch_size": 7, "elasticity": {"enabled": True, "ignore_non_elastic_batch_info": True}}, release="0.19.7")],
     ),
     "batch-with-tensor-parallel": (
         [Case({"train_batch_size": 8} | TP2, world=2), Case({"train_batch_size": 8} | TP2)],
@@ -156,7 +168,8 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
     ),
     "sequence-parallel-alone": ([Case({SP: 2}), Case({SP: 2}, world=4)], [Case({SP: 1})]),
     "optimizer-unknown": (
-        [Case(optimizer("AdamX"), "init"), Case(optimizer("sgd"), "init"), Case(optimizer("OneBitAdam"), "init")],
+        [Case(optimizer("AdamX"), "init"), Case(optimizer("sgd"), "init"), Case(optimizer("OneBitAdam"), "init"),
+         Case(optimizer("onebitadam"), "init")],
         [Case(optimizer("SGD"), "step"), Case(optimizer("ADAGRAD"), "step"), Case(optimizer("OneBitAdam"), release="0.19.6")],
     ),
     "optimizer-cannot-step": (
@@ -204,6 +217,19 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
         [Case(optimizer("AdamW", amsgrad=True), "init"), Case(optimizer("Adam", amsgrad=True) | offload(2), "init")],
         [Case(optimizer("AdamW", amsgrad=True, torch_adam=True), "step")],
     ),
+    "amsgrad-not-supported": (
+        [Case(optimizer("Lamb", amsgrad=True)), Case(optimizer("ZeroOneAdam", amsgrad=True), release="0.19.6")],
+        [Case(optimizer("Lamb", amsgrad=False)), Case(optimizer("AdamW", amsgrad=True, torch_adam=True), "step")],
+    ),
+    "amsgrad-ignored": (
+        [Case(optimizer("Adagrad", amsgrad=True) | offload(2))],
+        [Case(optimizer("Adagrad", amsgrad=False) | offload(2), "step"),
+         Case(optimizer("AdamW", amsgrad=True, torch_adam=True) | offload(2), "step")],
+    ),
+    "one-bit-with-zero": (
+        [Case(optimizer("OneBitAdam") | zero(2), release="0.19.6"), Case(optimizer("onebitlamb") | zero(1), release="0.16.9")],
+        [Case(optimizer("OneBitAdam") | zero(0), release="0.19.6"), Case(zero(2), release="0.19.6")],
+    ),
     "scheduler-unknown": (
         [Case(scheduler("warmuplr"), "init"), Case(scheduler("CosineWarmup"), "init")],
         [Case(scheduler("WarmupLR"), "step"), Case(scheduler("StepLR", step_size=1), "step")],
@@ -243,8 +269,16 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
         [Case(scheduler("WarmupLR", warmup_num_steps=1), "step")],
     ),
     "fp16-with-bf16": (
-        [Case(FP16 | BF16, "parse"), Case(FP16 | {"bfloat16": {"enabled": True}}, "parse")],
-        [Case({"fp16": {"enabled": False}} | BF16, "step"), Case(FP16 | {"bf16": {"enabled": False}}, "parse")],
+        [Case(FP16 | BF16, "parse"), Case(FP16 | {"bfloat16": {"enabled": True}}, "parse"),
+         Case({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, release="0.16.9", beside=("auto-value",)),
+         Case({"fp16": {"enabled": "auto"}} | BF16, release="0.17.0", beside=("auto-value",))],
+        [Case({"fp16": {"enabled": False}} | BF16, "step"), Case(FP16 | {"bf16": {"enabled": False}}, "parse"),
+         Case({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, "step"),
+         Case({"fp16": {"enabled": "auto"}} | BF16, release="0.17.1")],
+    ),
+    "amp-not-alone": (
+        [Case(AMP | zero(2), release="0.19.7"), Case(AMP | BF16, release="0.19.6"), Case(AMP | FP16 | zero(1), release="0.16.9")],
+        [Case(AMP, release="0.19.7"), Case({"amp": {"enabled": False}} | FP16 | zero(2), release="0.19.7")],
     ),
     "auto-cast-without-fp16": (
         [Case({"fp16": {"enabled": False, "auto_cast": True}}, "step"),
@@ -418,6 +452,11 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
         [Case(offload(0)), Case(offload(0), device="cpu")],
         [Case(offload(1), "step"), Case(offload(0, "none"), "step")],
     ),
+    "lamb-with-offload": (
+        [Case(optimizer("Lamb") | offload(2) | UNTESTED),
+         Case(optimizer("lamb") | offload(3, "nvme", nvme_path="/nvme") | UNTESTED)],
+        [Case(optimizer("Lamb") | offload(2, "none") | UNTESTED), Case(offload(2) | ADAM, "step")],
+    ),
     "nvme-optimizer-in-memory": (
         [Case(offload(2, "nvme", nvme_path="/nvme"))],
         [Case(offload(3, "nvme", nvme_path="/nvme")), Case(offload(2, "cpu"), "step")],
@@ -441,6 +480,17 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
     "super-offload-ignored": (
         [Case(offload(2, super_offload=True))],
         [Case(offload(3, super_offload=True)), Case(offload(2, super_offload=False), "step")],
+    ),
+    "super-offload-needs-adam": (
+        [Case(offload(3, super_offload=True) | optimizer("Lion")),
+         Case(offload(3, super_offload=True) | optimizer("SGD") | UNTESTED), Case(offload(3, "none", super_offload=True) | ADAM),
+         Case(zero(3, offload_optimizer={"super_offload": True}))],
+        [Case(offload(3, super_offload=True) | ADAM), Case(offload(3) | optimizer("Adagrad"), "step"),
+         Case(offload(3, super_offload=True) | optimizer("MuAdamW"))],
+    ),
+    "super-offload-needs-cores": (
+        [Case(offload(3, super_offload=True, cpuadam_cores_perc=0) | ADAM)],
+        [Case(offload(3, super_offload=True, cpuadam_cores_perc=1.0) | ADAM), Case(offload(3, cpuadam_cores_perc=0), "step")],
     ),
     "contiguous-gradients-forced": (
         [Case(zero(2, contiguous_gradients=False, offload_optimizer={"device": "cpu"}))],
@@ -667,7 +717,7 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
          Case({"wall_clock_breakdown": "auto"}, "parse"), Case(scheduler("WarmupLR", warmup_num_steps="auto"), "init"),
          Case({"fp16": "auto"}, "parse"), Case({"timers": {"throughput": "auto"}}, "parse"),
          Case({"fp16": {"enabled": "auto"}}), Case(zero(2, reduce_bucket_size="auto")),
-         Case({"zero_allow_untested_optimizer": "auto"})],
+         Case({"zero_allow_untested_optimizer": "auto"}), Case({"bf16": {"enabled": "auto"}}, release="0.16.9")],
         [Case({"data_types": {"keep_in_fp32_modules": "auto"}}, "step"), Case(experts(score_func="auto"), "autoep", world=1),
          Case({"pipeline": {"stages": "auto"}}, "step")],
     ),

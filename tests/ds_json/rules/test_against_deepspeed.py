@@ -100,6 +100,8 @@ EFFECTS: Mapping[str, tuple[Mapping[str, Any], int, Callable[[Mapping[str, Any]]
     "zero-stage-left-out": ({"zero_optimization": {"overlap_comm": True}}, 1, lambda saw: saw["stage"] == 0),
     "adam-is-adamw": (optimizer("Adam", weight_decay=0.1, torch_adam=True), 1, lambda saw: saw["optimizer"].endswith(".AdamW")),
     "adamw-mode-ignored": (optimizer("AdamW", adam_w_mode=False), 1, lambda saw: saw["adam_w_mode"] in (True, 1)),
+    "amsgrad-ignored": (optimizer("Adagrad", amsgrad=True) | offload(2), 1,
+                        lambda saw: saw["amsgrad"] is True and "max_exp_avg_sq" not in saw["state"]),
     "warmup-decay-peak": (scheduler("WarmupDecayLR", **DECAY) | optimizer("AdamW", lr=LR, torch_adam=True), 4,
                           lambda saw: peak(saw) == 0.001),
     "warmup-too-long": (scheduler("WarmupCosineLR", total_num_steps=5), 10, lambda saw: peak(saw) < 0.0005),

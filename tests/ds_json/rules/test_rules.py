@@ -15,6 +15,7 @@ from framework.ds_json import rules
 from framework.ds_json.rules import ALL, apply_rules
 from tests.ds_json.rules.cases import CASES, GONE, Case
 from tests.ds_json.rules.fixes import alternatives, mended
+from tests.places import ROOT
 
 BREAKING = [(kind, case) for kind, (breaks, _) in CASES.items() for case in breaks]
 FINE = [(kind, case) for kind, (_, fine) in CASES.items() for case in fine]
@@ -109,6 +110,10 @@ def test_every_setting_that_a_fix_names_mends_the_config() -> None:
                 assert still == [], f"{problem} is still there after {changes}"
                 tried.add((kind, str(changes)))
     assert len(tried) > 100
+
+
+def test_the_readme_counts_them() -> None:
+    assert f"the keys together against {len(ALL)} rules" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_a_plain_config_has_nothing_to_say_against_it() -> None:

@@ -159,6 +159,7 @@ MUTATIONS: list[tuple[str, str, Mutation]] = [
     ("own-pods", "job-placed.yaml", lambda d: selectors(d, "podAntiAffinity").update({"batch.kubernetes.io/job-name": "old"})),
     ("own-pods", "job-placed.yaml", lambda d: selectors(d, "podAffinity").update({"batch.kubernetes.io/job-name": "old"})),
     ("config-file", "job.yaml", lambda d: d["ConfigMap"].update(data={"other.yaml": ""})),
+    ("config-file", "job.yaml", lambda d: d["ConfigMap"]["data"].update({"a run.yaml": ""})),
 ]  # fmt: skip
 
 

@@ -221,6 +221,20 @@ def test_settings_reach_the_command_as_they_are(capsys: pytest.CaptureFixture[st
     assert main(["launch", "k8s", QUICKSTART, *POD, words[0]]) == errors.EXIT_CONFIG  # no run has this name
 
 
+def expanded(text: str) -> str:
+    """As the kubelet does it, for words of a command and values of variables: two signs are one, and $(NAME) is its value."""
+    return re.sub(r"\$(\$|\((.*?)\))", lambda found: "$" if found[1] == "$" else f"<value of {found[2]}>", text)
+
+
+@pytest.mark.parametrize("text", ["$", "$$", "$(A)", "$$(A)", "$$$(A)", "a$b$", "a$$b", "100%$"])
+def test_what_is_typed_is_what_arrives(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert expanded("$(A) $$(A) $x") == "<value of A> $(A) $x"
+    words = [f"run.output_dir=/checkpoints/{text}", "--env", f"P={text}"]
+    container = printed(capsys, QUICKSTART, *POD, *words)["Job"]["spec"]["template"]["spec"]["containers"][0]
+    assert words[0] in list(map(expanded, container["command"]))
+    assert [expanded(each["value"]) for each in container["env"] if each["name"] == "P"] == [text]
+
+
 def test_a_restarted_pod_goes_on_unless_it_is_told_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
     def settings(*words: str) -> list[str]:
         pod = printed(capsys, QUICKSTART, *POD, *words)["Job"]["spec"]["template"]["spec"]
@@ -278,6 +292,21 @@ def test_the_config_map_holds_the_file_and_its_name_the_content(tmp_path: Path, 
         command = found["Job"]["spec"]["template"]["spec"]["containers"][0]["command"]
         assert "/etc/dsframework/run.yaml" in command
     assert len(names) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("run.yaml", "run.yaml"), ("mein lauf.yaml", "mein-lauf.yaml"), ("läuf+1.json", "l-uf-1.json"), ("..run.yaml", "run.yaml"),
+     ("x" * 250 + ".yaml", "x" * 248 + ".yaml")],
+)  # fmt: skip
+def test_any_name_of_a_config_becomes_one_that_a_config_map_can_hold(
+    name: str, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text('{"batch": {"global_size": 8}}')
+    found = printed(capsys, str(tmp_path / name), *POD, "--config_map")
+    assert list(found["ConfigMap"]["data"]) == [key]
+    assert re.fullmatch(r"(?!\.\.)[-._a-zA-Z0-9]{1,253}", key), "what the API server takes"
+    assert f"/etc/dsframework/{key}" in found["Job"]["spec"]["template"]["spec"]["containers"][0]["command"]
 
 
 @pytest.mark.parametrize(

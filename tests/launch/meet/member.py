@@ -10,7 +10,7 @@ from pathlib import Path
 from framework.errors import FrameworkError
 from framework.launch.devices import LocalDevices
 from framework.launch.node import Terms, run_node
-from framework.launch.requests import Requests
+from framework.launch.stop_requests import StopRequests
 from framework.launch.topology import Topology
 
 
@@ -18,7 +18,7 @@ def main() -> int:
     """``{"topology": {...}, "terms": {...}, "facts": {...}, "script": PATH, "arguments": [...]}``"""
     given = json.loads(sys.argv[1])
     terms = given["terms"]
-    requests = Requests()
+    requests = StopRequests()
     if "life_line" in terms:
         requests.hold(terms.pop("life_line"))
     try:

@@ -35,7 +35,7 @@ class Members:
         """An agent; `topology` and `terms` differ from the job's where given."""
         place = {"nnodes": self.nnodes, "slots": self.slots, "node_rank": node_rank, "master_addr": master_addr,
                  "master_port": self.port} | topology  # fmt: skip
-        given = {"topology": place, "facts": facts or {}, "script": str(HERE / "rank.py"),
+        given = {"topology": place, "facts": facts or {}, "script": str(ROOT / "tests/launch/rank.py"),
                  "arguments": [str(self.folder), *actions],
                  "terms": {"control_port": self.port + 1, "grace_seconds": 30, "wait_seconds": 60} | (terms or {})}  # fmt: skip
         process = subprocess.Popen(

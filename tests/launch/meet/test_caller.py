@@ -14,13 +14,13 @@ from framework.errors import ConfigError, FrameworkError, PeerLostError, RunStop
 from framework.launch.meet.caller import Caller
 from framework.launch.meet.meeting import Meeting
 from framework.launch.meet.messages import Link
-from framework.launch.requests import Requests
+from framework.launch.stop_requests import StopRequests
 from framework.launch.topology import Topology
 from tests.launch.conftest import Connect
 from tests.launch.meet.members import reset
 
 
-def welcomed(link: Link, requests: Requests) -> Caller:
+def welcomed(link: Link, requests: StopRequests) -> Caller:
     """Node 1 of two, after its handshake."""
     meeting = Meeting(Topology(2, 1, 1, "127.0.0.1", 29500), 29501, {"host": "b", "node_rank": 1}, requests)
     caller = Caller(meeting)
@@ -30,7 +30,7 @@ def welcomed(link: Link, requests: Requests) -> Caller:
 
 def test_a_request_is_obeyed_also_when_node_0_has_just_gone(connect: Connect) -> None:
     link, far = connect()
-    requests = Requests()
+    requests = StopRequests()
     caller = welcomed(link, requests)
     reset(far)
     assert select.select([link], [], [], 20)[0]
@@ -42,7 +42,7 @@ def test_a_request_is_obeyed_also_when_node_0_has_just_gone(connect: Connect) ->
 def test_a_refusal_is_heard_although_the_connection_behind_it_is_gone(connect: Connect) -> None:
     """Node 0 refuses and ends; a beat that is due meanwhile must not find out first that it is gone."""
     link, far = connect()
-    caller = welcomed(link, Requests())
+    caller = welcomed(link, StopRequests())
     caller._beaten_at = 0.0
     problem = {"kind": "node-rank-duplicate", "reason": "two of them", "fix": "one"}
     far.sendall(json.dumps({"type": "nogo", "problems": [problem]}).encode() + b"\n")
@@ -56,7 +56,7 @@ def test_a_refusal_is_heard_although_the_connection_behind_it_is_gone(connect: C
 def test_what_comes_with_go_is_heard(connect: Connect) -> None:
     """Node 0 may have much to say at once; what it says behind GO names who is to blame."""
     link, far = connect()
-    caller = welcomed(link, Requests())
+    caller = welcomed(link, StopRequests())
     said = [{"type": "go", "hosts": {"0": "a", "1": "b"}},
             {"type": "failure", "node": 0, "what": "node 0 rank 0: killed", "code": 137, "at": "x"},
             {"type": "stop", "node": 0, "why": "SIGTERM"}]  # fmt: skip
@@ -70,7 +70,7 @@ def test_what_comes_with_go_is_heard(connect: Connect) -> None:
 
 def test_nonsense_behind_go_is_a_lost_node(connect: Connect) -> None:
     link, far = connect()
-    caller = welcomed(link, Requests())
+    caller = welcomed(link, StopRequests())
     far.sendall(b'{"type": "go", "hosts": {"0": "a", "1": "b"}}\n{"type": "stop", "node": 9}\n')
     assert select.select([link], [], [], 20)[0]
     peers = caller.step()
@@ -80,7 +80,7 @@ def test_nonsense_behind_go_is_a_lost_node(connect: Connect) -> None:
 
 def test_a_request_says_how_it_came(connect: Connect) -> None:
     link, far = connect()
-    requests = Requests()
+    requests = StopRequests()
     caller = welcomed(link, requests)
     requests.ask("SIGTERM")
     with pytest.raises(RunStopped):
@@ -92,7 +92,7 @@ def test_a_request_says_how_it_came(connect: Connect) -> None:
 def test_each_connection_has_a_nonce_and_silence_ends_a_suspicion() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        caller = Caller(Meeting(Topology(2, 1, 1, "127.0.0.1", 29500), port, {"host": "b", "node_rank": 1}, Requests()))
+        caller = Caller(Meeting(Topology(2, 1, 1, "127.0.0.1", 29500), port, {"host": "b", "node_rank": 1}, StopRequests()))
         seen = set()
         for _ in range(2):
             deadline = time.monotonic() + 20
@@ -120,7 +120,7 @@ def test_only_what_speaks_another_language_is_another_program(
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         hello = {"host": "b", "node_rank": 1}
-        caller = Caller(Meeting(Topology(2, 1, 1, "127.0.0.1", 29500), port, hello, Requests(), deadline_seconds=2.0))
+        caller = Caller(Meeting(Topology(2, 1, 1, "127.0.0.1", 29500), port, hello, StopRequests(), deadline_seconds=2.0))
         listener.settimeout(0.05)
         end = end_of(caller, listener, said)
     assert isinstance(end, PeerLostError if code is None else ConfigError)
@@ -142,7 +142,7 @@ def end_of(caller: Caller, listener: socket.socket, said: bytes) -> FrameworkErr
 
 def test_what_node_0_waits_for_is_said_here(connect: Connect) -> None:
     link, far = connect()
-    caller = welcomed(link, Requests())
+    caller = welcomed(link, StopRequests())
     far.sendall(b'{"type": "waiting", "text": "waiting for 1/3 nodes: node 2"}\n')
     assert select.select([link], [], [], 20)[0]
     assert caller.step() is None
@@ -151,7 +151,7 @@ def test_what_node_0_waits_for_is_said_here(connect: Connect) -> None:
 
 def test_of_very_many_nodes_others_are_known_by_number(connect: Connect) -> None:
     link, far = connect()
-    caller = welcomed(link, Requests())
+    caller = welcomed(link, StopRequests())
     far.sendall(b'{"type": "go", "nnodes": 2}\n')
     assert select.select([link], [], [], 20)[0]
     peers = caller.step()

@@ -24,7 +24,7 @@ from framework.launch.meet.messages import LARGEST_LINE_BYTES, Link, LinkLost, M
 from framework.launch.meet.peers import Peers
 from framework.launch.preflight.links import Echo
 from framework.launch.preflight.start import _TOLD
-from framework.launch.requests import Requests
+from framework.launch.stop_requests import StopRequests
 from framework.launch.topology import Topology
 from tests.launch.conftest import Connect
 from tests.launch.meet.members import free_ports, reset
@@ -33,7 +33,7 @@ from tests.launch.meet.members import free_ports, reset
 @pytest.fixture
 def lead() -> Iterator[Lead]:
     """Node 0 of three."""
-    meeting = Meeting(Topology(3, 1, 0, "127.0.0.1", 29500), 29501, hello(0, nnodes=3), Requests())
+    meeting = Meeting(Topology(3, 1, 0, "127.0.0.1", 29500), 29501, hello(0, nnodes=3), StopRequests())
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield Lead(meeting, listener)
 
@@ -165,7 +165,7 @@ def test_the_odd_one_is_named_on_one_line(odd: int, file: str) -> None:
 def test_many_with_the_same_difference_are_one_line() -> None:
     hellos = [hello(rank, nnodes=9, slots=4 if rank in (2, 5, 6, 8) else 8) for rank in range(9)]
     (problem,) = disagreements(hellos, seen=set())
-    assert problem.file == "nodes 2 (llama-train-2), 5 (llama-train-5), 6 (llama-train-6) and 1 more"
+    assert problem.file == "nodes 2 (llama-train-2), 5 (llama-train-5), 6 (llama-train-6), 8 (llama-train-8)"
 
 
 def test_a_node_that_takes_itself_for_the_place_of_node_0_differs() -> None:
@@ -187,7 +187,7 @@ class Joining:
     def __init__(self, nnodes: int, *, said: Mapping[str, Any] | None = None, **terms: Any) -> None:
         said = said or hello(0, nnodes=nnodes)
         self.port = free_ports()
-        meeting = Meeting(Topology(nnodes, 1, 0, "127.0.0.1", self.port), self.port + 1, said, Requests(), **terms)
+        meeting = Meeting(Topology(nnodes, 1, 0, "127.0.0.1", self.port), self.port + 1, said, StopRequests(), **terms)
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
         self.address = self.listener.getsockname()
         self.meeting, self.lead = meeting, Lead(meeting, self.listener)

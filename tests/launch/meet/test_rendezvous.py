@@ -21,7 +21,7 @@ from framework.launch.meet.meeting import Meeting
 from framework.launch.meet.peers import Peers
 from framework.launch.meet.rendezvous import meet
 from framework.launch.preflight.start import _TOLD
-from framework.launch.requests import Requests
+from framework.launch.stop_requests import StopRequests
 from framework.launch.topology import Topology
 from tests.launch.meet.members import Members, ended, free_ports
 
@@ -271,7 +271,7 @@ def meeting(node_rank: int, port: int, *, address: str = "127.0.0.1", nnodes: in
             look: bool = True, **terms: Any) -> Meeting:  # fmt: skip
     hello = HELLO | {"node_rank": node_rank, "nnodes": nnodes, "host": f"h{node_rank}", "hosts": ",".join(names)}
     hello |= {"look": {name: kind() for name, kind in _TOLD.items()}} if look else {}
-    return Meeting(Topology(nnodes, 1, node_rank, address, port), port + 1, hello, Requests(), names=names, **terms)
+    return Meeting(Topology(nnodes, 1, node_rank, address, port), port + 1, hello, StopRequests(), names=names, **terms)
 
 
 def is_listened_at(port: int) -> bool:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from framework.launch import local
+from framework.launch.options import parse
 from framework.launch.preflight import command
 from framework.launch.preflight.bench import judge
 from framework.launch.preflight.findings import Check, Node
@@ -43,7 +45,7 @@ def test_files_that_are_not_there(words: list[str], kind: str) -> None:
 
 @pytest.mark.parametrize("words", [
     ["--num_gpus", "0"], ["zero.stage=1"], ["--nonsense"], ["--include", "a"], ["-H", "x", "--include", "a", "--exclude", "b"],
-    ["-H", "x", "--include", "a", "--num_nodes", "1"], ["-H", "x", "--master_addr", "a:1"],
+    ["-H", "x", "--include", "a", "--num_nodes", "1"], ["-H", "x", "--master_addr", "a:1"], ["--master_port", "29500"],
 ])  # fmt: skip
 def test_a_wrong_command_line(words: list[str]) -> None:
     done = doctor(*words)
@@ -78,11 +80,25 @@ def test_it_looks_at_the_hosts_that_a_start_would_take(
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     arguments = command._parser().parse_intermixed_args(["-H", str(tmp_path / "hosts"), *words])
     asked = command._asked(arguments)
-    assert asked.own_variables == ({"b": {"CUDA_VISIBLE_DEVICES": visible}} if visible else {})
+    by_kind = {"CUDA_VISIBLE_DEVICES": visible, "ASCEND_RT_VISIBLE_DEVICES": visible}  # nobody here knows what is there
+    assert asked.own_variables == ({"b": by_kind} if visible else {})
     assert asked.addresses == (["127.0.0.1", "b"] if "--master_addr" in words else names)
     if len(names) == 1:
         report, _ = command.look(asked)
         assert [(node.name, node.facts["slots"]) for node in report.nodes] == [(names[0], slots)]
+
+
+@pytest.mark.parametrize(
+    ("host", "words", "here"),
+    [("localhost", [], True), ("127.0.0.1", [], True), ("LOCALHOST", [], True), ("me@localhost", [], False),
+     ("worker-0", [], False), ("localhost", ["--ssh_args", "-p 2222"], False)],
+)  # fmt: skip
+def test_this_machine_is_known_as_a_start_knows_it(host: str, words: list[str], here: bool, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(f"{host} slots=2\n")
+    where = ["-H", str(tmp_path / "hosts"), *words]
+    asked = command._asked(command._parser().parse_intermixed_args(where))
+    assert ([item.host.name for item in asked.chosen] == []) == here
+    assert (local._alone_in_hostfile(parse(["a.yaml", *where])) is not None) == here
 
 
 def test_torch_is_not_imported(tmp_path: Path) -> None:

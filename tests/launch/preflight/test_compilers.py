@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from framework.ds_json.ops import Op, extensions_folder, needed_ops
+from framework.launch.installed import package_folder, torch_text
 from framework.launch.preflight.compilers import check_ops
 from framework.launch.preflight.need import Need
-from framework.launch.preflight.software import package_folder, torch_text
 from framework.plan.cluster import Cluster
 from tests.launch.preflight.broken import findings, programs
 

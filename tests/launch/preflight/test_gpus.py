@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from framework.launch import devices
 from framework.launch.preflight.gpus import check_devices
 from framework.launch.preflight.need import Need
 from framework.plan.cluster import Cluster
@@ -49,6 +50,15 @@ def test_more_ranks_than_devices(tmp_path: Path) -> None:
 def test_no_device_where_gpus_are_planned() -> None:
     need = Need(Cluster(device="cuda"), "nccl")
     assert [each.kind for each in check_devices(need, {"DS_ACCELERATOR": "cpu"}).problems] == ["too-few-devices"]
+
+
+def test_gpus_that_torch_cannot_use_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "count_gpus", lambda: 0)
+    monkeypatch.setattr(devices, "count_amd_gpus", lambda environment: 8)
+    monkeypatch.setattr(devices, "torch_text", lambda name: None)
+    (problem,) = check_devices(Need(Cluster(device="cpu"), "gloo"), {}).problems
+    assert (problem.kind, problem.severity) == ("gpus-unused", "warning")
+    assert not check_devices(Need(Cluster(device="cpu"), "gloo"), {"DS_ACCELERATOR": "cpu"}).problems
 
 
 def test_somebody_else_computes_there(tmp_path: Path) -> None:

@@ -56,6 +56,15 @@ def test_what_the_hello_holds_is_told_once(looks: dict[str, Any]) -> None:
     assert differences(looks, seen=set()) == []
 
 
+def test_a_hello_and_a_look_hash_alike(looks: dict[str, Any], tmp_path: Path) -> None:
+    """What differs has one number, with a preflight and without."""
+    facts = node_facts(config_from_values({"run": {"name": "r", "output_dir": str(tmp_path)}}))
+    look = looks["0 (a)"]
+    assert (facts["config"], facts["code"]) == (look["config"], look["code"]["framework"])
+    assert {name: facts[name] for name in ("torch", "deepspeed")} == {
+        name: look["versions"].get(name, "not installed") for name in ("torch", "deepspeed")}  # fmt: skip
+
+
 def test_a_run_that_never_saves_needs_no_shared_folder(tmp_path: Path) -> None:
     config = config_from_values({"run": {"output_dir": str(tmp_path)}, "checkpoint": {"at_end": False}})
     with look_before_start(config, CLUSTER, ENVIRONMENT, rank=0, warn=lambda _: None) as told:

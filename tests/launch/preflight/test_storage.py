@@ -8,8 +8,13 @@ from typing import Any
 
 import pytest
 
+from framework.checkpoint_names import size_of
 from framework.config.load import config_from_values
+from framework.launch.preflight import storage
+from framework.launch.preflight.command import doctor
+from framework.launch.preflight.findings import Node
 from framework.launch.preflight.need import Need, need_of
+from framework.launch.preflight.node import examine
 from framework.launch.preflight.storage import check_home, check_offload, check_run_folder, file_system, is_remote
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
@@ -67,9 +72,33 @@ def test_everything_that_is_kept_must_fit(checkpoint: dict[str, Any], num_kept: 
     (saved / "weights").touch()
     os.truncate(saved / "weights", free.f_bavail * free.f_frsize * 3 // 4)  # of nothing but a size
     saved.with_name("global_step5.replaced").mkdir()
-    check = check_run_folder(found)
+    check = check_run_folder(found, counts_replaced=True)
     assert f"{num_kept} more must fit ({kept_by})" in check.problems[0].reason
     assert "in 1 that a resume has set aside" in check.said
+
+
+def test_what_was_set_aside_is_counted_for_a_person_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a terabyte in ten thousand files on a store that is slow to list them, and every start would wait for that."""
+    for name in ("global_step10", "global_step5.replaced", "global_step5.replaced-1", "global_step5.replaced.tar"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "weights").write_bytes(bytes(1000))
+    counted: list[str] = []
+    monkeypatch.setattr(storage, "size_of", lambda folder: counted.append(folder.name) or size_of(folder))
+    assert "set aside" not in check_run_folder(need(tmp_path)).said
+    assert counted == ["global_step10"]
+    assert ", 2.0 KiB in 2 that a resume has set aside" in check_run_folder(need(tmp_path), counts_replaced=True).said
+    assert "2 that a resume has set aside" in _said_of("run folder", examine(need(tmp_path), {}, counts_replaced=True))
+    assert "set aside" not in _said_of("run folder", examine(need(tmp_path), {}))
+
+
+def _said_of(name: str, node: Node) -> str:
+    return next(check.said for check in node.checks if check.name == name)
+
+
+def test_doctor_says_what_was_set_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "quickstart" / "checkpoints" / "global_step5.replaced").mkdir(parents=True)
+    doctor([QUICKSTART, f"run.output_dir={tmp_path}"])
+    assert "in 1 that a resume has set aside (*.replaced)" in capsys.readouterr().out
 
 
 @needs_mounts

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from framework.files import FileRecord, hash_file
-from framework.train import verification
+from framework.train import shared_verification, verification
 from framework.train.choice import find_sound_checkpoint
 from framework.train.saved import SavedCheckpoint, list_checkpoints
-from framework.train.verification import SharedVerification, share_of
+from framework.train.shared_verification import SharedVerification, share_of
 from tests.train.test_every_fault import before
 
 
@@ -92,7 +92,7 @@ def test_every_file_is_read_once_and_damage_told_to_all(
 
 def test_ranks_meet_while_they_read(newest: SavedCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one long wait for the slowest the process group would give up."""
-    monkeypatch.setattr(verification, "_BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(shared_verification, "_BEAT_SECONDS", 0.01)
     ranks = Ranks(2)
 
     def read_after_three_meetings(path: Path, **options: Any) -> FileRecord:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
 from framework.errors import RunStopped, UsageError
-from framework.launch import requests as module
+from framework.launch import stop_requests as module
 from framework.launch.node import grace_seconds
-from framework.launch.requests import Requests
+from framework.launch.stop_requests import StopRequests
 
 
 class Clock:
@@ -35,7 +36,7 @@ class Clock:
     ],
 )
 def test_a_notice_never_insists(asked: str, insists: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, requests = Clock(), Requests()
+    clock, requests = Clock(), StopRequests()
     monkeypatch.setattr(module, "time", clock)
     for name in asked.split():
         requests.ask(name)
@@ -44,8 +45,23 @@ def test_a_notice_never_insists(asked: str, insists: bool, monkeypatch: pytest.M
     assert (requests.asked, requests.insists) == (asked.split()[0], insists)
 
 
+@pytest.mark.parametrize(
+    ("number", "heard"), [(signal.SIGTERM, True), (signal.SIGUSR1, True), (signal.SIGINT, False), (signal.SIGHUP, False)]
+)
+def test_an_agent_hears_what_its_ranks_would_heed(number: signal.Signals, heard: bool) -> None:
+    """nohup ignores SIGHUP and a shell's `&` SIGINT; a SIGTERM that is ignored further up is still meant for the agent."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with StopRequests().heeding_signals() as requests:
+            signal.raise_signal(number)
+            assert (requests.asked == number.name) == heard
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
 def test_a_launcher_that_is_gone_shortens_the_time_and_does_not_insist(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, requests = Clock(), Requests()
+    clock, requests = Clock(), StopRequests()
     monkeypatch.setattr(module, "time", clock)
     reader, writer = os.pipe()
     requests.hold(reader)
@@ -61,7 +77,7 @@ def test_a_launcher_that_is_gone_shortens_the_time_and_does_not_insist(monkeypat
 
 
 def test_a_request_before_anything_runs_is_heeded() -> None:
-    requests = Requests()
+    requests = StopRequests()
     requests.refuse_start()
     requests.ask("SIGTERM")
     with pytest.raises(RunStopped, match=r"stopped on request \(SIGTERM\) before any rank was started \[stopped-early\]"):

@@ -6,7 +6,6 @@ import json
 import os
 import select
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,18 +13,15 @@ from types import FrameType
 from typing import Final
 
 from framework.errors import RunStopped, UsageError
-from framework.output import write as write  # for the modules of this part
+from framework.stop_signals import NOTICES, Insistence, heeded, put_back
 
-SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-# `timeout` and some schedulers send one request twice; a person who means "now" takes longer than this.
-_SAME_REQUEST_SECONDS: Final = 2.0
 _LOOK_SECONDS: Final = 0.2
 _LAUNCHER_GONE: Final = "the launcher is gone"
-# Some minutes before the time is up, a closed terminal, a lost connection: the request proper may follow.
-_NOTICES: Final = ("SIGUSR1", "SIGHUP", _LAUNCHER_GONE)
+# A lost connection is one, too: the request proper may follow.
+_NOTICES: Final = (*(each.name for each in NOTICES), _LAUNCHER_GONE)
 
 
-class Requests:
+class StopRequests:
     """What was asked so far.
 
     Attributes:
@@ -40,19 +36,13 @@ class Requests:
         self.insists = False
         self.cut_off = False
         self.lost = False
-        self._meant_at: float | None = None
+        self._insistence = Insistence()
         self._life_line: int | None = None
 
     def ask(self, how: str) -> None:
         """Count a request. Notices never insist, and what follows them is the first that is meant."""
         self.asked = self.asked or how
-        if how in _NOTICES:
-            return
-        now = time.monotonic()
-        if self._meant_at is None:
-            self._meant_at = now
-        elif now - self._meant_at > _SAME_REQUEST_SECONDS:
-            self.insists = True
+        self.insists = self._insistence.again(time.monotonic(), is_notice=how in _NOTICES) or self.insists
 
     def hold(self, life_line: int) -> None:
         """Hear from now on what an ssh launcher says, and that it is gone."""
@@ -83,28 +73,21 @@ class Requests:
             raise RunStopped(f"stopped on request ({self.asked}) before any rank was started [stopped-early]")
 
     @contextmanager
-    def heeding_signals(self) -> Iterator[Requests]:
-        """Count signals meanwhile. One that was ignored (nohup) stays ignored."""
-        before = {number: signal.getsignal(number) for number in SIGNALS}
-        heeded = [number for number in SIGNALS if before[number] is not signal.SIG_IGN]
-        for number in heeded:
+    def heeding_signals(self) -> Iterator[StopRequests]:
+        """Count signals meanwhile."""
+        before = {number: signal.getsignal(number) for number in heeded()}
+        for number in before:
             signal.signal(number, self._receive)
         try:
             yield self
         finally:
-            for number in heeded:
-                signal.signal(number, before[number])
+            put_back(before)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         self.ask(signal.Signals(number).name)
 
 
-def say(text: str) -> None:
-    """One line of the launcher."""
-    write(sys.stderr, f"launch: {text}\n")
-
-
-def read_order(descriptor: int, requests: Requests) -> dict[str, str]:
+def read_order(descriptor: int, requests: StopRequests) -> dict[str, str]:
     """The first line of an ssh launcher: the environment that it sends.
 
     Raises:
@@ -115,7 +98,7 @@ def read_order(descriptor: int, requests: Requests) -> dict[str, str]:
     while not line.endswith(b"\n") and len(line) < 1 << 20:
         while not select.select([descriptor], [], [], _LOOK_SECONDS)[0]:
             requests.refuse_start()
-        # One by one: what comes behind the line is for `Requests`.
+        # One by one: what comes behind the line is for `StopRequests`.
         character = os.read(descriptor, 1)
         if not character:
             break

@@ -1,0 +1,86 @@
+"""What both engines have in common: how DeepSpeed makes them, and how they are saved and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+
+from framework.backend.checkpoint_bytes import load_bytes, move_in, save_bytes
+from framework.backend.device_batches import HALF, DeviceBatches
+from framework.backend.distributed import device
+from framework.backend.ema import WeightAverage
+from framework.backend.grad_scaler import forget_autocast
+from framework.backend.module_buffers import share_buffers
+from framework.backend.patience import waiting_for_disks
+from framework.backend.safe_files import use_safe_files
+from framework.backend.schedules import client_schedule
+from framework.backend.state_views import Names
+from framework.files import FileRecord
+from framework.models.parameter_groups import parameter_groups
+from framework.plan.plan import Plan
+from framework.train.save_stream import OpenFile
+from framework.train.saved import SavedCheckpoint
+
+MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+"""The user's optimizer, where the JSON names none."""
+
+
+def initialize(
+    plan: Plan, model: torch.nn.Module, *, ds_config: Mapping[str, Any], make_optimizer: MakeOptimizer | None
+) -> deepspeed.DeepSpeedEngine:
+    """Wrap a model, or a stage of it, with `deepspeed.initialize`. Collective."""
+    forget_autocast()
+    engine, _, _, _ = deepspeed.initialize(
+        model=model,
+        model_parameters=_trained_parameters(plan, model),
+        optimizer=make_optimizer,
+        lr_scheduler=client_schedule(plan),
+        dist_init_required=False,
+        config=dict(ds_config),
+    )
+    share_buffers(engine, unsaved=True)  # DeepSpeed has made the weights equal, and nothing else
+    return engine
+
+
+def device_batches(plan: Plan) -> DeviceBatches:
+    """What moves the run's batches to this rank's device, in the type and the layout that the model wants."""
+    return DeviceBatches(device(), HALF.get(plan.config.precision.dtype), plan.config.training.channels_last)
+
+
+def _trained_parameters(plan: Plan, model: torch.nn.Module) -> list[torch.nn.Parameter] | list[dict[str, Any]]:
+    """What the optimizer is given: the parameters that are trained, in groups where weight decay is not for all of them."""
+    optimizer = plan.config.optimizer
+    return parameter_groups(
+        model.parameters(),
+        weight_decay=getattr(optimizer, "weight_decay", 0.0),
+        weight_decay_on=getattr(optimizer, "weight_decay_on", "all"),
+    )
+
+
+class EngineFiles:
+    """The checkpoints of one engine: DeepSpeed's files plus the random state of every rank."""
+
+    def __init__(self, engine: deepspeed.DeepSpeedEngine, *, names: Callable[[], Names], average: WeightAverage) -> None:
+        """`names` tells the plain names of what the engine holds; they are asked for when they are needed."""
+        self._engine, self._names, self._average = engine, names, average
+        self._files = use_safe_files(engine)
+
+    def save(self, folder: Path, tag: str, state: Mapping[str, Any], *, open_file: OpenFile) -> Mapping[str, FileRecord]:
+        """Write ``folder/tag``; returns what this rank wrote. Collective."""
+        share_buffers(self._engine)  # so that a run that is resumed, where all have what is saved, is the unbroken one
+        with waiting_for_disks():
+            return save_bytes(self._engine, self._files, folder, tag, state, names=self._names(), open_file=open_file)
+
+    def load(self, checkpoint: SavedCheckpoint, *, moved: bool) -> Mapping[str, Any]:
+        """Put back what `save` wrote, on these ranks or, if it `moved`, on others. Collective."""
+        state = (
+            move_in(self._engine, checkpoint, names=self._names())
+            if moved
+            else load_bytes(self._engine, checkpoint.folder, checkpoint.tag)
+        )
+        self._average.after_load()
+        return state

@@ -1,0 +1,35 @@
+"""Two ranks that wait a second for each other, and one that writes for longer."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import torch.distributed
+
+from framework.backend.patience import gather_from_disks, waiting_for_disks
+
+LIMIT, LONGER = timedelta(seconds=1), 2.5
+
+
+def main() -> None:
+    torch.distributed.init_process_group("gloo", timeout=LIMIT)
+    with waiting_for_disks():
+        if torch.distributed.get_rank() == 0:
+            time.sleep(LONGER)
+        torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        time.sleep(LONGER)
+    assert gather_from_disks(torch.distributed.get_rank()) == [0, 1]
+    begin = time.monotonic()
+    try:
+        if torch.distributed.get_rank() == 1:
+            torch.distributed.barrier()
+            raise AssertionError("outside of a save they wait as long as ever")
+    except RuntimeError:
+        assert time.monotonic() - begin < LONGER
+    time.sleep(LIMIT.total_seconds() + 0.5)
+
+
+if __name__ == "__main__":
+    main()
