@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -41,7 +42,18 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     lanes.choose(config)
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Which lane gets what."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Lanes(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return lanes.lane_of(nodeid, without_slow=config.option.markexpr == "not slow")
+
+    return Lanes(config, log) if config.option.dist == "loadscope" else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Fast tests first: what they find is known in minutes."""
     lanes.sort(items)

@@ -1,7 +1,7 @@
 """Two lanes for the whole suite: half of its time is spent waiting, for hosts that fall silent or launchers that grant a grace.
 
-One lane trains: tests that keep both processors busy, one after the other. The other takes the fast tests and then those that
-wait. Whoever is through first takes a file of what is left.
+One lane trains: files whose tests keep both processors busy, one after the other. The other takes the fast files and then those
+that wait. Whoever is through first takes a file of what is left.
 
 Only a run of everything is split, with or without a choice by marker; `pytest tests/plan` is one process as ever, and so is all
 of it with ``-n 0``.
@@ -10,9 +10,12 @@ of it with ``-n 0``.
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import Final
 
 import pytest
+
+from tests.places import ROOT
 
 NUM_LANES: Final = 2
 # Slow files that wait more than they work.
@@ -21,29 +24,30 @@ WAITING: Final = (
     "tests/campaign/test_torchrun_kills.py", "tests/test_public_names.py", "tests/test_quickstart.py", "tests/test_stopping.py",
     "tests/test_train_script.py", "tests/test_uncaught.py",
 )  # fmt: skip
-_TRAINING: Final = "training"
+_DISTRIBUTION: Final = "loadscope"  # a file, or all that trains, goes to one lane as a whole
 
 
 def choose(config: pytest.Config) -> None:
     """Two lanes for this call of pytest, where it is one for everything and xdist is there; called before xdist looks."""
-    if _is_a_lane():  # which pytest calls as well, and which would open lanes of its own
-        return
     options = config.option
     is_whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
     has_its_own_way = options.usepdb or options.collectonly or options.capture == "no" or options.keyword
-    if not is_whole or has_its_own_way or getattr(options, "numprocesses", 0) is not None or options.dist != "no":
+    if _is_a_lane() or not is_whole or has_its_own_way:
         return
-    options.numprocesses, options.dist, options.loadscopereorder = NUM_LANES, "loadgroup", False
+    if getattr(options, "numprocesses", 0) is None and options.dist == "no":
+        options.numprocesses, options.dist, options.loadscopereorder = NUM_LANES, _DISTRIBUTION, False
+
+
+def lane_of(nodeid: str, *, without_slow: bool) -> str:
+    """What goes to one lane as a whole: all that trains, or else a file."""
+    file = nodeid.partition("::")[0]
+    return "training" if not without_slow and _trains(file) else file
 
 
 def sort(items: list[pytest.Item]) -> None:
-    """In one process: fast tests first. In lanes: a group for all that trains, and one for each other file."""
-    if not _is_a_lane():
-        items.sort(key=_is_slow)
-        return
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_TRAINING if _trains(item) else _file(item)))
-    items.sort(key=lambda item: (not _trains(item), _is_slow(item)))
+    """Fast tests first; in lanes, what trains before everything, so that one lane begins with it at once."""
+    in_lanes = _is_a_lane()
+    items.sort(key=lambda item: (in_lanes and not _trains(item.nodeid.partition("::")[0]), _is_slow(item)))
 
 
 def is_first() -> bool:
@@ -55,13 +59,10 @@ def _is_a_lane() -> bool:
     return "PYTEST_XDIST_WORKER" in os.environ
 
 
-def _trains(item: pytest.Item) -> bool:
-    return _is_slow(item) and not _file(item).startswith(WAITING)
+@cache
+def _trains(file: str) -> bool:
+    return not file.startswith(WAITING) and "mark.slow" in (ROOT / file).read_text(encoding="utf-8")
 
 
 def _is_slow(item: pytest.Item) -> bool:
     return item.get_closest_marker("slow") is not None
-
-
-def _file(item: pytest.Item) -> str:
-    return item.nodeid.partition("::")[0]
