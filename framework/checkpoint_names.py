@@ -1,4 +1,4 @@
-"""What things are called in a run folder, in its ``checkpoints`` and in each of them; the only place that knows it.
+"""What checkpoints and their files are called, in a run folder's ``checkpoints`` and in each of them; the only place that knows it.
 
     <run>/checkpoints/latest                     the newest tag
     <run>/checkpoints/global_step10/             a checkpoint: DeepSpeed's files, and manifest.json

@@ -16,7 +16,7 @@ from framework.assembly.assemble import assemble_engine
 from framework.assembly.objects import MakeOptimizer, ModelSource, Objects, config_with_objects
 from framework.assembly.prepared import Prepared, prepare
 from framework.assembly.stages import cut_as_saved, cut_by_time
-from framework.assembly.start_point import choose_together, on_rank0, with_verified_weights
+from framework.assembly.start_point import agreed_weights, choose_together, on_rank0
 from framework.assembly.wiring import (
     description,
     make_agenda,
@@ -123,7 +123,7 @@ def _run(prepared: Prepared, request: StopRequest) -> RunResult:
             folder = RunFolder(config.run.folder)
             try:
                 start = choose_together(folder, config)
-                prepared = with_verified_weights(_measured(prepared, start))
+                prepared = agreed_weights(_measured(prepared, start), start)
                 word = from_rank0(on_rank0(lambda: _open_folder(folder, prepared, start)))
                 if word:
                     folder.await_fresh(word)

@@ -43,7 +43,7 @@ def _plain(value: Any) -> Any:
 
 
 def _comes_back(value: Any) -> bool:
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or type(value) in (bool, int, float, str):  # an enumeration is more than the number that it is
         return True
     stream = io.BytesIO()
     try:

@@ -56,14 +56,17 @@ class Prepared:
         sizes |= {"evaluation samples": len(splits.evaluation)} if splits.evaluation is not None else {}
         sums = {name: tokens_sha256(split) for name, split in vars(splits).items()}
         sizes |= {f"checksum of the {name} text": found for name, found in sums.items() if found}
-        found = {"checkpoint.init_weights": self._first_weights()}
-        return sizes | found | {f"config.{name}": section for name, section in self.plan.config.to_dict().items()}
+        return sizes | {f"config.{name}": section for name, section in self.plan.config.to_dict().items()}
 
-    def _first_weights(self) -> str:
-        """Every rank has looked for itself, before the ranks met; a file system may show one of them what others do not see yet."""
+    def told_weights(self) -> str:
+        """What this rank has found for a fresh start, before the ranks met: a file system may not show all of them the same yet."""
         if self.weights_of is not None:
             return f"{self.weights_of.tag} is found there"
         return "no weights are read" if self.weights is None else f"{counted(len(self.weights), 'tensor')} are found there"
+
+    def without_weights(self) -> Prepared:
+        """A checkpoint is resumed from, whatever this rank has seen of it when it looked."""
+        return self if self.weights is None and self.weights_of is None else replace(self, weights=None, weights_of=None)
 
     def with_weights(self, *, damage: Sequence[str]) -> Prepared:
         """With the weights of the checkpoint `weights_of`, in which this damage was found.

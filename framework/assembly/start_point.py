@@ -36,6 +36,23 @@ def on_rank0(work: Callable[[], Any]) -> Any:
         return TrainingError(f"rank 0 failed before the first step: {in_one_line(error, longest=300)} [rank0-failed]")
 
 
+def agreed_weights(prepared: Prepared, start: SavedCheckpoint | None) -> Prepared:
+    """With the weights of a fresh start, or without, as all ranks have them. Collective.
+
+    Raises:
+        StorageError: not all of them have found the same; with a code that platforms try again, for their hosts may yet.
+    """
+    if start is not None:
+        return prepared.without_weights()
+    everyone = gather(prepared.told_weights())
+    for number, other in enumerate(everyone):
+        if other != everyone[0]:
+            path = prepared.plan.config.checkpoint.init_weights
+            raise StorageError(f"checkpoint.init_weights = {path}: on rank {number}, {other}; on rank 0, {everyone[0]}; all hosts "
+                               "must see the same files there [weights-differ]")  # fmt: skip
+    return with_verified_weights(prepared)
+
+
 def with_verified_weights(prepared: Prepared) -> Prepared:
     """With a checkpoint as `checkpoint.init_weights`: its files, which the ranks of each host verify in shares. Collective.
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from framework.backend.distributed import rank
+from framework.backend.distributed import gather, rank
 from framework.backend.environment import describe_environment
 from framework.backend.patience import gather_from_disks
 from framework.config.precision import BF16, FP16, FP32, Autocast
@@ -97,7 +97,9 @@ def make_checkpointer(
         StorageError: the process that would write in the background does not start.
     """
     options: dict[str, Any] = {
-        "retention": make_retention(plan.config), "is_main": rank() == 0, "gather": gather_from_disks,
+        "retention": make_retention(plan.config), "is_main": rank() == 0,
+        # In the background ranks meet every few seconds, however long a disk takes: there a long silence means a lost peer.
+        "gather": gather if plan.config.checkpoint.mode == "async" else gather_from_disks,
         "position": lambda step: {**position(plan, step), **further()}, "last_step": last_step, "description": description,
     }  # fmt: skip
     if plan.config.checkpoint.mode == "async":

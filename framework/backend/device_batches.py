@@ -70,6 +70,9 @@ def place(task: Task, device: torch.device) -> None:
 
     A task is no module, and so nothing else would: class weights would stay on the CPU, where a GPU cannot read them.
     """
+    if isinstance(task, torch.nn.Module):
+        task.to(device)
+        return
     for name, value in list(getattr(task, "__dict__", {}).items()):
         placed = _placed(value, device)
         if placed is not value:
@@ -82,6 +85,10 @@ def _placed(value: Any, device: torch.device) -> Any:
     if isinstance(value, partial):
         positional, named = (_placed(item, device) for item in value.args), value.keywords.items()
         return partial(_placed(value.func, device), *positional, **{name: _placed(item, device) for name, item in named})
+    if type(value) in (list, tuple):
+        return type(value)(_placed(item, device) for item in value)
+    if type(value) is dict:
+        return {key: _placed(item, device) for key, item in value.items()}
     return value
 
 

@@ -72,8 +72,10 @@ def check_device_of_rank(environment: Mapping[str, str]) -> None:
     Raises:
         ConfigError: with kind ``more-ranks-than-devices``; the first such rank of a host tells it.
     """
+    if device_name() == "cpu":  # whose number DeepSpeed asks another program for
+        return
     local_rank, num_devices = environment.get("LOCAL_RANK", "0"), get_accelerator().device_count()
-    if device_name() == "cpu" or not local_rank.isdecimal() or int(local_rank) < num_devices:
+    if not local_rank.isdecimal() or int(local_rank) < num_devices:
         return
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     of = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
@@ -190,7 +192,9 @@ def is_first_to_tell(text: str, *, patience_seconds: float = 3.0) -> bool:
                 return False
             time.sleep(_LOOK_SECONDS)
         me = str(rank())
-        return str(store.compare_set(f"{key}-elsewhere", "", me).decode()) == me
+        is_first = str(store.compare_set(f"{key}-elsewhere", "", me).decode()) == me
+        time.sleep(0.0 if is_first else 2 * _OTHERS_ASK_SECONDS)
+        return is_first
     except RuntimeError:  # the store has gone with rank 0, which then had its own failure
         return True
 

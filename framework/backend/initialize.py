@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from framework.backend.patience import waiting_for_disks
 from framework.backend.safe_files import use_safe_files
 from framework.backend.schedules import client_schedule
 from framework.backend.state_views import Names
-from framework.files import FileRecord
+from framework.files import FileRecord, NewFile
 from framework.models.parameter_groups import parameter_groups
 from framework.plan.plan import Plan
 from framework.train.save_stream import OpenFile
@@ -72,7 +73,7 @@ class EngineFiles:
     def save(self, folder: Path, tag: str, state: Mapping[str, Any], *, open_file: OpenFile) -> Mapping[str, FileRecord]:
         """Write ``folder/tag``; returns what this rank wrote. Collective."""
         share_buffers(self._engine)  # so that a run that is resumed, where all have what is saved, is the unbroken one
-        with waiting_for_disks():
+        with waiting_for_disks() if open_file is NewFile else nullcontext():
             return save_bytes(self._engine, self._files, folder, tag, state, names=self._names(), open_file=open_file)
 
     def load(self, checkpoint: SavedCheckpoint, *, moved: bool) -> Mapping[str, Any]:

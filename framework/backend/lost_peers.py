@@ -16,7 +16,10 @@ from framework.errors import PeerLostError, TrainingError, printable
 _GLOO: Final = re.compile(r"gloo/transport/\S+")
 _WHAT_HAPPENED: Final = re.compile(r"Connection (closed|reset) by (remote )?peer|Broken pipe|Timed out waiting")
 # What NCCL says where the failure is another rank's; whatever else it says is of this machine, and would be so again.
-_REMOTE: Final = re.compile(r"remote process exited|ncclRemoteError|communicator was aborted|key-value store|store->get")
+_REMOTE: Final = re.compile(
+    r"remote process exited|ncclRemoteError|communicator was aborted|key-value store|store->get|Watchdog caught|timed? ?out|"
+    r"Connection (reset|closed) by", re.IGNORECASE,
+)  # fmt: skip
 _LAST_WORDS: Final = "Last error:"
 _CPP_TRACE: Final = "Exception raised from"
 _LONGEST: Final = 300

@@ -41,8 +41,14 @@ def _buffers(module: torch.nn.Module, *, unsaved: bool) -> list[torch.Tensor]:
     found = {
         buffer: None for part in module.modules() for name, buffer in part._buffers.items()
         if buffer is not None and buffer.numel() and (unsaved or name not in part._non_persistent_buffers_set)
+        and not _is_expanded(buffer)
     }  # fmt: skip
     return sorted(found, key=lambda buffer: -buffer.element_size())
+
+
+def _is_expanded(buffer: torch.Tensor) -> bool:
+    """One number seen in many places cannot be written to as many; it is the constant that the model was made with."""
+    return any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
 
 
 def _buckets(buffers: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

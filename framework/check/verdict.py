@@ -127,7 +127,7 @@ def _check_run_config(file: str, overrides: Sequence[str], against: Against, tex
             return Verdict(file, (foreign,))
         passed = document.value.get("deepspeed") if isinstance(document.value, dict) else None
         further = judge_passed_alone(passed, release=against.release)
-        told = _all(error.problems, _errors_of_known(document, overrides, against))
+        told = sorted(_all(error.problems, _errors_of_known(document, overrides, against)), key=_place)
         found = _all(told, map(Source(document).locate, further))
         return Verdict(file, (*assumption(document, as_run_config=True), *found))
     problems = [*source.notes(), *plan.findings, *map(source.locate, missing_targets(config))]
@@ -159,6 +159,10 @@ def _release_note(file: str, against: Against) -> Iterator[Problem]:
         yield Problem(kind="release-without-table", file=file, severity="note",
                       reason=f"there is no table of DeepSpeed {written}, so {judged} was taken", fix="check the keys that it names"
                       )  # fmt: skip
+
+
+def _place(problem: Problem) -> tuple[str, int, int]:
+    return problem.file or "", problem.line, problem.column
 
 
 def _all(found: Sequence[Problem], further: Iterable[Problem]) -> tuple[Problem, ...]:

@@ -12,6 +12,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from framework.config.base import TAG_KEYS
+from framework.config.deepspeed_words import OWNED
 from framework.config.document import COMMAND_LINE, Document, KeyPath, document_of, parse_document, read_document
 from framework.config.explain import explain, homes_of, numbers_for_text
 from framework.config.run_config import RunConfig, kind_of_default
@@ -131,7 +132,8 @@ def _unknown_sections(found: Iterable[tuple[KeyPath, Problem]], values: Mapping[
     for path, problem in found:
         yield str(path[0])
         if problem.kind == "unknown-key":
-            yield from (home.partition(".")[0] for home in homes_of(str(path[-1]), RunConfig))
+            name = str(path[-1])
+            yield from (home.partition(".")[0] for home in (*homes_of(name, RunConfig), OWNED.get(name, name)))
             if len(path) == 1:
                 yield from RunConfig.model_fields.keys() - values.keys()
 

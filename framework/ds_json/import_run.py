@@ -95,7 +95,8 @@ def import_document(document: Document, *, release: str | None = None) -> Import
         config = config_from_values(found)
         make_plan(config, default_cluster(config))
     except ConfigError as error:
-        raise ConfigError([_in_their_words(document, problem, reading.given) for problem in error.problems]) from None
+        theirs = [_in_their_words(document, problem, reading.given) for problem in error.problems]
+        raise ConfigError(sorted(theirs, key=lambda problem: (problem.line, problem.column))) from None
     return Imported(found, reading.comments, tuple(reading.left_out), reading.given)
 
 
@@ -115,7 +116,7 @@ def _in_their_words(document: Document, problem: Problem, given: Mapping[str, st
         theirs = problem.key.removeprefix("deepspeed.")
     if theirs is None:  # several keys together, or none of the file's
         return replace(problem, file=document.name)
-    words = problem.reason if theirs == problem.key else f"{problem.reason} for {problem.key} of a run config"
+    words = problem.reason if theirs == problem.key else f"{problem.reason} ({problem.key} of a run config)"
     return _placed(document, replace(problem, key=theirs, reason=words))
 
 

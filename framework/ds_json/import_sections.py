@@ -50,6 +50,7 @@ def _autocast(reading: Reading) -> Values:
             "torch_autocast.dtype", "a run config says what autocast computes in", "write bfloat16 or float16"
         )
         return {}
+    reading.given["precision.compute_dtype"] = "torch_autocast.dtype"
     section: Values = {"dtype": "autocast", "compute_dtype": _COMPUTE[dtype]}
     modules = reading.take(
         "torch_autocast.lower_precision_safe_modules", "precision.lower_precision_safe_modules", None
@@ -87,7 +88,7 @@ def _offload(reading: Reading, name: str, stage: int) -> Values:
     needed = NEEDED_STAGE[name].get(device, 3)
     if stage < needed:
         reading.idle(path, f"it does nothing at stage {stage}")
-        reading.drop(f"{path}.device", device, f"DeepSpeed offloads to {device} from stage {needed} on")
+        reading.drop(reading.facts.written(f"{path}.device"), device, f"DeepSpeed offloads to {device} from stage {needed} on")
         return {}
     fields = OFFLOADS[name][device].model_fields
     kept: Values = {"device": device}

@@ -66,11 +66,15 @@ def history(path: str) -> History:
 
 def was_off(path: str, value: Any) -> bool:
     """Whether a key of another release says nothing: false, null, empty, not enabled, or at the default that it had last."""
-    if not value or (isinstance(value, Mapping) and value.get("enabled") is False):
+    if isinstance(value, Mapping) and not value.get("enabled", _last_default(f"{path}.enabled")):
         return True
+    default = _last_default(path)
+    return not value or (type(value) is type(default) and bool(value == default))
+
+
+def _last_default(path: str) -> Any:
     last = next((entry for _, entry in states_of(path) if entry is not None and entry.get("status") != "refused"), {})
-    default = last.get("default", MISSING)
-    return type(value) is type(default) and bool(value == default)
+    return last.get("default", MISSING)
 
 
 def _changes(states: Iterable[tuple[str, Entry]]) -> Iterator[Change]:

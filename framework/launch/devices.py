@@ -94,7 +94,7 @@ def count_amd_gpus(environment: Mapping[str, str]) -> int:
         with suppress(OSError):  # of a device that the container was not given
             values = dict(re.findall(r"^(simd_count|drm_render_minor) (\d+)$", file.read_text(), re.MULTILINE))
             is_gpu = values.get("simd_count", "0") != "0"
-            found += is_gpu and (_DEV / f"dri/renderD{values.get('drm_render_minor', 0)}").exists()
+            found += is_gpu and os.access(_DEV / f"dri/renderD{values.get('drm_render_minor', 0)}", os.R_OK | os.W_OK)
     for name in _VISIBLE_ON_AMD:  # these leave what CUDA_VISIBLE_DEVICES then counts from 0
         words = environment.get(name, "").split(",")
         found = found if words == [""] else min(found, len(words) if words != ["-1"] else 0)

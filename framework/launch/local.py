@@ -69,13 +69,17 @@ def _launch_here(options: LaunchOptions, requests: StopRequests, *, alone: Chose
         sources = who_chose(options.hostfile or "", **options.choice)
         options = replace(options, num_gpus=len(alone.devices), num_gpus_flag=sources["slots"])
         sources["nnodes"] += ": this machine, without ssh"
-        devices = devices.only(None if alone.is_first else alone.devices)
+        # Numbers that somebody wrote are those of the machine, whatever the environment leaves visible.
+        is_named = options.include or options.exclude or not alone.is_first
+        devices = devices.only(alone.devices if is_named else None)
+        _refuse_what_hosts_would_refuse(options)
     refuse_lone_start(os.environ, options)
     job, ranks = check(options, devices)
     warn_of_unused(devices)
     num_ranks = int(ranks.value)
     script, port = find_train_script(), usable_port(options.master_port)
-    command = local_command(job.arguments, num_ranks=num_ranks, port=port, chosen=devices.chosen, script=script)
+    command = local_command(job.arguments, num_ranks=num_ranks, address=options.master_addr, port=port, chosen=devices.chosen,
+                            script=script)  # fmt: skip
     added = added_environment(os.environ, device=devices.kind, num_ranks=num_ranks)
     sources |= {"slots": ranks.source, "master_port": "--master_port" if options.master_port else "a free one"}
     sources |= {"master_addr": "--master_addr"} if options.master_addr else {}
@@ -88,6 +92,15 @@ def _launch_here(options: LaunchOptions, requests: StopRequests, *, alone: Chose
     return run_node(topology, script=script, arguments=job.arguments, devices=devices,
                     environment={**os.environ, **added}, facts={}, requests=requests,
                     terms=Terms(grace_seconds=grace_seconds(options.grace_seconds)))  # fmt: skip
+
+
+def _refuse_what_hosts_would_refuse(options: LaunchOptions) -> None:
+    """A variable that is not set, a token file that is not there: nothing of it is needed here, and the mistake is the same."""
+    from framework.launch.node import read_token
+    from framework.launch.ssh import passed_on
+
+    passed_on(os.environ, exports=options.exports)
+    read_token(options.token_file)
 
 
 def check(options: LaunchOptions, devices: LocalDevices) -> tuple[Job, Said]:
@@ -119,7 +132,8 @@ def _ranks(options: LaunchOptions, config: RunConfig, devices: LocalDevices) -> 
     here = slots_here(devices)
     if here is None:
         kind = os.environ.get("DS_ACCELERATOR") or devices.kind
-        raise UsageError(f"launch: devices of kind {kind} are not counted; give --num_gpus N, or DS_ACCELERATOR=cpu")
+        how = "start ./launch.sh train CONFIG --num_gpus N" if options.fit_batch else "give --num_gpus N"
+        raise UsageError(f"launch: devices of kind {kind} are not counted; {how}, or set DS_ACCELERATOR=cpu")
     return _fitting(here, config, devices) if options.fit_batch else here
 
 

@@ -90,11 +90,15 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
                                 spelled={"nnodes": found.nnodes_flag, "slots": found.num_gpus_flag})  # fmt: skip
     topology = topology if topology.nnodes > 1 else _with_own_port(topology)
     job = check_node(found.config, found.words, topology, devices, deepspeed_config=found.deepspeed_config)
+    if not found.from_stdin:  # who started it through ssh has told them, once for all hosts
+        job.tell_notes()
     warn_of_unused(devices)
     script = find_train_script()
     added = node_environment(os.environ, device=devices.kind, topology=topology)
     command = node_command(topology, job.arguments, script=script, devices=devices.chosen, hostfile=found.hostfile)
-    if found.dry_run or not found.from_stdin:  # who started it through ssh has said it, once for all hosts
+    if found.from_stdin and topology.nnodes == 1:
+        say(f"ranks meet at port {topology.master_port}")  # which this host has found
+    if found.dry_run or not found.from_stdin:
         tell(topology, as_shell_line(command.words, added, before=command.before))
     if found.dry_run:
         return EXIT_OK
@@ -119,7 +123,6 @@ def check_node(config_path: str, overrides: Sequence[str], topology: Topology, d
     """
     job = load_job(config_path, overrides, deepspeed_config=deepspeed_config)
     make_plan(job.config, Cluster(topology.nnodes, topology.slots, devices.kind), source=job.source)
-    job.tell_notes()
     refuse_too_few(job, devices, num_ranks=topology.slots, said_by=topology.sources["slots"], where=" on every node")
     return job
 
@@ -167,12 +170,9 @@ def run_node(topology: Topology, *, script: Path, arguments: Sequence[str], devi
 def _with_own_port(topology: Topology) -> Topology:
     """Of a single node, which nobody else has to find: a free port where none is given, as `launch` takes it.
 
-    Raises:
-        ConfigError: something listens on the port that was given.
+    One that was given may be held by a job that is still ending: its rank 0 says so, with a code that platforms try again.
     """
-    source = topology.sources["master_port"]
-    if source != "default":
-        usable_port(topology.master_port, asked_by=source)
+    if topology.sources["master_port"] != "default":
         return topology
     return replace(topology, master_port=usable_port(None), sources={**topology.sources, "master_port": "a free one"})
 

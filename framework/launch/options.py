@@ -89,7 +89,7 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
     # An option that would do nothing here is a mistake in the thought, not a detail.
     idle = [flag for flag, how in _WITH_HOSTS.items() if _is_given(parser, found, flag, how)]
     if found.hostfile is None and idle:
-        raise UsageError(f"launch: {', '.join(idle)} go with a hostfile; give -H HOSTFILE")
+        raise UsageError(f"launch: {', '.join(idle)} {'goes' if len(idle) == 1 else 'go'} with a hostfile; give -H HOSTFILE")
     found.exports = tuple(found.exports)
     options = LaunchOptions(**{each.name: getattr(found, each.name) for each in fields(LaunchOptions)})
     if options.fit_batch and (options.hostfile is not None or options.num_gpus):

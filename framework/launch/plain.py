@@ -35,7 +35,7 @@ class PlainCommand:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def local_command(arguments: Sequence[str], *, num_ranks: int, port: int, script: Path,
+def local_command(arguments: Sequence[str], *, num_ranks: int, port: int, script: Path, address: str | None = None,
                   chosen: Sequence[int] | None = None) -> list[str]:  # fmt: skip
     """The plain `deepspeed` command.
 
@@ -44,6 +44,7 @@ def local_command(arguments: Sequence[str], *, num_ranks: int, port: int, script
         num_ranks: processes, one for each device.
         port: where the ranks meet.
         script: train.py.
+        address: where they meet, if somebody chose it.
         chosen: device numbers of ``CUDA_VISIBLE_DEVICES``; without them the launcher takes the first.
     """
     # With --num_gpus the launcher drops CUDA_VISIBLE_DEVICES and takes devices 0 to N-1: somebody else's, perhaps.
@@ -52,6 +53,7 @@ def local_command(arguments: Sequence[str], *, num_ranks: int, port: int, script
         where = ["--include", "localhost:" + ",".join(map(str, sorted(chosen[:num_ranks])))]
     # The launcher reads this file by default and would start its hosts, too.
     local = ["--hostfile", os.devnull] if _DEFAULT_HOSTFILE.is_file() else []
+    where += ["--master_addr", address] if address else []
     return [*deepspeed_program(), *local, *where, "--master_port", str(port), str(script), *arguments]
 
 

@@ -64,6 +64,7 @@ def launch_over_ssh(options: LaunchOptions) -> int:
     # The devices are elsewhere: here only what holds on any machine is checked.
     job = check_node(options.config, options.overrides, topology, LocalDevices("unknown", 0),
                      deepspeed_config=options.deepspeed_config)  # fmt: skip
+    job.tell_notes()
     commands = [(item.host, ssh_command(item.host, agent_command(options, item, node, topology), ssh_args=options.ssh_args))
                 for node, item in enumerate(chosen)]  # fmt: skip
     plain = hosts_command(options, topology, chosen, job.arguments, script=find_train_script())

@@ -150,6 +150,7 @@ class RunFolder:
         self.word = uuid.uuid4().hex
         self._lock.write(self.word)
         self._lock.flush()
+        os.fsync(self._lock.fileno())  # it stays open: other hosts would not see the word before the system writes it back
 
     def describe(self, *, config: Mapping[str, Any], ds_config: Mapping[str, Any], plan: Mapping[str, Any],
                  environment: Mapping[str, Any]) -> None:  # fmt: skip

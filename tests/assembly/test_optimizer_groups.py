@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http
 import pickle
 from functools import partial
 from pathlib import Path
@@ -67,6 +68,7 @@ def test_whatever_comes_back_is_left_as_it_is(value: Any) -> None:
 
 @pytest.mark.parametrize(("value", "named"), [
     (Rule(), "Rule"), (lambda step: step, "<lambda>"), (np.zeros(2), "ndarray"), ([Rule()], "list"),
+    (http.HTTPStatus.OK, "HTTPStatus"),
 ])  # fmt: skip
 def test_an_object_that_would_not_come_back_is_refused(value: Any, named: str) -> None:
     with pytest.raises(ConfigError, match=rf"hold rule, \S*{named}, which no checkpoint could.*\[optimizer-group-object\]"):

@@ -128,17 +128,17 @@ def test_ranks_compare_a_text_that_was_handed_over() -> None:
     assert {name for name in one if one[name] != other[name]} == {"checksum of the train text"}
 
 
-def test_ranks_compare_whether_they_have_found_first_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that sees a checkpoint already, which the others do not see yet, needs none; they would wait for it in a collective."""
+def test_ranks_tell_what_they_have_found_of_first_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that sees a checkpoint already, which the others do not see yet, needs none; what all of them do is agreed on later."""
     torch.save(torch.nn.Linear(3, 2).state_dict(), tmp_path / "first.pt")
     config = framework.RunConfig.model_validate({"checkpoint": {"init_weights": "first.pt"}})
 
-    def essence() -> dict[str, Any]:
-        return prepare(config, objects=Objects(model=torch.nn.Linear(3, 2), train_data=DATA)).essence()
+    def looked() -> prepared.Prepared:
+        return prepare(config, objects=Objects(model=torch.nn.Linear(3, 2), train_data=DATA))
 
-    one, same = essence(), essence()
+    one = looked()
     monkeypatch.setattr(prepared, "find_checkpoint", lambda *arguments, **options: "global_step7")
-    other = essence()
-    assert one == same
-    assert {name for name in one if one[name] != other[name]} == {"checkpoint.init_weights"}
-    assert one["checkpoint.init_weights"] == "2 tensors are found there"
+    other = looked()
+    assert one.essence() == other.essence()
+    assert (one.told_weights(), other.told_weights()) == ("2 tensors are found there", "no weights are read")
+    assert one.without_weights().told_weights() == other.without_weights().told_weights()

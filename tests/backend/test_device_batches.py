@@ -108,7 +108,25 @@ def test_the_class_weights_of_a_loss_are_placed_on_the_device(loss: Any) -> None
 def test_what_a_task_holds_is_placed_on_the_device_and_nothing_else_changes() -> None:
     task: Any = Plain()
     task.weights, task.teacher, task.names = torch.ones(3), nn.Linear(2, 2), ["a"]
-    names = task.names
     place(task, META)
     assert (task.weights.device, task.teacher.weight.device) == (META, META)
-    assert task.names is names
+    assert task.names == ["a"]
+
+
+class Both(Plain, nn.Module):
+    """A task that is a module as well keeps what it holds where modules do."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.register_buffer("weights", torch.ones(3))
+        self.teacher = nn.Linear(2, 2)
+
+
+def test_a_task_that_is_a_module_and_what_lies_in_containers_are_placed() -> None:
+    both: Any = Both()
+    place(both, META)
+    assert (both.weights.device, both.teacher.weight.device) == (META, META)
+    task: Any = Plain()
+    task.losses, task.scales = [nn.CrossEntropyLoss(weight=torch.ones(3))], {"a": (torch.ones(1), 2)}
+    place(task, META)
+    assert (task.losses[0].weight.device, task.scales["a"][0].device, task.scales["a"][1]) == (META, META, 2)

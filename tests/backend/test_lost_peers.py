@@ -24,6 +24,10 @@ STORE = (
     "[1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but "
     "store->get('0') got error: Connection reset by peer"
 )
+WAITED = (
+    "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, Timeout(ms)=600000) ran for "
+    "600012 milliseconds before timing out."
+)
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:29822"
 OF_WORKER = (
     "Caught ClientError in DataLoader worker process 3.\nOriginal Traceback (most recent call last):\n"
@@ -33,8 +37,9 @@ OF_WORKER = (
 
 @pytest.mark.parametrize(
     "error",
-    [DistBackendError(REMOTE), DistBackendError(STORE), RuntimeError(GLOO), DistNetworkError("Broken pipe"), DistStoreError("")],
-    ids=["nccl", "nccl-store", "gloo", "network", "store"],
+    [DistBackendError(REMOTE), DistBackendError(STORE), DistBackendError(WAITED), RuntimeError(GLOO),
+     DistNetworkError("Broken pipe"), DistStoreError("")],
+    ids=["nccl", "nccl-store", "nccl-waited", "gloo", "network", "store"],
 )
 def test_another_rank_is_gone(error: RuntimeError) -> None:
     assert tells_of_lost_peer(error)

@@ -91,5 +91,12 @@ def test_large_buffers_are_sent_one_after_the_other(monkeypatch: pytest.MonkeyPa
     assert all(torch.equal(buffer, known[name]) for name, buffer in second.named_buffers() if name != "mask")
 
 
+def test_one_number_seen_in_many_places_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    for net in (first, second):
+        net.register_buffer("ones", torch.ones(1).expand(4), persistent=False)
+    assert Ranks(monkeypatch).share(first, second, unsaved=True) == 0
+
+
 def test_a_model_without_buffers_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Ranks(monkeypatch).share(nn.Linear(2, 2), nn.Linear(2, 2), unsaved=True) == 0

@@ -184,8 +184,8 @@ def test_an_object_cannot_come_from_a_file(tmp_path: Path, capsys: Capture) -> N
     path.write_text("run: {sed: 1}\nmodel: {object: my.Net}\ntask: {object: my.loss}\n")
     assert main(["check", str(path)]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert [line.rpartition("[")[2] for line in lines] == ["object-not-given]", "object-not-given]", "unknown-key]"]
-    assert lines[0].startswith(
+    assert [line.rpartition("[")[2] for line in lines] == ["unknown-key]", "object-not-given]", "object-not-given]"]
+    assert lines[1].startswith(
         f"{path}:2:9: model.object = my.Net: it was handed over from Python and exists only there; "
     )
 

@@ -77,13 +77,13 @@ def test_options_and_settings_in_any_order(argv: list[str], expected: LaunchOpti
         (["a.yaml", "--num_gpus", "two"], "two is not a number of ranks"),
         (["a.yaml", "--master_port", "70000"], "70000 is not a port"),
         (["a.yaml", "--num", "2"], "unrecognized arguments: --num"),
-        (["a.yaml", "--include", "a:0"], "--include go with a hostfile"),
+        (["a.yaml", "--include", "a:0"], "--include goes with a hostfile"),
         (["a.yaml", "-H", "h", "--include", "a", "--exclude", "b"], "exclude each other"),
         (["a.yaml", "-H", "h", "--include", "a", "--num_gpus", "1"], "do not go with"),
         (["a.yaml", "-H", "h", "--fit_batch"], "leave -H and --num_gpus out"),
-        (["a.yaml", "--verbose"], "--verbose go with a hostfile"),
-        (["a.yaml", "--export", "A"], "--export go with a hostfile"),
-        (["a.yaml", "--token_file", "nowhere"], "--token_file go with a hostfile"),
+        (["a.yaml", "--verbose"], "--verbose goes with a hostfile"),
+        (["a.yaml", "--export", "A"], "--export goes with a hostfile"),
+        (["a.yaml", "--token_file", "nowhere"], "--token_file goes with a hostfile"),
         (["a.yaml", "--no-preflight", "--wait-seconds", "1800"], "--wait_seconds, --no_preflight go with a hostfile"),
         (["a.yaml", "-H", "h", "--ssh_args", "-v"], r"--ssh_args/--ssh-args: expected .* write --ssh_args=-\.\.\."),
         (["a.yaml", "-H", "h", "--export", "A=b"], "A=b is not the name of a variable"),
@@ -289,6 +289,29 @@ def test_a_hostfile_of_this_machine_alone_needs_no_ssh(
         assert "launch: slots       2 (--include)" in capsys.readouterr().out
         assert given[1][1] == LocalDevices("cuda", 2, (1, 3))
     assert (given[0][0].world_size, given[0][0].master_addr, given[0][1]) == (4, "127.0.0.1", FOUR_GPUS)
+
+
+def test_devices_that_are_named_are_the_machines(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(local, "find_devices", lambda _: LocalDevices("cuda", 2, (4, 5)))
+    (tmp_path / "hosts").write_text(f"{socket.gethostname()} slots=2\n")
+    words = [config, "-H", str(tmp_path / "hosts"), "--dry_run"]
+    assert local.launch([*words, "--master_addr", "10.0.0.5"]) == 0
+    said = capsys.readouterr().out
+    assert "--include localhost:4,5" in said
+    assert "--master_addr 10.0.0.5" in said
+    assert local.launch([*words, "--include", f"{socket.gethostname()}:0,1"]) == 0
+    assert "--include localhost:0,1" in capsys.readouterr().out
+
+
+def test_what_every_host_would_refuse_is_refused_without_ssh(config: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    words = [config, "-H", str(tmp_path / "hosts"), "--dry_run"]
+    with pytest.raises(ConfigError, match="nowhere"):
+        local.launch([*words, "--token_file", str(tmp_path / "nowhere")])
+    with pytest.raises(UsageError, match="DSF_NOT_SET_ANYWHERE"):
+        local.launch([*words, "--export", "DSF_NOT_SET_ANYWHERE"])
 
 
 @pytest.mark.parametrize("words", [["--ssh_args", "-p 2222"], ["--remote_python", "/opt/python"], ["--remote_folder", "/x"]])

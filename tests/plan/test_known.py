@@ -57,6 +57,8 @@ def test_a_section_that_cannot_be_read_is_held_against_nobody() -> None:
     {"modell": {"kind": "gpt"}, "data": {"kind": "text"}},  # the model is not the default one
     {"run": {"momentum": 0.9}, "optimizer": {"kind": "sgd", "nesterov": True}},
     {"run": {"world_size": 3}, "batch": {"global": 6, "micro_size": 2}},  # on how many devices, nobody knows
+    {"model": {"kind": "gpt"}, "training": {"max_steps": 5, "data": {"kind": "text"}}},  # indented too deep
+    {"zero": {"offload_param": {"device": "cpu"}}, "training": {"zero_optimization": {"stage": 3}}},
     {"zerro": {"stage": 1}, "parallel": {"pipe": 2}, "precision": {"dtype": "bf16"}},
 ], ids=str)  # fmt: skip
 def test_what_may_have_been_meant_otherwise_is_not_judged(values: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from framework.launch.meet.messages import PROTOCOL, Link, LinkLost, readable
 
 _KEEPER_SECONDS: Final = 30.0
 _LOOK_UP_SECONDS: Final = 2.0
+_EVERY_ADDRESS: Final = ("0.0.0.0", "::")  # what a listener is bound to where the name has a loopback address as well
 # The kubelet gives it to every container.
 _OF_A_POD: Final = "KUBERNETES_SERVICE_HOST"
 
@@ -86,7 +87,7 @@ class Keeper:
         if self._lookup is None or self._lookup.addresses is None:
             return False
         found, self._lookup = self._lookup.addresses, None
-        return bool(found) and self._listener.getsockname()[0] not in found
+        return bool(found) and self._listener.getsockname()[0] not in (*found, *_EVERY_ADDRESS)
 
     def _tell(self, now: float) -> None:
         for link in self._greeted:

@@ -133,7 +133,7 @@ def _asked(arguments: argparse.Namespace) -> DoctorOptions:
         raise UsageError(f"doctor: {words[0]} is a setting; name the run config before it")
     idle = [f"--{name}" for name in _ONLY_WITH_HOSTS if getattr(arguments, name)]
     if idle and not arguments.hostfile:
-        raise UsageError(f"doctor: {', '.join(idle)} go with a hostfile; give -H HOSTFILE")
+        raise UsageError(f"doctor: {', '.join(idle)} {'goes' if len(idle) == 1 else 'go'} with a hostfile; give -H HOSTFILE")
     refuse_choice("doctor", include=arguments.include, exclude=arguments.exclude,
                   by_number=bool(arguments.num_nodes or arguments.num_gpus))  # fmt: skip
     master_port = arguments.master_port or DEFAULT_PORT

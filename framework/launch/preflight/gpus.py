@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from framework.errors import ConfigError, Problem
+from framework.errors import ConfigError, Problem, counted
 from framework.launch.devices import find_devices, unused_gpus
 from framework.launch.installed import torch_text
 from framework.launch.preflight.findings import Check
@@ -43,12 +43,12 @@ def check_devices(need: Need, environment: Mapping[str, str]) -> Check:
         return Check("devices", "cannot be used as they are asked for", tuple(error.problems))
     facts = {"device": found.kind, "slots": ranks}
     if found.kind == "cpu" or not found.count:
-        wrong = need.cluster.device in ("cuda", "npu")
+        wrong = found.kind == "cpu" and need.cluster.device in ("cuda", "npu")
         unused = unused_gpus(found, environment)
         problems = (_too_few(0, ranks, need.cluster.device),) if wrong else (unused,) if unused else ()
-        return Check(
-            "devices", f"no accelerator, {ranks} rank{'s' if ranks > 1 else ''} on processors", problems, facts
-        )
+        on = "processors" if found.kind == "cpu" else f"{found.kind} devices, which nobody counts"
+        said = f"{counted(ranks, 'rank')} on {on}"
+        return Check("devices", f"no accelerator, {said}" if found.kind == "cpu" else said, problems, facts)
     rows = ask_nvidia_smi("gpu", _PER_GPU, environment) if found.kind == "cuda" else []
     used = _chosen(rows, found.chosen)[:ranks]
     problems_found = list(_about(used, ask_nvidia_smi("compute-apps", _PER_PROCESS, environment)) if used else ())

@@ -60,6 +60,18 @@ def test_a_name_that_leads_elsewhere_by_now_is_let_go(listener: socket.socket, m
     assert listener.fileno() == -1
 
 
+def test_a_listener_of_every_address_has_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a host's file gives its name a loopback address beside its own."""
+    asked: list[str] = []
+    monkeypatch.setattr("framework.launch.meet.addresses.resolve", lambda name: asked.append(name) or ["127.0.1.1", "10.0.0.5"])
+    monkeypatch.setattr("framework.launch.meet.keeper._LOOK_UP_SECONDS", 0.0)
+    with socket.create_server(("", 0)) as listener:
+        listener.setblocking(False)
+        keeper = Keeper(named(), listener)
+        stepped(keeper, lambda: len(asked) > 3)
+        assert listener.fileno() != -1
+
+
 @pytest.mark.parametrize(("name", "in_pod", "at_once"), [("train-0.train", True, False), ("worker-0", False, True),
                                                         ("127.0.0.1", True, True)])  # fmt: skip
 def test_nobody_is_told_while_a_name_server_may_have_an_old_answer(

@@ -52,6 +52,12 @@ def test_no_device_where_gpus_are_planned() -> None:
     assert [each.kind for each in check_devices(need, {"DS_ACCELERATOR": "cpu"}).problems] == ["too-few-devices"]
 
 
+def test_devices_that_nobody_counts_are_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("framework.launch.preflight.gpus.find_devices", lambda environment: devices.LocalDevices("cuda", 0))
+    found = check_devices(Need(Cluster(device="cuda"), "nccl"), {})
+    assert (found.said, found.problems) == ("1 rank on cuda devices, which nobody counts", ())
+
+
 def test_gpus_that_torch_cannot_use_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "count_gpus", lambda: 0)
     monkeypatch.setattr(devices, "count_amd_gpus", lambda environment: 8)
