@@ -48,7 +48,7 @@ def _clip(gradients: list[torch.Tensor], limit: float, *, device: torch.device) 
     # A number divided by a tensor would be rounded twice: torch takes the reciprocal. `full` fills on the device.
     coefficient = (torch.full((1,), limit, device=norm.device) / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
-        gradient.mul_(coefficient)
+        gradient.view(gradient.shape or 1).mul_(coefficient)  # seen as a vector, where it has no dimension
     return norm
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import deepspeed
 import torch
@@ -20,11 +20,14 @@ from framework.backend.patience import waiting_for_disks
 from framework.backend.safe_files import use_safe_files
 from framework.backend.schedules import client_schedule
 from framework.backend.state_views import Names
+from framework.errors import ConfigError, Problem
 from framework.files import FileRecord, NewFile
 from framework.models.parameter_groups import parameter_groups
 from framework.plan.plan import Plan
 from framework.train.save_stream import OpenFile
 from framework.train.saved import SavedCheckpoint
+
+_NO_BYTES: Final = "dim() cannot be 0 to view"
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """The user's optimizer, where the JSON names none."""
@@ -35,16 +38,58 @@ def initialize(
 ) -> deepspeed.DeepSpeedEngine:
     """Wrap a model, or a stage of it, with `deepspeed.initialize`. Collective."""
     forget_autocast()
-    engine, _, _, _ = deepspeed.initialize(
-        model=model,
-        model_parameters=_trained_parameters(plan, model),
-        optimizer=make_optimizer,
-        lr_scheduler=client_schedule(plan),
-        dist_init_required=False,
-        config=dict(ds_config),
-    )
+    with refusing_scalars(), _sending_scalars():
+        engine, _, _, _ = deepspeed.initialize(
+            model=model,
+            model_parameters=_trained_parameters(plan, model),
+            optimizer=make_optimizer,
+            lr_scheduler=client_schedule(plan),
+            dist_init_required=False,
+            config=dict(ds_config),
+        )
     share_buffers(engine, unsaved=True)  # DeepSpeed has made the weights equal, and nothing else
     return engine
+
+
+@contextmanager
+def refusing_scalars() -> Iterator[None]:
+    """At stage 3 DeepSpeed sends bytes in many places: there a weight without dimensions is refused.
+
+    Raises:
+        ConfigError: kind ``scalar-weight``.
+    """
+    try:
+        yield
+    except Exception as error:
+        if _NO_BYTES not in str(error):
+            raise
+        raise ConfigError(Problem(
+            kind="scalar-weight", key="zero.stage", value=3,
+            reason="the model has a weight without dimensions, which DeepSpeed cannot spread over ranks",
+            fix="make it a vector of one number, torch.ones(1) instead of torch.tensor(1.0), or set zero.stage: 2",
+        )) from error  # fmt: skip
+
+
+@contextmanager
+def _sending_scalars() -> Iterator[None]:
+    """DeepSpeed sends every weight as bytes, which torch does not take a tensor without dimensions for: CLIP's `logit_scale` ends
+    its start (0.19.8, `DeepSpeedEngine._broadcast_model`). Meanwhile such a weight is seen as a vector of one number.
+    """
+    send = deepspeed.DeepSpeedEngine._broadcast_model
+
+    def send_all(engine: deepspeed.DeepSpeedEngine) -> None:
+        scalars = [parameter for parameter in engine.module.parameters() if parameter.ndim == 0]
+        for parameter in scalars:
+            parameter.data = parameter.data.view(1)
+        send(engine)
+        for parameter in scalars:
+            parameter.data = parameter.data.view(())
+
+    deepspeed.DeepSpeedEngine._broadcast_model = send_all
+    try:
+        yield
+    finally:
+        deepspeed.DeepSpeedEngine._broadcast_model = send
 
 
 def device_batches(plan: Plan) -> DeviceBatches:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.jobs.batch_parts import TARGET
+from tests.jobs.batch_parts import TARGET, WIDTH, scaled
 from tests.launched import read_metrics, series, train_cases
 
 pytestmark = pytest.mark.slow
@@ -19,11 +20,13 @@ FAR: dict[str, Any] = {
     "task": {"target": "torch.nn.functional:mse_loss"},
 }  # fmt: skip
 DRAWN = FAR | {"model": {"target": f"{PARTS}:same"}, "data": {"target": f"{PARTS}:drawn_twice"}}
+ONES = FAR | {"model": {"target": f"{PARTS}:scaled"}, "data": {"target": f"{PARTS}:ones"}, "optimizer": {"kind": "sgd", "lr": 0.05}}
 BF16 = {"precision": {"dtype": "bf16"}}
 PLAIN: dict[str, dict[str, Any]] = {
     "far": FAR | BF16,
     "far-z2": FAR | BF16 | {"zero": {"stage": 2}},
     "rooted": FAR | {"task": {"target": f"{PARTS}:Rooted"}},
+    **{f"scaled-z{stage}": ONES | {"zero": {"stage": stage}} for stage in (0, 1, 2, 3)},
     **{f"rootless-z{stage}": FAR | {"model": {"target": f"{PARTS}:rootless"}, "zero": {"stage": stage}} for stage in (0, 1, 2, 3)},
 }
 PIPED: dict[str, dict[str, Any]] = {
@@ -71,6 +74,28 @@ def test_a_target_keeps_its_digits_in_half_precision(engine: str, name: str, req
 def test_both_ends_of_a_pipeline_see_the_same_draws_of_a_collate_fn(piped: Path) -> None:
     assert set(series(piped / "drawn", "train/loss").values()) == {0.0}
     assert set(series(piped / "drawn", "eval/loss").values()) == {0.0}
+
+
+def test_a_weight_without_dimensions_is_refused_at_stage_3(plain: Path) -> None:
+    told = (plain / "scaled-z3.error").read_text(encoding="utf-8")
+    assert told.startswith("zero.stage = 3: the model has a weight without dimensions")
+    assert told.endswith("[scalar-weight]")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_weight_without_dimensions_is_trained_as_in_plain_pytorch(stage: int, plain: Path) -> None:
+    model, losses = scaled(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(torch.ones(8, WIDTH)), torch.full((8,), 3.0))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    found = series(plain / f"scaled-z{stage}", "train/loss")
+    assert found == pytest.approx({2: losses[1], 4: losses[3]}, abs=1e-6)
+    assert losses[3] < losses[1] - 0.1
 
 
 @pytest.mark.parametrize("engine", ["plain", "piped"])

@@ -79,7 +79,7 @@ class Same(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))  # DeepSpeed sends no weight without a dimension
+        self.weight = nn.Parameter(torch.ones(1))
 
     def forward(self, value: Tensor) -> Tensor:
         return value * self.weight
@@ -98,6 +98,29 @@ class Rootless(Zero):
 
 def rootless() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), Rootless(WIDTH, 1))
+
+
+class Scaled(nn.Linear):
+    """A sum times a number that is learnt, as CLIP's `logit_scale`: a weight without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 1)
+        nn.init.constant_(self.weight, 0.1)
+        nn.init.constant_(self.bias, 0.2)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, value: Tensor) -> Tensor:
+        return super().forward(value)[:, 0] * self.scale
+
+
+def scaled() -> nn.Sequential:
+    return nn.Sequential(Scaled())
+
+
+def ones() -> tuple[TensorDataset, TensorDataset]:
+    """One sample over and over: it does not matter which of them a rank has."""
+    one = TensorDataset(torch.ones(48, WIDTH), torch.full((48,), 3.0))
+    return one, one
 
 
 def normed() -> nn.Sequential:
