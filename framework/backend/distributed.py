@@ -29,7 +29,7 @@ from framework.train.rank_log import write_to
 from framework.train.warn import warn
 
 # Rank 0 mostly holds the store: ended at once, it could answer no other rank that asks who tells of a failure.
-_OTHERS_ASK_SECONDS: Final = 1.0
+_OTHERS_ASK_SECONDS: Final = 2.0
 _LOOK_SECONDS: Final = 0.05
 # torch warns that a barrier takes the current device, where no group was bound to one: it is the right one.
 _OF_BARRIERS: Final = r"barrier\(\): using the device under current context"
@@ -183,17 +183,20 @@ def is_first_to_tell(text: str, *, patience_seconds: float = 3.0) -> bool:
     try:
         if rank() == 0:
             store.set(key, "told")
-            time.sleep(_OTHERS_ASK_SECONDS if torch.distributed.get_world_size() > 1 else 0.0)
+            deadline = time.monotonic() + _OTHERS_ASK_SECONDS
+            while store.add(f"{key}-asked", 0) < torch.distributed.get_world_size() - 1 and time.monotonic() < deadline:
+                time.sleep(_LOOK_SECONDS)
             return True
+        store.add(f"{key}-asked", 1)
         deadline = time.monotonic() + patience_seconds
         while time.monotonic() < deadline:  # no `wait`: torch writes pages about one that times out
             if store.check([key]):
-                time.sleep(2 * _OTHERS_ASK_SECONDS)  # a launcher that sees this rank end stops rank 0 before it has spoken
+                time.sleep(_OTHERS_ASK_SECONDS + 1.0)  # a launcher that sees this rank end stops rank 0 before it has spoken
                 return False
             time.sleep(_LOOK_SECONDS)
         me = str(rank())
         is_first = str(store.compare_set(f"{key}-elsewhere", "", me).decode()) == me
-        time.sleep(0.0 if is_first else 2 * _OTHERS_ASK_SECONDS)
+        time.sleep(0.0 if is_first else _OTHERS_ASK_SECONDS + 1.0)
         return is_first
     except RuntimeError:  # the store has gone with rank 0, which then had its own failure
         return True

@@ -65,5 +65,8 @@ def test_what_all_ranks_meet_is_told_once(tmp_path: Path, warm: WarmRanks) -> No
     job = warm.start(arguments, num_ranks=2, folder=tmp_path)
     job.wait(120)
     assert job.said(0).splitlines()[-1] == DAMAGED
-    # A rank that comes to its sample after rank 0 has ended cannot ask it any more, and tells it too.
-    assert job.said(1) in ("", f"{DAMAGED}\n")
+    # A rank that comes to its sample after rank 0 has ended cannot ask it any more, and tells it too. Torch may complain that the
+    # store has gone.
+    said = job.said(1)
+    assert said.count("image-damaged") == said.splitlines().count(DAMAGED) <= 1
+    assert "Traceback" not in said
