@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, NoReturn
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # Some minutes before the time is up, a closed terminal: the request proper may follow.
@@ -40,3 +41,17 @@ def put_back(handlers: Mapping[signal.Signals, Any]) -> None:
     """Give signals the handlers that they had."""
     for number, handler in handlers.items():
         signal.signal(number, handler if handler is not None else signal.SIG_DFL)  # None: not set from Python
+
+
+@contextmanager
+def ending_in_good_order() -> Iterator[None]:
+    """SIGTERM ends a command with 143 as it always does, but not before what lies half-written is removed on the way out."""
+
+    def end(number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -35,12 +35,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"errors", "checkpoint_names", "config", "plan", "train"},
     # ------------------------------------------------ torch line
     "models": {"errors", "config"},
-    "data": {"errors", "files", "orphans", "arguments", "config", "token_files"},
+    "data": {"errors", "stop_signals", "files", "orphans", "arguments", "config", "token_files"},
     "tasks": {"errors", "config"},
     "backend": {"errors", "files", "checkpoint_names", "config", "plan", "ds_json", "train", "models", "tasks", "data"},
     "assembly": {"errors", "files", "config", "plan", "ds_json", "train", "data", "models", "tasks", "backend"},
     "run": {"errors", "checkpoint_names", "token_files", "config", "plan", "train", "report", "backend", "uncaught", "assembly"},
-    "commands": {"errors", "files", "arguments", "config", "token_files", "train", "data", "backend", "assembly"},
+    "commands": {"errors", "stop_signals", "files", "arguments", "config", "token_files", "train", "data", "backend", "assembly"},
     # ------------------------------------------------ on top
     "check": {"errors", "files", "config", "token_files", "plan", "ds_json"},
     "cli": {"errors", "output", "arguments", "config", "plan", "ds_json", "launch", "report", "check"},

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from framework.backend.weight_files import entries, split, write_pt, write_safet
 from framework.commands.export_names import hf_names
 from framework.errors import EXIT_OK, ConfigError, Problem, StorageError
 from framework.files import sync_folder
+from framework.stop_signals import ending_in_good_order
 from framework.train.choice import absence_at, newest_at
 from framework.train.saved import SavedCheckpoint
 
@@ -47,7 +47,7 @@ def main(words: Sequence[str]) -> int:
     arguments = _parse(words)
     out = Path(arguments.out)
     try:
-        with _ended_in_good_order():
+        with ending_in_good_order():
             written = _export(arguments, out)
     except OSError as error:
         raise StorageError(f"export: {error.filename or out}: {error.strerror or error} [export-not-written]") from error
@@ -147,20 +147,6 @@ def _clear_left_over(out: Path) -> None:
                 path.rename(out)
             else:
                 shutil.rmtree(path)
-
-
-@contextlib.contextmanager
-def _ended_in_good_order() -> Iterator[None]:
-    """SIGTERM ends a command as Ctrl-C does: what was half written is removed on the way out."""
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _metadata(checkpoint: SavedCheckpoint, ties: Mapping[str, str], *, weights: str, dtype: str) -> dict[str, str]:

@@ -7,14 +7,13 @@ python -m framework prepare --verify DIR
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from fractions import Fraction
 from pathlib import Path
-from typing import Final, NoReturn, TextIO
+from typing import Final, TextIO
 
 from framework.arguments import CommandParser
 from framework.data.documents import Format, Piece, Reading, carriage_returns, input_size, is_json_lines, read_documents
@@ -22,6 +21,7 @@ from framework.data.token_folder import verify_token_folder
 from framework.data.token_writer import FolderWriter, made_aside
 from framework.data.tokenizer import SMALLEST_BPE, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 from framework.errors import EXIT_OK, ConfigError, Problem, StorageError
+from framework.stop_signals import ending_in_good_order
 from framework.token_files import PART_WORDS, Meta
 
 _BATCH_BYTES: Final = 1 << 20
@@ -38,7 +38,7 @@ def main(words: Sequence[str]) -> int:
         StorageError: the output cannot be written.
     """
     arguments = _parse(words)
-    with _cleaning_up_when_told_to_end():
+    with ending_in_good_order():
         if arguments.verify is not None:
             print(
                 f"{arguments.verify}: every file is as prepare wrote it: {describe(verify_token_folder(arguments.verify))}"
@@ -194,20 +194,6 @@ def _refuse_used_folder(out: str) -> None:
     if not is_free:
         raise ConfigError(Problem("output-exists", "it exists and is not an empty folder",
                                   "remove it, or name another folder", file=out))  # fmt: skip
-
-
-@contextmanager
-def _cleaning_up_when_told_to_end() -> Iterator[None]:
-    """SIGTERM ends the process with 143 as it always does, but not before what lies half-written is removed."""
-
-    def end(number: int, _: object) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:

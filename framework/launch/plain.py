@@ -140,8 +140,8 @@ def find_train_script() -> Path:
     return Path(os.path.relpath(script)) if script.is_relative_to(Path.cwd()) else script
 
 
-def usable_port(asked: int | None, *, asked_by: str = "--master_port") -> int:
-    """A free port, or the one that was asked for, by an option or a variable.
+def usable_port(asked: int | None) -> int:
+    """A free port, or the one that was asked for.
 
     Raises:
         ConfigError: something listens on the port that was asked for.
@@ -151,9 +151,8 @@ def usable_port(asked: int | None, *, asked_by: str = "--master_port") -> int:
         try:
             probe.bind(("", asked or 0))
         except OSError as error:
-            file = "command line" if asked_by.startswith("-") else "environment"
             raise ConfigError(
-                Problem(kind="port-not-usable", file=file, key=asked_by, value=asked,
+                Problem(kind="port-not-usable", file="command line", key="--master_port", value=asked,
                         reason=f"ranks cannot meet there: {error.strerror}", fix="leave it out, and a free one is taken")
             ) from None  # fmt: skip
         port: int = probe.getsockname()[1]
