@@ -148,11 +148,11 @@ class Caller:
                 return peers
         now = time.monotonic()
         if self._calls is not None and self._calls.is_over:
-            link.send("reached", **self._calls.told())
+            _say(link, "reached", **self._calls.told())
             self._calls = None
         if self._challenge and now - self._beaten_at > BEAT_SECONDS:
             self._beaten_at = now
-            link.send("beat")
+            _say(link, "beat")
         if now - link.heard_at > (SILENCE_SECONDS if self._challenge else HANDSHAKE_SECONDS):
             raise LinkLost("connected, but no agent answers there")
         return None
@@ -198,7 +198,7 @@ class Caller:
                 address = self._meeting.local_address
                 hello["echo"] = [address, self._meeting.answer_at(address)]
         signed = proof(token, role="node", nonces=(self._challenge, self._nonce), content=hello) if token else ""
-        link.send("hello", hello=hello, nonce=self._nonce, proof=signed)
+        _say(link, "hello", hello=hello, nonce=self._nonce, proof=signed)
 
     def _check_welcome(self, message: Message) -> None:
         token = self._meeting.token
@@ -231,6 +231,12 @@ class Caller:
             raise ConfigError(Problem(kind="port-not-usable", key="--control_port", value=self._meeting.port,
                                       reason=f"what answers at {where} is no agent: {self._why}",
                                       fix="give all nodes another --master_port"))  # fmt: skip
+
+
+def _say(link: Link, kind: str, **content: Any) -> None:
+    """Send, and leave it to the next look to find that the connection is gone: a refusal may have come before that."""
+    with suppress(LinkLost):
+        link.send(kind, **content)
 
 
 def _is_of_itself(connection: socket.socket) -> bool:

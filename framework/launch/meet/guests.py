@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from framework.launch.host_names import first_few
-from framework.launch.meet.meeting import HANDSHAKE_SECONDS, STRANGERS
+from framework.launch.meet.meeting import HANDSHAKE_SECONDS, LOOK_SECONDS, STRANGERS
 from framework.launch.meet.messages import PROTOCOL, Link, LinkLost, Message, as_line, readable
 from framework.launch.meet.peers import BEAT_SECONDS
 from framework.launch.told import say
@@ -22,6 +22,7 @@ from framework.launch.told import say
 _ALIVE_SECONDS: Final = 3 * BEAT_SECONDS
 _AT_ONCE: Final = 256  # accepted, before those that are there already are heard again
 _NO_FILES_SECONDS: Final = 1.0
+_SEE_OFF_SECONDS: Final = 2.0
 _MOST_REMEMBERED: Final = 1000
 
 
@@ -150,6 +151,20 @@ class Guests:
                 guest.link.send_line(line)
             except LinkLost as lost:
                 self.part(guest, lost)
+
+    def see_off(self) -> None:
+        """Let the nodes hang up first: who closes a connection with beats unread in it takes back what is still on its way."""
+        until = time.monotonic() + _SEE_OFF_SECONDS
+        links = [guest.link for guest in self.present]
+        while links and (left := until - time.monotonic()) > 0:
+            ready = readable(links, min(left, LOOK_SECONDS))
+            for link in list(links):
+                try:
+                    link.flush()
+                    if link in ready:
+                        link.receive()
+                except LinkLost:
+                    links.remove(link)
 
     def close_strangers(self) -> None:
         """Only nodes are left."""

@@ -65,6 +65,7 @@ class Lead:
                     return peers
         except (RunStopped, PeerLostError) as error:
             self._guests.tell_all("stop" if isinstance(error, RunStopped) else "lost", why=str(error)[:_LONGEST_TOLD])
+            self._guests.see_off()
             raise
         finally:
             self._guests.close()
@@ -188,6 +189,7 @@ class Lead:
                 break
             told.append(said)
         self._guests.tell_all("nogo", problems=told)
+        self._guests.see_off()
         raise ConfigError(problems)
 
     def _tell_go(self, hosts: Mapping[int, str]) -> None:

@@ -42,7 +42,8 @@ def _lead_or_call(meeting: Meeting) -> Peers:
     caller = Caller(meeting)
     while True:
         try:
-            listener = listen_at(meeting.topology.master_addr, meeting.port)
+            # Who speaks with another node 0 hears it out: its last word lies there, perhaps, and its port is free already.
+            listener = None if caller.is_heard else listen_at(meeting.topology.master_addr, meeting.port)
             if listener is not None:
                 caller.close()
                 return Lead(meeting, listener).wait()

@@ -62,6 +62,25 @@ def test_a_node_that_dies_at_go_is_lost_to_all(lead: Lead, connect: Connect) -> 
     assert [message["type"] for message in said][:2] == ["go", "failure"]
 
 
+def test_who_refuses_lets_the_others_hang_up_first(lead: Lead, connect: Connect) -> None:
+    """Their beats lie unread in its connections: closing these would take back a refusal that is still on its way."""
+    far = enter(lead, connect, 1)
+    far.sendall(b'{"type": "beat"}\n')
+
+    def refuse() -> None:
+        with pytest.raises(ConfigError):
+            lead._refuse([Problem(kind="nodes-differ", reason="a", fix="b")])
+
+    refusing = threading.Thread(target=refuse)
+    refusing.start()
+    assert b'"nogo"' in far.recv(65_536)
+    refusing.join(0.3)
+    assert refusing.is_alive()
+    far.close()
+    refusing.join(20)
+    assert not refusing.is_alive()
+
+
 def hello(node_rank: int, *, nnodes: int, **other: object) -> dict[str, Any]:
     return {"protocol": 2, "job": "", "attempt": 0, "node_rank": node_rank, "nnodes": nnodes, "slots": 8,
             "master_port": 29500, "host": f"llama-train-{node_rank}", "hosts": "", "clock": 1.0,

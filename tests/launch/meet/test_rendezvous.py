@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -16,6 +17,7 @@ import pytest
 
 from framework.errors import ConfigError, FrameworkError
 from framework.launch.meet.addresses import peer_name
+from framework.launch.meet.caller import Caller
 from framework.launch.meet.hello import disagreements, hello_is_wrong
 from framework.launch.meet.meeting import Meeting
 from framework.launch.meet.peers import Peers
@@ -23,7 +25,7 @@ from framework.launch.meet.rendezvous import meet
 from framework.launch.preflight.start import _TOLD
 from framework.launch.stop_requests import StopRequests
 from framework.launch.topology import Topology
-from tests.launch.meet.members import Members, ended, free_ports
+from tests.launch.meet.members import Members, ended, free_ports, reset
 
 HELLO = {"protocol": 2, "job": "", "attempt": 0, "node_rank": 0, "nnodes": 2, "slots": 1, "master_port": 29500, "host": "a",
          "hosts": "", "clock": 1.0, "facts": {"torch": "2.15"}}  # fmt: skip
@@ -346,6 +348,35 @@ def test_two_that_take_themselves_for_the_place_of_node_0_are_refused(monkeypatc
         assert [each.key for each in end.problems][:2] == ["hosts", "master_addr"]
     assert "node 0 (h0) has 127.0.0.2 as number 1" in str(ends[1])
     assert "[node-rank-swapped]" in str(ends[1])
+
+
+def test_a_refusal_is_heard_although_the_port_of_who_refused_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes of rank 0: the one that listens refuses and ends, and the other must not take its place and wait for ever."""
+    here = meeting(0, free_ports(), deadline_seconds=10.0)
+    problem = {"kind": "node-rank-duplicate", "reason": "two of them", "fix": "one"}
+    listener = socket.create_server(("127.0.0.1", here.port))
+    listener.setblocking(False)
+    heard: list[socket.socket] = []
+
+    def step(self: Caller) -> Peers | None:
+        peers = really(self)
+        if not heard:
+            with suppress(BlockingIOError):
+                heard.append(listener.accept()[0])
+                heard[0].sendall(b'{"type": "challenge", "nonce": "n"}\n')
+        elif self.is_heard and listener.fileno() >= 0:
+            heard[0].settimeout(20)
+            assert b'"hello"' in heard[0].recv(65_536)
+            said = ({"type": "welcome", "proof": ""}, {"type": "nogo", "problems": [problem]})
+            heard[0].sendall(b"".join(json.dumps(message).encode() + b"\n" for message in said))
+            reset(heard[0])
+            listener.close()
+        return peers
+
+    really = Caller.step
+    monkeypatch.setattr(Caller, "step", step)
+    with pytest.raises(ConfigError, match=r"two of them.*\[node-rank-duplicate\]"):
+        meet(here)
 
 
 @pytest.mark.slow
