@@ -130,6 +130,7 @@ def test_a_second_request_ends_a_rank_that_cannot_stop(warm: WarmRanks, tmp_path
     until(lambda: logged(tmp_path / "stops") >= 3, lives=lambda: not job.is_over())
     job.signal(signal.SIGSTOP, 1)  # as a rank that hangs
     job.signal(TERM, 0)
+    until(lambda: "stopping after a step that all ranks agree on" in job.said(0), lives=lambda: not job.is_over())
     time.sleep(2.5)
     assert not job.is_over()
     job.signal(TERM, 0)

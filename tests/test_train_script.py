@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.launched import ROOT, TIMEOUT_SECONDS, job_environment, read_metrics
+from tests.ports import free_ports
 
 pytestmark = pytest.mark.slow
 
@@ -24,18 +24,12 @@ training: {max_steps: 8, log_every: 2}
 """
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def launcher(name: str, num_ranks: int) -> list[str]:
     scripts = Path(sys.executable).parent
     return {
         "python": [sys.executable],
         "torchrun": [str(scripts / "torchrun"), "--standalone", "--nproc-per-node", str(num_ranks)],
-        "deepspeed": [str(scripts / "deepspeed"), "--num_gpus", str(num_ranks), "--master_port", free_port()],
+        "deepspeed": [str(scripts / "deepspeed"), "--num_gpus", str(num_ranks), "--master_port", str(free_ports(1))],
     }[name]
 
 

@@ -20,7 +20,6 @@ import os
 import runpy
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.launched import ROOT, job_environment
+from tests.ports import free_ports
 
 _READY_SECONDS = 300.0  # imports, on a machine that has other things to do
 _GRACE_SECONDS = 20.0  # between the end of one rank and SIGKILL for those that stay: torchrun gives them 30
@@ -81,7 +81,7 @@ class WarmRanks:
               cwd: Path | None = None) -> Job:  # fmt: skip
         """Start train.py, or another script, on `num_ranks` ranks; what they print goes to ``folder/rank<N>.txt``."""
         folder.mkdir(parents=True, exist_ok=True)
-        port = _free_port()
+        port = free_ports(1)
         number = len(self._pids) + 1
         order = {"arguments": [*arguments], "num_ranks": num_ranks, "folder": str(folder), "port": port}
         self._send(order | {"script": str(script or ""), "cwd": str(cwd or folder)})
@@ -184,12 +184,6 @@ class Job:
         """What a rank, or all ranks, have printed."""
         ranks = range(len(self._pids)) if rank is None else [rank]
         return "".join((self._folder / f"rank{number}.txt").read_text(errors="replace") for number in ranks)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _warm_up() -> None:

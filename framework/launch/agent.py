@@ -160,9 +160,9 @@ class _Attempt:
         now = time.monotonic()
         if self.peers.failures:
             self._end_ranks()
-        elif self.peers.stop or self.requests.asked:
+        elif self.peers.stop or self.stop_told:  # a signal that has come since `_ask` is for the next look
             self._stop_ranks(now)
-            if self.peers.killed or self.requests.insists:
+            if self.peers.killed or self.kill_told:
                 self._give_up("killed at the second request to stop")
                 say("second request to stop: all ranks are killed")
             elif self.kill_at is not None and now > self.kill_at:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.launched import ROOT, job_environment
+from tests.ports import free_ports
 from tests.warm_ranks import WarmRanks
 
 pytestmark = pytest.mark.slow
@@ -62,12 +62,9 @@ HARMS = {
 
 def command(launcher: str) -> list[str]:
     scripts = Path(sys.executable).parent
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     return {
         "torchrun": [str(scripts / "torchrun"), "--standalone", "--nproc-per-node", "2"],
-        "deepspeed": [str(scripts / "deepspeed"), "--num_gpus", "2", "--master_port", port],
+        "deepspeed": [str(scripts / "deepspeed"), "--num_gpus", "2", "--master_port", str(free_ports(1))],
     }[launcher]
 
 

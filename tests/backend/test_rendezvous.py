@@ -10,6 +10,7 @@ from torch.distributed import TCPStore
 
 from framework.backend.rendezvous import check_environment, telling_where_ranks_meet
 from framework.errors import ConfigError, PeerLostError
+from tests.ports import free_ports
 
 pytestmark = pytest.mark.slow
 
@@ -33,9 +34,7 @@ def meet(monkeypatch: pytest.MonkeyPatch, *, rank: int, host: str = "127.0.0.1",
 
 @pytest.fixture
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)
 
 
 def test_rank_0_waits_alone(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:

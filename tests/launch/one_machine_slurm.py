@@ -10,6 +10,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from tests.ports import free_ports
+
 _PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "srun")
 # Names that are addresses: nothing here resolves names of nodes, as a cluster's DNS does.
 _NODES = ("127.0.0.2", "127.0.0.3")
@@ -66,7 +68,7 @@ class OneMachineSlurm:
         for name in ("state", *(f"spool-{node}" for node in _NODES)):
             (self.folder / name).mkdir(parents=True)
         host = socket.gethostname().partition(".")[0]
-        config = _CONFIG.format(folder=self.folder, host=host, ports=_free_ports(3), nodes=_NODES)
+        config = _CONFIG.format(folder=self.folder, host=host, ports=range(first := free_ports(3), first + 3), nodes=_NODES)
         (self.folder / "slurm.conf").write_text(config)
         key, munge_socket = self.folder / "munge.key", self.folder / "munge.socket"
         subprocess.run(["mungekey", "--create", "--keyfile", key], check=True, timeout=60)
@@ -116,13 +118,3 @@ def _until(condition: object, complaint: str) -> None:
     while not condition():
         assert time.monotonic() < end, complaint
         time.sleep(0.1)
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports

@@ -63,6 +63,8 @@ def test_a_second_request_kills(alone: Members) -> None:
     process = alone.start(0, "ignore")
     alone.ready(2)
     process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    assert any("asking 2 ranks to stop" in line for line in process.stderr)
     time.sleep(2.2)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
@@ -146,12 +148,14 @@ def test_a_rank_is_given_what_deepspeed_gives_it(alone: Members, tmp_path: Path)
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="zombies are looked for in /proc")
 def test_process_1_reaps_what_is_not_its_own() -> None:
     program = """
-import os, time
+import os
 from framework.launch.ranks import _reap_strangers
-strangers = [os.fork() for _ in range(3)]
-if 0 in strangers: os._exit(3)
-time.sleep(0.3)
-_reap_strangers(set())
+strangers = []
+for _ in range(3):
+    strangers.append(os.fork())
+    if not strangers[-1]: os._exit(3)
+for pid in strangers: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+for _ in strangers: _reap_strangers(set())  # each look is short
 print(sum(os.path.exists(f"/proc/{pid}") for pid in strangers))
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from framework.errors import EXIT_STOPPED, EXIT_TRAINING, RunStopped
-from framework.launch import local, node
+from framework.launch import agent, local, node
 from framework.launch.agent import AttemptResult, run_attempt
 from framework.launch.devices import LocalDevices
 from framework.launch.meet.peers import Peers
@@ -85,6 +86,23 @@ def test_a_rank_that_does_not_listen_yet_is_no_failure(alone: Members) -> None:
     last = said.splitlines()[-1]
     assert last.startswith("launch: stopped on request (SIGTERM at node 0 (")
     assert last.endswith("; what was saved, if anything, the ranks said above")
+
+
+def test_a_request_is_told_before_it_is_heeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal may come between the two: ranks that were asked to stop would end before anybody was told why."""
+
+    def ask(self: agent._Attempt) -> None:
+        really(self)
+        if len(list(tmp_path.glob("*.json"))) == 2:
+            requests.ask("SIGTERM")
+
+    requests, really = StopRequests(), agent._Attempt._ask
+    monkeypatch.setattr(agent._Attempt, "_ask", ask)
+    ranks = Ranks(script=ROOT / "tests/launch/rank.py", arguments=[str(tmp_path), "0:deaf", "wait"],
+                  topology=Topology(1, 2, 0, "127.0.0.1", 29500), environment={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    result = run_attempt(ranks, peers=Peers(0, {}, {0: "here"}), requests=requests, node_rank=0, grace_seconds=30)
+    assert result.code == EXIT_STOPPED
+    assert result.line.startswith("stopped on request (SIGTERM at node 0 (here))")
 
 
 def test_who_kills_a_rank_by_hand_has_not_asked_to_stop(alone: Members) -> None:
@@ -220,4 +238,5 @@ def test_what_the_leftovers_start_ends_as_well(tmp_path: Path) -> None:
             assert gone([pid], folder=tmp_path, timeout=1)
         finally:
             if running(pid, folder=tmp_path):
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)

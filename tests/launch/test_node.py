@@ -25,8 +25,9 @@ from framework.launch.local import launch
 from framework.launch.node import main
 from framework.launch.preflight import start as start_module
 from framework.launch.topology import Topology
-from tests.launch.meet.members import ROOT, free_ports, heed_signals
+from tests.launch.meet.members import ROOT, heed_signals
 from tests.launched import TIMEOUT_SECONDS, job_environment, series
+from tests.ports import free_ports
 
 CONFIG = """
 run: {name: x}
@@ -53,7 +54,7 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
 
 def nodes(folder: Path, *words: str) -> list[subprocess.Popen[str]]:
     """Two of them, with a rank each."""
-    port = str(free_ports())
+    port = str(free_ports(2))
     place = ["--nnodes", "2", "--num-gpus", "1", "--master-addr", "127.0.0.1", "--master-port", port]
     return [start(folder, "node", *words, *place, "--node-rank", str(rank)) for rank in (0, 1)]
 

@@ -112,11 +112,11 @@ def test_what_cannot_work_prints_nothing(words: list[str], code: int, sentence: 
 
 # ------------------------------------------------------------------------------------------- in bash, without Slurm
 
-# Stands for srun: notes its words, and ends as it is told, or with 75 half a second after USR1.
+# Stands for srun: notes its words, and ends as it is told, or with 75 after USR1, when it may.
 _SRUN = """#!/usr/bin/env bash
 printf '%s\\n' "cores=$SRUN_CPUS_PER_TASK" "$@" >words
 [[ -z ${SRUN_CODE:-} ]] || exit "$SRUN_CODE"
-trap 'sleep 0.5; echo saved >>words; exit 75' USR1
+trap 'until [[ -e may_end ]]; do sleep 0.05; done; echo saved >>words; exit 75' USR1
 echo ready >ready
 while true; do sleep 0.1; done
 """
@@ -136,9 +136,12 @@ def batch(tmp_path: Path) -> dict[str, str]:
             "SLURM_CPUS_PER_TASK": "6"}  # fmt: skip
 
 
-def start(folder: Path, environment: dict[str, str], *, requeue: bool = True) -> subprocess.Popen[bytes]:
+def start(folder: Path, environment: dict[str, str], *, requeue: bool = True, before_step: str = "") -> subprocess.Popen[bytes]:
     request = slurm_script.SlurmRequest("a b.yaml", overrides=("x=$(id)",), nodes=2, ranks_per_node=4, name="x", requeue=requeue)
-    (folder / "job.sbatch").write_text(slurm_script.script(request, made_by="a test"))
+    script = slurm_script.script(request, made_by="a test")
+    assert script.count("\nstep=$!\n") == 1
+    # `$!` stays what it is: nothing here runs in the background.
+    (folder / "job.sbatch").write_text(script.replace("\nstep=$!\n", f"\n{before_step}step=$!\n"))
     return subprocess.Popen(["bash", "job.sbatch"], cwd=folder, env=environment)
 
 
@@ -179,12 +182,23 @@ def test_a_stop_request_is_handed_on_and_its_code_is_kept(
     wait_for(tmp_path / "ready")
     for number in requests:
         job.send_signal({"1": signal.SIGUSR1, "2": signal.SIGUSR2}[number])
-        time.sleep(0.1)
+        time.sleep(0.2)
+    (tmp_path / "may_end").touch()
     assert job.wait(60) == errors.EXIT_STOPPED
     assert (tmp_path / "words").read_text().splitlines().count("saved") == 1
     assert (tmp_path / "requeued").exists() == comes_again
     if comes_again:
         assert (tmp_path / "requeued").read_text() == "requeue 4511\n"
+
+
+def test_a_request_that_comes_before_the_step_is_known_is_handed_on(tmp_path: Path, batch: dict[str, str]) -> None:
+    (tmp_path / "may_end").touch()
+    job = start(tmp_path, batch, requeue=False, before_step="until [[ -e asked ]]; do sleep 0.05; done; ")
+    wait_for(tmp_path / "ready")
+    job.send_signal(signal.SIGUSR1)
+    time.sleep(0.2)
+    (tmp_path / "asked").touch()
+    assert job.wait(60) == errors.EXIT_STOPPED
 
 
 # ---------------------------------------------------------------------------------------------- in Slurm, where it is

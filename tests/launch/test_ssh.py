@@ -127,6 +127,8 @@ def test_who_insists_does_not_wait_for_an_agent_that_hangs(path: str) -> None:
     process = start(path, "a", "import sys; sys.stdin.readline(); print('up'); sys.stdin.read()", program=IMPATIENT)
     until(process, "a: up")
     process.send_signal(signal.SIGTERM)
+    assert process.stderr is not None
+    assert any("passing it on" in line for line in process.stderr)
     time.sleep(2.5)
     process.send_signal(signal.SIGTERM)
     try:

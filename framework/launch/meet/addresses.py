@@ -13,6 +13,8 @@ from typing import Final
 
 import psutil
 
+from framework.launch.preflight.links import connect
+
 _CONNECT_SECONDS: Final = 5.0
 _LOOKUP_SECONDS: Final = 0.5
 _WAITING_TO_BE_ACCEPTED: Final = 4096  # a thousand nodes may call at once; the kernel's own limit is below
@@ -42,7 +44,7 @@ class Dial:
 
     def _run(self, host: str, port: int) -> None:
         try:
-            self.connection = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
+            self.connection = connect(host, port, seconds=_CONNECT_SECONDS)
         except socket.gaierror:
             self.why = "no DNS record"
         except TimeoutError:

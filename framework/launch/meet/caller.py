@@ -14,7 +14,7 @@ from framework.errors import MISSING, ConfigError, PeerLostError, Problem, RunSt
 from framework.launch.meet.addresses import Dial, PortInUse, is_loopback, listen_at
 from framework.launch.meet.keeper import Keeper
 from framework.launch.meet.meeting import CALLING_SECONDS, HANDSHAKE_SECONDS, LOOK_SECONDS, Meeting
-from framework.launch.meet.messages import Link, LinkLost, Message, NoAgent, is_proof, proof, readable
+from framework.launch.meet.messages import Link, LinkLost, Message, NoAgent, as_line, is_proof, proof, readable
 from framework.launch.meet.peers import BEAT_SECONDS, SILENCE_SECONDS, Peers
 from framework.launch.meet.reach import Calls, targets_of
 from framework.launch.told import say
@@ -45,7 +45,7 @@ class Caller:
         self._link: Link | None = None
         self._nonce = ""  # one for each connection
         self._challenge = ""
-        self._why = "not asked yet"
+        self._why = "no answer yet"
         self._welcomed_at: float | None = None
         self._waits = "waiting for the others"
         self._calls: Calls | None = None
@@ -139,7 +139,6 @@ class Caller:
             self._keeper = Keeper(self._meeting, listener, visits=visits)
 
     def _listen(self, link: Link, seconds: float) -> Peers | None:
-        # First what has come: a refusal may lie there while the connection behind it is gone, which sending would find out.
         messages = link.receive() if readable([link], min(seconds, CALLING_SECONDS) if self._calls else seconds) else []
         for index, message in enumerate(messages):
             peers = self._heard(link, message)
@@ -148,11 +147,11 @@ class Caller:
                 return peers
         now = time.monotonic()
         if self._calls is not None and self._calls.is_over:
-            _say(link, "reached", **self._calls.told())
+            link.pass_on(as_line("reached", **self._calls.told()))
             self._calls = None
         if self._challenge and now - self._beaten_at > BEAT_SECONDS:
             self._beaten_at = now
-            _say(link, "beat")
+            link.pass_on(as_line("beat"))
         if now - link.heard_at > (SILENCE_SECONDS if self._challenge else HANDSHAKE_SECONDS):
             raise LinkLost("connected, but no agent answers there")
         return None
@@ -198,7 +197,7 @@ class Caller:
                 address = self._meeting.local_address
                 hello["echo"] = [address, self._meeting.answer_at(address)]
         signed = proof(token, role="node", nonces=(self._challenge, self._nonce), content=hello) if token else ""
-        _say(link, "hello", hello=hello, nonce=self._nonce, proof=signed)
+        link.pass_on(as_line("hello", hello=hello, nonce=self._nonce, proof=signed))
 
     def _check_welcome(self, message: Message) -> None:
         token = self._meeting.token
@@ -231,12 +230,6 @@ class Caller:
             raise ConfigError(Problem(kind="port-not-usable", key="--control_port", value=self._meeting.port,
                                       reason=f"what answers at {where} is no agent: {self._why}",
                                       fix="give all nodes another --master_port"))  # fmt: skip
-
-
-def _say(link: Link, kind: str, **content: Any) -> None:
-    """Send, and leave it to the next look to find that the connection is gone: a refusal may have come before that."""
-    with suppress(LinkLost):
-        link.send(kind, **content)
 
 
 def _is_of_itself(connection: socket.socket) -> bool:

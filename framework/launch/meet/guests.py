@@ -120,7 +120,7 @@ class Guests:
                 for message in guest.link.receive() if guest.link in ready else ():
                     heard(guest, message)
                 if guest.hello and beats:
-                    guest.link.send("beat")
+                    guest.link.pass_on(as_line("beat"))
                 silent = now - (guest.link.heard_at if guest.hello else guest.link.opened_at)
                 if silent > (_ALIVE_SECONDS if guest.hello else HANDSHAKE_SECONDS):
                     raise LinkLost(f"silent for {silent:.0f} s")
@@ -148,7 +148,7 @@ class Guests:
         line = as_line(kind, **content)
         for guest in list(self._guests):
             try:
-                guest.link.send_line(line)
+                guest.link.pass_on(line)
             except LinkLost as lost:
                 self.part(guest, lost)
 
@@ -160,7 +160,7 @@ class Guests:
             ready = readable(links, min(left, LOOK_SECONDS))
             for link in list(links):
                 try:
-                    link.flush()
+                    link.push()
                     if link in ready:
                         link.receive()
                 except LinkLost:

@@ -83,10 +83,22 @@ class Link:
         Raises:
             LinkLost: the other end is gone, or reads nothing.
         """
-        self._unsent += line
-        if len(self._unsent) > _LARGEST_QUEUE_BYTES:
-            raise LinkLost("it reads nothing")
+        self._queue(line)
         self.flush()
+
+    def pass_on(self, line: bytes) -> None:
+        """As `send_line`, for who does not depend on it: a connection that is gone is found by `receive`, behind its last words.
+
+        Raises:
+            LinkLost: the other end reads nothing.
+        """
+        self._queue(line)
+        self.push()
+
+    def push(self) -> None:
+        """As `flush`, and `receive` finds that the connection is gone."""
+        with suppress(LinkLost):
+            self.flush()
 
     def flush(self) -> None:
         """Send what is queued, as far as it goes.
@@ -122,9 +134,13 @@ class Link:
 
     def close(self) -> None:
         """After sending what is queued, if that goes at once."""
-        with suppress(LinkLost):
-            self.flush()
+        self.push()
         self._connection.close()
+
+    def _queue(self, line: bytes) -> None:
+        self._unsent += line
+        if len(self._unsent) > _LARGEST_QUEUE_BYTES:
+            raise LinkLost("it reads nothing")
 
     def _read(self) -> str:
         """Take what is there, no more than a few lines at once; returns how the connection ended, or nothing."""

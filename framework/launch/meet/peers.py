@@ -113,7 +113,7 @@ class Peers:
         ready = readable(self._links.values(), seconds)
         for node, link in list(self._links.items()):
             try:
-                link.flush()
+                link.push()
                 self.hear(node, link.receive() if link in ready else ())
                 if time.monotonic() - link.heard_at > SILENCE_SECONDS:
                     raise LinkLost(f"silent for {SILENCE_SECONDS:.0f} s")
@@ -156,7 +156,7 @@ class Peers:
         line = as_line(kind, **content)
         for node, link in list(self._links.items()):
             try:
-                link.send_line(line)
+                link.pass_on(line)
             except LinkLost as lost:
                 self._lose(node, str(lost))
 

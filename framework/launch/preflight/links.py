@@ -5,6 +5,8 @@ The functions know nothing of ssh or agents; whoever has a channel to every node
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import threading
 import time
@@ -84,6 +86,19 @@ def _answer(peer: socket.socket) -> None:
         peer.recv(1)  # who closes first keeps the port for a minute (TIME_WAIT): that is the caller
 
 
+def connect(host: str, port: int, *, seconds: float) -> socket.socket:
+    """As `socket.create_connection`, except to itself: a call to a port where nobody listens may be given that very port.
+
+    Raises:
+        OSError: it is not answered.
+    """
+    connection = socket.create_connection((host, port), timeout=seconds)
+    if connection.getsockname() == connection.getpeername():
+        connection.close()
+        raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+    return connection
+
+
 def call(host: str, port: int, *, token: str, seconds: float = _CALL_SECONDS) -> Reached:
     """Ask an `Echo`: a proxy that takes every connection does not answer with the token."""
     try:
@@ -103,7 +118,7 @@ def call(host: str, port: int, *, token: str, seconds: float = _CALL_SECONDS) ->
 def _asked(address: str, port: int, *, token: str, seconds: float) -> str:
     """Why it is not reached, or nothing."""
     try:
-        with socket.create_connection((address, port), seconds) as peer:
+        with connect(address, port, seconds=seconds) as peer:
             peer.settimeout(seconds)
             peer.sendall(token.encode())
             said = peer.recv(_LONGEST_TOKEN).decode(errors="replace")

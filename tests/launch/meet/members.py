@@ -10,12 +10,14 @@ import struct
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from tests.places import ROOT
+from tests.ports import free_ports
 
 HERE = Path(__file__).parent
 
@@ -25,7 +27,7 @@ class Members:
 
     def __init__(self, folder: Path, *, nnodes: int = 2, slots: int = 1) -> None:
         self.folder, self.nnodes, self.slots = folder, nnodes, slots
-        self.port = free_ports()
+        self.port = free_ports(2)
         self.processes: list[subprocess.Popen[str]] = []
         self.started_at = time.monotonic()
 
@@ -64,7 +66,8 @@ class Members:
         for file in self.folder.glob("*.json"):
             for pid in (json.loads(file.read_text())[name] for name in ("pid", "worker")):
                 if running(pid, folder=self.folder):
-                    os.kill(pid, signal.SIGKILL)
+                    with suppress(ProcessLookupError):  # it has just ended by itself
+                        os.kill(pid, signal.SIGKILL)
         for process in self.processes:  # last: ranks and workers hold the other end of its stderr
             process.communicate()
 
@@ -104,16 +107,3 @@ def heed_signals() -> None:
     """Under nohup, and behind a shell's `&`, tests inherit signals that are ignored, and ignored ones stay ignored."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
-
-
-def free_ports() -> int:
-    """A port that is free, and the one after it."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except (OSError, OverflowError):
-                continue
-            return port

@@ -120,7 +120,8 @@ def test_only_what_speaks_another_language_is_another_program(
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         hello = {"host": "b", "node_rank": 1}
-        caller = Caller(Meeting(Topology(2, 1, 1, "127.0.0.1", 29500), port, hello, StopRequests(), deadline_seconds=2.0))
+        seconds = 2.0 if code is None else 20.0
+        caller = Caller(Meeting(Topology(2, 1, 1, "127.0.0.1", 29500), port, hello, StopRequests(), deadline_seconds=seconds))
         listener.settimeout(0.05)
         end = end_of(caller, listener, said)
     assert isinstance(end, PeerLostError if code is None else ConfigError)

@@ -9,7 +9,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -27,7 +27,8 @@ from framework.launch.preflight.start import _TOLD
 from framework.launch.stop_requests import StopRequests
 from framework.launch.topology import Topology
 from tests.launch.conftest import Connect
-from tests.launch.meet.members import free_ports, reset
+from tests.launch.meet.members import reset
+from tests.ports import free_ports
 
 
 @pytest.fixture
@@ -60,6 +61,26 @@ def test_a_node_that_dies_at_go_is_lost_to_all(lead: Lead, connect: Connect) -> 
     said = [json.loads(lines.readline()) for _ in range(3)]
     said = [message for message in said if message["type"] != "beat"]
     assert [message["type"] for message in said][:2] == ["go", "failure"]
+
+
+def test_the_last_word_of_who_has_gone_is_heard(lead: Lead, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes after a look and before a beat, which finds that the connection is gone."""
+    far = enter(lead, connect, 1)
+
+    def nothing_yet(waiting: Iterable[Any], seconds: float) -> set[Any]:
+        found = readable(waiting, 0)
+        far.sendall(b'{"type": "stop", "why": "SIGTERM"}\n')
+        reset(far)
+        time.sleep(0.2)
+        return found
+
+    heard: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr("framework.launch.meet.guests.readable", nothing_yet)
+        lead._guests.step(lambda guest, message: heard.append(message["type"]), 0.0)
+    while lead._guests.present:
+        lead._guests.step(lambda guest, message: heard.append(message["type"]), 0.05)
+    assert heard == ["stop"]
 
 
 def test_who_refuses_lets_the_others_hang_up_first(lead: Lead, connect: Connect) -> None:
@@ -205,7 +226,7 @@ class Joining:
 
     def __init__(self, nnodes: int, *, said: Mapping[str, Any] | None = None, **terms: Any) -> None:
         said = said or hello(0, nnodes=nnodes)
-        self.port = free_ports()
+        self.port = free_ports(2)
         meeting = Meeting(Topology(nnodes, 1, 0, "127.0.0.1", self.port), self.port + 1, said, StopRequests(), **terms)
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
         self.address = self.listener.getsockname()
@@ -264,9 +285,10 @@ def test_many_that_come_at_once_meet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_others_hear_who_was_turned_away_and_why_node_0_gives_up() -> None:
+def test_others_hear_who_was_turned_away_and_why_node_0_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The log of any node may be the one that is read."""
-    job = Joining(3, token="right", deadline_seconds=4.0)
+    monkeypatch.setattr("framework.launch.meet.lead._TELL_SECONDS", 2.0)
+    job = Joining(3, token="right", deadline_seconds=8.0)
     good, bad, without = job.call(), job.call(), job.call()
     challenge = read(good, "challenge")
     said = hello(1, nnodes=3)
@@ -276,7 +298,8 @@ def test_others_hear_who_was_turned_away_and_why_node_0_gives_up() -> None:
     read(without, "challenge")
     without.send("refused", why="token-refused")
     expected = r"waiting for 1/3 nodes: node 2; turned away: 127\.0\.0\.1 \(token-refused\)"
-    assert re.search(expected, read(good, "waiting")["text"])
+    while not re.search(expected, read(good, "waiting")["text"]):
+        pass  # it came before the others were turned away
     assert re.search(expected, read(good, "lost")["why"])
     error = job.end()
     assert isinstance(error, PeerLostError)

@@ -11,6 +11,7 @@ import pytest
 
 from framework.launch.meet.peers import Peers
 from tests.launch.conftest import Connect
+from tests.launch.meet.members import reset
 
 HOSTS = {0: "a", 1: "b"}
 
@@ -30,6 +31,18 @@ def test_who_names_no_node_is_lost(connect: Connect, node: object) -> None:
     far.sendall(json.dumps({"type": "failure", "node": node, "what": "x", "code": 1}).encode() + b"\n")
     poll_until(peers, lambda: peers.failures)
     assert [failure.what for failure in peers.failures] == ["node 1 (b): lost: it speaks for another node"]
+
+
+def test_the_last_word_of_a_node_that_has_gone_is_heard(connect: Connect) -> None:
+    """What is told to it meanwhile finds first that the connection is gone."""
+    link, far = connect()
+    peers = Peers(0, {1: link}, HOSTS)
+    far.sendall(json.dumps({"type": "failure", "node": 1, "what": "out of memory", "code": 137}).encode() + b"\n")
+    reset(far)
+    time.sleep(0.2)
+    peers.tell_stop("SIGTERM")
+    poll_until(peers, lambda: peers.is_cut_off)
+    assert next(failure.what for failure in peers.failures) == "out of memory"
 
 
 def test_a_request_that_crosses_go_is_obeyed_by_all(connect: Connect) -> None:

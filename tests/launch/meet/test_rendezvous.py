@@ -25,7 +25,8 @@ from framework.launch.meet.rendezvous import meet
 from framework.launch.preflight.start import _TOLD
 from framework.launch.stop_requests import StopRequests
 from framework.launch.topology import Topology
-from tests.launch.meet.members import Members, ended, free_ports, reset
+from tests.launch.meet.members import Members, ended, reset
+from tests.ports import free_ports
 
 HELLO = {"protocol": 2, "job": "", "attempt": 0, "node_rank": 0, "nnodes": 2, "slots": 1, "master_port": 29500, "host": "a",
          "hosts": "", "clock": 1.0, "facts": {"torch": "2.15"}}  # fmt: skip
@@ -104,7 +105,7 @@ def test_the_machine_at_master_addr_has_to_be_node_0(members: Members) -> None:
 
 @pytest.mark.slow
 def test_who_is_missing_is_told_and_the_wait_ends(members: Members) -> None:
-    code, said = ended(members.start(0, terms={"wait_seconds": 4}))
+    code, said = ended(members.start(0, terms={"wait_seconds": 6}))
     assert code == 76
     assert said.count("waiting for 1/2 nodes: node 1") == 2  # after some seconds, and at the end
     assert "[rendezvous-timeout]" in said
@@ -114,7 +115,8 @@ def test_who_is_missing_is_told_and_the_wait_ends(members: Members) -> None:
 def test_a_wait_for_node_0_says_why(members: Members) -> None:
     code, said = ended(members.start(1, master_addr="no-such-host.invalid", terms={"wait_seconds": 4}))
     assert code == 76
-    assert f"waiting for node 0: no-such-host.invalid:{members.port + 1} (no DNS record)" in said
+    # A name server may be silent for longer than this.
+    assert re.search(rf"waiting for node 0: no-such-host\.invalid:{members.port + 1} \((no DNS record|no answer yet)\)", said)
 
 
 @pytest.mark.slow
@@ -122,8 +124,7 @@ def test_a_request_before_any_rank_ends_every_node(members: Members) -> None:
     members.nnodes = 3  # the third never comes
     processes = [members.start(rank) for rank in (0, 1)]
     assert processes[0].stderr is not None
-    line = processes[0].stderr.readline()  # node 1 is there: only one is missing
-    assert "waiting for 1/3 nodes: node 2" in line
+    assert any("waiting for 1/3 nodes: node 2" in line for line in processes[0].stderr)  # once node 1 is there
     processes[1].send_signal(signal.SIGTERM)
     for process in processes:
         code, said = ended(process)
@@ -304,7 +305,7 @@ def all_met(*meetings: Meeting) -> list[Peers | FrameworkError]:
 
 
 def test_nodes_that_reach_each_other_meet_and_answer_nobody_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_ports()
+    port = free_ports(2)
     opened: list[int] = []
 
     def answer_at(self: Meeting, address: str, port: int = 0) -> int:
@@ -323,7 +324,7 @@ def test_nodes_that_reach_each_other_meet_and_answer_nobody_afterwards(monkeypat
 def test_a_node_that_is_not_reached_is_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """A firewall that lets node 1 call, and nobody call node 1."""
     monkeypatch.setattr("framework.launch.meet.reach._AGAIN_FOR_SECONDS", 0.2)
-    port = free_ports()
+    port = free_ports(2)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         behind = meeting(1, port)
@@ -339,7 +340,7 @@ def test_two_that_take_themselves_for_the_place_of_node_0_are_refused(monkeypatc
     """Hostfiles in another order: each finds itself at the first place; nobody would ever call the other."""
     monkeypatch.setattr("framework.launch.meet.caller._KEEPER_AFTER_SECONDS", 0.0)
     monkeypatch.setattr("framework.launch.meet.caller.is_loopback", lambda host: False)
-    port = free_ports()
+    port = free_ports(2)
     names = ("127.0.0.2", "127.0.0.3")
     first, second = meeting(0, port, address=names[0], names=names), meeting(1, port, address=names[1], names=names[::-1])
     ends = all_met(first, second)
@@ -352,7 +353,7 @@ def test_two_that_take_themselves_for_the_place_of_node_0_are_refused(monkeypatc
 
 def test_a_refusal_is_heard_although_the_port_of_who_refused_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nodes of rank 0: the one that listens refuses and ends, and the other must not take its place and wait for ever."""
-    here = meeting(0, free_ports(), deadline_seconds=10.0)
+    here = meeting(0, free_ports(2), deadline_seconds=10.0)
     problem = {"kind": "node-rank-duplicate", "reason": "two of them", "fix": "one"}
     listener = socket.create_server(("127.0.0.1", here.port))
     listener.setblocking(False)
@@ -382,18 +383,18 @@ def test_a_refusal_is_heard_although_the_port_of_who_refused_is_free_again(monke
 @pytest.mark.slow
 def test_node_0_ends_the_wait_and_the_others_say_why(capsys: pytest.CaptureFixture[str]) -> None:
     """Who gives up first must not be who is blamed."""
-    port = free_ports()
-    ends = all_met(meeting(0, port, nnodes=3, deadline_seconds=1.5), meeting(1, port, nnodes=3, deadline_seconds=1.0))
+    port = free_ports(2)
+    ends = all_met(meeting(0, port, nnodes=3, deadline_seconds=4.5), meeting(1, port, nnodes=3, deadline_seconds=3.0))
     first, second = map(str, ends)
-    assert re.search(r"within 2 s; waiting for 1/3 nodes: node 2 \[rendezvous-timeout\]", first)
+    assert re.search(r"within 4 s; waiting for 1/3 nodes: node 2 \[rendezvous-timeout\]", first)
     assert second == f"node 0: {first}"
     assert "gone again" not in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_who_refuses_the_challenge_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    port = free_ports()
-    ends = all_met(meeting(0, port, token="one", deadline_seconds=1.0), meeting(1, port, deadline_seconds=60.0))
+    port = free_ports(2)
+    ends = all_met(meeting(0, port, token="one", deadline_seconds=4.0), meeting(1, port, deadline_seconds=60.0))
     assert isinstance(ends[1], ConfigError)
     assert "turned away: 127.0.0.1 (token-refused)" in str(ends[0])
     assert "[token-refused]" in capsys.readouterr().err

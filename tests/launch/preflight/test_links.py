@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from framework.launch.preflight.links import Echo, Reached, call, call_all, existing, mark, mark_path, unseen
+from tests.ports import free_ports
 
 
 @contextmanager
@@ -78,6 +79,20 @@ def test_every_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> No
 def test_whoever_else_answers_is_no_answer() -> None:
     with server(b"HTTP/1.1 400 Bad Request") as port:
         assert call("127.0.0.1", port, token="t").reason == "something else answers there"
+
+
+def test_a_call_that_is_given_the_port_it_calls_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody listens, the kernel may choose the very port that is called for the caller's own end: it answers itself."""
+
+    def create_connection(address: tuple[str, int], timeout: float) -> socket.socket:
+        itself = socket.socket()
+        itself.settimeout(timeout)
+        itself.bind(address)
+        itself.connect(address)
+        return itself
+
+    monkeypatch.setattr(socket, "create_connection", create_connection)
+    assert call("127.0.0.1", free_ports(1), token="x").reason == "connection refused"
 
 
 def test_silence_ends() -> None:

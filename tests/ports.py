@@ -1,0 +1,41 @@
+"""Ports for tests that need a number before somebody listens there.
+
+A port that the kernel gave and got back is soon given to another: two lanes of tests ask for hundreds in a minute. So these are
+below the range the kernel gives from, each lane has its own, and no number comes twice soon.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+from contextlib import ExitStack
+from typing import Final
+
+from tests.lanes import is_first
+
+_NUM_PORTS: Final = 6000
+_FIRST: Final = 20_000  # those the kernel gives begin at 32768
+_turns = itertools.count(os.getpid() % _NUM_PORTS)  # so that two runs of the tests on one machine begin apart
+
+
+def free_ports(count: int) -> int:
+    """The first of so many ports in a row at which nobody listens."""
+    lane = _FIRST if is_first() else _FIRST + _NUM_PORTS
+    for _ in range(_NUM_PORTS):
+        ports = [lane + next(_turns) % _NUM_PORTS for _ in range(count)]
+        if ports[-1] - ports[0] == count - 1 and all(map(_is_free, ports)):
+            return ports[0]
+    raise RuntimeError(f"no {count} ports in a row are free from {lane} on")
+
+
+def _is_free(port: int) -> bool:
+    with ExitStack() as probes:
+        for host in ("127.0.0.1", ""):
+            probe = probes.enter_context(socket.socket())
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError:
+                return False
+    return True
