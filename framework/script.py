@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 import traceback
 from typing import NoReturn
 
@@ -16,6 +17,7 @@ from framework.errors import EXIT_CONFIG, EXIT_OK, EXIT_TRAINING, FrameworkError
 from framework.launch.parent_watch import AGENT_VARIABLE, watch_parent
 from framework.output import write
 from framework.train.stop_request import StopRequest
+from framework.uncaught import SILENT_RANKS_WAIT_SECONDS
 
 
 def _parser() -> CommandParser:
@@ -57,6 +59,8 @@ def exit_code() -> int:
     except FrameworkError as error:
         if speaks or error.is_of_one_rank:
             write(sys.stderr, f"{error}\n")
+        else:
+            _leave_the_word(request)
         return error.exit_code
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "deepspeed", "numpy", "pydantic", "yaml"):
@@ -64,10 +68,22 @@ def exit_code() -> int:
             return EXIT_TRAINING
         if speaks:
             write(sys.stderr, f"{missing_package(error.name, what='training')}\n")
+        else:
+            _leave_the_word(request)
         return EXIT_CONFIG
     except Exception:
         write(sys.stderr, traceback.format_exc())
         return EXIT_TRAINING
+
+
+def _leave_the_word(request: StopRequest) -> None:
+    """A launcher ends all ranks when the first one ends: the one that speaks is given the time to, or until we are to end."""
+    if request.is_over:  # the run has ended, and rank 0 has told how
+        return
+    request.training_is_over()  # what is asked from now on is the launcher's, and says nothing new
+    deadline = time.monotonic() + SILENT_RANKS_WAIT_SECONDS
+    while not request.signal and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def main() -> NoReturn:

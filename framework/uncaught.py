@@ -24,7 +24,7 @@ from framework.output import write
 
 SWITCH: Final = "DSF_TRACEBACK"
 # A launcher ends all ranks when the first one ends: the one that speaks has to be given the time to.
-_SILENT_RANKS_WAIT_SECONDS: Final = 2.0
+SILENT_RANKS_WAIT_SECONDS: Final = 2.0
 
 
 def end_in_one_line() -> None:
@@ -68,7 +68,7 @@ def _end(error: FrameworkError) -> NoReturn:
     if os.environ.get("LOCAL_RANK", "0") == "0" or error.is_of_one_rank:
         write(sys.stderr, f"{error}\n")
     else:
-        time.sleep(_SILENT_RANKS_WAIT_SECONDS)
+        time.sleep(SILENT_RANKS_WAIT_SECONDS)
     if error.exit_code in (EXIT_CONFIG, EXIT_USAGE) and not _group_is_up():
         raise SystemExit(error.exit_code) from None  # nothing was started: exit handlers have nothing to wait for
     if error.exit_code == EXIT_STOPPED and not _group_is_up():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,16 @@ def _session_ranks_end() -> Iterator[None]:
 def warm() -> warm_ranks.WarmRanks:
     """Ranks in two seconds instead of ten, for every test that does not kill the process they are forked from."""
     return warm_ranks.session_ranks()
+
+
+@pytest.fixture(autouse=True)
+def _draws_the_same_numbers() -> None:
+    """Whatever has drawn from the global generators before: which tests share a process differs from run to run."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

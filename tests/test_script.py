@@ -1,9 +1,12 @@
-"""How train.py ends where something of the installation is missing."""
+"""How train.py ends on ranks that say nothing, and where something of the installation is missing."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from tests.places import ROOT
@@ -20,3 +23,46 @@ def test_a_missing_package_is_one_line_and_no_reason_to_try_again(tmp_path: Path
         f"training needs the package torch, which {sys.executable} does not have; "
         "pip install 'dsframework[train]', or in a checkout ./launch.sh setup [package-missing]\n"
     )
+
+
+# What all ranks meet, on one that leaves it to another to say so.
+REFUSED = """
+from framework import script
+from framework.errors import ConfigError, Problem
+from framework.train.stop_request import StopRequest
+
+def refuse(request):
+    raise ConfigError(Problem(kind="wrong-value", reason="too large", fix="write less"))
+
+def note(request):
+    really(request)
+    print("ready", flush=True)
+
+really, StopRequest.training_is_over, script._train = StopRequest.training_is_over, note, refuse
+script.SILENT_RANKS_WAIT_SECONDS = {seconds}
+script.main()
+"""
+
+
+def silent(seconds: float) -> subprocess.Popen[str]:
+    environment = {**os.environ, "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+    return subprocess.Popen([sys.executable, "-c", REFUSED.format(seconds=seconds)], cwd=ROOT, env=environment, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+
+
+def test_a_rank_that_is_silent_leaves_the_first_word_to_the_one_that_speaks() -> None:
+    """A launcher ends all ranks when the first one ends."""
+    begin = time.monotonic()
+    process = silent(1.5)
+    assert process.communicate(timeout=60) == ("ready\n", "")
+    assert process.returncode == 78
+    assert time.monotonic() - begin > 1.5
+
+
+def test_it_ends_with_its_own_code_when_the_launcher_ends_it() -> None:
+    process = silent(600.0)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == 78

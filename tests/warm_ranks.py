@@ -81,6 +81,8 @@ class WarmRanks:
               cwd: Path | None = None) -> Job:  # fmt: skip
         """Start train.py, or another script, on `num_ranks` ranks; what they print goes to ``folder/rank<N>.txt``."""
         folder.mkdir(parents=True, exist_ok=True)
+        for rank in range(num_ranks):
+            (folder / f"rank{rank}.txt").write_bytes(b"")  # a rank may be killed before it opens it
         port = free_ports(1)
         number = len(self._pids) + 1
         order = {"arguments": [*arguments], "num_ranks": num_ranks, "folder": str(folder), "port": port}
@@ -113,6 +115,8 @@ class WarmRanks:
             said = json.loads(line)
             with self._changed:
                 if "pids" in said:
+                    for pid in said["pids"]:
+                        self._codes.pop(pid, None)  # of an earlier process of this number
                     self._pids.append(said["pids"])
                 elif "code" in said:
                     self._codes[said["pid"]] = said["code"]
@@ -129,6 +133,7 @@ class Job:
 
     def __init__(self, warm: WarmRanks, pids: list[int], folder: Path, port: int) -> None:
         self._warm, self._pids, self._folder, self._port = warm, pids, folder, port
+        self._codes: list[int | None] = [None] * len(pids)  # kept: other processes get these numbers later
 
     @property
     def pids(self) -> list[int]:
@@ -148,7 +153,8 @@ class Job:
     def codes(self) -> list[int | None]:
         """Exit code of every rank; None while it runs."""
         ended = self._warm.codes()
-        return [ended.get(pid) for pid in self._pids]
+        self._codes = [ended.get(pid) if known is None else known for pid, known in zip(self._pids, self._codes, strict=True)]
+        return list(self._codes)
 
     def is_over(self) -> bool:
         """Whether a rank has failed or all have ended."""

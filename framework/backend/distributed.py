@@ -8,7 +8,6 @@ import hashlib
 import io
 import logging
 import os
-import socket
 import sys
 import time
 import warnings
@@ -25,6 +24,7 @@ from framework.backend.extensions import use_own_cache
 from framework.backend.rendezvous import check_environment, telling_where_ranks_meet
 from framework.backend.shared_buffers import remove_dead_buffers, remove_own_buffers
 from framework.errors import ConfigError, Problem, counted
+from framework.ports import free_port
 from framework.train.rank_log import write_to
 from framework.train.warn import warn
 
@@ -239,8 +239,4 @@ def _describe_single_process() -> None:
     """A process that no launcher started is rank 0 of 1; DeepSpeed would look for MPI otherwise."""
     if "RANK" in os.environ:
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ.update(single)
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))

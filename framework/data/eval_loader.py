@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -61,7 +63,7 @@ class EvalLoader:
             SeededCollate(samples, collate=own, seed=_EVALUATION_SEED) if own is not None else samples,
             batch_sampler=[list(indices) for indices, _ in self._batches],
             collate_fn=as_it_is if own is not None else collate,
-            worker_init_fn=leave_signals_to_rank,
+            worker_init_fn=partial(leave_signals_to_rank, os.getpid()),
             # Without one, every iterator draws its workers' seeds from the global generator.
             generator=torch.Generator().manual_seed(_WORKER_SEED),
             **self._fetching,

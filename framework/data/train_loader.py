@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -102,7 +104,7 @@ class TrainLoader:
             SeededCollate(samples, collate=own, seed=self._seed) if own is not None else samples,
             batch_sampler=KeyedMicroBatchSampler(indices) if is_keyed else indices,
             collate_fn=as_it_is if own is not None else collate,
-            worker_init_fn=leave_signals_to_rank,
+            worker_init_fn=partial(leave_signals_to_rank, os.getpid()),
             # Without one, every iterator draws its workers' seeds from the global generator.
             generator=torch.Generator().manual_seed(mix_int(_WORKER_SALT, self._seed, self._share.rank)),
             **self._fetching,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 
 from torch.utils.data import get_worker_info
@@ -10,8 +9,8 @@ from torch.utils.data import get_worker_info
 from framework.orphans import die_with
 
 
-def leave_signals_to_rank(_worker: int) -> None:
-    """A `worker_init_fn`.
+def leave_signals_to_rank(rank: int, _worker: int) -> None:
+    """A `worker_init_fn`, when it is given the process id of its rank, which may be gone by now.
 
     A request that goes to a whole process group (Ctrl-C, `timeout`, Slurm, the deepspeed launcher) would end the workers, and
     the run with them, while the rank still needs their batches to reach the step that it saves. They end when the rank
@@ -20,4 +19,4 @@ def leave_signals_to_rank(_worker: int) -> None:
     assert get_worker_info() is not None
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    die_with(os.getppid())
+    die_with(rank)

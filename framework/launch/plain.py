@@ -19,6 +19,7 @@ from framework.launch.hostfile import read_hostfile
 from framework.launch.inclusion import Chosen
 from framework.launch.options import LaunchOptions
 from framework.launch.topology import Topology
+from framework.ports import free_port
 
 _DEFAULT_HOSTFILE: Final = Path("/job/hostfile")
 # Up to here nodes are written out in a command, beyond it counted.
@@ -146,17 +147,18 @@ def usable_port(asked: int | None) -> int:
     Raises:
         ConfigError: something listens on the port that was asked for.
     """
+    if asked is None:
+        return free_port()
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("", asked or 0))
+            probe.bind(("", asked))
         except OSError as error:
             raise ConfigError(
                 Problem(kind="port-not-usable", file="command line", key="--master_port", value=asked,
                         reason=f"ranks cannot meet there: {error.strerror}", fix="leave it out, and a free one is taken")
             ) from None  # fmt: skip
-        port: int = probe.getsockname()[1]
-        return port
+    return asked
 
 
 def deepspeed_program() -> list[str]:

@@ -83,7 +83,7 @@ class StopRequest:
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in heeded():
             signal.signal(number, lambda number, frame: None)  # the thread sees it
-        os.register_at_fork(after_in_child=_be_no_rank)
+        os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_be_no_rank)
         threading.Thread(target=self._attend, args=(reader,), name="stop-requests", daemon=True).start()
 
     def _attend(self, reader: int) -> None:
@@ -139,9 +139,22 @@ def _rank() -> str:
     return f"rank {os.environ.get('RANK', '0')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
 
 
+_held = threading.local()
+
+
+def _hold() -> None:
+    """Before a fork: a signal to the child waits until the child is no rank any more."""
+    _held.before = signal.pthread_sigmask(signal.SIG_BLOCK, heeded())
+
+
+def _let_go() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _held.before)
+
+
 def _be_no_rank() -> None:
     """After a fork: the child shares the pipe, and a signal to it must not be taken for one to the rank."""
     signal.set_wakeup_fd(-1)
     for number in heeded():
         # Requests to a whole process group are the rank's to answer. SIGTERM stays: `multiprocessing` ends children with it.
         signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
+    _let_go()

@@ -127,6 +127,8 @@ class Writer:
             if order["rank"] == 0:
                 publish_when_all_have_written(order, self._listen)
                 self._channel.send(state="published")
+        except ConnectionError:  # the rank has gone: what is written and recorded stays so
+            raise
         except (OSError, _NotWrittenError) as error:
             failure = getattr(error, "strerror", None) or str(error)
             if order["rank"] != 0:

@@ -96,7 +96,7 @@ def test_torchs_warning_of_barriers_is_not_shown(host: Accelerator, group: None)
 class TestWhoTells:
     """Three ranks, each a thread with the group's store."""
 
-    def tells(self, monkeypatch: pytest.MonkeyPatch, *ranks: int) -> set[int]:
+    def tells(self, monkeypatch: pytest.MonkeyPatch, *ranks: int, patience_seconds: float = 0.3) -> set[int]:
         store, own, found = torch.distributed.HashStore(), threading.local(), set[int]()
         store.set_timeout(timedelta(seconds=5))
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
@@ -106,7 +106,7 @@ class TestWhoTells:
 
         def meet(rank: int) -> None:
             own.rank = rank
-            if is_first_to_tell("it is torn", patience_seconds=0.3):
+            if is_first_to_tell("it is torn", patience_seconds=patience_seconds):
                 found.add(rank)
 
         threads = [threading.Thread(target=meet, args=(rank,)) for rank in ranks]
@@ -117,7 +117,7 @@ class TestWhoTells:
         return found
 
     def test_rank_0_tells_what_all_meet(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert self.tells(monkeypatch, 2, 1, 0) == {0}
+        assert self.tells(monkeypatch, 2, 1, 0, patience_seconds=30.0) == {0}
 
     def test_one_of_the_others_tells_what_rank_0_does_not_meet(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(self.tells(monkeypatch, 1, 2, 3)) == 1

@@ -55,10 +55,10 @@ def test_a_name_that_nobody_has(monkeypatch: pytest.MonkeyPatch, free_port: int)
 
 
 def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket(socket.AF_INET6) as taken:
-        taken.bind(("", 0))
+    port = free_ports(1)
+    with socket.socket() as taken:
+        taken.bind(("", port))
         taken.listen()
-        port = taken.getsockname()[1]
         line = meet(monkeypatch, rank=0, port=port)
     assert f"port {port} on {socket.gethostname()} is in use" in line
     assert line.endswith("[rendezvous-port-in-use]")

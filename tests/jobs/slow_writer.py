@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
+import torch
 import torch.distributed
 
 from framework.backend.patience import gather_from_disks, waiting_for_disks
@@ -13,7 +14,8 @@ LIMIT, LONGER = timedelta(seconds=1), 2.5
 
 
 def main() -> None:
-    torch.distributed.init_process_group("gloo", timeout=LIMIT)
+    torch.distributed.init_process_group("gloo")  # to find each other they may take longer
+    torch.distributed.group.WORLD._get_backend(torch.device("cpu"))._set_default_timeout(LIMIT)
     with waiting_for_disks():
         if torch.distributed.get_rank() == 0:
             time.sleep(LONGER)

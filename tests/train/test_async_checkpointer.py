@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import pytest
 
 from framework.errors import StorageError
 from framework.files import FileRecord
+from framework.train import async_checkpointer
 from framework.train.checkpointer import Checkpointer
 from framework.train.retention import Retention
 from framework.train.saved import list_checkpoints
 from tests.train.background_saves import (
+    SECONDS,
     Engine,
     await_warning,
     is_dead,
@@ -59,9 +62,16 @@ class TestWriting:
         self, make: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
         checkpointer = make()
+        await_answer = checkpointer._await_answer
+
+        def await_with_the_disk_back(timeout: float | None = None) -> None:
+            if timeout != 0.0:  # a look alone does not wait
+                os.kill(writer(checkpointer), signal.SIGCONT)
+            await_answer(timeout)
+
+        checkpointer._await_answer = await_with_the_disk_back
         for step in (1, 2, 3):
-            pid = stop(checkpointer)
-            later(lambda pid=pid: os.kill(pid, signal.SIGCONT))
+            stop(checkpointer)
             assert checkpointer.save(step)
         checkpointer.finish()
         assert steps(tmp_path) == [1, 2, 3]
@@ -114,7 +124,8 @@ class TestWriting:
         assert writer(checkpointer) == pid
         assert steps(tmp_path) == [1, 2]
 
-    def test_closing_lets_a_save_become_whole(self, make: Any, tmp_path: Path) -> None:
+    def test_closing_lets_a_save_become_whole(self, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(async_checkpointer, "_LAST_SECONDS", SECONDS)
         checkpointer = make()
         pid = stop(checkpointer)
         checkpointer.save(1)
@@ -135,6 +146,8 @@ class TestFailing:
         checkpointer._engine.num_bytes = 600_000
         assert checkpointer.save(2)
         said = await_warning(capfd)  # though the ranks have not met again
+        checkpointer._await_answer(SECONDS)  # it is told to people first
+        assert checkpointer._state == "failed"
         assert f"{tmp_path}/global_step2: the checkpoint cannot be written (File too large)" in said
         assert "training goes on" in said
         limit_file_size(writer(checkpointer), resource.RLIM_INFINITY)
@@ -177,8 +190,13 @@ class TestFailing:
         if how == "disk":
             limit_file_size(writer(checkpointer), 10)
         else:
-            pid = stop(checkpointer)
-            later(lambda: os.kill(pid, signal.SIGKILL))
+            pid, begin = stop(checkpointer), checkpointer._begin
+
+            def begin_and_die(order: Mapping[str, Any]) -> None:
+                begin(order)
+                os.kill(pid, signal.SIGKILL)
+
+            checkpointer._begin = begin_and_die
         with pytest.raises(StorageError, match=r"global_step2: the checkpoint cannot be written .*\[checkpoint-not-written\]"):
             checkpointer.save(2)
         assert capfd.readouterr().err == "", "an error, and no warning beside it"

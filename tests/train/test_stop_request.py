@@ -134,6 +134,7 @@ def test_elsewhere_than_in_the_main_thread_nothing_is_handled() -> None:
 _LISTENING = """
 import ctypes, os, signal, sys, time
 from framework.train.stop_request import StopRequest
+{before}
 request = StopRequest()
 request.listen()
 {setting}
@@ -143,10 +144,10 @@ for _ in range(9):  # a signal ends one
 """
 
 
-def listening(setting: str = "", **environment: str) -> subprocess.Popen[str]:
+def listening(setting: str = "", *, before: str = "", **environment: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", _LISTENING.format(setting=setting)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        [sys.executable, "-c", _LISTENING.format(setting=setting, before=before)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
     )  # fmt: skip
     assert process.stdout is not None
     line = process.stdout.readline()
@@ -168,7 +169,7 @@ def test_twice_while_training_ends_with_the_number_of_the_signal() -> None:
     process.send_signal(INT)
     time.sleep(0.5)
     process.send_signal(INT)
-    time.sleep(2.0)
+    time.sleep(4.0)
     assert process.poll() is None
     process.send_signal(INT)
     _, said = process.communicate(timeout=30)
@@ -190,14 +191,13 @@ def test_a_signal_to_a_forked_child_is_none_to_the_rank() -> None:
 child = os.fork()
 if child == 0:
     time.sleep(60)
-time.sleep(0.3)
-os.kill(child, signal.SIGUSR1)  # ignored there
+os.kill(child, signal.SIGUSR1)  # ignored there, and until it comes to that it waits
 time.sleep(0.3)
 assert os.waitpid(child, os.WNOHANG) == (0, 0)
 os.kill(child, signal.SIGTERM)  # as multiprocessing ends its children
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -15
 time.sleep(0.3)
-assert not request.signal""")
+assert not request.signal""", before="os.register_at_fork(after_in_child=lambda: time.sleep(0.3))")
     process.kill()
     process.communicate(timeout=30)
     # `listening` has read on to "ready"; a failed assertion would have ended the process before it.

@@ -1,0 +1,30 @@
+"""What a worker of a DataLoader does first."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.places import ROOT
+
+# A worker whose rank has been killed between the fork and its first line: what is its parent by then is somebody else.
+LATE = """
+import os, sys
+from torch.utils.data import _utils
+from framework.data.worker_process import leave_signals_to_rank
+_utils.worker._worker_info = _utils.worker.WorkerInfo(id=0, num_workers=1, seed=0, dataset=None)
+leave_signals_to_rank(int(sys.argv[1]), 0)
+print("stays")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("is_there", "said"), [(True, "stays\n"), (False, "")])
+def test_a_worker_goes_when_its_rank_has_gone_before_it_could_look(is_there: bool, said: str) -> None:
+    rank = os.getpid() if is_there else 2**22  # beyond what a process may have
+    done = subprocess.run([sys.executable, "-c", LATE, str(rank)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout == said, done.stderr
+    assert done.returncode == (0 if is_there else 1)
