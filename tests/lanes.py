@@ -18,11 +18,12 @@ import pytest
 from tests.places import ROOT
 
 NUM_LANES: Final = 2
-# Slow files that wait more than they work.
+# Slow files that wait more than they work, or work on one processor.
 WAITING: Final = (
     "tests/launch/", "tests/hosts/", "tests/kubelet/", "tests/campaign/test_launch_faults.py",
     "tests/campaign/test_torchrun_kills.py", "tests/test_public_names.py", "tests/test_quickstart.py", "tests/test_stopping.py",
-    "tests/test_train_script.py", "tests/test_uncaught.py",
+    "tests/test_train_script.py", "tests/test_uncaught.py", "tests/config/", "tests/ds_json/test_edits.py",
+    "tests/ds_json/test_fixes.py", "tests/ds_json/rules/test_any_value.py",
 )  # fmt: skip
 _DISTRIBUTION: Final = "loadscope"  # a file, or all that trains, goes to one lane as a whole
 

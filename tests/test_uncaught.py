@@ -76,6 +76,7 @@ def test_it_is_never_installed_under_pytest() -> None:
     assert sys.excepthook is before
 
 
+@pytest.mark.slow
 def test_the_other_ranks_of_a_host_end_with_the_same_code_and_are_silent(tmp_path: Path) -> None:
     """A launcher ends all ranks when the first one ends: they leave the first word to the one that speaks."""
     started = time.monotonic()

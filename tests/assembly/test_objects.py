@@ -121,7 +121,7 @@ class TestSections:
          "its arguments, or the built model [object-args]"),
         ({"model": lambda width: nn.Linear(width, 2)}, "missing a required argument: 'width'"),
         ({"optimizer": lambda: None}, "(parameters): too many positional arguments; hand over a function"),
-        ({"optimizer": torch.optim.LBFGS(nn.Linear(3, 2).parameters())}, "torch.optim.lbfgs.LBFGS: it is built already"),
+        ({"optimizer": torch.optim.SGD(nn.Linear(3, 2).parameters())}, "torch.optim.sgd.SGD: it is built already"),
         ({"optimizer": "adam"}, "optimizer = builtins.str: it cannot be called; hand over a function from parameters"),
         ({"task": lambda outputs: outputs}, "(outputs, targets): too many positional arguments"),
         ({"task": lambda outputs, targets, weight: outputs}, "missing a required argument: 'weight'"),

@@ -116,9 +116,11 @@ class TestWhoTells:
             thread.join()
         return found
 
+    @pytest.mark.slow
     def test_rank_0_tells_what_all_meet(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert self.tells(monkeypatch, 2, 1, 0, patience_seconds=30.0) == {0}
 
+    @pytest.mark.slow
     def test_one_of_the_others_tells_what_rank_0_does_not_meet(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(self.tells(monkeypatch, 1, 2, 3)) == 1
         assert self.tells(monkeypatch, 3) == {3}

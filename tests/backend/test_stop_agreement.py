@@ -91,6 +91,7 @@ def test_without_a_request_all_train_to_the_end() -> None:
     assert [(rank.step, rank.signal) for rank in ranks] == [(50, "")] * 3
 
 
+@pytest.mark.slow
 def test_requests_at_any_instant_around_the_end_leave_nobody_waiting() -> None:
     draw = random.Random(3)
     for _ in range(25):

@@ -6,6 +6,7 @@ import re
 from contextlib import suppress
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,6 +47,7 @@ JARGON = re.compile(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(CONFIGS)
 def test_problems_are_whole_sentences(values: dict[str, Any]) -> None:

@@ -192,6 +192,7 @@ def value_at(value: Any, path: KeyPath) -> Any:
     return value
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None)
 @given(hjson_texts(), st.data())
 def test_any_edits_of_any_text(text: str, data: st.DataObject) -> None:
@@ -248,6 +249,7 @@ def test_a_diff_cannot_write_to_the_terminal() -> None:
     assert diff == '--- ds.json\n+++ ds.json\n@@ -1 +1 @@\n-{"a": 1} # ?[2J\n+{"b": 1} # ?[2J'
 
 
+@pytest.mark.slow
 def test_many_edits_take_bounded_time() -> None:
     document = parse_hjson("{" + ", ".join(f'"k{number}": {number}' for number in range(20_000)) + "}", name="x")
     begin = time.process_time()

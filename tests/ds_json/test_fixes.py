@@ -99,6 +99,7 @@ def test_what_is_a_slip(written: str, known: str, expected: bool) -> None:
     assert means(written, known) is expected
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6))
 def test_whatever_is_wrong_is_not_made_worse(seed: int) -> None:

@@ -27,6 +27,7 @@ def alone(members: Members) -> Members:
 # ---------------------------------------------------------------------------------------------------------- one node
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("actions", "code", "line"),
     [

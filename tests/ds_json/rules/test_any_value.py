@@ -62,6 +62,7 @@ RELEASES = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(
     st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=4),

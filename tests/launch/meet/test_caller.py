@@ -89,6 +89,7 @@ def test_a_request_says_how_it_came(connect: Connect) -> None:
     assert json.loads(far.makefile().readline()) == {"type": "stop", "why": "SIGTERM"}
 
 
+@pytest.mark.slow
 def test_each_connection_has_a_nonce_and_silence_ends_a_suspicion() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

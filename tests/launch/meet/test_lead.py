@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from framework.errors import ConfigError, FrameworkError, PeerLostError, Problem
+from framework.launch.meet import guests
 from framework.launch.meet.guests import Guest, Guests, Strangers, TurnedAway
 from framework.launch.meet.hello import disagreements, hosts_text
 from framework.launch.meet.lead import Lead, ahead
@@ -29,6 +30,12 @@ from framework.launch.topology import Topology
 from tests.launch.conftest import Connect
 from tests.launch.meet.members import reset
 from tests.ports import free_ports
+
+
+@pytest.fixture(autouse=True)
+def _sees_nobody_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ends that are in the hands of a test do not hang up by themselves."""
+    monkeypatch.setattr(guests, "_SEE_OFF_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -83,8 +90,9 @@ def test_the_last_word_of_who_has_gone_is_heard(lead: Lead, connect: Connect, mo
     assert heard == ["stop"]
 
 
-def test_who_refuses_lets_the_others_hang_up_first(lead: Lead, connect: Connect) -> None:
+def test_who_refuses_lets_the_others_hang_up_first(lead: Lead, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their beats lie unread in its connections: closing these would take back a refusal that is still on its way."""
+    monkeypatch.setattr(guests, "_SEE_OFF_SECONDS", 60.0)
     far = enter(lead, connect, 1)
     far.sendall(b'{"type": "beat"}\n')
 

@@ -321,6 +321,7 @@ def test_nodes_that_reach_each_other_meet_and_answer_nobody_afterwards(monkeypat
             socket.create_connection(("127.0.0.1", number), timeout=20)
 
 
+@pytest.mark.slow
 def test_a_node_that_is_not_reached_is_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """A firewall that lets node 1 call, and nobody call node 1."""
     monkeypatch.setattr("framework.launch.meet.reach._AGAIN_FOR_SECONDS", 0.2)
