@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from types import FrameType
 from typing import Literal, NoReturn
 
@@ -83,7 +84,7 @@ class StopRequest:
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in heeded():
             signal.signal(number, lambda number, frame: None)  # the thread sees it
-        os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_be_no_rank)
+        _leave_children_alone()
         threading.Thread(target=self._attend, args=(reader,), name="stop-requests", daemon=True).start()
 
     def _attend(self, reader: int) -> None:
@@ -140,6 +141,11 @@ def _rank() -> str:
 
 
 _held = threading.local()
+
+
+@cache  # hooks stay: twice, the second would take the first one's mask for the one to put back
+def _leave_children_alone() -> None:
+    os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_be_no_rank)
 
 
 def _hold() -> None:
