@@ -12,16 +12,17 @@ from typing import Final
 _GIVEN: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LARGEST: Final = 65_535
 _TRIES: Final = 64
+_ENOUGH: Final = 2000  # of fewer, jobs that start at the same moment would take the same
 
 
 def free_port() -> int:
     """A port at which nobody listens on any address of this machine.
 
-    Where the kernel leaves some out, it is one of those that it gives to nobody by itself: in the seconds until a rank listens
+    Where the kernel leaves enough out, it is one of those that it gives to nobody by itself: in the seconds until a rank listens
     there, another program would sooner or later be given the port that has just been found free.
     """
     outside = range(_last_given() + 1, _LARGEST)  # without the last: some take the next one as well
-    for port in random.SystemRandom().sample(outside, min(_TRIES, len(outside))):
+    for port in random.SystemRandom().sample(outside, _TRIES) if len(outside) >= _ENOUGH else ():
         with suppress(OSError):
             return _bound(port)
     return _bound(0)

@@ -80,7 +80,7 @@ def _leave_the_word(request: StopRequest) -> None:
     """A launcher ends all ranks when the first one ends: the one that speaks is given the time to, or until we are to end."""
     if request.is_over:  # the run has ended, and rank 0 has told how
         return
-    request.training_is_over()  # what is asked from now on is the launcher's, and says nothing new
+    request.run_has_failed()
     deadline = time.monotonic() + SILENT_RANKS_WAIT_SECONDS
     while not request.signal and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -38,7 +38,7 @@ def note(request):
     really(request)
     print("ready", flush=True)
 
-really, StopRequest.training_is_over, script._train = StopRequest.training_is_over, note, refuse
+really, StopRequest.run_has_failed, script._train = StopRequest.run_has_failed, note, refuse
 script.SILENT_RANKS_WAIT_SECONDS = {seconds}
 script.main()
 """

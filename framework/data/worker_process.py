@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
 
 from torch.utils.data import get_worker_info
@@ -19,4 +21,5 @@ def leave_signals_to_rank(rank: int, _worker: int) -> None:
     assert get_worker_info() is not None
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    die_with(rank)
+    # A fork server lives as long as the rank, and is the parent of its workers.
+    die_with(os.getppid() if multiprocessing.get_start_method() == "forkserver" else rank)

@@ -49,8 +49,8 @@ srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait={wait} --label \\
     --nnodes "$SLURM_JOB_NUM_NODES" --num_gpus {ranks} --master_addr "$master" --master_port "$port" \\
     --grace_seconds {grace} &
 step=$!
-# A request may have come before there was anybody to tell.
-[[ $asked == 0 ]] || kill -USR1 "$step" 2>/dev/null || true
+# A request that came before is told as soon as srun can take it.
+[[ $asked == 0 ]] || {{ sleep 2; kill -USR1 "$step" 2>/dev/null || true; }}
 
 # A signal interrupts `wait`: then the code is not that of srun.
 code=0

@@ -33,7 +33,7 @@ class StopRequest:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.RLock()  # a handler may run in the thread that holds it
-        self._phase: Literal["before", "training", "over"] = "before"
+        self._phase: Literal["before", "training", "over", "failed"] = "before"
         self._insistence = Insistence()
         self._number: int | None = None
         self._when_asked: Callable[[], None] | None = None
@@ -76,6 +76,11 @@ class StopRequest:
         """Everything is saved: a request that still comes changes nothing."""
         with self._lock:
             self._phase = "over"
+
+    def run_has_failed(self) -> None:
+        """There is nothing to stop any more: who asks now is a launcher that ends what is left of the job."""
+        with self._lock:
+            self._phase = "failed"
 
     def listen(self) -> None:
         """Read requests from now to the end of this process, which is a rank and nothing else. Main thread only."""

@@ -123,19 +123,17 @@ class Writer:
     def _save(self, order: Mapping[str, Any]) -> None:
         try:
             self._write(order)
-            self._channel.send(state="written")
+            self._tell(state="written")
             if order["rank"] == 0:
                 publish_when_all_have_written(order, self._listen)
-                self._channel.send(state="published")
-        except ConnectionError:  # the rank has gone: what is written and recorded stays so
-            raise
+                self._tell(state="published")
         except (OSError, _NotWrittenError) as error:
             failure = getattr(error, "strerror", None) or str(error)
             if order["rank"] != 0:
                 note_failure(order, failure)
             elif order["warns"]:
                 warn_of_failure(Path(order["folder"]), order["said"]["step"], failure)
-            self._channel.send(state="failed", failure=failure)
+            self._tell(state="failed", failure=failure)
 
     def _write(self, order: Mapping[str, Any]) -> None:
         """From memory that is mapped once: finding its pages anew takes half as long as hashing them."""
@@ -145,6 +143,12 @@ class Writer:
             # The old mapping goes when nobody refers to it any more, be it an error that tells of a part of it.
             self._memory = memoryview(mmap.mmap(self._descriptor, num_bytes, mmap.MAP_SHARED | populate, mmap.PROT_READ))
         write_files(order, self._memory)
+
+    def _tell(self, **answer: str) -> None:
+        try:
+            self._channel.send(**answer)
+        except ConnectionError:  # the rank is gone: what is written and recorded stays so
+            os._exit(0)
 
     def _listen(self, seconds: float) -> Mapping[str, Any]:
         try:

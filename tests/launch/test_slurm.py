@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -136,12 +137,14 @@ def batch(tmp_path: Path) -> dict[str, str]:
             "SLURM_CPUS_PER_TASK": "6"}  # fmt: skip
 
 
-def start(folder: Path, environment: dict[str, str], *, requeue: bool = True, before_step: str = "") -> subprocess.Popen[bytes]:
+def start(folder: Path, environment: dict[str, str], *, requeue: bool = True,
+          edits: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:  # fmt: skip
     request = slurm_script.SlurmRequest("a b.yaml", overrides=("x=$(id)",), nodes=2, ranks_per_node=4, name="x", requeue=requeue)
     script = slurm_script.script(request, made_by="a test")
-    assert script.count("\nstep=$!\n") == 1
-    # `$!` stays what it is: nothing here runs in the background.
-    (folder / "job.sbatch").write_text(script.replace("\nstep=$!\n", f"\n{before_step}step=$!\n"))
+    for old, new in (edits or {}).items():
+        assert script.count(old) == 1
+        script = script.replace(old, new)
+    (folder / "job.sbatch").write_text(script)
     return subprocess.Popen(["bash", "job.sbatch"], cwd=folder, env=environment)
 
 
@@ -193,10 +196,12 @@ def test_a_stop_request_is_handed_on_and_its_code_is_kept(
 
 def test_a_request_that_comes_before_the_step_is_known_is_handed_on(tmp_path: Path, batch: dict[str, str]) -> None:
     (tmp_path / "may_end").touch()
-    job = start(tmp_path, batch, requeue=False, before_step="until [[ -e asked ]]; do sleep 0.05; done; ")
-    wait_for(tmp_path / "ready")
+    job = start(tmp_path, batch, requeue=False, edits={
+        "\nsrun ": '\necho waits >waits; until [[ -e asked && $asked != 0 ]]; do sleep 0.05; done\nsrun ',
+        "sleep 2;": "until [[ -e ready ]]; do sleep 0.05; done;",
+    })  # fmt: skip
+    wait_for(tmp_path / "waits")
     job.send_signal(signal.SIGUSR1)
-    time.sleep(0.2)
     (tmp_path / "asked").touch()
     assert job.wait(60) == errors.EXIT_STOPPED
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,10 +20,11 @@ import pytest
 from framework.errors import StorageError
 from framework.train import async_checkpointer, writer_process
 from framework.train.async_checkpointer import AsyncCheckpointer
+from framework.train.channel import Channel
 from framework.train.checkpointer import clear_unfinished
 from framework.train.choice import find_sound_checkpoint
 from framework.train.saved import list_checkpoints
-from framework.train.writer import write_files
+from framework.train.writer import Writer, write_files
 from tests.places import ROOT
 from tests.train.background_saves import (
     SECONDS,
@@ -87,6 +90,7 @@ class TestRanks:
         ranks.do(lambda one: one.finish())
         assert steps(tmp_path) == [4]
         assert met[0] > 10, "they have come and gone while the disk did not answer"
+        assert max(ranks.waits) < async_checkpointer._BEAT_SECONDS + 4
 
     def test_another_ranks_failure_is_everybodys_and_told_at_once(
         self, make: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -144,6 +148,26 @@ class TestRanks:
         told = ranks.do(lambda one: one.save(1))
         assert [type(error) for error in told] == [StorageError, StorageError]
         assert names(tmp_path) == []
+
+
+def test_what_a_disk_refuses_in_the_words_of_a_connection_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python has one name for both: some network file systems say ESHUTDOWN when they have lost their server."""
+
+    def refuse(order: Any, memory: Any) -> None:
+        raise OSError(errno.ESHUTDOWN, os.strerror(errno.ESHUTDOWN))
+
+    monkeypatch.setattr("framework.train.writer.write_files", refuse)
+    (tmp_path / ".saving").mkdir()
+    memory = os.memfd_create("staged")
+    os.ftruncate(memory, 16)
+    near, far = socket.socketpair()
+    with near, far:
+        order = {"tag": "global_step1", "rank": 1, "folder": str(tmp_path), "ticket": "t", "warns": False}
+        Writer(Channel(near), memory)._save(order)
+        assert Channel(far).receive(SECONDS) == {"state": "failed", "failure": os.strerror(errno.ESHUTDOWN)}
+    os.close(memory)
+    (record,) = records(tmp_path, rank=1)
+    assert os.strerror(errno.ESHUTDOWN) in record.read_text()
 
 
 class TestIdentity:

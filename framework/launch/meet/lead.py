@@ -16,7 +16,7 @@ from framework.launch.meet.addresses import peer_name
 from framework.launch.meet.guests import Guest, Guests, TurnedAway
 from framework.launch.meet.hello import disagreements, hello_is_wrong
 from framework.launch.meet.meeting import CALLING_SECONDS, LOOK_SECONDS, STRANGERS, Meeting
-from framework.launch.meet.messages import LARGEST_LINE_BYTES, LinkLost, Message, NoAgent, is_proof, proof
+from framework.launch.meet.messages import LARGEST_LINE_BYTES, LinkLost, Message, NoAgent, as_line, is_proof, proof
 from framework.launch.meet.peers import Peers
 from framework.launch.meet.reach import Place, Round
 from framework.launch.open_files import require
@@ -90,7 +90,8 @@ class Lead:
         if hello["job"] != self._meeting.hello["job"]:
             self._turn_away(guest, "other-job", "another job listens here", "give every job a --master_port of its own")
         self._guests.let_in(guest, hello | {"ahead": ahead(hello["clock"], sent=guest.challenged_at, received=time.time())})
-        guest.link.send("welcome", proof=proof(token, role="lead", nonces=nonces, content={}) if token else "")
+        signed = proof(token, role="lead", nonces=nonces, content={}) if token else ""
+        guest.link.pass_on(as_line("welcome", proof=signed))
 
     def _turn_away(self, guest: Guest, kind: str, reason: str, fix: str) -> NoReturn:
         guest.link.send("nogo", problems=[Problem(kind=kind, reason=reason, fix=fix).to_dict()])
@@ -157,7 +158,7 @@ class Lead:
         for guest in present:
             assert guest.hello is not None
             try:
-                guest.link.send("reach", **found.order(guest.hello["node_rank"]))
+                guest.link.pass_on(as_line("reach", **found.order(guest.hello["node_rank"])))
             except LinkLost as lost:
                 self._guests.part(guest, lost)
         return found

@@ -75,19 +75,11 @@ class Link:
         Raises:
             LinkLost: the other end is gone, or reads nothing.
         """
-        self.send_line(as_line(kind, **content))
-
-    def send_line(self, line: bytes) -> None:
-        """The same for what `as_line` has made once for many.
-
-        Raises:
-            LinkLost: the other end is gone, or reads nothing.
-        """
-        self._queue(line)
+        self._queue(as_line(kind, **content))
         self.flush()
 
     def pass_on(self, line: bytes) -> None:
-        """As `send_line`, for who does not depend on it: a connection that is gone is found by `receive`, behind its last words.
+        """Send what `as_line` has made, perhaps for many: a connection that is gone is found by `receive`, behind its last words.
 
         Raises:
             LinkLost: the other end reads nothing.

@@ -146,7 +146,7 @@ class Peers:
             self._send_all(kind, content)
 
     def _pass_on_ends(self) -> None:
-        """Node 0 tells all others what it has heard of ends since; sending may find one more that is lost."""
+        """Node 0 tells all others what it has heard of ends since; one that reads nothing is found lost, and told as well."""
         while self._untold:
             nodes, self._untold = self._untold[:_MOST_ENDED], self._untold[_MOST_ENDED:]
             self._send_all("ended", {"codes": {str(node): self.ended[node] for node in nodes}})

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from framework.errors import ConfigError, FrameworkError, PeerLostError, Problem
+from framework.errors import ConfigError, FrameworkError, PeerLostError, Problem, RunStopped
 from framework.launch.meet import guests
 from framework.launch.meet.guests import Guest, Guests, Strangers, TurnedAway
 from framework.launch.meet.hello import disagreements, hosts_text
@@ -429,6 +429,21 @@ def test_a_node_that_goes_while_all_call_each_other_may_come_again(job: Joining)
     read(link, "go")
     assert isinstance(job.end(), Peers)
     echo.close()
+
+
+def test_the_last_word_before_all_call_each_other_is_heard(job: Joining, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that is asked to stop, and goes, while node 0 compares what all have said."""
+    link, really = job.call(), job.lead._begin_round
+
+    def begin(present: Sequence[Guest]) -> Any:
+        link._connection.sendall(b'{"type": "stop", "why": "SIGTERM"}\n')
+        reset(link._connection)
+        time.sleep(0.2)
+        return really(present)
+
+    monkeypatch.setattr(job.lead, "_begin_round", begin)
+    join(link, looked(1))
+    assert isinstance(job.end(), RunStopped)
 
 
 def test_nobody_is_refused_for_a_node_that_has_gone(lead: Lead, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
