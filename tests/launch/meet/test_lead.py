@@ -240,7 +240,7 @@ class Joining:
         self.address = self.listener.getsockname()
         self.meeting, self.lead = meeting, Lead(meeting, self.listener)
         self.ends: list[object] = []
-        self.thread = threading.Thread(target=self._run)
+        self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
