@@ -11,6 +11,7 @@ import platform
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 
 from tests.launched import ROOT, job_environment
@@ -34,13 +35,18 @@ def main() -> None:
     is_told_to_end: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: is_told_to_end.append(number))
     os.nice(10)
+    load_ops(until=lambda: bool(is_told_to_end))
+
+
+def load_ops(*, until: Callable[[], bool] = lambda: False) -> None:
+    """Compile those that are not there, and load all, or as many as come before `until` holds."""
     from deepspeed.accelerator import get_accelerator
 
     from framework.backend.extensions import use_own_cache
 
     use_own_cache()
     for builder in BUILDERS:
-        if is_told_to_end:
+        if until():
             break
         try:
             get_accelerator().create_op_builder(builder).load()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -155,12 +155,13 @@ def made_aside(target: Path) -> Iterator[Path]:
         OSError: it cannot be written, or the target has come to hold something meanwhile.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
-    try:
+    aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+    try:  # around the making as well: a signal may end the command right after it
+        aside.mkdir(mode=0o700)
         yield aside
         umask = os.umask(0)
         os.umask(umask)
-        aside.chmod(0o777 & ~umask)  # mkdtemp lets nobody else in
+        aside.chmod(0o777 & ~umask)  # until here nobody else was let in
         aside.rename(target)  # takes the place of an empty folder, and of nothing else
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)

@@ -16,4 +16,5 @@ def test_torchrun_ends_the_others_and_the_next_start_goes_on(tmp_path: Path) -> 
     found = Found()
     Campaign(TorchrunRanks(), tmp_path, seed=1, found=found).case("zero1", num_kills=1)
     assert found.wrong == []
-    assert (len(found.kills), found.finished["zero1"]) == (1, 1)
+    assert len(found.kills) == 1
+    assert found.finished["zero1"] >= 1  # once more for a run that ends before the kill

@@ -298,7 +298,8 @@ def test_a_run_that_is_told_to_end_leaves_nothing(number: signal.Signals, code: 
         time.sleep(0.01)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (code, "")
+    said = [line for line in errors.splitlines() if not line.startswith("writing tokens: ")]  # every ten seconds
+    assert (process.returncode, said) == (code, [])
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 

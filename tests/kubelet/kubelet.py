@@ -50,7 +50,7 @@ class Kubelet:
         secrets: values of keys by name of the secret.
         image: folders that the image has filled: their content is copied into an emptyDir of that path. What a real image would
             keep elsewhere is prepared in this way, such as compiled ops.
-        publish_after: seconds until others can resolve a new pod's name.
+        publish_after: seconds until others can resolve a new pod's name; infinite: not before `publish_now`.
         restart_after: seconds until a failed pod is made anew; the real controller waits 10 s, then twice as long each time.
     """
 
@@ -195,6 +195,11 @@ class Kubelet:
                 os.chown(entry, -1, security.fsGroup)
                 entry.chmod(entry.stat().st_mode | (0o2770 if entry.is_dir() else 0o660))
         return Mount(bind=folder, read_only=read_only or volume.configMap is not None)
+
+    def publish_now(self) -> None:
+        """Others can resolve the name of every pod, those to come as well."""
+        self._publish_after = 0.0
+        self._publish(float("inf"))
 
     def _publish(self, now: float) -> None:
         for due, name, address in [entry for entry in self._unpublished if entry[0] <= now]:

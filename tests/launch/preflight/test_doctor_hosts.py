@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,11 @@ def test_everything_that_is_wrong_between_hosts_is_told_at_once(network: Network
     first, second, third = network.hosts
     third.run(["sh", "-c", "printf 'class Net: depth = 2\n' > /tmp/project/my_nets.py"])
     second.know("node-0", "127.0.0.1")
-    taken = first.start([sys.executable, "-c", "import socket, time; held = socket.create_server(('', 29500)); time.sleep(600)"])
+    taken = first.start([sys.executable, "-c", "import socket, time; held = socket.create_server(('', 29500)); "
+                         "print('taken', flush=True); time.sleep(600)"])  # fmt: skip
+    while "taken" not in taken.said():
+        assert taken.poll() is None, taken.said()
+        time.sleep(0.02)
     try:
         found = ask(first, "run.output_dir=/tmp/runs", "model={target: 'my_nets:Net'}")
     finally:
@@ -86,7 +91,7 @@ def test_a_host_that_is_gone(network: Network) -> None:
 
 @needs_hosts
 def test_the_slow_host_is_named(network: Network) -> None:
-    network.delay(network.hosts[1], 40)
+    network.delay(network.hosts[1], 80)
     try:
         found = ask(network.hosts[0], "run.output_dir=/shared", "--bench")
     finally:
