@@ -223,13 +223,13 @@ def test_a_killed_agent_is_a_lost_node(members: Members, killed: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_silent_agent_is_lost_within_20_seconds(members: Members) -> None:
+def test_an_agent_that_is_silent_for_15_seconds_is_lost(members: Members) -> None:
     processes = [members.start(rank, "ignore") for rank in (0, 1)]
     members.ready(2)
     begun = time.monotonic()
     processes[1].send_signal(signal.SIGSTOP)
     code, said = ended(processes[0])
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 30  # and two for the ranks to end: 17 on a machine that has nothing else to do
     assert code == 76
     assert "lost: silent for 15 s" in said.splitlines()[-1]
 
