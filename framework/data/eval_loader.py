@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -12,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from framework.data.batches import collate, own_collate
 from framework.data.sample_seed import SeededBatches, SeededCollate, as_it_is
-from framework.data.worker_process import leave_signals_to_rank
+from framework.data.worker_process import init_of_workers
 
 _WORKER_SEED: Final = 0
 _EVALUATION_SEED: Final = 0xE7A2  # of what a `collate_fn` draws; `run.seed` is for training
@@ -63,7 +61,7 @@ class EvalLoader:
             SeededCollate(samples, collate=own, seed=_EVALUATION_SEED) if own is not None else samples,
             batch_sampler=[list(indices) for indices, _ in self._batches],
             collate_fn=as_it_is if own is not None else collate,
-            worker_init_fn=partial(leave_signals_to_rank, os.getpid()),
+            worker_init_fn=init_of_workers(),
             # Without one, every iterator draws its workers' seeds from the global generator.
             generator=torch.Generator().manual_seed(_WORKER_SEED),
             **self._fetching,

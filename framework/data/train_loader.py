@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -14,7 +12,7 @@ from framework.data.batches import collate, own_collate
 from framework.data.order import KeyedMicroBatchSampler, MicroBatchSampler, Share
 from framework.data.sample_seed import KeyedSamples, SeededCollate, SeededSamples, as_it_is
 from framework.data.seed_mix import mix_int
-from framework.data.worker_process import leave_signals_to_rank
+from framework.data.worker_process import init_of_workers
 from framework.errors import ConfigError, Problem
 
 _WORKER_SALT: Final = 0x3017
@@ -104,7 +102,7 @@ class TrainLoader:
             SeededCollate(samples, collate=own, seed=self._seed) if own is not None else samples,
             batch_sampler=KeyedMicroBatchSampler(indices) if is_keyed else indices,
             collate_fn=as_it_is if own is not None else collate,
-            worker_init_fn=partial(leave_signals_to_rank, os.getpid()),
+            worker_init_fn=init_of_workers(),
             # Without one, every iterator draws its workers' seeds from the global generator.
             generator=torch.Generator().manual_seed(mix_int(_WORKER_SALT, self._seed, self._share.rank)),
             **self._fetching,

@@ -31,6 +31,7 @@ from framework.launch.topology import Topology, resolve_topology, slots_here
 from framework.output import write
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
+from framework.ports import free_port
 
 # All nodes are known to be there when ranks start, so a collective that takes as long is stuck (minutes).
 _COLLECTIVE_MINUTES: Final = "10"
@@ -174,7 +175,7 @@ def _with_own_port(topology: Topology) -> Topology:
     """
     if topology.sources["master_port"] != "default":
         return topology
-    return replace(topology, master_port=usable_port(None), sources={**topology.sources, "master_port": "a free one"})
+    return replace(topology, master_port=free_port(), sources={**topology.sources, "master_port": "a free one"})
 
 
 def _port_problems(topology: Topology) -> Sequence[Problem]:

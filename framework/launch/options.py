@@ -88,8 +88,7 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
     found.config, found.overrides = _config_and_words(found, "launch")
     # An option that would do nothing here is a mistake in the thought, not a detail.
     idle = [flag for flag, how in _WITH_HOSTS.items() if _is_given(parser, found, flag, how)]
-    if found.hostfile is None and idle:
-        raise UsageError(f"launch: {', '.join(idle)} {'goes' if len(idle) == 1 else 'go'} with a hostfile; give -H HOSTFILE")
+    refuse_idle("launch", idle if found.hostfile is None else ())
     found.exports = tuple(found.exports)
     options = LaunchOptions(**{each.name: getattr(found, each.name) for each in fields(LaunchOptions)})
     if options.fit_batch and (options.hostfile is not None or options.num_gpus):
@@ -102,6 +101,17 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
 def _is_given(parser: CommandParser, found: argparse.Namespace, flag: str, how: Mapping[str, Any]) -> bool:
     name = how.get("dest", flag.removeprefix("--"))
     return bool(getattr(found, name) != parser.get_default(name))
+
+
+def refuse_idle(command: str, flags: Sequence[str]) -> None:
+    """Options of hosts, where none are named.
+
+    Raises:
+        UsageError: there are such.
+    """
+    if flags:
+        verb = "goes" if len(flags) == 1 else "go"
+        raise UsageError(f"{command}: {', '.join(flags)} {verb} with a hostfile; give -H HOSTFILE")
 
 
 def refuse_choice(command: str, *, include: str, exclude: str, by_number: bool) -> None:

@@ -24,6 +24,7 @@ from typing import Any, Final
 from framework.checkpoint_names import SAVING
 from framework.files import FileRecord, digest_of, replace_text, write_new
 from framework.orphans import die_with
+from framework.stop_signals import SIGNALS
 from framework.train.channel import Channel
 from framework.train.publication import publish, warn_of_failure
 from framework.train.retention import Retention
@@ -164,7 +165,7 @@ def main() -> None:
     """Started by `WriterProcess`, with the rank's process id and the descriptors of the channel and of the memory."""
     parent, channel, memory = map(int, sys.argv[1:4])
     # What asks the rank to stop reaches the whole process group; a save that is being written ends in good order.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     # A writer without a rank could publish over the run that takes its place. Where the kernel does not end it, the end of the
     # channel does, between two saves.

@@ -14,21 +14,19 @@ from tests.places import ROOT
 LATE = """
 import sys
 from torch.utils.data import _utils
-from framework.data.worker_process import leave_signals_to_rank
+from framework.data.worker_process import _leave_signals_to_rank
 _utils.worker._worker_info = _utils.worker.WorkerInfo(id=0, num_workers=1, seed=0, dataset=None)
-leave_signals_to_rank(int(sys.argv[1]), 0)
+_leave_signals_to_rank(int(sys.argv[1]), 0)
 print("stays")
 """
 LOADS = """
-import multiprocessing, os, sys
-from functools import partial
+import multiprocessing, sys
 from torch.utils.data import DataLoader
-from framework.data.worker_process import leave_signals_to_rank
+from framework.data.worker_process import init_of_workers
 
 if __name__ == "__main__":
     multiprocessing.set_start_method(sys.argv[1])
-    init = partial(leave_signals_to_rank, os.getpid())
-    print(*DataLoader(list(range(4)), batch_size=None, num_workers=1, worker_init_fn=init, timeout=60))
+    print(*DataLoader(list(range(4)), batch_size=None, num_workers=1, worker_init_fn=init_of_workers(), timeout=60))
 """
 
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -23,7 +22,7 @@ from framework.launch.meet.peers import Peers
 from framework.launch.ranks import Ranks
 from framework.launch.stop_requests import StopRequests
 from framework.launch.topology import Topology
-from tests.launch.meet.members import ROOT, Members, ended, gone, heed_signals, running
+from tests.launch.meet.members import ROOT, Members, ended, gone, heed_signals, kill_what_is_left
 
 pytestmark = pytest.mark.slow
 
@@ -237,6 +236,4 @@ def test_what_the_leftovers_start_ends_as_well(tmp_path: Path) -> None:
         try:
             assert gone([pid], folder=tmp_path, timeout=1)
         finally:
-            if running(pid, folder=tmp_path):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_what_is_left(pid, folder=tmp_path)

@@ -11,11 +11,11 @@ from typing import Any, Final
 
 from framework.errors import Problem
 from framework.launch.hostfile import Host
-from framework.launch.plain import usable_port
 from framework.launch.preflight.findings import Check
 from framework.launch.preflight.hosts import Start
 from framework.launch.preflight.need import Need
 from framework.launch.preflight.remote import HostFailed, Remote, each_of, member_command, variables
+from framework.ports import free_port
 
 _BENCH_SECONDS: Final = 180.0
 # A host whose best partner gets less than this share of what others get is slow; links of equal hosts differ by a few percent.
@@ -36,7 +36,7 @@ def bench(hosts: Sequence[Host], need: Need, *, master: str, port: int, start: S
         start: the command that starts a member on a host.
     """
     chosen = hosts or (Host("localhost", need.cluster.devices_per_host),)
-    place = [master, port] if hosts else ["127.0.0.1", usable_port(None)]
+    place = [master, port] if hosts else ["127.0.0.1", free_port()]
     folder = str(need.checkpoints) if need.checkpoints else None
     order = {"do": "bench", "variables": variables(), "cluster": asdict(need.cluster), "master": place, "folder": folder,
              "seconds": _BENCH_SECONDS}  # fmt: skip

@@ -20,7 +20,16 @@ from framework.errors import EXIT_CONFIG, EXIT_OK, ConfigError, UsageError
 from framework.launch.devices import visible_variable
 from framework.launch.hostfile import Host, cluster_of
 from framework.launch.inclusion import Chosen, choose_hosts, is_this_machine
-from framework.launch.options import AsSpelled, add_choice, address, count, count_or_auto, port, refuse_choice
+from framework.launch.options import (
+    AsSpelled,
+    add_choice,
+    address,
+    count,
+    count_or_auto,
+    port,
+    refuse_choice,
+    refuse_idle,
+)
 from framework.launch.preflight.findings import Check, Report
 from framework.launch.preflight.need import Need
 from framework.launch.preflight.node import examine
@@ -132,8 +141,7 @@ def _asked(arguments: argparse.Namespace) -> DoctorOptions:
     if config is None and words:
         raise UsageError(f"doctor: {words[0]} is a setting; name the run config before it")
     idle = [f"--{name}" for name in _ONLY_WITH_HOSTS if getattr(arguments, name)]
-    if idle and not arguments.hostfile:
-        raise UsageError(f"doctor: {', '.join(idle)} {'goes' if len(idle) == 1 else 'go'} with a hostfile; give -H HOSTFILE")
+    refuse_idle("doctor", () if arguments.hostfile else idle)
     refuse_choice("doctor", include=arguments.include, exclude=arguments.exclude,
                   by_number=bool(arguments.num_nodes or arguments.num_gpus))  # fmt: skip
     master_port = arguments.master_port or DEFAULT_PORT

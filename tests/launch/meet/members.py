@@ -65,9 +65,7 @@ class Members:
             process.kill()
         for file in self.folder.glob("*.json"):
             for pid in (json.loads(file.read_text())[name] for name in ("pid", "worker")):
-                if running(pid, folder=self.folder):
-                    with suppress(ProcessLookupError):  # it has just ended by itself
-                        os.kill(pid, signal.SIGKILL)
+                kill_what_is_left(pid, folder=self.folder)
         for process in self.processes:  # last: ranks and workers hold the other end of its stderr
             process.communicate()
 
@@ -85,6 +83,13 @@ def running(pid: int, *, folder: Path) -> bool:
         return bool(str(folder) in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def kill_what_is_left(pid: int, *, folder: Path) -> None:
+    """SIGKILL, if the process is there and is one of this test's."""
+    if running(pid, folder=folder):
+        with suppress(ProcessLookupError):  # it has just ended by itself
+            os.kill(pid, signal.SIGKILL)
 
 
 def gone(pids: list[int], *, folder: Path, timeout: float = 20) -> bool:
