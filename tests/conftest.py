@@ -58,8 +58,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Fast tests first: what they find is known in minutes."""
+    """Run fast tests first: what they find is known in minutes. Rerun once, visibly, what depends on the timing of processes."""
     lanes.sort(items)
+    for item in items:
+        if item.get_closest_marker("timing"):
+            item.add_marker(pytest.mark.flaky(reruns=1))
 
 
 @pytest.fixture(scope="session", autouse=True)

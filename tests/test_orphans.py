@@ -12,6 +12,8 @@ import pytest
 
 from tests.places import ROOT
 
+pytestmark = pytest.mark.timing
+
 CHILD = """
 import sys, time
 from framework.orphans import die_with

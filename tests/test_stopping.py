@@ -23,7 +23,7 @@ from tests.launched import ROOT, job_environment
 from tests.test_train_script import launcher
 from tests.warm_ranks import Job, WarmRanks
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timing]
 
 TERM, INT, USR1, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGKILL
 SECONDS = 300.0

@@ -12,7 +12,7 @@ import pytest
 from tests.launched import ROOT, TIMEOUT_SECONDS, job_environment, read_metrics
 from tests.ports import free_ports
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timing]
 
 CONFIG = """
 run: {name: start}

@@ -15,7 +15,7 @@ from tests.launched import ROOT, job_environment
 from tests.ports import free_ports
 from tests.warm_ranks import WarmRanks
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timing]
 
 SOON_SECONDS = 20.0
 PARTS = "tests.jobs.pipe_parts"

@@ -12,7 +12,7 @@ from framework.backend.rendezvous import check_environment, telling_where_ranks_
 from framework.errors import ConfigError, PeerLostError
 from tests.ports import free_ports
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timing]
 
 GOOD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 SOON = timedelta(seconds=1)

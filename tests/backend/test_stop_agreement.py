@@ -16,6 +16,8 @@ from framework.backend.stop_agreement import StopAgreement
 from framework.errors import PeerLostError
 from framework.train.stop_request import StopRequest
 
+pytestmark = pytest.mark.timing
+
 LOOK_SECONDS, LONG = 0.02, 30.0
 
 

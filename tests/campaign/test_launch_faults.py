@@ -10,7 +10,11 @@ from tests.campaign.fault_cases import BY_NAME, CASES
 from tests.campaign.launch_faults import Row, run_case, table
 from tests.hosts.network import why_not
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timing,
+    pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made"),
+]
 
 
 @pytest.mark.parametrize("name", ["agent-killed", "rank-duplicate"])

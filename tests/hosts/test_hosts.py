@@ -13,7 +13,11 @@ import pytest
 from tests.hosts.host import Host, Mount
 from tests.hosts.network import Network, why_not
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timing,
+    pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made"),
+]
 
 _SERVE = """
 import socket

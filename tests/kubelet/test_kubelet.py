@@ -38,7 +38,7 @@ SERVICE: dict[str, Any] = {
     "apiVersion": "v1", "kind": "Service", "metadata": {"name": "demo"},
     "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"batch.kubernetes.io/job-name": "demo"}},
 }  # fmt: skip
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timing]
 needs_hosts = pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made")
 
 

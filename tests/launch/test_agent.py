@@ -16,6 +16,8 @@ from framework.launch.agent import first_failure, how_ended, write_termination_l
 from framework.launch.meet.peers import Failure
 from tests.launch.meet.members import ROOT, Members, ended, gone
 
+pytestmark = pytest.mark.timing
+
 
 @pytest.fixture
 def alone(members: Members) -> Members:

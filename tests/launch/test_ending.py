@@ -24,7 +24,7 @@ from framework.launch.stop_requests import StopRequests
 from framework.launch.topology import Topology
 from tests.launch.meet.members import ROOT, Members, ended, gone, heed_signals, kill_what_is_left
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timing]
 
 CONFIG = """
 run: {name: x}

@@ -22,7 +22,11 @@ from tests.kubelet.manifest import read_manifest
 from tests.launched import series
 from tests.warm_ranks import WarmRanks
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timing,
+    pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made"),
+]
 
 IMAGE = "registry.example/dsframework@sha256:" + "0" * 64
 

@@ -25,6 +25,8 @@ from framework.launch.plain import added_environment, as_shell_line, local_comma
 from framework.launch.topology import Topology
 from tests.places import ROOT
 
+pytestmark = pytest.mark.timing
+
 CPU = LocalDevices("cpu", 0)
 FOUR_GPUS = LocalDevices("cuda", 4)
 

@@ -29,6 +29,8 @@ from tests.launch.meet.members import ROOT, heed_signals
 from tests.launched import TIMEOUT_SECONDS, job_environment, series
 from tests.ports import free_ports
 
+pytestmark = pytest.mark.timing
+
 CONFIG = """
 run: {name: x}
 model: {kind: lenet}

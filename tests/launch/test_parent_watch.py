@@ -15,7 +15,7 @@ from framework.errors import ConfigError
 from framework.launch.parent_watch import identity, watch_parent
 from tests.places import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timing]
 
 GONE_SECONDS = 15.0
 _RANK = """

@@ -20,6 +20,8 @@ from framework.launch import slurm_script
 from tests.launch.one_machine_slurm import OneMachineSlurm, why_not
 from tests.places import ROOT
 
+pytestmark = pytest.mark.timing
+
 QUICKSTART = str(ROOT / "ds_configs/quickstart.yaml")
 
 

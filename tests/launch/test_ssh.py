@@ -27,6 +27,8 @@ from framework.launch.ssh_agents import HostEnd, ends_told, job_code
 from framework.launch.topology import Topology
 from tests.launch.meet.members import ROOT, Members, ended, heed_signals
 
+pytestmark = pytest.mark.timing
+
 TOPOLOGY = Topology(2, 2, 0, "10.0.0.1", 29500)
 # As sshd does it: the words are joined with spaces and handed to the login shell.
 SSH = """#!/bin/sh

@@ -12,6 +12,8 @@ from framework.launch import stop_requests as module
 from framework.launch.node import grace_seconds
 from framework.launch.stop_requests import StopRequests
 
+pytestmark = pytest.mark.timing
+
 
 class Clock:
     """Seconds that pass when a test says so."""

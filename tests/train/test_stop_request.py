@@ -14,7 +14,7 @@ import pytest
 from framework.train.stop_request import StopRequest
 from tests.places import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timing]
 
 TERM, INT, USR1, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP
 

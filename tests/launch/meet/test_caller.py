@@ -19,6 +19,8 @@ from framework.launch.topology import Topology
 from tests.launch.conftest import Connect
 from tests.launch.meet.members import reset
 
+pytestmark = pytest.mark.timing
+
 
 def welcomed(link: Link, requests: StopRequests) -> Caller:
     """Node 1 of two, after its handshake."""

@@ -31,6 +31,8 @@ from tests.launch.conftest import Connect
 from tests.launch.meet.members import reset
 from tests.ports import free_ports
 
+pytestmark = pytest.mark.timing
+
 
 @pytest.fixture(autouse=True)
 def _sees_nobody_off(monkeypatch: pytest.MonkeyPatch) -> None:

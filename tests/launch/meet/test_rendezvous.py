@@ -28,6 +28,8 @@ from framework.launch.topology import Topology
 from tests.launch.meet.members import Members, ended, reset
 from tests.ports import free_ports
 
+pytestmark = pytest.mark.timing
+
 HELLO = {"protocol": 2, "job": "", "attempt": 0, "node_rank": 0, "nnodes": 2, "slots": 1, "master_port": 29500, "host": "a",
          "hosts": "", "clock": 1.0, "facts": {"torch": "2.15"}}  # fmt: skip
 

@@ -16,7 +16,7 @@ from tests.hosts.host import Host, Mount
 from tests.hosts.network import Network, why_not
 from tests.launch.preflight.broken import QUICKSTART, doctor
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timing]
 needs_hosts = pytest.mark.skipif(bool(why_not(ssh=True)), reason=why_not(ssh=True) or "hosts can be made")
 
 
