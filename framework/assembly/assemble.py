@@ -11,9 +11,11 @@ from framework.assembly.parts import Parts
 from framework.assembly.prepared import Prepared
 from framework.backend import random_state
 from framework.backend.lazy_weights import LazyWeights
+from framework.backend.model_build import build_model
 from framework.backend.pipeline_engine import build_pipeline
-from framework.backend.plain_engine import build_engine, build_model
+from framework.backend.plain_engine import build_engine
 from framework.backend.weights import put_layer_weights, put_weights
+from framework.config.base import Object, Target
 from framework.models.adapt import prepare_model
 from framework.models.sync_batch_norm import with_sync_batch_norm
 from framework.train.engine import Engine
@@ -31,7 +33,8 @@ def assemble_engine(prepared: Prepared) -> Engine:
                                varying_shapes=_may_vary(parts))  # fmt: skip
         _let_go(weights)
         return stage
-    model = prepare_model(build_model(parts.build_model, ds_config=ds_config), training)
+    is_ours = not isinstance(plan.config.model, (Target, Object))  # whose modules draw in their own constructors
+    model = prepare_model(build_model(parts.build_model, ds_config=ds_config, draws_in_pieces=is_ours), training)
     if weights is not None:
         put_weights(model, weights, source=str(plan.config.checkpoint.init_weights))
         _let_go(weights)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from framework.backend.distributed import device
 from framework.backend.ema import WeightAverage
 from framework.backend.grad_norm import keep_norm
 from framework.backend.grad_scaler import may_have_been_skipped, scale_fp16_loss, telling_of_overflow
-from framework.backend.initialize import EngineFiles, MakeOptimizer, device_batches, initialize, refusing_scalars
+from framework.backend.initialize import EngineFiles, MakeOptimizer, device_batches, initialize
 from framework.backend.measures import EvalSums, engine_metrics, mean_over_ranks
 from framework.backend.module_buffers import share_buffers
 from framework.backend.state_views import names_of
@@ -25,14 +25,6 @@ from framework.plan.plan import Plan
 from framework.tasks.task import Task
 from framework.train.save_stream import OpenFile
 from framework.train.saved import SavedCheckpoint
-
-
-def build_model(build: Callable[[], torch.nn.Module], *, ds_config: Mapping[str, Any]) -> torch.nn.Module:
-    """Build a model; at ZeRO stage 3 inside `zero.Init`, so that no rank ever holds all weights."""
-    if ds_config["zero_optimization"]["stage"] < 3:
-        return build()
-    with refusing_scalars(), deepspeed.zero.Init(config_dict_or_path=dict(ds_config)):
-        return build()
 
 
 def build_engine(

@@ -1,13 +1,6 @@
-"""torchvision's ResNets, untrained, for any number of input channels.
-
-torchvision draws the weights of its convolutions in a loop at the end of its constructor. Under `deepspeed.zero.Init`
-that loop finds partitioned, empty weights and does nothing but warn "Initializing zero-element tensors is a no-op":
-training would start from PyTorch's default weights, less than half as large. Here such convolutions are built again.
-"""
+"""torchvision's ResNets, untrained, for any number of input channels."""
 
 from __future__ import annotations
-
-import warnings
 
 from torch import nn
 from torchvision.models import resnet  # type: ignore[import-untyped]
@@ -52,33 +45,8 @@ def resnet50(num_classes: int = 1000, *, in_channels: int = 3) -> nn.Module:
 
 
 def _build(block: type[nn.Module], num_blocks: tuple[int, ...], *, num_classes: int, in_channels: int) -> nn.Module:
-    """torchvision's network with the right stem and, partitioned or not, torchvision's distribution of weights."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Initializing zero-element tensors is a no-op")
-        model = LayeredResNet(block, list(num_blocks), num_classes=num_classes)
-    # In this order the same seed gives the same weights with and without partitioning.
-    _draw_partitioned_weights(model)
+    """Build torchvision's network with the right stem, drawn from torchvision's distribution."""
+    model = LayeredResNet(block, list(num_blocks), num_classes=num_classes)
     if in_channels != _RGB:
         model.conv1 = HeConv2d(in_channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
     return model
-
-
-def _draw_partitioned_weights(module: nn.Module) -> None:
-    """Replace convolutions whose weights are partitioned away by ones that draw them in their own constructor."""
-    for name, child in module.named_children():
-        if type(child) is nn.Conv2d and child.weight.numel() == 0:
-            setattr(module, name, _like(child))
-        else:
-            _draw_partitioned_weights(child)
-
-
-def _like(convolution: nn.Conv2d) -> HeConv2d:
-    """The same convolution (ResNets have no bias, dilation or groups in theirs) with He weights."""
-    return HeConv2d(
-        convolution.in_channels,
-        convolution.out_channels,
-        kernel_size=convolution.kernel_size,  # type: ignore[arg-type]
-        stride=convolution.stride,  # type: ignore[arg-type]
-        padding=convolution.padding,  # type: ignore[arg-type]
-        bias=False,
-    )

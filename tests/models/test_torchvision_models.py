@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -61,31 +60,3 @@ def test_for_colour_it_is_torchvision_s_network_to_the_bit() -> None:
     theirs = torchvision.models.resnet18(weights=None, num_classes=10).state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-@pytest.mark.parametrize("in_channels", [1, 3])
-def test_weights_partitioned_at_construction_are_still_he_weights(
-    in_channels: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """ZeRO-3 takes a layer's weights away as soon as its constructor returns; so does this, noting what it took."""
-    with torch.device("meta"):
-        whole = {name: value.shape for name, value in resnet18(10, in_channels=in_channels).state_dict().items()}
-    taken: dict[nn.Module, torch.Tensor] = {}
-    construct = nn.Conv2d.__init__
-
-    def construct_and_partition(module: nn.Conv2d, *args: object, **kwargs: object) -> None:
-        construct(module, *args, **kwargs)  # type: ignore[arg-type]
-        taken[module] = module.weight.data
-        module.weight.data = torch.empty(0)
-
-    monkeypatch.setattr(nn.Conv2d, "__init__", construct_and_partition)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model = resnet18(10, in_channels=in_channels)
-    convolutions = {name: module for name, module in model.named_modules() if isinstance(module, nn.Conv2d)}
-    assert len(convolutions) == 20
-    for name, module in convolutions.items():
-        weight = taken[module]
-        assert weight.shape == whole[f"{name}.weight"]
-        fan_out = weight.shape[0] * weight[0, 0].numel()
-        assert weight.std().item() == pytest.approx((2 / fan_out) ** 0.5, rel=0.1)
