@@ -15,6 +15,7 @@ from framework.backend.device_batches import HALF, DeviceBatches
 from framework.backend.distributed import device
 from framework.backend.ema import WeightAverage
 from framework.backend.grad_scaler import forget_autocast
+from framework.backend.gradient_order import keep_gradient_order
 from framework.backend.module_buffers import share_buffers
 from framework.backend.patience import waiting_for_disks
 from framework.backend.safe_files import use_safe_files
@@ -47,6 +48,7 @@ def initialize(
             dist_init_required=False,
             config=dict(ds_config),
         )
+    keep_gradient_order(engine)
     share_buffers(engine, unsaved=True)  # DeepSpeed has made the weights equal, and nothing else
     return engine
 

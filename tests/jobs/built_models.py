@@ -73,17 +73,14 @@ class Loaded(Net):
     """Pretrained weights copied in."""
 
     def initialise(self) -> None:
-        self.load_state_dict({name: torch.full_like(value, 0.5) for name, value in Net.plain_state().items()})
-
-    @staticmethod
-    def plain() -> Net:
-        return Net()
-
-
-Net.plain_state = staticmethod(lambda: {  # type: ignore[attr-defined]
-    "first.weight": torch.zeros(8, 8), "first.bias": torch.zeros(8), "second.weight": torch.zeros(3, 8), "second.bias": torch.zeros(3),
-    "scale": torch.zeros(3),
-})  # fmt: skip
+        shapes = {
+            "first.weight": (8, 8),
+            "first.bias": (8,),
+            "second.weight": (3, 8),
+            "second.bias": (3,),
+            "scale": (3,),
+        }
+        self.load_state_dict({name: torch.full(shape, 0.5) for name, shape in shapes.items()})
 
 
 class Tied(Net):
@@ -137,7 +134,9 @@ def encoder() -> nn.Module:
 
 def gpt() -> nn.Module:
     """Our own."""
-    return GPT.of(vocab_size=64, max_positions=16, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, mlp_size=64)
+    return GPT.of(
+        vocab_size=64, max_positions=16, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, mlp_size=64
+    )
 
 
 def config(stage: int = 3, *, bf16: bool = False) -> dict[str, Any]:
@@ -173,7 +172,9 @@ def training_difference(build: Callable[[], nn.Module], inputs: torch.Tensor) ->
     torch.manual_seed(3)
     plain = build()
     torch.manual_seed(3)
-    engine, *_ = deepspeed.initialize(model=build_model(build, ds_config=config()), config=config(), dist_init_required=False)
+    engine, *_ = deepspeed.initialize(
+        model=build_model(build, ds_config=config()), config=config(), dist_init_required=False
+    )
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for _ in range(3):
         for model in (plain, engine):
@@ -225,7 +226,9 @@ def main(out: Path) -> None:
             "encoder": training_difference(encoder, torch.randn(4, 6, 8)),
         }
         if rank() == 0:
-            out.write_text(json.dumps({"differences": results, "refused": refused, "trained": trained}), encoding="utf-8")
+            out.write_text(
+                json.dumps({"differences": results, "refused": refused, "trained": trained}), encoding="utf-8"
+            )
 
 
 if __name__ == "__main__":
