@@ -140,36 +140,44 @@ class _FetchOrder:
         )
         self._numbers = {module: number for number, module in enumerate(names)}
         self._known: dict[bool, list[int]] = {}
-        self._pass: list[int] = []
-        self._trains = False
+        self._passes: dict[bool, list[int]] = {True: [], False: []}
+        self._trains = True
         coordinator.fetch_sub_module, coordinator.reset_step = self._fetched, self._begin
 
     def _begin(self) -> None:
-        """Begin a forward pass; an evaluation has one of its own, without a backward pass."""
-        if self._pass and self._trains not in self._known:
-            self._known[self._trains] = self._pass
-        self._pass, self._trains = [], torch.is_grad_enabled()
+        """Begin a forward pass of the model: one of an evaluation, or of those before the next backward pass."""
+        self._trains = torch.is_grad_enabled()
+        if not self._trains:
+            self._close(trains=False)
         self._reset()
+
+    def _close(self, *, trains: bool) -> None:
+        if self._passes[trains]:
+            self._known.setdefault(trains, self._passes[trains])
+        self._passes[trains] = []
 
     def _fetched(self, module: torch.nn.Module, forward: bool) -> None:
         if id(module) in self._numbers:
-            self._see(2 * self._numbers[id(module)] + (not forward))
+            in_backward = torch._C._current_graph_task_id() != -1  # also where layers are computed again
+            self._see(2 * self._numbers[id(module)] + (not forward), trains=self._trains or in_backward)
         self._fetch(module, forward)
 
     def end(self) -> None:
-        """See that a backward pass called all that it called on the first one."""
-        if self._trains not in self._known:
+        """End a backward pass: it has called all that the first one called."""
+        known, seen = self._known.get(True), self._passes[True]
+        if known is None:
             self._compare(-1)
-        elif len(self._pass) < len(self._known[self._trains]):
-            self._refuse(-1, self._known[self._trains][len(self._pass)])
+        elif len(seen) < len(known):
+            self._refuse(-1, known[len(seen)])
+        self._close(trains=True)
 
-    def _see(self, one: int) -> None:
-        known = self._known.get(self._trains)
+    def _see(self, one: int, *, trains: bool) -> None:
+        known, seen = self._known.get(trains), self._passes[trains]
         if known is None:
             self._compare(one)
-        elif len(self._pass) >= len(known) or known[len(self._pass)] != one:
-            self._refuse(one, known[len(self._pass)] if len(self._pass) < len(known) else -1)
-        self._pass.append(one)
+        elif len(seen) >= len(known) or known[len(seen)] != one:
+            self._refuse(one, known[len(seen)] if len(seen) < len(known) else -1)
+        seen.append(one)
 
     def _compare(self, one: int) -> None:
         """Compare one entry of the first pass over the ranks. Collective."""

@@ -77,7 +77,12 @@ def squared(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def make(kind: str) -> nn.Module:
     """The model of a case."""
     torch.manual_seed(0)
-    return {"routed": Routed, "late": lambda: Routed(from_step=7), "order": lambda: Routed(order_only=True)}[kind]()
+    return {
+        "routed": Routed,
+        "late": lambda: Routed(from_step=7),
+        "order": lambda: Routed(order_only=True),
+        "twice": lambda: Routed(from_step=100),
+    }[kind]()
 
 
 def plain(kind: str, optimizer: str, accumulation: int, world: int) -> dict[str, torch.Tensor]:
@@ -88,7 +93,10 @@ def plain(kind: str, optimizer: str, accumulation: int, world: int) -> dict[str,
         step.zero_grad()
         for of_rank in range(world):
             for micro in range(accumulation):
-                (model(batch(number, of_rank, micro)).square().mean() / world / accumulation).backward()
+                loss = model(batch(number, of_rank, micro)).square().mean()
+                if kind == "twice":
+                    loss = loss + model(batch(number, of_rank, micro + 2)).square().mean()
+                (loss / world / accumulation).backward()
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         step.step()
@@ -120,6 +128,10 @@ def train(kind: str, stage: int, optimizer: str, accumulation: int, **zero: Any)
     for number in range(NUM_STEPS):
         for micro in range(accumulation):
             loss = engine(batch(number, rank(), micro)).square().mean()
+            if kind == "twice":  # two forward passes before a backward pass, and one of an evaluation between
+                with torch.no_grad():
+                    engine(batch(number, rank(), micro + 1))
+                loss = loss + engine(batch(number, rank(), micro + 2)).square().mean()
             engine.backward(loss)
             engine.step()
     with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
@@ -138,6 +150,7 @@ def cases() -> Iterator[tuple[str, int, str, int, dict[str, Any]]]:
         yield "late", stage, "sgd", 1, {}
         yield "order", stage, "sgd", 1, {}
     yield "routed", 3, "sgd", 1, {"leaf_module": {"names": ["block"]}}
+    yield "twice", 3, "sgd", 1, {}
     yield "late", 3, "adamw", 2, {"leaf_module": {"classes": ["tests.jobs.routed_models.Experts", "__main__.Experts"]}}
 
 
