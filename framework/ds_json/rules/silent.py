@@ -7,6 +7,7 @@ from json import dumps
 from typing import Final
 
 from framework.ds_json.facts import Facts
+from framework.ds_json.readers import FILLED
 from framework.ds_json.rules.base import error, holds, note, warning
 from framework.errors import Problem
 
@@ -220,17 +221,6 @@ _AUTO_IS_TRUE: Final = (
     # before 0.17.1, where a model reads them
     "fp16.enabled", "fp16.auto_cast", "fp16.consecutive_hysteresis", "fp16.fp16_master_weights_and_grads", "bf16.", "bfloat16.",
 )  # fmt: skip
-# What Hugging Face's Trainer or Accelerate writes the value of.
-HUGGING_FACE_FILLS: Final = frozenset({
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
-    "fp16.enabled", "bf16.enabled", "checkpoint.use_node_local_storage",
-    *(f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay")),
-    *(f"scheduler.params.{name}" for name in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")),
-    *(f"zero_optimization.{name}" for name in (
-        "stage", "reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",
-        "stage3_gather_16bit_weights_on_model_save", "offload_optimizer.device", "offload_optimizer.nvme_path",
-        "offload_param.device", "offload_param.nvme_path")),
-})  # fmt: skip
 _DEEPEST: Final = 12
 
 
@@ -240,7 +230,7 @@ def auto_value(facts: Facts) -> Iterator[Problem]:
         section = path.partition(".")[0]
         if path in _AUTO_HAS_MEANING:
             continue
-        known = path in HUGGING_FACE_FILLS
+        known = path in FILLED
         fix = "write the value; " + (
             "Hugging Face's Trainer and Accelerate fill it in" if known else "Hugging Face does not fill it in either"
         )  # fmt: skip
