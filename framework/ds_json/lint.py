@@ -197,7 +197,7 @@ class _Keys:
         name = str(path[-1])
         if _COMMENT.fullmatch(name):
             return Problem(kind="comment-key", key=dotted, value=value, severity="error" if refused else "warning",
-                           reason=f"{reason}{' it' if refused else ''}", fix="remove it, or write it as a // comment where DeepSpeed alone reads the file")  # fmt: skip
+                           reason=f"{reason}{' it' if refused else ''}", fix="write comments as // comments")  # fmt: skip
         if "." in name or "[" in name:
             return self._dotted(dotted, value, f"{reason}{' it' if refused else ''}")
         past = history(dotted)

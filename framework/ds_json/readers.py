@@ -83,7 +83,8 @@ def judged_for(problems: list[Problem], values: Mapping[str, Any], reader: Reade
     inside = tuple(f"{problem.key}." for problem in problems if problem.kind in ("unknown-key", "dotted-key"))
     unread = frozenset(problem.key for problem in problems if problem.kind == "unknown-key")
     autos = {".".join(path) for path in _autos(values)}
-    kept = [problem for problem in problems if problem.kind not in _FROM_CODE and problem.key not in autos - unread]
+    kept = [replace(problem, fix="remove it: plain JSON has no comments") if problem.kind == "comment-key" else problem
+            for problem in problems if problem.kind not in _FROM_CODE and problem.key not in autos - unread]  # fmt: skip
     left = (key for key in sorted(autos - unread) if not _is_filled(key, reader) and not key.startswith(inside))
     found = [_auto(key, reader) for key in left]
     return kept + found + list(_sections(values, reader))
