@@ -33,8 +33,12 @@ def add_options(check: argparse.ArgumentParser) -> None:
                              "are its arguments, such as learning_rate=3e-4 hidden_size=4096")  # fmt: skip
     check.add_argument("-o", "--output", metavar="OUT", help="with --resolve: write there instead of printing")
     check.add_argument("--deepspeed", metavar="RELEASE", help="judge against this release, for example 0.18.9")
-    check.add_argument("--for", choices=("deepspeed", "huggingface", "accelerate"), dest="reader",
-                       help="who reads DeepSpeed JSON first; left out: the Trainer of Hugging Face where the file says \"auto\"")
+    check.add_argument(
+        "--for",
+        choices=("deepspeed", "huggingface", "accelerate"),
+        dest="reader",
+        help='who reads DeepSpeed JSON first; left out: the Trainer of Hugging Face where the file says "auto"',
+    )
     check.add_argument("--gpu", metavar="KIND", help="judge for this GPU, for example h100-80gb")
 
 

@@ -113,7 +113,11 @@ def check_document(document: HjsonDocument, against: Against) -> Verdict:
     found = [*(problem if problem.line else placed(document, problem) for problem in further),
              *lint(as_it_reads, release=against.release, topology=against.topology(), reader=reader)]  # fmt: skip
     first = "" if reader == "deepspeed" else f"{NAMES[reader]} and "
-    notes = [*_release_note(document.name, against), *assumption(document, as_run_config=False), *([assumed] if assumed else ())]
+    notes = [
+        *_release_note(document.name, against),
+        *assumption(document, as_run_config=False),
+        *([assumed] if assumed else ()),
+    ]
     return Verdict(document.name, (*notes, *sorted(found, key=_place)), f"fine for {first}DeepSpeed {table.release}")
 
 

@@ -11,13 +11,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu",
-               "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_USE_CPU": "true"}  # fmt: skip
+os.environ |= {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "DS_ACCELERATOR": "cpu",
+    "ACCELERATE_USE_DEEPSPEED": "true",
+}
 
 import deepspeed
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
@@ -40,7 +46,7 @@ def reach(**arguments: Any) -> None:
 
 def prepare(plugin: DeepSpeedPlugin, values: dict[str, Any]) -> dict[str, Any]:
     """What Accelerate hands to deepspeed.initialize."""
-    AcceleratorState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     accelerator = Accelerator(deepspeed_plugin=plugin)
     model, rows = Model(8, 8), torch.utils.data.DataLoader(torch.ones(8, 8), batch_size=8)
@@ -75,8 +81,12 @@ def main() -> None:
         for name, asked in (("huggingface", trainers), ("accelerate", accelerates)):
             try:
                 config = asked("asked.json", text_values(text))
-                answer |= {name: "", f"{name}-config": {key: str(value) if value == float("inf") else value
-                                                        for key, value in config.items()}}  # fmt: skip
+                answer |= {
+                    name: "",
+                    f"{name}-config": {
+                        key: str(value) if value == float("inf") else value for key, value in config.items()
+                    },
+                }
             except Exception as error:
                 answer[name] = f"{type(error).__name__}: {error}"[:300]
         answers.append(answer)
@@ -91,8 +101,7 @@ def text_values(text: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    ARGUMENTS = TrainingArguments(output_dir="out", report_to=[], warmup_steps=2, use_cpu=True)
-    PartialState._reset_state()
+    ARGUMENTS = TrainingArguments(output_dir="out", report_to=[], warmup_steps=2)
     deepspeed.initialize = reach
     main()
     sys.stdout.flush()

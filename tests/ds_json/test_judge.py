@@ -8,7 +8,7 @@ import pytest
 
 from framework.config.document import Document
 from framework.config.run_config import RunConfig
-from framework.ds_json.judge import IN_BOTH, OURS, foreign_problem, assumption, is_run_config
+from framework.ds_json.judge import IN_BOTH, OURS, assumption, foreign_problem, is_run_config
 from framework.ds_json.keys import load_table
 
 
@@ -50,3 +50,12 @@ def test_accelerates_own_config_is_told_as_that() -> None:
     assert found is not None
     assert "check or import ds.json" in found.fix
     assert foreign_problem(Document("a.yaml", {"run": {}, "deepspeed_config": {}})) is None
+
+
+@pytest.mark.parametrize("dash", ["-", "_"])
+def test_a_config_of_gpt_neox_is_one_line(dash: str) -> None:
+    values = {"pipe_parallel_size": 1, "num_layers": 2, "optimizer": {"type": "Adam"}, "train_micro_batch_size_per_gpu": 4}
+    found = foreign_problem(Document("x.yml", {name.replace("_", dash): value for name, value in values.items()}))
+    assert found is not None
+    assert found.kind == "gpt-neox-config"
+    assert foreign_problem(Document("x.json", {"num_layers": 2, "train_batch_size": 4})) is None

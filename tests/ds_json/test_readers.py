@@ -19,9 +19,12 @@ from tests.launched import TIMEOUT_SECONDS, job_environment
 
 ASK = Path(__file__).with_name("ask_hugging_face.py")
 PLAIN: dict[str, Any] = {
-    "train_batch_size": 8, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0,
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 8,
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 1.0,
     "zero_optimization": {"stage": 0},
-}  # fmt: skip
+}
 
 
 def autos(*paths: str) -> dict[str, Any]:
@@ -43,9 +46,18 @@ def autos(*paths: str) -> dict[str, Any]:
 
 
 # What the readers are asked: paths -> "auto" in them; the others are files as they stand.
-UNFILLED = ("wall_clock_breakdown", "fp16.auto_cast", "fp16.loss_scale_window", "zero_optimization.overlap_comm",
-            "zero_optimization.offload_optimizer.pin_memory", "checkpoint.load_universal", "communication_data_type",
-            "zero_optimization.zenflow.select_strategy", "optimizer.params.torch_adam", "aio.block_size")  # fmt: skip
+UNFILLED = (
+    "wall_clock_breakdown",
+    "fp16.auto_cast",
+    "fp16.loss_scale_window",
+    "zero_optimization.overlap_comm",
+    "zero_optimization.offload_optimizer.pin_memory",
+    "checkpoint.load_universal",
+    "communication_data_type",
+    "zero_optimization.zenflow.select_strategy",
+    "optimizer.params.torch_adam",
+    "aio.block_size",
+)
 FILES: list[str] = [
     *(json.dumps(autos(path)) for path in (*sorted(FILLED), "steps_per_print", *UNFILLED)),
     json.dumps({name: value for name, value in autos("gradient_clipping").items() if name != "zero_optimization"}),
@@ -90,7 +102,9 @@ def test_whole_numbers_are_those_of_json_load() -> None:
     plain = judged(text.replace('"auto"', "1.0"))
     assert plain.is_fine
     assert [problem.fix for problem in plain.problems if problem.kind == "loose-type"] == ["write 8"]
-    taken = json.dumps(merged(autos("gradient_clipping"), {"steps_per_print": 1, "zero_optimization": {"reduce_bucket_size": 1}}))
+    taken = json.dumps(
+        merged(autos("gradient_clipping"), {"steps_per_print": 1, "zero_optimization": {"reduce_bucket_size": 1}})
+    )
     assert errors(taken.replace('_size": 1}', '_size": 5e8}').replace('print": 1', 'print": 1e5')) == []
 
 
@@ -103,14 +117,21 @@ def test_what_is_left_out_and_what_json_does_not_read() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(None in map(find_spec, ("accelerate", "transformers", "deepspeed")), reason="needs what it is held against")
+@pytest.mark.skipif(
+    None in map(find_spec, ("accelerate", "transformers", "deepspeed")), reason="needs what it is held against"
+)
 def test_the_installed_trainer_and_accelerate_refuse_the_same(tmp_path: Path) -> None:
     """Their own code reads every file; it is stopped where it would call deepspeed.initialize."""
     (tmp_path / "files.json").write_text(json.dumps(FILES), encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, str(ASK), "files.json"], cwd=tmp_path, env=job_environment(), capture_output=True, text=True,
-        timeout=TIMEOUT_SECONDS, check=False,
-    )  # fmt: skip
+        [sys.executable, str(ASK), "files.json"],
+        cwd=tmp_path,
+        env=job_environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     answers = json.loads((tmp_path / "answers.json").read_text(encoding="utf-8"))
     wrong = []

@@ -157,7 +157,8 @@ def zenflow_intervals(facts: Facts) -> Iterator[Problem]:
     select, update = facts.get(f"{_ZENFLOW}.select_interval", "auto"), facts.get(f"{_ZENFLOW}.update_interval", "auto")
     for name, value in (("select_interval", select), ("update_interval", update)):
         if isinstance(value, str) and value != "auto":
-            right = '"auto"' if name == "update_interval" or strategy == "auto" else max(update, 1) if isinstance(update, int) else 1
+            number = max(update, 1) if isinstance(update, int) else 1
+            right = '"auto"' if name == "update_interval" or strategy == "auto" else number
             yield error(facts, "zenflow-intervals", f"{_ZENFLOW}.{name}", "a number or auto belongs here",
                         f"set {_ZENFLOW}.{name}: {right}")  # fmt: skip
     key = f"{_ZENFLOW}.select_interval"

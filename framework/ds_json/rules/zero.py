@@ -46,8 +46,16 @@ def bucket_too_large(facts: Facts) -> Iterator[Problem]:
     """deepspeed/runtime/zero/stage_1_and_2.py `reduce_bucket_size` and stage3.py `reduce_bucket_size`: a buffer of that size."""
     key = f"{_ZERO}.reduce_bucket_size"
     size, is_one_buffer = facts.whole(key), facts.stage == 3 or facts.flag(f"{_ZERO}.contiguous_gradients", True)
-    if size is not None and size >= _NO_BUFFER and facts.stage in (1, 2, 3) and is_one_buffer and not facts.uses_bf16_optimizer:
-        yield error(facts, "bucket-too-large", key, "no device has a buffer of so many elements", f"set {key}: 500000000")
+    if (
+        size is not None
+        and size >= _NO_BUFFER
+        and facts.stage in (1, 2, 3)
+        and is_one_buffer
+        and not facts.uses_bf16_optimizer
+    ):
+        yield error(
+            facts, "bucket-too-large", key, "no device has a buffer of so many elements", f"set {key}: 500000000"
+        )
 
 
 def inert_at_stage(facts: Facts) -> Iterator[Problem]:

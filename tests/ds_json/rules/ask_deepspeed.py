@@ -23,7 +23,8 @@ from framework.backend.extensions import use_own_cache
 
 STEPS = 2
 LATER = {"parse": ["parse"], "autoep": ["parse", "autoep"], "init": ["parse", "init"],
-         "configure": ["parse", "configure"], "step": ["parse", "init", "step"], "compile": ["parse", "init", "compile"]}  # fmt: skip
+         "configure": ["parse", "configure"], "step": ["parse", "init", "step"],
+         "compile": ["parse", "init", "compile"]}  # fmt: skip
 
 
 def main() -> None:
