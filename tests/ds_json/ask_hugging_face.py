@@ -16,6 +16,7 @@ os.environ |= {
     "LOCAL_RANK": "0",
     "WORLD_SIZE": "1",
     "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
     "DS_ACCELERATOR": "cpu",
     "ACCELERATE_USE_DEEPSPEED": "true",
 }
