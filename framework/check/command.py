@@ -33,6 +33,12 @@ def add_options(check: argparse.ArgumentParser) -> None:
                              "are its arguments, such as learning_rate=3e-4 hidden_size=4096")  # fmt: skip
     check.add_argument("-o", "--output", metavar="OUT", help="with --resolve: write there instead of printing")
     check.add_argument("--deepspeed", metavar="RELEASE", help="judge against this release, for example 0.18.9")
+    check.add_argument(
+        "--for",
+        choices=("deepspeed", "huggingface", "accelerate"),
+        dest="reader",
+        help='who reads DeepSpeed JSON first; left out: the Trainer of Hugging Face where the file says "auto"',
+    )
     check.add_argument("--gpu", metavar="KIND", help="judge for this GPU, for example h100-80gb")
 
 
@@ -43,7 +49,7 @@ def run_check(arguments: argparse.Namespace, *, find_cluster: FindCluster) -> in
     _refuse_odd_words(arguments, files)
     _refuse_unknown_release(arguments.deepspeed)
     try:
-        against = Against(find_cluster(arguments), find_gpu(arguments.gpu), arguments.deepspeed)
+        against = Against(find_cluster(arguments), find_gpu(arguments.gpu), arguments.deepspeed, arguments.reader)
     except ConfigError as error:  # the hostfile
         return _tell([Verdict("", tuple(error.problems))], arguments.format)
     if arguments.resolve:
@@ -63,6 +69,8 @@ def _refuse_odd_words(arguments: argparse.Namespace, files: Sequence[str]) -> No
         raise UsageError("check: name at least one run config or DeepSpeed JSON")
     if arguments.resolve and len(files) > 1:
         raise UsageError("check: --resolve takes one file at a time")
+    if arguments.resolve and arguments.reader in ("deepspeed", "accelerate"):
+        raise UsageError(f"check: --resolve does what the Trainer does, not --for {arguments.reader}")
     if arguments.output is not None and not arguments.resolve:
         raise UsageError("check: -o goes with --resolve")
     if arguments.resolve and arguments.output is None and arguments.format != "text":
@@ -122,7 +130,8 @@ def _resolve(file: str, settings: Iterable[str], against: Against, arguments: ar
         if found.problems:
             return _tell([Verdict(file, found.problems)], arguments.format)
         name = arguments.output or file
-        verdict = check_document(parse_hjson(found.text, name=name), _with_world(against, stated))
+        judged = replace(_with_world(against, stated), reader="deepspeed")
+        verdict = check_document(parse_hjson(found.text, name=name), judged)
     except ConfigError as error:
         return _tell([Verdict(file, tuple(error.problems))], arguments.format)
     if arguments.output is None:

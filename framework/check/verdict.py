@@ -18,6 +18,7 @@ from framework.errors import ConfigError, Problem, UsageError
 if TYPE_CHECKING:
     from framework.ds_json.facts import GpuKind, Topology
     from framework.ds_json.hjson_text import HjsonDocument
+    from framework.ds_json.readers import Reader
     from framework.plan.cluster import Cluster
 
 
@@ -29,11 +30,13 @@ class Against:
         cluster: where they are to run; None: not said.
         gpu: which GPU; None: not said.
         release: DeepSpeed's version; None: the newest known.
+        reader: who reads DeepSpeed JSON first; None: the file shows it.
     """
 
     cluster: Cluster | None = None
     gpu: GpuKind | None = None
     release: str | None = None
+    reader: Reader | None = None
 
     def topology(self) -> Topology:
         """As the rules of DeepSpeed JSON take it."""
@@ -97,16 +100,25 @@ def _deepspeed_json(text: str, file: str) -> HjsonDocument | None:
 
 def check_document(document: HjsonDocument, against: Against) -> Verdict:
     """Judge DeepSpeed JSON that was read."""
-    from framework.ds_json.judge import accelerate_problem, assumption
+    from framework.ds_json.judge import assumption, foreign_problem
     from framework.ds_json.keys import load_table
-    from framework.ds_json.lint import lint
+    from framework.ds_json.lint import lint, placed
+    from framework.ds_json.readers import NAMES, as_read, reader_of
 
-    if (foreign := accelerate_problem(document)) is not None:
+    if (foreign := foreign_problem(document)) is not None:
         return Verdict(document.name, (foreign,))
-    found = lint(document, release=against.release, topology=against.topology())
-    praise = f"fine for DeepSpeed {load_table(against.release).release}"
-    notes = (*_release_note(document.name, against), *assumption(document, as_run_config=False))
-    return Verdict(document.name, (*notes, *found), praise)
+    table = load_table(against.release)
+    reader, assumed = reader_of(document) if against.reader is None else (against.reader, None)
+    as_it_reads, further = as_read(document, document.text, reader, table)
+    found = [*(problem if problem.line else placed(document, problem) for problem in further),
+             *lint(as_it_reads, release=against.release, topology=against.topology(), reader=reader)]  # fmt: skip
+    first = "" if reader == "deepspeed" else f"{NAMES[reader]} and "
+    notes = [
+        *_release_note(document.name, against),
+        *assumption(document, as_run_config=False),
+        *([assumed] if assumed else ()),
+    ]
+    return Verdict(document.name, (*notes, *sorted(found, key=_place)), f"fine for {first}DeepSpeed {table.release}")
 
 
 def _check_run_config(file: str, overrides: Sequence[str], against: Against, text: str) -> Verdict:
@@ -114,7 +126,7 @@ def _check_run_config(file: str, overrides: Sequence[str], against: Against, tex
     from framework.check.token_folder import plan_with_text
     from framework.config.document import document_of
     from framework.config.load import Source, load_with_source
-    from framework.ds_json.judge import accelerate_problem, assumption, judge_passed_alone, judge_rendered
+    from framework.ds_json.judge import assumption, foreign_problem, judge_passed_alone, judge_rendered
     from framework.plan.plan import default_cluster
     from framework.plan.text import one_line
 
@@ -123,7 +135,7 @@ def _check_run_config(file: str, overrides: Sequence[str], against: Against, tex
         plan = plan_with_text(config, against.cluster or default_cluster(config), source=source)
     except ConfigError as error:
         document = document_of(text, Path(file), name=file)
-        if (foreign := accelerate_problem(document)) is not None:
+        if (foreign := foreign_problem(document)) is not None:
             return Verdict(file, (foreign,))
         passed = document.value.get("deepspeed") if isinstance(document.value, dict) else None
         further = judge_passed_alone(passed, release=against.release)

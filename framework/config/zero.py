@@ -106,8 +106,8 @@ class Zero(Section):
     """Reduce each rank's share only, instead of an all-reduce."""
     round_robin_gradients: bool = False
     """Spread the gradient copies to the host over the ranks (stages 1 and 2 with CPU offload)."""
-    sub_group_size: PositiveCount = 1_000_000_000
-    """Stage 3: elements that are updated at once; smaller lowers peak memory."""
+    sub_group_size: Count = 1_000_000_000
+    """Stage 3: elements that are updated at once; smaller lowers peak memory, 0 is one weight at a time."""
     stage3_prefetch_bucket_size: Count = 50_000_000
     """Stage 3: elements of weights fetched ahead of their use."""
     stage3_param_persistence_threshold: Count = 100_000

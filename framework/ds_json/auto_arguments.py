@@ -15,7 +15,7 @@ _STEPS: Final = "a whole number of 0 or more"
 _DEFAULTS: Final[Mapping[str, tuple[str, Any]]] = {
     "learning_rate": (_NUMBER, 5e-5), "per_device_train_batch_size": (_COUNT, 8), "gradient_accumulation_steps": (_COUNT, 1),
     "max_grad_norm": (_NUMBER, 1.0), "adam_beta1": (_NUMBER, 0.9), "adam_beta2": (_NUMBER, 0.999),
-    "adam_epsilon": (_NUMBER, 1e-8), "weight_decay": (_NUMBER, 0.0), "warmup_steps": (_STEPS, 0), "warmup_ratio": (_NUMBER, 0.0),
+    "adam_epsilon": (_NUMBER, 1e-8), "weight_decay": (_NUMBER, 0.0), "warmup_steps": (_NUMBER, 0), "warmup_ratio": (_NUMBER, 0.0),
     "fp16": (_FLAG, False), "bf16": (_FLAG, False), "save_on_each_node": (_FLAG, False),
     "zero_stage": (_STEPS, 2), "offload_optimizer_device": (_TEXT, "none"), "offload_param_device": (_TEXT, "none"),
     "zero3_save_16bit_model": (_FLAG, False),

@@ -96,6 +96,11 @@ class _Filler:
         self.notes: list[Problem] = []
         self.told: set[str] = set()
         self.problems = [_mismatch(*found) for found in arguments.mismatches()]
+        steps = arguments.given.get("gradient_accumulation_steps", 1)
+        if steps != 1 and "gradient_accumulation_steps" not in values:
+            self.problems.append(replace(_mismatch("gradient_accumulation_steps", 1, "gradient_accumulation_steps", steps),
+                                         value=MISSING, fix='add "gradient_accumulation_steps": "auto"',
+                                         reason=f"left out Accelerate makes it 1, and the Trainer was given {steps}"))  # fmt: skip
 
     def resolution(self, document: HjsonDocument, autos: Sequence[KeyPath]) -> Resolution:
         edits = [edit for path in autos for edit in self._edits(path)]
@@ -124,7 +129,7 @@ class _Filler:
             self._note_assumed(dotted, value)
             yield ReplaceValue(path, value)
         elif read_by_model(dotted, self.table.release) and key is not None and "." in dotted:
-            self._note(dotted, f"removed: Hugging Face leaves it, and DeepSpeed takes its default{_default(key)}",
+            self._note(dotted, f"removed: Hugging Face does not fill it in, and DeepSpeed's default{_default(key)} holds",
                        f"give {dotted}=VALUE for another one")  # fmt: skip
             yield RemoveMember(path)
         elif key is not None:
@@ -145,7 +150,9 @@ class _Filler:
         if path == "scheduler.params.warmup_num_steps":
             ratio = self.arguments.given.get("warmup_ratio", 0)
             by_ratio = ratio and not self.arguments.given.get("warmup_steps", 0)
-            return math.ceil(get("max_steps") * ratio) if by_ratio else get("warmup_steps")
+            steps = ratio if by_ratio else get("warmup_steps")
+            # below 1 it is a share of the run; DeepSpeed refuses 0, so the Trainer writes 1 at least
+            return max(1, math.ceil(get("max_steps") * steps) if 0 < steps < 1 else int(steps))
         if path in _BY_HIDDEN_SIZE:
             return self._by_hidden_size(path)
         if path.startswith("zero_optimization.offload_") and path.endswith(".nvme_path"):

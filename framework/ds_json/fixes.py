@@ -157,7 +157,7 @@ def _in_its_type(value: Any, key: Key, *, is_dropped: bool) -> Any:
         exact = int(value) if not isinstance(value, str) or value.strip().lstrip("+-").isdecimal() else None
     except (ValueError, OverflowError):
         return None
-    if not abs(number) < float("inf"):
+    if not abs(number) < float("inf") or isinstance(value, bool):  # a truth value is no number that somebody meant
         return None
     if kind == "number":
         return number

@@ -192,7 +192,7 @@ def _with_effect(reading: Reading, written: str, value: Any) -> Any:
         reading.refuse(written, *refusal)
         return None
     key = reading.key(written)
-    if value is None and key is not None and key.default not in (None, MISSING):
+    if value is None and key is not None and key.default is not None:
         reading.refuse(written, "a run config passes no null on", "write a value")
     if not isinstance(value, Mapping) or (key is not None and key.unknown == "free"):
         return value

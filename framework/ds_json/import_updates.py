@@ -96,6 +96,7 @@ def scheduler(reading: Reading) -> Values:
     reading.place("scheduler.type")
     reading.place("scheduler.params")
     if not name or reading.is_auto("scheduler.type"):
+        reading.comments["scheduler"] = "the file names none; one from code, such as our cosine, does not stand in it"
         return {"kind": "constant"}
     if name not in _SCHEDULES:
         reading.refuse("scheduler.type", "a run config has DeepSpeed's five schedules, constant and cosine",

@@ -20,6 +20,11 @@ if TYPE_CHECKING:  # importing the models of a run config would cost every check
     from framework.plan.plan import Plan
 
 _ACCELERATES: Final = frozenset({"compute_environment", "distributed_type", "deepspeed_config"})
+# GPT-NeoX, each also with dashes; none of them is a key of DeepSpeed's or of a run config's top level.
+_NEOX: Final = frozenset({
+    "pipe_parallel_size", "model_parallel_size", "num_layers", "num_attention_heads", "seq_length", "max_position_embeddings",
+    "train_iters", "pos_emb", "no_weight_tying", "lr_decay_iters",
+})  # fmt: skip
 _SOME_STEPS: Final = 1_000_000
 IN_BOTH: Final = frozenset({"optimizer", "scheduler", "checkpoint"})
 # Sections that only a run config has. A test holds them against RunConfig.
@@ -82,15 +87,23 @@ def assumption(document: Document, *, as_run_config: bool) -> Iterator[Problem]:
                       fix="keep the keys of one kind in one file")  # fmt: skip
 
 
-def accelerate_problem(document: Document) -> Problem | None:
-    """Accelerate's own config, which says some of DeepSpeed's settings under names of its own; None for any other file."""
+def foreign_problem(document: Document) -> Problem | None:
+    """Return the problem of a config of another tool, which has some of DeepSpeed's settings under names of its own; or None."""
     values = document.value
-    if not isinstance(values, Mapping) or OURS & values.keys() or not _ACCELERATES & values.keys():
+    if not isinstance(values, Mapping) or OURS & values.keys():
         return None
+    if len(_NEOX & {str(name).replace("-", "_") for name in values}) > 1:
+        return Problem(kind="gpt-neox-config", file=document.name, line=1, column=1,
+                       reason="this is a config of GPT-NeoX, neither a run config nor DeepSpeed JSON",
+                       fix="check the DeepSpeed JSON that GPT-NeoX makes of it, or write a run config")  # fmt: skip
+    return _accelerate_problem(document, values) if _ACCELERATES & values.keys() else None
+
+
+def _accelerate_problem(document: Document, values: Mapping[str, Any]) -> Problem:
     section = values.get("deepspeed_config")
     file = section.get("deepspeed_config_file") if isinstance(section, Mapping) else None
     fix = (
-        f"check or import {file}, the DeepSpeed JSON that it names" if isinstance(file, str)
+        f"check or import {file}, the DeepSpeed JSON that it names (check --for accelerate)" if isinstance(file, str)
         else "write a run config: zero_stage is zero.stage there, gradient_accumulation_steps batch.accumulation_steps, "
              "gradient_clipping training.clip_grad_norm, mixed_precision precision.dtype"
     )  # fmt: skip

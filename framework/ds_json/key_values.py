@@ -10,6 +10,7 @@ from framework.ds_json.facts import FALSE, TRUE
 from framework.ds_json.keys import Key
 from framework.errors import Problem, show_value
 
+_FLOATS_AS_WHOLE: Final = 2.0**63  # pydantic refuses a longer one: "exceeded maximum size"
 _NAMES: Final = {"boolean": "true or false", "integer": "a whole number", "number": "a number", "string": "text",
                  "array": "a list", "object": "a section of keys"}  # fmt: skip
 
@@ -52,6 +53,9 @@ def value_problems(key: Key, dotted: str, value: Any) -> Iterator[Problem]:
         words = _NAMES.get(key.items, key.items)
         yield Problem(kind="wrong-type", key=dotted, value=value, reason=f"not a list of which each is {words}",
                       fix=f"write {words} for each")  # fmt: skip
+    elif isinstance(value, list) and key.items == "number":
+        found = (problem for item in value for problem in _range_problems(key, dotted, item))
+        yield from (replace(problem, value=value) for problem in list(found)[:1])
 
 
 def _number_problems(key: Key, dotted: str, value: float) -> Iterator[Problem]:
@@ -108,7 +112,7 @@ def _passes_as(value: Any, kind: str) -> bool:
     if isinstance(value, bool):
         return True
     if isinstance(value, float):
-        return value.is_integer()
+        return value.is_integer() and (kind == "number" or abs(value) < _FLOATS_AS_WHOLE)
     if not isinstance(value, str):
         return False
     try:

@@ -26,7 +26,7 @@ from framework.ds_json.key_files import (
     without_variant,
 )  # fmt: skip
 from framework.ds_json.key_history import Change, History, history
-from framework.ds_json.slips import ALIKE, OTHER_WORDS, WORDS_INSIDE, likeness
+from framework.ds_json.slips import ALIKE, OTHER_WORDS, WORDS_INSIDE, likeness, means
 from framework.errors import MISSING, UsageError, show_value
 
 __all__ = ["Change", "History", "Key", "KeyTable", "history", "known_releases", "load_table"]
@@ -36,6 +36,8 @@ Status = Literal["read", "inert", "deprecated", "refused"]
 _VERY_ALIKE: Final = 0.8
 # A name that stands in more sections than this ("enabled") says nothing about the section that was meant.
 _COMMON: Final = 3
+# Each has keys of its own service: one of another is no place for them.
+_MONITORS: Final = ("tensorboard", "wandb", "csv_monitor", "comet")
 _MOST_GUESSES: Final = 3
 _RELEASE: Final = re.compile(r"\d{1,4}\.\d{1,4}\.\d{1,4}")
 # A key that does less is a worse guess.
@@ -247,13 +249,16 @@ class KeyTable:
         here = [] if section is None else [section, *self._variants.get(section, ())]
         close = list(self._alike(here, name, ALIKE))
         yield from ((near + 0.2, path) for near, path in close)
-        homes = [path for path in self._by_name.get(name, ()) if "*" not in path and not is_of_another_type(path, section)]
+        peers = _MONITORS if section in _MONITORS else ()
+        homes = [path for path in self._by_name.get(name, ())
+                 if "*" not in path and not is_of_another_type(path, section) and not path.startswith(peers)]  # fmt: skip
         inside = [path for path in homes if section and path.startswith(f"{section}.")]
         if inside or len({without_variant(path) for path in homes}) <= _COMMON:
             yield from self._ranked((0.9, path) for path in inside or homes)
         if not close and not homes:
-            others = [other for other in self._children if other not in here and not is_of_another_type(f"{other}.", section)]
-            yield from ((near - 0.1, path) for near, path in self._alike(others, name, _VERY_ALIKE))
+            others = [other for other in self._children
+                      if other not in (*here, *peers) and not is_of_another_type(f"{other}.", section)]  # fmt: skip
+            yield from ((near - 0.1, path) for near, path in self._alike(others, name, _VERY_ALIKE) if means(name, _name_of(path)))
 
     def _named(self, section: str, name: str) -> Iterator[str]:
         """The key of just this name in the section, in the tables of all its types where none is named."""

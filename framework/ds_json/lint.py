@@ -19,6 +19,7 @@ from framework.ds_json.key_files import TYPED_SECTIONS, known_releases, variant_
 from framework.ds_json.key_values import value_problems
 from framework.ds_json.keys import Key, KeyTable, history, load_table
 from framework.ds_json.parameters import class_problems, torch_problems
+from framework.ds_json.readers import Reader, judged_for
 from framework.ds_json.rules import apply_rules
 from framework.errors import Problem
 
@@ -30,13 +31,16 @@ _COMMENT: Final = re.compile(
 _SCHEMA: Final = ("$schema",)
 
 
-def lint(document: Document, *, release: str | None = None, topology: Topology | None = None) -> list[Problem]:
+def lint(
+    document: Document, *, release: str | None = None, topology: Topology | None = None, reader: Reader = "deepspeed"
+) -> list[Problem]:
     """All problems of a DeepSpeed JSON, in the order of the file.
 
     Args:
         document: what was read, with the places of its keys.
         release: DeepSpeed's version; left out: the newest known.
         topology: where it is to run, as far as it was said.
+        reader: who reads it first.
 
     Raises:
         UsageError: there is no table of that release.
@@ -51,9 +55,11 @@ def lint(document: Document, *, release: str | None = None, topology: Topology |
     unread = tuple(f"{problem.key}." for _, problem in found if problem.kind in ("unknown-key", "dotted-key", "comment-key"))
     together = [*torch_problems(document.value), *apply_rules(facts)]
     together = [problem for problem in together if problem.kind != "auto-value" or not problem.key.startswith(unread)]
-    problems = found + [(tuple(problem.key.split(".")), problem) for problem in together]
-    placed = {str(problem): problem for problem in (_placed(document, path, problem) for path, problem in problems)}
-    return sorted(placed.values(), key=lambda problem: (problem.line, problem.column, problem.kind))
+    paths = {id(problem): path for path, problem in found}
+    judged = judged_for([*(problem for _, problem in found), *together], document.value, reader)
+    problems = [(paths.get(id(problem), tuple(problem.key.split("."))), problem) for problem in judged]
+    distinct = {str(problem): problem for problem in (placed(document, problem, path) for path, problem in problems)}
+    return sorted(distinct.values(), key=lambda problem: (problem.line, problem.column, problem.kind))
 
 
 def key_problems(document: Document, *, release: str | None = None) -> list[Problem]:
@@ -65,11 +71,12 @@ def key_problems(document: Document, *, release: str | None = None) -> list[Prob
     """
     table = load_table(release)
     found = _Keys(table, Facts(document.value, table.release)).problems()
-    return [_placed(document, path, problem) for path, problem in found if problem.kind != "missing-key"]
+    return [placed(document, problem, path) for path, problem in found if problem.kind != "missing-key"]
 
 
-def _placed(document: Document, path: KeyPath, problem: Problem) -> Problem:
-    """The problem at its key, or at the nearest section around it."""
+def placed(document: Document, problem: Problem, path: KeyPath | None = None) -> Problem:
+    """Return the problem at its key, or at the nearest section around it."""
+    path = tuple(problem.key.split(".")) if path is None else path
     for length in range(len(path), -1, -1):
         for spelled in (path[:length], _with_indices(path[:length])):
             if spelled in document.places:
@@ -106,8 +113,11 @@ class _Keys:
         for name in self._required(path):
             if name not in values and not (name == "params" and "type" not in values):
                 dotted = ".".join(map(str, (*path, name)))
-                yield (*path, name), Problem(kind="missing-key", key=dotted, reason=f"{path[-1]} does not work without it",
+                yield (*path, name), Problem(kind="missing-key", key=dotted, reason=f"{self._name(path)} does not work without it",
                                              fix="add it")  # fmt: skip
+
+    def _name(self, path: KeyPath) -> str:
+        return (self._variant((*path, "*")) if path[-1] == "params" else None) or str(path[-1])
 
     def _required(self, path: KeyPath) -> Iterator[str]:
         section, variant = ".".join(map(str, path)), self._variant((*path, "*"))
@@ -201,6 +211,8 @@ class _Keys:
                            fix=_words(past.replaced_by, past.instead))  # fmt: skip
         guesses = self.table.nearest([str(part) for part in path], self._variant(path))
         fix = f"did you mean {' or '.join(guesses)}?" if guesses else "remove it"
+        if not guesses and isinstance(value, Mapping) and value and all(self.table.get(str(inner)) for inner in value):
+            fix = f"write {', '.join(map(str, value))} without this section around it"
         return Problem(
             kind="unknown-key", key=dotted, value=value, reason=f"{reason}{' it' if refused else ''}", fix=fix
         )

@@ -92,12 +92,12 @@ def test_resolve_writes_where_it_is_told(tmp_path: Path, capsys: Capture) -> Non
         "--resolve",
         "world_size=4",
         "lr=3e-4",
-        "gradient_accumulation_steps=3",
+        "gradient_accumulation_steps=1",
         "-o",
         str(out),
     ]
     assert main(words) == 0
-    assert '"train_batch_size": 24,  // all' in out.read_text()
+    assert '"train_batch_size": 8,  // all' in out.read_text()
     assert capsys.readouterr().out.startswith(f"{out}: fine for DeepSpeed ")
 
 

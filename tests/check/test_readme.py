@@ -37,4 +37,4 @@ def test_the_page_on_check_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         out, err = capsys.readouterr()
         assert [*out.splitlines(), *err.splitlines()] == lines, command
         commands += 1
-    assert commands == 4
+    assert commands == 5

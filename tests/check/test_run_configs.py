@@ -77,7 +77,7 @@ def test_all_problems_come_at_once(tmp_path: Path, capsys: Capture) -> None:
         ("deepspeed: {data_types: {param_dtype: fp16}}\n", "deepspeed.data_types.param_dtype = fp16: fp16 and bf16 say that"),
         ("zero: {stage: 2}\ndeepspeed: {gradient_predivide_factor: 2.0}\n",
          "set zero.reduce_scatter: false or deepspeed.gradient_predivide_factor: 1.0"),
-        ("deepspeed: {fp16: {auto_cast: true}}\n", "set deepspeed.fp16.auto_cast: false"),
+        ("deepspeed: {compile: {passes: [z4]}}\n", "deepspeed.compile.passes"),
         # the key at fault stands in a typed section, the cause under deepspeed:
         ("zero: {stage: 1}\noptimizer: {kind: sgd}\ndeepspeed: {zero_optimization: {compute_grad_norm: false}}\n",
          "training.clip_grad_norm = 1.0: clipping at 1 needs the norm"),

@@ -138,7 +138,7 @@ def test_what_hugging_face_leaves_goes_where_deepspeed_drops_it() -> None:
     values = {"zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": "auto", "reduce_bucket_size": "auto"}}
     found = resolve(parse_hjson(json.dumps(values), name="x"), {"hidden_size": 10})
     assert json.loads(found.text) == {"zero_optimization": {"stage": 2, "reduce_bucket_size": 100}}
-    assert "its default 50000000" in found.notes[0].reason
+    assert "DeepSpeed's default 50000000 holds" in found.notes[0].reason
 
 
 def test_what_deepspeed_would_break_on_has_to_be_said() -> None:
@@ -196,3 +196,15 @@ def test_odd_values_in_the_file_decide_nothing(odd: Any) -> None:
     values = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": odd, "gradient_accumulation_steps": 2}
     found = resolved(values, {}, 2)
     assert found["train_batch_size"] == 2 * 2 * (odd if odd == 10**40 else 8)
+
+
+def test_a_run_without_warmup_is_one_that_deepspeed_takes() -> None:
+    """DeepSpeed refuses 0, so the Trainer writes 1 at least."""
+    values = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}
+    assert [resolved(values, {"max_steps": 40, **given})["scheduler"]["params"]["warmup_num_steps"]
+            for given in ({}, {"warmup_steps": 0}, {"warmup_steps": 0.1}, {"warmup_steps": 7})] == [1, 1, 4, 7]  # fmt: skip
+
+
+def test_accumulation_that_the_file_leaves_out_is_one() -> None:
+    (problem,) = unknown({"train_batch_size": "auto"}, {"gradient_accumulation_steps": 4}, 2).problems
+    assert (problem.key, problem.kind) == ("gradient_accumulation_steps", "auto-mismatch")

@@ -134,3 +134,8 @@ def test_the_command_writes_the_file_and_shows_the_change(tmp_path: Path, capsys
     assert path.read_text(encoding="utf-8") == '{\n  "train_batch_size": 8,\n  "gradient_clipping": 1.0\n}\n'
     assert main(["check", "--fix", str(path)]) == 0
     assert "clipping" not in capsys.readouterr().out
+
+
+def test_true_is_no_number_that_somebody_meant() -> None:
+    text = '{"zero_optimization": {"stage": true}}'
+    assert fixed_text(parse_hjson(text, name="x.json")) == text

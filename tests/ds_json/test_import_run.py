@@ -383,11 +383,11 @@ def test_what_only_a_run_config_refuses_is_told_at_the_key_and_line_of_the_file(
         "lr_range_test_min_lr": 0}},
       "zero_optimization": {"stage": 3,
         "sub_group_size": 0}}"""
+    assert imported({"zero_optimization": {"stage": 3, "sub_group_size": 0}}).values["zero"]["sub_group_size"] == 0
     with pytest.raises(ConfigError) as caught:
         import_document(parse_hjson(text, name="ds.json"))
     assert {(problem.key, problem.file, problem.line) for problem in caught.value.problems} == {
         ("optimizer.params.eps", "ds.json", 3), ("scheduler.params.lr_range_test_min_lr", "ds.json", 5),
-        ("zero_optimization.sub_group_size", "ds.json", 7),
     }  # fmt: skip
     assert all("of a run config" in problem.reason for problem in caught.value.problems)
 
@@ -421,3 +421,18 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     file.write_text('{"train_batch_size": 64,\n "sequence_parallel_size": 2}')
     assert main(["import", str(file)]) == 78
     assert f"{file}:2: sequence_parallel_size = 2: a run config gives every rank samples of its own" in capsys.readouterr().err
+
+
+def test_a_null_that_means_something_is_refused_and_not_dropped() -> None:
+    """DeepSpeed stops at a KeyError where `model_mask_name` is left out."""
+    random_ltd = {"enabled": False, "model_mask_name": None}
+    values = {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": random_ltd}}}
+    assert ("data_efficiency.data_routing.random_ltd.model_mask_name", "not-expressible") in kinds(values)
+
+
+def test_a_rate_that_the_file_does_not_tell_is_commented() -> None:
+    found = imported(optimizer_section := {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}})
+    assert found.values["scheduler"] == {"kind": "constant"}
+    assert "our cosine" in found.comments["scheduler"]
+    schedule = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}
+    assert "scheduler" not in imported(optimizer_section | schedule).comments

@@ -8,7 +8,7 @@ import pytest
 
 from framework.config.document import Document
 from framework.config.run_config import RunConfig
-from framework.ds_json.judge import IN_BOTH, OURS, accelerate_problem, assumption, is_run_config
+from framework.ds_json.judge import IN_BOTH, OURS, assumption, foreign_problem, is_run_config
 from framework.ds_json.keys import load_table
 
 
@@ -43,10 +43,19 @@ def test_what_a_file_was_taken_for_is_said_where_it_has_keys_of_both_kinds() -> 
 
 
 def test_accelerates_own_config_is_told_as_that() -> None:
-    found = accelerate_problem(Document("a.yaml", {"compute_environment": "LOCAL_MACHINE", "deepspeed_config": {"zero_stage": 2}}))
+    found = foreign_problem(Document("a.yaml", {"compute_environment": "LOCAL_MACHINE", "deepspeed_config": {"zero_stage": 2}}))
     assert found is not None
     assert "zero_stage is zero.stage" in found.fix
-    found = accelerate_problem(Document("a.yaml", {"deepspeed_config": {"deepspeed_config_file": "ds.json"}}))
+    found = foreign_problem(Document("a.yaml", {"deepspeed_config": {"deepspeed_config_file": "ds.json"}}))
     assert found is not None
     assert "check or import ds.json" in found.fix
-    assert accelerate_problem(Document("a.yaml", {"run": {}, "deepspeed_config": {}})) is None
+    assert foreign_problem(Document("a.yaml", {"run": {}, "deepspeed_config": {}})) is None
+
+
+@pytest.mark.parametrize("dash", ["-", "_"])
+def test_a_config_of_gpt_neox_is_one_line(dash: str) -> None:
+    values = {"pipe_parallel_size": 1, "num_layers": 2, "optimizer": {"type": "Adam"}, "train_micro_batch_size_per_gpu": 4}
+    found = foreign_problem(Document("x.yml", {name.replace("_", dash): value for name, value in values.items()}))
+    assert found is not None
+    assert found.kind == "gpt-neox-config"
+    assert foreign_problem(Document("x.json", {"num_layers": 2, "train_batch_size": 4})) is None

@@ -263,3 +263,28 @@ def test_what_we_render_has_no_error(path: Path, release: str) -> None:
     topology = Topology(world_size=8, num_hosts=1)
     problems = lint(parse_hjson(path.read_text(), name=path.name), release=release, topology=topology)
     assert [str(problem) for problem in problems if problem.severity == "error"] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ('{"optimizer": {"type": "FusedAdam"}}', 'set optimizer.type: "AdamW"'),
+        ('{"optimizer": {"type": "DeepSpeedCPULion"}}', 'set optimizer.type: "Lion"'),
+        ('{"optimizer": {"type": "MuAdamm"}}', 'set optimizer.type: "MuAdam"'),
+        ('{"compile": {"backend": "inductor"}}', "remove it"), ('{"moe": {"enabled": true}}', "remove it"),
+        ('{"wandb": {"enabled": true, "api_key": "x"}}', "remove it"),
+        ('{"log": {"steps_per_print": 5}}', "write steps_per_print without this section around it"),
+        ('{"optimizer": {"type": "Muon", "params": {"lr": 0.1, "ns_method": "gramm"}}}', "write gram, standard"),
+        ('{"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 9, "cos_min_ratio": 1.5}}}', "write at most 1"),
+        ('{"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": [-1.0]}}}', "write at least 0"),
+        ('{"zero_optimization": {"stage": 2, "reduce_bucket_size": 1e19}}', "write a whole number"),
+    ],
+)
+def test_what_is_said_instead(text: str, fix: str) -> None:
+    problems = lint(parse_hjson(text, name="x.json"))
+    assert fix in [problem.fix for problem in problems if problem.severity == "error"]
+
+
+def test_a_missing_parameter_names_the_schedule() -> None:
+    problems = lint(parse_hjson('{"scheduler": {"type": "WarmupDecayLR", "params": {}}}', name="x.json"))
+    assert "WarmupDecayLR does not work without it" in [problem.reason for problem in problems]

@@ -147,11 +147,20 @@ def zenflow_needs_offload(facts: Facts) -> Iterator[Problem]:
 
 @holds(since="0.17.5")
 def zenflow_intervals(facts: Facts) -> Iterator[Problem]:
-    """deepspeed/runtime/zenflow/engine.py `configure_zenflow`: strategy and intervals have to fit."""
+    """deepspeed/runtime/zenflow/engine.py `configure_zenflow`: strategy and intervals have to fit.
+
+    zenflow_config.py `validate_fields`: "If select_interval is a string, it must be".
+    """
     if not facts.section(_ZENFLOW) and not facts.given(_ZENFLOW):
         return
     strategy = facts.text(f"{_ZENFLOW}.select_strategy", "auto")
     select, update = facts.get(f"{_ZENFLOW}.select_interval", "auto"), facts.get(f"{_ZENFLOW}.update_interval", "auto")
+    for name, value in (("select_interval", select), ("update_interval", update)):
+        if isinstance(value, str) and value != "auto":
+            number = max(update, 1) if isinstance(update, int) else 1
+            right = '"auto"' if name == "update_interval" or strategy == "auto" else number
+            yield error(facts, "zenflow-intervals", f"{_ZENFLOW}.{name}", "a number or auto belongs here",
+                        f"set {_ZENFLOW}.{name}: {right}")  # fmt: skip
     key = f"{_ZENFLOW}.select_interval"
     if strategy == "auto" and isinstance(select, int):
         yield error(facts, "zenflow-intervals", key, "the automatic strategy chooses it",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Final
 
@@ -19,6 +20,9 @@ TORCH_OPTIMIZERS: Final = frozenset({
 TESTED: Final = frozenset({"adam", "adamw", "adagrad", "lion", "muon", "muadam", "muadamw"})
 
 
+_CLASS: Final = re.compile(r"^(?:DeepSpeed)?(?:CPU|Fused)?_?", re.IGNORECASE)
+
+
 def optimizer_known(facts: Facts) -> Iterator[Problem]:
     """deepspeed/runtime/engine.py `_is_supported_optimizer`: DeepSpeed's own names, or a class of torch.optim."""
     name = facts.optimizer
@@ -28,7 +32,10 @@ def optimizer_known(facts: Facts) -> Iterator[Problem]:
         yield error(facts, "optimizer-unknown", "optimizer.type",
                     "DeepSpeed 0.19.7 removed the optimizers that compress to one bit", 'set optimizer.type: "AdamW"')  # fmt: skip
         return
-    guess = nearest(name, TORCH_OPTIMIZERS | {"Lamb", "Lion", "MuAdam", "MuAdamW", "MuSGD"}) or "AdamW"
+    known = TORCH_OPTIMIZERS | {"Lamb", "Lion"} | ({"MuAdam", "MuAdamW", "MuSGD"} if name.lower().startswith("mu") else set())
+    # the class that DeepSpeed itself picks: its FusedAdam and CPU Adam decay as AdamW does
+    plain = _CLASS.sub("", name).removesuffix("_8bit") or name
+    guess = "AdamW" if plain.lower() == "adam" else nearest(plain, known) or "AdamW"
     yield error(facts, "optimizer-unknown", "optimizer.type", "neither DeepSpeed nor torch.optim has such an optimizer",
                 f'set optimizer.type: "{guess}"')  # fmt: skip
 

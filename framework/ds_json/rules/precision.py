@@ -10,6 +10,7 @@ from framework.ds_json.rules.base import error, holds, warning
 from framework.errors import Problem
 
 _FP32_POWERS = 128
+_POWERS_IN_MEMORY = 10**9
 FP16_MASTER, BF16_MASTER = "fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads"
 
 
@@ -29,9 +30,10 @@ def amp_goes_alone(facts: Facts) -> Iterator[Problem]:
 
 
 def auto_cast_without_fp16(facts: Facts) -> Iterator[Problem]:
-    """deepspeed/runtime/engine.py `fp16_auto_cast` is asked by itself: inputs become fp16, the weights do not."""
+    """deepspeed/runtime/engine.py `fp16_auto_cast` is asked by itself: `_cast_inputs_half` casts positional inputs only."""
     if facts.flag("fp16.auto_cast", False) and facts.flag("fp16.enabled", False) is False:
-        yield error(facts, "auto-cast-without-fp16", "fp16.auto_cast", "inputs become fp16, but the weights do not",
+        yield warning(facts, "auto-cast-without-fp16", "fp16.auto_cast",
+                    "positional inputs with a decimal point become fp16, but the weights do not",
                     "set fp16.auto_cast: false")  # fmt: skip
 
 
@@ -52,10 +54,15 @@ def loss_scale_stands_still(facts: Facts) -> Iterator[Problem]:
     """deepspeed/runtime/fp16/loss_scaler.py `update_scale` lowers the scale where `cur_hysteresis` counts down to exactly 1.
 
     Below 1 it never does, and every step is skipped from the first overflow on. A scale beyond fp32 overflows in every step.
+    ZeRO computes the first scale as a whole number with fp16 off too (precision_config.py `dynamic_loss_scale_args`).
     """
+    hysteresis, power = facts.whole("fp16.hysteresis", 2), facts.whole("fp16.initial_scale_power", 16)
+    if power is not None and power > _POWERS_IN_MEMORY and facts.stage in (1, 2, 3):
+        yield error(facts, "loss-scale-stuck", "fp16.initial_scale_power", "DeepSpeed computes 2 to this power, fp16 or not",
+                    "set fp16.initial_scale_power: 16")  # fmt: skip
+        return
     if not facts.flag("fp16.enabled", False) or facts.number("fp16.loss_scale", 0) != 0:
         return
-    hysteresis, power = facts.whole("fp16.hysteresis", 2), facts.whole("fp16.initial_scale_power", 16)
     if hysteresis is not None and hysteresis < 1:
         yield error(facts, "loss-scale-stuck", "fp16.hysteresis", "below 1 the loss scale is never lowered",
                     "set fp16.hysteresis: 2")  # fmt: skip
@@ -192,6 +199,18 @@ def autocast_in_int8(facts: Facts) -> Iterator[Problem]:
     if facts.flag("torch_autocast.enabled", False) and facts.dtype("torch_autocast.dtype") == "int8":
         yield error(facts, "autocast-in-int8", "torch_autocast.dtype", "autocast computes in fp16 or bf16",
                     'set torch_autocast.dtype: "bfloat16"')  # fmt: skip
+
+
+@holds(since="0.17.2")
+def autocast_module_paths(facts: Facts) -> Iterator[Problem]:
+    """deepspeed/runtime/torch_autocast.py `init_autocast_params` imports each: "Failed to import lower precision safe module"."""
+    key = "torch_autocast.lower_precision_safe_modules"
+    names = facts.get(key)
+    if not facts.flag("torch_autocast.enabled", False) or not isinstance(names, list):
+        return
+    if any(isinstance(name, str) and not all(name.rpartition(".")) for name in names):
+        whole = [name if "." in str(name) else f"torch.nn.{name}" for name in names]
+        yield error(facts, "autocast-module-path", key, "a class is named with its package", f"set {key}: {dumps(whole)}")
 
 
 @holds(since="0.18.3")

@@ -94,6 +94,16 @@ def warmup_never_ends(facts: Facts) -> Iterator[Problem]:
                       f"set scheduler.params.warmup_num_steps: {max(1, total // 10)}")  # fmt: skip
 
 
+def warmup_falls(facts: Facts) -> Iterator[Problem]:
+    """deepspeed/runtime/lr_schedules.py `delta_lrs`: a peak below the first rate makes the warm-up fall."""
+    kind, key = facts.text("scheduler.type"), "scheduler.params.warmup_min_lr"
+    least = facts.number(key)
+    lr = facts.number("optimizer.params.lr") if kind == "WarmupLR" else 0.001
+    peak = facts.number("scheduler.params.warmup_max_lr", lr)
+    if kind in ("WarmupLR", "WarmupDecayLR") and least is not None and peak is not None and least > peak >= 0:
+        yield warning(facts, "warmup-falls", key, f"the warm-up falls from there to {peak}", f"set {key}: 0.0")
+
+
 def warmup_of_no_steps(facts: Facts) -> Iterator[Problem]:
     """deepspeed/runtime/lr_schedules.py `WarmupLR`: "warmup_num_steps must be a positive integer"; until 0.19.3 it took 2."""
     steps = facts.whole("scheduler.params.warmup_num_steps")

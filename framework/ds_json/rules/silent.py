@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from json import dumps
 from typing import Final
 
 from framework.ds_json.facts import Facts
+from framework.ds_json.readers import FILLED
 from framework.ds_json.rules.base import error, holds, note, warning
 from framework.errors import Problem
 
@@ -18,8 +20,16 @@ _SWITCHED: Final = (
 _UNSWITCHED: Final = frozenset(
     {"fp16_master_weights_and_grads", "bf16_master_weights_and_grads", "bf16_optimizer_states"}
 )
+_RECOMPUTE: Final = "activation_checkpointing"
 _CURRICULUM: Final = "data_efficiency.data_sampling.curriculum_learning"
 _RANDOM_LTD: Final = "data_efficiency.data_routing.random_ltd"
+_RANDOM_LTD_KEYS: Final = {
+    "": ("total_layer_num", "random_ltd_layer_num", "random_ltd_layer_id", "model_mask_name", "model_type", "hidden_state_order",
+         "random_ltd_schedule"),
+    "random_ltd_schedule.": ("min_value", "max_value", "schedule_type", "schedule_config"),
+    "random_ltd_schedule.schedule_config.": ("require_steps", "seq_per_step"),
+    "layer_token_lr_schedule.": ("enabled",),
+}  # fmt: skip
 _DYNAMIC: Final = "data_efficiency.data_sampling.dynamic_batching"
 
 
@@ -66,6 +76,16 @@ def activation_checkpointing_waits_for_code(facts: Facts) -> Iterator[Problem]:
                    "call deepspeed.checkpointing.configure and use its checkpoint function")  # fmt: skip
 
 
+def contiguous_checkpoints(facts: Facts) -> Iterator[Problem]:
+    """deepspeed/runtime/activation_checkpointing/checkpointing.py `configure`: "Must specify the number of layers with"."""
+    if facts.get(f"{_RECOMPUTE}.contiguous_memory_optimization") is True:
+        for name, value in (("number_checkpoints", 24), ("partition_activations", True)):
+            if facts.get(f"{_RECOMPUTE}.{name}") in (None, False):
+                key = f"{_RECOMPUTE}.{name}"
+                yield error(facts, "contiguous-checkpoints", key, "contiguous_memory_optimization needs it",
+                            f"set {key}: {dumps(value)} or {_RECOMPUTE}.contiguous_memory_optimization: false")  # fmt: skip
+
+
 def checkpoint_writer_needs_launcher(facts: Facts) -> Iterator[Problem]:
     """deepspeed/runtime/model_checkpointing/utils.py `create_universal_parallel_info` reads CROSS_SIZE and CROSS_RANK."""
     if facts.given("checkpoint.writer"):
@@ -105,15 +125,17 @@ def curriculum_without_parents(facts: Facts) -> Iterator[Problem]:
 
 
 def random_ltd_needs(facts: Facts) -> Iterator[Problem]:
-    """deepspeed/runtime/data_pipeline/data_routing/scheduler.py `RandomLTDScheduler`: a KeyError for each that is missing."""
+    """deepspeed/runtime/data_pipeline/data_routing/scheduler.py `RandomLTDScheduler`: a KeyError for each that is missing.
+
+    So do engine.py `random_ltd_initialize` and basic_layer.py `init_config`, and the schedule's `get_value` at the first step.
+    """
     if not facts.get(f"{_RANDOM_LTD}.enabled", False):
         return
-    missing = [key for key in ("total_layer_num", "random_ltd_layer_num", "random_ltd_schedule")
-               if key not in facts.section(_RANDOM_LTD)]  # fmt: skip
-    schedule = f"{_RANDOM_LTD}.random_ltd_schedule"
-    if facts.given(schedule):
-        missing += [f"random_ltd_schedule.{key}" for key in ("min_value", "max_value", "schedule_type", "schedule_config")
-                    if key not in facts.section(schedule)]  # fmt: skip
+    missing = [
+        f"{section}{key}" for section, keys in _RANDOM_LTD_KEYS.items() for key in keys
+        if (not section or facts.given(f"{_RANDOM_LTD}.{section[:-1]}"))
+        and key not in facts.section(f"{_RANDOM_LTD}.{section}".removesuffix("."))
+    ]  # fmt: skip
     for key in missing:
         yield error(facts, "random-ltd-needs", f"{_RANDOM_LTD}.{key}", "random layer token dropping is enabled and needs it",
                     f"add it, or set {_RANDOM_LTD}.enabled: false")  # fmt: skip
@@ -199,17 +221,6 @@ _AUTO_IS_TRUE: Final = (
     # before 0.17.1, where a model reads them
     "fp16.enabled", "fp16.auto_cast", "fp16.consecutive_hysteresis", "fp16.fp16_master_weights_and_grads", "bf16.", "bfloat16.",
 )  # fmt: skip
-# What Hugging Face's Trainer or Accelerate writes the value of.
-HUGGING_FACE_FILLS: Final = frozenset({
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
-    "fp16.enabled", "bf16.enabled", "checkpoint.use_node_local_storage",
-    *(f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay")),
-    *(f"scheduler.params.{name}" for name in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")),
-    *(f"zero_optimization.{name}" for name in (
-        "stage", "reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",
-        "stage3_gather_16bit_weights_on_model_save", "offload_optimizer.device", "offload_optimizer.nvme_path",
-        "offload_param.device", "offload_param.nvme_path")),
-})  # fmt: skip
 _DEEPEST: Final = 12
 
 
@@ -219,7 +230,7 @@ def auto_value(facts: Facts) -> Iterator[Problem]:
         section = path.partition(".")[0]
         if path in _AUTO_HAS_MEANING:
             continue
-        known = path in HUGGING_FACE_FILLS
+        known = path in FILLED
         fix = "write the value; " + (
             "Hugging Face's Trainer and Accelerate fill it in" if known else "Hugging Face does not fill it in either"
         )  # fmt: skip

@@ -24,6 +24,7 @@ _STAGE_12_KEYS: Final = (
     "allgather_bucket_size", "round_robin_gradients", "ignore_unused_parameters", "use_multi_rank_bucket_allreduce",
     "parameter_alignment",
 )  # fmt: skip
+_NO_BUFFER: Final = 2**61  # elements of four bytes: more than an address
 _DEFAULTS: Final = {"zero_hpz_partition_size": 1, "ignore_unused_parameters": True}
 
 
@@ -33,6 +34,28 @@ def stage_left_out(facts: Facts) -> Iterator[Problem]:
     if names and not facts.given(f"{_ZERO}.stage"):
         yield warning(facts, "zero-stage-left-out", f"{_ZERO}.stage",
                       f"left out it is 0: ZeRO is off, and {names[0]} does nothing", f"set {_ZERO}.stage: 2")  # fmt: skip
+
+
+def zero_as_switch(facts: Facts) -> Iterator[Problem]:
+    """deepspeed/runtime/zero/config.py `read_zero_config_deprecated`: true is the old way to write stage 1."""
+    if facts.values.get(_ZERO) is True:
+        yield warning(facts, "zero-as-switch", _ZERO, "true means stage 1", f'set {_ZERO}: {{"stage": 1}}')
+
+
+def bucket_too_large(facts: Facts) -> Iterator[Problem]:
+    """deepspeed/runtime/zero/stage_1_and_2.py `reduce_bucket_size` and stage3.py `reduce_bucket_size`: a buffer of that size."""
+    key = f"{_ZERO}.reduce_bucket_size"
+    size, is_one_buffer = facts.whole(key), facts.stage == 3 or facts.flag(f"{_ZERO}.contiguous_gradients", True)
+    if (
+        size is not None
+        and size >= _NO_BUFFER
+        and facts.stage in (1, 2, 3)
+        and is_one_buffer
+        and not facts.uses_bf16_optimizer
+    ):
+        yield error(
+            facts, "bucket-too-large", key, "no device has a buffer of so many elements", f"set {key}: 500000000"
+        )
 
 
 def inert_at_stage(facts: Facts) -> Iterator[Problem]:

@@ -79,6 +79,10 @@ HARMS: Final[tuple[Harm, ...]] = (
     Harm("Choices that do not exist", "wrong-value", _IN_HAND_READ,
          "`warmup_type: \"Linear\"` warms up along a logarithm", scheduler("WarmupLR", warmup_type="Linear"),
          lambda saw: saw["warmup_type"] == "log"),
+    Harm("Rates below 0, and ratios above 1", "wrong-value",
+         tuple(f"scheduler.params.{name}" for name in ("warmup_m*_lr", "cycle_m*_lr", "lr_range_test_min_lr", "*_min_ratio")),
+         "`warmup_min_lr: -0.1` trains uphill, at a rate of -0.1", scheduler("WarmupLR", warmup_min_lr=-0.1, warmup_max_lr=0.01),
+         lambda saw: saw["rates"][0] == -0.1),
     Harm("Numbers outside their range", "wrong-value", (TOP,),
          "`gradient_clipping: -1` is taken, and nothing is clipped", {"gradient_clipping": -1},
          lambda saw: saw["clipping"] == -1),
@@ -103,7 +107,7 @@ NOT_ON_ONE_CPU_RANK: Final[Mapping[str, str]] = {
     "expert-parallel-does-not-fit": "more ranks", "tensor-parallel-does-not-fit": "more ranks", "hpz-does-not-divide": "more ranks",
     "sequence-parallel-mesh": "more ranks", "nvme-path-missing": "libaio", "tensor-parallel-sizes": "more ranks",
     "expert-choice": "validate_autoep_config", "expert-part-name": "validate_autoep_config",
-    "zenflow-needs-overlap": "the first update of ZenFlow",
+    "zenflow-needs-overlap": "the first update of ZenFlow", "contiguous-checkpoints": "deepspeed.checkpointing.configure()",
 }  # fmt: skip
 # Refusals at deepspeed.initialize or in the first steps, as far as rules are concerned.
 BY_RULES: Final = frozenset(CASES)

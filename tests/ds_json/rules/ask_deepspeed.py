@@ -23,7 +23,8 @@ from framework.backend.extensions import use_own_cache
 
 STEPS = 2
 LATER = {"parse": ["parse"], "autoep": ["parse", "autoep"], "init": ["parse", "init"],
-         "step": ["parse", "init", "step"], "compile": ["parse", "init", "compile"]}  # fmt: skip
+         "configure": ["parse", "configure"], "step": ["parse", "init", "step"],
+         "compile": ["parse", "init", "compile"]}  # fmt: skip
 
 
 def main() -> None:
@@ -36,7 +37,8 @@ def main() -> None:
 
 def ask(config: dict[str, Any], asked: str, world: int | None, steps: int = STEPS) -> dict[str, Any]:
     """Where DeepSpeed stops."""
-    steps_of = {"parse": lambda: parse(config, world or 1), "autoep": lambda: experts(config, world or 1)}
+    steps_of = {"parse": lambda: parse(config, world or 1), "autoep": lambda: experts(config, world or 1),
+                "configure": lambda: deepspeed.checkpointing.configure(None, deepspeed_config=copy.deepcopy(config))}  # fmt: skip
     saw: dict[str, Any] = {}
     for step in LATER[asked]:
         try:

@@ -15,7 +15,7 @@ from framework.ds_json.rules.experts import EXPERT_ACTIVATIONS, EXPERT_PRESETS
 from framework.ds_json.topology import GPU_KINDS, Topology
 from framework.plan.cluster import Device
 
-Asked = Literal["", "parse", "autoep", "init", "step", "compile"]
+Asked = Literal["", "parse", "autoep", "init", "step", "compile", "configure"]
 GONE: Final = "(gone)"
 BASE: Final[dict[str, Any]] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -100,10 +100,15 @@ MASTER_FP16: Final = {"fp16": {"enabled": False, "fp16_master_weights_and_grads"
 NO_NORM: Final = {"compute_grad_norm": False}
 COMPILE_STATES: Final = {"compile": {"deepcompile": True, "offload_opt_states": True}}
 WAITS: Final = ("compile-waits-for-code",)
+RECOMPUTE: Final = ("activation-checkpointing-waits-for-code",)
 LAUNCHER: Final = ("checkpoint-writer-needs-launcher",)
 SP: Final = "sequence_parallel_size"
 LTD_SCHEDULE: Final = {"min_value": 8, "max_value": 16, "schedule_type": "fixed_linear",
                        "schedule_config": {"require_steps": 2, "seq_per_step": 8}}  # fmt: skip
+LTD: Final[dict[str, Any]] = {
+    "total_layer_num": 2, "random_ltd_layer_num": 1, "random_ltd_layer_id": [0], "model_mask_name": None,
+    "model_type": "decoder", "hidden_state_order": "batch_seq_dim", "random_ltd_schedule": LTD_SCHEDULE,
+}  # fmt: skip
 CURRICULUM: Final = {"enabled": True, "curriculum_metrics": {}}
 
 
@@ -262,6 +267,35 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
         [Case(scheduler("WarmupCosineLR", total_num_steps=100, warmup_num_steps=99), "step"),
          Case(scheduler("WarmupCosineLR", total_num_steps=2000), "step")],
     ),
+    "warmup-falls": (
+        [Case(scheduler("WarmupLR", warmup_min_lr=0.1, warmup_max_lr=0.01)), Case(scheduler("WarmupLR", warmup_min_lr=0.1)),
+         Case(scheduler("WarmupDecayLR", warmup_min_lr=0.1, **DECAY))],
+        [Case(scheduler("WarmupLR", warmup_min_lr=0.01, warmup_max_lr=0.01), "step"),
+         Case(scheduler("WarmupDecayLR", warmup_min_lr=0.0001, **DECAY), "step")],
+    ),
+    "zero-as-switch": (
+        [Case({"zero_optimization": True})], [Case({"zero_optimization": False}, "step"), Case(zero(1), "step")],
+    ),
+    "bucket-too-large": (
+        [Case(zero(2, reduce_bucket_size=10**40), "step"), Case(zero(3, reduce_bucket_size=10**40), "init")],
+        [Case(zero(0, reduce_bucket_size=10**40), "step"), Case(zero(2, reduce_bucket_size=10**9), "init"),
+         Case(zero(2, reduce_bucket_size=10**40, contiguous_gradients=False), "step")],
+    ),
+    "autocast-module-path": (
+        [Case({"torch_autocast": {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": ["Linear", "torch.nn.GELU"]}},
+              "init")],
+        [Case({"torch_autocast": {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": ["torch.nn.Linear"]}}, "step"),
+         Case({"torch_autocast": {"enabled": False, "dtype": "bf16", "lower_precision_safe_modules": ["Linear"]}}, "step")],
+    ),
+    "contiguous-checkpoints": (
+        [Case({"activation_checkpointing": {"contiguous_memory_optimization": True, "partition_activations": True}}, "configure",
+              beside=RECOMPUTE),
+         Case({"activation_checkpointing": {"contiguous_memory_optimization": True, "number_checkpoints": 4}}, "configure",
+              beside=RECOMPUTE)],
+        [Case({"activation_checkpointing": {"contiguous_memory_optimization": True, "partition_activations": True,
+                                            "number_checkpoints": 4}}, "configure"),
+         Case({"activation_checkpointing": {"contiguous_memory_optimization": False}}, "configure")],
+    ),
     "warmup-without-steps": (
         [Case(scheduler("WarmupLR", warmup_num_steps=0), "init"),
          Case(scheduler("WarmupCosineLR", warmup_num_steps=-3, total_num_steps=9), "init"),
@@ -294,9 +328,11 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
     ),
     "loss-scale-stuck": (
         [Case({"fp16": {"enabled": True, "hysteresis": 0}}), Case({"fp16": {"enabled": True, "hysteresis": -1}}),
-         Case({"fp16": {"enabled": True, "initial_scale_power": 2000}})],
+         Case({"fp16": {"enabled": True, "initial_scale_power": 2000}}),
+         Case({"fp16": {"enabled": False, "initial_scale_power": 10**12}} | zero(2))],
         [Case({"fp16": {"enabled": True, "hysteresis": 1, "initial_scale_power": 24}}, "parse"),
-         Case({"fp16": {"enabled": True, "loss_scale": 128, "hysteresis": 0}}, "parse")],
+         Case({"fp16": {"enabled": True, "loss_scale": 128, "hysteresis": 0}}, "parse"),
+         Case({"fp16": {"enabled": False, "initial_scale_power": 10**5}} | zero(2), "step")],
     ),
     "autosp-at-stage": (
         [Case({"compile": {"deepcompile": True, "passes": ["autosp"]}} | zero(2), beside=("compile-waits-for-code",))],
@@ -502,7 +538,9 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
     ),
     "zenflow-intervals": (
         [Case(zenflow(2, select_interval=4), "init"), Case(zenflow(2, select_strategy="step"), "init"),
-         Case(zenflow(2, select_strategy="step", select_interval=2, update_interval=4), "init")],
+         Case(zenflow(2, select_strategy="step", select_interval=2, update_interval=4), "init"),
+         Case(zenflow(2, select_interval="x"), "parse"),
+         Case(zenflow(2, select_strategy="step", select_interval=2, update_interval="2"), "parse")],
         [Case(zenflow(2, select_strategy="step", select_interval=4, update_interval=4), "init"),
          Case(zenflow(2, select_interval="auto"), "init")],
     ),
@@ -658,9 +696,13 @@ CASES: Final[dict[str, tuple[list[Case], list[Case]]]] = {
         [Case(sampling(enabled=False, curriculum_learning=CURRICULUM))], [Case(sampling(curriculum_learning=CURRICULUM))],
     ),
     "random-ltd-needs": (
-        [Case(routing(), "init"), Case(routing(total_layer_num=2, random_ltd_layer_num=1, random_ltd_schedule={}), "init")],
-        [Case(routing(enabled=False), "step"),
-         Case(routing(total_layer_num=2, random_ltd_layer_num=1, random_ltd_schedule=LTD_SCHEDULE), "init")],
+        [Case(routing(), "init"), Case(routing(**LTD | {"random_ltd_schedule": {}}), "init"),
+         Case(routing(**LTD, layer_token_lr_schedule={}), "init"),
+         *(Case(routing(**{name: value for name, value in LTD.items() if name != left_out}))
+           for left_out in ("random_ltd_layer_id", "model_mask_name", "model_type", "hidden_state_order")),
+         *(Case(routing(**LTD | {"random_ltd_schedule": merged(LTD_SCHEDULE, {"schedule_config": {left_out: GONE}})}), "step")
+           for left_out in ("require_steps", "seq_per_step"))],
+        [Case(routing(enabled=False), "step"), Case(routing(**LTD), "step")],
     ),
     "dynamic-batching-needs-tokens": (
         [Case(sampling(dynamic_batching={"enabled": True}), "parse")],

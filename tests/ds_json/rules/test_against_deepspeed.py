@@ -66,6 +66,7 @@ WORDS: Mapping[str, str] = {
     "compile-pass-unknown": "passes.0", "keep-in-fp32-text": "name patterns", "autotuning-folder-empty": "cannot be empty",
     "autocast-in-int8": "output type Char", "dynamic-loss-scale": "must be > 0", "loss-scale-boolean": "not bool",
     "zenflow-needs-adam": "step_id", "random-ltd-needs": "KeyError",
+    "bucket-too-large": "Overflow", "autocast-module-path": "safe module", "contiguous-checkpoints": "ontiguous",
     "curriculum-needs-metrics": "curriculum_metrics", "dynamic-batching-needs-tokens": "max_tokens",
 }  # fmt: skip
 QUESTIONS = [
@@ -104,6 +105,9 @@ EFFECTS: Mapping[str, tuple[Mapping[str, Any], int, Callable[[Mapping[str, Any]]
                         lambda saw: saw["amsgrad"] is True and "max_exp_avg_sq" not in saw["state"]),
     "warmup-decay-peak": (scheduler("WarmupDecayLR", **DECAY) | optimizer("AdamW", lr=LR, torch_adam=True), 4,
                           lambda saw: peak(saw) == 0.001),
+    "warmup-falls": (scheduler("WarmupLR", warmup_min_lr=0.1, warmup_max_lr=0.01), 2,
+                     lambda saw: saw["rates"][1] < saw["rates"][0]),
+    "zero-as-switch": ({"zero_optimization": True}, 1, lambda saw: saw["stage"] == 1),
     "warmup-too-long": (scheduler("WarmupCosineLR", total_num_steps=5), 10, lambda saw: peak(saw) < 0.0005),
     "plateau-without-metric": (scheduler("ReduceLROnPlateau", patience=0), 4, lambda saw: saw["rates"][-1] < 0.0001),
     "autocast-without-dtype": ({"torch_autocast": {"enabled": True}}, 1, lambda saw: saw["autocast_dtype"] == "None"),
@@ -131,6 +135,7 @@ EFFECTS: Mapping[str, tuple[Mapping[str, Any], int, Callable[[Mapping[str, Any]]
 # Silent rules that one process on CPU cannot show, or whose effect is on disk or in the pipeline engine.
 NOT_SHOWN = {
     "warmup-without-steps", "autosp-at-stage",
+    "auto-cast-without-fp16",  # the cases show what breaks: positional inputs, as those of the tests' engine
     "batch-with-tensor-parallel", "sequence-parallel-fraction", "sequence-parallel-gradients", "warmup-peak", "bf16-emulated",
     "super-offload-ignored", "pipeline-with-zero", "pipeline-with-tensor-parallel", "pipeline-needs-steps-per-print",
     "pipeline-unmanaged", "pipeline-overlap", "pipeline-bf16-checkpoint", "deepcompile-without-zero",
