@@ -101,7 +101,7 @@ tell_ready() {
 logged() {
     local what=$1 log
     shift
-    log=$(mktemp "${TMPDIR:-/tmp}/dsframework-setup.XXXXXX")
+    log=$(mktemp "${TMPDIR:-/tmp}/dsf-setup.XXXXXX")
     if "$@" >"$log" 2>&1; then
         rm -f "$log"
         return
@@ -121,7 +121,7 @@ complete_active() {
     export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
     [[ -n $absent ]] || return 0
     say "environment: installing what is missing: ${absent//$'\n'/ }"
-    kept=$(mktemp "${TMPDIR:-/tmp}/dsframework-kept.XXXXXX")
+    kept=$(mktemp "${TMPDIR:-/tmp}/dsf-kept.XXXXXX")
     facts installed >"$kept"
     # shellcheck disable=SC2086  # one requirement to a word
     if "$PY" -m pip --version >/dev/null 2>&1; then
@@ -148,12 +148,12 @@ make_venv() {
 # .venv holds this project itself in place (-e), so that edits count at once.
 install_into_venv() {
     local extras=$1 python uv pins=(-c "$ROOT/constraints.txt") target="${ROOT}[${1// /,}]"
-    rm -f "$VENV"/.dsframework-*
+    rm -f "$VENV"/.dsf-trainer-*
     if ! "$PY" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
         say "environment: Python 3.10 is too old for constraints.txt; the newest versions that fit are taken"
         pins=(-c /dev/null)
     fi
-    say "environment: installing dsframework[${extras// /,}] (some minutes and 5 GB the first time)"
+    say "environment: installing dsf-trainer[${extras// /,}] (some minutes and 5 GB the first time)"
     # Not with its own Python: in an environment that uv has made there is no pip.
     python=$(PATH=${PATH//"$VENV/bin:"/} find_python 2>/dev/null) || python=$PY
     uv=$(find_uv "$python")
@@ -187,7 +187,7 @@ complete_venv() {
         say "environment: .venv has $("$PY" -V 2>&1), older than 3.10; move it away and run this again"
         exit "$NO_PYTHON"
     fi
-    stamp=$VENV/.dsframework-${extras// /-}
+    stamp=$VENV/.dsf-trainer-${extras// /-}
     # shellcheck disable=SC2086  # extras are words
     if [[ -f $stamp && $(<"$stamp") == "$(facts stamp $extras)" ]]; then
         tell_ready
@@ -197,7 +197,7 @@ complete_venv() {
     # Written last, so that an interrupted installation is repeated. Whoever has the tests' tools can also train.
     # shellcheck disable=SC2086
     facts stamp $extras >"$stamp"
-    facts stamp train >"$VENV/.dsframework-train"
+    facts stamp train >"$VENV/.dsf-trainer-train"
     compile_ahead
     tell_ready
 }

@@ -108,7 +108,7 @@ def torch_environment(machine: Machine) -> str:
 def test_shellcheck_has_nothing_to_say() -> None:
     program = shutil.which("shellcheck") or Path(sys.executable).with_name("shellcheck")
     if not Path(program).exists():
-        pytest.skip("shellcheck is not installed: pip install 'dsframework[dev]'")
+        pytest.skip("shellcheck is not installed: pip install -e '.[dev]'")
     done = subprocess.run([program, *SCRIPTS], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout == ""
 
@@ -267,7 +267,7 @@ def test_a_failed_installation_says_why_and_is_repeated(machine: Machine) -> Non
     log = re.search(r"uv failed; all of its output is in (\S+)", done.stderr)
     assert log
     assert Path(log[1]).read_text() == "no network\n"
-    assert not list((machine.checkout / ".venv").glob(".dsframework*"))
+    assert not list((machine.checkout / ".venv").glob(".dsf-trainer*"))
     machine.calls()
     assert machine.run("setup").returncode == 0
     assert machine.calls().startswith("call: uv pip install ")

@@ -179,7 +179,7 @@ def is_first_to_tell(text: str, *, patience_seconds: float = 3.0) -> bool:
     if not torch.distributed.is_initialized():
         return True
     store = torch.distributed.distributed_c10d._get_default_store()
-    key = f"dsframework-told-{hashlib.sha256(text.encode()).hexdigest()}"
+    key = f"dsf-told-{hashlib.sha256(text.encode()).hexdigest()}"
     try:
         if rank() == 0:
             store.set(key, "told")

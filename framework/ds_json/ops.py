@@ -92,4 +92,4 @@ def extensions_folder(environment: Mapping[str, str], *, torch_version: str) -> 
     key = hashlib.sha256(described.encode()).hexdigest()[:12]
     home = environment.get("HOME")
     cache = Path(environment.get("XDG_CACHE_HOME") or (Path(home) if home else Path.home()) / ".cache")
-    return cache / "torch_extensions" / f"dsframework-{key}"
+    return cache / "torch_extensions" / f"dsf-{key}"

@@ -190,7 +190,7 @@ def test_what_cannot_work_there_prints_no_manifest(capsys: pytest.CaptureFixture
         ([QUICKSTART, *POD, "--mount", "data:/checkpoints"], "two volumes at /checkpoints"),
         ([QUICKSTART, *POD, "--label", "a=b c"], "LABEL=VALUE"),
         ([QUICKSTART, *POD, "--label", "app.kubernetes.io/instance=x"], "the launcher sets it"),
-        ([QUICKSTART, *POD, "--annotation", "dsframework/save-budget-seconds=1"], "the launcher sets it"),
+        ([QUICKSTART, *POD, "--annotation", "dsf-trainer/save-budget-seconds=1"], "the launcher sets it"),
         ([QUICKSTART, *POD, "--annotation", "a=b\nc"], "on one line"),
         ([QUICKSTART, *POD, "--scheduler", "volcano", "--queue", "q"], "leave --scheduler out"),
         ([QUICKSTART, *POD, "--kind", "trainjob", "--runtime", "x", "--scheduler", "v"], "cannot write --scheduler into"),
@@ -290,7 +290,7 @@ def test_the_config_map_holds_the_file_and_its_name_the_content(tmp_path: Path, 
         assert found["ConfigMap"]["data"] == {"run.yaml": content}
         names.add(found["ConfigMap"]["metadata"]["name"])
         command = found["Job"]["spec"]["template"]["spec"]["containers"][0]["command"]
-        assert "/etc/dsframework/run.yaml" in command
+        assert "/etc/dsf-trainer/run.yaml" in command
     assert len(names) == 2
 
 
@@ -306,7 +306,7 @@ def test_any_name_of_a_config_becomes_one_that_a_config_map_can_hold(
     found = printed(capsys, str(tmp_path / name), *POD, "--config_map")
     assert list(found["ConfigMap"]["data"]) == [key]
     assert re.fullmatch(r"(?!\.\.)[-._a-zA-Z0-9]{1,253}", key), "what the API server takes"
-    assert f"/etc/dsframework/{key}" in found["Job"]["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert f"/etc/dsf-trainer/{key}" in found["Job"]["spec"]["template"]["spec"]["containers"][0]["command"]
 
 
 @pytest.mark.parametrize(
