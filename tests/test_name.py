@@ -35,6 +35,6 @@ def test_the_former_name_is_read_in_old_files_and_written_nowhere() -> None:
 
 def test_what_is_installed_is_this_checkout() -> None:
     """By its path: by name, pip would fetch what somebody else has published."""
-    by_name = re.compile(r"pip install .*?(?<![./\w-])(dsf[-_]trainer|dsf\b|framework\b|[a-z][\w-]*\[)")
+    by_name = re.compile(r"pip install .*?(?<![./\w-])(dsf[-_]trainer|dsf\b|framework\b|(?<=[ '\"])[a-z][\w-]*\[)")
     found = [(name, match[0]) for name, text in texts().items() for match in by_name.finditer(text)]
     assert [each for each in found if each[0] != "tests/test_name.py"] == []
