@@ -20,7 +20,7 @@ from framework.plan.cluster import Cluster
 _NOT_BUILT: Final = re.compile(r"Error (?:building|compiling|checking compiler)[^']*(?:'(\w+)')?")
 _COMPLAINT: Final = re.compile(r"\b(fatal error|error|undefined reference|not found|No space left|Killed)\b")
 _LONGEST_COMPLAINT: Final = 300
-_FIX: Final = "mend that on this machine (python -m framework doctor checks compiler, ninja and headers), and start again"
+_FIX: Final = "repair that on this machine (python -m framework doctor checks compiler, ninja and headers), and start again"
 
 
 def use_own_cache() -> None:
