@@ -75,6 +75,7 @@ class Machine:
     def program(self, name: str, text: str) -> Path:
         path = self.bin / name
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # it may be a link to the machine's own program
         path.write_text(text)
         path.chmod(0o755)
         return path
@@ -326,13 +327,12 @@ def check_clone_of_somebody_else(machine: Machine) -> None:
     venv = machine.checkout / ".venv"
     (venv / "bin").mkdir(parents=True)
     (venv / "bin/mine").write_text("")
-    machine.program("id", "#!/usr/bin/env bash\necho somebody\n")
     command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", str(machine.checkout / "launch.sh"), "setup"]
     done = subprocess.run(
         [shutil.which(command[0]) or command[0], *command[1:]], env=machine.environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 74
-    assert done.stderr.startswith(f"environment: {machine.checkout} cannot be written by somebody: it belongs to somebody else;")
+    assert done.stderr.startswith(f"environment: {machine.checkout} cannot be written by nobody: it belongs to somebody else;")
     assert len(done.stderr.splitlines()) == 1
     assert (venv / "bin/mine").exists()
 

@@ -13,9 +13,6 @@ import torch
 
 from framework.ds_json.ops import extensions_folder, path_of_compilers
 from framework.errors import ConfigError, Problem, printable
-from framework.launch.preflight.compilers import check_ops
-from framework.launch.preflight.need import need_without_config
-from framework.plan.cluster import Cluster
 
 _NOT_BUILT: Final = re.compile(r"Error (?:building|compiling|checking compiler)[^']*(?:'(\w+)')?")
 _COMPLAINT: Final = re.compile(r"\b(fatal error|error|undefined reference|not found|No space left|Killed)\b")
@@ -72,11 +69,8 @@ def compile_for_processors() -> None:
     """Compile what every run on processors loads.
 
     Raises:
-        ConfigError: what it takes is not here, or it does not compile.
+        ConfigError: it does not compile.
     """
-    found = check_ops(need_without_config(Cluster(device="cpu")), os.environ)
-    if errors := [problem for problem in found.problems if problem.severity == "error"]:
-        raise ConfigError(errors)
     use_own_cache()
     from deepspeed.accelerator import get_accelerator
 

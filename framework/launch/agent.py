@@ -177,8 +177,8 @@ class _Attempt:
             return
         self.stopping, self.begun_to_end, self.kill_at = True, now, now + self._grace()
         why = self.peers.stop or self.requests.asked
-        # What a person did at the keyboard is what the ranks name at their end.
-        self.ranks.signal(signal.SIGINT if why == signal.SIGINT.name else signal.SIGTERM)
+        # Ranks name at their end what they got: Ctrl-C here is theirs, too. Where it is ignored, it is ignored by both.
+        self.ranks.signal(signal.SIGINT if self.requests.asked == signal.SIGINT.name else signal.SIGTERM)
         say(f"{why}: asking {self.ranks.num_running} ranks to stop, with {self._grace():.0f} s to save; once more kills them")
 
     def _give_up(self, what: str) -> None:
