@@ -103,6 +103,8 @@ tell_ready() {
 show_progress() {
     local line
     while IFS= read -r line; do
+        # pip names files: of those the package and the size are enough.
+        [[ $line != *.whl\ \(* && $line != *.tar.gz\ \(* ]] || line=${line/-*\(/ (}
         case $line in
             *ownload*[MG]B* | *ownload*[MG]iB* | Resolved* | Prepared* | Installed* | Installing* | *Building*)
                 printf '  %s\n' "${line:0:76}" ;;

@@ -43,6 +43,7 @@ case "$*" in
         for word in "$@"; do printf 'word: %s\\n' "$word"; done >>"$CALLS"
         printf 'cwd: %s\\nOMP_NUM_THREADS: %s\\nPYTHONPATH: %s\\n' "$PWD" "${{OMP_NUM_THREADS:-}}" "${{PYTHONPATH:-}}" >>"$CALLS"
         printf 'door: %s\\nshell: %s\\n' "${{DSF_DOOR:-}}" "${{DSF_SHELL_PATH:-}}" >>"$CALLS"
+        [[ -z ${{STUB_SAYS:-}} ]] || printf '%s\\n' "$STUB_SAYS"
         exit "${{STUB_CODE:-0}}" ;;
     *) exec {sys.executable} "$@" ;;
 esac
@@ -293,6 +294,12 @@ def test_progress_is_shown_while_it_installs(machine: Machine) -> None:
     size = "(some minutes the first time, and 6 GB with the CUDA build of torch)"
     assert f"installing dsf-trainer[train] {size}\n  Resolved 90 packages\n  Downloading torch (845.2MiB)\n" in done.stderr
     assert "torch==" not in done.stderr
+
+
+def test_pips_progress_is_a_package_and_its_size(machine: Machine) -> None:
+    (machine.bin / "uv").unlink()
+    wheel = "    Downloading torch-2.15.0-cp311-cp311-manylinux_2_28_x86_64.whl (539.1 MB)"
+    assert "\n      Downloading torch (539.1 MB)\n" in machine.run("setup", STUB_SAYS=wheel).stderr
 
 
 def test_the_build_of_torch_for_processors_is_taken_where_its_index_is_reached(machine: Machine) -> None:
