@@ -33,7 +33,7 @@ RUN pip install --no-deps --no-build-isolation --editable .
 
 # A number, so that Kubernetes can tell that it is not root. What is written goes to volumes. Ubuntu's images, and so CUDA's, have
 # a user of this number already.
-RUN getent passwd 1000 >/dev/null || useradd --uid 1000 --create-home dsframework
+RUN getent passwd 1000 >/dev/null || useradd --uid 1000 --create-home dsf
 USER 1000:1000
 # No shell and no init: `python -m framework launch node` is process 1, gets SIGTERM itself and reaps what it started.
 CMD ["python", "-m", "framework", "--help"]

@@ -18,7 +18,9 @@ help() {
 ./launch.sh check|plan|render|schema|import|inspect|prepare|generate|export|doctor|launch ...
                                   the same as `python -m framework check ...`: --help tells of each
 ./launch.sh test [pytest options] set up, then run the tests (all of them, or what the options choose)
-./launch.sh setup                 set up only: the active virtualenv or conda environment if it has torch, else .venv
+./launch.sh setup [text|bench|dev ...]
+                                  set up only, with these extras: the active virtualenv or conda environment if it has
+                                  torch, else .venv
 ./launch.sh help                  this text
 
 Settings are dotted: optimizer.lr=0.01 batch.global_size=256. A second call sets up nothing twice.
@@ -97,19 +99,58 @@ tell_ready() {
     say "environment: .venv, ready$how"
 }
 
-# Runs a command quietly; if it fails, shows the end of what it said and where the rest is.
-logged() {
+# Of what an installer writes, the lines that show how far it is: what is large, and each of its stages.
+show_progress() {
+    local line
+    while IFS= read -r line; do
+        # pip names files: of those the package and the size are enough.
+        [[ $line != *.whl\ \(* && $line != *.tar.gz\ \(* ]] || line=${line/-*\(/ (}
+        case $line in
+            *ownload*[MG]B* | *ownload*[MG]iB* | Resolved* | Prepared* | Installed* | Installing* | *Building*)
+                printf '  %s\n' "${line:0:76}" ;;
+        esac
+    done
+}
+
+# Runs a command and shows how far it is; if it fails, shows the end of its output and where the rest is, and returns 1.
+tried() {
     local what=$1 log
     shift
-    log=$(mktemp "${TMPDIR:-/tmp}/dsframework-setup.XXXXXX")
-    if "$@" >"$log" 2>&1; then
+    log=$(mktemp "${TMPDIR:-/tmp}/dsf-setup.XXXXXX")
+    if "$@" 2>&1 | tee "$log" | show_progress >&2; then
         rm -f "$log"
         return
     fi
     tail -n 20 "$log" >&2
     say "environment: $what failed; all of its output is in $log"
-    exit "$NOT_INSTALLED"
+    return 1
 }
+
+logged() { tried "$@" || exit "$NOT_INSTALLED"; }
+
+# uv, and where it cannot fetch (a company's certificate that only pip knows, a proxy) or is not there, pip.
+install_packages() {
+    local uv
+    # Not with the environment's own Python: where uv has made it there is no pip to get uv with.
+    uv=$(find_uv "$(PATH=${PATH//"$VENV/bin:"/} find_python 2>/dev/null || printf '%s\n' "$PY")")
+    if [[ -n $uv ]]; then
+        # As pip does: without bytecode every process of a run would compile torch's 1,200 modules anew where it may not write.
+        # shellcheck disable=SC2046  # one word or none
+        tried 'uv' "$uv" pip install --compile-bytecode --python "$PY" $(torch_backend "$uv") "$@" && return
+        say 'environment: trying pip instead (with a certificate of your own for uv: UV_SYSTEM_CERTS=1)'
+    fi
+    "$PY" -m pip --version >/dev/null 2>&1 || "$PY" -m ensurepip >/dev/null 2>&1 || true
+    logged 'pip' "$PY" -m pip install "$@"
+}
+
+# The build of torch that fits this machine, if uv reaches the index that has it: a quick look, before anything is fetched.
+torch_backend() {
+    ! has_gpu && ! has_torch "$PY" || return 0
+    ! UV_HTTP_RETRIES=0 UV_HTTP_TIMEOUT=5 "$1" pip install --quiet --dry-run --no-deps --python "$PY" --torch-backend=auto \
+        torch >/dev/null 2>&1 || printf '%s\n' '--torch-backend=auto'
+}
+
+has_gpu() { command -v nvidia-smi >/dev/null; }
 
 facts() { "$PY" "$ROOT/framework/launch/environment.py" "$@"; }
 
@@ -121,15 +162,27 @@ complete_active() {
     export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
     [[ -n $absent ]] || return 0
     say "environment: installing what is missing: ${absent//$'\n'/ }"
-    kept=$(mktemp "${TMPDIR:-/tmp}/dsframework-kept.XXXXXX")
+    kept=$(mktemp "${TMPDIR:-/tmp}/dsf-kept.XXXXXX")
     facts installed >"$kept"
     # shellcheck disable=SC2086  # one requirement to a word
     if "$PY" -m pip --version >/dev/null 2>&1; then
         logged 'pip' "$PY" -m pip install -c "$kept" $absent
     else
-        logged 'uv' "$(find_uv "$(find_python)")" pip install --python "$PY" -c "$kept" $absent
+        install_packages -c "$kept" $absent
     fi
     rm -f "$kept"
+}
+
+# What cannot be written is not made again or cleared: it is somebody else's.
+refuse_unwritable() {
+    local place
+    for place in "$ROOT" "$VENV" "$VENV/bin"; do
+        if [[ -e $place && ! -w $place ]]; then
+            say "environment: $place cannot be written by $(id -un): it belongs to somebody else; work in a clone of your own," \
+                'or activate an environment that has torch'
+            exit "$NOT_INSTALLED"
+        fi
+    done
 }
 
 make_venv() {
@@ -147,57 +200,62 @@ make_venv() {
 
 # .venv holds this project itself in place (-e), so that edits count at once.
 install_into_venv() {
-    local extras=$1 python uv pins=(-c "$ROOT/constraints.txt") target="${ROOT}[${1// /,}]"
-    rm -f "$VENV"/.dsframework-*
+    local extras=$1 pins=(-c "$ROOT/constraints.txt") target="${ROOT}[${1// /,}]" size=''
+    rm -f "$VENV"/.dsf-trainer-*
     if ! "$PY" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
         say "environment: Python 3.10 is too old for constraints.txt; the newest versions that fit are taken"
         pins=(-c /dev/null)
     fi
-    say "environment: installing dsframework[${extras// /,}] (some minutes and 5 GB the first time)"
-    # Not with its own Python: in an environment that uv has made there is no pip.
-    python=$(PATH=${PATH//"$VENV/bin:"/} find_python 2>/dev/null) || python=$PY
-    uv=$(find_uv "$python")
-    if [[ -n $uv ]]; then
-        # As pip does: without bytecode every process of a run would compile torch's 1,200 modules anew where it may not write.
-        logged 'uv' "$uv" pip install --compile-bytecode --python "$PY" "${pins[@]}" -e "$target"
-    else
-        logged 'pip' "$PY" -m pip install "${pins[@]}" -e "$target"
-    fi
+    has_torch "$PY" || size=' (some minutes the first time, and 6 GB with the CUDA build of torch)'
+    say "environment: installing dsf-trainer[${extras// /,}]$size"
+    install_packages "${pins[@]}" -e "$target"
 }
 
 # On processors every run needs this operation, and the first one would stand still while two ranks wait for a compiler.
 compile_ahead() {
-    ! command -v nvidia-smi >/dev/null || return 0
+    local said
+    ! has_gpu || return 0
     say "environment: compiling DeepSpeed's shared-memory operation for CPU (half a minute, once)"
-    PATH=$VENV/bin:$PATH DS_ACCELERATOR=cpu "$PY" -c '
-from framework.backend.extensions import use_own_cache
-use_own_cache()
-from deepspeed.accelerator import get_accelerator
-get_accelerator().create_op_builder("ShareMemCommBuilder").load()' >/dev/null 2>&1 ||
-        say 'environment: it does not compile (is there a g++?); the first run tries again and says why'
+    # Of its output the last line says why it failed.
+    said=$(DS_ACCELERATOR=cpu "$PY" -c '
+import os, sys
+from framework.errors import ConfigError
+from framework.launch.preflight.compilers import check_ops
+from framework.launch.preflight.need import need_without_config
+from framework.plan.cluster import Cluster
+try:
+    found = check_ops(need_without_config(Cluster(device="cpu")), os.environ).problems
+    if errors := [problem for problem in found if problem.severity == "error"]:
+        raise ConfigError(errors)
+    from framework.backend.extensions import compile_for_processors
+    compile_for_processors()
+except ConfigError as error:
+    sys.exit(str(error))' 2>&1) || say "environment: ${said##*$'\n'}; until then no run on processors starts"
 }
 
 complete_venv() {
     local extras=$1 stamp
     PY=$VENV/bin/python
     if ! "$PY" -c '' >/dev/null 2>&1; then
+        refuse_unwritable
         [[ ! -e $VENV ]] || say 'environment: .venv has no Python that runs (an interrupted start?) and is made again'
         make_venv
     elif ! runs "$PY"; then
         say "environment: .venv has $("$PY" -V 2>&1), older than 3.10; move it away and run this again"
         exit "$NO_PYTHON"
     fi
-    stamp=$VENV/.dsframework-${extras// /-}
+    stamp=$VENV/.dsf-trainer-${extras// /-}
     # shellcheck disable=SC2086  # extras are words
     if [[ -f $stamp && $(<"$stamp") == "$(facts stamp $extras)" ]]; then
         tell_ready
         return
     fi
+    refuse_unwritable
     install_into_venv "$extras"
     # Written last, so that an interrupted installation is repeated. Whoever has the tests' tools can also train.
     # shellcheck disable=SC2086
     facts stamp $extras >"$stamp"
-    facts stamp train >"$VENV/.dsframework-train"
+    facts stamp train >"$VENV/.dsf-trainer-train"
     compile_ahead
     tell_ready
 }
@@ -253,8 +311,13 @@ main() {
             exec "$PY" -m pytest "$@"
             ;;
         setup)
-            [[ $# -eq 0 ]] || { say "launch.sh setup takes no argument, not $1"; exit "$USAGE"; }
-            set_up train
+            local extra
+            for extra in "$@"; do
+                [[ $extra =~ ^(train|text|bench|dev)$ ]] ||
+                    { say "launch.sh setup: there is no extra '$extra'; there are text, bench and dev"; exit "$USAGE"; }
+            done
+            [[ ${1:-} != train ]] || shift
+            set_up "train${*:+ $*}"
             ;;
         -h | --help | help) help ;;
         *)

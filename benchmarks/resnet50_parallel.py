@@ -2,7 +2,7 @@
 
     python -m benchmarks.resnet50_parallel [--repeats 3] [--steps 3] [--out benchmarks/results/resnet50_parallel.json]
 
-Takes about six minutes and draws a bar chart beside the results (needs matplotlib: pip install 'dsframework[bench]'). A device
+Takes about six minutes and draws a bar chart beside the results (needs matplotlib: pip install -e '.[bench]'). A device
 is one CPU process of one thread. Every case is the same run config with other settings, trained by train.py under torchrun:
 torchvision's ResNet-50, random images, the same global batch, SGD. The cases are launched one after the other, all of them
 again for each repeat, so that a machine that is slower for a while is slower for all.

@@ -1,4 +1,4 @@
-"""dsframework: describe a training run once, check it on a laptop, train it with DeepSpeed.
+"""dsf-trainer: describe a training run once, check it on a laptop, train it with DeepSpeed.
 
 The public names are imported on first use, so that `check`, `plan` and `render` never load torch.
 """

@@ -16,8 +16,8 @@ def main() -> int:
     except ModuleNotFoundError as error:
         if error.name not in ("pydantic", "pydantic_core", "yaml", "rich"):
             raise
-        print(f"{sys.executable} has no package {error.name}: this is not the environment of dsframework; "
-              "source .venv/bin/activate, call ./launch.sh instead of python -m framework, or pip install dsframework "
+        print(f"{sys.executable} has no package {error.name}: this is not the environment of dsf-trainer; "
+              "source .venv/bin/activate, call ./launch.sh instead of python -m framework, or pip install -e . in the checkout "
               "[package-missing]", file=sys.stderr)  # fmt: skip
         return EXIT_CONFIG
 

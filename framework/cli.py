@@ -120,7 +120,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="python -m framework", description="Typed training runs on DeepSpeed.")
-    parser.add_argument("--version", action="version", version=f"dsframework {framework.__version__}")
+    parser.add_argument("--version", action="version", version=f"dsf-trainer {framework.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     check = commands.add_parser("check", help="find everything that is wrong with run configs or DeepSpeed JSON")
     add_options(check)

@@ -200,7 +200,7 @@ class ConfigError(FrameworkError):
 def missing_package(name: str, *, what: str, extra: str = "train") -> ConfigError:
     """A package that `what` takes is not installed: the command line is right, and trying again does not help."""
     reason = f"{what} needs the package {name}, which {sys.executable} does not have"
-    fix = f"pip install 'dsframework[{extra}]', or in a checkout ./launch.sh setup"
+    fix = f"in the checkout: ./launch.sh setup {extra}, or pip install -e '.[{extra}]'"
     return ConfigError(Problem(kind="package-missing", reason=reason, fix=fix))
 
 

@@ -58,7 +58,8 @@ class SpecialTokens(_Facts):
 class Meta(_Facts):
     """What ``meta.json`` says."""
 
-    format: Literal["dsframework-tokens"] = "dsframework-tokens"
+    # The second is the project's former name, in folders made before it changed.
+    format: Literal["dsf-tokens", "dsframework-tokens"] = "dsf-tokens"
     version: Literal[1] = 1
     tokenizer: Literal["bytes", "library"]
     vocab_size: Annotated[int, Field(ge=1, le=2**31)]

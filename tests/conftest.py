@@ -17,8 +17,8 @@ from tests import lanes, ops_ahead, warm_ranks
 
 # A busy machine is no finding: how long an example takes depends on what else runs. What a build machine says depends on the commit
 # alone; elsewhere every run tries other examples, and one that fails can be had again.
-settings.register_profile("dsframework", deadline=None, print_blob=True, derandomize=bool(os.environ.get("CI")))
-settings.load_profile("dsframework")
+settings.register_profile("dsf-trainer", deadline=None, print_blob=True, derandomize=bool(os.environ.get("CI")))
+settings.load_profile("dsf-trainer")
 
 # A signal that the caller ignores, as whatever a script starts with `&` does, would be ignored by every process of every test.
 for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):

@@ -132,7 +132,7 @@ def test_without_a_reader_an_unfit_machine_stays_one() -> None:
 @pytest.mark.parametrize(
     ("command", "said"),
     [(["-m", "framework", "check", str(QUICKSTART)], "source .venv/bin/activate, call ./launch.sh"),
-     (["train.py", "--config", str(QUICKSTART)], "pip install 'dsframework[train]'")],
+     (["train.py", "--config", str(QUICKSTART)], "pip install -e '.[train]'")],
     ids=["command", "script"],
 )  # fmt: skip
 def test_another_python_than_the_environments_is_told_in_one_line(command: list[str], said: str) -> None:
@@ -160,7 +160,7 @@ Capture = pytest.CaptureFixture[str]
 
 def test_the_version_is_that_of_the_package(capsys: Capture) -> None:
     assert call("--version") == 0
-    assert capsys.readouterr().out == f"dsframework {framework.__version__}\n"
+    assert capsys.readouterr().out == f"dsf-trainer {framework.__version__}\n"
 
 
 def call(*words: str) -> int:

@@ -83,10 +83,10 @@ def test_the_tables_of_stages_are_what_is_printed() -> None:
 
 
 def test_the_commands_of_the_page_print_what_it_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("lenet.yaml").write_text("model: {kind: lenet}\nbatch: {global_size: 120, micro_size: 15}\n", encoding="utf-8")
+    """Typed in the checkout: the file of the page is one that is shipped."""
+    monkeypatch.chdir(ROOT)
     steps = re.findall(r"^\$ (python -m framework check .*)\n(.*)$", PAGE, re.MULTILINE)
     assert len(steps) == 3
     for command, line in steps:

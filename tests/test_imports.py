@@ -54,7 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 LIGHT = ("errors", "output", "stop_signals", "files", "checkpoint_names", "orphans", "ports", "uncaught", "arguments", "config",
          "token_files", "plan", "ds_json", "launch", "train", "report", "check", "cli", "__main__", "__init__")  # fmt: skip
 HEAVY = {"torch", "torchvision", "deepspeed", "numpy", "sklearn", "PIL"}
-# What a laptop has after `pip install dsframework`; the rest of train's needs is imported where it is used.
+# What a laptop has after `pip install -e .`; the rest of train's needs is imported where it is used.
 BASE_INSTALL = {"pydantic", "pydantic_core", "yaml", "rich"}
 OF_THE_TRAIN_EXTRA = {"train": {"tensorboard"}, "launch": {"psutil"}}
 

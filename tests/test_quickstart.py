@@ -54,4 +54,4 @@ def test_the_quickstart_trains_to_its_end(tmp_path: Path) -> None:
     names = {name for row in rows for name in row} - {"step", "epoch", "time"}
     assert {name for name in names if not name.startswith("eval/")} <= set(LOGGED)
     for rank in (0, 1):
-        assert "dsframework: step 220/220  epoch 20.00  loss 0." in (run / f"logs/rank{rank}.log").read_text(encoding="utf-8")
+        assert "dsf-trainer: step 220/220  epoch 20.00  loss 0." in (run / f"logs/rank{rank}.log").read_text(encoding="utf-8")

@@ -21,7 +21,7 @@ def test_a_missing_package_is_one_line_and_no_reason_to_try_again(tmp_path: Path
     assert done.returncode == 78
     assert done.stderr == (
         f"training needs the package torch, which {sys.executable} does not have; "
-        "pip install 'dsframework[train]', or in a checkout ./launch.sh setup [package-missing]\n"
+        "in the checkout: ./launch.sh setup train, or pip install -e '.[train]' [package-missing]\n"
     )
 
 

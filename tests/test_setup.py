@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -21,13 +22,15 @@ from framework.launch.environment import requirements
 from tests.places import ROOT
 
 SCRIPTS = ["launch.sh", ".ci/run"]
-TOOLS = ["bash", "cat", "chmod", "cp", "dirname", "env", "mkdir", "mktemp", "readlink", "rm", "tail"]
+TOOLS = ["bash", "cat", "chmod", "cp", "dirname", "env", "id", "mkdir", "mktemp", "readlink", "rm", "tail", "tee"]
 
 # Stands for any Python: real for -c and for our helper, a note in $CALLS for everything that would act.
 _PYTHON = f"""#!/usr/bin/env bash
 case "$*" in
     "-c import sys; sys.exit(sys.version_info < (3, 10))") exit "${{STUB_TOO_OLD:-0}}" ;;
-    *ShareMemCommBuilder*) printf 'call: compile for %s\\n' "$DS_ACCELERATOR" >>"$CALLS" ;;
+    *compile_for_processors*)
+        [[ -z ${{STUB_COMPILER:-}} ]] || {{ printf 'noise\n%s\n' "$STUB_COMPILER" >&2; exit 1; }}
+        printf 'call: compile for %s\\n' "$DS_ACCELERATOR" >>"$CALLS" ;;
     *find_spec*) [[ $0 == *with-torch* ]] ;;
     *environment.py\\ missing*) printf '%s' "${{STUB_MISSING:-}}" ;;
     "-m pip --version") exit 0 ;;
@@ -40,15 +43,18 @@ case "$*" in
         for word in "$@"; do printf 'word: %s\\n' "$word"; done >>"$CALLS"
         printf 'cwd: %s\\nOMP_NUM_THREADS: %s\\nPYTHONPATH: %s\\n' "$PWD" "${{OMP_NUM_THREADS:-}}" "${{PYTHONPATH:-}}" >>"$CALLS"
         printf 'door: %s\\nshell: %s\\n' "${{DSF_DOOR:-}}" "${{DSF_SHELL_PATH:-}}" >>"$CALLS"
+        [[ -z ${{STUB_SAYS:-}} ]] || printf '%s\\n' "$STUB_SAYS"
         exit "${{STUB_CODE:-0}}" ;;
     *) exec {sys.executable} "$@" ;;
 esac
 """
 _UV = """#!/usr/bin/env bash
 [[ $1 == --version ]] && exit 0
+[[ $* == *--dry-run* ]] && exit "${STUB_NO_INDEX:-1}"
 printf 'call: uv %s\\n' "$*" >>"$CALLS"
 if [[ $1 == venv ]]; then mkdir -p "$5/bin" && cp "$4" "$5/bin/python"; exit; fi
 if [[ -n ${STUB_FAIL:-} ]]; then echo 'no network'; exit 1; fi
+printf 'Resolved 90 packages\\nDownloading torch (845.2MiB)\\n + torch==2.15.0\\n'
 """
 
 
@@ -70,6 +76,7 @@ class Machine:
     def program(self, name: str, text: str) -> Path:
         path = self.bin / name
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # it may be a link to the machine's own program
         path.write_text(text)
         path.chmod(0o755)
         return path
@@ -108,7 +115,7 @@ def torch_environment(machine: Machine) -> str:
 def test_shellcheck_has_nothing_to_say() -> None:
     program = shutil.which("shellcheck") or Path(sys.executable).with_name("shellcheck")
     if not Path(program).exists():
-        pytest.skip("shellcheck is not installed: pip install 'dsframework[dev]'")
+        pytest.skip("shellcheck is not installed: pip install -e '.[dev]'")
     done = subprocess.run([program, *SCRIPTS], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout == ""
 
@@ -121,7 +128,7 @@ def test_help_needs_no_environment(machine: Machine, word: str) -> None:
     assert machine.calls() == ""
 
 
-@pytest.mark.parametrize("words", [["nonsense"], ["--num_gpus", "2"], ["train"], ["setup", "now"]])
+@pytest.mark.parametrize("words", [["nonsense"], ["--num_gpus", "2"], ["train"], ["setup", "now"], ["setup", "text", "3"]])
 def test_a_wrong_command_line_ends_with_64_and_one_line(machine: Machine, words: list[str]) -> None:
     done = machine.run(*words)
     assert done.returncode == 64
@@ -261,16 +268,80 @@ def test_a_change_of_the_requirements_is_installed(machine: Machine, file: str) 
 
 
 def test_a_failed_installation_says_why_and_is_repeated(machine: Machine) -> None:
-    done = machine.run("setup", STUB_FAIL="1")
+    done = machine.run("setup", STUB_FAIL="1", STUB_CODE="1")
     assert done.returncode == 74
     assert "no network" in done.stderr
+    assert "environment: pip failed; " in done.stderr
     log = re.search(r"uv failed; all of its output is in (\S+)", done.stderr)
     assert log
     assert Path(log[1]).read_text() == "no network\n"
-    assert not list((machine.checkout / ".venv").glob(".dsframework*"))
+    assert not list((machine.checkout / ".venv").glob(".dsf-trainer*"))
     machine.calls()
     assert machine.run("setup").returncode == 0
     assert machine.calls().startswith("call: uv pip install ")
+
+
+def test_pip_is_tried_where_uv_cannot_fetch(machine: Machine) -> None:
+    """A company's certificate may be one that pip alone knows."""
+    done = machine.run("setup", STUB_FAIL="1")
+    assert done.returncode == 0
+    assert "trying pip instead (with a certificate of your own for uv: UV_SYSTEM_CERTS=1)" in done.stderr
+    assert f"call: python -m pip\nword: install\nword: -c\nword: {machine.checkout}/constraints.txt\n" in machine.calls()
+
+
+def test_progress_is_shown_while_it_installs(machine: Machine) -> None:
+    done = machine.run("setup")
+    size = "(some minutes the first time, and 6 GB with the CUDA build of torch)"
+    assert f"installing dsf-trainer[train] {size}\n  Resolved 90 packages\n  Downloading torch (845.2MiB)\n" in done.stderr
+    assert "torch==" not in done.stderr
+
+
+def test_pips_progress_is_a_package_and_its_size(machine: Machine) -> None:
+    (machine.bin / "uv").unlink()
+    wheel = "    Downloading torch-2.15.0-cp311-cp311-manylinux_2_28_x86_64.whl (539.1 MB)"
+    assert "\n      Downloading torch (539.1 MB)\n" in machine.run("setup", STUB_SAYS=wheel).stderr
+
+
+def test_the_build_of_torch_for_processors_is_taken_where_its_index_is_reached(machine: Machine) -> None:
+    machine.run("setup", STUB_NO_INDEX="0")
+    assert f"--python {machine.checkout}/.venv/bin/python --torch-backend=auto -c " in machine.calls()
+
+
+def test_further_extras_are_installed_on_request(machine: Machine) -> None:
+    assert machine.run("setup", "text", "bench").returncode == 0
+    assert f"-e {machine.checkout}[train,text,bench]\n" in machine.calls()
+    machine.run("setup", "text", "bench")
+    machine.run("setup")
+    assert machine.calls() == ""
+
+
+def test_what_does_not_compile_is_named_in_one_line(machine: Machine) -> None:
+    line = "c++: it is not here; install g++ [op-not-loadable]"
+    done = machine.run("setup", STUB_COMPILER=line)
+    assert done.returncode == 0
+    assert f"environment: {line}; until then no run on processors starts\n" in done.stderr
+    assert "noise" not in done.stderr
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be somebody else")
+def test_a_clone_of_somebody_else_is_left_alone() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own nobody else can look into
+        Path(folder).chmod(0o755)
+        check_clone_of_somebody_else(Machine(Path(folder)))
+
+
+def check_clone_of_somebody_else(machine: Machine) -> None:
+    venv = machine.checkout / ".venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin/mine").write_text("")
+    command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", str(machine.checkout / "launch.sh"), "setup"]
+    done = subprocess.run(
+        [shutil.which(command[0]) or command[0], *command[1:]], env=machine.environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 74
+    assert done.stderr.startswith(f"environment: {machine.checkout} cannot be written by nobody: it belongs to somebody else;")
+    assert len(done.stderr.splitlines()) == 1
+    assert (venv / "bin/mine").exists()
 
 
 def test_an_environment_without_a_python_is_made_again(machine: Machine) -> None:

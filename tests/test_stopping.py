@@ -120,8 +120,8 @@ def test_stopped_again_and_again_a_run_ends_as_the_unbroken_one(warm: WarmRanks,
     assert last.wait(SECONDS) == [0, 0], last.said()
     assert f"resume: auto: from {run}/checkpoints/global_step{reached}\n" in last.said()
     log = (run / "logs" / "rank1.log").read_text(encoding="utf-8")
-    assert f"dsframework: SIGUSR1: stopped after step {reached} of {TOTAL_STEPS}; " in log
-    assert f"dsframework: step {TOTAL_STEPS}/{TOTAL_STEPS}  epoch " in log
+    assert f"dsf-trainer: SIGUSR1: stopped after step {reached} of {TOTAL_STEPS}; " in log
+    assert f"dsf-trainer: step {TOTAL_STEPS}/{TOTAL_STEPS}  epoch " in log
     assert differences(unbroken, run, num_steps=TOTAL_STEPS) == []
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed
 from deepspeed.accelerator import get_accelerator
 
-from framework.backend.extensions import use_own_cache
+from framework.backend.extensions import refusing_what_does_not_compile, use_own_cache
 from framework.backend.rendezvous import check_environment, telling_where_ranks_meet
 from framework.backend.shared_buffers import remove_dead_buffers, remove_own_buffers
 from framework.errors import ConfigError, Problem, counted
@@ -111,7 +111,7 @@ def process_group(backend: str | None) -> Iterator[None]:
     use_own_cache()
     if os.environ.get("LOCAL_RANK", "0") == "0":
         remove_dead_buffers()
-    with telling_where_ranks_meet(), contextlib.redirect_stdout(io.StringIO()):
+    with telling_where_ranks_meet(), refusing_what_does_not_compile(), contextlib.redirect_stdout(io.StringIO()):
         # Into the bin: DeepSpeed prints that its ops were built, on every rank.
         deepspeed.init_distributed(
             dist_backend=backend or get_accelerator().communication_backend_name(), auto_mpi_discovery=False
@@ -179,7 +179,7 @@ def is_first_to_tell(text: str, *, patience_seconds: float = 3.0) -> bool:
     if not torch.distributed.is_initialized():
         return True
     store = torch.distributed.distributed_c10d._get_default_store()
-    key = f"dsframework-told-{hashlib.sha256(text.encode()).hexdigest()}"
+    key = f"dsf-told-{hashlib.sha256(text.encode()).hexdigest()}"
     try:
         if rank() == 0:
             store.set(key, "told")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-_PACKAGES = ("dsframework", "torch", "torchvision", "deepspeed", "pydantic", "numpy", "tensorboard")
+_PACKAGES = ("dsf-trainer", "torch", "torchvision", "deepspeed", "pydantic", "numpy", "tensorboard")
 
 
 @cache

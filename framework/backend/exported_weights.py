@@ -22,7 +22,8 @@ WHOLE: Final = f"model{SUFFIX}"
 INDEX: Final = f"{WHOLE}.index.json"
 PICKLED: Final = "model.pt"
 # Further names of a weight -> the name under which it is stored, in a file's metadata.
-TIES: Final = "dsframework_ties"
+TIES: Final = "dsf_ties"
+_FORMER_TIES: Final = "dsframework_ties"  # in exports made before the project changed its name
 
 
 def is_exported(path: Path) -> bool:
@@ -67,17 +68,22 @@ def _open(file: Path) -> _Opened:
     try:
         opened: Any = safe_open(file, framework="pt")  # checks the header against the size of the file
         shapes = {name: torch.Size(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118  # it is no dict
-        ties = dict(json.loads((opened.metadata() or {}).get(TIES, "{}")))
+        ties = _ties_in(opened.metadata() or {})
     except Exception as error:  # the library has an error of its own, and of the system's for files that are cut off
         raise _not_read(file, in_one_line(error)) from error
     return _Opened(shapes, {name: partial(opened.get_tensor, name) for name in shapes}, ties)
+
+
+def _ties_in(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Return further names of weights, as the metadata of a file note them."""
+    return dict(json.loads(metadata.get(TIES) or metadata.get(_FORMER_TIES, "{}")))
 
 
 def _read_shards(index: Path) -> LazyWeights:
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
         placed = dict(content["weight_map"])
-        ties = dict(json.loads(content.get("metadata", {}).get(TIES, "{}")))
+        ties = _ties_in(content.get("metadata", {}))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise _not_read(index, "it is not an index of shards") from error
     shapes: dict[str, torch.Size] = {}

@@ -15,6 +15,7 @@ from typing import Final
 import torch
 
 from framework.backend.distributed import is_first_to_tell
+from framework.backend.extensions import failure_of_compiler
 from framework.errors import TrainingError, printable
 
 _NO_DEVICE_MEMORY: Final = re.compile(r"(CUDA|HIP) (error: )?out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED")
@@ -55,6 +56,8 @@ def known_failure(error: BaseException) -> str:
     if isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and _NO_DEVICE_MEMORY.search(str(error))):
         way_out = _SMALLER_EVALUATION if _is_from_evaluation(error) else _SMALLER_STEPS
         return f"the device has no memory left{_numbers(str(error))}; {way_out} [out-of-memory]"
+    if problem := failure_of_compiler(error):
+        return str(problem)
     if isinstance(error, RuntimeError) and (dead := _death_of_worker(error)):
         way_out = _WAYS_OUT.get((dead[2] or "").strip(), _NO_WAY_OUT_KNOWN)
         return f"a worker that reads the data {printable(dead[1].strip())}: {way_out} [data-worker-ended]"

@@ -27,6 +27,7 @@ from framework.backend.stage0_names import names_by_shape
 from framework.checkpoint_names import MODEL_FILE, OPTIMIZER_FILE, SWAPPED, layer_file
 from framework.train.saved import SavedCheckpoint
 
+# The project's former name: a part of the file format, which releases before and after the change of name share.
 STATE_KEY: Final = "dsframework"
 _SLICES: Final = "single_partition_of_fp32_groups"
 _ROWS: Final = "fp32_flat_groups"

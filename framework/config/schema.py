@@ -29,7 +29,7 @@ def run_schema() -> dict[str, Any]:
             members[:] = [member for member in members if member["$ref"].rpartition("/")[2] not in from_python]
     schema["properties"] |= {"$schema": {"type": "string", "description": "Where editors find this schema."}}
     schema["properties"]["deepspeed"] |= _further_keys()
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "dsframework run config"}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "dsf-trainer run config"}
 
 
 def _further_keys() -> dict[str, Any]:

@@ -158,6 +158,6 @@ def _library() -> Any:
         import tokenizers
     except ImportError as error:
         reason = f"it needs the package tokenizers, which cannot be imported ({error})"
-        raise ConfigError(Problem("package-missing", reason, "pip install 'dsframework[text]', or use --tokenizer bytes",
-                                  "--tokenizer")) from error  # fmt: skip
+        fix = "in the checkout: ./launch.sh setup text, or pip install -e '.[text]'; or use --tokenizer bytes"
+        raise ConfigError(Problem("package-missing", reason, fix, "--tokenizer")) from error
     return tokenizers

@@ -8,9 +8,11 @@ for its release each time (op_builder/builder.py `installed_cuda_version`).
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import shutil
 import sys
+import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,18 +80,25 @@ def _of_the_optimizer(optimizer: Mapping[str, Any], *, offloaded: bool) -> Itera
         yield "fused_lamb", "optimizer.kind is lamb"
 
 
+def path_of_compilers(environment: Mapping[str, str]) -> str:
+    """Return PATH with this Python's own programs first, its ninja among them, as an active environment has it."""
+    own, path = sysconfig.get_path("scripts"), environment.get("PATH") or os.defpath
+    return path if path.split(os.pathsep)[0] == own else os.pathsep.join((own, path))
+
+
 def extensions_folder(environment: Mapping[str, str], *, torch_version: str) -> Path:
     """Where compiled ops are kept: TORCH_EXTENSIONS_DIR, or one folder for each environment and each ninja.
 
     torch's default folder is shared by all environments of a user, but what is built names the include paths of one of them.
     Two environments in use would compile the same op again and again, and wait for each other's lock meanwhile. So would two
-    releases of ninja (1.11 and 1.13, say), which do not know each other's commands again: torch calls the one on PATH.
+    releases of ninja (1.11 and 1.13, say), which do not know each other's commands again: torch calls the first on the path that
+    `path_of_compilers` sets, which is the same whether or not the environment is active.
     """
     if environment.get("TORCH_EXTENSIONS_DIR"):
         return Path(environment["TORCH_EXTENSIONS_DIR"])
-    ninja = shutil.which("ninja", path=environment.get("PATH"))
+    ninja = shutil.which("ninja", path=path_of_compilers(environment))
     described = f"{sys.prefix} {torch_version} {platform.python_version()} {ninja}"
     key = hashlib.sha256(described.encode()).hexdigest()[:12]
     home = environment.get("HOME")
     cache = Path(environment.get("XDG_CACHE_HOME") or (Path(home) if home else Path.home()) / ".cache")
-    return cache / "torch_extensions" / f"dsframework-{key}"
+    return cache / "torch_extensions" / f"dsf-{key}"

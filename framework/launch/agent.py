@@ -133,7 +133,7 @@ class _Attempt:
 
     def _ended(self, end: RankEnd) -> None:
         # Asked before it listened, a rank had nothing to save.
-        code = EXIT_STOPPED if self.stopping and end.code == 128 + signal.SIGTERM else end.code
+        code = EXIT_STOPPED if self.stopping and end.code in (128 + signal.SIGTERM, 128 + signal.SIGINT) else end.code
         self.codes.append(code)
         if code == EXIT_OK or self.ending_since is not None:
             return
@@ -177,7 +177,8 @@ class _Attempt:
             return
         self.stopping, self.begun_to_end, self.kill_at = True, now, now + self._grace()
         why = self.peers.stop or self.requests.asked
-        self.ranks.signal(signal.SIGTERM)
+        # Ranks name at their end what they got: Ctrl-C here is theirs, too. Where it is ignored, it is ignored by both.
+        self.ranks.signal(signal.SIGINT if self.requests.asked == signal.SIGINT.name else signal.SIGTERM)
         say(f"{why}: asking {self.ranks.num_running} ranks to stop, with {self._grace():.0f} s to save; once more kills them")
 
     def _give_up(self, what: str) -> None:

@@ -7,6 +7,7 @@ would: the printed line, pasted into a shell, trains the same run. What would be
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -23,6 +24,7 @@ from framework.launch.plain import added_environment, as_shell_line, find_train_
 from framework.launch.stop_requests import StopRequests
 from framework.launch.told import tell
 from framework.launch.topology import Said, Topology, described, slots_here
+from framework.output import write
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
 
@@ -88,10 +90,29 @@ def _launch_here(options: LaunchOptions, requests: StopRequests, *, alone: Chose
     if options.dry_run:
         return EXIT_OK
     require_deepspeed()
+    if not options.no_preflight:
+        _look_at_ops(job, Cluster(devices_per_host=num_ranks, device=devices.kind), {**os.environ, **added})
     os.environ.pop("DSF_TOKEN", None)  # no rank has it, and one node has nobody to show it to
     return run_node(topology, script=script, arguments=job.arguments, devices=devices,
                     environment={**os.environ, **added}, facts={}, requests=requests,
                     terms=Terms(grace_seconds=grace_seconds(options.grace_seconds)))  # fmt: skip
+
+
+def _look_at_ops(job: Job, cluster: Cluster, environment: Mapping[str, str]) -> None:
+    """Refuse what the first rank could not compile, and announce what it will: it takes long enough to be taken for a hang.
+
+    Raises:
+        ConfigError: as `doctor` would find it.
+    """
+    from framework.launch.preflight.compilers import check_ops, ops_to_compile
+    from framework.launch.preflight.need import need_of
+
+    need = need_of(make_plan(job.config, cluster, source=job.source))
+    errors = [problem for problem in check_ops(need, environment).problems if problem.severity == "error"]
+    if errors:
+        raise ConfigError(errors)
+    if names := ops_to_compile(need, environment):
+        write(sys.stderr, f"compiling DeepSpeed's {', '.join(names)}: half a minute or more each, once on this machine\n")
 
 
 def _refuse_what_hosts_would_refuse(options: LaunchOptions) -> None:

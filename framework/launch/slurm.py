@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
+import shutil
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 from framework.arguments import CommandParser
@@ -101,12 +105,8 @@ def _parser() -> CommandParser:
     add("--requeue", action="store_true",
         help="start again where the time limit stopped the run; scancel --batch --signal=USR2 stops it for good")  # fmt: skip
     add("--name", type=_word, metavar="X", help="of the job (run.name)")
-    add(
-        "--python",
-        default="python",
-        metavar="PROGRAM",
-        help="as the nodes find it (python, with the PATH that sbatch sees)",
-    )
+    add("--python", default=_python(), metavar="PROGRAM",
+        help="as the nodes find it (python where this environment is active; else its whole path)")  # fmt: skip
     add(
         "--log",
         type=_word_or_pattern,
@@ -120,6 +120,12 @@ def _parser() -> CommandParser:
     add("--out", metavar="FILE", help="write there instead of printing")
     add("--dry_run", action="store_true", help="print and write nothing; without --out it is what happens anyway")
     return parser
+
+
+def _python() -> str:
+    """Return how the shell that calls sbatch names this Python: an environment that is not active there is none of the nodes'."""
+    found = shutil.which("python", path=os.environ.get("DSF_SHELL_PATH") or os.environ.get("PATH"))
+    return "python" if found and Path(found).parent == Path(sys.executable).parent else sys.executable
 
 
 def _matching(pattern: re.Pattern[str], text: str, what: str) -> str:

@@ -167,7 +167,7 @@ def _rows(checkpoint: SavedCheckpoint) -> dict[str, str]:
         "metrics": _metrics(manifest),
         "best": str(best_in(manifest) or ""),
         "average": _average(config.get("training", {}).get("ema")),
-        "versions": ", ".join(f"{name} {version}" for name, version in _versions(manifest).items()),
+        "versions": ", ".join(f"{name} {version}" for name, version in _versions(checkpoint).items()),
         "written": _written(checkpoint),
         "files": f"{len(manifest['files']):,}, {_size(total)}: {parts}",
     }
@@ -222,10 +222,10 @@ def _average(ema: Mapping[str, Any] | None) -> str:
     return f"of the weights, decay {ema['decay']:g}" if ema else ""
 
 
-def _versions(manifest: Mapping[str, Any]) -> dict[str, str]:
+def _versions(checkpoint: SavedCheckpoint) -> dict[str, str]:
     """Those that decide whether it can be read."""
-    versions = manifest.get("versions", {})
-    return {name: versions[name] for name in ("dsframework", "deepspeed", "torch", "python") if name in versions}
+    versions = checkpoint.versions
+    return {name: versions[name] for name in ("dsf-trainer", "deepspeed", "torch", "python") if name in versions}
 
 
 def _written(checkpoint: SavedCheckpoint) -> str:

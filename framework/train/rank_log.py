@@ -15,7 +15,7 @@ from typing import Final
 from framework.errors import FrameworkError, RunStopped
 from framework.output import write
 
-_LOGGER: Final = logging.getLogger("dsframework")
+_LOGGER: Final = logging.getLogger("dsf-trainer")
 _LOGGER.setLevel(logging.INFO)
 _LOGGER.propagate = False
 _LOGGER.addHandler(logging.NullHandler())  # else `logging` prints warnings by itself where there is no file yet

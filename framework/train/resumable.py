@@ -13,7 +13,7 @@ from framework.train.saved_config import completed, flat
 _EMA: Final = "training.ema"
 _OBJECT_ARGS: Final = ("optimizer.args.",)
 # Those whose arithmetic a run is made of.
-_VERSIONS: Final = ("dsframework", "deepspeed", "torch")
+_VERSIONS: Final = ("dsf-trainer", "deepspeed", "torch")
 
 
 def check_resumable(
@@ -141,9 +141,7 @@ def told_changes(checkpoint: SavedCheckpoint, *, config: Mapping[str, Any]) -> l
 
 def told_versions(checkpoint: SavedCheckpoint, *, versions: Mapping[str, str | None]) -> str:
     """Which releases wrote it, where they are not those that go on; empty where they are the same, or nobody knows."""
-    saved = checkpoint.manifest.get("versions")
-    if not isinstance(saved, Mapping):
-        return ""
+    saved = checkpoint.versions
     changed = [name for name in _VERSIONS if saved.get(name) and saved[name] != versions.get(name)]
     return ", ".join(f"{name} {saved[name]} -> {versions.get(name)}" for name in changed)
 

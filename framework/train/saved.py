@@ -23,6 +23,7 @@ from framework.train.verification import Verification
 
 FORMAT: Final = 2
 _SEAL: Final = "sha256"
+_FORMER_NAME: Final = "dsframework"
 # A line for each file and one for each metric: a checkpoint of a thousand ranks needs about 300 KB.
 _LONGEST_MANIFEST_BYTES: Final = 64 << 20
 _LAYOUT: Final = frozenset({"world_size", "pipe_size", "global_size"})
@@ -51,6 +52,14 @@ class SavedCheckpoint:
     def path(self) -> Path:
         """The checkpoint's own folder."""
         return self.folder / self.tag
+
+    @property
+    def versions(self) -> Mapping[str, Any]:
+        """Which releases wrote it, by package; empty where nobody knows. Older ones noted the project under its former name."""
+        found = self.manifest.get("versions")
+        if not isinstance(found, Mapping):
+            return {}
+        return {"dsf-trainer" if name == _FORMER_NAME else name: version for name, version in found.items()}
 
     def damage(self) -> list[str]:
         """What is not as it was written, a line for each file; reads every byte.

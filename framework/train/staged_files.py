@@ -153,6 +153,6 @@ class _Stream:
 
 def _anonymous_file() -> int:
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("dsframework-save", os.MFD_CLOEXEC)
+        return os.memfd_create("dsf-save", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:  # where there is no Linux: it never had, or has lost, its name
         return os.dup(file.fileno())

@@ -61,7 +61,7 @@ def diverging_cases(folder: Path) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-FASHION_MNIST = Path(os.environ.get("DSFRAMEWORK_TEST_DATA", ROOT.parent / "shared" / "data"))
+FASHION_MNIST = Path(os.environ.get("DSF_TEST_DATA", ROOT.parent / "shared" / "data"))
 
 
 def fashion_mnist(folder: Path) -> dict[str, Any]:
@@ -184,8 +184,8 @@ def test_fp16_that_diverged_ends_and_is_not_saved(one_rank: Path, name: str) -> 
     assert said.endswith("[loss-not-finite]")
     assert not list((one_rank / f"diverging-{name}/checkpoints").glob("global_step*"))
     log = (one_rank / f"diverging-{name}/logs/rank0.log").read_text(encoding="utf-8")
-    assert log.count(f"ERROR dsframework: {said}\n") == 1
-    assert "dsframework: step 4/20  epoch 0.18  loss nan" in log or name == "dynamic"
+    assert log.count(f"ERROR dsf-trainer: {said}\n") == 1
+    assert "dsf-trainer: step 4/20  epoch 0.18  loss nan" in log or name == "dynamic"
 
 
 @pytest.mark.parametrize("stage", [0, 2])
@@ -261,7 +261,7 @@ def test_ranks_with_different_data_are_refused_by_name(two_ranks: Path) -> None:
 
 def test_lenet_learns_real_clothing_images(two_ranks: Path) -> None:
     if not FASHION_MNIST.exists():
-        pytest.skip(f"no Fashion-MNIST in {FASHION_MNIST}; set DSFRAMEWORK_TEST_DATA to a folder that has it")
+        pytest.skip(f"no Fashion-MNIST in {FASHION_MNIST}; set DSF_TEST_DATA to a folder that has it")
     accuracies = series(two_ranks / "fashion", "eval/accuracy")
     assert accuracies[max(accuracies)] >= 0.80
     plan = json.loads((two_ranks / "fashion" / "plan.json").read_text(encoding="utf-8"))

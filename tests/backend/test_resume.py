@@ -149,7 +149,7 @@ def test_the_loss_scales_have_moved(runs: Path) -> None:
         skipped = series(runs / f"{case}-whole", "train/skipped_steps")
         assert 0 < skipped[STOP] < skipped[TOTAL]
     saved = torch.load(runs / f"autocast-fp16-broken/checkpoints/global_step{STOP}/mp_rank_00_model_states.pt", weights_only=False)
-    assert all(state["scale"] < 2.0**16 for state in saved["dsframework"]["grad_scalers"])
+    assert all(state["scale"] < 2.0**16 for state in saved[STATE_KEY]["grad_scalers"])
 
 
 def test_fp16_scales_its_loss_at_every_stage(runs: Path) -> None:

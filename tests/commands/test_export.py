@@ -311,6 +311,10 @@ class TestForeignFiles:
         assert str(caught.value).endswith("[weights-not-read]")
         assert "\n" not in str(caught.value)
 
+    def test_ties_noted_under_the_former_name_of_the_project_are_read(self, tmp_path: Path) -> None:
+        save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors", metadata={"dsframework_ties": '{"c": "a"}'})
+        assert read_exported(tmp_path / "x.safetensors").keys() == {"a", "c"}
+
     def test_damaged_files_are_refused_wherever_they_are_cut(self, tmp_path: Path) -> None:
         file = tmp_path / "x.safetensors"
         save_file({"a": torch.randn(20, 20), "b": torch.randn(7)}, file, metadata={TIES: '{"c": "a"}'})

@@ -111,7 +111,7 @@ def test_long_documents_are_the_same_as_whole_ones(tmp_path: Path, monkeypatch: 
 def test_pieces_of_a_library_tokenizer_have_the_tokens_of_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("tokenizers", reason="the package tokenizers is not installed: pip install 'dsframework[text]'")
+    pytest.importorskip("tokenizers", reason="the package tokenizers is not installed: pip install -e '.[text]'")
     text = Path(subprocess.__file__).read_bytes()
     whole = prepared(tmp_path, [text], bpe_vocab_size=400, eval_fraction=0.0)
     monkeypatch.setattr(documents, "_CHUNK_BYTES", 512)
@@ -225,7 +225,7 @@ def test_nothing_is_left_of_a_run_that_fails(tmp_path: Path, capsys: pytest.Capt
 def test_a_library_tokenizer_wants_utf8_also_while_it_is_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("tokenizers", reason="the package tokenizers is not installed: pip install 'dsframework[text]'")
+    pytest.importorskip("tokenizers", reason="the package tokenizers is not installed: pip install -e '.[text]'")
     (tmp_path / "a.txt").write_bytes(b"fine text\n" * 100 + b"\xff")
     assert run(str(tmp_path / "a.txt"), str(tmp_path / "out"), "--train-tokenizer", "bpe:300") == 78
     (line,) = capsys.readouterr().err.splitlines()
@@ -308,8 +308,8 @@ def test_the_command_without_numpy(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     for name in [name for name in sys.modules if name.startswith("framework.data.")]:
         monkeypatch.delitem(sys.modules, name)
     assert run("a.txt", "out") == 78
-    line = f"prepare needs the package numpy, which {sys.executable} does not have; pip install 'dsframework[train]', or"
-    assert capsys.readouterr().err == f"{line} in a checkout ./launch.sh setup [package-missing]\n"
+    line = f"prepare needs the package numpy, which {sys.executable} does not have; in the checkout:"
+    assert capsys.readouterr().err == f"{line} ./launch.sh setup train, or pip install -e '.[train]' [package-missing]\n"
 
 
 def test_progress_tells_speed_and_cleans_up_after_itself() -> None:

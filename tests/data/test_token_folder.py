@@ -11,6 +11,7 @@ import pytest
 from framework.data.prepare import prepare
 from framework.data.token_folder import open_token_folder, verify_token_folder
 from framework.errors import ConfigError
+from framework.token_files import read_meta
 
 FIX = "make it again with python -m framework prepare"
 
@@ -106,6 +107,13 @@ def test_content_that_makes_no_sense_is_found_by_verify(folder: Path) -> None:
     assert f"{folder / 'eval.bin'}: it holds a token beyond the vocabulary of 261; {FIX} [text-damaged]" in found
 
 
+def test_a_folder_made_under_the_former_name_of_the_project_is_read(folder: Path) -> None:
+    meta = folder / "meta.json"
+    meta.write_text(meta.read_text().replace('"dsf-tokens"', '"dsframework-tokens"'))
+    assert read_meta(str(folder), "data.path")[1].format == "dsframework-tokens"
+    verify_token_folder(str(folder))
+
+
 def test_a_folder_without_its_description_was_not_finished(folder: Path) -> None:
     (folder / "meta.json").unlink()
     (line,) = lines(open_token_folder, folder)
@@ -117,7 +125,7 @@ def test_a_folder_without_its_description_was_not_finished(folder: Path) -> None
 
 
 BAD_META: dict[str, tuple[tuple[str, ...], Any, str]] = {
-    "another format": (("format",), "other", "format: Input should be 'dsframework-tokens'"),
+    "another format": (("format",), "other", "format: Input should be 'dsf-tokens' or 'dsframework-tokens'"),
     "a later version": (("version",), 2, "version: Input should be 1"),
     "another dtype": (("dtype",), "int64", "dtype: Input should be 'uint16' or 'uint32'"),
     "no vocabulary": (("vocab_size",), None, "vocab_size: Field required"),

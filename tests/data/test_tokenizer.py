@@ -17,7 +17,7 @@ from framework.errors import ConfigError, show_value
 from framework.token_files import SpecialTokens
 
 tokenizers = pytest.importorskip(
-    "tokenizers", reason="the package tokenizers is not installed: pip install 'dsframework[text]'"
+    "tokenizers", reason="the package tokenizers is not installed: pip install -e '.[text]'"
 )
 
 TEXT = (
@@ -189,6 +189,6 @@ def test_no_such_file() -> None:
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(
-        ConfigError, match=r"pip install 'dsframework\[text\]', or use --tokenizer bytes \[package-missing\]"
+        ConfigError, match=r"\./launch\.sh setup text, or pip install -e '\.\[text\]'; or use --tokenizer bytes \[package-missing\]"
     ):
         load_tokenizer("x.json")

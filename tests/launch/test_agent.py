@@ -48,7 +48,7 @@ def test_the_code_of_the_first_failure_comes_back(alone: Members, actions: list[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
 def test_a_request_reaches_every_rank_once(alone: Members, name: str) -> None:
     process = alone.start(0)
     alone.ready(2)
@@ -58,7 +58,7 @@ def test_a_request_reaches_every_rank_once(alone: Members, name: str) -> None:
     assert code == 75
     assert re.search(rf"{name} at node 0 \(.*\): asking 2 ranks to stop, with 30 s to save", said)
     assert "stopped on request" in said.splitlines()[-1]
-    assert alone.signals(0) == alone.signals(1) == ["SIGTERM"]
+    assert alone.signals(0) == alone.signals(1) == ["SIGINT" if name == "SIGINT" else "SIGTERM"]
 
 
 @pytest.mark.slow

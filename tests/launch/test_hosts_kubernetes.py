@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made"),
 ]
 
-IMAGE = "registry.example/dsframework@sha256:" + "0" * 64
+IMAGE = "registry.example/dsf-trainer@sha256:" + "0" * 64
 
 
 def rendered(config: Path, *words: str) -> str:

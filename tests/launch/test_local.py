@@ -50,6 +50,39 @@ def listening() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
+# ------------------------------------------------------------------------------------------- what has to be compiled
+
+
+def test_a_missing_compiler_is_refused_before_any_rank_starts(config: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr(local, "run_node", lambda *_, **__: pytest.fail("it was started"))
+    with pytest.raises(ConfigError) as caught:
+        local.launch([config, "--num_gpus", "2"])
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith("no-such-compiler: it is not here, and needed for deepspeed_shm_comm")
+    assert line.endswith("[op-not-loadable]")
+    assert "install g++" in line
+
+
+def test_what_will_be_compiled_is_announced(
+    config: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It takes long enough to be taken for a hang."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr(local, "run_node", lambda *_, **__: 0)
+    said = "compiling DeepSpeed's deepspeed_shm_comm: half a minute or more each, once on this machine\n"
+    assert local.launch([config, "--num_gpus", "2"]) == 0
+    assert said in capsys.readouterr().err
+    compiled = tmp_path / "cache/deepspeed_shm_comm/deepspeed_shm_comm.so"
+    compiled.parent.mkdir(parents=True)
+    compiled.touch()
+    assert local.launch([config, "--num_gpus", "2"]) == 0
+    assert "compiling" not in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------------------------------------ the command line
 
 

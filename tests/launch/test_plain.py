@@ -46,7 +46,7 @@ def test_an_installed_copy_starts_its_own(tmp_path: Path) -> None:
     built = subprocess.run([sys.executable, "-c", BUILD], cwd=tmp_path, capture_output=True, text=True, check=True)
     site = tmp_path / "elsewhere/site-packages"
     with zipfile.ZipFile(tmp_path / built.stdout.splitlines()[-1]) as wheel:
-        assert {name.partition("/")[0] for name in wheel.namelist()} == {"framework", "dsframework-0.1.0.dist-info"}
+        assert {name.partition("/")[0] for name in wheel.namelist()} == {"framework", "dsf_trainer-0.1.0.dist-info"}
         # Schemas, tables, and py.typed, without which mypy takes the package for one without annotations.
         assert {*data_files(), "framework/py.typed"} <= set(wheel.namelist())
         wheel.extractall(site)

@@ -208,6 +208,16 @@ def test_a_request_that_comes_before_the_step_is_known_is_handed_on(tmp_path: Pa
     assert job.wait(60) == errors.EXIT_STOPPED
 
 
+def test_an_environment_that_is_not_active_is_named_by_its_whole_path(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """sbatch hands on the PATH of its shell, where another Python may be called python, or none."""
+    for path, python in ((f"{Path(sys.executable).parent}:/usr/bin", "python"), ("/nowhere", sys.executable)):
+        monkeypatch.setenv("DSF_SHELL_PATH", path)
+        assert main(["launch", "slurm", QUICKSTART, "--nodes", "2", "--gpus", "4"]) == 0
+        assert f"\n    {python} -m framework launch node " in capsys.readouterr().out
+
+
 # ---------------------------------------------------------------------------------------------- in Slurm, where it is
 
 # Stands for the agent: node 1 takes longer to save than node 0; in its second life it ends well.

@@ -37,8 +37,8 @@ def test_what_is_said_and_warned_of_is_also_in_the_log(log: Path, capsys: pytest
     LogLines(220).write(Point(11, 1.0, 0.0, {"train/loss": 0.5, "eval/accuracy": 0.25, "time/step_ms": 1.0}))
     assert capsys.readouterr() == ("training night\n\n", "warning: a disk is 90 % full [disk]\n")
     assert lines(log) == [
-        "INFO dsframework: training night", "WARNING dsframework: a disk is 90 % full [disk]",
-        "INFO dsframework: step 11/220  epoch 1.00  loss 0.5000  eval/accuracy 0.2500",
+        "INFO dsf-trainer: training night", "WARNING dsf-trainer: a disk is 90 % full [disk]",
+        "INFO dsf-trainer: step 11/220  epoch 1.00  loss 0.5000  eval/accuracy 0.2500",
     ]  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def test_a_warning_of_all_ranks_is_said_by_one_and_noted_by_all(
     monkeypatch.setenv("RANK", rank)
     warn("all of us [x]", is_of_all_ranks=True)
     assert capsys.readouterr().err == said
-    assert lines(log) == ["WARNING dsframework: all of us [x]"]
+    assert lines(log) == ["WARNING dsf-trainer: all of us [x]"]
 
 
 def test_why_it_ended_is_in_the_log_and_goes_on_its_way(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,7 +57,7 @@ def test_why_it_ended_is_in_the_log_and_goes_on_its_way(log: Path, capsys: pytes
     with pytest.raises(ZeroDivisionError), rank_log.noting_errors():
         _ = 1 / 0
     text = log.read_text()
-    assert "ERROR dsframework: Traceback (most recent call last):\n" in text
+    assert "ERROR dsf-trainer: Traceback (most recent call last):\n" in text
     assert text.endswith("ZeroDivisionError: division by zero\n")
     assert capsys.readouterr() == ("", "")
 
@@ -66,14 +66,14 @@ def test_why_it_ended_is_in_the_log_and_goes_on_its_way(log: Path, capsys: pytes
 def test_an_end_that_has_a_text_is_one_line(log: Path, error: Exception, level: str) -> None:
     with pytest.raises(type(error)), rank_log.noting_errors():
         raise error
-    assert lines(log) == [f"{level} dsframework: {error}"]
+    assert lines(log) == [f"{level} dsf-trainer: {error}"]
 
 
 def test_the_next_run_of_a_process_writes_no_more_there(log: Path) -> None:
     with rank_log.noting_errors():
         rank_log.note("in the run")
     rank_log.note("after it")
-    assert lines(log) == ["INFO dsframework: in the run"]
+    assert lines(log) == ["INFO dsf-trainer: in the run"]
 
 
 def test_without_a_file_nothing_goes_anywhere(capsys: pytest.CaptureFixture[str]) -> None:

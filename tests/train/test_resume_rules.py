@@ -149,9 +149,11 @@ def test_what_is_applied_is_said(before: dict[str, Any], now: dict[str, Any], sa
     ("before", "now", "said"),
     [
         ({"torch": "2.15.0", "deepspeed": "0.19.8"}, {"torch": "2.15.0", "deepspeed": "0.19.8"}, ""),
-        ({"torch": "2.14.1", "deepspeed": "0.19.8", "dsframework": "0.1.0", "python": "3.10.1"},
-         {"torch": "2.15.0", "deepspeed": "0.19.8", "dsframework": "0.2.0", "python": "3.11.9"},
-         "dsframework 0.1.0 -> 0.2.0, torch 2.14.1 -> 2.15.0"),
+        ({"torch": "2.14.1", "deepspeed": "0.19.8", "dsf-trainer": "0.1.0", "python": "3.10.1"},
+         {"torch": "2.15.0", "deepspeed": "0.19.8", "dsf-trainer": "0.2.0", "python": "3.11.9"},
+         "dsf-trainer 0.1.0 -> 0.2.0, torch 2.14.1 -> 2.15.0"),
+        ({"dsframework": "0.1.0"}, {"dsf-trainer": "0.1.0"}, ""),  # its former name
+        ({"dsframework": "0.1.0"}, {"dsf-trainer": "0.2.0"}, "dsf-trainer 0.1.0 -> 0.2.0"),
         ({}, {"torch": "2.15.0"}, ""),
     ],
 )  # fmt: skip

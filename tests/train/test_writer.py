@@ -256,7 +256,7 @@ def test_a_killed_run_takes_its_writer_along_and_leaves_whole_checkpoints(tmp_pa
     parent.kill()
     parent.wait()
     until(lambda: is_dead(pid))
-    assert not any("dsframework" in path.name for path in set(Path("/dev/shm").iterdir()) - shared)
+    assert not any("dsf-save" in path.name for path in set(Path("/dev/shm").iterdir()) - shared)
     removed = clear_unfinished(tmp_path)
     found, refused = find_sound_checkpoint("auto", run_checkpoints=tmp_path)
     assert found is not None

@@ -23,6 +23,8 @@ from framework.launch.k8s.render import manifest
 from framework.launch.k8s.request import K8sRequest
 from framework.launch.planned import checked_plan, hand_out, refuse_one_start
 
+_LOGS_AT_ONCE = 5  # `kubectl logs` follows no more pods unless it is asked to
+
 
 def main(words: Sequence[str]) -> int:
     """Do what the words behind ``launch k8s`` say; returns the exit code.
@@ -112,6 +114,8 @@ def _refuse_lone_folders(request: K8sRequest) -> None:
 def _how_to_use(request: K8sRequest) -> str:
     start = "kubectl apply -f FILE" if not request.namespace else f"kubectl apply -n {request.namespace} -f FILE"
     logs = f"kubectl logs -f -l app.kubernetes.io/instance={request.name} --prefix --tail=-1"
+    if request.nodes > _LOGS_AT_ONCE:
+        logs += f" --max-log-requests={request.nodes}"
     return f"Start: {start}   Watch: {logs}\nAfter a change: python -m framework launch k8s --lint FILE"
 
 

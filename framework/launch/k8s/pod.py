@@ -12,7 +12,7 @@ from framework.launch.k8s.request import K8sRequest
 CONTAINER: Final = "node"  # as Kubeflow's torch runtimes call it
 GPU_RESOURCE: Final = "nvidia.com/gpu"
 ISTIO_LABEL: Final = "sidecar.istio.io/inject"
-BUDGET_ANNOTATION: Final = "dsframework/save-budget-seconds"
+BUDGET_ANNOTATION: Final = "dsf-trainer/save-budget-seconds"
 TOKEN_VARIABLE: Final = "DSF_TOKEN"
 TOKEN_KEY: Final = "token"
 JOB_NAME_LABEL: Final = "batch.kubernetes.io/job-name"
@@ -22,13 +22,13 @@ KUEUE_TOPOLOGY: Final = "kueue.x-k8s.io/podset-required-topology"
 # Compilers and downloads write here. On the node itself: on a network volume a lock that is left behind stops every rank.
 CACHE_PATH: Final = "/cache"
 CACHE_VARIABLES: Final = ("HOME", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-_CONFIG_PATH: Final = "/etc/dsframework"
+_CONFIG_PATH: Final = "/etc/dsf-trainer"
 OWN_PATHS: Final = ("/dev/shm", CACHE_PATH, _CONFIG_PATH)
 
 
 def labels(request: K8sRequest) -> dict[str, str]:
     """What every object bears."""
-    return {"app.kubernetes.io/name": "dsframework", "app.kubernetes.io/instance": request.name}
+    return {"app.kubernetes.io/name": "dsf-trainer", "app.kubernetes.io/instance": request.name}
 
 
 def config_map_name(request: K8sRequest, text: str) -> str:
@@ -172,7 +172,7 @@ def _container(request: K8sRequest) -> dict[str, Any]:
 
 def environment(request: K8sRequest) -> list[dict[str, Any]]:
     """Variables of the container; the user's own come last and win."""
-    values = {"PYTHONUNBUFFERED": "1", "USER": "dsframework", "HOME": CACHE_PATH, "XDG_CACHE_HOME": CACHE_PATH}
+    values = {"PYTHONUNBUFFERED": "1", "USER": "dsf", "HOME": CACHE_PATH, "XDG_CACHE_HOME": CACHE_PATH}
     for name in CACHE_VARIABLES[1:]:
         values[name] = f"{CACHE_PATH}/{name.removesuffix('_DIR').removesuffix('_CACHE').lower()}"
     if request.device == "cpu":

@@ -230,6 +230,6 @@ def _patch(request: K8sRequest, config_text: str) -> dict[str, Any]:
     job = {"spec": {"template": {"metadata": template["metadata"], "spec": spec}}}
     replicated = {"name": REPLICATED_JOB, "template": job}
     return {
-        "manager": "dsframework/launch",
+        "manager": "dsf-trainer/launch",
         "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [replicated]}}},
     }

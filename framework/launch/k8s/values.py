@@ -15,7 +15,7 @@ _ENV_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _QUALIFIED: Final = re.compile(r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
 _LABEL_VALUE: Final = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
 # Labels and annotations that decide what our own objects mean to each other.
-_OURS: Final = ("app.kubernetes.io/name", "app.kubernetes.io/instance", "sidecar.istio.io/inject", "dsframework/",
+_OURS: Final = ("app.kubernetes.io/name", "app.kubernetes.io/instance", "sidecar.istio.io/inject", "dsf-trainer/",
                 "batch.kubernetes.io/", "jobset.sigs.k8s.io/", "kueue.x-k8s.io/queue-name")  # fmt: skip
 _EFFECTS: Final = ("", "NoSchedule", "PreferNoSchedule", "NoExecute")
 

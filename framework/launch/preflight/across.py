@@ -13,7 +13,7 @@ Facts = Mapping[str, Any]
 # Beyond the first, logs of nodes cannot be read together; beyond the second, tokens and file times break.
 _CLOCK_WARN_SECONDS: Final = 2.0
 _CLOCK_REFUSE_SECONDS: Final = 60.0
-_MUST_BE_EQUAL: Final = frozenset({"torch", "deepspeed", "dsframework", "nccl"})
+_MUST_BE_EQUAL: Final = frozenset({"torch", "deepspeed", "dsf-trainer", "nccl"})
 
 
 def compare(nodes: Mapping[str, Facts]) -> list[Check]:

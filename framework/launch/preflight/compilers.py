@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from framework.ds_json.ops import Op, extensions_folder
+from framework.ds_json.ops import Op, extensions_folder, path_of_compilers
 from framework.errors import Problem
 from framework.launch.installed import package_folder, torch_text
 from framework.launch.preflight.findings import Check
@@ -31,11 +31,23 @@ def check_ops(need: Need, environment: Mapping[str, str]) -> Check:
     """The ops of this run. `environment` is that of the ranks: PATH finds the compiler there."""
     if not need.ops:
         return Check("compiled ops", "none is loaded")
-    folder = extensions_folder(environment, torch_version=torch_text("__version__") or "")
-    ready = {op.name for op in need.ops if _is_built_in(op) or (folder / op.name / f"{op.name}.so").is_file()}
+    environment = {**environment, "PATH": path_of_compilers(environment)}
+    folder, ready = _cached(need, environment)
     problems = list(_problems(need, environment, folder=folder, ready=ready))
     states = [f"{op.name} ({'compiled' if op.name in ready else 'to be compiled'})" for op in need.ops]
     return Check("compiled ops", f"{', '.join(states)} in {folder}", tuple(problems))
+
+
+def ops_to_compile(need: Need, environment: Mapping[str, str]) -> list[str]:
+    """Return the names of the ops that the first rank will compile."""
+    _, ready = _cached(need, environment)
+    return [op.name for op in need.ops if op.name not in ready]
+
+
+def _cached(need: Need, environment: Mapping[str, str]) -> tuple[Path, set[str]]:
+    """Return the folder of compiled ops, and those that are in it or came with DeepSpeed."""
+    folder = extensions_folder(environment, torch_version=torch_text("__version__") or "")
+    return folder, {op.name for op in need.ops if _is_built_in(op) or (folder / op.name / f"{op.name}.so").is_file()}
 
 
 def _problems(need: Need, environment: Mapping[str, str], *, folder: Path, ready: set[str]) -> Iterator[Problem]:

@@ -24,7 +24,7 @@ from framework.launch.preflight.need import Need
 _NO_TRAINING_WITHOUT: Final = frozenset({"torch", "deepspeed", "psutil", "filelock", "setuptools", "numpy"})
 # A package with more Python than this is no project of somebody's own; its version says what it is.
 _MOST_FILES: Final = 5000
-_INSTALL: Final = "pip install 'dsframework[train]', or use ./launch.sh, which does"
+_INSTALL: Final = "in the checkout: ./launch.sh setup train, or pip install -e '.[train]'"
 
 
 def check_versions(need: Need) -> Check:
@@ -46,7 +46,7 @@ def check_versions(need: Need) -> Check:
                 fix="install a CUDA build of torch, or DS_ACCELERATOR=cpu",
             )
         )
-    versions = {"python": platform.python_version(), "dsframework": framework.__version__}
+    versions = {"python": platform.python_version(), "dsf-trainer": framework.__version__}
     versions |= {name: found for name in ("torch", "deepspeed") if (found := version_of(name))}
     others = sorted(re.split("[<>=]", each)[0] for each in wanted)
     all_of_them = versions | {name: found for name in others if name not in versions and (found := version_of(name))}
@@ -103,7 +103,7 @@ def _wanted() -> list[str]:
     """Requirements of the train extra: of the checkout, or as the installed copy states them."""
     if (ROOT / "pyproject.toml").is_file():
         return requirements(["train"])
-    return list(_stated(metadata.requires("dsframework") or ()))
+    return list(_stated(metadata.requires("dsf-trainer") or ()))
 
 
 def _stated(lines: Iterable[str]) -> Iterator[str]:

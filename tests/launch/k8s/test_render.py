@@ -56,6 +56,14 @@ def test_the_schemas_of_kubernetes_take_it(path: Path) -> None:
     assert found or any(each["kind"] in _BY_MODELS for each in objects(path))
 
 
+@pytest.mark.parametrize(("nodes", "told"), [(5, False), (6, True)])
+def test_the_command_that_watches_follows_every_pod(nodes: int, told: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """kubectl follows five pods, and refuses more unless it is asked to."""
+    words = [QUICKSTART, "batch.global_size=120", "--nodes", str(nodes), *POD, "--ckpt_pvc", "runs", "--config_map"]
+    assert main(["launch", "k8s", *words]) == 0
+    assert (f"--tail=-1 --max-log-requests={nodes}\n" in capsys.readouterr().out) == told
+
+
 def test_the_schemas_see_an_unknown_key_and_a_wrong_type() -> None:
     """Else the test above would pass whatever is printed."""
     validator = pytest.importorskip("kubernetes_validate", reason="needs the dev extra")
@@ -190,7 +198,7 @@ def test_what_cannot_work_there_prints_no_manifest(capsys: pytest.CaptureFixture
         ([QUICKSTART, *POD, "--mount", "data:/checkpoints"], "two volumes at /checkpoints"),
         ([QUICKSTART, *POD, "--label", "a=b c"], "LABEL=VALUE"),
         ([QUICKSTART, *POD, "--label", "app.kubernetes.io/instance=x"], "the launcher sets it"),
-        ([QUICKSTART, *POD, "--annotation", "dsframework/save-budget-seconds=1"], "the launcher sets it"),
+        ([QUICKSTART, *POD, "--annotation", "dsf-trainer/save-budget-seconds=1"], "the launcher sets it"),
         ([QUICKSTART, *POD, "--annotation", "a=b\nc"], "on one line"),
         ([QUICKSTART, *POD, "--scheduler", "volcano", "--queue", "q"], "leave --scheduler out"),
         ([QUICKSTART, *POD, "--kind", "trainjob", "--runtime", "x", "--scheduler", "v"], "cannot write --scheduler into"),
@@ -290,7 +298,7 @@ def test_the_config_map_holds_the_file_and_its_name_the_content(tmp_path: Path, 
         assert found["ConfigMap"]["data"] == {"run.yaml": content}
         names.add(found["ConfigMap"]["metadata"]["name"])
         command = found["Job"]["spec"]["template"]["spec"]["containers"][0]["command"]
-        assert "/etc/dsframework/run.yaml" in command
+        assert "/etc/dsf-trainer/run.yaml" in command
     assert len(names) == 2
 
 
@@ -306,7 +314,7 @@ def test_any_name_of_a_config_becomes_one_that_a_config_map_can_hold(
     found = printed(capsys, str(tmp_path / name), *POD, "--config_map")
     assert list(found["ConfigMap"]["data"]) == [key]
     assert re.fullmatch(r"(?!\.\.)[-._a-zA-Z0-9]{1,253}", key), "what the API server takes"
-    assert f"/etc/dsframework/{key}" in found["Job"]["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert f"/etc/dsf-trainer/{key}" in found["Job"]["spec"]["template"]["spec"]["containers"][0]["command"]
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,10 @@ def test_no_compiler(tmp_path: Path, cache: dict[str, str]) -> None:
     assert kinds(CPU_ADAM, cache | path) == []
 
 
-def test_no_ninja_also_breaks_what_is_compiled(tmp_path: Path, cache: dict[str, str]) -> None:
+def test_no_ninja_also_breaks_what_is_compiled(
+    tmp_path: Path, cache: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path / "none"))  # this Python's own
     compiled(cache, "cpu_adam")
     assert kinds(CPU_ADAM, cache | {"PATH": programs(tmp_path / "bin", "c++")}) == [("op-not-loadable", "ninja")]
 

@@ -75,3 +75,21 @@ def test_a_closed_terminal_is_no_reason_to_lose_a_run(mode: Literal["lines", "ba
         console.write(point(7, **FULL))
         console.write(point(8, **{"eval/accuracy": 0.5}))
         console.close()
+
+
+@pytest.mark.parametrize("columns", [80, 100, 160])
+@pytest.mark.parametrize("total", [220, 123456])
+def test_the_bar_fits_the_terminal(columns: int, total: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 80 columns the total of the steps and the time left were cut off."""
+    monkeypatch.setattr("rich._console", None)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    bar = Bar(total_steps=total, from_step=0)
+    metrics = {"train/loss": 0.1234, "train/lr": 9.87e-4, "train/grad_norm": 0.543, "throughput/samples_per_sec": 12345.0}
+    bar.write(point(120, **metrics))
+    with bar._progress.console.capture() as shown:
+        bar._progress.console.print(bar._progress.get_renderable())
+    bar.close()
+    line = plain(shown.get()).rstrip("\n")
+    assert len(line) <= columns
+    assert re.match(rf"step +120/{total} .* (-:--:--|\d+:\d\d:\d\d) +loss 0\.1234 .*12,345 samples/s *$", line), line
+    assert "grad norm" in line or columns < 160
