@@ -25,7 +25,8 @@ _TOLERANCE: Final = 1e-4  # of the largest change; kernels for vectors and for m
 def check_optimizer(make: MakeOptimizer, *, stage: int, key: str, value: str) -> None:
     """Refuse an optimizer that cannot be stepped by DeepSpeed, or not at this ZeRO stage.
 
-    Where no copy of it can be made or stepped here, as it wants a GPU or the names of the model's own weights, it is not judged.
+    Where no copy of it can be made or stepped here, as it wants a GPU or the model's own weights, or where its steps are random,
+    it is not judged.
 
     Raises:
         ConfigError: kind ``optimizer-needs-closure`` or ``optimizer-sees-shape``, or what `make` refuses itself.
@@ -37,10 +38,10 @@ def check_optimizer(make: MakeOptimizer, *, stage: int, key: str, value: str) ->
     ]
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         try:
-            whole = torch.cat([change.flatten() for change in _changes(make, weights, gradients, key=key, value=value)])
+            whole = _joined(_changes(make, weights, gradients, key=key, value=value))
+            if not stage or not torch.equal(whole, _joined(_changes(make, weights, gradients, key=key, value=value))):
+                return  # the latter draws random numbers
         except _NotJudgedError:
-            return
-        if not stage:
             return
         flat, flat_gradients = _joined(weights), [_joined(each) for each in gradients]
         reason = "its step depends on the shape of a weight"

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 import torch.distributed
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from framework.backend.lost_peers import failure_of_nccl
@@ -61,21 +62,21 @@ class _KeptStore:
 
     def __init__(self) -> None:
         self._place: tuple[str | None, ...] = ()
-        self._store: torch.distributed.Store | None = None
+        self._store: Store | None = None
         self._num_groups = 0
 
-    def meet(self, _url: str, *, timeout: timedelta, **_: Any) -> Iterator[tuple[torch.distributed.Store, int, int]]:
+    def meet(self, _url: str, *, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
         """Handle `INIT_METHOD` as torch does ``env://``."""
         place = tuple(map(os.environ.get, _NAMES_OF_PLACE))
         if self._store is None or place != self._place:
             self._store, self._place, self._num_groups = next(rendezvous("env://", timeout=timeout))[0], place, 0
         self._num_groups += 1
-        room = torch.distributed.PrefixStore(f"group{self._num_groups}", self._store)
+        room = PrefixStore(f"group{self._num_groups}", self._store)
         yield room, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 with suppress(RuntimeError):  # it is registered already, where this module is imported again
-    register_rendezvous_handler(INIT_METHOD.partition(":")[0], _KeptStore().meet)
+    register_rendezvous_handler(INIT_METHOD.partition(":")[0], _KeptStore().meet)  # type: ignore[no-untyped-call]
 
 
 def _number(value: Any) -> Any:
