@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from typing import Any, NoReturn
 
 from framework.errors import UsageError
+
+
+class HelpShown(SystemExit):
+    """A help text or a release that was asked for has been printed: a good end."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -18,6 +23,12 @@ class CommandParser(argparse.ArgumentParser):
         if flag:  # argparse takes what follows for an option of its own
             message += f" (if it begins with a dash, write {flag[1]}=-...)"
         raise UsageError(f"{self.prog.removeprefix('python -m framework ')}: {message}; see {self.prog} --help")
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """Raises HelpShown."""
+        if message:
+            self._print_message(message, sys.stderr)
+        raise HelpShown(status)
 
     def option(self, *names: str, **kwargs: Any) -> None:
         """As `add_option`."""

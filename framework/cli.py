@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 import framework
 from framework.arguments import CommandParser
 from framework.check.command import add_options, run_check
+from framework.early_exits import refusing_exits
 from framework.errors import (
     EXIT_OK,
     EXIT_TRAINING,
@@ -102,7 +103,8 @@ def _run_below_the_line(command: str, *words: str) -> int:
         if error.name is None or error.name.partition(".")[0] == "framework":
             raise
         raise missing_package(error.name, what=command) from error
-    code: int = module.main(words)
+    with refusing_exits():  # a model's own code runs there
+        code: int = module.main(words)
     return code
 
 

@@ -43,6 +43,7 @@ from framework.backend.told_data import ToldData
 from framework.checkpoint_names import CHECKPOINTS, size_of, tag_of
 from framework.config.load import Source
 from framework.config.run_config import RunConfig
+from framework.early_exits import refusing_exits
 from framework.errors import RunStopped
 from framework.plan.plan import Plan
 from framework.report.summary import RunResult, tell_end, tell_next, tell_start
@@ -99,7 +100,9 @@ def fit(
     objects = Objects(model, train_data, eval_data, task, optimizer)
     request = StopRequest()
     with request.handling():
-        return _run(prepare(config_with_objects(config, objects), objects=objects), request)
+        with refusing_exits():
+            prepared = prepare(config_with_objects(config, objects), objects=objects)
+        return _run(prepared, request)
 
 
 def fit_loaded(config: RunConfig, source: Source, request: StopRequest, *, words: Sequence[str]) -> RunResult:
@@ -107,7 +110,8 @@ def fit_loaded(config: RunConfig, source: Source, request: StopRequest, *, words
 
     `words` are the file and the settings that were given with it, for the command that the end of the run proposes.
     """
-    prepared = prepare(config, source=source)
+    with refusing_exits():
+        prepared = prepare(config, source=source)
     result = _run(prepared, request)
     if os.environ.get("RANK", "0") == "0":
         tell_next(prepared.plan, words, environment=os.environ)

@@ -13,6 +13,7 @@ import traceback
 from typing import NoReturn
 
 from framework.arguments import CommandParser
+from framework.early_exits import refusing_exits
 from framework.errors import EXIT_CONFIG, EXIT_OK, EXIT_TRAINING, FrameworkError, missing_package
 from framework.launch.parent_watch import AGENT_VARIABLE, watch_parent
 from framework.output import write
@@ -31,8 +32,7 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _train(request: StopRequest) -> None:
-    arguments = _parser().parse_args()
+def _train(request: StopRequest, arguments: argparse.Namespace) -> None:
     # Imported here, where requests to stop are heard already.
     from framework.launch.job import load_job
     from framework.plan.cluster import Cluster
@@ -54,7 +54,9 @@ def exit_code() -> int:
     request.listen()
     try:
         watch_parent(os.environ, is_stopping=lambda: bool(request.signal), is_over=lambda: request.is_over)
-        _train(request)
+        arguments = _parser().parse_args()
+        with refusing_exits():
+            _train(request, arguments)
         return EXIT_OK
     except FrameworkError as error:
         if speaks or error.is_of_one_rank:

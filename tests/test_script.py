@@ -31,7 +31,7 @@ from framework import script
 from framework.errors import ConfigError, Problem
 from framework.train.stop_request import StopRequest
 
-def refuse(request):
+def refuse(request, arguments):
     raise ConfigError(Problem(kind="wrong-value", reason="too large", fix="write less"))
 
 def note(request):
@@ -40,6 +40,8 @@ def note(request):
 
 really, StopRequest.run_has_failed, script._train = StopRequest.run_has_failed, note, refuse
 script.SILENT_RANKS_WAIT_SECONDS = {seconds}
+import sys
+sys.argv = ["train.py", "--config", "run.yaml"]
 script.main()
 """
 

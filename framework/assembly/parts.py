@@ -16,6 +16,7 @@ import torch
 
 from framework.assembly.objects import MakeOptimizer, ModelSource, Objects, type_name
 from framework.assembly.optimizer_groups import savable
+from framework.assembly.optimizer_probe import check_optimizer, refuse_closure
 from framework.assembly.targets import call_factory, call_failed, check_arguments, check_handed_over, load_target, takes
 from framework.config.base import Object, Target
 from framework.config.run_config import RunConfig
@@ -48,12 +49,12 @@ def gather_parts(config: RunConfig, objects: Objects) -> Parts:
     task = as_task(_load_task(config)) if objects.task is None else _given_task(objects.task)
     _check_class_count(config, splits)
     _check_vocabulary(config, splits)
-    return Parts(
-        build_model=_model_builder(config, objects.model),
-        splits=splits,
-        task=task,
-        make_optimizer=_optimizer_maker(config) if objects.optimizer is None else _given_optimizer(objects.optimizer),
-    )
+    make_optimizer = _optimizer_maker(config) if objects.optimizer is None else _given_optimizer(objects.optimizer)
+    if make_optimizer is not None:
+        is_given = objects.optimizer is not None
+        check_optimizer(make_optimizer, stage=config.zero.stage, key="optimizer" if is_given else "optimizer.target",
+                        value=type_name(objects.optimizer) if is_given else getattr(config.optimizer, "target", ""))  # fmt: skip
+    return Parts(build_model=_model_builder(config, objects.model), splits=splits, task=task, make_optimizer=make_optimizer)
 
 
 def _check_class_count(config: RunConfig, splits: Splits) -> None:
@@ -144,7 +145,7 @@ def _optimizer_maker(config: RunConfig) -> MakeOptimizer | None:
     def make_optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         try:
             optimizer = make(parameters, **section.args)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise call_failed(error, section.target, key="optimizer") from error
         return _checked_optimizer(optimizer, key="optimizer.target", value=section.target)
 
@@ -165,6 +166,7 @@ def _given_optimizer(make: Any) -> MakeOptimizer:
 
 def _checked_optimizer(optimizer: Any, *, key: str, value: str) -> torch.optim.Optimizer:
     if isinstance(optimizer, torch.optim.Optimizer):
+        refuse_closure(optimizer, key=key, value=value)
         return savable(optimizer, key=key, value=value)
     raise ConfigError(Problem(kind="optimizer-target-result", key=key, value=value,
                               reason=f"it returned {type_name(optimizer)}, not a torch.optim.Optimizer",

@@ -21,7 +21,7 @@ import torch.distributed
 from deepspeed.accelerator import get_accelerator
 
 from framework.backend.extensions import refusing_what_does_not_compile, use_own_cache
-from framework.backend.rendezvous import check_environment, telling_where_ranks_meet
+from framework.backend.rendezvous import INIT_METHOD, check_environment, telling_where_ranks_meet
 from framework.backend.shared_buffers import remove_dead_buffers, remove_own_buffers
 from framework.errors import ConfigError, Problem, counted
 from framework.ports import free_port
@@ -114,7 +114,8 @@ def process_group(backend: str | None) -> Iterator[None]:
     with telling_where_ranks_meet(), refusing_what_does_not_compile(), contextlib.redirect_stdout(io.StringIO()):
         # Into the bin: DeepSpeed prints that its ops were built, on every rank.
         deepspeed.init_distributed(
-            dist_backend=backend or get_accelerator().communication_backend_name(), auto_mpi_discovery=False
+            dist_backend=backend or get_accelerator().communication_backend_name(), auto_mpi_discovery=False,
+            init_method=INIT_METHOD,
         )
     _use_own_device()
     yield

@@ -1,4 +1,4 @@
-"""Failures of training that torch raises as any RuntimeError and that have a known way out: one line instead of a traceback.
+"""Failures of training that have a known way out, which torch raises as any RuntimeError, and code that exits in mid-run: one line.
 
 The traceback goes to the rank's log. Where many ranks meet the same failure, one of them tells it.
 """
@@ -16,6 +16,7 @@ import torch
 
 from framework.backend.distributed import is_first_to_tell
 from framework.backend.extensions import failure_of_compiler
+from framework.early_exits import exited, is_asked_for
 from framework.errors import TrainingError, printable
 
 _NO_DEVICE_MEMORY: Final = re.compile(r"(CUDA|HIP) (error: )?out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED")
@@ -42,6 +43,12 @@ def telling_of_known_failures() -> Iterator[None]:
     """Where such a failure leaves the block it does so as a TrainingError, with the torch error as its cause."""
     try:
         yield
+    except SystemExit as end:
+        if is_asked_for(end):
+            raise
+        failed = exited(end)
+        failed.is_of_one_rank = is_first_to_tell(str(failed))
+        raise failed from end
     except RuntimeError as error:
         line = known_failure(error)
         if not line:

@@ -6,14 +6,19 @@ import os
 import re
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any, Final
 
 import torch.distributed
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from framework.backend.lost_peers import failure_of_nccl
 from framework.errors import MISSING, ConfigError, PeerLostError, Problem
 
+INIT_METHOD: Final = "dsf-env://"
+_NAMES_OF_PLACE: Final = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 _PORTS: Final = range(1, 65_536)
 _IN_USE: Final = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _JOINED: Final = re.compile(r"(\d+)/(\d+) clients joined")
@@ -46,6 +51,32 @@ def check_environment(environment: Mapping[str, str]) -> None:
     ]  # fmt: skip
     if problems:
         raise ConfigError(problems)
+
+
+class _KeptStore:
+    """The store at which the ranks of this process have met first, with a room of its own for every group that they form.
+
+    torch begins anew with the same keys for each group: in torchrun's store, which outlives a group, ranks then read the addresses
+    that an earlier one left there. A store of rank 0's own may still answer while it is being replaced.
+    """
+
+    def __init__(self) -> None:
+        self._place: tuple[str | None, ...] = ()
+        self._store: Store | None = None
+        self._num_groups = 0
+
+    def meet(self, _url: str, *, timeout: timedelta, **_: Any) -> Iterator[tuple[Store, int, int]]:
+        """Handle `INIT_METHOD` as torch does ``env://``."""
+        place = tuple(map(os.environ.get, _NAMES_OF_PLACE))
+        if self._store is None or place != self._place:
+            self._store, self._place, self._num_groups = next(rendezvous("env://", timeout=timeout))[0], place, 0
+        self._num_groups += 1
+        room = PrefixStore(f"group{self._num_groups}", self._store)
+        yield room, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+with suppress(RuntimeError):  # it is registered already, where this module is imported again
+    register_rendezvous_handler(INIT_METHOD.partition(":")[0], _KeptStore().meet)  # type: ignore[no-untyped-call]
 
 
 def _number(value: Any) -> Any:

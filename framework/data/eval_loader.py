@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from framework.data.batches import collate, own_collate
-from framework.data.sample_seed import SeededBatches, SeededCollate, as_it_is
+from framework.data.sample_seed import SamplesWithoutExit, SeededBatches, SeededCollate, as_it_is
 from framework.data.worker_process import init_of_workers
 
 _WORKER_SEED: Final = 0
@@ -58,7 +58,7 @@ class EvalLoader:
         """One pass. The global random state is left as it was; what samples and batches draw is the same in every pass."""
         own, samples = own_collate(self._dataset), SeededBatches(self._dataset)
         loader = DataLoader(
-            SeededCollate(samples, collate=own, seed=_EVALUATION_SEED) if own is not None else samples,
+            SamplesWithoutExit(SeededCollate(samples, collate=own, seed=_EVALUATION_SEED) if own is not None else samples),
             batch_sampler=[list(indices) for indices, _ in self._batches],
             collate_fn=as_it_is if own is not None else collate,
             worker_init_fn=init_of_workers(),

@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 from framework.data.batches import Collate, WholeBatch
 from framework.data.order import SampleKey
 from framework.data.seed_mix import Seeds, mix, mix_int
+from framework.early_exits import refusing_exits
 
 _SAMPLE_SALT: Final = 0x5A3B
 _EVALUATION_SALT: Final = 0xE7A1
@@ -145,6 +146,22 @@ class KeyedSamples(Dataset[Any]):
     def __getitems__(self, keys: Sequence[SampleKey]) -> Any:
         """The samples, as `_fetched` gives them."""
         return _fetched(self.dataset, [index for _, index in keys])
+
+
+class SamplesWithoutExit(Dataset[Any]):
+    """Wraps what a `DataLoader` reads: code there that calls `exit()` is an error with a place, also in a worker."""
+
+    def __init__(self, dataset: Any) -> None:
+        """Wrap `dataset` (map-style)."""
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, keys: Any) -> Any:
+        """The samples, as `_fetched` gives them."""
+        with refusing_exits():
+            return _fetched(self.dataset, keys)
 
 
 def as_it_is(batch: Any) -> Any:

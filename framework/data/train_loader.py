@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from framework.data.batches import collate, own_collate
 from framework.data.order import KeyedMicroBatchSampler, MicroBatchSampler, Share
-from framework.data.sample_seed import KeyedSamples, SeededCollate, SeededSamples, as_it_is
+from framework.data.sample_seed import KeyedSamples, SamplesWithoutExit, SeededCollate, SeededSamples, as_it_is
 from framework.data.seed_mix import mix_int
 from framework.data.worker_process import init_of_workers
 from framework.errors import ConfigError, Problem
@@ -99,7 +99,7 @@ class TrainLoader:
         if is_keyed:
             samples = SeededSamples(samples, seed=self._seed) if self._random_samples else KeyedSamples(samples)
         return DataLoader(
-            SeededCollate(samples, collate=own, seed=self._seed) if own is not None else samples,
+            SamplesWithoutExit(SeededCollate(samples, collate=own, seed=self._seed) if own is not None else samples),
             batch_sampler=KeyedMicroBatchSampler(indices) if is_keyed else indices,
             collate_fn=as_it_is if own is not None else collate,
             worker_init_fn=init_of_workers(),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
 
 from framework.backend.rendezvous import check_environment, telling_where_ranks_meet
 from framework.errors import ConfigError, PeerLostError
+from tests.launched import torchrun
+from tests.places import ROOT
 from tests.ports import free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.timing]
@@ -101,3 +104,12 @@ def test_an_environment_in_which_ranks_cannot_meet_is_refused(changed: dict[str,
     assert str(refused.value).startswith(key)
     assert str(refused.value).endswith("[rendezvous-environment]")
     assert len(refused.value.problems) == 1
+
+
+def test_four_runs_of_one_script_meet_anew_each_time(tmp_path: Path) -> None:
+    """In torchrun's store, which outlives a group, the second or third run found the addresses of the first."""
+    done = torchrun(ROOT / "tests/jobs/many_fits.py", "4", num_ranks=2, cwd=tmp_path, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    losses = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("loss ")]
+    assert len(losses) == 4, done.stdout
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)

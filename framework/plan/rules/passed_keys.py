@@ -26,6 +26,16 @@ _NOT_IN_A_RUN: Final[Mapping[str, tuple[str, str]]] = {
     "sequence_parallel_size": ("a run config gives every rank samples of its own, and has no sequence parallelism", _SPLIT),
     "data_parallel_size": ("the layout of the run decides it: devices divided by parallel.pipe", "remove it"),
     "allgather_size": ("it belongs to a form of zero_optimization that is gone", "set zero.allgather_bucket_size"),
+    "autotuning.enabled": ("DeepSpeed's autotuner ends every rank after some steps, in the middle of the run",
+                           "remove it; the deepspeed launcher's --autotuning works on scripts of its own"),
+    "dataloader_drop_last": ("the samples are read by a loader of the framework, which never sees it", "remove it"),
+    "data_efficiency.data_sampling.enabled": (
+        "the samples are read by a loader of the framework, so that DeepSpeed's sampler and curriculum would do nothing",
+        "remove data_sampling; the order of samples is the dataset's, or data.shuffle's"),
+    "data_efficiency.data_sampling.curriculum_learning.enabled": (
+        "the samples are read by a loader of the framework, so that DeepSpeed's curriculum would do nothing",
+        "remove data_sampling; the order of samples is the dataset's, or data.shuffle's"),
+    "hybrid_engine.enabled": ("it trains through another engine, which no checkpoint here knows", "remove it"),
     "disable_allgather": ("DeepSpeed reads it and does nothing with it", "remove it"),
     "tensor_parallel.autotp_size": (
         "the ranks of a tensor-parallel group must see the same samples, and a run config gives every rank its own", _SPLIT),
@@ -94,8 +104,7 @@ def deepspeed_section(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
                           reason="DeepSpeed reads no such key and would ignore it",
                           fix=meant if guess else "remove it")  # fmt: skip
         elif isinstance(value, dict):
-            for name, item in value.items():
-                inner = f"{key}.{name}"
+            for inner, item in _paths(value, key):
                 if (refusal := not_in_a_run(inner, item)) is not None:
                     yield _refusal(inner, item, *refusal)
 
