@@ -30,6 +30,7 @@ from framework.config.load import load_config
 from framework.config.run_config import RunConfig
 from framework.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from framework.errors import EXIT_OK, ConfigError, Problem
+from framework.output import visible
 from framework.token_files import KEPT_TOKENIZER, META_FILE, TOKENIZER_FILE, read_meta
 from framework.train.choice import absence_at, newest_at
 from framework.train.saved import SavedCheckpoint
@@ -138,9 +139,7 @@ def as_text(tokens: Iterator[int], decode: Callable[[Sequence[int]], str], *, af
 
 def _write(text: str, *, on_terminal: bool) -> None:
     """A model may draw the codes that move a terminal's cursor, or worse."""
-    if on_terminal:
-        text = "".join(character if character.isprintable() or character in "\n\t" else "?" for character in text)
-    sys.stdout.write(text)
+    sys.stdout.write(visible(text) if on_terminal else text)
     if on_terminal:
         sys.stdout.flush()
 

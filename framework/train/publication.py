@@ -14,8 +14,9 @@ from typing import Any, Final
 
 from framework.checkpoint_names import LATEST, LEAVING, MANIFEST, SAVING, tag_of
 from framework.files import FileRecord, hash_file, replace_text, sync_file, sync_folder, sync_folders
+from framework.train.manifest import FORMAT
 from framework.train.retention import Retention
-from framework.train.saved import FORMAT, SavedCheckpoint, list_checkpoints, seal
+from framework.train.saved import SavedCheckpoint, list_checkpoints, seal
 from framework.train.warn import warn
 
 _SCRIPTS: Final = ("zero_to_fp32.py", "zero_to_torch.py")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+from framework.errors import printable
 from framework.output import leave, write
 from framework.train.monitors.base import Monitor, Point
 
@@ -30,7 +31,7 @@ def describe(point: Point) -> str:
     left_out = "throughput/samples_per_sec" if "throughput/tokens_per_sec" in point.metrics else None
     shown = [text.format(point.metrics[name]) for name, text in _SHOWN.items() if name in point.metrics and name != left_out]
     shown += [f"{name} {value:.4f}" for name, value in point.metrics.items() if name.startswith("eval/")]
-    return "  ".join(shown)
+    return printable("  ".join(shown))
 
 
 class Lines:
