@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "arguments": {"errors"},
     "uncaught": {"errors", "output"},
     "config": {"errors", "uncaught"},
-    "token_files": {"errors"},
+    "token_files": {"errors", "files"},
     "plan": {"errors", "config"},
     "ds_json": {"errors", "output", "config", "plan"},
     "launch": {"errors", "output", "stop_signals", "ports", "arguments", "checkpoint_names", "config", "plan", "ds_json"},
@@ -41,7 +41,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backend": {"errors", "files", "ports", "checkpoint_names", "config", "plan", "ds_json", "train", "models", "tasks", "data"},
     "assembly": {"errors", "files", "config", "plan", "ds_json", "train", "data", "models", "tasks", "backend"},
     "run": {"errors", "checkpoint_names", "token_files", "config", "plan", "train", "report", "backend", "uncaught", "assembly"},
-    "commands": {"errors", "output", "stop_signals", "files", "arguments", "config", "token_files", "train", "data", "backend", "assembly"},
+    "commands": {"errors", "output", "stop_signals", "files", "arguments", "config", "token_files", "train", "data", "backend",
+                 "assembly"},
     # ------------------------------------------------ on top
     "check": {"errors", "output", "files", "config", "token_files", "plan", "ds_json"},
     "cli": {"errors", "output", "arguments", "config", "plan", "ds_json", "launch", "report", "check"},
