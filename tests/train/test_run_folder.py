@@ -390,16 +390,20 @@ def test_a_run_whose_folder_is_removed_ends_with_74_and_makes_none(tmp_path: Pat
 
     config = tmp_path / "run.yaml"
     config.write_text(f"run: {{name: lost, output_dir: {tmp_path}/runs}}\n"
-                      "model: {kind: mlp, image_size: 8, hidden_sizes: [8]}\ntraining: {max_steps: 200000, log_every: 5}\n"
+                      "model: {kind: mlp, hidden_sizes: [8]}\ntraining: {max_steps: 200000, log_every: 5}\n"
                       "data: {kind: digits}\nbatch: {global_size: 16}\nmonitors: {tensorboard: false}\n")  # fmt: skip
     words = [sys.executable, "-m", "framework", "launch", str(config), "--num_gpus", "2"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=job_environment()) as job:
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=job_environment()
+    ) as job:
         assert job.stdout is not None
         said = []
         for line in job.stdout:
             said.append(line)
             if "step" in line and "loss" in line:
                 break
+        else:
+            pytest.fail("".join(said))
         shutil.rmtree(tmp_path / "runs" / "lost")
         said.append(job.stdout.read())
     assert job.wait() == 74, said
