@@ -22,6 +22,8 @@ from itertools import islice
 from math import isfinite
 from typing import Any, Final, Literal
 
+from framework.output import visible
+
 EXIT_OK: Final = 0
 EXIT_PROBLEMS: Final = 2
 EXIT_USAGE: Final = 64
@@ -151,8 +153,8 @@ def _is_finite(value: Any) -> bool:
 
 
 def printable(text: str) -> str:
-    """One line without control characters, so that no value can write to the terminal."""
-    return "".join(c if c.isprintable() else "?" for c in text)
+    """One line whose control characters are visible, so that no value can write to the terminal."""
+    return visible(text, keeps="")
 
 
 def in_one_line(error: BaseException, *, longest: int = 200) -> str:

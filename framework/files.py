@@ -14,7 +14,7 @@ import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import IO, Any, Final
 
 # What file systems answer that cannot flush a folder (some network and FUSE ones); their renames are as durable as they get.
 _CANNOT_FLUSH_FOLDERS: Final = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
@@ -127,6 +127,50 @@ def read_regular(path: Path, *, num_bytes: int) -> bytes | None:
             return stream.read(num_bytes)
     finally:
         os.close(descriptor)
+
+
+def open_own(path: Path, mode: str, *, newline: str | None = None) -> IO[Any]:
+    """Open a file of a run folder as `open` does, with text as UTF-8; nothing there is written or read through a link.
+
+    Raises:
+        OSError: it is a link or a pipe, which its text names, or what `open` raises.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        try:
+            descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO):
+                raise _irregular(path) from error
+            raise
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise _irregular(path)
+        return descriptor
+
+    is_text = "b" not in mode
+    return open(path, mode, opener=opener, newline=newline, encoding="utf-8" if is_text else None,
+                errors="replace" if is_text else None)  # fmt: skip
+
+
+def make_own_folder(path: Path) -> None:
+    """Make a folder in a run folder, or see that it is one and no link to one.
+
+    Raises:
+        OSError: it is a link, which its text names, or cannot be made.
+    """
+    refuse_link(path)
+    path.mkdir(exist_ok=True)
+
+
+def refuse_link(path: Path) -> None:
+    """Raises OSError, with the path in its text, where a link has that name."""
+    if path.is_symlink():
+        raise _irregular(path)
+
+
+def _irregular(path: Path) -> OSError:
+    return OSError(errno.ELOOP, f"{path} is a link or no regular file, and a run folder's own files are not reached through such")
 
 
 def replace_text(path: Path, text: str, *, mode: int | None = None) -> None:

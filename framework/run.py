@@ -53,6 +53,7 @@ from framework.train.checkpointer import clear_unfinished
 from framework.train.choice import set_aside_later
 from framework.train.layout_change import check_movable, has_moved, told_move
 from framework.train.monitors.base import Monitor
+from framework.train.monitors.held_folder import HeldFolder
 from framework.train.monitors.log_lines import LogLines
 from framework.train.rank_log import noting_errors, say
 from framework.train.resumable import check_reachable, check_resumable, told_changes, told_versions
@@ -162,7 +163,7 @@ def _fit(prepared: Prepared, folder: RunFolder, start: SavedCheckpoint | None,
     if rank() == 0:
         tell_start(plan, folder.path, start_step=start_step, stages=prepared.cut.table if prepared.cut else None,
                    evaluates=splits.evaluation is not None)  # fmt: skip
-    monitors: list[Monitor] = [best, LogLines(agenda.total_steps)]
+    monitors: list[Monitor] = [HeldFolder(folder), best, LogLines(agenda.total_steps)]
     from_rank0(on_rank0(lambda: monitors.extend(
         make_monitors(config, folder.path, total_steps=agenda.total_steps, from_step=start_step))))  # fmt: skip
     checkpointer = make_checkpointer(engine, folder.checkpoints, plan=plan, last_step=agenda.total_steps, description=described,
@@ -174,6 +175,7 @@ def _fit(prepared: Prepared, folder: RunFolder, start: SavedCheckpoint | None,
                           monitors=monitors, save=checkpointer.save, start_step=start_step, stop=stop)  # fmt: skip
         outcome = trainer.fit()
         checkpointer.finish(is_final=bool(outcome.stopped))
+        from_rank0(on_rank0(folder.check_held))
     request.training_is_over()
     engine.close()
     result = RunResult(folder.path, outcome.step, dict(outcome.metrics), outcome.samples_per_sec, start_step,

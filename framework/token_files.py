@@ -14,6 +14,7 @@ from typing import Annotated, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from framework.errors import ConfigError, Problem
+from framework.files import make_own_folder, open_own
 
 META_FILE: Final = "meta.json"
 TOKENIZER_FILE: Final = "tokenizer.json"
@@ -118,10 +119,11 @@ def keep_tokenizer(path: str, to: Path) -> None:
         OSError: it cannot be written.
     """
     folder, kept = Path(os.path.expanduser(path)), to / KEPT_TOKENIZER  # noqa: PTH111
-    kept.mkdir(exist_ok=True)
+    make_own_folder(kept)
     for name in (TOKENIZER_FILE, META_FILE):
         if (folder / name).is_file():
-            shutil.copyfile(folder / name, kept / name)
+            with (folder / name).open("rb") as source, open_own(kept / name, "wb") as copy:
+                shutil.copyfileobj(source, copy)
 
 
 def size_problems(folder: Path, meta: Meta, path: str, key: str) -> list[Problem]:

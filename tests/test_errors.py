@@ -41,10 +41,10 @@ def test_parts_that_are_not_known_are_left_out() -> None:
     [
         (None, "null"), (True, "true"), (False, "false"), (3, "3"), (1e-3, "0.001"), (float("nan"), "nan"),
         ("word", "word"), ("two words", "two words"), ("120", '"120"'), ("1e-3", '"1e-3"'), (".5", '".5"'),
-        ("true", '"true"'), ("NULL", '"NULL"'), ("", '""'), (" x", '" x"'), ("x\n", '"x?"'), ("1.2.3", "1.2.3"),
+        ("true", '"true"'), ("NULL", '"NULL"'), ("", '""'), (" x", '" x"'), ("x\n", '"x\\n"'), ("1.2.3", "1.2.3"),
         ([1, "2", None], '[1, "2", null]'), ({"kind": "lenet", "a": [True]}, "{kind: lenet, a: [true]}"),
         ({"a": "x, y"}, '{a: "x, y"}'), ([[[[1]]]], "[[[...]]]"), (10**81, "a number of more than 80 digits"),
-        ("x" * 200, "x" * 77 + "..."), ("\x1b[31mred", "?[31mred"),
+        ("x" * 200, "x" * 77 + "..."), ("\x1b[31mred", "\\x1b[31mred"),
     ],
 )  # fmt: skip
 def test_values_are_shown_as_yaml_writes_them(value: Any, shown: str) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from framework.output import write
+from framework.errors import show_value
+from framework.output import visible, write
 from tests.places import ROOT
 
 
@@ -18,7 +19,8 @@ from tests.places import ROOT
 def test_a_reader_that_left_changes_nothing(unbuffered: bool) -> None:
     program = """
 import sys
-from framework.output import write
+from framework.errors import show_value
+from framework.output import visible, write
 for _ in range(3):
     write(sys.stdout, "a line\\n")
     write(sys.stderr, "a line\\n")
@@ -56,3 +58,17 @@ def test_what_is_written_is_there_at_once() -> None:
     write(stream, "a line\n")
     write(None, "a process may have no stderr\n")
     assert stream.getvalue() == "a line\n"
+
+
+STEERING = ("\x00", "\x07", "\b", "\r", "\x1b[2J", "\x7f", "\x85", "\x9b2J", "\u2028", "\u2029", *map(chr, range(0x202A, 0x202F)),
+            *map(chr, range(0x2066, 0x206A)), "\udc9b", "\ufeff")  # fmt: skip
+
+
+@pytest.mark.parametrize("text", STEERING, ids=ascii)
+def test_what_would_steer_a_terminal_is_visible(text: str) -> None:
+    stream = io.StringIO()
+    write(stream, f"a{text}b \N{SNOWMAN}\tc\n")
+    shown = text.encode("unicode_escape", "surrogatepass").decode()
+    assert stream.getvalue() == f"a{shown}b \N{SNOWMAN}\tc\n"
+    assert visible(f"{text}\n", keeps="") == shown + "\\n"
+    assert show_value(f"a{text}b").isprintable()

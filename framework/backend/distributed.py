@@ -23,7 +23,8 @@ from deepspeed.accelerator import get_accelerator
 from framework.backend.extensions import refusing_what_does_not_compile, use_own_cache
 from framework.backend.rendezvous import INIT_METHOD, check_environment, telling_where_ranks_meet
 from framework.backend.shared_buffers import remove_dead_buffers, remove_own_buffers
-from framework.errors import ConfigError, Problem, counted
+from framework.errors import ConfigError, Problem, StorageError, counted
+from framework.files import make_own_folder, open_own
 from framework.ports import free_port
 from framework.train.rank_log import write_to
 from framework.train.warn import warn
@@ -205,15 +206,21 @@ def is_first_to_tell(text: str, *, patience_seconds: float = 3.0) -> bool:
 
 def quiet_deepspeed(log_file: Path) -> None:
     """Send DeepSpeed's own messages to the rank's log file, beside ours; the terminal keeps its errors."""
-    log_file.parent.mkdir(parents=True, exist_ok=True)  # on hosts that do not share the run folder with rank 0
+    log_file.parent.parent.mkdir(parents=True, exist_ok=True)  # on hosts that do not share the run folder with rank 0
+    try:
+        make_own_folder(log_file.parent)
+        handler = _LogFile(log_file, encoding="utf-8")
+    except OSError as error:
+        refused = StorageError(f"{log_file}: this log cannot be written: {error.strerror or error} [log-not-opened]")
+        refused.is_of_one_rank = True
+        raise refused from error
     logger = logging.getLogger("DeepSpeed")
-    for handler in logger.handlers:
-        if isinstance(handler, logging.FileHandler):
-            logger.removeHandler(handler)
-            handler.close()
+    for before in list(logger.handlers):
+        if isinstance(before, logging.FileHandler):
+            logger.removeHandler(before)
+            before.close()
         else:
-            handler.setLevel(logging.ERROR)
-    handler = _LogFile(log_file, encoding="utf-8")
+            before.setLevel(logging.ERROR)
     write_to(handler)
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -223,6 +230,9 @@ class _LogFile(logging.FileHandler):
     """On a full disk lines are lost, and once it is said; `logging` itself would print a traceback for each of them."""
 
     _has_failed = False
+
+    def _open(self) -> Any:
+        return open_own(Path(self.baseFilename), "a")
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name is logging's
         if not self._has_failed:

@@ -13,6 +13,7 @@ from framework.check.report import as_github, as_json, as_text
 from framework.check.verdict import Against, Verdict, check_document, check_file, find_gpu
 from framework.config.document import COMMAND_LINE, is_setting, parse_scalar
 from framework.errors import EXIT_OK, EXIT_PROBLEMS, ConfigError, StorageError, UsageError
+from framework.output import visible, write
 from framework.plan.cluster import Cluster
 
 FindCluster = Callable[[argparse.Namespace], Cluster | None]
@@ -60,7 +61,7 @@ def run_check(arguments: argparse.Namespace, *, find_cluster: FindCluster) -> in
     verdicts = [check_file(file, settings, against) for file in files]
     code = _tell(verdicts, arguments.format)
     for failure in failures:
-        print(failure, file=sys.stderr)
+        write(sys.stderr, f"{failure}\n")
     return failures[0].exit_code if failures else code
 
 
@@ -94,7 +95,7 @@ def _tell(verdicts: Sequence[Verdict], format_: str, *, on_stdout: bool = True) 
         fine, found = as_text(verdicts)
         for lines, stream in ((fine if on_stdout else [], sys.stdout), (found, sys.stderr)):
             if lines:
-                print("\n".join(lines), file=stream)
+                print(visible("\n".join(lines)), file=stream)
     return EXIT_OK if all(verdict.is_fine for verdict in verdicts) else EXIT_PROBLEMS
 
 

@@ -24,7 +24,7 @@ from framework.backend.exported_weights import PICKLED, TIES
 from framework.backend.merged_weights import MergedWeights
 from framework.backend.weight_files import entries, split, write_pt, write_safetensors
 from framework.commands.export_names import hf_names
-from framework.errors import EXIT_OK, ConfigError, Problem, StorageError
+from framework.errors import EXIT_OK, ConfigError, Problem, StorageError, printable
 from framework.files import sync_folder
 from framework.stop_signals import ending_in_good_order
 from framework.train.choice import absence_at, newest_at
@@ -52,19 +52,19 @@ def main(words: Sequence[str]) -> int:
     except OSError as error:
         raise StorageError(f"export: {error.filename or out}: {error.strerror or error} [export-not-written]") from error
     for name, num_bytes in written.items():
-        print(f"{out / name}  {num_bytes:,} bytes")
+        print(printable(f"{out / name}  {num_bytes:,} bytes"))
     return EXIT_OK
 
 
 def _export(arguments: argparse.Namespace, out: Path) -> dict[str, int]:
     return export(arguments.checkpoint, out, weights=arguments.weights, dtype=arguments.dtype,
                   shard_bytes=arguments.shard_size, file_format=arguments.format, force=arguments.force,
-                  hf=arguments.hf, allow_unverified=arguments.allow_unverified)  # fmt: skip
+                  hf=arguments.hf, trust=arguments.trust, allow_unverified=arguments.allow_unverified)  # fmt: skip
 
 
 def export(
     source: str, out: Path, *, weights: str = "trained", dtype: str = "fp32", shard_bytes: int = 5 * 10**9,
-    file_format: str = "safetensors", force: bool = False, hf: bool = False,
+    file_format: str = "safetensors", force: bool = False, hf: bool = False, trust: str | None = None,
     allow_unverified: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     """Write the weights; returns file -> bytes.
@@ -78,6 +78,7 @@ def export(
         file_format: safetensors, or pt for one file that `torch.load` reads.
         force: replace `out` where it is an earlier export.
         hf: with the names that the model's own `hf_names()` gives.
+        trust: the folder of the checkpoint, where `hf` may run the code that its manifest names as ``model.target``.
         allow_unverified: read a checkpoint that DeepSpeed wrote without a manifest.
 
     Raises:
@@ -88,7 +89,7 @@ def export(
     _refuse_taken(out, force=force)
     checkpoint = _source_of(source, out, hf=hf, allow_unverified=allow_unverified)
     merged = MergedWeights(checkpoint, average=weights == "ema")
-    names = hf_names(merged.checkpoint, stored=merged.stored) if hf else {}
+    names = hf_names(merged.checkpoint, stored=merged.stored, trust=trust) if hf else {}
     found = entries(merged, dtype=_DTYPES[dtype], names=names)
     ties = {names.get(name, name): names.get(first, first) for name, first in merged.ties.items() if name in names or not hf}
     with _appearing_whole(out) as aside:
@@ -182,6 +183,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--shard-size", type=_size, default=5 * 10**9, metavar="SIZE", help="largest file, such as 500MB (5GB)")
     parser.add_argument("--format", choices=("safetensors", "pt"), default="safetensors", help="kind of file (safetensors)")
     parser.add_argument("--hf", action="store_true", help="with Hugging Face's names, where the model has hf_names()")
+    parser.add_argument("--trust", metavar="FOLDER",
+                        help="the run folder or checkpoint whose model.target --hf may import and call")  # fmt: skip
     parser.add_argument("--force", action="store_true", help="replace an earlier export")
     parser.add_argument("--allow-unverified", action="store_true",
                         help="read what DeepSpeed wrote without a manifest: nothing tells whether its files are whole")  # fmt: skip

@@ -30,6 +30,7 @@ from framework.config.load import load_config
 from framework.config.run_config import RunConfig
 from framework.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from framework.errors import EXIT_OK, ConfigError, Problem
+from framework.output import visible
 from framework.token_files import KEPT_TOKENIZER, META_FILE, TOKENIZER_FILE, read_meta
 from framework.train.choice import absence_at, newest_at
 from framework.train.saved import SavedCheckpoint
@@ -138,9 +139,7 @@ def as_text(tokens: Iterator[int], decode: Callable[[Sequence[int]], str], *, af
 
 def _write(text: str, *, on_terminal: bool) -> None:
     """A model may draw the codes that move a terminal's cursor, or worse."""
-    if on_terminal:
-        text = "".join(character if character.isprintable() or character in "\n\t" else "?" for character in text)
-    sys.stdout.write(text)
+    sys.stdout.write(visible(text) if on_terminal else text)
     if on_terminal:
         sys.stdout.flush()
 
@@ -163,20 +162,30 @@ def find_gpt(path: str, *, allow_unverified: bool = False) -> SavedCheckpoint:
 def _config_of(checkpoint: SavedCheckpoint, file: str | None) -> RunConfig:
     """What names model and tokenizer: the manifest; where there is none, a run config that the user gives."""
     if checkpoint.verified:
-        config = RunConfig.model_validate(checkpoint.manifest["config"])
+        config = _config_in(checkpoint)
     elif file is None:
         raise ConfigError(Problem(kind=UNVERIFIED, key=_KEY, value=str(checkpoint.path),
                                   reason="without a manifest nothing in it says what model it is of",
                                   fix="give --config FILE, a run config with its model and its data"))  # fmt: skip
     else:
         config = load_config(file)
-        _refuse_other_models(config.to_dict()["model"], file=file)
-    assert isinstance(config.model, GPT)
+    if not isinstance(config.model, GPT):  # nothing that a manifest names is called, but for this kind
+        _refuse_other_models(config.to_dict()["model"], file=file or str(checkpoint.path))
     return config
 
 
+def _config_in(checkpoint: SavedCheckpoint) -> RunConfig:
+    try:
+        return RunConfig.model_validate(checkpoint.manifest["config"])
+    except ValueError:  # pydantic's error is one
+        raise ConfigError(Problem(
+            kind="not-a-gpt", key=_KEY, value=str(checkpoint.path), reason="its manifest does not hold a run config of this "
+            "release", fix="use the release that wrote it",
+        )) from None  # fmt: skip
+
+
 def _refuse_other_models(model: Mapping[str, Any], *, file: str) -> None:
-    kind = model.get("kind") or model.get("target") or model.get("object")
+    kind = model.get("target") or model.get("object") or model.get("kind")
     if kind != "gpt":
         raise ConfigError(Problem(
             kind="not-a-gpt", key="model.kind", value=kind, reason="only a GPT writes text, and this is another model",

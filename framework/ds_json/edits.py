@@ -17,6 +17,7 @@ from framework.config.document import KeyPath, at
 from framework.ds_json.hjson_text import HjsonDocument, parse_hjson
 from framework.ds_json.splices import Cutter, spliced
 from framework.errors import ConfigError
+from framework.output import visible
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def clash(first: Edit, second: Edit) -> bool:
 
 
 def unified_diff(before: str, after: str, name: str) -> str:
-    """What changed, as `diff -u` shows it; characters that would write to the terminal are shown as question marks."""
+    """What changed, as `diff -u` shows it; characters that would write to the terminal are shown as escapes."""
     if before.endswith("\n") and after.endswith("\n"):  # what stands behind the last line end is no line
         before, after = before[:-1], after[:-1]
     old, new = ([_shown(line) for line in text.split("\n")] for text in (before, after))
@@ -141,7 +142,7 @@ def unified_diff(before: str, after: str, name: str) -> str:
 
 
 def _shown(line: str) -> str:
-    return "".join(c if c.isprintable() or c == "\t" else "?" for c in line.removesuffix("\r"))
+    return visible(line.removesuffix("\r"), keeps="\t")
 
 
 def _neighbours(edits: Sequence[Edit]) -> Iterator[tuple[Edit, Edit]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from framework.checkpoint_names import LATEST, LEAVING, MANIFEST, SAVING, latest_tag, tag_of
 from framework.errors import StorageError
-from framework.files import FileRecord, replace_text
+from framework.files import FileRecord, refuse_link, replace_text
 from framework.train.engine import Engine, Gather
 from framework.train.publication import discard, failure_of, make_room, publish, warn_of_failure
 from framework.train.retention import Retention
@@ -30,12 +30,14 @@ def clear_unfinished(folder: Path) -> list[str]:
     """
     removed = []
     for path in sorted(folder.glob(f"{LEAVING}*")):
+        refuse_link(path)
         original = folder / path.name.removeprefix(LEAVING)
         if (path / MANIFEST).exists() and not original.exists():
             path.rename(original)
         else:
             shutil.rmtree(path)
             removed.append(path.name)
+    refuse_link(folder / SAVING)
     if (folder / SAVING).exists():
         removed += sorted(f"{SAVING}/{path.name}" for path in (folder / SAVING).iterdir())
         shutil.rmtree(folder / SAVING)

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from framework.checkpoint_names import LATEST, LEAVING, MANIFEST, SAVING, tag_of
-from framework.files import FileRecord, hash_file, replace_text, sync_file, sync_folder, sync_folders
+from framework.files import FileRecord, hash_file, refuse_link, replace_text, sync_file, sync_folder, sync_folders
+from framework.train.manifest import FORMAT
 from framework.train.retention import Retention
-from framework.train.saved import FORMAT, SavedCheckpoint, list_checkpoints, seal
+from framework.train.saved import SavedCheckpoint, list_checkpoints, seal
 from framework.train.warn import warn
 
 _SCRIPTS: Final = ("zero_to_fp32.py", "zero_to_torch.py")
@@ -24,9 +25,11 @@ _SCRIPTS: Final = ("zero_to_fp32.py", "zero_to_torch.py")
 def make_room(folder: Path) -> None:
     """An empty ``.saving`` in a ``checkpoints`` folder."""
     staging = folder / SAVING
+    refuse_link(folder)
+    refuse_link(staging)
     if staging.exists():
         shutil.rmtree(staging)
-    staging.mkdir(parents=True)
+    staging.mkdir()  # and no folder around it: a run folder that was removed is not made anew
 
 
 def discard(folder: Path) -> None:

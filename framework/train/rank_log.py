@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from framework.errors import FrameworkError, RunStopped
-from framework.output import write
+from framework.output import visible, write
 
 _LOGGER: Final = logging.getLogger("dsf-trainer")
 _LOGGER.setLevel(logging.INFO)
@@ -44,10 +44,17 @@ def say(line: str = "") -> None:
         note(line)
 
 
+class _Visible(logging.Formatter):
+    """Whoever reads a log may do it on a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
 def write_to(handler: logging.FileHandler) -> None:
     """From now on to this file, and no more to the one before."""
     let_go()
-    handler.setFormatter(logging.Formatter(_FORMAT))
+    handler.setFormatter(_Visible(_FORMAT))
     _LOGGER.addHandler(handler)
 
 

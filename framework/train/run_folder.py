@@ -19,7 +19,7 @@ import yaml
 from framework.checkpoint_names import CHECKPOINTS
 from framework.config.document import parse_scalar
 from framework.errors import ConfigError, Problem, StorageError
-from framework.files import replace_text
+from framework.files import make_own_folder, open_own, replace_text
 from framework.train.warn import warn
 
 _LOCK: Final = ".lock"
@@ -27,6 +27,7 @@ _LOCK: Final = ".lock"
 _OF_A_RUN: Final = frozenset({_LOCK, "plan.json", "metrics.jsonl"})
 # Some network file systems (Lustre without -o flock, NFS without its lock daemon).
 _CANNOT_LOCK: Final = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK})
+_GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
 # NFS: `acdirmax`, 60 s.
 _LONGEST_DELAY_SECONDS: Final = 90.0
 _LOOK_SECONDS: Final = 0.5
@@ -62,7 +63,7 @@ class RunFolder:
             StorageError: another process is writing there.
         """
         try:
-            if (self.path / _LOCK).exists():
+            if os.path.lexists(self.path / _LOCK):
                 self._take_lock()
         except OSError as error:
             raise self._unusable(error) from error
@@ -141,8 +142,8 @@ class RunFolder:
             self.path.mkdir(exist_ok=True)
             self._take_lock()
             self._mark()
-        self.checkpoints.mkdir(exist_ok=True)
-        self.logs.mkdir(exist_ok=True)
+        for place in (self.checkpoints, self.logs):
+            make_own_folder(place)
         return moved
 
     def _mark(self) -> None:
@@ -159,6 +160,27 @@ class RunFolder:
         for name, content in (("ds_config", ds_config), ("plan", plan), ("environment", environment)):
             replace_text(self.path / f"{name}.json", json.dumps(content, indent=2, default=str) + "\n")
 
+    def check_held(self) -> None:
+        """See that the folder is still where it was, and still this run's; where nothing is held there is nothing to lose.
+
+        Storage that does not answer for a moment is no reason to end a run.
+
+        Raises:
+            StorageError: it was removed, renamed or taken by another run; kind ``run-folder-lost``.
+        """
+        if self._lock is None:
+            return
+        try:
+            there = (self.path / _LOCK).lstat()
+            lost = "" if os.path.samestat(os.fstat(self._lock.fileno()), there) else "its lock is another run's"
+        except OSError as error:
+            lost = "it was removed or renamed" if error.errno in _GONE else ""
+        if lost:
+            told = StorageError(f"{self.path}: the run folder was lost while the run was writing to it ({lost}); what it held goes "
+                                "on with checkpoint.resume once it is back under its name [run-folder-lost]")  # fmt: skip
+            told.is_of_one_rank = True
+            raise told
+
     def close(self) -> None:
         """Let go of the folder."""
         if self._lock is not None:
@@ -168,7 +190,7 @@ class RunFolder:
     def _take_lock(self) -> None:
         if self._lock is not None:
             return
-        lock = (self.path / _LOCK).open("a")
+        lock = open_own(self.path / _LOCK, "a")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             busy = not os.path.samestat(

@@ -8,7 +8,6 @@ A checkpoint gets its name only when it is complete and on disk (`checkpointer`)
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -18,16 +17,11 @@ from typing import Any, Final
 
 from framework.checkpoint_names import MANIFEST, REPLACED, TAG, named_folders
 from framework.files import FileRecord, read_regular
+from framework.train.manifest import LONGEST_BYTES, SEAL, hash_of, read_manifest
 from framework.train.unverified import irregular
 from framework.train.verification import Verification
 
-FORMAT: Final = 2
-_SEAL: Final = "sha256"
 _FORMER_NAME: Final = "dsframework"
-# A line for each file and one for each metric: a checkpoint of a thousand ranks needs about 300 KB.
-_LONGEST_MANIFEST_BYTES: Final = 64 << 20
-_LAYOUT: Final = frozenset({"world_size", "pipe_size", "global_size"})
-_COUNTS: Final = ("steps_per_epoch", "total_steps", "num_train_samples")
 
 
 @dataclass(frozen=True)
@@ -98,12 +92,7 @@ class SavedCheckpoint:
 
 def seal(manifest: Mapping[str, Any]) -> str:
     """The text of a manifest, with a hash over itself."""
-    return json.dumps({**manifest, _SEAL: _hash(manifest)}, indent=2) + "\n"
-
-
-def _hash(manifest: Mapping[str, Any]) -> str:
-    own = {key: value for key, value in manifest.items() if key != _SEAL}
-    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**manifest, SEAL: hash_of(manifest)}, indent=2) + "\n"
 
 
 def list_checkpoints(folder: Path) -> list[SavedCheckpoint]:
@@ -129,18 +118,11 @@ def read_checkpoint(path: Path) -> SavedCheckpoint | None:
     if name is None or path.is_symlink():
         return None
     try:
-        text = read_regular(path / MANIFEST, num_bytes=_LONGEST_MANIFEST_BYTES + 1)
-        manifest: Any = json.loads(text) if text is not None and len(text) <= _LONGEST_MANIFEST_BYTES else None
-        is_ours = (
-            isinstance(manifest, dict)
-            and manifest.get("format") == FORMAT
-            and manifest.get(_SEAL) == _hash(manifest)
-            and manifest.get("step") == int(name["step"])
-            and _is_well_formed(manifest)
-        )
-    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
+        text = read_regular(path / MANIFEST, num_bytes=LONGEST_BYTES + 1)
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    return SavedCheckpoint(path.parent, path.name, manifest) if is_ours else None
+    manifest = read_manifest(text, step=int(name["step"])) if text is not None else None
+    return SavedCheckpoint(path.parent, path.name, manifest) if manifest is not None else None
 
 
 def whats_wrong(path: Path) -> str:
@@ -148,42 +130,13 @@ def whats_wrong(path: Path) -> str:
     try:
         if path.is_symlink():
             return "it is a symbolic link"
-        read_regular(path / MANIFEST, num_bytes=1)
+        text = read_regular(path / MANIFEST, num_bytes=LONGEST_BYTES + 1)
     except FileNotFoundError:
         return f"{MANIFEST}: it is missing"
     except OSError as error:
         return f"{MANIFEST}: it cannot be read: {error.strerror or error}"
+    if text is None:
+        return f"{MANIFEST}: it is not a regular file"
+    if len(text) > LONGEST_BYTES:
+        return f"{MANIFEST}: it is larger than {LONGEST_BYTES >> 20} MiB, which no checkpoint needs"
     return f"{MANIFEST}: it has changed since it was written, or is of another release"
-
-
-def _is_well_formed(manifest: Mapping[str, Any]) -> bool:
-    """The hash says that nothing was changed by chance; who changes a manifest on purpose computes it anew."""
-    files, pipeline = manifest.get("files"), manifest.get("pipeline", {"layers": []})
-    layout = manifest.get("layout")
-    return (
-        isinstance(files, dict)
-        and all(_is_inside(name) and _is_record(record) for name, record in files.items())
-        and isinstance(manifest.get("config"), dict)
-        and all(isinstance(manifest.get(name), (int, type(None))) for name in _COUNTS)
-        and isinstance(layout, dict)
-        and layout.keys() >= _LAYOUT
-        and all(type(value) is int and value > 0 for value in layout.values())
-        and isinstance(pipeline, dict)
-        and isinstance(pipeline.get("layers"), list)
-    )
-
-
-def _is_record(record: Any) -> bool:
-    return (
-        isinstance(record, dict)
-        and record.keys() == {"num_bytes", "sha256"}
-        and type(record["num_bytes"]) is int
-        and record["num_bytes"] >= 0
-        and isinstance(record["sha256"], str)
-    )
-
-
-def _is_inside(name: str) -> bool:
-    """Whoever seals a manifest anew must not point it at files elsewhere."""
-    path = Path(name)
-    return "\0" not in name and not path.is_absolute() and ".." not in path.parts

@@ -117,7 +117,7 @@ class Trainer:
         Raises:
             TrainingError: logged losses, more than are allowed in a row, or the last one, or the gradient norm of a step that is
                 to be saved, are not finite; or every step is skipped; or the data ends before the run does.
-            StorageError: the run is to stop, and what it has reached cannot be saved.
+            StorageError: the run is to stop, and what it has reached cannot be saved; or its folder is lost.
         """
         agenda, outcome = self._agenda, self._outcome
         start_step = outcome.step
@@ -229,6 +229,8 @@ class Trainer:
         for monitor in tuple(self._monitors):
             try:
                 monitor.write(point)
+            except StorageError:  # not of a monitor: of the whole run folder
+                raise
             except Exception as error:
                 # Hours of training are worth more than a curve: a full disk or a closed terminal costs only the monitor.
                 self._monitors.remove(monitor)

@@ -75,7 +75,9 @@ def judge(make: Any, *, stage: int) -> str:
 
 
 @pytest.mark.parametrize("lr", [1e-8, 0.1])
-@pytest.mark.parametrize("name", "SGD RMSprop NAdam RAdam Adagrad Adam AdamW Adamax Adadelta ASGD Rprop".split())
+@pytest.mark.parametrize(
+    "name", ["SGD", "RMSprop", "NAdam", "RAdam", "Adagrad", "Adam", "AdamW", "Adamax", "Adadelta", "ASGD", "Rprop"]
+)
 def test_what_works_number_by_number_is_taken(name: str, lr: float) -> None:
     assert judge(partial(getattr(optim, name), lr=lr), stage=3) == ""
 
@@ -88,7 +90,9 @@ def test_also_of_ones_own_and_no_generator_is_moved(step: Step) -> None:
     assert random.getstate() == before[1]
 
 
-@pytest.mark.parametrize("make", [optim.Adafactor, optim.Muon, partial(Own, step=shampoo), partial(Own, step=lars, lr=1e-6)])
+@pytest.mark.parametrize(
+    "make", [optim.Adafactor, optim.Muon, partial(Own, step=shampoo), partial(Own, step=lars, lr=1e-6)]
+)
 def test_what_looks_at_a_whole_weight_is_refused_at_stages_1_to_3(make: Any) -> None:
     assert [judge(make, stage=stage) for stage in range(4)] == ["", *["optimizer-sees-shape"] * 3]
 

@@ -131,7 +131,7 @@ class TestRealCheckpoints:
                     for name, tensor in truth(tied).items()}  # fmt: skip
         assert len(expected) == len(truth(tied))
         for name, options in {"whole": {}, "shards": {"shard_bytes": 20_000}, "pt": {"file_format": "pt"}}.items():
-            export(str(tied), tmp_path / name, hf=True, **options)  # type: ignore[arg-type]
+            export(str(tied), tmp_path / name, hf=True, trust=str(tied), **options)  # type: ignore[arg-type]
             assert same(read_weights(str(tmp_path / name)), expected), name
         assert set(read_shards(tmp_path / "shards")) == set(expected) - {"net.there_proj.weight"}
 
@@ -149,7 +149,7 @@ class TestRealCheckpoints:
     ) -> None:
         monkeypatch.setattr(TiedNet, "hf_names", lambda self: names)
         with pytest.raises(ConfigError, match=rf"--hf: hf_names\(\) of TiedNet ({said}).*; mend it, .* \[hf-names-wrong\]"):
-            export(str(tied), tmp_path / "out", hf=True)
+            export(str(tied), tmp_path / "out", hf=True, trust=str(tied))
         assert list(tmp_path.iterdir()) == []
 
     def test_a_model_without_such_names_is_refused(
@@ -157,8 +157,8 @@ class TestRealCheckpoints:
     ) -> None:
         monkeypatch.delattr(TiedNet, "hf_names")
         with pytest.raises(ConfigError, match=r"TiedNet has no method hf_names\(\); .* \[hf-names-missing\]"):
-            export(str(tied), tmp_path / "out", hf=True)
-        with pytest.raises(ConfigError, match=r"hf_names\(\) of GPT does not return a dict.* \[hf-names-wrong\]"):
+            export(str(tied), tmp_path / "out", hf=True, trust=str(tied))
+        with pytest.raises(ConfigError, match=r"a gpt of this shape has no counterpart .*; leave --hf out \[hf-names-missing\]"):
             main([str(plain_runs / "gpt-fp32-z1"), str(tmp_path / "out"), "--hf"])
 
     def test_without_an_average_there_is_none_to_write(self, tied: Path, tmp_path: Path) -> None:

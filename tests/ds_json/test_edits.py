@@ -246,7 +246,7 @@ def test_a_replaced_value_changes_nothing_else(text: str, data: st.DataObject) -
 
 def test_a_diff_cannot_write_to_the_terminal() -> None:
     diff = unified_diff('{"a": 1} # \x1b[2J\r\n', '{"b": 1} # \x1b[2J\r\n', "ds.json")
-    assert diff == '--- ds.json\n+++ ds.json\n@@ -1 +1 @@\n-{"a": 1} # ?[2J\n+{"b": 1} # ?[2J'
+    assert diff == '--- ds.json\n+++ ds.json\n@@ -1 +1 @@\n-{"a": 1} # \\x1b[2J\n+{"b": 1} # \\x1b[2J'
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ from framework.train.writer import Writer
 CALLS = ("open", "write", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir")
 FAULTS = ("end-before", "end-after", "EIO", "ENOSPC", "short")
 CONFIG = config_from_values({}).to_dict()
-LAYOUT = {"world_size": 1, "global_size": 8, "pipe_size": 1}
+LAYOUT = {"world_size": 1, "data_parallel_size": 1, "global_size": 8, "micro_size": 8, "accumulation_steps": 1, "pipe_size": 1}
 
 
 class Ended(BaseException):

@@ -130,8 +130,10 @@ def test_a_file_without_end_is_damage_before_it_is_read(forged: Path) -> None:
 def test_a_config_of_another_program_is_no_reason_for_a_traceback(forged: Path) -> None:
     from framework.train import resumable
 
-    changes = {"config": {"zero": 3, "": [{}]}, "layout": LAYOUT | {"global_size": 32}}
-    (forged / "global_step20" / "manifest.json").write_text(seal(manifest_of(forged) | changes))
+    manifest = manifest_of(forged)
+    odd = {"model": {"kind": "another"}, "": {"": [{}]}, "zero": {"stage": 3, "sub_group_size": [{}]}}
+    changes = {"config": manifest["config"] | odd, "layout": LAYOUT | {"global_size": 32}}
+    (forged / "global_step20" / "manifest.json").write_text(seal(manifest | changes))
     checkpoint = list_checkpoints(forged)[-1]
     with pytest.raises(ConfigError, match=r"\[resume-config-differs\]"):
         resumable.check_resumable(checkpoint, config=config_from_values({}).to_dict(), global_size=32, steps_per_epoch=1, data={})

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from framework.config.document import read_document
 from framework.config.load import config_from_values, load_config
 from framework.errors import ConfigError, StorageError
+from framework.files import open_own
 from framework.train.run_folder import RunFolder
 
 HOLD = """
@@ -284,8 +285,13 @@ class TestUnusable:
 
             monkeypatch.setattr(Path, name, guarded)
 
+        def guarded_open(path: Path, mode: str) -> Any:
+            if path.name == refused:
+                raise OSError(errno.EDQUOT, "Disk quota exceeded")
+            return open_own(path, mode)
+
         guard("mkdir")
-        guard("open")
+        monkeypatch.setattr("framework.train.run_folder.open_own", guarded_open)
         assert "(Disk quota exceeded)" in self.refused(tmp_path / "run")
         assert names(tmp_path) == []
 
@@ -350,3 +356,56 @@ def test_any_text_and_any_number_is_read_back_as_it_was(
     assert {key: type(value) for key, value in found["args"].items()} == {
         key: type(value) for key, value in args.items()
     }
+
+
+@pytest.mark.parametrize("loss", ["removed", "renamed", "lock removed", "lock replaced", "another run's"])
+def test_a_folder_that_is_lost_in_mid_run_ends_the_run(loss: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with closing(RunFolder(run)) as folder:
+        folder.check_held()
+        folder.open(fresh=False)
+        folder.check_held()
+        if loss == "removed":
+            shutil.rmtree(run)
+        elif loss in ("renamed", "another run's"):
+            run.rename(tmp_path / "elsewhere")
+        else:
+            (run / ".lock").unlink()
+        if loss == "lock replaced":
+            (run / ".lock").touch()
+        if loss == "another run's":
+            finished_run(run)
+        with pytest.raises(StorageError, match=r"run: the run folder was lost .*\[run-folder-lost\]") as caught:
+            folder.check_held()
+        assert caught.value.exit_code == 74
+        if loss == "removed":
+            assert not run.exists()
+
+
+@pytest.mark.slow
+def test_a_run_whose_folder_is_removed_ends_with_74_and_makes_none(tmp_path: Path) -> None:
+    """Two ranks; nothing is saved before the end, and nothing of a folder is there afterwards."""
+    from tests.launched import job_environment
+    from tests.places import ROOT
+
+    config = tmp_path / "run.yaml"
+    config.write_text(f"run: {{name: lost, output_dir: {tmp_path}/runs}}\n"
+                      "model: {kind: mlp, hidden_sizes: [8]}\ntraining: {max_steps: 200000, log_every: 5}\n"
+                      "data: {kind: digits}\nbatch: {global_size: 16}\nmonitors: {tensorboard: false}\n")  # fmt: skip
+    words = [sys.executable, "-m", "framework", "launch", str(config), "--num_gpus", "2"]
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=job_environment()
+    ) as job:
+        assert job.stdout is not None
+        said = []
+        for line in job.stdout:
+            said.append(line)
+            if "step" in line and "loss" in line:
+                break
+        else:
+            pytest.fail("".join(said))
+        shutil.rmtree(tmp_path / "runs" / "lost")
+        said.append(job.stdout.read())
+    assert job.wait() == 74, said
+    assert "[run-folder-lost]" in said[-1]
+    assert not (tmp_path / "runs" / "lost").exists()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+from framework.errors import printable
 from framework.output import leave, write
 from framework.train.monitors.base import Monitor, Point
 
@@ -38,7 +39,7 @@ def describe(point: Point, *, longest: int | None = None) -> str:
     for name in _LEFT_OUT_FIRST:
         if longest is not None and len("  ".join(shown.values())) > longest:
             shown.pop(name, None)
-    return "  ".join(shown.values())
+    return printable("  ".join(shown.values()))
 
 
 class Lines:

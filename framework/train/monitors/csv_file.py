@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from framework.files import replace_text
+from framework.files import open_own, replace_text
 from framework.train.monitors.base import Point
 
 _FIRST_COLUMNS = ("step", "epoch")
@@ -25,7 +26,7 @@ class CsvFile:
     def __init__(self, path: Path, *, from_step: int) -> None:
         self._path = path
         self._last: _Row = {}
-        self._columns, rows = _read(path) if path.exists() else (list(_FIRST_COLUMNS), [])
+        self._columns, rows = _read(path) if os.path.lexists(path) else (list(_FIRST_COLUMNS), [])
         self._write_all([row for row in rows if int(row["step"]) <= from_step])
 
     def write(self, point: Point) -> None:
@@ -46,7 +47,7 @@ class CsvFile:
         pass
 
     def _append(self, row: _Row, *, at: int) -> None:
-        with self._path.open("r+b") as stream:
+        with open_own(self._path, "r+b") as stream:
             stream.seek(at)
             stream.write(_lines(self._columns, [row]))
             stream.truncate()
@@ -69,7 +70,7 @@ def _lines(columns: Sequence[str], rows: Iterable[_Row]) -> bytes:
 
 def _read(path: Path) -> tuple[list[str], list[_Row]]:
     """Columns, and the rows that were written to the end: a kill may leave half a row behind, even one that reads well."""
-    with path.open(encoding="utf-8", errors="replace", newline="") as stream:
+    with open_own(path, "r", newline="") as stream:
         text = stream.read()
     lines = csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
     columns = next(lines, [])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from framework.files import replace_text
+from framework.files import open_own, replace_text
 from framework.train.monitors.base import Point
 
 
@@ -20,9 +21,9 @@ class JsonlFile:
     name = "metrics.jsonl"
 
     def __init__(self, path: Path, *, from_step: int) -> None:
-        if path.exists():
+        if os.path.lexists(path):
             replace_text(path, "".join(line for line, step in _whole_lines(path) if step <= from_step))
-        self._file = path.open("a", encoding="utf-8")
+        self._file = open_own(path, "a")
 
     def write(self, point: Point) -> None:
         record = {"step": point.step, "epoch": round(point.epoch, 6), "time": round(point.time_seconds, 3)}
@@ -36,7 +37,9 @@ class JsonlFile:
 
 def _whole_lines(path: Path) -> Iterator[tuple[str, int]]:
     """Lines that were written to the end, and their steps; a kill or a power cut may leave half a line behind."""
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
+    with open_own(path, "r") as stream:
+        text = stream.read()
+    for line in text.split("\n")[:-1]:
         try:
             yield line + "\n", int(json.loads(line)["step"])
         except (ValueError, TypeError, KeyError):

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Final
 
+from framework.files import make_own_folder
 from framework.train.monitors.base import Point
 
 # The package's own 120 would lose two minutes of a run that is killed.
@@ -21,7 +22,7 @@ class TensorBoardEvents:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        folder.mkdir(parents=True, exist_ok=True)
+        make_own_folder(folder)
         self._writer = EventFileWriter(str(folder), flush_secs=_FLUSH_SECONDS)
         if from_step:
             # Tells TensorBoard to forget what the run before the resume logged after this step.

@@ -1,0 +1,92 @@
+"""Nothing that a checkpoint's manifest names is called, whoever sealed it, but where the user trusts its folder by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from framework.cli import main
+from framework.commands import generate
+from framework.commands.export_names import hf_names
+from framework.config.load import config_from_values
+from framework.errors import ConfigError, FrameworkError
+from framework.train.choice import find_sound_checkpoint
+from framework.train.resumable import check_resumable, told_changes
+from framework.train.saved import SavedCheckpoint, list_checkpoints, seal
+from tests.train.small_checkpoints import write
+
+
+def build(place: str) -> torch.nn.Module:
+    """What a forged manifest names: leaves a file where it is called."""
+    Path(place).write_text("called", encoding="utf-8")
+    return Net()
+
+
+class Net(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+
+    def hf_names(self) -> dict[str, str]:
+        return {"weight": "w", "bias": "b"}
+
+
+def forged(run: Path, sections: dict[str, Any]) -> SavedCheckpoint:
+    (run / "checkpoints").mkdir(parents=True)
+    (checkpoint,) = write(run / "checkpoints", 10)
+    own = {name: value for name, value in checkpoint.manifest.items() if name != "sha256"}
+    text = seal(own | {"config": own["config"] | sections})
+    (checkpoint.path / "manifest.json").write_text(text, encoding="utf-8")
+    return list_checkpoints(run / "checkpoints")[0]
+
+
+@pytest.mark.parametrize("section", ["model", "gpt", "task", "data", "optimizer"])
+def test_no_command_calls_what_a_manifest_names(section: str, tmp_path: Path) -> None:
+    sentinel, run = tmp_path / "called", tmp_path / "run"
+    target: dict[str, Any] = {"target": "tests.commands.test_trust:build", "args": {"place": str(sentinel)}}
+    if section == "gpt":
+        target["kind"] = "gpt"
+    checkpoint = forged(run, {"model" if section == "gpt" else section: target})
+    for words in (["inspect"], ["inspect", "--json"], ["export", "--hf"], ["export"], ["generate", "--tokenizer", "bytes"]):
+        code = main([words[0], str(run), *([str(tmp_path / "out")] if words[0] == "export" else []), *words[1:]])
+        assert code in (0, 74, 78), words
+    with pytest.raises(FrameworkError):
+        hf_names(checkpoint, stored=["weight", "bias"])
+    with pytest.raises(ConfigError, match=r"\[not-a-gpt\]"):
+        generate._config_of(checkpoint, None)
+    found, _ = find_sound_checkpoint("auto", run_checkpoints=run / "checkpoints")
+    assert found is not None
+    config = config_from_values({"run": {"name": "x"}}).to_dict()
+    with pytest.raises(ConfigError, match=r"\[resume-config-differs\]"):
+        check_resumable(found, config=config, global_size=8, steps_per_epoch=4, data={})
+    told_changes(found, config=config)
+    assert not sentinel.exists()
+
+
+def test_a_target_is_called_where_its_folder_is_trusted_by_name(tmp_path: Path) -> None:
+    sentinel, run, other = tmp_path / "called", tmp_path / "run", tmp_path / "other"
+    other.mkdir()
+    checkpoint = forged(run, {"model": {"target": "tests.commands.test_trust:build", "args": {"place": str(sentinel)}}})
+    for trust in (None, str(other), str(tmp_path), str(checkpoint.path / "weights"), ""):
+        with pytest.raises(ConfigError, match=r"\[target-not-trusted\]"):
+            hf_names(checkpoint, stored=["weight", "bias"], trust=trust)
+        assert not sentinel.exists()
+    for folder in (run, run / "checkpoints", checkpoint.path):
+        assert hf_names(checkpoint, stored=["weight", "bias"], trust=str(folder)) == {"weight": "w", "bias": "b"}
+        assert sentinel.read_text(encoding="utf-8") == "called"
+        sentinel.unlink()
+
+
+def test_a_model_of_transformers_has_its_names_already(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    run = tmp_path / "run"
+    checkpoint = forged(run, {"model": {"target": "tests.commands.test_trust:hugging_face", "args": {}}})
+    assert hf_names(checkpoint, stored=["lm_head.weight"], trust=str(run)) == {"lm_head.weight": "lm_head.weight"}
+
+
+def hugging_face() -> torch.nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=16, n_positions=8))
