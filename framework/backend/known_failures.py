@@ -19,7 +19,9 @@ from framework.backend.distributed import is_first_to_tell
 from framework.errors import TrainingError, printable
 
 _NO_DEVICE_MEMORY: Final = re.compile(r"(CUDA|HIP) (error: )?out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED")
-_NO_HOST_MEMORY: Final = re.compile(r"DefaultCPUAllocator: (can't allocate memory|not enough memory)|Cannot allocate memory|std::bad_alloc")
+_NO_HOST_MEMORY: Final = re.compile(
+    r"DefaultCPUAllocator: (can't allocate memory|not enough memory)|Cannot allocate memory|std::bad_alloc"
+)
 _ASKED: Final = re.compile(r"Tried to allocate ([\d.]+ \w+)")
 _FREE: Final = re.compile(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free")
 _SMALLER_STEPS: Final = (
@@ -27,8 +29,8 @@ _SMALLER_STEPS: Final = (
     "zero.offload_optimizer"
 )
 _SMALLER_ON_HOST: Final = (
-    "set a smaller batch.micro_size, data.num_workers or data.prefetch_batches, fewer ranks on this host, no zero.offload_*, or raise "
-    "the memory limit of the job (ulimit -v, Slurm --mem, resources of the pod)"
+    "set a smaller batch.micro_size, data.num_workers or data.prefetch_batches, fewer ranks on this host, no zero.offload_*, or "
+    "raise the memory limit of the job (ulimit -v, Slurm --mem, resources of the pod)"
 )
 _SMALLER_EVALUATION: Final = "set a smaller evaluation.batch_size"
 

@@ -40,8 +40,8 @@ def _look(values: list[Any], *, place: str) -> Problem | None:
     ):
         return None
     else:
-        return Problem(kind="sample-type", key="data",
-                       reason=f"samples cannot be stacked into a batch: {place or 'the sample'} is {shapes[0]}", fix=_NUMBERS)  # fmt: skip
+        reason = f"samples cannot be stacked into a batch: {place or 'the sample'} is {shapes[0]}"
+        return Problem(kind="sample-type", key="data", reason=reason, fix=_NUMBERS)
     found = (_look(part, place=f"{place or 'sample'}{name}") for name, part in parts)
     return next((problem for problem in found if problem is not None), None)
 

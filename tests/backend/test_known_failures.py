@@ -56,7 +56,7 @@ def test_an_evaluation_has_a_batch_size_of_its_own() -> None:
     assert known_failure(raised.value) == "the device has no memory left; set a smaller evaluation.batch_size [out-of-memory]"
 
 
-@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), RuntimeError("server: out of memory"), KeyError(), OSError(2, "No")])
+@pytest.mark.parametrize("error", [RuntimeError("shapes"), RuntimeError("server: out of memory"), KeyError(), OSError(2, "No")])
 def test_what_is_not_known_stays_as_it_is(error: Exception) -> None:
     with pytest.raises(type(error)) as same, telling_of_known_failures():
         raise error
