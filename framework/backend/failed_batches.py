@@ -122,8 +122,8 @@ def _hint_of_classes(outputs: Any, targets: Any) -> str:
     if classes and targets.ndim == outputs.ndim - 1 and targets.device.type == "cpu" and targets.numel():
         low, high = int(targets.min()), int(targets.max())
         if low < 0 or high >= classes:
-            return f"labels go from {low} to {high}, and {classes} classes have the numbers 0 to {classes - 1}: change the labels, or "\
-                   "the model's number of classes"  # fmt: skip
+            numbers = f"labels go from {low} to {high}, and {classes} classes have the numbers 0 to {classes - 1}"
+            return f"{numbers}: change the labels, or the model's number of classes"
     return (
         "the model returns one row of logits per sample, (batch, num_classes), and targets are class numbers, (batch,)"
     )
