@@ -10,9 +10,10 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from framework.assembly.assemble import assemble_engine
+from framework.assembly.fit_arguments import refuse_unknown_arguments
 from framework.assembly.objects import MakeOptimizer, ModelSource, Objects, config_with_objects
 from framework.assembly.prepared import Prepared, prepare
 from framework.assembly.stages import cut_as_saved, cut_by_time
@@ -34,6 +35,7 @@ from framework.backend.distributed import (
     refuse_different_ranks,
 )
 from framework.backend.environment import describe_environment
+from framework.backend.failed_batches import explaining_failed_batches
 from framework.backend.known_failures import telling_of_known_failures
 from framework.backend.layer_times import time_layers
 from framework.backend.lost_peers import telling_of_lost_peers
@@ -72,6 +74,7 @@ def fit(
     eval_data: Any = None,
     task: Any = None,
     optimizer: MakeOptimizer | None = None,
+    **unknown: NoReturn,  # so that type checkers refuse them as well
 ) -> RunResult:
     """Train, and return how it ended. Called on every rank.
 
@@ -98,6 +101,7 @@ def fit(
         RunStopped: it was asked to stop, and what it had reached is saved.
     """
     end_in_one_line()
+    refuse_unknown_arguments(unknown)
     objects = Objects(model, train_data, eval_data, task, optimizer)
     request = StopRequest()
     with request.handling():
@@ -122,10 +126,15 @@ def fit_loaded(config: RunConfig, source: Source, request: StopRequest, *, words
 def _run(prepared: Prepared, request: StopRequest) -> RunResult:
     config = prepared.plan.config
     with noting_errors():
-        with telling_of_lost_peers(), telling_of_known_failures(), process_group(config.run.backend):
+        folder = RunFolder(config.run.folder)
+        with (
+            telling_of_lost_peers(),
+            explaining_failed_batches(folder.logs),
+            telling_of_known_failures(),
+            process_group(config.run.backend),
+        ):
             end_in_one_line()
             refuse_different_ranks(prepared.essence())
-            folder = RunFolder(config.run.folder)
             try:
                 start = choose_together(folder, config)
                 prepared = agreed_weights(_measured(prepared, start), start)

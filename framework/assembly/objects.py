@@ -65,9 +65,20 @@ def config_with_objects(values: RunConfig | Mapping[str, Any], objects: Objects)
         ConfigError: with every problem found.
         UsageError: it is no config at all.
     """
+    if objects.eval_data is not None and objects.train_data is None:
+        raise ConfigError(Problem(kind="train-data-not-given", key="eval_data", reason="it was handed over without train_data",
+                                  fix="hand over train_data as well"))  # fmt: skip
+    if objects.train_data is not None and objects.model is None and not _names_model(values):
+        raise ConfigError(Problem(kind="model-not-given", key="model", reason="train_data was handed over, and no model",
+                                  fix="hand over model=..., or name one in the config's model section"))  # fmt: skip
     if isinstance(values, Mapping):
         values = _with_sections(plain_values(values), objects)
     return describe_objects(config_from_values(values), objects)
+
+
+def _names_model(values: RunConfig | Mapping[str, Any]) -> bool:
+    """The default model reads images of the default data: data of one's own is hardly ever meant for it."""
+    return "model" in (values.model_fields_set if isinstance(values, RunConfig) else values)
 
 
 def describe_objects(config: RunConfig, objects: Objects) -> RunConfig:

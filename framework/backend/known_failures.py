@@ -5,6 +5,7 @@ The traceback goes to the rank's log. Where many ranks meet the same failure, on
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterator
@@ -20,11 +21,18 @@ from framework.early_exits import exited, is_asked_for
 from framework.errors import TrainingError, printable
 
 _NO_DEVICE_MEMORY: Final = re.compile(r"(CUDA|HIP) (error: )?out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED")
+_NO_HOST_MEMORY: Final = re.compile(
+    r"DefaultCPUAllocator: (can't allocate memory|not enough memory)|Cannot allocate memory|std::bad_alloc"
+)
 _ASKED: Final = re.compile(r"Tried to allocate ([\d.]+ \w+)")
 _FREE: Final = re.compile(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free")
 _SMALLER_STEPS: Final = (
     "set a smaller batch.micro_size (batch.global_size may stay), training.recompute_every, a higher zero.stage or "
     "zero.offload_optimizer"
+)
+_SMALLER_ON_HOST: Final = (
+    "set a smaller batch.micro_size, data.num_workers or data.prefetch_batches, fewer ranks on this host, no zero.offload_*, or "
+    "raise the memory limit of the job (ulimit -v, Slurm --mem, resources of the pod)"
 )
 _SMALLER_EVALUATION: Final = "set a smaller evaluation.batch_size"
 
@@ -49,7 +57,7 @@ def telling_of_known_failures() -> Iterator[None]:
         failed = exited(end)
         failed.is_of_one_rank = is_first_to_tell(str(failed))
         raise failed from end
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError, OSError) as error:
         line = known_failure(error)
         if not line:
             raise
@@ -65,10 +73,18 @@ def known_failure(error: BaseException) -> str:
         return f"the device has no memory left{_numbers(str(error))}; {way_out} [out-of-memory]"
     if problem := failure_of_compiler(error):
         return str(problem)
+    if _is_out_of_host_memory(error):
+        return f"the host has no memory left for this process; {_SMALLER_ON_HOST} [out-of-host-memory]"
     if isinstance(error, RuntimeError) and (dead := _death_of_worker(error)):
         way_out = _WAYS_OUT.get((dead[2] or "").strip(), _NO_WAY_OUT_KNOWN)
         return f"a worker that reads the data {printable(dead[1].strip())}: {way_out} [data-worker-ended]"
     return ""
+
+
+def _is_out_of_host_memory(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_HOST_MEMORY.search(str(error)) is not None)
 
 
 def _numbers(said: str) -> str:

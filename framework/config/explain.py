@@ -172,6 +172,10 @@ def _unknown_kind(path: KeyPath, value: Any, members: Mapping[str, type[BaseMode
         return path, Problem(kind="wrong-type", key=".".join(map(str, path)), value=value, reason=reason, fix=fix)
     path = (*path, tag_key)
     key, found = ".".join(map(str, path)), value.get(tag_key)
+    if found is None and value.get("target") is not None:
+        return (*path[:-1], "target"), Problem(
+            kind="unsupported-target", key=f"{key.rpartition('.')[0]}.target", value=value["target"],
+            reason="this section takes no code of your own", fix=f"use {tag_key}: one of {listed}")  # fmt: skip
     if found is None:
         return path, Problem(kind="missing-kind", key=key, reason="the section does not say which kind it is",
                              fix=f"add {tag_key}: one of {listed}")  # fmt: skip

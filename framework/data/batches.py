@@ -9,6 +9,9 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from framework.data.unstackable import unstackable
+from framework.errors import ConfigError
+
 Collate = Callable[[Any], Any]
 
 
@@ -24,8 +27,20 @@ class WholeBatch:
 
 
 def collate(samples: Any) -> Any:
-    """Pass a `WholeBatch` through as the tuple of its fields; otherwise do what torch's `default_collate` does."""
-    return samples.fields if isinstance(samples, WholeBatch) else default_collate(samples)
+    """Pass a `WholeBatch` through as the tuple of its fields; otherwise do what torch's `default_collate` does.
+
+    Raises:
+        ConfigError: kind ``samples-differ`` or ``sample-type``: the samples cannot be stacked.
+    """
+    if isinstance(samples, WholeBatch):
+        return samples.fields
+    try:
+        return default_collate(samples)
+    except (RuntimeError, TypeError, KeyError, AttributeError, IndexError) as error:
+        problem = unstackable(samples)
+        if problem is None:  # no room in shared memory, say
+            raise
+        raise ConfigError(problem) from error
 
 
 def own_collate(dataset: Any) -> Collate | None:

@@ -106,8 +106,12 @@ def _complaint(dataset: object, door: _Door, *, name: str) -> Problem | None:
     if isinstance(dataset, Tensor | np.ndarray):
         wrapped = "torch.utils.data.TensorDataset(inputs, targets)"
         return problem(f"is {_article(kind)}, not a dataset of samples (inputs, target)", f"{door.give} {wrapped}")
-    # A plain list could be a dataset or a mistyped pair, a dict a DatasetDict: guessing would train on the wrong thing.
-    if not hasattr(dataset, "__getitem__") or isinstance(dataset, list | tuple | dict | str | bytes):
+    if isinstance(dataset, list) and dataset and not isinstance(dataset[0], tuple | list | dict):
+        # Mostly [inputs, targets], or inputs alone: as a dataset they would be two samples, or samples without a target.
+        fix = f"{door.give} a list of pairs (inputs, target), or torch.utils.data.TensorDataset(inputs, targets)"
+        return problem(f"is a list of {type(dataset[0]).__name__}, not of samples (inputs, target)", fix)
+    # A tuple could be a mistyped pair, a dict a DatasetDict: guessing would train on the wrong thing.
+    if not hasattr(dataset, "__getitem__") or isinstance(dataset, tuple | dict | str | bytes):
         return problem(f"is {_article(kind)}, not a dataset")
     length = _length(dataset)
     if length is None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from framework.config.document import is_setting
 from framework.errors import counted
 from framework.plan.balance import StageTable
 from framework.plan.cluster import RANKS_ON_CPU
@@ -118,7 +119,10 @@ def tell_next(plan: Plan, words: Sequence[str], *, environment: Mapping[str, str
     """
     config = plan.config
     plain_fp32 = config.precision.dtype == "fp32" and config.precision.model_fields_set <= {"dtype"}
-    changed = ["precision.dtype=autocast" if plain_fp32 else f"run.seed={config.run.seed + 1}", "run.name=second"]
+    name = "second" if config.run.name != "second" else "third"
+    changed = ["precision.dtype=autocast" if plain_fp32 else f"run.seed={config.run.seed + 1}", f"run.name={name}"]
+    replaced = {setting.partition("=")[0] for setting in changed} | {"checkpoint.resume"}  # the new run has nothing to resume
+    words = [word for word in words if not (is_setting(word) and word.partition("=")[0] in replaced)]
     if plan.cluster.num_hosts > 1:  # who starts several hosts, and how, is not known here
         say(f"try next: the same command with {' '.join(changed)}")
         return

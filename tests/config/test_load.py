@@ -222,3 +222,9 @@ def test_an_override_of_a_section_that_was_left_out_changes_its_default(tmp_path
     assert (config.optimizer.kind, config.optimizer.lr) == ("adamw", 0.5)
     assert (config.model.kind, config.model.num_classes) == ("lenet", 7)
     assert config.precision.matmul == "high"
+
+
+def test_a_schedule_of_ones_own_is_refused_in_words() -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_from_values({"scheduler": {"target": "mine:Schedule"}})
+    assert "scheduler.target = mine:Schedule: this section takes no code of your own; use kind: one of " in str(caught.value)

@@ -61,7 +61,9 @@ def test_accepts_any_object_with_length_and_items() -> None:
     [
         (None, "the training set is None, not a dataset"),
         ({"train": TRAIN}, "the training set is a dict, not a dataset"),
-        ([TRAIN, EVALUATION], "the training set is a list, not a dataset"),
+        ([TRAIN, EVALUATION], "the training set is a list of TensorDataset, not of samples"),
+        ([1.0, 2.0], "is a list of float, not of samples (inputs, target)"),
+        ([], "is empty"),
         ((TRAIN, EVALUATION, TRAIN), "a tuple of 3 was returned"),
         ((None, EVALUATION), "the training set is None, not a dataset"),
         (DataLoader(TRAIN), "the training set is a torch.utils.data.dataloader.DataLoader, not a dataset"),
@@ -85,3 +87,9 @@ def test_reports_both_sets_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         as_splits((Streamed(), WithoutLength()))
     assert [problem.reason.split()[1] for problem in caught.value.problems] == ["training", "evaluation"]
+
+
+def test_a_list_of_samples_is_a_dataset() -> None:
+    samples = [(torch.zeros(3), 0), (torch.ones(3), 1)]
+    assert as_splits(samples).train is samples
+    assert as_splits((samples, samples[:1])).evaluation == samples[:1]

@@ -175,3 +175,13 @@ def test_nobody_listens_any_more() -> None:
     process.stdout.close()
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, b"")
+
+
+def test_what_to_try_next_sets_each_key_once_and_resumes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    made = make_plan(config_from_values({"run": {"name": "second"}}), Cluster(devices_per_host=1, device="cpu"))
+    tell_next(made, ["a.yaml", "run.name=second", "checkpoint.resume=auto", "optimizer.lr=0.1"], environment=DOOR)
+    said = capsys.readouterr().out
+    assert said.count("run.name=") == 1
+    assert "run.name=third" in said
+    assert "checkpoint.resume" not in said
+    assert "optimizer.lr=0.1" in said
