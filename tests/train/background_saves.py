@@ -19,7 +19,7 @@ from framework.files import FileRecord, NewFile
 from framework.train.async_checkpointer import AsyncCheckpointer
 from framework.train.retention import Retention
 from framework.train.save_stream import OpenFile
-from tests.train.small_checkpoints import CONFIG
+from tests.train.small_checkpoints import CONFIG, LAYOUT
 
 SECONDS = 60.0  # a generous limit for what takes milliseconds
 
@@ -51,10 +51,9 @@ class Engine:
 
 
 def options(**given: Any) -> dict[str, Any]:
-    layout = {"world_size": 1, "global_size": 8, "pipe_size": 1}
     return {
         "retention": Retention(100), "is_main": True, "gather": lambda value: [value], "last_step": None,
-        "position": lambda step: {"epoch": step // 4}, "description": {"layout": layout, "config": CONFIG}, **given,
+        "position": lambda step: {"epoch": step // 4}, "description": {"layout": LAYOUT, "config": CONFIG}, **given,
     }  # fmt: skip
 
 
