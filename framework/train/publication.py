@@ -29,7 +29,8 @@ def make_room(folder: Path) -> None:
     refuse_link(staging)
     if staging.exists():
         shutil.rmtree(staging)
-    folder.mkdir(exist_ok=True)  # and no parents: a run folder that was removed is not made anew
+    if not folder.exists():
+        folder.mkdir()  # and no parents: a run folder that was removed is not made anew
     staging.mkdir()
 
 
