@@ -24,7 +24,8 @@ import torch
 from framework.checkpoint_names import MANIFEST
 from framework.config.load import config_from_values
 from framework.files import hash_file
-from framework.train.saved import FORMAT, seal
+from framework.train.manifest import FORMAT
+from framework.train.saved import seal
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_RANKS, HIDDEN = 2, 2048
