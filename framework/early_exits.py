@@ -19,7 +19,7 @@ from framework.errors import TrainingError, printable
 _EXITS: Final = re.compile(
     r"_sitebuiltins|[/\\]argparse\.py$"
 )  # `exit`, `quit`; a parser that somebody asks in mid-run
-_HANDLERS: Final = "framework.train.stop_request"
+_HANDLERS: Final = ("framework.train.stop_request", "framework.stop_signals")
 _LONGEST: Final = 200
 
 
@@ -43,7 +43,7 @@ def refusing_exits() -> Iterator[None]:
 def is_asked_for(end: SystemExit) -> bool:
     """Whether a user asked for it: for the help of a command, or by a signal whose handler is a script's own."""
     frames = walk_tb(end.__traceback__)
-    return isinstance(end, HelpShown) or any(frame.f_globals.get("__name__") == _HANDLERS for frame, _ in frames)
+    return isinstance(end, HelpShown) or any(frame.f_globals.get("__name__") in _HANDLERS for frame, _ in frames)
 
 
 def exited(end: SystemExit) -> TrainingError:

@@ -27,7 +27,7 @@ def ask(_name: str) -> None:
     [
         (lambda: sys.exit(), "SystemExit: None"),
         (lambda: sys.exit(0), "SystemExit: 0"),
-        (lambda: sys.exit("by\x1b[1m"), "SystemExit: by?[1m"),
+        (lambda: sys.exit("by\x1b[1m"), "SystemExit: by\\x1b[1m"),
         (lambda: exit(3), "SystemExit: 3"),
         (lambda: ask(""), "SystemExit: 2"),
     ],

@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "orphans": set(),
     "ports": set(),
     "arguments": {"errors"},
+    "early_exits": {"errors", "arguments"},
     "uncaught": {"errors", "output"},
     "config": {"errors", "uncaught"},
     "token_files": {"errors", "files"},
@@ -36,24 +37,28 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"errors", "checkpoint_names", "config", "plan", "train"},
     # ------------------------------------------------ torch line
     "models": {"errors", "config"},
-    "data": {"errors", "stop_signals", "files", "orphans", "arguments", "config", "token_files"},
+    "data": {"errors", "stop_signals", "files", "orphans", "arguments", "early_exits", "config", "token_files"},
     "tasks": {"errors", "config"},
-    "backend": {"errors", "files", "ports", "checkpoint_names", "config", "plan", "ds_json", "train", "models", "tasks", "data"},
+    "backend": {"errors", "early_exits", "files", "ports", "checkpoint_names", "config", "plan", "ds_json", "train", "models",
+                "tasks", "data"},
     "assembly": {"errors", "files", "config", "plan", "ds_json", "train", "data", "models", "tasks", "backend"},
-    "run": {"errors", "checkpoint_names", "token_files", "config", "plan", "train", "report", "backend", "uncaught", "assembly"},
+    "run": {"errors", "early_exits", "checkpoint_names", "token_files", "config", "plan", "train", "report", "backend", "uncaught",
+            "assembly"},
     "commands": {"errors", "output", "stop_signals", "files", "arguments", "config", "token_files", "train", "data", "backend",
                  "assembly"},
     # ------------------------------------------------ on top
     "check": {"errors", "output", "files", "config", "token_files", "plan", "ds_json"},
-    "cli": {"errors", "output", "arguments", "config", "plan", "ds_json", "launch", "report", "check"},
+    "cli": {"errors", "output", "arguments", "early_exits", "config", "plan", "ds_json", "launch", "report", "check"},
     # What train.py does.
-    "script": {"errors", "output", "uncaught", "arguments", "config", "plan", "ds_json", "launch", "train", "run"},
+    "script": {"errors", "output", "uncaught", "arguments", "early_exits", "config", "plan", "ds_json", "launch", "train",
+               "run"},
     "entry": {"script"},  # train.py of an installed copy
     "__main__": {"errors", "cli"},
     "__init__": set(),  # its names are imported on first use
 }
-LIGHT = ("errors", "output", "stop_signals", "files", "checkpoint_names", "orphans", "ports", "uncaught", "arguments", "config",
-         "token_files", "plan", "ds_json", "launch", "train", "report", "check", "cli", "__main__", "__init__")  # fmt: skip
+LIGHT = ("errors", "output", "stop_signals", "files", "checkpoint_names", "orphans", "ports", "uncaught", "arguments",
+         "early_exits", "config", "token_files", "plan", "ds_json", "launch", "train", "report", "check", "cli", "__main__",
+         "__init__")  # fmt: skip
 HEAVY = {"torch", "torchvision", "deepspeed", "numpy", "sklearn", "PIL"}
 # What a laptop has after `pip install -e .`; the rest of train's needs is imported where it is used.
 BASE_INSTALL = {"pydantic", "pydantic_core", "yaml", "rich"}

@@ -38,6 +38,7 @@ def initialize(
     plan: Plan, model: torch.nn.Module, *, ds_config: Mapping[str, Any], make_optimizer: MakeOptimizer | None
 ) -> deepspeed.DeepSpeedEngine:
     """Wrap a model, or a stage of it, with `deepspeed.initialize`. Collective."""
+    _refuse_number_types(plan, model)
     forget_autocast()
     with refusing_scalars(), _sending_scalars():
         engine, _, _, _ = deepspeed.initialize(
@@ -51,6 +52,21 @@ def initialize(
     keep_gradient_order(engine)
     share_buffers(engine, unsaved=True)  # DeepSpeed has made the weights equal, and nothing else
     return engine
+
+
+def _refuse_number_types(plan: Plan, model: torch.nn.Module) -> None:
+    """DeepSpeed reduces no doubles at stage 0, and its fp32 copies at stages 1 to 3 drop what is imaginary.
+
+    Raises:
+        ConfigError: kind ``weight-type``.
+    """
+    doubles = plan.config.zero.stage == 0 and plan.config.precision.dtype in ("fp32", "autocast")
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and (parameter.is_complex() or (doubles and parameter.dtype == torch.float64)):
+            reason = f"the model's weight {name} is {str(parameter.dtype).removeprefix('torch.')}, which DeepSpeed cannot train"
+            pair = "keep its real view (torch.view_as_real) as the weight, and join it in forward"
+            fix, at = (pair, "") if parameter.is_complex() else ("use .float()", " at zero.stage 0")
+            raise ConfigError(Problem(kind="weight-type", key="model", reason=f"{reason}{at}", fix=fix))
 
 
 @contextmanager

@@ -23,7 +23,7 @@ OWNED: Final[Mapping[str, str]] = {
 # Top-level keys that DeepSpeed 0.19.8 reads and no section decides (runtime/config.py, runtime/constants.py).
 PASSED_THROUGH: Final = frozenset({
     "activation_checkpointing", "aio", "autotuning", "checkpoint", "comet", "comms_logger", "communication_data_type",
-    "compile", "data_efficiency", "data_types", "dataloader_drop_last", "disable_python_gc",
+    "compile", "data_efficiency", "data_types", "disable_python_gc",
     "dump_state", "expert_parallel", "flops_profiler", "gradient_allreduce_op", "gradient_predivide_factor",
     "hybrid_engine", "log_level", "memory_breakdown", "prescale_gradients",
     "seq_parallel_communication_data_type", "tensor_parallel", "timers", "use_data_before_expert_parallelism",

@@ -1,7 +1,7 @@
 """`scheduler`: the learning rate over steps. Five kinds are DeepSpeed's own; `constant` and `cosine` are ours.
 
-DeepSpeed's warm-up schedules give the first two steps a learning rate of zero with the ``log`` curve, and WarmupCosineLR
-the first one always (runtime/lr_schedules.py: the rate before the first `step()` is the minimum, and log(1) is 0).
+DeepSpeed's warm-up schedules take the first two steps at the minimum, mostly zero, with either curve (runtime/lr_schedules.py: the
+rate before the first `step()` is the minimum, and so are log(1) and 0 / warmup_num_steps of the way up).
 """
 
 from __future__ import annotations

@@ -57,6 +57,7 @@ class TestData:
         ids=without_address,
     )  # fmt: skip
     def test_one_two_or_the_pair(self, handed: dict[str, Any], sizes: tuple[int, int]) -> None:
+        handed = {"model": nn.Linear(3, 2), **handed}
         splits = gather_parts(taken(**handed), Objects(**handed)).splits
         assert (len(splits.train), len(splits.evaluation or ())) == sizes
         assert taken(**handed).data == DataObject(object="torch.utils.data.dataset.TensorDataset", train_samples=sizes[0])
@@ -71,7 +72,7 @@ class TestData:
             ({"train_data": X.numpy()}, "train_data: the training set is a numpy.ndarray, not a dataset of samples"),
             ({"eval_data": X}, "eval_data: the evaluation set is a torch.Tensor"),
             ({"train_data": ((X, Y), DATA)}, "train_data: the training set is a tuple, not a dataset; hand over a map-style"),
-            ({"train_data": [DATA]}, "train_data: the training set is a list, not a dataset; hand over a map-style"),
+            ({"train_data": [DATA]}, "train_data: the training set is a list of TensorDataset, not of samples (inputs, target)"),
             ({"train_data": (DATA, FEWER, FEWER)}, "train_data: a tuple of 3 was handed over; hand over (training, evaluation)"),
             ({"eval_data": TensorDataset(X[:0])}, "is empty; hand over None in its place to train without evaluation"),
         ],
@@ -88,7 +89,7 @@ class TestSections:
 
     def test_the_loader_is_configured(self) -> None:
         loader = {"num_workers": 2, "prefetch_batches": 4, "shuffle": False, "random_samples": False}
-        config = taken({"data": loader}, train_data=DATA)
+        config = taken({"data": loader, "model": {"kind": "mlp"}}, train_data=DATA)
         assert config.data.model_dump() == {
             "object": "torch.utils.data.dataset.TensorDataset", "train_samples": 12, **loader,
         }  # fmt: skip
@@ -144,7 +145,7 @@ def test_losses_are_taken(task: Any) -> None:
 
 
 def test_a_loss_that_is_no_scalar_is_told_under_its_own_name() -> None:
-    objects = Objects(train_data=DATA, task=nn.MSELoss(reduction="none"))
+    objects = Objects(model=nn.Linear(3, 2), train_data=DATA, task=nn.MSELoss(reduction="none"))
     task = gather_parts(config_with_objects({}, objects), objects).task
     with pytest.raises(ConfigError, match=r"^task: the loss function returned a tensor of shape"):
         task.loss(torch.zeros(2), torch.zeros(2))
@@ -179,5 +180,5 @@ class TestPlainValues:
 
 def test_a_task_of_ones_own_stays_itself() -> None:
     task = Classification()
-    objects = Objects(train_data=DATA, task=task)
+    objects = Objects(model=nn.Linear(3, 2), train_data=DATA, task=task)
     assert gather_parts(config_with_objects({}, objects), objects).task is task

@@ -74,10 +74,11 @@ def judge(make: Any, *, stage: int) -> str:
     return ""
 
 
+NAMES = ("SGD", "RMSprop", "NAdam", "RAdam", "Adagrad", "Adam", "AdamW", "Adamax", "Adadelta", "ASGD", "Rprop")
+
+
 @pytest.mark.parametrize("lr", [1e-8, 0.1])
-@pytest.mark.parametrize(
-    "name", ["SGD", "RMSprop", "NAdam", "RAdam", "Adagrad", "Adam", "AdamW", "Adamax", "Adadelta", "ASGD", "Rprop"]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_works_number_by_number_is_taken(name: str, lr: float) -> None:
     assert judge(partial(getattr(optim, name), lr=lr), stage=3) == ""
 

@@ -328,6 +328,7 @@ def test_a_folder_with_a_word_for_a_name_is_a_folder(tmp_path: Path, monkeypatch
     """`auto` and `never` mean something to `checkpoint.resume` only."""
     monkeypatch.chdir(tmp_path)
     for name in ("auto", "never"):
+        (tmp_path / name).mkdir()
         before(tmp_path / name / "checkpoints")
         found = find_weights(name)
         assert isinstance(found, SavedCheckpoint)

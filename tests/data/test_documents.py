@@ -146,7 +146,7 @@ def test_all_inputs_are_looked_at_before_anything_is_read(tmp_path: Path) -> Non
         f"{tmp_path}: it is a folder; name the files in it, for example {tmp_path}/*.txt [text-not-a-file]",
         f"{packed}: it is compressed with gzip; unpack it first [text-compressed]",
         f"{fifo}: it is no regular file, and it is read twice; write it to a file first [text-not-a-file]",
-        "a?b: there is no such file; name an existing one [text-not-found]",
+        "a\\x00b: there is no such file; name an existing one [text-not-found]",
         f"{fine}/x: there is no such file; name an existing one [text-not-found]",
     ]
     assert input_size([str(fine), str(fine)]) == 8

@@ -45,6 +45,7 @@ def make_checkpointer(
     folder: Path, *, engine: OneFileEngine | None = None, keep_last: int = 100, is_main: bool = True,
     last_step: int | None = None,
 ) -> Checkpointer:
+    folder.parent.mkdir(parents=True, exist_ok=True)  # the run's, which no save makes
     return Checkpointer(
         engine or OneFileEngine(), folder, retention=Retention(keep_last), is_main=is_main, gather=lambda value: [value],
         last_step=last_step, position=lambda step: {"epoch": step // 4},

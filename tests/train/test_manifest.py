@@ -27,7 +27,7 @@ FULL = {
     "epoch": 2, "step_in_epoch": 0, "samples": 80, "total_steps": 60, "num_train_samples": 1437, "data_sha256": "0" * 64,
     "metrics": {"train/loss": 0.5, "eval/loss": "nan"}, "saved_at": "2026-11-21T19:38:16+00:00",
     "best": {"metric": "eval/loss", "value": 0.25, "step": 9, "best_is": "min"},
-    "versions": {"dsframework": "0.1.0", "torch": "2.15.0"}, "pipeline": {"layers": ["a", "b"], "bounds": [0, 1, 2]},
+    "versions": {"dsf-trainer": "0.1.0", "torch": "2.15.0"}, "pipeline": {"layers": ["a", "b"], "bounds": [0, 1, 2]},
     "config": config_from_values({"run": {"name": "x"}, "training": {"ema": {"decay": 0.9}}}).to_dict(),
 }  # fmt: skip
 

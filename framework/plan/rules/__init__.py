@@ -33,6 +33,7 @@ ALL: Final[tuple[Rule, ...]] = (
     precision.autocast_fp16_needs_plain_ranks, precision.batch_norm_in_half_precision,
     zero.offload_needs_stage, zero.inert_stage3_keys,
     optimizer.momentum_order, optimizer.offload_needs_adam, optimizer.lamb_needs_dynamic_scale,
+    optimizer.lamb_sees_shards,
     optimizer.decay_on_matrices_of_nothing, optimizer.slow_host_optimizer,
     schedule.schedule_needs_lr, schedule.warmup_fits, schedule.cycle_order,
     parts.image_shapes_agree, parts.parts_speak_of_the_same, parts.sequence_fits, parts.vocabulary_fits,

@@ -44,7 +44,7 @@ def ema_with_lamb(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
     if config.training.ema is not None and isinstance(config.optimizer, Lamb) and is_half and config.zero.stage == 0:
         yield Problem(kind="ema-with-lamb", key="optimizer.kind", value="lamb",
                       reason=f"in {config.precision.dtype} at ZeRO stage 0 DeepSpeed steps LAMB past the moving average of the "
-                      "weights, which would never begin", fix="set zero.stage: 1, or leave training.ema out")  # fmt: skip
+                      "weights, which would never begin", fix="use adamw, or leave training.ema out")  # fmt: skip
 
 
 def length_for_ema(config: RunConfig, total_steps: int | None) -> Iterator[Problem]:

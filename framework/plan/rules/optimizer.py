@@ -45,6 +45,15 @@ def offload_needs_adam(config: RunConfig, cluster: Cluster) -> Iterator[Problem]
                       reason="it cannot run on the host", fix="use adamw, or zero.offload_optimizer: {device: none}")  # fmt: skip
 
 
+def lamb_sees_shards(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
+    """Its ratio is one of norms of a weight; ZeRO gives it shares of one flat vector of all weights, and nobody says so."""
+    stage = config.zero.stage
+    if isinstance(config.optimizer, Lamb) and stage and config.zero.offload_optimizer.device == "none":  # else refused above
+        yield Problem(kind="optimizer-sees-shape", key="optimizer.kind", value="lamb",
+                      reason=f"it scales each weight's step by its norm, and at zero.stage {stage} it sees shares of one flat "
+                      "vector of all weights", fix="set zero.stage: 0, or use adamw")  # fmt: skip
+
+
 def slow_host_optimizer(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
     """Not wrong, but rarely meant: the step on the host with torch's kernel is several times slower."""
     optimizer = config.optimizer
