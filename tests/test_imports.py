@@ -56,8 +56,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"errors", "cli"},
     "__init__": set(),  # its names are imported on first use
 }
-LIGHT = ("errors", "output", "stop_signals", "files", "checkpoint_names", "orphans", "ports", "uncaught", "arguments", "early_exits",
-         "config", "token_files", "plan", "ds_json", "launch", "train", "report", "check", "cli", "__main__", "__init__")  # fmt: skip
+LIGHT = ("errors", "output", "stop_signals", "files", "checkpoint_names", "orphans", "ports", "uncaught", "arguments",
+         "early_exits", "config", "token_files", "plan", "ds_json", "launch", "train", "report", "check", "cli", "__main__",
+         "__init__")  # fmt: skip
 HEAVY = {"torch", "torchvision", "deepspeed", "numpy", "sklearn", "PIL"}
 # What a laptop has after `pip install dsframework`; the rest of train's needs is imported where it is used.
 BASE_INSTALL = {"pydantic", "pydantic_core", "yaml", "rich"}
