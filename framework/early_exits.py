@@ -19,7 +19,8 @@ from framework.errors import TrainingError, printable
 _EXITS: Final = re.compile(
     r"_sitebuiltins|[/\\]argparse\.py$"
 )  # `exit`, `quit`; a parser that somebody asks in mid-run
-_HANDLERS: Final = ("framework.train.stop_request", "framework.stop_signals")
+# Of signals: a command's own, and a run's, from which a script's own is called.
+_HANDLERS: Final = frozenset({("framework.stop_signals", "end"), ("framework.train.stop_request", "handle")})
 _LONGEST: Final = 200
 
 
@@ -41,9 +42,9 @@ def refusing_exits() -> Iterator[None]:
 
 
 def is_asked_for(end: SystemExit) -> bool:
-    """Whether a user asked for it: for the help of a command, or by a signal whose handler is a script's own."""
-    frames = walk_tb(end.__traceback__)
-    return isinstance(end, HelpShown) or any(frame.f_globals.get("__name__") in _HANDLERS for frame, _ in frames)
+    """Whether a user asked for it: for the help of a command, or by a signal (the framework's handler, or a script's own)."""
+    frames = (frame for frame, _ in walk_tb(end.__traceback__))
+    return isinstance(end, HelpShown) or any((each.f_globals.get("__name__"), each.f_code.co_name) in _HANDLERS for each in frames)
 
 
 def exited(end: SystemExit) -> TrainingError:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from framework.arguments import CommandParser, HelpShown
-from framework.early_exits import is_asked_for, refusing_exits
+from framework.early_exits import refusing_exits
 from framework.errors import EXIT_TRAINING, TrainingError
-from framework.train import stop_request
+from framework.stop_signals import ending_in_good_order
+from framework.train.stop_request import StopRequest
 from tests.launched import job_environment
 from tests.places import ROOT
 
@@ -46,15 +49,28 @@ def test_other_ends_stay_what_they_are(error: type[BaseException]) -> None:
         raise error
 
 
-def test_help_and_a_scripts_own_handler_of_signals_end_as_before(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_ends_as_before(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(HelpShown) as shown, refusing_exits():
         CommandParser("x").parse_args(["--help"])
     assert shown.value.code == 0
     assert capsys.readouterr().out.startswith("usage: x")
-    handler = eval("lambda: (_ for _ in ()).throw(SystemExit(5))", vars(stop_request))
-    with pytest.raises(SystemExit) as asked, refusing_exits():
-        handler()
-    assert is_asked_for(asked.value)
+
+
+def test_a_scripts_own_handler_of_signals_may_exit() -> None:
+    """At the second request, more than two seconds after the first."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+    try:
+        with StopRequest(clock=itertools.count(0, 3).__next__).handling():
+            signal.raise_signal(signal.SIGTERM)
+            with pytest.raises(SystemExit) as asked, refusing_exits():
+                signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(SystemExit), refusing_exits(), ending_in_good_order():
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(TrainingError), refusing_exits(), ending_in_good_order():
+            sys.exit(0)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert asked.value.code == 5
 
 
 def test_train_py_ends_with_70_where_the_run_exits() -> None:
