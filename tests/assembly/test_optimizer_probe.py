@@ -91,7 +91,9 @@ def test_also_of_ones_own_and_no_generator_is_moved(step: Step) -> None:
     assert random.getstate() == before[1]
 
 
-@pytest.mark.parametrize("make", [optim.Adafactor, optim.Muon, partial(Own, step=shampoo), partial(Own, step=lars, lr=1e-6)])
+@pytest.mark.parametrize(
+    "make", [optim.Adafactor, optim.Muon, partial(Own, step=shampoo), partial(Own, step=lars, lr=1e-6)]
+)
 def test_what_looks_at_a_whole_weight_is_refused_at_stages_1_to_3(make: Any) -> None:
     assert [judge(make, stage=stage) for stage in range(4)] == ["", *["optimizer-sees-shape"] * 3]
 
