@@ -44,7 +44,9 @@ def refusing_exits() -> Iterator[None]:
 def is_asked_for(end: SystemExit) -> bool:
     """Whether a user asked for it: for the help of a command, or by a signal (the framework's handler, or a script's own)."""
     frames = (frame for frame, _ in walk_tb(end.__traceback__))
-    return isinstance(end, HelpShown) or any((each.f_globals.get("__name__"), each.f_code.co_name) in _HANDLERS for each in frames)
+    return isinstance(end, HelpShown) or any(
+        (each.f_globals.get("__name__"), each.f_code.co_name) in _HANDLERS for each in frames
+    )
 
 
 def exited(end: SystemExit) -> TrainingError:

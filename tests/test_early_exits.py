@@ -82,7 +82,9 @@ def test_train_py_ends_with_70_where_the_run_exits() -> None:
     assert done.returncode == EXIT_TRAINING, done.stderr
     assert done.stderr == ("<string>:3: it exits in the middle of the run (SystemExit: 0); raise an exception there, or return "
                            "[exit-called]\n")  # fmt: skip
-    helped = subprocess.run([sys.executable, "train.py", "--help"], cwd=ROOT, capture_output=True, text=True, check=False)
+    helped = subprocess.run(
+        [sys.executable, "train.py", "--help"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert helped.returncode == 0
 
 
@@ -141,7 +143,9 @@ def test_every_part_of_a_run_that_exits_is_named(tmp_path: Path) -> None:
     lines = enumerate(SCRIPT.splitlines(), 1)
     places = {name: number for number, line in lines for name in PARTS.get(line.rpartition("# in ")[2], ())}
     told = [line for line in done.stdout.splitlines() if "[exit-called]" in line]
-    assert [line.split()[0] for line in told] == ["optimizer", "builder", "task", "data", "worker"], done.stdout + done.stderr
+    assert [line.split()[0] for line in told] == ["optimizer", "builder", "task", "data", "worker"], (
+        done.stdout + done.stderr
+    )
     for line in told:
         name, place = line.split()[:2]
         assert place == f"{tmp_path / 'mine.py'}:{places[name]}:", line

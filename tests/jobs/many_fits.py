@@ -15,7 +15,7 @@ def main() -> None:
     """Take the number of fits."""
     features = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(features, (features.sum(1) > 0).long())
-    for number in range(int(sys.argv[1])):
+    for number in range(int(sys.argv[-1])):
         torch.manual_seed(1)
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
         config = {
