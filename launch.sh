@@ -278,7 +278,11 @@ set_up() {
 train_quickstart() {
     set_up train
     [[ ! $PWD -ef $ROOT ]] || exec "$PY" -m framework launch ds_configs/quickstart.yaml --fit_batch "$@"
-    exec "$PY" -m framework launch "$ROOT/ds_configs/quickstart.yaml" --fit_batch "run.output_dir='${ROOT//\'/\'\'}/runs'" "$@"
+    local word output=("run.output_dir='${ROOT//\'/\'\'}/runs'")
+    for word in "$@"; do
+        [[ $word != run.output_dir=* ]] || output=() # a setting is given once
+    done
+    exec "$PY" -m framework launch "$ROOT/ds_configs/quickstart.yaml" --fit_batch "${output[@]}" "$@"
 }
 
 # ---------------------------------------------------------------------------------------------------------- commands

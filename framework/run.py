@@ -89,8 +89,8 @@ def fit(
         config: a RunConfig, or the same as nested dicts; sections that are left out have defaults. The section of what is
             handed over may hold its other keys, such as ``{"data": {"num_workers": 2, "random_samples": False}}``.
         model: an `nn.Module` or a list of layers, or a callable that builds one; instead of the config's ``model``.
-        train_data, eval_data: map-style datasets of (inputs, target), or the pair of both as `train_data`; instead of the
-            config's ``data``.
+        train_data, eval_data: map-style datasets of (inputs, target) (a list of such samples is one), or the pair of both as
+            `train_data`; instead of the config's ``data``.
         task: a `framework.Task` or a callable ``loss(outputs, targets)``; instead of the config's ``task``.
         optimizer: a callable from parameters to an optimizer, for example ``functools.partial(SGD, lr=0.1)``; instead of
             the config's ``optimizer``.

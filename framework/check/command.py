@@ -40,6 +40,8 @@ def add_options(check: argparse.ArgumentParser) -> None:
         dest="reader",
         help='who reads DeepSpeed JSON first; left out: the Trainer of Hugging Face where the file says "auto"',
     )
+    check.add_argument("--data_elsewhere", "--data-elsewhere", action="store_true",
+                       help="only warn of data that is not on this machine")  # fmt: skip
     check.add_argument("--gpu", metavar="KIND", help="judge for this GPU, for example h100-80gb")
 
 
@@ -50,7 +52,8 @@ def run_check(arguments: argparse.Namespace, *, find_cluster: FindCluster) -> in
     _refuse_odd_words(arguments, files)
     _refuse_unknown_release(arguments.deepspeed)
     try:
-        against = Against(find_cluster(arguments), find_gpu(arguments.gpu), arguments.deepspeed, arguments.reader)
+        against = Against(find_cluster(arguments), find_gpu(arguments.gpu), arguments.deepspeed, arguments.reader,
+                          arguments.data_elsewhere)  # fmt: skip
     except ConfigError as error:  # the hostfile
         return _tell([Verdict("", tuple(error.problems))], arguments.format)
     if arguments.resolve:

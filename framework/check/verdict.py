@@ -31,12 +31,14 @@ class Against:
         gpu: which GPU; None: not said.
         release: DeepSpeed's version; None: the newest known.
         reader: who reads DeepSpeed JSON first; None: the file shows it.
+        data_elsewhere: data that is not here is a warning, no error.
     """
 
     cluster: Cluster | None = None
     gpu: GpuKind | None = None
     release: str | None = None
     reader: Reader | None = None
+    data_elsewhere: bool = False
 
     def topology(self) -> Topology:
         """As the rules of DeepSpeed JSON take it."""
@@ -132,7 +134,8 @@ def _check_run_config(file: str, overrides: Sequence[str], against: Against, tex
 
     try:
         config, source = load_with_source(file, overrides, text=text)
-        plan = plan_with_text(config, against.cluster or default_cluster(config), source=source)
+        cluster = against.cluster or default_cluster(config)
+        plan = plan_with_text(config, cluster, source=source, data_elsewhere=against.data_elsewhere)
     except ConfigError as error:
         document = document_of(text, Path(file), name=file)
         if (foreign := foreign_problem(document)) is not None:

@@ -155,9 +155,23 @@ def _with_overrides(document: Document, overrides: Sequence[str]) -> tuple[dict[
         )  # fmt: skip
     if isinstance(values.get("$schema"), str):  # where editors find the JSON Schema
         values = {name: section for name, section in values.items() if name != "$schema"}
+    _refuse_doubled(overrides)
     for override in overrides:
         _apply_override(values, override, source)
     return values, source
+
+
+def _refuse_doubled(overrides: Sequence[str]) -> None:
+    """One of the values was not meant, and nobody can know which."""
+    first: dict[str, str] = {}
+    problems = []
+    for name, _, value in (override.partition("=") for override in overrides):
+        if name in first:
+            problems.append(Problem(kind="setting-twice", file=COMMAND_LINE, key=name, fix="give it once",
+                                    reason=f"it is given twice, as {first[name]} and as {value}"))  # fmt: skip
+        first[name] = value
+    if problems:
+        raise ConfigError(problems)
 
 
 def _handed_over(values: Mapping[str, Any]) -> Iterator[Problem]:

@@ -74,6 +74,33 @@ def is_json_lines(path: str, form: Format = "auto") -> bool:
     return form == "jsonl" or (form == "auto" and Path(path).suffix.lower() in (".jsonl", ".ndjson"))
 
 
+def files_in_folders(paths: Sequence[str]) -> list[str]:
+    """Return the paths with each folder replaced by its ``*.txt`` in the order of their names; links are not followed.
+
+    Raises:
+        ConfigError: kind ``text-not-a-file``, for each folder without one, and ``text-unreadable``.
+    """
+    files, problems = [], []
+    for path in paths:
+        if not os.path.isdir(path):  # noqa: PTH112 - pathlib raises where the name cannot be one
+            files.append(path)
+            continue
+        try:
+            with os.scandir(path) as entries:
+                found = sorted(each.path for each in entries
+                               if each.name.endswith(".txt") and each.is_file(follow_symlinks=False))  # fmt: skip
+        except OSError as error:
+            problems.append(_unreadable(path, error))
+            continue
+        if not found:
+            problems.append(Problem(kind="text-not-a-file", reason="it is a folder without a *.txt of its own",
+                                    fix=f"name the files in it, for example {path}/*/*.txt", file=path))  # fmt: skip
+        files += found
+    if problems:
+        raise ConfigError(problems)
+    return files
+
+
 def input_size(paths: Sequence[str], form: Format = "auto") -> int:
     """Bytes of all files.
 

@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import Final, TextIO
 
 from framework.arguments import CommandParser
-from framework.data.documents import Format, Piece, Reading, carriage_returns, input_size, is_json_lines, read_documents
+from framework.data.documents import (
+    Format,
+    Piece,
+    Reading,
+    carriage_returns,
+    files_in_folders,
+    input_size,
+    is_json_lines,
+    read_documents,
+)
 from framework.data.token_folder import verify_token_folder
 from framework.data.token_writer import FolderWriter, made_aside
 from framework.data.tokenizer import SMALLEST_BPE, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
@@ -50,7 +59,7 @@ def main(words: Sequence[str]) -> int:
             eval_fraction=arguments.eval_fraction, json_field=arguments.jsonl_field,
             blank_lines_split=arguments.split_at_blank_lines, form=arguments.format, progress=Progress(sys.stderr),
         )  # fmt: skip
-    windows = carriage_returns(arguments.words, arguments.format)
+    windows = carriage_returns(files_in_folders(arguments.words), arguments.format)
     if windows:
         many = f" and {len(windows) - 1} others" if len(windows) > 1 else ""
         print(f"note: {windows[0]}{many}: lines end with a carriage return, which is now part of the text; dos2unix takes it away "
@@ -67,7 +76,8 @@ def prepare(
     """Turn files of text into a token folder.
 
     Args:
-        inputs: plain files, each a document, and JSON lines; read in this order, and twice where a tokenizer is trained.
+        inputs: plain files, each a document, JSON lines, and folders, of which every ``*.txt`` is taken; read in this order,
+            and twice where a tokenizer is trained.
         out: folder to make; it must not hold anything.
         tokenizer: ``bytes`` or the path of a ``tokenizer.json``.
         bpe_vocab_size: train a byte-level BPE of this size instead.
@@ -85,6 +95,7 @@ def prepare(
         StorageError: `out` cannot be written. Nothing is left behind.
     """
     _refuse_used_folder(out)
+    inputs = files_in_folders(inputs)
     progress = progress or Progress(None)
     progress.num_bytes = input_size(inputs, form)
     needs_utf8 = bpe_vocab_size is not None or tokenizer != "bytes"
@@ -200,7 +211,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser(prog="python -m framework prepare", usage="%(prog)s [options] INPUT... OUT_DIR | --verify DIR",
                      description="Turn text into numbered tokens for data: {kind: text} and {kind: text_pairs}.")  # fmt: skip
     parser.add_argument("words", nargs="*", metavar="INPUT... OUT_DIR",
-                        help="files of text (each a document) or .jsonl, then the folder to make")  # fmt: skip
+                        help="files of text (each a document) or .jsonl, or folders of *.txt; then the folder to make")  # fmt: skip
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--tokenizer", default="bytes", metavar="bytes|FILE.json",
                        help="bytes (the default), or a file of Hugging Face's tokenizers")  # fmt: skip

@@ -28,6 +28,7 @@ from framework.errors import (
 )
 from framework.launch.host_names import first_few
 from framework.launch.meet.peers import Failure, Peers
+from framework.launch.oom_kills import OomKills
 from framework.launch.ranks import RankEnd, Ranks
 from framework.launch.stop_requests import StopRequests
 from framework.launch.told import say
@@ -40,6 +41,8 @@ _CONFIRM_SECONDS: Final = 20.0
 _CUT_OFF_SECONDS: Final = 15.0
 _MEANING: Final = {EXIT_TRAINING: "training failed", EXIT_STORAGE: "storage failed", EXIT_PEER_LOST: "it lost another rank",
                    EXIT_NO_PROGRESS: "no progress", EXIT_CONFIG: "configuration refused"}  # fmt: skip
+_LESS_MEMORY: Final = ("reduce data.num_workers, data.prefetch_batches, batch.micro_size or the offload to the CPU, or give the "
+                       "job more memory")  # fmt: skip
 TERMINATION_LOG: Final = Path("/dev/termination-log")
 
 
@@ -91,6 +94,7 @@ class _Attempt:
     stopping: bool = False
     ending_since: float | None = None
     begun_to_end: float | None = None
+    oom_kills: OomKills = field(default_factory=OomKills)
 
     def start(self) -> None:
         """All ranks, or the end of all nodes."""
@@ -142,8 +146,11 @@ class _Attempt:
                 self.peers.tell_stop(f"rank {end.rank} stopped")
             return
         self.begun_to_end = self.begun_to_end or time.monotonic()
-        self.peers.tell_failure(f"{self.peers.name(self.node_rank)} rank {end.rank}: {how_ended(code)}", code=code)
+        self.peers.tell_failure(f"{self.peers.name(self.node_rank)} rank {end.rank}: {self._how(code)}", code=code)
         self._end_ranks()
+
+    def _how(self, code: int) -> str:
+        return how_ended(code, lacked_memory=code == 128 + signal.SIGKILL and self.oom_kills.have_risen())
 
     def _ask(self) -> None:
         """Pass on what this agent was asked."""
@@ -226,8 +233,10 @@ def first_failure(failures: list[Failure]) -> Failure | None:
     return next(iter(causes or lost or failures), None)
 
 
-def how_ended(code: int) -> str:
-    """An exit code in words."""
+def how_ended(code: int, *, lacked_memory: bool = False) -> str:
+    """Put an exit code into words; `lacked_memory`: the kernel has counted a kill for it."""
+    if lacked_memory:
+        return f"killed by the kernel for lack of host memory ({code}); {_LESS_MEMORY} [out-of-host-memory]"
     if code > 128 and code - 128 in set(signal.Signals):
         hint = ", out of memory?" if code == 128 + signal.SIGKILL else ""
         return f"killed by {signal.Signals(code - 128).name} ({code}{hint})"

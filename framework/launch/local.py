@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from framework.check.token_folder import plan_with_text
 from framework.config.run_config import RunConfig
 from framework.errors import EXIT_OK, ConfigError, Problem, UsageError
 from framework.launch.devices import LocalDevices, find_devices
@@ -135,7 +136,8 @@ def check(options: LaunchOptions, devices: LocalDevices) -> tuple[Job, Said]:
     job.tell_notes()
     ranks = _ranks(options, job.config, devices)
     num_ranks = int(ranks.value)
-    make_plan(job.config, Cluster(devices_per_host=num_ranks, device=devices.kind), source=job.source)
+    cluster = Cluster(devices_per_host=num_ranks, device=devices.kind)
+    plan_with_text(job.config, cluster, source=job.source, data_elsewhere=options.dry_run)
     refuse_too_few(job, devices, num_ranks=num_ranks, said_by=ranks.source)
     return job, ranks
 

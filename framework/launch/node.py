@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from framework.check.token_folder import plan_with_text
 from framework.errors import EXIT_OK, ConfigError, FrameworkError, Problem, UsageError, missing_package
 from framework.launch.devices import LocalDevices, find_devices, visible_variable
 from framework.launch.hostfile import Host, read_hostfile
@@ -30,7 +31,6 @@ from framework.launch.told import say, tell
 from framework.launch.topology import Topology, resolve_topology, slots_here
 from framework.output import write
 from framework.plan.cluster import Cluster
-from framework.plan.plan import make_plan
 from framework.ports import free_port
 
 # All nodes are known to be there when ranks start, so a collective that takes as long is stuck (minutes).
@@ -123,7 +123,9 @@ def check_node(config_path: str, overrides: Sequence[str], topology: Topology, d
         ConfigError: with every problem found.
     """
     job = load_job(config_path, overrides, deepspeed_config=deepspeed_config)
-    make_plan(job.config, Cluster(topology.nnodes, topology.slots, devices.kind), source=job.source)
+    # A node that alone refuses lets the others wait: what it lacks, its ranks tell all.
+    plan_with_text(job.config, Cluster(topology.nnodes, topology.slots, devices.kind), source=job.source,
+                   data_elsewhere=topology.nnodes > 1)  # fmt: skip
     refuse_too_few(job, devices, num_ranks=topology.slots, said_by=topology.sources["slots"], where=" on every node")
     return job
 

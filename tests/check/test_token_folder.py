@@ -11,6 +11,12 @@ from framework.assembly.stages import tell
 from framework.cli import main
 from framework.config.run_config import RunConfig
 from framework.data.prepare import prepare
+from framework.errors import ConfigError
+from framework.launch import local
+from framework.launch.devices import LocalDevices
+from framework.launch.node import check_node
+from framework.launch.options import LaunchOptions
+from framework.launch.topology import Topology
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
 
@@ -99,13 +105,47 @@ def test_how_long_the_run_is_is_known(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("path", ["nowhere", "~nobody-of-this-name/x", "a\\0b", "x" * 5000])
-def test_a_folder_that_is_not_here_is_a_warning(capsys: pytest.CaptureFixture[str], path: str) -> None:
-    for command in ("check", "plan"):
-        assert main([command, "gpt.yaml", f'data.path="{path}"']) == 0
-        (line,) = capsys.readouterr().err.splitlines() if command == "check" else capsys.readouterr().out.splitlines()[-1:]
+def test_a_folder_that_is_not_here_is_an_error_unless_the_data_is_elsewhere(capsys: pytest.CaptureFixture[str], path: str) -> None:
+    setting = f'data.path="{path}"'
+    for words in (["check", "--data_elsewhere"], ["check", "--data-elsewhere"], ["plan"]):
+        assert main([*words, "gpt.yaml", setting]) == 0
+        shown = capsys.readouterr()
+        (line,) = shown.err.splitlines() if words[0] == "check" else shown.out.splitlines()[-1:]
         assert line.startswith("warning: command line: data.path = ")
         assert "there is no such folder here" in line
         assert line.endswith("[text-not-found]")
+    assert main(["check", "gpt.yaml", setting]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("command line: data.path = ")
+    assert line.endswith("where another machine has it: check --data_elsewhere [text-not-found]")
+
+
+def test_folders_of_images_are_looked_for_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("images.yaml").write_text("model: {kind: resnet18}\ndata: {kind: image_folder, root: images}\nbatch: {global_size: 4}\n"
+                                   "training: {max_steps: 2}\n")  # fmt: skip
+    for made, missing in (("", ["data.root"]), ("images/train", ["data.eval_dir"]), ("images/val", [])):
+        Path(made).mkdir(parents=True, exist_ok=True)
+        assert main(["check", "images.yaml"]) == (2 if missing else 0)
+        lines = [line for line in capsys.readouterr().err.splitlines() if "[dataset-not-found]" in line]
+        assert [line.split(" = ")[0].split(": ")[-1] for line in lines] == missing
+        assert main(["check", "images.yaml", "--data_elsewhere"]) == 0
+        assert capsys.readouterr().err.count("warning: images.yaml:2:") == len(missing)
+
+
+@pytest.mark.parametrize("name", ["local", "node"])
+def test_launch_reads_what_the_folder_says_before_a_rank_starts(name: str) -> None:
+    def check(*settings: str) -> None:
+        if name == "local":
+            local.check(LaunchOptions("gpt.yaml", settings, num_gpus=2), LocalDevices("cpu", 0))
+        else:
+            topology = Topology(1, 2, 0, "127.0.0.1", 29500, {"slots": "--num_gpus"})
+            check_node("gpt.yaml", settings, topology, LocalDevices("cpu", 0))
+
+    check()
+    for setting, kind in (("model.vocab_size=256", "model-data-vocab-size"), ("data.path=nowhere", "text-not-found")):
+        with pytest.raises(ConfigError) as caught:
+            check(setting)
+        assert [problem.kind for problem in caught.value.problems] == [kind]
 
 
 def test_the_child_of_plan_tells_what_is_wrong_from_what_is_missing() -> None:

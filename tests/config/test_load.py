@@ -133,7 +133,7 @@ def test_overrides_win_in_order_and_may_replace_a_section(tmp_path: Path) -> Non
     path = tmp_path / "x.yaml"
     path.write_text("optimizer: {kind: adamw, lr: 1e-3}\ntraining:\n")
     config = load_config(
-        path, ["optimizer.lr=1", "optimizer={kind: sgd}", "optimizer.lr=2e-2", "training.max_steps=3", "run.name='a'"]
+        path, ["optimizer.eps=1", "optimizer={kind: sgd}", "optimizer.lr=2e-2", "training.max_steps=3", "run.name='a'"]
     )
     assert config.optimizer == SGD(lr=2e-2)
     assert config.training.max_steps == 3
@@ -145,12 +145,21 @@ def test_a_number_from_the_command_line_is_text_where_text_belongs(text: str, tm
     """Quotes that would say so are for the shell, which takes them."""
     path = tmp_path / "x.yaml"
     path.write_text("run: {name: a}\n")
-    settings = ["run.name=7", f"run.name={text}", f"run.output_dir={text}", f"checkpoint.keep_best={text} # the best"]
+    settings = [f"run.name={text}", f"run.output_dir={text}", f"checkpoint.keep_best={text} # the best"]
     if text == ".inf":
-        settings[:2] = []
+        settings[:1] = []
     config = load_config(path, settings)
     assert (config.run.output_dir, config.checkpoint.keep_best) == (text, text)
     assert config.run.name == ("a" if text == ".inf" else text)
+
+
+def test_a_setting_that_is_given_twice_is_refused_with_both_values(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("optimizer: {kind: sgd, lr: 0.5}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "run.yaml", ["optimizer.lr=1", "run.seed=3", "optimizer.lr=2"])
+    assert str(caught.value.problems[0]) == (
+        "command line: optimizer.lr: it is given twice, as 1 and as 2; give it once [setting-twice]"
+    )
 
 
 def test_an_override_under_an_empty_section_is_kept(tmp_path: Path) -> None:

@@ -205,6 +205,23 @@ def test_a_wrong_command_line(words: list[str], reason: str, capsys: pytest.Capt
     assert reason in line
 
 
+def test_a_folder_stands_for_its_text_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    assert run(str(folder), str(tmp_path / "out")) == 78
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{folder}: it is a folder without a *.txt of its own; name the files in it, for example ")
+    for name in ("b.txt", "a.txt"):
+        (folder / name).write_text(f"text of {name} " * 20)
+    (folder / "notes.md").write_text("no text")
+    (tmp_path / "c.txt").write_text("elsewhere")
+    (folder / "c.txt").symlink_to(tmp_path / "c.txt")
+    assert run(str(folder), str(tmp_path / "out")) == 0
+    assert run(str(folder / "a.txt"), str(folder / "b.txt"), str(tmp_path / "same")) == 0
+    for name in ("train.bin", "train.idx", "eval.bin"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "same" / name).read_bytes()
+
+
 def test_nothing_is_left_of_a_run_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n' * 5000 + b"{\n")
     (tmp_path / "empty.txt").write_bytes(b"")

@@ -14,6 +14,7 @@ import pytest
 
 from framework.launch.agent import first_failure, how_ended, write_termination_log
 from framework.launch.meet.peers import Failure
+from framework.launch.oom_kills import OomKills
 from tests.launch.meet.members import ROOT, Members, ended, gone
 
 pytestmark = pytest.mark.timing
@@ -263,3 +264,19 @@ def test_the_cause_is_not_who_only_lost_somebody() -> None:
 )  # fmt: skip
 def test_an_exit_code_in_words(code: int, words: str) -> None:
     assert how_ended(code) == words
+
+
+@pytest.mark.parametrize("before", ["low 0\noom 3\noom_kill 1\noom_group_kill 0\n", "under_oom 0\noom_kill 1\n"])
+def test_a_kill_for_lack_of_memory_is_told_from_others(before: str, tmp_path: Path) -> None:
+    counter = tmp_path / "memory.events"
+    counter.write_text(before)
+    kills = OomKills([tmp_path / "none", counter])
+    assert not kills.have_risen()
+    counter.write_text(before.replace("oom_kill 1", "oom_kill 2"))
+    assert kills.have_risen()
+    counter.unlink()
+    assert not kills.have_risen()
+    assert not OomKills([counter]).have_risen()
+    line = how_ended(137, lacked_memory=True)
+    assert line.startswith("killed by the kernel for lack of host memory (137); reduce data.num_workers")
+    assert line.endswith("[out-of-host-memory]")
