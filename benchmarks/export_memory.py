@@ -77,7 +77,10 @@ def write_checkpoint(folder: Path, *, stage: int, num_bytes: int) -> Path:
         torch.save(common | {"module": whole}, place / "mp_rank_00_model_states.pt")
     files = {path.name: asdict(hash_file(path)) for path in sorted(place.iterdir())}
     config = config_from_values({"run": {"name": "big"}, "zero": {"stage": stage}, "precision": {"dtype": "bf16"}}).to_dict()
-    layout = {"world_size": NUM_RANKS, "pipe_size": 1, "global_size": NUM_RANKS}
+    layout = {
+        "world_size": NUM_RANKS, "data_parallel_size": NUM_RANKS, "pipe_size": 1, "global_size": NUM_RANKS, "micro_size": 1,
+        "accumulation_steps": 1,
+    }  # fmt: skip
     manifest = {"format": FORMAT, "step": 1, "config": config, "layout": layout, "files": files}
     (place / MANIFEST).write_text(seal(manifest), encoding="utf-8")
     return place

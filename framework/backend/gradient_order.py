@@ -8,8 +8,8 @@ called, by position as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 import deepspeed
 import torch
@@ -30,6 +30,10 @@ def keep_gradient_order(engine: deepspeed.DeepSpeedEngine) -> None:
     if hasattr(optimizer, "parameter_offload"):
         fetches = _FetchOrder(optimizer.parameter_offload.get_param_coordinator(), group, _names(engine.module))
     _GradientOrder(optimizer, engine.module, group, at_end=fetches.end if fetches is not None else None)
+
+
+# Gradients that may wait before it is asked which weights have none: asking takes a microsecond for each.
+_MOST_WAITING: Final = 8
 
 
 class _GradientOrder:
@@ -53,6 +57,7 @@ class _GradientOrder:
             calls[id(one)] for one in reversed(list(model.parameters())) if one.requires_grad and id(one) in calls
         ]
         self._sort()
+        self._knows_graph = True
         optimizer.reduce_ready_partitions_and_remove_grads = self._arrived
         optimizer.independent_gradient_partition_epilogue = self._end
         self._called: dict[int, None] = {}  # positions, in the order in which the modules were called
@@ -63,11 +68,15 @@ class _GradientOrder:
         for parameter in module.parameters(recurse=False):
             if id(parameter) in self._positions:
                 self._called.setdefault(self._positions[id(parameter)])
+                # Layers that are called without gradients and again in the backward pass (reentrant checkpoints) have graphs of
+                # their own, of which the first one does not know.
+                self._knows_graph = self._knows_graph and torch.is_grad_enabled()
 
     def _adopt_calls(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
         """Take over rank 0's order after the first forward pass of training. Collective."""
         if not torch.is_grad_enabled():
             self._called.clear()
+            self._knows_graph = True
             return
         for hook in self._hooks:
             hook.remove()
@@ -80,7 +89,11 @@ class _GradientOrder:
 
     def _sort(self) -> None:
         self._positions = {id(call[0]): position for position, call in enumerate(self._order)}
+        self._restart()
+
+    def _restart(self) -> None:
         self._waiting: set[int] = set()
+        self._unused: set[int] | None = None
         self._next = 0
 
     def _is_reduced_now(self) -> bool:
@@ -94,10 +107,28 @@ class _GradientOrder:
             self._pass_on(parameter, *group)
             return
         self._waiting.add(position)
-        while self._next in self._waiting:
-            self._waiting.remove(self._next)
+        self._pass_on_next()
+        if len(self._waiting) > _MOST_WAITING and self._unused is None:
+            self._unused = set(self._without_gradient())
+            self._pass_on_next()
+
+    def _pass_on_next(self) -> None:
+        while self._next in self._waiting or (self._unused and self._next in self._unused):
+            self._waiting.discard(self._next)
+            self._fill(self._order[self._next][0])
             self._pass_on(*self._order[self._next])
             self._next += 1
+
+    def _without_gradient(self) -> Iterator[int]:
+        """Yield the positions of weights that this backward pass does not reach, so that nothing waits for them."""
+        if not self._knows_graph or torch._C._current_graph_task_id() == -1:
+            return
+        with torch.enable_grad():
+            for position, (parameter, *_) in enumerate(self._order):
+                if position >= self._next and not hasattr(parameter, "ds_z3_leaf_module"):
+                    node = torch.autograd.graph.get_gradient_edge(parameter).node
+                    if not torch._C._will_engine_execute_node(node):
+                        yield position
 
     def _end(self) -> None:
         """Pass on what is left, then what DeepSpeed does at the end of a backward pass."""
@@ -107,8 +138,7 @@ class _GradientOrder:
             for call in self._order[self._next :]:
                 self._fill(call[0])
                 self._pass_on(*call)
-            self._waiting.clear()
-            self._next = 0
+            self._restart()
         self._finish()
 
     def _fill(self, parameter: torch.nn.Parameter) -> None:
@@ -125,7 +155,10 @@ class _GradientOrder:
 
 
 class _FetchOrder:
-    """Compares the order in which this rank's modules need their weights with all ranks' in the first pass, then with that.
+    """Compares the order in which training needs the weights of modules with all ranks' in the first pass, then with that.
+
+    A pass is all forward passes with gradients up to the end of a backward pass. Evaluations are not compared: they may differ
+    from batch to batch, and a model that chooses by the data is refused in its first step of training.
 
     Raises from within `forward` or `backward`:
         TrainingError: kind ``graph-differs-between-ranks``.
@@ -139,45 +172,38 @@ class _FetchOrder:
             coordinator.reset_step,
         )
         self._numbers = {module: number for number, module in enumerate(names)}
-        self._known: dict[bool, list[int]] = {}
-        self._passes: dict[bool, list[int]] = {True: [], False: []}
-        self._trains = True
+        self._known: list[int] | None = None
+        self._seen: list[int] = []
+        self._trains = False
         coordinator.fetch_sub_module, coordinator.reset_step = self._fetched, self._begin
 
     def _begin(self) -> None:
-        """Begin a forward pass of the model: one of an evaluation, or of those before the next backward pass."""
+        """Begin a forward pass of the whole model."""
         self._trains = torch.is_grad_enabled()
-        if not self._trains:
-            self._close(trains=False)
         self._reset()
 
-    def _close(self, *, trains: bool) -> None:
-        if self._passes[trains]:
-            self._known.setdefault(trains, self._passes[trains])
-        self._passes[trains] = []
-
     def _fetched(self, module: torch.nn.Module, forward: bool) -> None:
-        if id(module) in self._numbers:
-            in_backward = torch._C._current_graph_task_id() != -1  # also where layers are computed again
-            self._see(2 * self._numbers[id(module)] + (not forward), trains=self._trains or in_backward)
+        in_backward = torch._C._current_graph_task_id() != -1  # also where layers are computed again
+        if id(module) in self._numbers and (self._trains or in_backward):
+            self._see(2 * self._numbers[id(module)] + (not forward))
         self._fetch(module, forward)
 
     def end(self) -> None:
         """End a backward pass: it has called all that the first one called."""
-        known, seen = self._known.get(True), self._passes[True]
-        if known is None:
+        if self._known is None:
             self._compare(-1)
-        elif len(seen) < len(known):
-            self._refuse(-1, known[len(seen)])
-        self._close(trains=True)
+            self._known = self._seen
+        elif len(self._seen) < len(self._known):
+            self._refuse(-1, self._known[len(self._seen)])
+        self._seen, self._trains = [], False
 
-    def _see(self, one: int, *, trains: bool) -> None:
-        known, seen = self._known.get(trains), self._passes[trains]
+    def _see(self, one: int) -> None:
+        known, number = self._known, len(self._seen)
         if known is None:
             self._compare(one)
-        elif len(seen) >= len(known) or known[len(seen)] != one:
-            self._refuse(one, known[len(seen)] if len(seen) < len(known) else -1)
-        seen.append(one)
+        elif number >= len(known) or known[number] != one:
+            self._refuse(one, known[number] if number < len(known) else -1)
+        self._seen.append(one)
 
     def _compare(self, one: int) -> None:
         """Compare one entry of the first pass over the ranks. Collective."""

@@ -18,10 +18,11 @@ from typing import Any, Final
 import deepspeed
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
+from deepspeed.utils import groups
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from framework.backend.distributed import barrier, gather, rank
+from framework.backend.distributed import barrier, device, gather, rank
 from framework.backend.initialize import refusing_scalars
 from framework.backend.random_state import capture, restore
 from framework.errors import ConfigError, Problem
@@ -118,7 +119,7 @@ def _build_in_turn(build: Build, ds_config: Mapping[str, Any], host_bytes: int |
 def _build_in_pieces(build: Build, ds_config: Mapping[str, Any], host_bytes: int | None) -> torch.nn.Module:
     """Build inside `zero.Init`, so that no rank ever holds all weights. Collective."""
     try:
-        with _PiecewiseInit(config_dict_or_path=dict(ds_config), tensor_overrides=[]), _WatchForLoss():
+        with _PiecewiseInit(tensor_overrides=[], **_arguments(ds_config)), _WatchForLoss():
             return build()
     except Exception as error:  # whether it is `zero.Init` that it fails for, building it whole shows
         raise _CannotBeCut(f"its constructor fails there ({type(error).__name__}: {str(error)[:200]})") from error
@@ -136,7 +137,9 @@ def _limited(num_bytes: int | None) -> Iterator[None]:
 
     def count(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
         nonlocal total
-        if parameter is not None and num_bytes is not None and id(parameter) not in known:
+        if parameter is None or num_bytes is None or parameter.is_meta or torch.nn.parameter.is_lazy(parameter):
+            return
+        if id(parameter) not in known:
             known.add(id(parameter))
             total += parameter.numel() * parameter.element_size()
             if total > num_bytes:
@@ -152,10 +155,11 @@ def _limited(num_bytes: int | None) -> Iterator[None]:
 @torch.no_grad()
 def _partition(model: torch.nn.Module, ds_config: Mapping[str, Any]) -> torch.nn.Module:
     """Partition weight by weight what rank 0 has, and put the buffers on the device, as the engine does at other stages."""
-    init = deepspeed.zero.Init(module=torch.nn.Module(), config_dict_or_path=dict(ds_config))
-    for parameter in model.parameters():
-        if is_zero_param(parameter):
-            continue
+    whole = [parameter for parameter in model.parameters() if not is_zero_param(parameter)]
+    # A second one would delete what the first one has swapped to NVMe.
+    init = deepspeed.zero.Init(module=torch.nn.Module(), **_arguments(ds_config)) if whole else None
+    for parameter in whole:
+        assert init is not None
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(init.dtype)
         if parameter.data.untyped_storage().nbytes() < parameter.numel() * parameter.element_size():
@@ -164,8 +168,16 @@ def _partition(model: torch.nn.Module, ds_config: Mapping[str, Any]) -> torch.nn
             )
         init._convert_to_zero_parameters([parameter])
     for buffer in model.buffers():
-        buffer.data = buffer.data.to(init.local_device)
+        buffer.data = buffer.data.to(device())
     return model
+
+
+def _arguments(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what every `zero.Init` of a run is given; hpZ's group is made by the first one, and by no other."""
+    return {
+        "config_dict_or_path": dict(ds_config),
+        "zero_param_parallel_group": groups._get_zero_param_intra_parallel_group(),
+    }
 
 
 class _PiecewiseInit(deepspeed.zero.Init):  # type: ignore[misc]

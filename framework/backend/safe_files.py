@@ -29,6 +29,8 @@ from framework.errors import StorageError, in_one_line
 from framework.files import FileRecord, NewFile, hash_file, sync_file
 from framework.train.save_stream import OpenFile
 
+# Python 3.11.0 to 3.11.3 write the member of an enumeration as a call of `getattr`, which no careful reader allows.
+ZeroStageEnum.__reduce_ex__ = lambda self, protocol: (ZeroStageEnum, (self.value,))
 # What DeepSpeed 0.19.8 puts into its files beside tensors and plain values.
 _KNOWN: Final = [ZeroStageEnum, fragment_address, LossScaler, DynamicLossScaler]
 # torch locks host memory for a whole storage at once, rounds it up to a power of two and keeps it for ever, beside the memory

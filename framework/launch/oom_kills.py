@@ -20,7 +20,8 @@ class OomKills:
             counters: of version 2 (``memory.events``) or 1 (``memory.oom_control``); None: those of this process.
         """
         found = ((path, _read(path)) for path in (_counters() if counters is None else counters))
-        self._path, self._before = next(((path, count) for path, count in found if count is not None), (None, 0))
+        first: tuple[Path | None, int] = (None, 0)
+        self._path, self._before = next(((path, count) for path, count in found if count is not None), first)
 
     def have_risen(self) -> bool:
         """Return whether there has been one."""
