@@ -68,13 +68,13 @@ from framework.uncaught import end_in_one_line
 
 def fit(
     config: RunConfig | Mapping[str, Any],
-    *,
+    *further: NoReturn,  # so that type checkers refuse them as well
     model: ModelSource | None = None,
     train_data: Any = None,
     eval_data: Any = None,
     task: Any = None,
     optimizer: MakeOptimizer | None = None,
-    **unknown: NoReturn,  # so that type checkers refuse them as well
+    **unknown: NoReturn,
 ) -> RunResult:
     """Train, and return how it ended. Called on every rank.
 
@@ -101,7 +101,7 @@ def fit(
         RunStopped: it was asked to stop, and what it had reached is saved.
     """
     end_in_one_line()
-    refuse_unknown_arguments(unknown)
+    refuse_unknown_arguments(unknown, further=further)
     objects = Objects(model, train_data, eval_data, task, optimizer)
     request = StopRequest()
     with request.handling():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
 from framework.config.explain import homes_of
 from framework.config.run_config import RunConfig
@@ -24,12 +24,23 @@ _MEANT: Final = {
 }  # fmt: skip
 
 
-def refuse_unknown_arguments(names: Iterable[str]) -> None:
-    """Refuse arguments that `fit` does not take.
+def refuse_unknown_arguments(names: Iterable[str], *, further: Sequence[Any] = ()) -> None:
+    """Refuse arguments that `fit` does not take, and those after the config that do not say what they are.
 
     Raises:
         ConfigError: kind ``unknown-argument``, for each.
     """
+    if further:
+        given = ", ".join(type(one).__name__ for one in further)
+        raise ConfigError(
+            Problem(
+                kind="unknown-argument",
+                key="fit",
+                value=given,
+                reason="only the config is taken by its place, as the first argument",
+                fix="write fit(config, model=..., train_data=..., eval_data=..., task=..., optimizer=...)",
+            )
+        )
     problems = [
         Problem(kind="unknown-argument", key=name, reason="fit() takes no such argument", fix=_fix(name))
         for name in names

@@ -2,5 +2,13 @@
 
 import logging
 
-# torch's extension builder, which DeepSpeed imports on every rank, remarks on nvcc without a GPU; the plan has named the device.
-logging.getLogger("torch.utils.cpp_extension").addFilter(lambda record: "No CUDA runtime is found" not in record.getMessage())
+# What torch's extension builder and DeepSpeed remark on every rank without a GPU; the plan has named the device.
+_REMARKS = ("No CUDA runtime is found", "Setting accelerator to CPU")
+
+
+def _says_something_new(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_REMARKS)
+
+
+for _name in ("torch.utils.cpp_extension", "DeepSpeed"):
+    logging.getLogger(_name).addFilter(_says_something_new)

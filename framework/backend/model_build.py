@@ -174,10 +174,9 @@ def _partition(model: torch.nn.Module, ds_config: Mapping[str, Any]) -> torch.nn
 
 def _arguments(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what every `zero.Init` of a run is given; hpZ's group is made by the first one, and by no other."""
-    return {
-        "config_dict_or_path": dict(ds_config),
-        "zero_param_parallel_group": groups._get_zero_param_intra_parallel_group(),
-    }
+    has_group = ds_config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
+    group = groups._get_zero_param_intra_parallel_group() if has_group else None
+    return {"config_dict_or_path": dict(ds_config), "zero_param_parallel_group": group}
 
 
 class _PiecewiseInit(deepspeed.zero.Init):  # type: ignore[misc]

@@ -36,3 +36,8 @@ def test_it_is_refused_in_one_line(given: dict[str, Any], said: str) -> None:
         framework.fit({}, **given)
     assert said in str(caught.value)
     assert str(caught.value).count("\n") == 0
+
+
+def test_what_does_not_say_what_it_is_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^fit = Linear, list: only the config is taken by its place.*\[unknown-argument\]$"):
+        framework.fit({}, torch.nn.Linear(3, 2), [])  # type: ignore[arg-type]

@@ -17,7 +17,8 @@ JOB = ROOT / "tests/jobs/routed_models.py"
 def test_weights_are_those_of_plain_pytorch(tmp_path: Path) -> None:
     run_ranks(JOB, "out.json", num_ranks=2, cwd=tmp_path)
     found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert len(found) == 15
+    assert 0 < found.pop("most gradients waiting") < 12, "a layer that leads nowhere holds the others up"
+    assert len(found) == 17
     assert {name: difference for name, difference in found.items() if not difference < 1e-6} == {}
 
 

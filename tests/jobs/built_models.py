@@ -17,7 +17,7 @@ import deepspeed
 import torch
 from torch import nn
 
-from framework.backend.distributed import process_group, rank
+from framework.backend.distributed import gather, process_group, rank
 from framework.backend.model_build import build_model
 from framework.errors import ConfigError
 from framework.models.gpt import GPT
@@ -103,6 +103,15 @@ class Copied(Net):
         self.layers[1].requires_grad_(False)
 
 
+class Lazy(nn.Module):
+    """A layer that takes its width from what it is called with first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LazyLinear(3)
+        self.layer(torch.zeros(2, 5))
+
+
 def applied() -> nn.Module:
     """`apply` returns the module."""
 
@@ -148,12 +157,14 @@ def config(stage: int = 3, *, bf16: bool = False) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def differences(build: Callable[[], nn.Module], *, bf16: bool = False, **how: Any) -> list[str]:
+def differences(build: Callable[[], nn.Module], *, bf16: bool = False, hpz: int = 1, **how: Any) -> list[str]:
     """Names of what is not equal to the bit."""
+    ds_config = config(bf16=bf16)
+    ds_config["zero_optimization"]["zero_hpz_partition_size"] = hpz
     torch.manual_seed(3)
     plain = build()
     torch.manual_seed(3)
-    model = build_model(build, ds_config=config(bf16=bf16), **how)
+    model = build_model(build, ds_config=ds_config, **how)
     expected = dict(plain.named_parameters(remove_duplicate=False)) | dict(plain.named_buffers())
     found = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     wrong = [] if list(expected) == list(found) else ["names"]
@@ -204,7 +215,7 @@ def main(out: Path) -> None:
     theirs: dict[str, Callable[[], nn.Module]] = {
         "loop": Loop, "direct": Direct, "through-data": ThroughData, "loaded": Loaded, "tied": Tied, "copied": Copied,
         "applied": applied, "gpt2": gpt2, "from-pretrained": lambda: from_pretrained(folder), "encoder": encoder,
-        "attention": lambda: nn.MultiheadAttention(8, 2),
+        "attention": lambda: nn.MultiheadAttention(8, 2), "lazy": Lazy,
     }  # fmt: skip
     ours: dict[str, Callable[[], nn.Module]] = {"gpt": gpt, "resnet18": lambda: resnet18(10, in_channels=1)}
     results: dict[str, Any] = {}
@@ -219,12 +230,13 @@ def main(out: Path) -> None:
         results["gpt"]["bf16 pieces"] = differences(gpt, bf16=True, draws_in_pieces=True, host_bytes=TOO_LITTLE)
         results["applied"]["pieces"] = differences(applied, host_bytes=TOO_LITTLE)
         results["resnet18"]["pieces first"] = differences(ours["resnet18"], draws_in_pieces=True, host_bytes=PLENTY)
-        refused = {name: refusal(build) for name, build in theirs.items() if name not in ("applied", "gpt2")}
+        refused = {name: refusal(build) for name, build in theirs.items() if name not in ("applied", "gpt2", "lazy")}
         torch.manual_seed(5)
         trained = {
             "loop": training_difference(Loop, torch.randn(4, 8)),
             "encoder": training_difference(encoder, torch.randn(4, 6, 8)),
         }
+        results["gpt"]["hpZ"] = differences(gpt, hpz=len(gather(0)), draws_in_pieces=True)
         if rank() == 0:
             out.write_text(
                 json.dumps({"differences": results, "refused": refused, "trained": trained}), encoding="utf-8"

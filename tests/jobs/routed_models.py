@@ -53,6 +53,20 @@ class Routed(nn.Module):
         return self.after(self.block(torch.tanh(self.before(x[:, 2:])), choice))
 
 
+class Aside(nn.Module):
+    """Twelve layers, and one that is called last and leads nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(12)])
+        self.pooler = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers(x[:, 2:])
+        self.pooler(x)
+        return x
+
+
 def batch(step: int, of_rank: int, micro: int) -> torch.Tensor:
     """Samples of one rank, with its choice and the step in front."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro + of_rank)
@@ -82,6 +96,7 @@ def make(kind: str) -> nn.Module:
         "late": lambda: Routed(from_step=7),
         "order": lambda: Routed(order_only=True),
         "twice": lambda: Routed(from_step=100),
+        "aside": Aside,
     }[kind]()
 
 
@@ -109,6 +124,21 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
+WAITING: list[int] = []
+
+
+def watch_waiting(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Note how many gradients wait for others."""
+    order = engine.optimizer.reduce_ready_partitions_and_remove_grads.__self__
+    pass_on_next = order._pass_on_next
+
+    def noted() -> None:
+        pass_on_next()
+        WAITING.append(len(order._waiting))
+
+    order._pass_on_next = noted
+
+
 def train(kind: str, stage: int, optimizer: str, accumulation: int, **zero: Any) -> dict[str, torch.Tensor]:
     """The same with DeepSpeed."""
     config = {
@@ -125,6 +155,8 @@ def train(kind: str, stage: int, optimizer: str, accumulation: int, **zero: Any)
         dist_init_required=False,
     )
     keep_gradient_order(engine)
+    if kind == "aside":
+        watch_waiting(engine)
     for number in range(NUM_STEPS):
         for micro in range(accumulation):
             loss = engine(batch(number, rank(), micro)).square().mean()
@@ -151,6 +183,8 @@ def cases() -> Iterator[tuple[str, int, str, int, dict[str, Any]]]:
         yield "order", stage, "sgd", 1, {}
     yield "routed", 3, "sgd", 1, {"leaf_module": {"names": ["block"]}}
     yield "twice", 3, "sgd", 1, {}
+    for stage in (2, 3):
+        yield "aside", stage, "sgd", 1, {}
     yield "late", 3, "adamw", 2, {"leaf_module": {"classes": ["tests.jobs.routed_models.Experts", "__main__.Experts"]}}
 
 
@@ -172,6 +206,7 @@ def main(out: Path, *refused: str) -> None:
             )
             name = f"{kind} at stage {stage}, {optimizer}, accumulation {accumulation} {zero or ''}".strip()
             found[name] = max(float((expected[one] - weights[one]).abs().max()) for one in expected)
+            found["most gradients waiting"] = max(WAITING, default=0)
             if rank() == 0:
                 out.write_text(json.dumps(found), encoding="utf-8")
 
