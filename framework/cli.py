@@ -262,9 +262,9 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _make_plan(arguments: argparse.Namespace, *, plan_with_data: bool = False) -> tuple[Plan, Source]:
-    from framework.check.token_folder import plan_with_text
     from framework.config.load import load_with_source
     from framework.plan.plan import default_cluster, make_plan
+    from framework.plan.token_folder import plan_with_text
 
     config, source = load_with_source(arguments.file, arguments.words)
     make = plan_with_text if plan_with_data else make_plan

@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "uncaught": {"errors", "output"},
     "config": {"errors", "uncaught"},
     "token_files": {"errors", "files"},
-    "plan": {"errors", "config"},
+    "plan": {"errors", "config", "token_files"},
     "ds_json": {"errors", "output", "config", "plan"},
     "launch": {"errors", "output", "stop_signals", "ports", "arguments", "checkpoint_names", "config", "plan", "ds_json"},
     "train": {"errors", "output", "stop_signals", "files", "checkpoint_names", "orphans", "config", "plan"},

@@ -125,12 +125,12 @@ def check_document(document: HjsonDocument, against: Against) -> Verdict:
 
 def _check_run_config(file: str, overrides: Sequence[str], against: Against, text: str) -> Verdict:
     from framework.check.target_search import missing_targets
-    from framework.check.token_folder import plan_with_text
     from framework.config.document import document_of
     from framework.config.load import Source, load_with_source
     from framework.ds_json.judge import assumption, foreign_problem, judge_passed_alone, judge_rendered
     from framework.plan.plan import default_cluster
     from framework.plan.text import one_line
+    from framework.plan.token_folder import plan_with_text
 
     try:
         config, source = load_with_source(file, overrides, text=text)

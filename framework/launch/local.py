@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from framework.check.token_folder import plan_with_text
 from framework.config.run_config import RunConfig
 from framework.errors import EXIT_OK, ConfigError, Problem, UsageError
 from framework.launch.devices import LocalDevices, find_devices
@@ -28,6 +27,7 @@ from framework.launch.topology import Said, Topology, described, slots_here
 from framework.output import write
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
+from framework.plan.token_folder import plan_with_text
 
 
 def launch(argv: Sequence[str]) -> int:

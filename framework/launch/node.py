@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from framework.check.token_folder import plan_with_text
 from framework.errors import EXIT_OK, ConfigError, FrameworkError, Problem, UsageError, missing_package
 from framework.launch.devices import LocalDevices, find_devices, visible_variable
 from framework.launch.hostfile import Host, read_hostfile
@@ -31,6 +30,7 @@ from framework.launch.told import say, tell
 from framework.launch.topology import Topology, resolve_topology, slots_here
 from framework.output import write
 from framework.plan.cluster import Cluster
+from framework.plan.token_folder import plan_with_text
 from framework.ports import free_port
 
 # All nodes are known to be there when ranks start, so a collective that takes as long is stuck (minutes).
