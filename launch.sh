@@ -282,7 +282,7 @@ train_quickstart() {
     for word in "$@"; do
         [[ $word != run.output_dir=* ]] || output=() # a setting is given once
     done
-    exec "$PY" -m framework launch "$ROOT/ds_configs/quickstart.yaml" --fit_batch "${output[@]}" "$@"
+    exec "$PY" -m framework launch "$ROOT/ds_configs/quickstart.yaml" --fit_batch ${output[@]+"${output[@]}"} "$@"
 }
 
 # ---------------------------------------------------------------------------------------------------------- commands

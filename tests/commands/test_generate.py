@@ -139,7 +139,8 @@ def shipped(name: str, *settings: str) -> dict[str, Any]:
     small = ["model.size=tiny", "training.max_steps=2", "batch.global_size=8", "batch.micro_size=2", "evaluation.max_samples=4",
              "monitors.tensorboard=false", "monitors.progress=off"]  # fmt: skip
     small += ["data.sequence_length=128"] if name.startswith("gpt") else []
-    return load_config(ROOT / f"ds_configs/{name}.yaml", [*small, *settings]).to_dict()
+    given = {setting.partition("=")[0]: setting for setting in (*small, *settings)}  # the last one of a key
+    return load_config(ROOT / f"ds_configs/{name}.yaml", list(given.values())).to_dict()
 
 
 # The command of docs/pipeline.md: its config and settings.

@@ -330,7 +330,10 @@ OVERRIDES: Final[dict[str, tuple[list[str], list[str]]]] = {
         ["optimizer={kind: sgd, lr: 0.1}", "optimizer.lr=abc"],
         ["optimizer.lr = abc: text where a number belongs; write a number [wrong-type]"],
     ),
-    "last one wins": (["zero.stage=4", "zero.stage=5"], ["zero.stage = 5: too large; write 3 or less [wrong-value]"]),
+    "given twice": (
+        ["zero.stage=4", "zero.stage=5"],
+        ["zero.stage: it is given twice, as 4 and as 5; give it once [setting-twice]"],
+    ),
     "python tag": (
         ["run.name=!!python/name:os.system x"],
         [f"run.name = !!python/name:os.system x: {NAME}; write for example python-name-os.system-x [wrong-value]"],
