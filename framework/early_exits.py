@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from traceback import walk_tb
 from typing import Final
@@ -25,11 +25,14 @@ _LONGEST: Final = 200
 
 
 @contextmanager
-def refusing_exits() -> Iterator[None]:
+def refusing_exits(*, speaks: Callable[[str], bool] = lambda text: True) -> Iterator[None]:
     """Raise a TrainingError where code in the block, a user's or a library's, would end the process.
 
+    Args:
+        speaks: whether this rank prints the error of this text; by default it does, for nobody knows of the others.
+
     Raises:
-        TrainingError: kind ``exit-called``; it is one rank's own, for nobody knows of the others.
+        TrainingError: kind ``exit-called``.
     """
     try:
         yield
@@ -37,7 +40,7 @@ def refusing_exits() -> Iterator[None]:
         if is_asked_for(end):
             raise
         failed = exited(end)
-        failed.is_of_one_rank = True
+        failed.is_of_one_rank = speaks(str(failed))
         raise failed from end
 
 

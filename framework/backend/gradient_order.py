@@ -39,9 +39,9 @@ _MOST_WAITING: Final = 8
 class _GradientOrder:
     """Passes gradients on to DeepSpeed in one order; zeros for weights without one.
 
-    A gradient waits until all before it have come, or the backward pass is over. So that few wait, the order is that of rank 0's
-    modules in its first forward pass, from back to front. It is known before the first backward pass, so that a resumed run adds
-    the same numbers in the same places of the same buckets.
+    A gradient waits until all before it have come or are known not to come, or the backward pass is over. So that few wait, the
+    order is that of rank 0's modules in its first forward pass, from back to front. It is known before the first backward pass, so
+    that a resumed run adds the same numbers in the same places of the same buckets.
     """
 
     def __init__(

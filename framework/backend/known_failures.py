@@ -17,7 +17,7 @@ import torch
 
 from framework.backend.distributed import is_first_to_tell
 from framework.backend.extensions import failure_of_compiler
-from framework.early_exits import exited, is_asked_for
+from framework.early_exits import refusing_exits
 from framework.errors import TrainingError, printable
 
 _NO_DEVICE_MEMORY: Final = re.compile(r"(CUDA|HIP) (error: )?out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED")
@@ -50,13 +50,8 @@ _NO_WAY_OUT_KNOWN: Final = "the code that reads the data has ended its process: 
 def telling_of_known_failures() -> Iterator[None]:
     """Where such a failure leaves the block it does so as a TrainingError, with the torch error as its cause."""
     try:
-        yield
-    except SystemExit as end:
-        if is_asked_for(end):
-            raise
-        failed = exited(end)
-        failed.is_of_one_rank = is_first_to_tell(str(failed))
-        raise failed from end
+        with refusing_exits(speaks=is_first_to_tell):
+            yield
     except (RuntimeError, MemoryError, OSError) as error:
         line = known_failure(error)
         if not line:

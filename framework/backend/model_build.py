@@ -34,9 +34,24 @@ Build = Callable[[], torch.nn.Module]
 _SHARE_FOR_WEIGHTS: Final = 0.8
 # What may be asked of a weight that has been taken away: the answers are right, or used for nothing but a count.
 _HARMLESS: Final = frozenset(
-    ["requires_grad_", "requires_grad", "dtype", "device", "layout", "is_leaf", "grad", "numel", "nelement"]
-) | {"element_size", "is_floating_point", "is_complex", "is_cuda", "is_meta", "__hash__"}
-
+    {
+        "requires_grad_",
+        "requires_grad",
+        "dtype",
+        "device",
+        "layout",
+        "is_leaf",
+        "grad",
+        "numel",
+        "nelement",
+        "element_size",
+        "is_floating_point",
+        "is_complex",
+        "is_cuda",
+        "is_meta",
+        "__hash__",
+    }
+)
 # Constructors of torch's own layers, beside the base class, through which DeepSpeed goes as well.
 _MODELS_OF_TORCH: Final = tuple(
     f"torch.nn.modules.{name}" for name in ("activation", "transformer", "rnn", "conv", "linear")
