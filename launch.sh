@@ -220,14 +220,14 @@ compile_ahead() {
     said=$(DS_ACCELERATOR=cpu "$PY" -c '
 import os, sys
 from framework.errors import ConfigError
-from framework.launch.preflight.compilers import check_ops
-from framework.launch.preflight.need import need_without_config
+from framework.doctor.node.compilers import check_ops
+from framework.doctor.node.need import need_without_config
 from framework.plan.cluster import Cluster
 try:
     found = check_ops(need_without_config(Cluster(device="cpu")), os.environ).problems
     if errors := [problem for problem in found if problem.severity == "error"]:
         raise ConfigError(errors)
-    from framework.backend.extensions import compile_for_processors
+    from framework.engine.extensions import compile_for_processors
     compile_for_processors()
 except ConfigError as error:
     sys.exit(str(error))' 2>&1) || say "environment: ${said##*$'\n'}; until then no run on processors starts"

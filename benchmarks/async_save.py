@@ -1,10 +1,11 @@
 """What a checkpoint costs the training loop, written at once and in the background: python -m benchmarks.async_save
 
-One CPU process, a real DeepSpeed engine at ZeRO stage 1, a state of about 1 GB. In every round, interleaved: a plain sequential
-write of the same bytes (8 MiB blocks, then fsync), a save with `checkpoint.mode: sync`, and one with `async`. Told are the
-seconds for which the loop stands still, the writer's bandwidth from the moment the loop goes on to the moment the checkpoint
-is published (hashed, flushed, manifest and renames included; the checkpoint before is deleted after that), and the ratios round
-by round. The first save in the background also pays for memory that is touched for the first time; it is told apart. A minute.
+One CPU process, a real DeepSpeed engine at ZeRO stage 1, a state of about 1 GB. In every round, interleaved: a plain
+sequential write of the same bytes (8 MiB blocks, then fsync), a save with `checkpoint.mode: sync`, and one with
+`async`. Told are the seconds for which the loop stands still, the writer's bandwidth from the moment the loop goes on
+to the moment the checkpoint is published (hashed, flushed, manifest and renames included; the checkpoint before is
+deleted after that), and the ratios round by round. The first save in the background also pays for memory that is
+touched for the first time; it is told apart. A minute.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import RESULTS, load_average, machine, spread, write
-from framework.assembly.prepared import prepare
-from framework.assembly.wiring import description, make_train_loader
-from framework.backend import random_state
-from framework.backend.distributed import gather, process_group
-from framework.backend.plain_engine import PlainEngine, build_engine
+from framework.checkpoint.async_checkpointer import AsyncCheckpointer
+from framework.checkpoint.checkpointer import Checkpointer
+from framework.checkpoint.retention import Retention
+from framework.checkpoint.saved import list_checkpoints
 from framework.config.load import config_from_values
-from framework.train.async_checkpointer import AsyncCheckpointer
-from framework.train.checkpointer import Checkpointer
-from framework.train.retention import Retention
-from framework.train.saved import list_checkpoints
+from framework.engine import random_state
+from framework.engine.distributed import gather, process_group
+from framework.engine.plain_engine import PlainEngine, build_engine
+from framework.setup.prepared import prepare
+from framework.setup.wiring import description, make_train_loader
 
 BLOCK = 8 << 20
 
@@ -52,22 +53,41 @@ def main() -> None:
 
 def _engine(hidden: int) -> tuple[PlainEngine, dict[str, Any], Callable[[], None]]:
     """An engine that has taken a step, what its checkpoints say, and another step."""
-    prepared = prepare(config_from_values({
-        "run": {"name": "async_save"}, "model": {"kind": "mlp", "hidden_sizes": [hidden] * 3}, "zero": {"stage": 1},
-        "batch": {"global_size": 16}, "training": {"max_steps": 10_000}, "monitors": {"progress": "off"},
-    }))  # fmt: skip
+    prepared = prepare(
+        config_from_values(
+            {
+                "run": {"name": "async_save"},
+                "model": {"kind": "mlp", "hidden_sizes": [hidden] * 3},
+                "zero": {"stage": 1},
+                "batch": {"global_size": 16},
+                "training": {"max_steps": 10_000},
+                "monitors": {"progress": "off"},
+            }
+        )
+    )
     random_state.seed_everything(0)
-    engine = build_engine(prepared.plan, ds_config=prepared.ds_config, model=prepared.parts.build_model(),
-                          task=prepared.parts.task)  # fmt: skip
+    engine = build_engine(
+        prepared.plan, ds_config=prepared.ds_config, model=prepared.parts.build_model(), task=prepared.parts.task
+    )
     batches = make_train_loader(prepared.plan, prepared.parts.splits, rank=0).stream(0)
     engine.train_step(batches).read()
-    return engine, description(prepared.plan, prepared.parts.splits), lambda: (engine.train_step(batches).read(), None)[1]
+    return (
+        engine,
+        description(prepared.plan, prepared.parts.splits),
+        lambda: (engine.train_step(batches).read(), None)[1],
+    )
 
 
 def _measure(folder: Path, *, rounds: int, hidden: int) -> dict[str, Any]:
     engine, described, train = _engine(hidden)
-    options: dict[str, Any] = {"retention": Retention(1), "is_main": True, "gather": gather, "last_step": None,
-                               "position": lambda step: {}, "description": described}  # fmt: skip
+    options: dict[str, Any] = {
+        "retention": Retention(1),
+        "is_main": True,
+        "gather": gather,
+        "last_step": None,
+        "position": lambda step: {},
+        "description": described,
+    }
     at_once = Checkpointer(engine, folder / "sync", **options)
     behind = AsyncCheckpointer(engine, folder / "async", rank=0, world_size=1, **options)
     steps = itertools.count(1)
@@ -127,19 +147,24 @@ def _told(times: dict[str, list[float]], *, num_bytes: int, first_blocked: float
     blocked = [mine / other for mine, other in zip(times["async_blocked"], times["sync"], strict=True)]
     bandwidth = [plain / mine for plain, mine in zip(times["plain_write"], times["async_written"], strict=True)]
     return {
-        "state_bytes": num_bytes, "rounds": len(blocked),
+        "state_bytes": num_bytes,
+        "rounds": len(blocked),
         "seconds": {name: spread(seconds) for name, seconds in times.items()},
         "first_async_blocked_seconds": round(first_blocked, 4),
-        "megabytes_per_second": {name: round(num_bytes / 1e6 / statistics.median(times[name]))
-                                 for name in ("plain_write", "sync", "async_written")},
+        "megabytes_per_second": {
+            name: round(num_bytes / 1e6 / statistics.median(times[name]))
+            for name in ("plain_write", "sync", "async_written")
+        },
         "blocked_share_of_sync": spread(blocked),
         "blocked_share_of_sync_at_medians": round(
-            statistics.median(times["async_blocked"]) / statistics.median(times["sync"]), 4),
+            statistics.median(times["async_blocked"]) / statistics.median(times["sync"]), 4
+        ),
         "bandwidth_share_of_plain_write": spread(bandwidth),
         "bandwidth_share_of_plain_write_at_medians": round(
-            statistics.median(times["plain_write"]) / statistics.median(times["async_written"]), 4),
+            statistics.median(times["plain_write"]) / statistics.median(times["async_written"]), 4
+        ),
         "targets": {"blocked_share_of_sync": 0.15, "bandwidth_share_of_plain_write": 0.8},
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
     python benchmarks/check_speed.py [--files 1000] [--starts 15] [--out benchmarks/results/check_speed.json]
 
-The thousand are half run configs and half DeepSpeed JSON, every one different, and a quarter of each wrong in a few places:
-what a repository of experiments looks like, and nothing that a cache could answer. Starts of the process are repeated, and
-the median and the spread are told; the bare start of Python and the import of pydantic are measured beside it, because
-they are what no work here can make shorter. A process that has torch in memory at the end is a failure.
+The thousand are half run configs and half DeepSpeed JSON, every one different, and a quarter of each wrong in a few
+places: what a repository of experiments looks like, and nothing that a cache could answer. Starts of the process are
+repeated, and the median and the spread are told; the bare start of Python and the import of pydantic are measured
+beside it, because they are what no work here can make shorter. A process that has torch in memory at the end is a
+failure.
 """
 
 from __future__ import annotations
@@ -59,9 +60,11 @@ def starts(command: list[str], times: int) -> dict[str, Any]:
     seconds = sorted(wall for wall, _, _ in measured)
     return {
         "median_processor_seconds": round(statistics.median(used for _, used, _ in measured), 4),
-        "median_seconds": round(statistics.median(seconds), 4), "fastest_seconds": round(seconds[0], 4),
-        "slowest_seconds": round(seconds[-1], 4), "starts": times,
-    }  # fmt: skip
+        "median_seconds": round(statistics.median(seconds), 4),
+        "fastest_seconds": round(seconds[0], 4),
+        "slowest_seconds": round(seconds[-1], 4),
+        "starts": times,
+    }
 
 
 def write_files(folder: Path, count: int) -> list[str]:
@@ -103,22 +106,29 @@ def measure(num_files: int, num_starts: int) -> dict[str, Any]:
         raise SystemExit(f"check ended with {code} and held {heavy} in memory")
     return {
         "machine": {
-            "processor": platform.machine(), "cores": len(os.sched_getaffinity(0)), "python": platform.python_version(),
-            "pydantic": importlib.metadata.version("pydantic"), "PyYAML": importlib.metadata.version("PyYAML"),
-            "system": f"{platform.system()} {platform.release()}", "load_average_before": round(os.getloadavg()[0], 2),
+            "processor": platform.machine(),
+            "cores": len(os.sched_getaffinity(0)),
+            "python": platform.python_version(),
+            "pydantic": importlib.metadata.version("pydantic"),
+            "PyYAML": importlib.metadata.version("PyYAML"),
+            "system": f"{platform.system()} {platform.release()}",
+            "load_average_before": round(os.getloadavg()[0], 2),
         },
         "one_run_config": starts([sys.executable, "-m", "framework", "check", one_yaml], num_starts),
         "one_deepspeed_json": starts([sys.executable, "-m", "framework", "check", one_json], num_starts),
         "python_alone": starts([sys.executable, "-c", ""], num_starts),
         "python_with_pydantic": starts([sys.executable, "-c", "import pydantic, yaml; pydantic.BaseModel"], num_starts),
         "many_files": {
-            "files": num_files, "calls": len(seconds), "peak_memory_mib": int(peak_mib),
-            "median_seconds": round(statistics.median(seconds), 3), "slowest_seconds": round(max(seconds), 3),
+            "files": num_files,
+            "calls": len(seconds),
+            "peak_memory_mib": int(peak_mib),
+            "median_seconds": round(statistics.median(seconds), 3),
+            "slowest_seconds": round(max(seconds), 3),
             "median_processor_seconds": round(statistics.median(used), 3),
         },
         "torch_in_memory": heavy != "none",
         "targets": {"one_file_seconds": TARGET_ONE_SECONDS, "many_files_seconds": TARGET_MANY_SECONDS},
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
     python benchmarks/export_memory.py [--megabytes 1000] [--out benchmarks/results/export_memory.json]
 
-The peak is told twice: all that the process had in memory, and without mapped files (which the system drops when somebody else
-needs the room). What Python, torch and DeepSpeed take before the export begins is subtracted from both.
+The peak is told twice: all that the process had in memory, and without mapped files (which the system drops when
+somebody else needs the room). What Python, torch and DeepSpeed take before the export begins is subtracted from both.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from framework.checkpoint_names import MANIFEST
+from framework.checkpoint.manifest import FORMAT
+from framework.checkpoint.names import MANIFEST
+from framework.checkpoint.saved import seal
 from framework.config.load import config_from_values
-from framework.files import hash_file
-from framework.train.manifest import FORMAT
-from framework.train.saved import seal
+from framework.system.files import hash_file
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_RANKS, HIDDEN = 2, 2048
@@ -57,17 +57,30 @@ def write_checkpoint(folder: Path, *, stage: int, num_bytes: int) -> Path:
     place = folder / "checkpoints" / "global_step1"
     place.mkdir(parents=True)
     each = count * HIDDEN * HIDDEN // NUM_RANKS
-    common: dict[str, Any] = {"param_shapes": [shapes], "shared_params": {}, "frozen_param_shapes": None, "optimizer": None}
+    common: dict[str, Any] = {
+        "param_shapes": [shapes],
+        "shared_params": {},
+        "frozen_param_shapes": None,
+        "optimizer": None,
+    }
     for rank in range(NUM_RANKS):
         # Random, so that no file system stores less than it seems.
         flat = torch.empty(each).normal_(generator=torch.Generator().manual_seed(rank))
         state = {0: {"step": torch.tensor(1.0), "exp_avg": flat * 0.1, "exp_avg_sq": flat * flat}}
-        inner: dict[str, Any] = {"optimizer_state_dict": {"state": state, "param_groups": []}, "fp32_flat_groups": [flat]}
+        inner: dict[str, Any] = {
+            "optimizer_state_dict": {"state": state, "param_groups": []},
+            "fp32_flat_groups": [flat],
+        }
         if stage == 2:
             own = list(shapes)[rank * count // NUM_RANKS : (rank + 1) * count // NUM_RANKS]
-            slices = {name: fragment_address(HIDDEN * HIDDEN, number * HIDDEN * HIDDEN) for number, name in enumerate(own)}
-            inner = {"base_optimizer_state": inner["optimizer_state_dict"], "single_partition_of_fp32_groups": [flat],
-                     "param_slice_mappings": [slices]}  # fmt: skip
+            slices = {
+                name: fragment_address(HIDDEN * HIDDEN, number * HIDDEN * HIDDEN) for number, name in enumerate(own)
+            }
+            inner = {
+                "base_optimizer_state": inner["optimizer_state_dict"],
+                "single_partition_of_fp32_groups": [flat],
+                "param_slice_mappings": [slices],
+            }
         torch.save({"optimizer_state_dict": inner}, place / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
         if stage == 3:
             empty = {name: torch.empty(0, dtype=torch.bfloat16) for name in shapes}
@@ -76,11 +89,17 @@ def write_checkpoint(folder: Path, *, stage: int, num_bytes: int) -> Path:
         whole = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
         torch.save(common | {"module": whole}, place / "mp_rank_00_model_states.pt")
     files = {path.name: asdict(hash_file(path)) for path in sorted(place.iterdir())}
-    config = config_from_values({"run": {"name": "big"}, "zero": {"stage": stage}, "precision": {"dtype": "bf16"}}).to_dict()
+    config = config_from_values(
+        {"run": {"name": "big"}, "zero": {"stage": stage}, "precision": {"dtype": "bf16"}}
+    ).to_dict()
     layout = {
-        "world_size": NUM_RANKS, "data_parallel_size": NUM_RANKS, "pipe_size": 1, "global_size": NUM_RANKS, "micro_size": 1,
+        "world_size": NUM_RANKS,
+        "data_parallel_size": NUM_RANKS,
+        "pipe_size": 1,
+        "global_size": NUM_RANKS,
+        "micro_size": 1,
         "accumulation_steps": 1,
-    }  # fmt: skip
+    }
     manifest = {"format": FORMAT, "step": 1, "config": config, "layout": layout, "files": files}
     (place / MANIFEST).write_text(seal(manifest), encoding="utf-8")
     return place
@@ -89,13 +108,22 @@ def write_checkpoint(folder: Path, *, stage: int, num_bytes: int) -> Path:
 def measure(checkpoint: Path, out: Path, *options: str) -> dict[str, Any]:
     """Export in a process of its own."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM, str(checkpoint), str(out), *options], env=environment,
-                          capture_output=True, text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(checkpoint), str(out), *options],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert "measured 0" in done.stdout, done.stdout + done.stderr
     _, _, anonymous, whole, seconds = done.stdout.splitlines()[-1].split()
     num_bytes = sum(path.stat().st_size for path in out.iterdir())
-    return {"exported_bytes": num_bytes, "peak_bytes": int(whole), "peak_bytes_without_mapped_files": int(anonymous),
-            "seconds": round(float(seconds), 2)}  # fmt: skip
+    return {
+        "exported_bytes": num_bytes,
+        "peak_bytes": int(whole),
+        "peak_bytes_without_mapped_files": int(anonymous),
+        "seconds": round(float(seconds), 2),
+    }
 
 
 def main() -> None:
@@ -111,8 +139,12 @@ def main() -> None:
                 name = " ".join([f"ZeRO-{stage}", *options])
                 cases[name] = measure(checkpoint, Path(folder, "out"), *options)
                 print(name, cases[name])
-    machine = {"cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1), "python": platform.python_version(),
-               "torch": torch.__version__}  # fmt: skip
+    machine = {
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
     result = {"machine": machine, "model_bytes_fp32": arguments.megabytes * 10**6, "cases": cases}
     arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 

@@ -1,15 +1,17 @@
 """How long a pipeline stage waits: measured on two CPU processes, held against (p - 1) / (m + p - 1).
 
-    python -m benchmarks.pipeline_idle [--repeats 5] [--forward_ms 50 200 400] [--out benchmarks/results/pipeline_idle.json]
+    python -m benchmarks.pipeline_idle [--repeats 5] [--forward_ms 50 200 400] [--out
+    benchmarks/results/pipeline_idle.json]
 
-Takes about seven minutes. The layers of the model sleep: so long in forward, twice as long in backward, in every stage alike.
-Two sleeping processes never wait for a core, so what is left over is the schedule and what DeepSpeed and our engine add to it.
-The steps are those of our `PipelineEngine`; only `train_step` is timed. For every number of micro-batches (4, 8, 16) an engine
-stands ready, and they take turns.
+Takes about seven minutes. The layers of the model sleep: so long in forward, twice as long in backward, in every stage
+alike. Two sleeping processes never wait for a core, so what is left over is the schedule and what DeepSpeed and our
+engine add to it. The steps are those of our `PipelineEngine`; only `train_step` is timed. For every number of
+micro-batches (4, 8, 16) an engine stands ready, and they take turns.
 
-The idle share of a step is 1 - (seconds that the stage slept on purpose) / (seconds of the step), the mean of both stages. "On
-purpose" is what the layers were told to sleep: if a sleep takes longer, that counts as idle. What a step costs beyond the
-schedule is told in milliseconds per micro-batch, for layers of several lengths: it bounds the ratio for layers of any length.
+The idle share of a step is 1 - (seconds that the stage slept on purpose) / (seconds of the step), the mean of both
+stages. "On purpose" is what the layers were told to sleep: if a sleep takes longer, that counts as idle. What a step
+costs beyond the schedule is told in milliseconds per micro-batch, for layers of several lengths: it bounds the ratio
+for layers of any length.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from benchmarks.records import RESULTS, launch, load_average, machine, write
-from framework.assembly.objects import Objects
-from framework.assembly.prepared import Prepared, prepare
-from framework.assembly.wiring import make_train_loader
-from framework.backend.distributed import barrier, process_group, rank
-from framework.backend.pipeline_engine import PipelineEngine, build_pipeline
 from framework.config.load import config_from_values
+from framework.engine.distributed import barrier, process_group, rank
+from framework.engine.pipeline_engine import PipelineEngine, build_pipeline
+from framework.setup.objects import Objects
+from framework.setup.prepared import Prepared, prepare
+from framework.setup.wiring import make_train_loader
 
 NUM_STAGES, LAYERS_PER_STAGE, WIDTH = 2, 2, 8
 MICRO_BATCHES = (4, 8, 16)
@@ -59,13 +61,19 @@ def summary(rows: Sequence[Mapping[str, float]], *, num_micro_batches: int, forw
     expected, median = theory(num_micro_batches), statistics.median(shares)
     slots = num_micro_batches + NUM_STAGES - 1
     return {
-        "num_micro_batches": num_micro_batches, "steps": len(rows), "theory": round(expected, 4), "idle": round(median, 4),
-        "idle_lowest": round(shares[0], 4), "idle_highest": round(shares[-1], 4), "ratio": round(median / expected, 3),
+        "num_micro_batches": num_micro_batches,
+        "steps": len(rows),
+        "theory": round(expected, 4),
+        "idle": round(median, 4),
+        "idle_lowest": round(shares[0], 4),
+        "idle_highest": round(shares[-1], 4),
+        "ratio": round(median / expected, 3),
         "ratio_by_measured_sleep": round(
-            statistics.median(idle_share(row["step_seconds"], row["slept_seconds"]) for row in rows) / expected, 3),
+            statistics.median(idle_share(row["step_seconds"], row["slept_seconds"]) for row in rows) / expected, 3
+        ),
         "step_seconds": round(statistics.median(steps), 4),
         "added_ms_per_micro_batch": round(1000 * (statistics.median(steps) - slots * 3 * forward_seconds) / slots, 2),
-    }  # fmt: skip
+    }
 
 
 class _Nap(torch.autograd.Function):
@@ -111,8 +119,9 @@ class Side:
     def __init__(self, prepared: Prepared) -> None:
         plan, cut = prepared.plan, prepared.cut
         assert cut is not None
-        self.engine: PipelineEngine = build_pipeline(plan, ds_config=prepared.ds_config, layers=cut.layers,
-                                                     bounds=cut.table.bounds, task=prepared.parts.task)  # fmt: skip
+        self.engine: PipelineEngine = build_pipeline(
+            plan, ds_config=prepared.ds_config, layers=cut.layers, bounds=cut.table.bounds, task=prepared.parts.task
+        )
         self.batches = make_train_loader(plan, prepared.parts.splits, rank=rank()).stream(0)
 
     def step(self) -> dict[str, float]:
@@ -126,17 +135,20 @@ class Side:
 def prepared_for(num_micro_batches: int, *, forward_seconds: float, max_steps: int) -> Prepared:
     """A run of sleeping layers, as `framework.fit` would prepare it."""
     samples = torch.zeros(num_micro_batches, WIDTH)
-    config = config_from_values({
-        "run": {"name": "pipeline_idle"},
-        "batch": {"micro_size": 1, "accumulation_steps": num_micro_batches},
-        "parallel": {"pipe": NUM_STAGES, "partition": "uniform"},
-        "optimizer": {"kind": "sgd", "lr": 0.0},
-        "training": {"max_steps": max_steps},
-        "monitors": {"tensorboard": False},
-    })  # fmt: skip
+    config = config_from_values(
+        {
+            "run": {"name": "pipeline_idle"},
+            "batch": {"micro_size": 1, "accumulation_steps": num_micro_batches},
+            "parallel": {"pipe": NUM_STAGES, "partition": "uniform"},
+            "optimizer": {"kind": "sgd", "lr": 0.0},
+            "training": {"max_steps": max_steps},
+            "monitors": {"tensorboard": False},
+        }
+    )
     layers = [Sleeper(forward_seconds / LAYERS_PER_STAGE) for _ in range(NUM_STAGES * LAYERS_PER_STAGE)]
-    return prepare(config, objects=Objects(nn.Sequential(*layers), TensorDataset(samples, samples), None,
-                                           nn.functional.mse_loss))  # fmt: skip
+    return prepare(
+        config, objects=Objects(nn.Sequential(*layers), TensorDataset(samples, samples), None, nn.functional.mse_loss)
+    )
 
 
 def measure(forward_ms: float, repeats: int, folder: Path) -> None:
@@ -157,17 +169,32 @@ def measure(forward_ms: float, repeats: int, folder: Path) -> None:
 def run_job(forward_ms: float, repeats: int) -> list[dict[str, Any]]:
     """Two processes; their rows put together, a table line for each number of micro-batches."""
     with tempfile.TemporaryDirectory() as name:
-        launch("-m", "benchmarks.pipeline_idle", "--rank_writes_to", name, "--forward_ms", str(forward_ms), "--repeats",
-               str(repeats), num_ranks=NUM_STAGES, timeout_seconds=600)  # fmt: skip
+        launch(
+            "-m",
+            "benchmarks.pipeline_idle",
+            "--rank_writes_to",
+            name,
+            "--forward_ms",
+            str(forward_ms),
+            "--repeats",
+            str(repeats),
+            num_ranks=NUM_STAGES,
+            timeout_seconds=600,
+        )
         ranks = [
             json.loads((Path(name) / f"{number}.json").read_text(encoding="utf-8")) for number in range(NUM_STAGES)
         ]
     return [
-        summary([{key: statistics.mean(row[key] for row in rows) for key in rows[0]}
-                 for rows in zip(*(of_rank[str(count)] for of_rank in ranks), strict=True)],
-                num_micro_batches=count, forward_seconds=forward_ms / 1000)
+        summary(
+            [
+                {key: statistics.mean(row[key] for row in rows) for key in rows[0]}
+                for rows in zip(*(of_rank[str(count)] for of_rank in ranks), strict=True)
+            ],
+            num_micro_batches=count,
+            forward_seconds=forward_ms / 1000,
+        )
         for count in MICRO_BATCHES
-    ]  # fmt: skip
+    ]
 
 
 def table(found: Sequence[Mapping[str, Any]]) -> str:
@@ -175,9 +202,11 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
     lines = ["forward ms  m   theory  idle    lowest  highest  ratio  added ms per micro-batch"]
     lines += [
         f"{job['forward_ms']:>10g} {row['num_micro_batches']:>2}   {row['theory']:.2%} {row['idle']:>7.2%} "
-        f"{row['idle_lowest']:>7.2%} {row['idle_highest']:>7.2%}  {row['ratio']:>5.3f}  {row['added_ms_per_micro_batch']:.2f}"
-        for job in found for row in job["rows"]
-    ]  # fmt: skip
+        f"{row['idle_lowest']:>7.2%} {row['idle_highest']:>7.2%}  {row['ratio']:>5.3f}  "
+        f"{row['added_ms_per_micro_batch']:.2f}"
+        for job in found
+        for row in job["rows"]
+    ]
     return "\n".join(lines)
 
 
@@ -201,11 +230,20 @@ def main() -> None:
         rows = run_job(forward_ms, arguments.repeats)
         jobs.append({"forward_ms": forward_ms, "load_average": [at_start, load_average()], "rows": rows})
     print(table(jobs))
-    write({
-        "machine": machine(), "load_average_before": before, "load_average_after": load_average(), "stages": NUM_STAGES,
-        "repeats": arguments.repeats, "niceness": os.nice(0), "target_ratio": TARGET_RATIO, "jobs": jobs,
-        "reached": all(row["ratio"] <= TARGET_RATIO for row in jobs[-1]["rows"]),
-    }, arguments.out)  # fmt: skip
+    write(
+        {
+            "machine": machine(),
+            "load_average_before": before,
+            "load_average_after": load_average(),
+            "stages": NUM_STAGES,
+            "repeats": arguments.repeats,
+            "niceness": os.nice(0),
+            "target_ratio": TARGET_RATIO,
+            "jobs": jobs,
+            "reached": all(row["ratio"] <= TARGET_RATIO for row in jobs[-1]["rows"]),
+        },
+        arguments.out,
+    )
 
 
 if __name__ == "__main__":

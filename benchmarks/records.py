@@ -1,4 +1,6 @@
-"""What every benchmark here needs: the machine in words, medians with their spread, jobs of several processes, a results file."""
+"""What every benchmark here needs: the machine in words, medians with their spread, jobs of several processes, a
+results file.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,16 @@ _SET_BY_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LO
 def machine() -> dict[str, Any]:
     """Where the figures come from; the versions are those that took part."""
     return {
-        "processor": _processor(), "cores": len(os.sched_getaffinity(0)),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in ("torch", "deepspeed")},
         "commit": _git("rev-parse", "--short", "HEAD"),
-        "changed_since_commit": bool(_git("status", "--porcelain", "--untracked-files=no", "--", ":!benchmarks/results")),
-    }  # fmt: skip
+        "changed_since_commit": bool(
+            _git("status", "--porcelain", "--untracked-files=no", "--", ":!benchmarks/results")
+        ),
+    }
 
 
 def load_average() -> float:
@@ -38,8 +43,10 @@ def load_average() -> float:
 def spread(seconds: Sequence[float]) -> dict[str, float]:
     """Median, quickest and slowest."""
     return {
-        "median": round(statistics.median(seconds), 4), "fastest": round(min(seconds), 4), "slowest": round(max(seconds), 4)
-    }  # fmt: skip
+        "median": round(statistics.median(seconds), 4),
+        "fastest": round(min(seconds), 4),
+        "slowest": round(max(seconds), 4),
+    }
 
 
 def launch(*words: str, num_ranks: int, timeout_seconds: float) -> subprocess.CompletedProcess[str]:
@@ -50,8 +57,15 @@ def launch(*words: str, num_ranks: int, timeout_seconds: float) -> subprocess.Co
     """
     kept = {name: value for name, value in os.environ.items() if name not in _SET_BY_LAUNCHERS}
     job = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    done = subprocess.run([*job, *words], cwd=ROOT, env={**kept, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-                          capture_output=True, text=True, timeout=timeout_seconds, check=False)  # fmt: skip
+    done = subprocess.run(
+        [*job, *words],
+        cwd=ROOT,
+        env={**kept, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout_seconds,
+        check=False,
+    )
     if done.returncode:
         raise SystemExit(
             f"{' '.join(words)}: ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"

@@ -3,13 +3,14 @@
     python -m benchmarks.resnet50_parallel [--repeats 3] [--steps 3] [--out benchmarks/results/resnet50_parallel.json]
 
 Takes about six minutes and draws a bar chart beside the results (needs matplotlib: pip install -e '.[bench]'). A device
-is one CPU process of one thread. Every case is the same run config with other settings, trained by train.py under torchrun:
-torchvision's ResNet-50, random images, the same global batch, SGD. The cases are launched one after the other, all of them
-again for each repeat, so that a machine that is slower for a while is slower for all.
+is one CPU process of one thread. Every case is the same run config with other settings, trained by train.py under
+torchrun: torchvision's ResNet-50, random images, the same global batch, SGD. The cases are launched one after the
+other, all of them again for each repeat, so that a machine that is slower for a while is slower for all.
 
-A repeat's figure is the median of its steps without the first, as the run's own metrics.jsonl tells them (`time/step_ms`); the
-bar is the median of the repeats, its error bar reaches from the fastest to the slowest repeat. "Cut in two" with one
-micro-batch is naive model parallelism: one device always waits. The cut is by measured seconds per layer.
+A repeat's figure is the median of its steps without the first, as the run's own metrics.jsonl tells them
+(`time/step_ms`); the bar is the median of the repeats, its error bar reaches from the fastest to the slowest repeat.
+"Cut in two" with one micro-batch is naive model parallelism: one device always waits. The cut is by measured seconds
+per layer.
 """
 
 from __future__ import annotations
@@ -26,10 +27,16 @@ from benchmarks.records import RESULTS, launch, load_average, machine, read_metr
 
 GLOBAL_SIZE, IMAGE_SIZE, TIMEOUT_SECONDS = 16, 64, 600
 SETTINGS = (
-    f"batch.global_size={GLOBAL_SIZE}", f"data.image_size={IMAGE_SIZE}", "data.num_samples=1600", "precision={dtype: fp32}",
-    "optimizer.lr=0.01", "training.log_every=1", "monitors.tensorboard=false", "monitors.csv=false",
+    f"batch.global_size={GLOBAL_SIZE}",
+    f"data.image_size={IMAGE_SIZE}",
+    "data.num_samples=1600",
+    "precision={dtype: fp32}",
+    "optimizer.lr=0.01",
+    "training.log_every=1",
+    "monitors.tensorboard=false",
+    "monitors.csv=false",
     "monitors.progress=off",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -73,9 +80,18 @@ def run_case(case: Case, *, steps: int) -> dict[str, float]:
     """One launch: its median step, and the machine's load when it began."""
     load = load_average()
     with tempfile.TemporaryDirectory() as folder:
-        launch("train.py", "--config", "ds_configs/resnet50_synthetic.yaml", *SETTINGS, *case.settings(),
-               f"training.max_steps={steps + 1}", f"run.name={case.name}", f"run.output_dir={folder}",
-               num_ranks=case.num_ranks, timeout_seconds=TIMEOUT_SECONDS)  # fmt: skip
+        launch(
+            "train.py",
+            "--config",
+            "ds_configs/resnet50_synthetic.yaml",
+            *SETTINGS,
+            *case.settings(),
+            f"training.max_steps={steps + 1}",
+            f"run.name={case.name}",
+            f"run.output_dir={folder}",
+            num_ranks=case.num_ranks,
+            timeout_seconds=TIMEOUT_SECONDS,
+        )
         seconds = step_seconds(read_metrics(Path(folder) / case.name))
     return {"step_seconds": statistics.median(seconds), "load_average": load}
 
@@ -84,11 +100,15 @@ def summary(case: Case, runs: Sequence[Mapping[str, float]], *, single_device_se
     """Of all repeats of a case."""
     seconds = [run["step_seconds"] for run in runs]
     return {
-        "name": case.name, "devices": case.num_ranks, "stages": case.pipe, "micro_size": case.micro_size,
-        "micro_batches": case.micro_batches, "step_seconds": spread(seconds),
+        "name": case.name,
+        "devices": case.num_ranks,
+        "stages": case.pipe,
+        "micro_size": case.micro_size,
+        "micro_batches": case.micro_batches,
+        "step_seconds": spread(seconds),
         "speed_up": round(single_device_seconds / statistics.median(seconds), 3),
         "repeats": [{name: round(value, 4) for name, value in run.items()} for run in runs],
-    }  # fmt: skip
+    }
 
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
@@ -109,18 +129,26 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
         seconds, label = case["step_seconds"], labels[case["name"]]
         below, above = seconds["median"] - seconds["fastest"], seconds["slowest"] - seconds["median"]
         axes.bar(place, seconds["median"], yerr=[[below], [above]], capsize=5, color=colours.get(label, "tab:blue"))
-        axes.annotate(f"{seconds['median']:.2f} s", (place, seconds["slowest"]), xytext=(0, 4), textcoords="offset points",
-                      ha="center")  # fmt: skip
+        axes.annotate(
+            f"{seconds['median']:.2f} s",
+            (place, seconds["slowest"]),
+            xytext=(0, 4),
+            textcoords="offset points",
+            ha="center",
+        )
     axes.set_xticks(range(len(found["cases"])), [labels[case["name"]] for case in found["cases"]])
     axes.set_ylabel("seconds per step (lower is better)")
     axes.margins(y=0.12)
     axes.spines[["top", "right"]].set_visible(False)
     setting, where = found["setting"], found["machine"]
     axes.set_title(
-        f"ResNet-50, {setting['global_size']} images of {setting['image_size']} x {setting['image_size']} per step; a device "
-        f"is one CPU core\nmedian of {setting['repeats']} launches, error bars from fastest to slowest; {where['processor']}, "
-        f"{where['cores']} cores, load {found['load_average_before']} to {found['load_average_after']}", fontsize=10,
-    )  # fmt: skip
+        f"ResNet-50, {setting['global_size']} images of {setting['image_size']} x {setting['image_size']} per step; a "
+        "device "
+        f"is one CPU core\nmedian of {setting['repeats']} launches, error bars from fastest to slowest; "
+        f"{where['processor']}, "
+        f"{where['cores']} cores, load {found['load_average_before']} to {found['load_average_after']}",
+        fontsize=10,
+    )
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
@@ -130,8 +158,10 @@ def table(cases: Sequence[Mapping[str, Any]]) -> str:
     lines = ["case               micro-batches  s per step (fastest - slowest)  times one device"]
     for case in cases:
         seconds = case["step_seconds"]
-        lines.append(f"{case['name']:<18} {case['micro_batches']:>13}  {seconds['median']:>10.3f} ({seconds['fastest']:.3f} - "
-                     f"{seconds['slowest']:.3f})       {case['speed_up']:>10.2f}")  # fmt: skip
+        lines.append(
+            f"{case['name']:<18} {case['micro_batches']:>13}  {seconds['median']:>10.3f} ({seconds['fastest']:.3f} - "
+            f"{seconds['slowest']:.3f})       {case['speed_up']:>10.2f}"
+        )
     return "\n".join(lines)
 
 
@@ -149,11 +179,19 @@ def main() -> None:
             runs[case.name].append(run_case(case, steps=arguments.steps))
     single = statistics.median(run["step_seconds"] for run in runs["single_device"])
     found: dict[str, Any] = {
-        "machine": machine(), "load_average_before": before, "load_average_after": load_average(),
-        "setting": {"global_size": GLOBAL_SIZE, "image_size": IMAGE_SIZE, "repeats": arguments.repeats,
-                    "steps": arguments.steps, "config": "ds_configs/resnet50_synthetic.yaml", "overrides": list(SETTINGS)},
+        "machine": machine(),
+        "load_average_before": before,
+        "load_average_after": load_average(),
+        "setting": {
+            "global_size": GLOBAL_SIZE,
+            "image_size": IMAGE_SIZE,
+            "repeats": arguments.repeats,
+            "steps": arguments.steps,
+            "config": "ds_configs/resnet50_synthetic.yaml",
+            "overrides": list(SETTINGS),
+        },
         "cases": [summary(case, runs[case.name], single_device_seconds=single) for case in CASES],
-    }  # fmt: skip
+    }
     print(table(found["cases"]))
     write(found, arguments.out)
     draw(found, arguments.out.with_suffix(".png"))

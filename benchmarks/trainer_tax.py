@@ -1,12 +1,13 @@
 """What the Trainer costs over a bare DeepSpeed loop that does the same maths on the same config and data.
 
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/trainer_tax.py --out benchmarks/results/trainer_tax.json
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/trainer_tax.py --out
+    benchmarks/results/trainer_tax.json
 
-Two engines are built from one DeepSpeed JSON and the same seed, and trained in turn, A B A B, in blocks of steps: A through
-`Trainer.fit` with all monitors on, a logged point every 10 steps and an ear for requests to stop, B through the loop that a
-user would write, which logs nothing at all; with `--against deaf` B is the Trainer, too, but cannot be asked to stop. Printed:
-the ratio of the median block times with the spread of the ratios block by block, and whether the losses at the logged steps
-are bit-equal.
+Two engines are built from one DeepSpeed JSON and the same seed, and trained in turn, A B A B, in blocks of steps: A
+through `Trainer.fit` with all monitors on, a logged point every 10 steps and an ear for requests to stop, B through the
+loop that a user would write, which logs nothing at all; with `--against deaf` B is the Trainer, too, but cannot be
+asked to stop. Printed: the ratio of the median block times with the spread of the ratios block by block, and whether
+the losses at the logged steps are bit-equal.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from typing import Any
 import deepspeed
 import torch
 
-from framework.assembly.prepared import Prepared, prepare
-from framework.assembly.wiring import make_agenda, make_monitors, make_train_loader
-from framework.backend import random_state
-from framework.backend.distributed import barrier, process_group, rank
-from framework.backend.environment import describe_environment
-from framework.backend.measures import mean_over_ranks
-from framework.backend.plain_engine import build_engine
-from framework.backend.stop_agreement import agreed_stops
 from framework.config.load import config_from_values
+from framework.engine import random_state
+from framework.engine.distributed import barrier, process_group, rank
+from framework.engine.environment import describe_environment
+from framework.engine.metrics import mean_over_ranks
+from framework.engine.plain_engine import build_engine
+from framework.engine.stop_agreement import agreed_stops
+from framework.setup.prepared import Prepared, prepare
+from framework.setup.wiring import make_agenda, make_monitors, make_train_loader
+from framework.system.stop_request import StopRequest
 from framework.train.cadence import Cadence
 from framework.train.monitors.base import Monitor, Point
-from framework.train.stop_request import StopRequest
 from framework.train.trainer import Agenda, Trainer
 
 LOG_EVERY = 10
@@ -42,26 +43,37 @@ LOG_EVERY = 10
 
 def main() -> None:
     arguments = _arguments()
-    prepared = prepare(config_from_values({
-        "run": {"name": "trainer_tax"},
-        "batch": {"micro_size": arguments.micro_size},
-        "zero": {"stage": arguments.stage},
-        "training": {"max_steps": arguments.steps * (arguments.blocks + 1), "log_every": LOG_EVERY},
-        "monitors": {"progress": "off"},
-    }))  # fmt: skip
+    prepared = prepare(
+        config_from_values(
+            {
+                "run": {"name": "trainer_tax"},
+                "batch": {"micro_size": arguments.micro_size},
+                "zero": {"stage": arguments.stage},
+                "training": {"max_steps": arguments.steps * (arguments.blocks + 1), "log_every": LOG_EVERY},
+                "monitors": {"progress": "off"},
+            }
+        )
+    )
     with process_group(None), tempfile.TemporaryDirectory() as folder:
         with agreed_stops(StopRequest(), start_step=0) as stop:
             against = Bare(prepared) if arguments.against == "bare" else Ours(prepared, Path(folder, "deaf"))
-            report = _measure(prepared, Ours(prepared, Path(folder, "ours"), stop=stop), against, blocks=arguments.blocks,
-                              steps=arguments.steps, against=arguments.against)  # fmt: skip
+            report = _measure(
+                prepared,
+                Ours(prepared, Path(folder, "ours"), stop=stop),
+                against,
+                blocks=arguments.blocks,
+                steps=arguments.steps,
+                against=arguments.against,
+            )
         if rank() == 0:
             print(json.dumps(report, indent=2))
             if arguments.out:
                 Path(arguments.out).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
-def _measure(prepared: Prepared, ours: Ours, other: Ours | Bare, *, blocks: int, steps: int,
-             against: str) -> dict[str, Any]:  # fmt: skip
+def _measure(
+    prepared: Prepared, ours: Ours, other: Ours | Bare, *, blocks: int, steps: int, against: str
+) -> dict[str, Any]:
     times: dict[str, list[float]] = {"trainer": [], against: []}
     for block in range(blocks + 1):
         for name, side in (("trainer", ours), (against, other)):
@@ -98,8 +110,9 @@ class Ours:
         self._stop = stop
         plan = prepared.plan
         random_state.seed_everything(plan.config.run.seed)
-        self._engine = build_engine(plan, ds_config=prepared.ds_config, model=prepared.parts.build_model(),
-                                    task=prepared.parts.task)  # fmt: skip
+        self._engine = build_engine(
+            plan, ds_config=prepared.ds_config, model=prepared.parts.build_model(), task=prepared.parts.task
+        )
         self._agenda = make_agenda(plan)
         self._loader = make_train_loader(prepared.plan, prepared.parts.splits, rank=rank())
         self._config, self._folder = plan.config, folder
@@ -113,13 +126,27 @@ class Ours:
     def ready(self, start: int) -> None:
         """Open the monitors' files anew: a Trainer closes them at its end."""
         if rank() == 0:
-            self._monitors = make_monitors(self._config, self._folder, total_steps=self._agenda.total_steps, from_step=start)
+            self._monitors = make_monitors(
+                self._config, self._folder, total_steps=self._agenda.total_steps, from_step=start
+            )
 
     def run(self, start: int, end: int) -> None:
-        agenda = Agenda(end, self._agenda.steps_per_epoch, self._agenda.samples_per_step, log=Cadence(LOG_EVERY),
-                        evaluate=Cadence(), save=Cadence())  # fmt: skip
-        Trainer(self._engine, agenda=agenda, train_data=self._loader, monitors=[*self._monitors, self], start_step=start,
-                stop=self._stop).fit()  # fmt: skip
+        agenda = Agenda(
+            end,
+            self._agenda.steps_per_epoch,
+            self._agenda.samples_per_step,
+            log=Cadence(LOG_EVERY),
+            evaluate=Cadence(),
+            save=Cadence(),
+        )
+        Trainer(
+            self._engine,
+            agenda=agenda,
+            train_data=self._loader,
+            monitors=[*self._monitors, self],
+            start_step=start,
+            stop=self._stop,
+        ).fit()
 
     name = "benchmark"
 

@@ -11,16 +11,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from framework.config.load import load_config
     from framework.config.run_config import RunConfig
-    from framework.ds_json.import_run import import_deepspeed
-    from framework.ds_json.render import render
+    from framework.dslint.import_run import import_deepspeed
     from framework.errors import ConfigError
     from framework.plan.cluster import Cluster
     from framework.plan.plan import make_plan
+    from framework.plan.render import render
     from framework.run import fit
     from framework.tasks.task import Ratio, Task
 
 __version__ = "0.1.0"
-__all__ = ["Cluster", "ConfigError", "Ratio", "RunConfig", "Task", "fit", "import_deepspeed", "load_config", "make_plan", "render"]
+__all__ = [
+    "Cluster",
+    "ConfigError",
+    "Ratio",
+    "RunConfig",
+    "Task",
+    "fit",
+    "import_deepspeed",
+    "load_config",
+    "make_plan",
+    "render",
+]
 
 _HOME = {
     "Cluster": "framework.plan.cluster",
@@ -29,10 +40,10 @@ _HOME = {
     "RunConfig": "framework.config.run_config",
     "Task": "framework.tasks.task",
     "fit": "framework.run",
-    "import_deepspeed": "framework.ds_json.import_run",
+    "import_deepspeed": "framework.dslint.import_run",
     "load_config": "framework.config.load",
     "make_plan": "framework.plan.plan",
-    "render": "framework.ds_json.render",
+    "render": "framework.plan.render",
 }
 
 

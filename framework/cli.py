@@ -1,4 +1,6 @@
-"""The command line. What needs more than the base install (`prepare`, `generate`, `export`) is imported when it is asked for."""
+"""The command line. What needs more than the base install (`prepare`, `generate`, `export`) is imported when it is
+asked for.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import framework
-from framework.arguments import CommandParser
-from framework.check.command import add_options, run_check
-from framework.early_exits import refusing_exits
+from framework.commands.check import add_options, run_check
 from framework.errors import (
     EXIT_OK,
     EXIT_TRAINING,
@@ -28,18 +28,22 @@ from framework.errors import (
     UsageError,
     missing_package,
 )
-from framework.output import write
 from framework.plan.cluster import Cluster
+from framework.system.arguments import CommandParser
+from framework.system.early_exits import refusing_exits
+from framework.system.output import write
 
 if TYPE_CHECKING:  # a check of DeepSpeed JSON needs none of it, and importing it takes a tenth of a second
+    from framework.commands.stage_balance import StageBalance
     from framework.config.load import Source
-    from framework.launch.stage_balance import StageBalance
     from framework.plan.plan import Plan
 
-# Commands that need more than the base install. Their modules stand beyond the torch line, are imported by name when the
-# command is given, and by nothing else here; each has `main(words) -> exit code`.
+# Commands that need more than the base install. Their modules stand beyond the torch line, are imported by name when
+# the command is given, and by nothing else here; each has `main(words) -> exit code`.
 _BELOW_THE_LINE: Final[Mapping[str, str]] = {
-    "prepare": "framework.data.prepare", "generate": "framework.commands.generate", "export": "framework.commands.export",
+    "prepare": "framework.data.prepare",
+    "generate": "framework.commands.generate",
+    "export": "framework.commands.export",
 }
 # Commands that read their own words, as the list of all commands tells them.
 _ELSEWHERE: Final[Mapping[str, str]] = {
@@ -74,12 +78,20 @@ def _starts_a_run(words: Sequence[str]) -> bool:
 
 def _run(words: Sequence[str]) -> int:
     try:
+        if words[:2] == ["launch", "k8s"]:
+            from framework.deploy.k8s.command import main as print_manifests
+
+            return print_manifests(words[2:])
+        if words[:2] == ["launch", "slurm"]:
+            from framework.deploy.slurm import main as print_script
+
+            return print_script(words[2:])
         if words[:1] == ["launch"]:
             from framework.launch.local import launch
 
             return launch(words[1:])
         if words[:1] == ["doctor"]:
-            from framework.launch.preflight.command import doctor
+            from framework.doctor.command import doctor
 
             return doctor(words[1:])
         if words and words[0] in _BELOW_THE_LINE:
@@ -134,14 +146,20 @@ def _parser() -> argparse.ArgumentParser:
     render.set_defaults(command=_render)
     for command in (plan, render):
         command.add_argument("file", metavar="FILE", help="run config, YAML or JSON")
-        command.add_argument("words", nargs="*", default=[], metavar="key=value", help="settings that win over the file")
+        command.add_argument(
+            "words", nargs="*", default=[], metavar="key=value", help="settings that win over the file"
+        )
     for command in (check, plan, render):
         where = command.add_mutually_exclusive_group()
         where.add_argument("--num_gpus", "--num-gpus", type=_positive, metavar="N", help="devices on one host")
         where.add_argument("-H", "--hostfile", metavar="FILE", help="hosts and their devices, in DeepSpeed's format")
-    _add_schema(commands.add_parser("schema", help="print the JSON Schema of run configs or DeepSpeed JSON, for editors"))
+    _add_schema(
+        commands.add_parser("schema", help="print the JSON Schema of run configs or DeepSpeed JSON, for editors")
+    )
     _add_import(commands.add_parser("import", help="print the run config that a DeepSpeed JSON amounts to"))
-    _add_inspect(commands.add_parser("inspect", help="say what a checkpoint is, and whether its files are as they were written"))
+    _add_inspect(
+        commands.add_parser("inspect", help="say what a checkpoint is, and whether its files are as they were written")
+    )
     for name, help_ in _ELSEWHERE.items():
         commands.add_parser(name, help=help_)
     return parser
@@ -160,10 +178,16 @@ def _add_import(turn: argparse.ArgumentParser) -> None:
 
 
 def _add_inspect(inspect: argparse.ArgumentParser) -> None:
-    inspect.add_argument("path", metavar="CHECKPOINT|RUN", help="a folder global_step<N>, or a run: all of its checkpoints")
+    inspect.add_argument(
+        "path", metavar="CHECKPOINT|RUN", help="a folder global_step<N>, or a run: all of its checkpoints"
+    )
     inspect.add_argument("--json", action="store_true", help="print it as JSON")
-    inspect.add_argument("--no-verify", action="store_true", help="read the manifest only, not every byte of every file")
-    inspect.add_argument("--allow-unverified", action="store_true", help="describe what DeepSpeed wrote without a manifest")
+    inspect.add_argument(
+        "--no-verify", action="store_true", help="read the manifest only, not every byte of every file"
+    )
+    inspect.add_argument(
+        "--allow-unverified", action="store_true", help="describe what DeepSpeed wrote without a manifest"
+    )
     inspect.set_defaults(command=_inspect)
 
 
@@ -200,13 +224,13 @@ def _stage_balance(plan: Plan, source: Source) -> StageBalance | None:
     """None without a pipeline."""
     if plan.layout.pipe_size == 1:
         return None
-    from framework.launch.stage_balance import find_stage_balance
+    from framework.commands.stage_balance import find_stage_balance
 
     return find_stage_balance(plan, source=source)
 
 
 def _render(arguments: argparse.Namespace) -> int:
-    from framework.ds_json.render import render
+    from framework.plan.render import render
 
     plan, source = _make_plan(arguments)
     try:
@@ -221,14 +245,14 @@ def _render(arguments: argparse.Namespace) -> int:
 
 def _missing_targets(plan: Plan, source: Source) -> list[Problem]:
     """What `check` warns of as well: code that is nowhere here."""
-    from framework.check.target_search import missing_targets
+    from framework.commands.target_search import missing_targets
 
     return [source.locate(problem) for problem in missing_targets(plan.config)]
 
 
 def _schema(arguments: argparse.Namespace) -> int:
     if arguments.of == "deepspeed":
-        from framework.ds_json.schema import deepspeed_schema
+        from framework.dslint.schema import deepspeed_schema
 
         schema = deepspeed_schema(arguments.deepspeed)
     elif arguments.deepspeed:
@@ -243,9 +267,9 @@ def _schema(arguments: argparse.Namespace) -> int:
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    from framework.ds_json.import_run import import_document
-    from framework.ds_json.import_text import run_config_text
-    from framework.ds_json.judge import read_deepspeed_json
+    from framework.dslint.import_run import import_document
+    from framework.dslint.import_text import run_config_text
+    from framework.dslint.judge import read_deepspeed_json
 
     document = read_deepspeed_json(Path(arguments.file), name=arguments.file)
     if document is None:
@@ -255,10 +279,14 @@ def _import(arguments: argparse.Namespace) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from framework.report.inspect import run_inspect
+    from framework.commands.inspect import run_inspect
 
-    return run_inspect(arguments.path, as_json=arguments.json, verify=not arguments.no_verify,
-                       allow_unverified=arguments.allow_unverified)  # fmt: skip
+    return run_inspect(
+        arguments.path,
+        as_json=arguments.json,
+        verify=not arguments.no_verify,
+        allow_unverified=arguments.allow_unverified,
+    )
 
 
 def _make_plan(arguments: argparse.Namespace, *, plan_with_data: bool = False) -> tuple[Plan, Source]:
@@ -277,6 +305,6 @@ def _cluster(arguments: argparse.Namespace) -> Cluster | None:
         return Cluster(devices_per_host=arguments.num_gpus)
     if arguments.hostfile is None:
         return None
-    from framework.launch.hostfile import cluster_of, read_hostfile
+    from framework.launch.hosts.hostfile import cluster_of, read_hostfile
 
     return cluster_of(read_hostfile(arguments.hostfile), path=arguments.hostfile)

@@ -22,7 +22,7 @@ from itertools import islice
 from math import isfinite
 from typing import Any, Final, Literal
 
-from framework.output import visible
+from framework.system.output import visible
 
 EXIT_OK: Final = 0
 EXIT_PROBLEMS: Final = 2
@@ -225,6 +225,8 @@ class PeerLostError(TrainingError):
 
 
 class RunStopped(FrameworkError):  # noqa: N818 - it is no error
-    """The run was asked to stop, and stopped in good order. Not a failure, and never an end like any other: exit code 75."""
+    """The run was asked to stop, and stopped in good order. Not a failure, and never an end like any other: exit code
+    75.
+    """
 
     exit_code = EXIT_STOPPED

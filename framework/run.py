@@ -1,7 +1,7 @@
 """The story of a run: from a config to `Trainer.fit()`, top to bottom.
 
-Everything that can be wrong is looked for in `prepare`, before this process waits for any other; from `process_group` on,
-all ranks walk the same way.
+Everything that can be wrong is looked for in `prepare`, before this process waits for any other; from `process_group`
+on, all ranks walk the same way.
 """
 
 from __future__ import annotations
@@ -12,13 +12,41 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from framework.assembly.assemble import assemble_engine
-from framework.assembly.fit_arguments import refuse_unknown_arguments
-from framework.assembly.objects import MakeOptimizer, ModelSource, Objects, config_with_objects
-from framework.assembly.prepared import Prepared, prepare
-from framework.assembly.stages import cut_as_saved, cut_by_time
-from framework.assembly.start_point import agreed_weights, choose_together, on_rank0
-from framework.assembly.wiring import (
+from framework.checkpoint.checkpointer import clear_unfinished
+from framework.checkpoint.layout_change import check_movable, has_moved, told_move
+from framework.checkpoint.names import CHECKPOINTS, size_of, tag_of
+from framework.checkpoint.resumable import check_reachable, check_resumable, told_changes, told_versions
+from framework.checkpoint.resume_point import set_aside_later
+from framework.checkpoint.saved import SavedCheckpoint
+from framework.config.load import Source
+from framework.config.run_config import RunConfig
+from framework.data.token_files import keep_tokenizer
+from framework.engine import random_state
+from framework.engine.data_errors import ToldData
+from framework.engine.distributed import (
+    from_rank0,
+    process_group,
+    quiet_deepspeed,
+    rank,
+    refuse_different_ranks,
+)
+from framework.engine.environment import describe_environment
+from framework.engine.failed_batches import explaining_failed_batches
+from framework.engine.known_failures import telling_of_known_failures
+from framework.engine.layer_times import time_layers
+from framework.engine.lost_peers import telling_of_lost_peers
+from framework.engine.plain_engine import use_matmul_precision
+from framework.engine.stop_agreement import agreed_stops
+from framework.errors import RunStopped
+from framework.plan.plan import Plan
+from framework.report.summary import RunResult, tell_end, tell_next, tell_start
+from framework.setup.assemble import assemble_engine
+from framework.setup.fit_arguments import refuse_unknown_arguments
+from framework.setup.objects import MakeOptimizer, ModelSource, Objects, config_with_objects
+from framework.setup.prepared import Prepared, prepare
+from framework.setup.stages import cut_as_saved, cut_by_time
+from framework.setup.start_point import agreed_weights, choose_together, on_rank0
+from framework.setup.wiring import (
     description,
     make_agenda,
     make_checkpointer,
@@ -26,44 +54,16 @@ from framework.assembly.wiring import (
     make_monitors,
     make_train_loader,
 )
-from framework.backend import random_state
-from framework.backend.distributed import (
-    from_rank0,
-    process_group,
-    quiet_deepspeed,
-    rank,
-    refuse_different_ranks,
-)
-from framework.backend.environment import describe_environment
-from framework.backend.failed_batches import explaining_failed_batches
-from framework.backend.known_failures import telling_of_known_failures
-from framework.backend.layer_times import time_layers
-from framework.backend.lost_peers import telling_of_lost_peers
-from framework.backend.plain_engine import use_matmul_precision
-from framework.backend.stop_agreement import agreed_stops
-from framework.backend.told_data import ToldData
-from framework.checkpoint_names import CHECKPOINTS, size_of, tag_of
-from framework.config.load import Source
-from framework.config.run_config import RunConfig
-from framework.early_exits import refusing_exits
-from framework.errors import RunStopped
-from framework.plan.plan import Plan
-from framework.report.summary import RunResult, tell_end, tell_next, tell_start
-from framework.token_files import keep_tokenizer
+from framework.system.early_exits import refusing_exits
+from framework.system.log import noting_errors, say
+from framework.system.stop_request import StopRequest
+from framework.system.uncaught import end_in_one_line
 from framework.train.best import BestSoFar
-from framework.train.checkpointer import clear_unfinished
-from framework.train.choice import set_aside_later
-from framework.train.layout_change import check_movable, has_moved, told_move
 from framework.train.monitors.base import Monitor
 from framework.train.monitors.held_folder import HeldFolder
 from framework.train.monitors.log_lines import LogLines
-from framework.train.rank_log import noting_errors, say
-from framework.train.resumable import check_reachable, check_resumable, told_changes, told_versions
 from framework.train.run_folder import RunFolder
-from framework.train.saved import SavedCheckpoint
-from framework.train.stop_request import StopRequest
 from framework.train.trainer import Trainer
-from framework.uncaught import end_in_one_line
 
 
 def fit(
@@ -78,22 +78,22 @@ def fit(
 ) -> RunResult:
     """Train, and return how it ended. Called on every rank.
 
-    Called in the main thread, it takes SIGTERM, SIGINT, SIGUSR1 and SIGHUP for requests to stop while it works: all ranks save
-    after the same step, and it raises `RunStopped`. SIGINT or SIGTERM a second time, more than two seconds later, does what
-    it did before. The handlers that were there are put back at the end.
+    Called in the main thread, it takes SIGTERM, SIGINT, SIGUSR1 and SIGHUP for requests to stop while it works: all
+    ranks save after the same step, and it raises `RunStopped`. SIGINT or SIGTERM a second time, more than two seconds
+    later, does what it did before. The handlers that were there are put back at the end.
 
-    An error that a script does not catch ends it with one line and the error's exit code; with ``DSF_TRACEBACK=1`` in the
-    environment, with a traceback (`framework.uncaught`).
+    An error that a script does not catch ends it with one line and the error's exit code; with ``DSF_TRACEBACK=1`` in
+    the environment, with a traceback (`framework.system.uncaught`).
 
     Args:
-        config: a RunConfig, or the same as nested dicts; sections that are left out have defaults. The section of what is
-            handed over may hold its other keys, such as ``{"data": {"num_workers": 2, "random_samples": False}}``.
+        config: a RunConfig, or the same as nested dicts; sections that are left out have defaults. The section of what
+            is handed over may hold its other keys, such as ``{"data": {"num_workers": 2, "random_samples": False}}``.
         model: an `nn.Module` or a list of layers, or a callable that builds one; instead of the config's ``model``.
-        train_data, eval_data: map-style datasets of (inputs, target) (a list of such samples is one), or the pair of both as
-            `train_data`; instead of the config's ``data``.
+        train_data, eval_data: map-style datasets of (inputs, target) (a list of such samples is one), or the pair of
+            both as `train_data`; instead of the config's ``data``.
         task: a `framework.Task` or a callable ``loss(outputs, targets)``; instead of the config's ``task``.
-        optimizer: a callable from parameters to an optimizer, for example ``functools.partial(SGD, lr=0.1)``; instead of
-            the config's ``optimizer``.
+        optimizer: a callable from parameters to an optimizer, for example ``functools.partial(SGD, lr=0.1)``; instead
+            of the config's ``optimizer``.
 
     Raises:
         ConfigError: the run cannot work as described; no process group was started.
@@ -151,8 +151,9 @@ def _run(prepared: Prepared, request: StopRequest) -> RunResult:
     return result
 
 
-def _fit(prepared: Prepared, folder: RunFolder, start: SavedCheckpoint | None,
-         request: StopRequest) -> tuple[RunResult, str]:  # fmt: skip
+def _fit(
+    prepared: Prepared, folder: RunFolder, start: SavedCheckpoint | None, request: StopRequest
+) -> tuple[RunResult, str]:
     plan, config, splits = prepared.plan, prepared.plan.config, prepared.parts.splits
     engine = assemble_engine(prepared)
     # Other dropout masks on every rank, and where the states of the ranks are not resumed.
@@ -170,25 +171,50 @@ def _fit(prepared: Prepared, folder: RunFolder, start: SavedCheckpoint | None,
         start_step = int(state["step"])
         best.restore(state)
     if rank() == 0:
-        tell_start(plan, folder.path, start_step=start_step, stages=prepared.cut.table if prepared.cut else None,
-                   evaluates=splits.evaluation is not None)  # fmt: skip
+        tell_start(
+            plan,
+            folder.path,
+            start_step=start_step,
+            stages=prepared.cut.table if prepared.cut else None,
+            evaluates=splits.evaluation is not None,
+        )
     monitors: list[Monitor] = [HeldFolder(folder), best, LogLines(agenda.total_steps)]
-    from_rank0(on_rank0(lambda: monitors.extend(
-        make_monitors(config, folder.path, total_steps=agenda.total_steps, from_step=start_step))))  # fmt: skip
-    checkpointer = make_checkpointer(engine, folder.checkpoints, plan=plan, last_step=agenda.total_steps, description=described,
-                                     further=best.state)  # fmt: skip
+    from_rank0(
+        on_rank0(
+            lambda: monitors.extend(
+                make_monitors(config, folder.path, total_steps=agenda.total_steps, from_step=start_step)
+            )
+        )
+    )
+    checkpointer = make_checkpointer(
+        engine, folder.checkpoints, plan=plan, last_step=agenda.total_steps, description=described, further=best.state
+    )
     eval_loader = make_eval_loader(plan, splits, rank=rank())
     with closing(checkpointer), agreed_stops(request, start_step=start_step) as stop:
-        trainer = Trainer(engine, agenda=agenda, train_data=ToldData(make_train_loader(plan, splits, rank=rank())),
-                          eval_data=ToldData(eval_loader) if eval_loader is not None else None,
-                          monitors=monitors, save=checkpointer.save, start_step=start_step, stop=stop)  # fmt: skip
+        trainer = Trainer(
+            engine,
+            agenda=agenda,
+            train_data=ToldData(make_train_loader(plan, splits, rank=rank())),
+            eval_data=ToldData(eval_loader) if eval_loader is not None else None,
+            monitors=monitors,
+            save=checkpointer.save,
+            start_step=start_step,
+            stop=stop,
+        )
         outcome = trainer.fit()
         checkpointer.finish(is_final=bool(outcome.stopped))
         from_rank0(on_rank0(folder.check_held))
     request.training_is_over()
     engine.close()
-    result = RunResult(folder.path, outcome.step, dict(outcome.metrics), outcome.samples_per_sec, start_step,
-                       outcome.tokens_per_sec, best.found)  # fmt: skip
+    result = RunResult(
+        folder.path,
+        outcome.step,
+        dict(outcome.metrics),
+        outcome.samples_per_sec,
+        start_step,
+        outcome.tokens_per_sec,
+        best.found,
+    )
     if rank() == 0 and not outcome.stopped:
         tell_end(result, plan, environment=os.environ)
     return result, outcome.stopped
@@ -198,12 +224,15 @@ def _told_stop(result: RunResult, stopped: str, plan: Plan) -> str:
     if result.step == result.start_step:
         return f"{stopped}: stopped before the first step: nothing new to save [stopped]"
     saved = result.folder / CHECKPOINTS / tag_of(result.step)
-    return (f"{stopped}: stopped after step {result.step} of {plan.length.total_steps}; {saved} is complete; go on with "
-            "checkpoint.resume=auto [stopped]")  # fmt: skip
+    return (
+        f"{stopped}: stopped after step {result.step} of {plan.length.total_steps}; {saved} is complete; go on with "
+        "checkpoint.resume=auto [stopped]"
+    )
 
 
 def _measured(prepared: Prepared, start: SavedCheckpoint | None) -> Prepared:
-    """With `parallel.partition: measured`: rank 0 times the layers on its device, and all ranks cut by that. Collective.
+    """With `parallel.partition: measured`: rank 0 times the layers on its device, and all ranks cut by that.
+    Collective.
 
     A run that goes on is cut as it was: no two measurements are the same, and another cut would be a move.
     """
@@ -214,13 +243,17 @@ def _measured(prepared: Prepared, start: SavedCheckpoint | None) -> Prepared:
         if rank() == 0:
             say("resume: the pipeline is cut as it was measured at the first start")
         return replace(prepared, cut=as_saved)
-    seconds = from_rank0(on_rank0(lambda: time_layers(
-        cut.layers, cut.inputs, seed=plan.config.run.seed, precision=plan.config.precision)))  # fmt: skip
+    seconds = from_rank0(
+        on_rank0(
+            lambda: time_layers(cut.layers, cut.inputs, seed=plan.config.run.seed, precision=plan.config.precision)
+        )
+    )
     return replace(prepared, cut=cut_by_time(cut, plan, seconds))
 
 
 def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint | None) -> str:
-    """See whether the run may go on from where it starts, and open its folder; nothing is written before that is settled.
+    """See whether the run may go on from where it starts, and open its folder; nothing is written before that is
+    settled.
 
     Returns the folder's word, for hosts that may still see another one of its name.
     """
@@ -228,8 +261,13 @@ def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint |
     if start is not None:
         described = description(plan, prepared.parts.splits, pipeline=prepared.pipeline())
         check_movable(start, description=described)
-        check_resumable(start, config=config.to_dict(), global_size=plan.layout.global_size,
-                        steps_per_epoch=plan.length.steps_per_epoch or 0, data=described)  # fmt: skip
+        check_resumable(
+            start,
+            config=config.to_dict(),
+            global_size=plan.layout.global_size,
+            steps_per_epoch=plan.length.steps_per_epoch or 0,
+            data=described,
+        )
         check_reachable(start, total_steps=plan.length.total_steps or 0)
     continues = start is not None and start.folder.resolve() == folder.checkpoints.resolve()
     moved = folder.open(fresh=not continues)
@@ -241,12 +279,17 @@ def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint |
         say(f"{folder.path} held an earlier run; it is now {moved}")
     if start is not None and continues:
         for replaced in set_aside_later(start):
-            say(f"the steps after {start.step} are taken again; an earlier checkpoint of them is now {replaced} "
-                f"({size_of(replaced) / 1e9:.3f} GB; it stays until somebody deletes it)")  # fmt: skip
+            say(
+                f"the steps after {start.step} are taken again; an earlier checkpoint of them is now {replaced} "
+                f"({size_of(replaced) / 1e9:.3f} GB; it stays until somebody deletes it)"
+            )
     pipeline = prepared.pipeline()
-    folder.describe(config=config.to_dict(), ds_config=prepared.ds_config,
-                    plan=plan.to_dict() | ({"pipeline": pipeline} if pipeline else {}),
-                    environment=describe_environment())  # fmt: skip
+    folder.describe(
+        config=config.to_dict(),
+        ds_config=prepared.ds_config,
+        plan=plan.to_dict() | ({"pipeline": pipeline} if pipeline else {}),
+        environment=describe_environment(),
+    )
     if tokens := getattr(config.data, "path", None):
         keep_tokenizer(tokens, folder.path)
     return folder.word
@@ -273,6 +316,7 @@ def _changed_schedule(start: SavedCheckpoint, plan: Plan) -> Iterator[str]:
     ends_with_run = "total_steps" in type(scheduler).model_fields and getattr(scheduler, "total_steps", None) is None
     if ends_with_run and before is not None and before != now:
         yield (
-            f"the {scheduler.kind} schedule now ends at step {now} instead of {before}, so the learning rate goes on from "
+            f"the {scheduler.kind} schedule now ends at step {now} instead of {before}, so the learning rate goes on "
+            "from "
             f"another point of its curve; scheduler.total_steps={before} keeps it"
         )

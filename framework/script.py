@@ -12,13 +12,13 @@ import time
 import traceback
 from typing import NoReturn
 
-from framework.arguments import CommandParser
-from framework.early_exits import refusing_exits
 from framework.errors import EXIT_CONFIG, EXIT_OK, EXIT_TRAINING, FrameworkError, missing_package
-from framework.launch.parent_watch import AGENT_VARIABLE, watch_parent
-from framework.output import write
-from framework.train.stop_request import StopRequest
-from framework.uncaught import SILENT_RANKS_WAIT_SECONDS
+from framework.system.arguments import CommandParser
+from framework.system.early_exits import refusing_exits
+from framework.system.output import write
+from framework.system.parent_watch import AGENT_VARIABLE, watch_parent
+from framework.system.stop_request import StopRequest
+from framework.system.uncaught import SILENT_RANKS_WAIT_SECONDS
 
 
 def _parser() -> CommandParser:
@@ -41,14 +41,18 @@ def _train(request: StopRequest, arguments: argparse.Namespace) -> None:
     job = load_job(arguments.config, arguments.overrides, deepspeed_config=arguments.deepspeed_config)
     if AGENT_VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":  # else the launcher has told them
         job.tell_notes()
-    make_plan(job.config, Cluster.from_environment(os.environ), source=job.source)  # before the seconds that torch takes to import
+    make_plan(
+        job.config, Cluster.from_environment(os.environ), source=job.source
+    )  # before the seconds that torch takes to import
     from framework.run import fit_loaded
 
     fit_loaded(job.config, job.source, request, words=job.words)
 
 
 def exit_code() -> int:
-    """Train; returns what the process ends with. Mostly every rank meets the same problem, and one on each host prints it."""
+    """Train; returns what the process ends with. Mostly every rank meets the same problem, and one on each host prints
+    it.
+    """
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     request = StopRequest()
     request.listen()
@@ -79,7 +83,9 @@ def exit_code() -> int:
 
 
 def _leave_the_word(request: StopRequest) -> None:
-    """A launcher ends all ranks when the first one ends: the one that speaks is given the time to, or until we are to end."""
+    """A launcher ends all ranks when the first one ends: the one that speaks is given the time to, or until we are to
+    end.
+    """
     if request.is_over:  # the run has ended, and rank 0 has told how
         return
     request.run_has_failed()

@@ -1,4 +1,6 @@
-"""What holds for every test: it leaves the environment and the working folder as it found them. And checkpoints of many layouts."""
+"""What holds for every test: it leaves the environment and the working folder as it found them. And checkpoints of many
+layouts.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,24 @@ from hypothesis import settings
 
 from tests import lanes, ops_ahead, warm_ranks
 
-# A busy machine is no finding: how long an example takes depends on what else runs. What a build machine says depends on the commit
-# alone; elsewhere every run tries other examples, and one that fails can be had again.
+# A busy machine is no finding: how long an example takes depends on what else runs. What a build machine says depends
+# on the commit alone; elsewhere every run tries other examples, and one that fails can be had again.
 settings.register_profile("dsf-trainer", deadline=None, print_blob=True, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("dsf-trainer")
 
-# A signal that the caller ignores, as whatever a script starts with `&` does, would be ignored by every process of every test.
+# A signal that the caller ignores, as whatever a script starts with `&` does, would be ignored by every process of
+# every test.
 for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
 # Set for good by importing deepspeed and torch.
-_SET_BY_IMPORTS = {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}
+_SET_BY_IMPORTS = {
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "TORCHINDUCTOR_CACHE_DIR",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,7 +66,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run fast tests first: what they find is known in minutes. Rerun once, visibly, what depends on the timing of processes."""
+    """Run fast tests first: what they find is known in minutes. Rerun once, visibly, what depends on the timing of
+    processes.
+    """
     lanes.sort(items)
     for item in items:
         if item.get_closest_marker("timing"):
@@ -68,7 +78,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _compiled_ahead(request: pytest.FixtureRequest) -> Iterator[None]:
     """While fast tests run, the ops that the tests of DeepSpeed's own answers load are compiled."""
-    is_needed = lanes.is_first() and any(item.path.name == "test_against_deepspeed.py" for item in request.session.items)
+    is_needed = lanes.is_first() and any(
+        item.path.name == "test_against_deepspeed.py" for item in request.session.items
+    )
     process = ops_ahead.start() if is_needed else None
     yield
     if process is not None:
@@ -122,7 +134,7 @@ def _leaves_the_process_as_it_was() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def plain_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs on three ranks, trained once for all tests that read their checkpoints."""
-    from tests.backend.saved_runs import PLAIN, train  # here, because it imports torch
+    from tests.engine.saved_runs import PLAIN, train  # here, because it imports torch
 
     return train(PLAIN, tmp_path_factory.mktemp("plain-runs"), pipe=1, num_ranks=3)
 
@@ -130,6 +142,6 @@ def plain_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def piped_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of two stages, each on two ranks."""
-    from tests.backend.saved_runs import PIPED, train
+    from tests.engine.saved_runs import PIPED, train
 
     return train(PIPED, tmp_path_factory.mktemp("piped-runs"), pipe=2, num_ranks=4)

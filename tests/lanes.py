@@ -1,10 +1,11 @@
-"""Two lanes for the whole suite: half of its time is spent waiting, for hosts that fall silent or launchers that grant a grace.
+"""Two lanes for the whole suite: half of its time is spent waiting, for hosts that fall silent or launchers that grant
+a grace.
 
-One lane trains: files whose tests keep both processors busy, one after the other. The other takes the fast files and then those
-that wait. Whoever is through first takes a file of what is left.
+One lane trains: files whose tests keep both processors busy, one after the other. The other takes the fast files and
+then those that wait. Whoever is through first takes a file of what is left.
 
-Only a run of everything is split, with or without a choice by marker; `pytest tests/plan` is one process as ever, and so is all
-of it with ``-n 0``.
+Only a run of everything is split, with or without a choice by marker; `pytest tests/plan` is one process as ever, and
+so is all of it with ``-n 0``.
 """
 
 from __future__ import annotations
@@ -20,16 +21,32 @@ from tests.places import ROOT
 NUM_LANES: Final = 2
 # Slow files that wait more than they work, or work on one processor.
 WAITING: Final = (
-    "tests/launch/", "tests/hosts/", "tests/kubelet/", "tests/campaign/test_launch_faults.py",
-    "tests/campaign/test_torchrun_kills.py", "tests/test_public_names.py", "tests/test_quickstart.py", "tests/test_stopping.py",
-    "tests/test_train_script.py", "tests/test_uncaught.py", "tests/config/", "tests/ds_json/test_edits.py",
-    "tests/ds_json/test_fixes.py", "tests/ds_json/rules/test_any_value.py",
-)  # fmt: skip
+    "tests/launch/",
+    "tests/doctor/",
+    "tests/deploy/",
+    "tests/system/test_parent_watch.py",
+    "tests/commands/test_stage_balance.py",
+    "tests/hosts/",
+    "tests/kubelet/",
+    "tests/campaign/test_launch_faults.py",
+    "tests/campaign/test_torchrun_kills.py",
+    "tests/test_public_names.py",
+    "tests/test_quickstart.py",
+    "tests/test_stopping.py",
+    "tests/test_train_script.py",
+    "tests/system/test_uncaught.py",
+    "tests/config/",
+    "tests/text/",
+    "tests/dslint/test_fixes.py",
+    "tests/dslint/rules/test_any_value.py",
+)
 _DISTRIBUTION: Final = "loadscope"  # a file, or all that trains, goes to one lane as a whole
 
 
 def choose(config: pytest.Config) -> None:
-    """Two lanes for this call of pytest, where it is one for everything and xdist is there; called before xdist looks."""
+    """Two lanes for this call of pytest, where it is one for everything and xdist is there; called before xdist
+    looks.
+    """
     options = config.option
     is_whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
     has_its_own_way = options.usepdb or options.collectonly or options.capture == "no" or options.keyword

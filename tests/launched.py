@@ -24,18 +24,26 @@ def job_environment(**extra: str) -> dict[str, str]:
     return kept | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": path} | extra
 
 
-def torchrun(script: Path, *arguments: str, num_ranks: int, cwd: Path, timeout: float = TIMEOUT_SECONDS,
-             **environment: str) -> subprocess.CompletedProcess[str]:  # fmt: skip
+def torchrun(
+    script: Path, *arguments: str, num_ranks: int, cwd: Path, timeout: float = TIMEOUT_SECONDS, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run a script on `num_ranks` processes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     return subprocess.run(
-        [*command, str(script), *arguments], cwd=cwd, env=job_environment(**environment), capture_output=True, text=True,
-        timeout=timeout, check=False,
-    )  # fmt: skip
+        [*command, str(script), *arguments],
+        cwd=cwd,
+        env=job_environment(**environment),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
 
 
 def run_ranks(script: Path, *arguments: str, num_ranks: int, cwd: Path, timeout: float = TIMEOUT_SECONDS) -> str:
-    """Run a script on `num_ranks` processes forked from one that has imported everything; fails the test with what it said."""
+    """Run a script on `num_ranks` processes forked from one that has imported everything; fails the test with what it
+    said.
+    """
     from tests.warm_ranks import session_ranks  # which imports this file
 
     said = cwd / f"said-{len(list(cwd.iterdir()))}"
@@ -45,7 +53,9 @@ def run_ranks(script: Path, *arguments: str, num_ranks: int, cwd: Path, timeout:
     return job.said()
 
 
-def train_cases(configs: Sequence[Mapping[str, Any]], *, num_ranks: int, folder: Path, allow_fp16: bool = False) -> None:
+def train_cases(
+    configs: Sequence[Mapping[str, Any]], *, num_ranks: int, folder: Path, allow_fp16: bool = False
+) -> None:
     """Train all configs in one job; fails the test with the job's output if the job itself does not end well.
 
     `allow_fp16`: also where DeepSpeed's accelerator says that it cannot (`tests.jobs.half_on_cpu`).

@@ -1,7 +1,10 @@
-"""Compiles the ops that many tests need, one after the other and at low priority, while fast tests run: python -m tests.ops_ahead.
+"""Compiles the ops that many tests need, one after the other and at low priority, while fast tests run: python -m
+tests.ops_ahead.
 
-On a fresh machine that is minutes of a processor's time, for which slow tests would otherwise wait. Told to end, it ends after the
-op at hand: torch's lock of an op whose compilation was broken off would stay, and whoever needs it next would wait for ever.
+On a fresh machine that is minutes of a processor's time, for which slow tests would otherwise wait. Told to end, it
+ends after the
+op at hand: torch's lock of an op whose compilation was broken off would stay, and whoever needs it next would wait for
+ever.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from importlib.util import find_spec
 
 from tests.launched import ROOT, job_environment
 
-# What tests/ds_json/rules asks of DeepSpeed on a processor; the first is needed by more tests.
+# What tests/dslint/rules asks of DeepSpeed on a processor; the first is needed by more tests.
 BUILDERS = ("FusedAdamBuilder", "CPUAdamBuilder", "CPUAdagradBuilder", "PinMemoryBuilder")
 
 
@@ -25,9 +28,14 @@ def start() -> subprocess.Popen[bytes] | None:
     if platform.system() != "Linux" or any(find_spec(name) is None for name in ("torch", "deepspeed", "ninja")):
         return None
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.ops_ahead"], cwd=ROOT, env=job_environment(MAX_JOBS="1"), stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "tests.ops_ahead"],
+        cwd=ROOT,
+        env=job_environment(MAX_JOBS="1"),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def main() -> None:
@@ -42,7 +50,7 @@ def load_ops(*, until: Callable[[], bool] = lambda: False) -> None:
     """Compile those that are not there, and load all, or as many as come before `until` holds."""
     from deepspeed.accelerator import get_accelerator
 
-    from framework.backend.extensions import use_own_cache
+    from framework.engine.extensions import use_own_cache
 
     use_own_cache()
     for builder in BUILDERS:

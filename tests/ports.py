@@ -1,7 +1,8 @@
 """Ports for tests that need a number before somebody listens there.
 
-A port that the kernel gave and got back is soon given to another: two lanes of tests ask for hundreds in a minute. So these are
-below the range that Linux gives from where nobody has changed it, each lane has its own, and no number comes twice soon.
+A port that the kernel gave and got back is soon given to another: two lanes of tests ask for hundreds in a minute. So
+these are below the range that Linux gives from where nobody has changed it, each lane has its own, and no number comes
+twice soon.
 """
 
 from __future__ import annotations

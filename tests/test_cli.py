@@ -59,7 +59,10 @@ def test_commands_answer_without_torch_and_in_little_time(without_torch: dict[st
 
     2.2 to 3.0 times were measured for the first three, 0.8 for `schema`.
     """
-    unit = min(taken_by([sys.executable, "-c", "import yaml; from pydantic import BaseModel"], without_torch)[0] for _ in range(2))
+    unit = min(
+        taken_by([sys.executable, "-c", "import yaml; from pydantic import BaseModel"], without_torch)[0]
+        for _ in range(2)
+    )
     for words in COMMANDS:
         most = (1.8 if words == ["schema"] else 4.5) * unit
         for attempt in (1, 2, 3):  # another process on the core costs this one some as well
@@ -106,14 +109,21 @@ def test_a_reader_that_was_never_there_is_no_error(without_torch: dict[str, str]
 
 @pytest.mark.parametrize(
     ("words", "code"),
-    [(["launch", "nowhere.yaml"], 78), (["launch", "node", "nowhere.yaml", "--nnodes", "1", "--num_gpus", "1"], 78),
-     (["launch", "node", "--nnodes", "2"], 64), (["check"], 64), (["plan", "nowhere.yaml"], 78)],
+    [
+        (["launch", "nowhere.yaml"], 78),
+        (["launch", "node", "nowhere.yaml", "--nnodes", "1", "--num_gpus", "1"], 78),
+        (["launch", "node", "--nnodes", "2"], 64),
+        (["check"], 64),
+        (["plan", "nowhere.yaml"], 78),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_without_a_reader_a_refusal_stays_one(words: list[str], code: int, without_torch: dict[str, str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([sys.executable, "-m", "framework", *words], env=without_torch, stdout=writer, stderr=writer, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "framework", *words], env=without_torch, stdout=writer, stderr=writer, timeout=60
+    )
     os.close(writer)
     assert done.returncode == code
 
@@ -131,10 +141,12 @@ def test_without_a_reader_an_unfit_machine_stays_one() -> None:
 
 @pytest.mark.parametrize(
     ("command", "said"),
-    [(["-m", "framework", "check", str(QUICKSTART)], "source .venv/bin/activate, call ./launch.sh"),
-     (["train.py", "--config", str(QUICKSTART)], "pip install -e '.[train]'")],
+    [
+        (["-m", "framework", "check", str(QUICKSTART)], "source .venv/bin/activate, call ./launch.sh"),
+        (["train.py", "--config", str(QUICKSTART)], "pip install -e '.[train]'"),
+    ],
     ids=["command", "script"],
-)  # fmt: skip
+)
 def test_another_python_than_the_environments_is_told_in_one_line(command: list[str], said: str) -> None:
     """-S: a Python that has no packages, as the system's own."""
     done = subprocess.run([sys.executable, "-S", *command], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -240,7 +252,8 @@ def test_overrides_and_paths_with_an_equals_sign(tmp_path: Path, capsys: Capture
     path = write(tmp_path / "lr=3" / "x.yaml", "run: {name: x}\n")
     assert call("check", path, "batch.global_size=7", "--num_gpus", "2") == 2
     assert capsys.readouterr().err == (
-        "command line: batch.global_size = 7: 7 samples cannot be split evenly over 2 devices; set batch.global_size: 6 or 8 "
+        "command line: batch.global_size = 7: 7 samples cannot be split evenly over 2 devices; set batch.global_size: "
+        "6 or 8 "
         "[batch-not-divisible]\n"
     )
 
@@ -257,8 +270,9 @@ def test_check_json(tmp_path: Path, capsys: Capture) -> None:
     assert call("check", path, "--json") == 2
     found: list[dict[str, Any]] = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert [(item["kind"], item["key"], item["file"], item["line"]) for item in found] == [
-        ("wrong-value", "optimizer.lr", path, 1), ("missing-key", "scheduler.min_lr", path, 2),
-    ]  # fmt: skip
+        ("wrong-value", "optimizer.lr", path, 1),
+        ("missing-key", "scheduler.min_lr", path, 2),
+    ]
     assert found[0]["value"] == "nan"
     assert "value" not in found[1]
     assert found[1]["text"] == f"{path}:2: scheduler.min_lr: the key is required here; add it [missing-key]"
@@ -310,7 +324,9 @@ def test_schema_is_the_committed_one(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize(("command", "exit_code"), [("check", 0), ("plan", 0), ("render", 0)])
-def test_a_target_that_is_nowhere_is_a_warning_everywhere(command: str, exit_code: int, tmp_path: Path, capsys: Capture) -> None:
+def test_a_target_that_is_nowhere_is_a_warning_everywhere(
+    command: str, exit_code: int, tmp_path: Path, capsys: Capture
+) -> None:
     path = write(tmp_path / "x.yaml", "batch: {micro_size: 4}\ntask: {target: 'nowhere.at_all:loss'}\n")
     assert call(command, path) == exit_code
     out, err = capsys.readouterr()

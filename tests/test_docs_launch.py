@@ -15,7 +15,12 @@ def kinds(folder: Path) -> set[str]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.keyword) and node.arg == "kind" and isinstance(node.value, ast.Constant):
                 found.add(str(node.value.value))
-    return found - {"run-folder", "tmp", "nvme-path", "cache"}  # what is in the way of writing there is named KIND-unwritable
+    return found - {
+        "run-folder",
+        "tmp",
+        "nvme-path",
+        "cache",
+    }  # what is in the way of writing there is named KIND-unwritable
 
 
 def test_every_kind_of_finding_is_described() -> None:

@@ -1,4 +1,6 @@
-"""docs/pipeline.md is true: its model code trains as plain PyTorch does, its commands print what it says, its kinds exist."""
+"""docs/pipeline.md is true: its model code trains as plain PyTorch does, its commands print what it says, its kinds
+exist.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,14 @@ from typing import Any
 import pytest
 import yaml
 
-from framework.assembly.objects import Objects
-from framework.assembly.parts import gather_parts
-from framework.assembly.stages import cut_model
 from framework.cli import main
 from framework.config.load import load_with_source
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
-from tests.backend.pipe_oracle import plain_run
+from framework.setup.objects import Objects
+from framework.setup.parts import gather_parts
+from framework.setup.stages import cut_model
+from tests.engine.pipe_oracle import plain_run
 from tests.launched import series, train_cases
 from tests.places import ROOT
 
@@ -47,7 +49,9 @@ def case(name: str, folder: Path, **sections: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_the_models_of_the_page_train_in_two_stages_as_in_plain_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_models_of_the_page_train_in_two_stages_as_in_plain_pytorch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "my_nets.py").write_text(block("python"), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -72,7 +76,9 @@ def lines_for(*settings: str) -> list[str]:
 
 
 def test_the_tables_of_stages_are_what_is_printed() -> None:
-    rows = re.findall(r"^\| `([a-z:|\\]+)`.*\| ([a-z0-9 .]+) \(([\d,]+)\), ([a-z0-9 .]+) \(([\d,]+)\) \|$", PAGE, re.MULTILINE)
+    rows = re.findall(
+        r"^\| `([a-z:|\\]+)`.*\| ([a-z0-9 .]+) \(([\d,]+)\), ([a-z0-9 .]+) \(([\d,]+)\) \|$", PAGE, re.MULTILINE
+    )
     assert [row[0] for row in rows] == ["parameters", "uniform", "type:linear\\|conv"]
     for partition, *told in rows:
         lines = lines_for("parallel.partition=" + partition.replace("\\", ""))
@@ -104,8 +110,9 @@ def test_every_kind_of_the_page_is_one_that_the_code_tells() -> None:
 
 def test_the_one_line_is_what_makes_the_quickstart_a_pipeline() -> None:
     """The shipped config differs from the quickstart by that line and by the size of its micro-batches."""
-    quickstart, pipeline = (yaml.safe_load((ROOT / "ds_configs" / f"{name}.yaml").read_text())
-                            for name in ("quickstart", "lenet_pipeline"))  # fmt: skip
+    quickstart, pipeline = (
+        yaml.safe_load((ROOT / "ds_configs" / f"{name}.yaml").read_text()) for name in ("quickstart", "lenet_pipeline")
+    )
     added = re.findall(r"^\+(.*)$", block("diff"), re.MULTILINE)
     changes = yaml.safe_load("\n".join(added)) | {"batch": {"global_size": 120, "micro_size": 15}}
     assert quickstart | {"run": {"name": "lenet_pipeline"}} | changes == pipeline

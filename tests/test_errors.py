@@ -21,11 +21,17 @@ ANYTHING = st.recursive(
 
 def test_a_full_problem_is_the_line_of_the_design() -> None:
     problem = Problem(
-        kind="zero-with-pipeline", reason="pipeline engines accept stage 0 or 1", fix="set zero.stage: 1",
-        key="zero.stage", value=3, file="ds_configs/x.yaml", line=14,
-    )  # fmt: skip
+        kind="zero-with-pipeline",
+        reason="pipeline engines accept stage 0 or 1",
+        fix="set zero.stage: 1",
+        key="zero.stage",
+        value=3,
+        file="ds_configs/x.yaml",
+        line=14,
+    )
     assert str(problem) == (
-        "ds_configs/x.yaml:14: zero.stage = 3: pipeline engines accept stage 0 or 1; set zero.stage: 1 [zero-with-pipeline]"
+        "ds_configs/x.yaml:14: zero.stage = 3: pipeline engines accept stage 0 or 1; set zero.stage: 1 "
+        "[zero-with-pipeline]"
     )
 
 
@@ -39,14 +45,32 @@ def test_parts_that_are_not_known_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
-        (None, "null"), (True, "true"), (False, "false"), (3, "3"), (1e-3, "0.001"), (float("nan"), "nan"),
-        ("word", "word"), ("two words", "two words"), ("120", '"120"'), ("1e-3", '"1e-3"'), (".5", '".5"'),
-        ("true", '"true"'), ("NULL", '"NULL"'), ("", '""'), (" x", '" x"'), ("x\n", '"x\\n"'), ("1.2.3", "1.2.3"),
-        ([1, "2", None], '[1, "2", null]'), ({"kind": "lenet", "a": [True]}, "{kind: lenet, a: [true]}"),
-        ({"a": "x, y"}, '{a: "x, y"}'), ([[[[1]]]], "[[[...]]]"), (10**81, "a number of more than 80 digits"),
-        ("x" * 200, "x" * 77 + "..."), ("\x1b[31mred", "\\x1b[31mred"),
+        (None, "null"),
+        (True, "true"),
+        (False, "false"),
+        (3, "3"),
+        (1e-3, "0.001"),
+        (float("nan"), "nan"),
+        ("word", "word"),
+        ("two words", "two words"),
+        ("120", '"120"'),
+        ("1e-3", '"1e-3"'),
+        (".5", '".5"'),
+        ("true", '"true"'),
+        ("NULL", '"NULL"'),
+        ("", '""'),
+        (" x", '" x"'),
+        ("x\n", '"x\\n"'),
+        ("1.2.3", "1.2.3"),
+        ([1, "2", None], '[1, "2", null]'),
+        ({"kind": "lenet", "a": [True]}, "{kind: lenet, a: [true]}"),
+        ({"a": "x, y"}, '{a: "x, y"}'),
+        ([[[[1]]]], "[[[...]]]"),
+        (10**81, "a number of more than 80 digits"),
+        ("x" * 200, "x" * 77 + "..."),
+        ("\x1b[31mred", "\\x1b[31mred"),
     ],
-)  # fmt: skip
+)
 def test_values_are_shown_as_yaml_writes_them(value: Any, shown: str) -> None:
     assert show_value(value) == shown
 
@@ -102,12 +126,23 @@ def test_a_strangers_error_is_one_short_line_with_its_type() -> None:
 
 def test_exit_codes_stay_as_published() -> None:
     assert {name: value for name, value in vars(errors).items() if name.startswith("EXIT_")} == {
-        "EXIT_OK": 0, "EXIT_PROBLEMS": 2, "EXIT_USAGE": 64, "EXIT_TRAINING": 70, "EXIT_STORAGE": 74, "EXIT_STOPPED": 75,
-        "EXIT_PEER_LOST": 76, "EXIT_NO_PROGRESS": 77, "EXIT_CONFIG": 78,
-    }  # fmt: skip
+        "EXIT_OK": 0,
+        "EXIT_PROBLEMS": 2,
+        "EXIT_USAGE": 64,
+        "EXIT_TRAINING": 70,
+        "EXIT_STORAGE": 74,
+        "EXIT_STOPPED": 75,
+        "EXIT_PEER_LOST": 76,
+        "EXIT_NO_PROGRESS": 77,
+        "EXIT_CONFIG": 78,
+    }
     assert [(error.__name__, error.exit_code) for error in errors.FrameworkError.__subclasses__()] == [
-        ("UsageError", 64), ("ConfigError", 78), ("TrainingError", 70), ("StorageError", 74), ("RunStopped", 75),
-    ]  # fmt: skip
+        ("UsageError", 64),
+        ("ConfigError", 78),
+        ("TrainingError", 70),
+        ("StorageError", 74),
+        ("RunStopped", 75),
+    ]
 
 
 def test_a_config_error_prints_every_problem() -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from framework.deploy.k8s.image import what_is_wrong_with_image
+from framework.deploy.k8s.request import K8sRequest
 from framework.launch.environment import requirements
-from framework.launch.k8s.image import what_is_wrong_with_image
-from framework.launch.k8s.request import K8sRequest
 from tests.places import ROOT
 
 TEXT = (ROOT / "Dockerfile").read_text()
@@ -60,11 +60,16 @@ def test_a_base_may_have_the_user_already(users: str, made: bool, tmp_path: Path
     (step,) = (rest for rest in of("RUN") if "useradd" in rest)
     (tmp_path / "passwd").write_text(f"{users}\n")
     known = f"grep -q ':x:1000:' {shlex.quote(str(tmp_path / 'passwd'))}"
-    stubs = {"getent": f'[ "$*" = "passwd 1000" ] && {known} || exit 2', "useradd": f'{known} && exit 4; echo "$@" > made'}
+    stubs = {
+        "getent": f'[ "$*" = "passwd 1000" ] && {known} || exit 2',
+        "useradd": f'{known} && exit 4; echo "$@" > made',
+    }
     for name, text in stubs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    done = subprocess.run(["sh", "-c", step], cwd=tmp_path, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, timeout=60, check=False)
+    done = subprocess.run(
+        ["sh", "-c", step], cwd=tmp_path, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, timeout=60, check=False
+    )
     assert done.returncode == 0
     assert (tmp_path / "made").exists() == made
 
@@ -113,7 +118,9 @@ def first_layer(folder: Path) -> str:
 
 
 def programs(folder: Path) -> dict[str, str]:
-    """The environment of a fresh venv of Python 3.11, whose setuptools is an old one, and a pip that notes what it is given."""
+    """The environment of a fresh venv of Python 3.11, whose setuptools is an old one, and a pip that notes what it is
+    given.
+    """
     old = folder / "site/setuptools-65.5.0.dist-info"
     old.mkdir(parents=True)
     (old / "METADATA").write_text("Metadata-Version: 2.1\nName: setuptools\nVersion: 65.5.0\n")

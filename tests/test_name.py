@@ -11,13 +11,13 @@ _FOLDERS = (".ci", "benchmarks", "deploy", "docs", "ds_configs", "framework", "h
 FORMER = "ds" + "framework"
 # Marks in files that were written under the former name, which stay readable, and what tests that.
 READ_STILL = {
-    "framework/backend/shard_map.py",
-    "framework/backend/exported_weights.py",
-    "framework/token_files.py",
-    "framework/train/saved.py",
+    "framework/checkpoint/state/shard_map.py",
+    "framework/checkpoint/state/exported_weights.py",
+    "framework/data/token_files.py",
+    "framework/checkpoint/saved.py",
     "tests/commands/test_export.py",
     "tests/data/test_token_folder.py",
-    "tests/train/test_resume_rules.py",
+    "tests/checkpoint/test_resume_rules.py",
 }
 
 
@@ -25,7 +25,9 @@ READ_STILL = {
 def texts() -> dict[str, str]:
     """Every text of the project but the changelog, whose entries stay as they were written."""
     files = [file for folder in _FOLDERS for file in (ROOT / folder).rglob("*")] + list(ROOT.iterdir())
-    found = (file for file in files if file.is_file() and "__pycache__" not in file.parts and file.name != "CHANGELOG.md")
+    found = (
+        file for file in files if file.is_file() and "__pycache__" not in file.parts and file.name != "CHANGELOG.md"
+    )
     return {str(file.relative_to(ROOT)): file.read_bytes().decode("utf-8", "replace") for file in found}
 
 

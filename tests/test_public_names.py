@@ -9,7 +9,18 @@ import pytest
 
 import framework
 
-NAMES = ["Cluster", "ConfigError", "Ratio", "RunConfig", "Task", "fit", "import_deepspeed", "load_config", "make_plan", "render"]
+NAMES = [
+    "Cluster",
+    "ConfigError",
+    "Ratio",
+    "RunConfig",
+    "Task",
+    "fit",
+    "import_deepspeed",
+    "load_config",
+    "make_plan",
+    "render",
+]
 NEED_TORCH = {"Ratio", "Task", "fit"}
 
 

@@ -16,11 +16,16 @@ from tests.launched import ROOT, TIMEOUT_SECONDS, job_environment
 # From the first logged step to the last; a machine that does nothing else takes a tenth of it.
 LONGEST_SECONDS = 120
 SUMMARY = (
-    "quickstart: finished after 220 steps", r"  final eval/accuracy  (0\.\d{4}|1\.0000)", r"  final eval/loss      0\.\d{4}",
-    r"  final train/loss     0\.\d{4}", r"  throughput           [\d,]+ samples/s", "  run folder           runs/quickstart",
+    "quickstart: finished after 220 steps",
+    r"  final eval/accuracy  (0\.\d{4}|1\.0000)",
+    r"  final eval/loss      0\.\d{4}",
+    r"  final train/loss     0\.\d{4}",
+    r"  throughput           [\d,]+ samples/s",
+    "  run folder           runs/quickstart",
     r"  TensorBoard          (\.venv/bin/)?tensorboard --logdir runs",
-    r"try next: \./launch\.sh train \S*ds_configs/quickstart\.yaml (run\.backend=gloo )?precision\.dtype=autocast run\.name=second",
-)  # fmt: skip
+    r"try next: \./launch\.sh train \S*ds_configs/quickstart\.yaml (run\.backend=gloo )?precision\.dtype=autocast "
+    r"run\.name=second",
+)
 
 
 def check_summary(text: str) -> None:
@@ -42,9 +47,17 @@ def test_the_quickstart_trains_to_its_end(tmp_path: Path) -> None:
     """`run.backend` is what it would be anyway; given by name it goes another way through the code."""
     environment = job_environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin", DSF_DOOR="./launch.sh")
     environment.pop("DSF_SHELL_PATH", None)
-    command = [sys.executable, "-m", "framework", "launch", str(ROOT / "ds_configs/quickstart.yaml"), "run.backend=gloo"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS,
-                          check=False)  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "framework",
+        "launch",
+        str(ROOT / "ds_configs/quickstart.yaml"),
+        "run.backend=gloo",
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     check_summary(done.stdout[done.stdout.index("quickstart: finished") :])
@@ -54,4 +67,6 @@ def test_the_quickstart_trains_to_its_end(tmp_path: Path) -> None:
     names = {name for row in rows for name in row} - {"step", "epoch", "time"}
     assert {name for name in names if not name.startswith("eval/")} <= set(LOGGED)
     for rank in (0, 1):
-        assert "dsf-trainer: step 220/220  epoch 20.00  loss 0." in (run / f"logs/rank{rank}.log").read_text(encoding="utf-8")
+        assert "dsf-trainer: step 220/220  epoch 20.00  loss 0." in (run / f"logs/rank{rank}.log").read_text(
+            encoding="utf-8"
+        )

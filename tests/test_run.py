@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from framework.assembly import start_point
+from framework.checkpoint.saved import SavedCheckpoint
 from framework.config.load import config_from_values
 from framework.errors import StorageError, TrainingError
 from framework.plan.cluster import Cluster
 from framework.plan.plan import Plan, make_plan
 from framework.run import _changed_schedule
+from framework.setup import start_point
 from framework.train.run_folder import RunFolder
-from framework.train.saved import SavedCheckpoint
 
 
 class LookedError(Exception):
@@ -25,7 +25,9 @@ class LookedError(Exception):
 def test_whatever_fails_on_rank0_is_an_answer_for_the_others(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They wait for one. It travels between processes, and is one line; the place in the code is told where it happened."""
+    """They wait for one. It travels between processes, and is one line; the place in the code is told where it
+    happened.
+    """
 
     class OwnError(Exception):  # of a class that other processes cannot read
         pass
@@ -78,7 +80,12 @@ def test_a_schedule_that_ends_with_the_run_is_not_stretched_silently(kind: str) 
 
 @pytest.mark.parametrize(
     ("scheduler", "total_steps"),
-    [({"kind": "cosine"}, 30), ({"kind": "cosine", "total_steps": 20}, 20), ({"kind": "constant"}, 20), ({"kind": "warmup"}, 20)],
+    [
+        ({"kind": "cosine"}, 30),
+        ({"kind": "cosine", "total_steps": 20}, 20),
+        ({"kind": "constant"}, 20),
+        ({"kind": "warmup"}, 20),
+    ],
 )
 def test_nothing_is_said_where_nothing_changes(scheduler: dict[str, Any], total_steps: int) -> None:
     assert list(_changed_schedule(start(total_steps), plan(**scheduler))) == []

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from tests.places import ROOT
 
-WITHOUT = "import sys; sys.modules[sys.argv.pop(1)] = None; from framework.script import exit_code; sys.exit(exit_code())"
+WITHOUT = (
+    "import sys; sys.modules[sys.argv.pop(1)] = None; from framework.script import exit_code; sys.exit(exit_code())"
+)
 
 
 def test_a_missing_package_is_one_line_and_no_reason_to_try_again(tmp_path: Path) -> None:
@@ -29,7 +31,7 @@ def test_a_missing_package_is_one_line_and_no_reason_to_try_again(tmp_path: Path
 REFUSED = """
 from framework import script
 from framework.errors import ConfigError, Problem
-from framework.train.stop_request import StopRequest
+from framework.system.stop_request import StopRequest
 
 def refuse(request, arguments):
     raise ConfigError(Problem(kind="wrong-value", reason="too large", fix="write less"))
@@ -48,8 +50,14 @@ script.main()
 
 def silent(seconds: float) -> subprocess.Popen[str]:
     environment = {**os.environ, "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
-    return subprocess.Popen([sys.executable, "-c", REFUSED.format(seconds=seconds)], cwd=ROOT, env=environment, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, "-c", REFUSED.format(seconds=seconds)],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def test_a_rank_that_is_silent_leaves_the_first_word_to_the_one_that_speaks() -> None:

@@ -47,7 +47,7 @@ case "$*" in
         exit "${{STUB_CODE:-0}}" ;;
     *) exec {sys.executable} "$@" ;;
 esac
-"""
+"""  # noqa: E501
 _UV = """#!/usr/bin/env bash
 [[ $1 == --version ]] && exit 0
 [[ $* == *--dry-run* ]] && exit "${STUB_NO_INDEX:-1}"
@@ -85,8 +85,15 @@ class Machine:
         self, *words: str, script: Path | None = None, cwd: Path | None = None, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         command = [str(script or self.checkout / "launch.sh"), *words]
-        return subprocess.run(command, cwd=cwd or self.elsewhere, env=self.environment | environment, capture_output=True,
-                              text=True, check=False, timeout=60)  # fmt: skip
+        return subprocess.run(
+            command,
+            cwd=cwd or self.elsewhere,
+            env=self.environment | environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
 
     def calls(self) -> str:
         """What was called since the last look."""
@@ -128,7 +135,9 @@ def test_help_needs_no_environment(machine: Machine, word: str) -> None:
     assert machine.calls() == ""
 
 
-@pytest.mark.parametrize("words", [["nonsense"], ["--num_gpus", "2"], ["train"], ["setup", "now"], ["setup", "text", "3"]])
+@pytest.mark.parametrize(
+    "words", [["nonsense"], ["--num_gpus", "2"], ["train"], ["setup", "now"], ["setup", "text", "3"]]
+)
 def test_a_wrong_command_line_ends_with_64_and_one_line(machine: Machine, words: list[str]) -> None:
     done = machine.run(*words)
     assert done.returncode == 64
@@ -156,7 +165,10 @@ def test_only_what_is_missing_is_installed_there(machine: Machine, torch_environ
     assert "installing what is missing: rich>=13 tensorboard>=2.19" in done.stderr
     calls = machine.calls().splitlines()
     assert calls[:3] == ["call: python -m pip", "word: install", "word: -c"]
-    assert calls[4:6] == ["word: rich>=13", "word: tensorboard>=2.19"]  # calls[3]: all that is installed, as constraints
+    assert calls[4:6] == [
+        "word: rich>=13",
+        "word: tensorboard>=2.19",
+    ]  # calls[3]: all that is installed, as constraints
 
 
 def test_an_active_environment_without_torch_is_left_alone(machine: Machine) -> None:
@@ -172,14 +184,21 @@ def test_arguments_pass_through_exactly(machine: Machine, torch_environment: str
     done = machine.run("train", *words, VIRTUAL_ENV=torch_environment, STUB_CODE="75")
     assert done.returncode == 75
     assert machine.calls().splitlines() == [
-        "call: python -m framework", "word: launch", *[f"word: {word}" for word in words], f"cwd: {machine.elsewhere}",
-        "OMP_NUM_THREADS: ", f"PYTHONPATH: {machine.checkout}",
-        f"door: {str(machine.checkout).replace(' ', chr(92) + ' ')}/launch.sh", f"shell: {machine.bin}",
-    ]  # fmt: skip
+        "call: python -m framework",
+        "word: launch",
+        *[f"word: {word}" for word in words],
+        f"cwd: {machine.elsewhere}",
+        "OMP_NUM_THREADS: ",
+        f"PYTHONPATH: {machine.checkout}",
+        f"door: {str(machine.checkout).replace(' ', chr(92) + ' ')}/launch.sh",
+        f"shell: {machine.bin}",
+    ]
 
 
 @pytest.mark.parametrize("settings", [[], ["optimizer.lr=0.1", "run.name=a b"]], ids=str)
-def test_without_a_command_the_quickstart_is_trained(machine: Machine, torch_environment: str, settings: list[str]) -> None:
+def test_without_a_command_the_quickstart_is_trained(
+    machine: Machine, torch_environment: str, settings: list[str]
+) -> None:
     machine.run(*settings, cwd=machine.checkout, CONDA_PREFIX=torch_environment)
     words = "".join(f"word: {word}\n" for word in ("launch", "ds_configs/quickstart.yaml", "--fit_batch", *settings))
     calls = machine.calls()
@@ -235,7 +254,8 @@ def test_makes_an_environment_once(machine: Machine) -> None:
     root = machine.checkout
     assert machine.calls() == (
         f"call: uv venv --clear --python {machine.bin}/python3 {root}/.venv\n"
-        f"call: uv pip install --compile-bytecode --python {root}/.venv/bin/python -c {root}/constraints.txt -e {root}[train]\n"
+        f"call: uv pip install --compile-bytecode --python {root}/.venv/bin/python -c {root}/constraints.txt -e "
+        f"{root}[train]\n"
         "call: compile for cpu\n"
     )
     ready = "environment: .venv, ready; to use it in this shell: source .venv/bin/activate\n"
@@ -286,13 +306,17 @@ def test_pip_is_tried_where_uv_cannot_fetch(machine: Machine) -> None:
     done = machine.run("setup", STUB_FAIL="1")
     assert done.returncode == 0
     assert "trying pip instead (with a certificate of your own for uv: UV_SYSTEM_CERTS=1)" in done.stderr
-    assert f"call: python -m pip\nword: install\nword: -c\nword: {machine.checkout}/constraints.txt\n" in machine.calls()
+    assert (
+        f"call: python -m pip\nword: install\nword: -c\nword: {machine.checkout}/constraints.txt\n" in machine.calls()
+    )
 
 
 def test_progress_is_shown_while_it_installs(machine: Machine) -> None:
     done = machine.run("setup")
     size = "(some minutes the first time, and 6 GB with the CUDA build of torch)"
-    assert f"installing dsf-trainer[train] {size}\n  Resolved 90 packages\n  Downloading torch (845.2MiB)\n" in done.stderr
+    assert (
+        f"installing dsf-trainer[train] {size}\n  Resolved 90 packages\n  Downloading torch (845.2MiB)\n" in done.stderr
+    )
     assert "torch==" not in done.stderr
 
 
@@ -334,12 +358,25 @@ def check_clone_of_somebody_else(machine: Machine) -> None:
     venv = machine.checkout / ".venv"
     (venv / "bin").mkdir(parents=True)
     (venv / "bin/mine").write_text("")
-    command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", str(machine.checkout / "launch.sh"), "setup"]
+    command = [
+        "setpriv",
+        "--reuid=65534",
+        "--regid=65534",
+        "--clear-groups",
+        str(machine.checkout / "launch.sh"),
+        "setup",
+    ]
     done = subprocess.run(
-        [shutil.which(command[0]) or command[0], *command[1:]], env=machine.environment, capture_output=True, text=True, check=False
+        [shutil.which(command[0]) or command[0], *command[1:]],
+        env=machine.environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 74
-    assert done.stderr.startswith(f"environment: {machine.checkout} cannot be written by nobody: it belongs to somebody else;")
+    assert done.stderr.startswith(
+        f"environment: {machine.checkout} cannot be written by nobody: it belongs to somebody else;"
+    )
     assert len(done.stderr.splitlines()) == 1
     assert (venv / "bin/mine").exists()
 
@@ -380,7 +417,9 @@ def test_plain_pip_where_uv_cannot_be_had(machine: Machine) -> None:
     assert "and pip (uv is not to be had)" in done.stderr
     calls = machine.calls()
     root = machine.checkout
-    assert calls.startswith(f"call: python -m venv --clear {root}/.venv\ncall: python -m pip\nword: install\nword: -c\n")
+    assert calls.startswith(
+        f"call: python -m venv --clear {root}/.venv\ncall: python -m pip\nword: install\nword: -c\n"
+    )
     assert f"word: {root}/constraints.txt\nword: -e\nword: {root}[train]\n" in calls
 
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import yaml
 
-from framework.train.saved import list_checkpoints
+from framework.checkpoint.saved import list_checkpoints
 from tests.campaign.kills import TOTAL_STEPS, differences
 from tests.launched import ROOT, job_environment
 from tests.test_train_script import launcher
@@ -81,7 +81,9 @@ def unbroken(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def listens(pid: int) -> bool:
     """Whether a process handles SIGTERM: one that has only been forked does not yet."""
-    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", Path("/proc", str(pid), "status").read_text(encoding="utf-8"), re.MULTILINE)
+    caught = re.search(
+        r"^SigCgt:\s*([0-9a-f]+)", Path("/proc", str(pid), "status").read_text(encoding="utf-8"), re.MULTILINE
+    )
     return caught is not None and bool(int(caught[1], 16) >> (TERM - 1) & 1)
 
 
@@ -104,7 +106,9 @@ def ask(job: Job, run: Path, when: str, number: int, *ranks: int) -> int:
     return int(told[0][1])
 
 
-def test_stopped_again_and_again_a_run_ends_as_the_unbroken_one(warm: WarmRanks, unbroken: Path, tmp_path: Path) -> None:
+def test_stopped_again_and_again_a_run_ends_as_the_unbroken_one(
+    warm: WarmRanks, unbroken: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "stops"
     first = start(warm, tmp_path)
     ask(first, run, "step", TERM, 1)
@@ -141,7 +145,12 @@ def test_a_second_request_ends_a_rank_that_cannot_stop(warm: WarmRanks, tmp_path
 
 
 def launched(name: str, folder: Path, *, num_workers: int = 0) -> subprocess.Popen[str]:
-    command = [*launcher(name, 2), str(ROOT / "train.py"), "--config", str(write_config(folder, num_workers=num_workers))]
+    command = [
+        *launcher(name, 2),
+        str(ROOT / "train.py"),
+        "--config",
+        str(write_config(folder, num_workers=num_workers)),
+    ]
     env = job_environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin")
     with (folder / "said.txt").open("w") as said:
         return subprocess.Popen(command, cwd=folder, env=env, stdout=said, stderr=subprocess.STDOUT, text=True)
@@ -152,7 +161,9 @@ def descendants(process: psutil.Process) -> list[psutil.Process]:
     found = []
     for child in process.children(recursive=True):
         with suppress(psutil.Error):
-            if any(word.endswith("train.py") for word in child.cmdline()) and "launcher" not in " ".join(child.cmdline()):
+            if any(word.endswith("train.py") for word in child.cmdline()) and "launcher" not in " ".join(
+                child.cmdline()
+            ):
                 found.append(child)
     return found
 
@@ -168,9 +179,7 @@ def test_torchrun_asks_all_ranks(tmp_path: Path) -> None:
     assert "again" not in said
 
 
-def test_deepspeed_asks_one_rank_after_the_other_and_workers_leave_it_to_them(
-    unbroken: Path, tmp_path: Path
-) -> None:
+def test_deepspeed_asks_one_rank_after_the_other_and_workers_leave_it_to_them(unbroken: Path, tmp_path: Path) -> None:
     """launch.py signals the workers of rank 0, then rank 0, and rank 1 only when rank 0 has ended."""
     job = launched("deepspeed", tmp_path, num_workers=1)
     run = tmp_path / "stops"

@@ -1,4 +1,6 @@
-"""train.py as a person starts it: three launchers, one run; and wrong input refused in one line before anything starts."""
+"""train.py as a person starts it: three launchers, one run; and wrong input refused in one line before anything
+starts.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,12 @@ def launcher(name: str, num_ranks: int) -> list[str]:
 def start(command: list[str], cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     # PYTHONPATH of the tests would hide that train.py must find the framework by itself.
     env = job_environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin", **environment) | {"PYTHONPATH": ""}
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
+    return subprocess.run(
+        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+    )
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "launchers"), [(1, ("python", "torchrun")), (2, ("torchrun", "deepspeed"))]
-)
+@pytest.mark.parametrize(("num_ranks", "launchers"), [(1, ("python", "torchrun")), (2, ("torchrun", "deepspeed"))])
 def test_every_launcher_gives_the_same_run(tmp_path: Path, num_ranks: int, launchers: tuple[str, ...]) -> None:
     (tmp_path / "start.yaml").write_text(CONFIG, encoding="utf-8")
     seen = []
@@ -56,8 +58,17 @@ def test_every_launcher_gives_the_same_run(tmp_path: Path, num_ranks: int, launc
     assert all(other == seen[0] for other in seen)
     assert len(seen[0]) == 5
     files = {path.name for path in (tmp_path / "runs" / launchers[0]).iterdir()}
-    assert files >= {"config.yaml", "ds_config.json", "plan.json", "environment.json", "metrics.jsonl", "metrics.csv",
-                     "tensorboard", "logs", "checkpoints"}  # fmt: skip
+    assert files >= {
+        "config.yaml",
+        "ds_config.json",
+        "plan.json",
+        "environment.json",
+        "metrics.jsonl",
+        "metrics.csv",
+        "tensorboard",
+        "logs",
+        "checkpoints",
+    }
     logs = {path.name for path in (tmp_path / "runs" / launchers[0] / "logs").iterdir()}
     assert logs == {f"rank{rank}.log" for rank in range(num_ranks)}
 
@@ -73,7 +84,7 @@ WRONG = {
 }
 
 
-# What takes torch to find, and so seconds, is in tests/assembly/test_prepared.py; one of those is here.
+# What takes torch to find, and so seconds, is in tests/setup/test_prepared.py; one of those is here.
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_input_is_one_line_and_leaves_nothing_behind(tmp_path: Path, case: str) -> None:
     (tmp_path / "start.yaml").write_text(CONFIG, encoding="utf-8")
@@ -91,9 +102,7 @@ def test_wrong_input_is_one_line_and_leaves_nothing_behind(tmp_path: Path, case:
 def test_a_missing_config_is_refused(tmp_path: Path) -> None:
     done = start([sys.executable, str(ROOT / "train.py"), "--config", "nowhere.yaml"], tmp_path)
     assert done.returncode == 78
-    assert done.stderr == (
-        "nowhere.yaml: there is no such file; check the path [config-not-found]\n"
-    )
+    assert done.stderr == ("nowhere.yaml: there is no such file; check the path [config-not-found]\n")
 
 
 def test_only_one_rank_speaks_and_the_launcher_reports_the_code(tmp_path: Path) -> None:
@@ -115,8 +124,15 @@ def test_the_ten_lines_of_the_readme_train_a_plain_module(tmp_path: Path) -> Non
     check = 'assert result.metrics["train/loss"] < 0.3, result\n'
     (tmp_path / "mine.py").write_text(readme_examples()[0] + check, encoding="utf-8")
     env = job_environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin")
-    done = subprocess.run([*launcher("torchrun", 2), "mine.py"], cwd=tmp_path, env=env, capture_output=True, text=True,
-                          timeout=TIMEOUT_SECONDS, check=False)  # fmt: skip
+    done = subprocess.run(
+        [*launcher("torchrun", 2), "mine.py"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "runs" / "mine" / "checkpoints" / "latest").exists()
     config = (tmp_path / "runs" / "mine" / "config.yaml").read_text(encoding="utf-8")
@@ -161,8 +177,15 @@ framework.fit(config | {"run": {"name": "failing"}}, model=net, train_data=Unrea
 def test_the_task_of_the_readme_trains_and_measures(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(readme_examples()[1] + _FIT + _FAIL, encoding="utf-8")
     env = job_environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin")
-    done = subprocess.run([sys.executable, "own.py"], cwd=tmp_path, env=env, capture_output=True, text=True,
-                          timeout=TIMEOUT_SECONDS, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "own.py"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+    )
     assert done.returncode == 70, done.stdout + done.stderr
     assert "the first run is over" in done.stdout
     assert "exit handlers" not in done.stdout

@@ -1,4 +1,5 @@
-"""Ranks of a real job that torchrun started and looks after, one of which can be killed: the launcher then ends the others.
+"""Ranks of a real job that torchrun started and looks after, one of which can be killed: the launcher then ends the
+others.
 
     job = TorchrunRanks().start(["--config", "run.yaml"], num_ranks=2, folder=folder)
     job.kill(1)
@@ -29,11 +30,27 @@ class TorchrunRanks:
         """Start train.py on `num_ranks` ranks; what they print goes to files under ``folder/ranks``."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks),
-                   "--redirects", "3", "--log-dir", str(folder / "ranks")]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(num_ranks),
+            "--redirects",
+            "3",
+            "--log-dir",
+            str(folder / "ranks"),
+        ]
         with (folder / "launcher.txt").open("wb") as output:
-            launcher = subprocess.Popen([*command, str(ROOT / "train.py"), *arguments], cwd=folder, env=job_environment(),
-                                        stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)  # fmt: skip
+            launcher = subprocess.Popen(
+                [*command, str(ROOT / "train.py"), *arguments],
+                cwd=folder,
+                env=job_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
         return TorchrunJob(launcher, folder)
 
 
@@ -79,7 +96,9 @@ class TorchrunJob:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self._launcher.wait(60)
-            raise TimeoutError(f"the job had not ended after {seconds:.0f} s; it said:\n{self.said()[-4000:]}") from None
+            raise TimeoutError(
+                f"the job had not ended after {seconds:.0f} s; it said:\n{self.said()[-4000:]}"
+            ) from None
 
     def left_alive(self, *, patience_seconds: float = 5.0) -> list[int]:
         """Ranks that have outlived the launcher."""

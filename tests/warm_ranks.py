@@ -1,7 +1,8 @@
 """Ranks of a real job, forked from a process that has imported everything: train.py in two seconds instead of ten.
 
-What follows the fork is what follows the import in a process of its own: train.py reads its command line, joins the process
-group, builds the engine. Tests that start hundreds of jobs, to kill them, would import torch for hours otherwise.
+What follows the fork is what follows the import in a process of its own: train.py reads its command line, joins the
+process group, builds the engine. Tests that start hundreds of jobs, to kill them, would import torch for hours
+otherwise.
 
     with WarmRanks() as warm:
         job = warm.start(["--config", "run.yaml"], num_ranks=2, folder=folder)
@@ -59,9 +60,13 @@ class WarmRanks:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.warm_ranks"], cwd=ROOT, env=job_environment(), stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "tests.warm_ranks"],
+            cwd=ROOT,
+            env=job_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         self._changed = threading.Condition()
         self._pids: list[list[int]] = []
         self._codes: dict[int, int] = {}
@@ -77,8 +82,15 @@ class WarmRanks:
         self._process.stdin.close()
         self._process.wait(timeout=60)
 
-    def start(self, arguments: Sequence[str], *, num_ranks: int, folder: Path, script: Path | None = None,
-              cwd: Path | None = None) -> Job:  # fmt: skip
+    def start(
+        self,
+        arguments: Sequence[str],
+        *,
+        num_ranks: int,
+        folder: Path,
+        script: Path | None = None,
+        cwd: Path | None = None,
+    ) -> Job:
         """Start train.py, or another script, on `num_ranks` ranks; what they print goes to ``folder/rank<N>.txt``."""
         folder.mkdir(parents=True, exist_ok=True)
         for rank in range(num_ranks):
@@ -153,7 +165,9 @@ class Job:
     def codes(self) -> list[int | None]:
         """Exit code of every rank; None while it runs."""
         ended = self._warm.codes()
-        self._codes = [ended.get(pid) if known is None else known for pid, known in zip(self._pids, self._codes, strict=True)]
+        self._codes = [
+            ended.get(pid) if known is None else known for pid, known in zip(self._pids, self._codes, strict=True)
+        ]
         return list(self._codes)
 
     def is_over(self) -> bool:
@@ -201,7 +215,7 @@ def _warm_up() -> None:
 
     import framework.run  # noqa: F401
     import train  # noqa: F401
-    from framework.backend.extensions import use_own_cache
+    from framework.engine.extensions import use_own_cache
 
     use_own_cache()
     build_shm_op()  # a rank that is killed while it compiles would leave the op broken for all
@@ -273,8 +287,14 @@ def _be_rank(rank: int, order: dict[str, Any]) -> None:
         os.closerange(3, 256)  # the pipes to the parent: it must notice when the parent's other end is closed
         os.chdir(order["cwd"])
         number = str(order["num_ranks"])
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=number, LOCAL_WORLD_SIZE=number,
-                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(order["port"]))  # fmt: skip
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=number,
+            LOCAL_WORLD_SIZE=number,
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(order["port"]),
+        )
         sys.argv = [order["script"] or "train.py", *order["arguments"]]
         code = _run(order["script"])
     except SystemExit as end:

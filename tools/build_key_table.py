@@ -1,4 +1,4 @@
-"""Write the table of every key that one DeepSpeed release reads: framework/ds_json/tables/<release>.json.
+"""Write the table of every key that one DeepSpeed release reads: framework/dslint/tables/<release>.json.
 
     DS_ACCELERATOR=cpu python -m tools.build_key_table                 # the installed release
     DS_ACCELERATOR=cpu PYTHONPATH=/tmp/ds-0.18.9 python -m tools.build_key_table
@@ -6,9 +6,9 @@
     python -m tools.build_key_table --counts                           # of the tables that there are
     python -m tools.build_key_table --show 0.16.9 [SECTION]            # one release's table, whole
 
-A release is installed for this with `pip install --no-deps --target /tmp/ds-0.18.9 deepspeed==0.18.9` and DS_BUILD_OPS=0.
-The newest release is written whole, an older one as what differs from the next newer; neighbours are rewritten as needed.
-A key without a sentence in tables/sentences.json stops the build.
+A release is installed for this with `pip install --no-deps --target /tmp/ds-0.18.9 deepspeed==0.18.9` and
+DS_BUILD_OPS=0. The newest release is written whole, an older one as what differs from the next newer; neighbours are
+rewritten as needed. A key without a sentence in tables/sentences.json stops the build.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
-from framework.ds_json import key_files
+from framework.dslint import key_files
 
 Entry = dict[str, Any]
 Table = dict[str, Entry]
@@ -58,8 +58,11 @@ def _drift(release: str, table: Table) -> list[str]:
     if release not in key_files.known_releases():
         return [f"there is no table of {release}: run python -m tools.build_key_table"]
     kept = _entries_of(release)
-    return [f"{path}: table {kept.get(path)}, DeepSpeed {table.get(path)}"
-            for path in sorted({*kept, *table}) if kept.get(path) != table.get(path)]  # fmt: skip
+    return [
+        f"{path}: table {kept.get(path)}, DeepSpeed {table.get(path)}"
+        for path in sorted({*kept, *table})
+        if kept.get(path) != table.get(path)
+    ]
 
 
 def read_installed() -> tuple[str, Table]:
@@ -140,8 +143,10 @@ def _entries_of(release: str) -> Table:
 
 def _typed(table: Table) -> int:
     """Keys whose type is known; a refused key has none to know, a Python object is no JSON type."""
-    return sum(entry.get("type") != "any" or "status" in entry or "from_python" in entry or "enum" in entry
-               for entry in table.values())  # fmt: skip
+    return sum(
+        entry.get("type") != "any" or "status" in entry or "from_python" in entry or "enum" in entry
+        for entry in table.values()
+    )
 
 
 def _counts() -> list[str]:

@@ -18,8 +18,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tests.ds_json.differential.compare import Comparison, compare
-from tests.ds_json.differential.generate import questions
+from tests.dslint.differential.compare import Comparison, compare
+from tests.dslint.differential.generate import questions
 
 
 def main() -> int:

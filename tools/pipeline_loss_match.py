@@ -2,8 +2,8 @@
 
     python -m tools.pipeline_loss_match
 
-Trains cases of tests/backend/test_pipeline.py on two and on four CPU processes, each case 20 steps, and prints the largest
-difference of a step's loss to a plain PyTorch loop on the same batches. Takes about three minutes on two cores.
+Trains cases of tests/engine/test_pipeline.py on two and on four CPU processes, each case 20 steps, and prints the
+largest difference of a step's loss to a plain PyTorch loop on the same batches. Takes about three minutes on two cores.
 """
 
 from __future__ import annotations
@@ -13,18 +13,24 @@ import textwrap
 from pathlib import Path
 
 from framework.data.prepare import prepare
-from tests.backend.pipe_oracle import plain_run
-from tests.backend.test_pipeline import FOUR_RANKS, NUM_STEPS, TWO_RANKS, Case, train, values
+from tests.engine.pipe_oracle import plain_run
+from tests.engine.test_pipeline import FOUR_RANKS, NUM_STEPS, TWO_RANKS, Case, train, values
 from tests.launched import series
 
 CASES = {
-    "lenet-parameters": "LeNet, two stages", "lenet-zero1-clipped": "the same, ZeRO 1, gradients clipped",
-    "resnet": "ResNet-18, two stages", "gpt": "GPT with tied embeddings, two stages",
-    "gpt-zero1": "the same, ZeRO 1, gradients clipped", "gpt-recompute": "the same, recomputed in pairs of layers",
-    "llama": "GPT in Llama's shape, two stages", "bert": "BERT, two stages", "lenet-4": "LeNet, four stages",
-    "gpt-2x2": "GPT, two stages on two data-parallel ranks each, ZeRO 1", "gpt-4": "GPT, four stages",
+    "lenet-parameters": "LeNet, two stages",
+    "lenet-zero1-clipped": "the same, ZeRO 1, gradients clipped",
+    "resnet": "ResNet-18, two stages",
+    "gpt": "GPT with tied embeddings, two stages",
+    "gpt-zero1": "the same, ZeRO 1, gradients clipped",
+    "gpt-recompute": "the same, recomputed in pairs of layers",
+    "llama": "GPT in Llama's shape, two stages",
+    "bert": "BERT, two stages",
+    "lenet-4": "LeNet, four stages",
+    "gpt-2x2": "GPT, two stages on two data-parallel ranks each, ZeRO 1",
+    "gpt-4": "GPT, four stages",
     "bert-2x2": "BERT, two stages on two data-parallel ranks each",
-}  # fmt: skip
+}
 
 
 def _text(folder: Path) -> Path:

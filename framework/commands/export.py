@@ -1,7 +1,7 @@
 """``export CHECKPOINT OUT``: the weights of a checkpoint of any layout, for programs that know nothing of it.
 
-Names are those of the plain module, or with ``--hf`` those that the model gives for Hugging Face's loaders; fp32 copies are
-taken where the checkpoint has any. OUT is a folder, which appears when it is complete and on disk.
+Names are those of the plain module, or with ``--hf`` those that the model gives for Hugging Face's loaders; fp32 copies
+are taken where the checkpoint has any. OUT is a folder, which appears when it is complete and on disk.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Final
 
 import torch
 
-from framework.arguments import CommandParser
-from framework.backend.exported_weights import PICKLED, TIES
-from framework.backend.merged_weights import MergedWeights
-from framework.backend.weight_files import entries, split, write_pt, write_safetensors
+from framework.checkpoint.resume_point import absence_at, newest_at
+from framework.checkpoint.saved import SavedCheckpoint
+from framework.checkpoint.state.exported_weights import PICKLED, TIES
+from framework.checkpoint.state.merged_weights import MergedWeights
+from framework.checkpoint.state.weight_files import entries, split, write_pt, write_safetensors
 from framework.commands.export_names import hf_names
 from framework.errors import EXIT_OK, ConfigError, Problem, StorageError, printable
-from framework.files import sync_folder
-from framework.stop_signals import ending_in_good_order
-from framework.train.choice import absence_at, newest_at
-from framework.train.saved import SavedCheckpoint
+from framework.system.arguments import CommandParser
+from framework.system.files import sync_folder
+from framework.system.stop_signals import ending_in_good_order
 
 _KEY: Final = "CHECKPOINT"
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -50,23 +50,42 @@ def main(words: Sequence[str]) -> int:
         with ending_in_good_order():
             written = _export(arguments, out)
     except OSError as error:
-        raise StorageError(f"export: {error.filename or out}: {error.strerror or error} [export-not-written]") from error
+        raise StorageError(
+            f"export: {error.filename or out}: {error.strerror or error} [export-not-written]"
+        ) from error
     for name, num_bytes in written.items():
         print(printable(f"{out / name}  {num_bytes:,} bytes"))
     return EXIT_OK
 
 
 def _export(arguments: argparse.Namespace, out: Path) -> dict[str, int]:
-    return export(arguments.checkpoint, out, weights=arguments.weights, dtype=arguments.dtype,
-                  shard_bytes=arguments.shard_size, file_format=arguments.format, force=arguments.force,
-                  hf=arguments.hf, trust=arguments.trust, allow_unverified=arguments.allow_unverified)  # fmt: skip
+    return export(
+        arguments.checkpoint,
+        out,
+        weights=arguments.weights,
+        dtype=arguments.dtype,
+        shard_bytes=arguments.shard_size,
+        file_format=arguments.format,
+        force=arguments.force,
+        hf=arguments.hf,
+        trust=arguments.trust,
+        allow_unverified=arguments.allow_unverified,
+    )
 
 
 def export(
-    source: str, out: Path, *, weights: str = "trained", dtype: str = "fp32", shard_bytes: int = 5 * 10**9,
-    file_format: str = "safetensors", force: bool = False, hf: bool = False, trust: str | None = None,
+    source: str,
+    out: Path,
+    *,
+    weights: str = "trained",
+    dtype: str = "fp32",
+    shard_bytes: int = 5 * 10**9,
+    file_format: str = "safetensors",
+    force: bool = False,
+    hf: bool = False,
+    trust: str | None = None,
     allow_unverified: bool = False,
-) -> dict[str, int]:  # fmt: skip
+) -> dict[str, int]:
     """Write the weights; returns file -> bytes.
 
     Args:
@@ -91,7 +110,9 @@ def export(
     merged = MergedWeights(checkpoint, average=weights == "ema")
     names = hf_names(merged.checkpoint, stored=merged.stored, trust=trust) if hf else {}
     found = entries(merged, dtype=_DTYPES[dtype], names=names)
-    ties = {names.get(name, name): names.get(first, first) for name, first in merged.ties.items() if name in names or not hf}
+    ties = {
+        names.get(name, name): names.get(first, first) for name, first in merged.ties.items() if name in names or not hf
+    }
     with _appearing_whole(out) as aside:
         if file_format == "pt":
             return {PICKLED: write_pt(aside / PICKLED, merged, found, ties=ties)}
@@ -102,22 +123,44 @@ def export(
 def _source_of(source: str, out: Path, *, hf: bool, allow_unverified: bool) -> SavedCheckpoint:
     checkpoint = newest_at(source, key=_KEY, allow_unverified=allow_unverified)
     if checkpoint is None:
-        raise ConfigError(Problem(kind="checkpoint-not-found", key=_KEY, value=source, reason=absence_at(source, key=_KEY),
-                                  fix="name a .../global_step<N> folder or a run folder that holds one"))  # fmt: skip
+        raise ConfigError(
+            Problem(
+                kind="checkpoint-not-found",
+                key=_KEY,
+                value=source,
+                reason=absence_at(source, key=_KEY),
+                fix="name a .../global_step<N> folder or a run folder that holds one",
+            )
+        )
     if checkpoint.path.resolve() in (out.resolve(), *out.resolve().parents):
-        raise ConfigError(Problem(kind="export-exists", key="OUT", value=str(out), reason="it lies in the checkpoint, where "
-                                  "every further file counts as damage", fix="name a folder elsewhere"))  # fmt: skip
+        raise ConfigError(
+            Problem(
+                kind="export-exists",
+                key="OUT",
+                value=str(out),
+                reason="it lies in the checkpoint, where every further file counts as damage",
+                fix="name a folder elsewhere",
+            )
+        )
     if hf and not checkpoint.verified:
-        raise ConfigError(Problem(kind="hf-names-missing", key=_KEY, value=str(checkpoint.path),
-                                  reason="without a manifest nothing in it says which model's names these are",
-                                  fix="leave --hf out"))  # fmt: skip
+        raise ConfigError(
+            Problem(
+                kind="hf-names-missing",
+                key=_KEY,
+                value=str(checkpoint.path),
+                reason="without a manifest nothing in it says which model's names these are",
+                fix="leave --hf out",
+            )
+        )
     return checkpoint
 
 
 @contextlib.contextmanager
 def _appearing_whole(out: Path) -> Iterator[Path]:
     """A folder beside `out` to write to, which takes its name when the block ends well; otherwise all is as it was."""
-    aside, earlier = (out.with_name(f".{out.name}.{socket.gethostname()}.{os.getpid()}.{kind}") for kind in ("tmp", "earlier"))
+    aside, earlier = (
+        out.with_name(f".{out.name}.{socket.gethostname()}.{os.getpid()}.{kind}") for kind in ("tmp", "earlier")
+    )
     try:
         aside.mkdir(parents=True)
         yield aside
@@ -127,8 +170,10 @@ def _appearing_whole(out: Path) -> Iterator[Path]:
         aside.rename(out)
         sync_folder(out.parent)
     except OSError as error:
-        raise StorageError(f"{out}: the export cannot be written ({error.strerror or error}); free space or name another folder "
-                           "[export-not-written]") from error  # fmt: skip
+        raise StorageError(
+            f"{out}: the export cannot be written ({error.strerror or error}); free space or name another folder "
+            "[export-not-written]"
+        ) from error
     finally:
         if earlier.exists() and not out.exists():
             earlier.rename(out)
@@ -137,7 +182,9 @@ def _appearing_whole(out: Path) -> Iterator[Path]:
 
 
 def _clear_left_over(out: Path) -> None:
-    """What exports to OUT by processes of this host left that are gone; an earlier export that one had set aside comes back."""
+    """What exports to OUT by processes of this host left that are gone; an earlier export that one had set aside comes
+    back.
+    """
     pattern = re.compile(rf"\.{re.escape(out.name)}\.{re.escape(socket.gethostname())}\.(\d+)\.(tmp|earlier)")
     with contextlib.suppress(OSError):  # another user's, or a file system that cannot be written: the export will tell
         for path in list(out.parent.iterdir()):
@@ -151,7 +198,9 @@ def _clear_left_over(out: Path) -> None:
 
 
 def _metadata(checkpoint: SavedCheckpoint, ties: Mapping[str, str], *, weights: str, dtype: str) -> dict[str, str]:
-    """Text only, as safetensors wants it. The ties let the weights be loaded into a module that has each under all its names."""
+    """Text only, as safetensors wants it. The ties let the weights be loaded into a module that has each under all its
+    names.
+    """
     config = checkpoint.manifest["config"]
     said = {"source": f"{config['run']['name']}/{checkpoint.tag}", "step": str(checkpoint.step), "dtype": dtype}
     said |= {"weights": weights} if weights != "trained" else {}
@@ -159,7 +208,9 @@ def _metadata(checkpoint: SavedCheckpoint, ties: Mapping[str, str], *, weights: 
 
 
 def _refuse_taken(out: Path, *, force: bool) -> None:
-    """An empty folder will do; an earlier export with --force; and whoever mistypes OUT must not lose a folder of other things."""
+    """An empty folder will do; an earlier export with --force; and whoever mistypes OUT must not lose a folder of other
+    things.
+    """
     if not (out.exists() or out.is_symlink()):
         return
     is_folder = out.is_dir() and not out.is_symlink()
@@ -173,21 +224,38 @@ def _refuse_taken(out: Path, *, force: bool) -> None:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = CommandParser(prog="python -m framework export", allow_abbrev=False,
-                           description="Write the weights of a checkpoint, of any layout, for other programs.")  # fmt: skip
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a .../global_step<N> folder, or a run folder: its newest one")
+    parser = CommandParser(
+        prog="python -m framework export",
+        allow_abbrev=False,
+        description="Write the weights of a checkpoint, of any layout, for other programs.",
+    )
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="a .../global_step<N> folder, or a run folder: its newest one"
+    )
     parser.add_argument("out", metavar="OUT", help="folder to be made")
-    parser.add_argument("--weights", choices=("trained", "ema"), default="trained",
-                        help="as trained, or their moving average, training.ema (trained)")  # fmt: skip
+    parser.add_argument(
+        "--weights",
+        choices=("trained", "ema"),
+        default="trained",
+        help="as trained, or their moving average, training.ema (trained)",
+    )
     parser.add_argument("--dtype", choices=tuple(_DTYPES), default="fp32", help="type of the numbers (fp32)")
-    parser.add_argument("--shard-size", type=_size, default=5 * 10**9, metavar="SIZE", help="largest file, such as 500MB (5GB)")
-    parser.add_argument("--format", choices=("safetensors", "pt"), default="safetensors", help="kind of file (safetensors)")
+    parser.add_argument(
+        "--shard-size", type=_size, default=5 * 10**9, metavar="SIZE", help="largest file, such as 500MB (5GB)"
+    )
+    parser.add_argument(
+        "--format", choices=("safetensors", "pt"), default="safetensors", help="kind of file (safetensors)"
+    )
     parser.add_argument("--hf", action="store_true", help="with Hugging Face's names, where the model has hf_names()")
-    parser.add_argument("--trust", metavar="FOLDER",
-                        help="the run folder or checkpoint whose model.target --hf may import and call")  # fmt: skip
+    parser.add_argument(
+        "--trust", metavar="FOLDER", help="the run folder or checkpoint whose model.target --hf may import and call"
+    )
     parser.add_argument("--force", action="store_true", help="replace an earlier export")
-    parser.add_argument("--allow-unverified", action="store_true",
-                        help="read what DeepSpeed wrote without a manifest: nothing tells whether its files are whole")  # fmt: skip
+    parser.add_argument(
+        "--allow-unverified",
+        action="store_true",
+        help="read what DeepSpeed wrote without a manifest: nothing tells whether its files are whole",
+    )
     return parser.parse_args(words)
 
 
@@ -197,5 +265,3 @@ def _size(text: str) -> int:
     if size < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a size; write for example 500MB or 5GB")
     return size
-
-

@@ -3,8 +3,10 @@
 python -m framework generate CHECKPOINT [--prompt TEXT] [--max-new-tokens N] [--temperature T] [--top-k K] [--seed S]
     [--weights trained|ema] [--tokenizer PATH|bytes] [--allow-unverified --config FILE]
 
-The model is the one that the checkpoint's manifest names, the tokenizer that which the run has kept. No keys and values are
-kept between tokens: each costs one forward pass over the window, which is short for a look at a model and long for serving one.
+The model is the one that the checkpoint's manifest names, the tokenizer that which the run has kept. No keys and values
+are
+kept between tokens: each costs one forward pass over the window, which is short for a look at a model and long for
+serving one.
 """
 
 from __future__ import annotations
@@ -22,19 +24,19 @@ from typing import Any, Final
 
 import torch
 
-from framework.arguments import CommandParser
-from framework.assembly.targets import call_factory
+from framework.checkpoint.resume_point import absence_at, newest_at
+from framework.checkpoint.saved import SavedCheckpoint
+from framework.checkpoint.unverified import KIND as UNVERIFIED
 from framework.config.data import Text, TextPairs
 from framework.config.language_models import GPT
 from framework.config.load import load_config
 from framework.config.run_config import RunConfig
+from framework.data.token_files import KEPT_TOKENIZER, META_FILE, TOKENIZER_FILE, read_meta
 from framework.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from framework.errors import EXIT_OK, ConfigError, Problem
-from framework.output import visible
-from framework.token_files import KEPT_TOKENIZER, META_FILE, TOKENIZER_FILE, read_meta
-from framework.train.choice import absence_at, newest_at
-from framework.train.saved import SavedCheckpoint
-from framework.train.unverified import KIND as UNVERIFIED
+from framework.setup.targets import call_factory
+from framework.system.arguments import CommandParser
+from framework.system.output import visible
 
 _KEY: Final = "CHECKPOINT"
 _NO_CHARACTER: Final = "\N{REPLACEMENT CHARACTER}"
@@ -58,10 +60,16 @@ def main(words: Sequence[str]) -> int:
     ids = tokenizer.encode([prompt])[0].tolist() or [tokenizer.special.end]
     model = load_gpt(checkpoint, config, average=arguments.weights == "ema")
     tokens = sample(
-        model, ids, max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, top_k=arguments.top_k,
-        seed=arguments.seed, window=_window(config), vocab_size=tokenizer.vocab_size,
+        model,
+        ids,
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        seed=arguments.seed,
+        window=_window(config),
+        vocab_size=tokenizer.vocab_size,
         end=tokenizer.special.end,
-    )  # fmt: skip
+    )
     on_terminal = sys.stdout.isatty()
     _write(arguments.prompt, on_terminal=on_terminal)
     for text in as_text(tokens, tokenizer.decode, after=ids):
@@ -77,9 +85,11 @@ def _window(config: RunConfig) -> int:
 
 
 def load_gpt(checkpoint: SavedCheckpoint, config: RunConfig, *, average: bool = False) -> torch.nn.Module:
-    """The plain module with the checkpoint's weights, or their average, ready for evaluation, on a GPU where there is one."""
+    """The plain module with the checkpoint's weights, or their average, ready for evaluation, on a GPU where there is
+    one.
+    """
     with contextlib.redirect_stdout(io.StringIO()):  # where it is imported, DeepSpeed tells which device it found
-        from framework.backend.weights import checkpoint_weights, put_weights
+        from framework.engine.weights import checkpoint_weights, put_weights
     model: torch.nn.Module = call_factory(config.model.factory(), key="model")
     put_weights(model, checkpoint_weights(checkpoint, average=average), source=str(checkpoint.path))
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
@@ -87,9 +97,17 @@ def load_gpt(checkpoint: SavedCheckpoint, config: RunConfig, *, average: bool = 
 
 @torch.no_grad()
 def sample(
-    model: torch.nn.Module, ids: Sequence[int], *, max_new_tokens: int, temperature: float, top_k: int | None, seed: int,
-    window: int, vocab_size: int, end: int,
-) -> Iterator[int]:  # fmt: skip
+    model: torch.nn.Module,
+    ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    seed: int,
+    window: int,
+    vocab_size: int,
+    end: int,
+) -> Iterator[int]:
     """Draw one token after the other, each from what the model makes of those before.
 
     Args:
@@ -126,7 +144,9 @@ def _draw(logits: torch.Tensor, *, temperature: float, top_k: int | None, genera
 
 
 def as_text(tokens: Iterator[int], decode: Callable[[Sequence[int]], str], *, after: Sequence[int]) -> Iterator[str]:
-    """Text as it comes, in whole characters: a token may be a part of one, and its text may depend on the token before."""
+    """Text as it comes, in whole characters: a token may be a part of one, and its text may depend on the token
+    before.
+    """
     seen, start, shown = list(after), 0, len(after)
     for token in tokens:
         seen.append(token)
@@ -152,8 +172,15 @@ def find_gpt(path: str, *, allow_unverified: bool = False) -> SavedCheckpoint:
     """
     found = newest_at(path, key=_KEY, allow_unverified=allow_unverified)
     if found is None:
-        raise ConfigError(Problem(kind="checkpoint-not-found", key=_KEY, value=path, reason=absence_at(path, key=_KEY),
-                                  fix="name a .../global_step<N> folder or a run folder that holds one"))  # fmt: skip
+        raise ConfigError(
+            Problem(
+                kind="checkpoint-not-found",
+                key=_KEY,
+                value=path,
+                reason=absence_at(path, key=_KEY),
+                fix="name a .../global_step<N> folder or a run folder that holds one",
+            )
+        )
     if found.verified:
         _refuse_other_models(found.manifest["config"]["model"], file=str(found.path))
     return found
@@ -164,9 +191,15 @@ def _config_of(checkpoint: SavedCheckpoint, file: str | None) -> RunConfig:
     if checkpoint.verified:
         config = _config_in(checkpoint)
     elif file is None:
-        raise ConfigError(Problem(kind=UNVERIFIED, key=_KEY, value=str(checkpoint.path),
-                                  reason="without a manifest nothing in it says what model it is of",
-                                  fix="give --config FILE, a run config with its model and its data"))  # fmt: skip
+        raise ConfigError(
+            Problem(
+                kind=UNVERIFIED,
+                key=_KEY,
+                value=str(checkpoint.path),
+                reason="without a manifest nothing in it says what model it is of",
+                fix="give --config FILE, a run config with its model and its data",
+            )
+        )
     else:
         config = load_config(file)
     if not isinstance(config.model, GPT):  # nothing that a manifest names is called, but for this kind
@@ -178,19 +211,30 @@ def _config_in(checkpoint: SavedCheckpoint) -> RunConfig:
     try:
         return RunConfig.model_validate(checkpoint.manifest["config"])
     except ValueError:  # pydantic's error is one
-        raise ConfigError(Problem(
-            kind="not-a-gpt", key=_KEY, value=str(checkpoint.path), reason="its manifest does not hold a run config of this "
-            "release", fix="use the release that wrote it",
-        )) from None  # fmt: skip
+        raise ConfigError(
+            Problem(
+                kind="not-a-gpt",
+                key=_KEY,
+                value=str(checkpoint.path),
+                reason="its manifest does not hold a run config of this release",
+                fix="use the release that wrote it",
+            )
+        ) from None
 
 
 def _refuse_other_models(model: Mapping[str, Any], *, file: str) -> None:
     kind = model.get("target") or model.get("object") or model.get("kind")
     if kind != "gpt":
-        raise ConfigError(Problem(
-            kind="not-a-gpt", key="model.kind", value=kind, reason="only a GPT writes text, and this is another model",
-            fix="name a checkpoint of model.kind: gpt", file=file,
-        ))  # fmt: skip
+        raise ConfigError(
+            Problem(
+                kind="not-a-gpt",
+                key="model.kind",
+                value=kind,
+                reason="only a GPT writes text, and this is another model",
+                fix="name a checkpoint of model.kind: gpt",
+                file=file,
+            )
+        )
 
 
 def _tokenizer_of(config: RunConfig, checkpoint: SavedCheckpoint, *, asked: str | None) -> Tokenizer:
@@ -201,19 +245,29 @@ def _tokenizer_of(config: RunConfig, checkpoint: SavedCheckpoint, *, asked: str 
     if asked is not None:
         key, path = "--tokenizer", None if asked == "bytes" else asked
     elif not isinstance(config.data, (Text, TextPairs)):
-        raise ConfigError(Problem(
-            kind="tokenizer-unknown", key="data", reason="it is not a token folder, so nobody knows what its numbers stand for",
-            fix="name a tokenizer with --tokenizer", file=str(checkpoint.path),
-        ))  # fmt: skip
+        raise ConfigError(
+            Problem(
+                kind="tokenizer-unknown",
+                key="data",
+                reason="it is not a token folder, so nobody knows what its numbers stand for",
+                fix="name a tokenizer with --tokenizer",
+                file=str(checkpoint.path),
+            )
+        )
     elif path is not None and (kept / META_FILE).is_file():
         path = str(kept)
     tokenizer = _read_tokenizer(path, key)
     if tokenizer.vocab_size > config.model.vocab_size:
-        raise ConfigError(Problem(
-            kind="model-data-vocab-size", key=key, value=path, file=str(checkpoint.path),
-            reason=f"its tokenizer has {tokenizer.vocab_size} tokens and the model {config.model.vocab_size}",
-            fix="name the tokenizer that the model was trained with",
-        ))  # fmt: skip
+        raise ConfigError(
+            Problem(
+                kind="model-data-vocab-size",
+                key=key,
+                value=path,
+                file=str(checkpoint.path),
+                reason=f"its tokenizer has {tokenizer.vocab_size} tokens and the model {config.model.vocab_size}",
+                fix="name the tokenizer that the model was trained with",
+            )
+        )
     return tokenizer
 
 
@@ -224,14 +278,23 @@ def _read_tokenizer(path: str | None, key: str) -> Tokenizer:
     if Path(path).is_file() or (file.is_file() and not file.with_name(META_FILE).exists()):
         return load_tokenizer(path if Path(path).is_file() else str(file))
     if key == "--tokenizer" and not Path(path).exists():
-        raise ConfigError(Problem(kind="tokenizer-not-found", key=key, value=path, reason="there is no such file or folder",
-                                  fix="name a tokenizer.json, a folder with one, or bytes"))  # fmt: skip
+        raise ConfigError(
+            Problem(
+                kind="tokenizer-not-found",
+                key=key,
+                value=path,
+                reason="there is no such file or folder",
+                fix="name a tokenizer.json, a folder with one, or bytes",
+            )
+        )
     try:
         folder, meta = read_meta(path, key)
     except ConfigError as error:
         if key == "--tokenizer":
             raise
-        raise ConfigError([replace(problem, fix=f"{problem.fix}, or say --tokenizer") for problem in error.problems]) from error
+        raise ConfigError(
+            [replace(problem, fix=f"{problem.fix}, or say --tokenizer") for problem in error.problems]
+        ) from error
     return ByteTokenizer() if meta.tokenizer == "bytes" else load_tokenizer(str(folder / TOKENIZER_FILE))
 
 
@@ -239,22 +302,35 @@ def _refuse_other_encodings(prompt: bytes, shown: str) -> None:
     try:
         prompt.decode()
     except UnicodeDecodeError as error:
-        raise ConfigError(Problem("prompt-not-utf8", "this tokenizer takes UTF-8 only", "write it in UTF-8",
-                                  "--prompt", ascii(shown))) from error  # fmt: skip
+        raise ConfigError(
+            Problem("prompt-not-utf8", "this tokenizer takes UTF-8 only", "write it in UTF-8", "--prompt", ascii(shown))
+        ) from error
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = CommandParser(prog="python -m framework generate", description="Print a sample of text from a checkpoint of a GPT.")
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="run folder (its newest checkpoint) or .../global_step<N>")
+    parser = CommandParser(
+        prog="python -m framework generate", description="Print a sample of text from a checkpoint of a GPT."
+    )
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="run folder (its newest checkpoint) or .../global_step<N>"
+    )
     parser.add_argument("--prompt", default="", metavar="TEXT", help="what to go on from; left out: a new document")
     parser.add_argument("--max-new-tokens", type=_count, default=200, metavar="N", help="tokens at most (200)")
-    parser.add_argument("--temperature", type=_temperature, default=0.8, metavar="T",
-                        help="below 1: likelier tokens still likelier; 0: always the likeliest (0.8)")  # fmt: skip
+    parser.add_argument(
+        "--temperature",
+        type=_temperature,
+        default=0.8,
+        metavar="T",
+        help="below 1: likelier tokens still likelier; 0: always the likeliest (0.8)",
+    )
     parser.add_argument("--top-k", type=_count, metavar="K", help="draw from the K likeliest tokens only")
     parser.add_argument("--seed", type=_seed, default=0, metavar="S", help="another seed, another sample (0)")
-    parser.add_argument("--weights", choices=("trained", "ema"), default="trained",
-                        help="as trained, or their moving average (trained)")  # fmt: skip
-    parser.add_argument("--tokenizer", metavar="PATH|bytes", help="a tokenizer.json or a folder with one; left out: the run's own")
+    parser.add_argument(
+        "--weights", choices=("trained", "ema"), default="trained", help="as trained, or their moving average (trained)"
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="PATH|bytes", help="a tokenizer.json or a folder with one; left out: the run's own"
+    )
     parser.add_argument("--allow-unverified", action="store_true", help="read what DeepSpeed wrote without a manifest")
     parser.add_argument("--config", metavar="FILE", help="run config with the model and the data of such a checkpoint")
     return parser.parse_args(words)

@@ -132,11 +132,7 @@ def choices_of(members: Mapping[str, type[BaseModel]]) -> tuple[str, list[str]]:
 
 def kind_of(value: Any) -> str | None:
     """Discriminator of every section that may be a `kind`, a `target` or an object from Python."""
-    found = (
-        value
-        if isinstance(value, Mapping)
-        else {tag: getattr(value, tag, None) for tag in (*OF_ONES_OWN, "kind")}
-    )
+    found = value if isinstance(value, Mapping) else {tag: getattr(value, tag, None) for tag in (*OF_ONES_OWN, "kind")}
     for tag in OF_ONES_OWN:
         if found.get(tag) is not None:
             return tag

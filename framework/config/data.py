@@ -157,8 +157,8 @@ class _Text(_Dataset):
     """Text as numbered tokens, from a folder that ``prepare`` made."""
 
     path: str | None = None
-    """Folder made by ``python -m framework prepare``; left out: the sources of Python's own standard library, byte by byte
-    (vocabulary 261), some megabytes that need no download and differ between Python versions."""
+    """Folder made by ``python -m framework prepare``; left out: the sources of Python's own standard library, byte by
+    byte (vocabulary 261), some megabytes that need no download and differ between Python versions."""
 
     def vocab_size(self) -> int | None:
         """Number of different tokens; None where only the files know."""
@@ -175,14 +175,18 @@ class Text(_Text):
 
 
 class TextPairs(_Text):
-    """Pairs of segments for BERT: [CLS] A [SEP] B [SEP], where B follows A in half of them, with hidden tokens to guess."""
+    """Pairs of segments for BERT: [CLS] A [SEP] B [SEP], where B follows A in half of them, with hidden tokens to
+    guess.
+    """
 
     builds: ClassVar[str] = "framework.data.text_pairs:build"
     kind: Literal["text_pairs"] = "text_pairs"
     sequence_length: CountFromEight = 128
     """Tokens per sample, the three special ones included."""
     mask_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.15
-    """Share of the tokens to be guessed; of these 80 % become [MASK], 10 % another token, 10 % stay (Devlin et al. 2018)."""
+    """Share of the tokens to be guessed; of these 80 % become [MASK], 10 % another token, 10 % stay (Devlin et al.
+    2018).
+    """
 
     def has_random_samples(self) -> bool:
         """Segments and hidden tokens are drawn anew every epoch."""
@@ -193,8 +197,8 @@ class DataTarget(Target, Loader):
     """The user's own data: a callable that returns a training dataset, or a pair (training, evaluation)."""
 
     random_samples: bool = True
-    """Seed torch's, numpy's and Python's generators for every sample from (run.seed, epoch, sample index), so that random
-    augmentation resumes exactly; costs about 20 microseconds a sample. False for datasets without randomness."""
+    """Seed torch's, numpy's and Python's generators for every sample from (run.seed, epoch, sample index), so that
+    random augmentation resumes exactly; costs about 20 microseconds a sample. False for datasets without randomness."""
     train_samples: PositiveCount | None = None
     """Number of training samples, so that `plan` can count steps without importing the code."""
 

@@ -11,35 +11,46 @@ from pydantic_core import ErrorDetails
 
 from framework.config.base import WORDS_OF_PATTERNS, Target, choices_of
 from framework.config.deepspeed_words import OWNED, place_here
-from framework.config.document import KeyPath
-from framework.config.spelling import nearest
 from framework.errors import Problem, Written, show_value
+from framework.text.document import KeyPath
+from framework.text.typos import nearest
 
 _SECTION: Final = "a section of keys"
 # pydantic's error type -> what belongs there.
 WANTED: Final[Mapping[str, str]] = {
-    "int_type": "a whole number", "int_from_float": "a whole number", "int_parsing": "a whole number",
-    "float_type": "a number", "bool_type": "true or false", "string_type": "text", "list_type": "a list",
-    "dict_type": _SECTION, "model_type": _SECTION, "model_attributes_type": _SECTION,
-}  # fmt: skip
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "dict_type": _SECTION,
+    "model_type": _SECTION,
+    "model_attributes_type": _SECTION,
+}
 # pydantic's error type -> (reason, fix), filled in from the error's context.
 _OUT_OF_RANGE: Final[Mapping[str, tuple[str, str]]] = {
-    "greater_than_equal": ("too small", "write {ge} or more"), "greater_than": ("too small", "write more than {gt}"),
-    "less_than_equal": ("too large", "write {le} or less"), "less_than": ("too large", "write less than {lt}"),
+    "greater_than_equal": ("too small", "write {ge} or more"),
+    "greater_than": ("too small", "write more than {gt}"),
+    "less_than_equal": ("too large", "write {le} or less"),
+    "less_than": ("too large", "write less than {lt}"),
     "multiple_of": ("not a multiple of {multiple_of}", "write a multiple of {multiple_of}"),
     "finite_number": ("not a finite number", "write a finite number"),
-    "too_long": ("too many values", "write {max_length}"), "too_short": ("too few values", "write {min_length}"),
+    "too_long": ("too many values", "write {max_length}"),
+    "too_short": ("too few values", "write {min_length}"),
     "literal_error": ("not one of the choices", "write {expected}"),
     "int_parsing_size": ("too large", "write a smaller number"),
     "string_unicode": ("half of a UTF-16 pair is no text", "write the character itself"),
-}  # fmt: skip
+}
 # Keys where people write null to turn something off.
 _TURNS_OFF: Final[Mapping[str, str]] = {
     "training.clip_grad_norm": "write 0 to turn clipping off, or leave the key out for 1.0",
-}  # fmt: skip
+}
 TRUTH: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("yes", "on", "y", "true", "1"), "true"), **dict.fromkeys(("no", "off", "n", "false", "0"), "false"),
-}  # fmt: skip
+    **dict.fromkeys(("yes", "on", "y", "true", "1"), "true"),
+    **dict.fromkeys(("no", "off", "n", "false", "0"), "false"),
+}
 
 
 def explain(
@@ -174,11 +185,19 @@ def _unknown_kind(path: KeyPath, value: Any, members: Mapping[str, type[BaseMode
     key, found = ".".join(map(str, path)), value.get(tag_key)
     if found is None and value.get("target") is not None:
         return (*path[:-1], "target"), Problem(
-            kind="unsupported-target", key=f"{key.rpartition('.')[0]}.target", value=value["target"],
-            reason="this section takes no code of your own", fix=f"use {tag_key}: one of {listed}")  # fmt: skip
+            kind="unsupported-target",
+            key=f"{key.rpartition('.')[0]}.target",
+            value=value["target"],
+            reason="this section takes no code of your own",
+            fix=f"use {tag_key}: one of {listed}",
+        )
     if found is None:
-        return path, Problem(kind="missing-kind", key=key, reason="the section does not say which kind it is",
-                             fix=f"add {tag_key}: one of {listed}")  # fmt: skip
+        return path, Problem(
+            kind="missing-kind",
+            key=key,
+            reason="the section does not say which kind it is",
+            fix=f"add {tag_key}: one of {listed}",
+        )
     meant = nearest(str(found), choices)
     fix = f"did you mean '{meant}'? known: {listed}" if meant else f"known: {listed}"
     return path, Problem(kind="unknown-kind", key=key, value=found, reason="there is no such kind", fix=fix)
@@ -194,7 +213,11 @@ def _wrong_type(value: Any, wanted: str) -> tuple[str, str]:
         return reason, f"write {value.strip()} without quotes"
     if wanted == "true or false" and str(value).lower() in TRUTH:
         return reason, f"write {TRUTH[str(value).lower()]}"
-    if isinstance(value, str) and wanted == "a number" and value.strip().lower().lstrip("+-.") in ("nan", "inf", "infinity"):
+    if (
+        isinstance(value, str)
+        and wanted == "a number"
+        and value.strip().lower().lstrip("+-.") in ("nan", "inf", "infinity")
+    ):
         return reason, "write a finite number"
     return reason, f"write {wanted}"
 
@@ -208,7 +231,12 @@ def _is_number(text: str) -> bool:
 
 def _type_name(value: Any) -> str:
     names: Mapping[type, str] = {
-        str: "text", bool: "a truth value", int: "a whole number", float: "a number with a fraction", list: "a list",
-        dict: _SECTION, type(None): "nothing",
-    }  # fmt: skip
+        str: "text",
+        bool: "a truth value",
+        int: "a whole number",
+        float: "a number with a fraction",
+        list: "a list",
+        dict: _SECTION,
+        type(None): "nothing",
+    }
     return names.get(type(value), f"a {type(value).__name__}")

@@ -1,8 +1,8 @@
 """`check --fix` for run configs: the problems that have one safe answer, made good in the text.
 
-Safe means that the answer says what the file already meant: a misspelt key or kind with one likely name, a key in the wrong
-section that only one other section has, a number in quotes, a truth value in another word. Every edit is tried on a copy:
-what does not make its problem go away, or brings another one to the same place, is not made.
+Safe means that the answer says what the file already meant: a misspelt key or kind with one likely name, a key in the
+wrong section that only one other section has, a number in quotes, a truth value in another word. Every edit is tried on
+a copy: what does not make its problem go away, or brings another one to the same place, is not made.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from framework.config.base import Target, choices_of
-from framework.config.document import KeyPath, at, document_of, parse_scalar
 from framework.config.explain import TRUTH, WANTED, descend, explain, homes_of, members_of
 from framework.config.run_config import RunConfig, kind_of_default
-from framework.config.yaml_edits import Edit, Move, Rename, Replace, edited, edited_value
 from framework.errors import ConfigError
+from framework.text.document import KeyPath, at, document_of, parse_scalar
+from framework.text.yaml_edits import Edit, Move, Rename, Replace, edited, edited_value
 
 _MOST_EDITS: Final = 100
 _ALIKE: Final = 0.75  # "stge" and "stage" are, "rate" and "ratio" are not
@@ -62,7 +62,9 @@ def _good_edits(values: Mapping[str, Any]) -> Iterator[Edit]:
 
 
 def _spoils(edit: Edit, problem: KeyPath) -> bool:
-    """Whether a new problem speaks against the edit. What is wrong inside of a renamed section was wrong before, unseen."""
+    """Whether a new problem speaks against the edit. What is wrong inside of a renamed section was wrong before,
+    unseen.
+    """
     if isinstance(edit, Move):
         return problem[:1] == edit.to[:1]
     return problem == ((*edit.path[:-1], edit.name) if isinstance(edit, Rename) else edit.path)

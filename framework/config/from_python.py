@@ -1,4 +1,6 @@
-"""Values as Python programs have them, as the plain values that a file holds: tuples, paths and numpy's numbers are welcome."""
+"""Values as Python programs have them, as the plain values that a file holds: tuples, paths and numpy's numbers are
+welcome.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The only door from files into `RunConfig`: YAML or JSON plus ``key=value`` overrides, with every problem at its place."""
+"""The only door from files into `RunConfig`: YAML or JSON plus ``key=value`` overrides, with every problem at its
+place.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from pydantic import ValidationError
 
 from framework.config.base import TAG_KEYS
 from framework.config.deepspeed_words import OWNED
-from framework.config.document import COMMAND_LINE, Document, KeyPath, document_of, parse_document, read_document
 from framework.config.explain import explain, homes_of, numbers_for_text
 from framework.config.run_config import RunConfig, kind_of_default
 from framework.errors import ConfigError, Problem, UsageError, show_value
-from framework.uncaught import end_in_one_line
+from framework.system.uncaught import end_in_one_line
+from framework.text.document import COMMAND_LINE, Document, KeyPath, document_of, parse_document, read_document
 
 _SETTING: Final = re.compile(r"([A-Za-z_][\w-]*(?:\.[A-Za-z_][\w-]*)*)=(.*)", re.DOTALL)
 
@@ -36,8 +38,16 @@ class Source:
         """What is allowed, and seldom meant."""
         if not self._document.name or not self._document.is_empty:
             return list(self._notes)
-        return [*self._notes, Problem(kind="config-empty", file=self._document.name, severity="note",
-                        reason="the file is empty: every default holds", fix="write at least {} if that is meant")]  # fmt: skip
+        return [
+            *self._notes,
+            Problem(
+                kind="config-empty",
+                file=self._document.name,
+                severity="note",
+                reason="the file is empty: every default holds",
+                fix="write at least {} if that is meant",
+            ),
+        ]
 
     def add_note(self, note: Problem) -> None:
         """Remember what another file that has a part in the run has to say."""
@@ -78,7 +88,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Args:
         path: a YAML or JSON file.
-        overrides: dotted ``key=value`` settings; a value is YAML, so ``optimizer='{kind: sgd, lr: 0.1}'`` replaces a section.
+        overrides: dotted ``key=value`` settings; a value is YAML, so ``optimizer='{kind: sgd, lr: 0.1}'`` replaces a
+            section.
 
     Raises:
         ConfigError: with every problem found.
@@ -111,7 +122,8 @@ def load_with_source(
 
 
 def load_known(document: Document, overrides: Sequence[str]) -> tuple[RunConfig, frozenset[str], Source]:
-    """Of a file that `load_with_source` refuses: the sections that can be read, the names of the others, and the source.
+    """Of a file that `load_with_source` refuses: the sections that can be read, the names of the others, and the
+    source.
 
     A section whose key stands in another one is among the others, and so is all that the file leaves out where it has a
     section of a name that there is not: that may have been meant.
@@ -124,7 +136,9 @@ def load_known(document: Document, overrides: Sequence[str]) -> tuple[RunConfig,
         return _validated(values, source), frozenset(), source
     except ValidationError as error:
         unknown = frozenset(_unknown_sections(explain(error, RunConfig), values))
-    known = {name: section for name, section in values.items() if name in RunConfig.model_fields and name not in unknown}
+    known = {
+        name: section for name, section in values.items() if name in RunConfig.model_fields and name not in unknown
+    }
     return RunConfig.model_validate(known), unknown, source
 
 
@@ -150,9 +164,14 @@ def _with_overrides(document: Document, overrides: Sequence[str]) -> tuple[dict[
     values = {} if document.value is None else document.value
     if not isinstance(values, dict):
         raise ConfigError(
-            Problem(kind="config-syntax", file=document.name, value=values, reason="a run config is a mapping of sections",
-                    fix="start with a section such as `run:`")
-        )  # fmt: skip
+            Problem(
+                kind="config-syntax",
+                file=document.name,
+                value=values,
+                reason="a run config is a mapping of sections",
+                fix="start with a section such as `run:`",
+            )
+        )
     if isinstance(values.get("$schema"), str):  # where editors find the JSON Schema
         values = {name: section for name, section in values.items() if name != "$schema"}
     _refuse_doubled(overrides)
@@ -167,8 +186,15 @@ def _refuse_doubled(overrides: Sequence[str]) -> None:
     problems = []
     for name, _, value in (override.partition("=") for override in overrides):
         if name in first:
-            problems.append(Problem(kind="setting-twice", file=COMMAND_LINE, key=name, fix="give it once",
-                                    reason=f"it is given twice, as {first[name]} and as {value}"))  # fmt: skip
+            problems.append(
+                Problem(
+                    kind="setting-twice",
+                    file=COMMAND_LINE,
+                    key=name,
+                    fix="give it once",
+                    reason=f"it is given twice, as {first[name]} and as {value}",
+                )
+            )
         first[name] = value
     if problems:
         raise ConfigError(problems)
@@ -180,10 +206,12 @@ def _handed_over(values: Mapping[str, Any]) -> Iterator[Problem]:
         section = values.get(name)
         if isinstance(section, Mapping) and section.get("object") is not None:
             yield Problem(
-                kind="object-not-given", key=f"{name}.object", value=section["object"],
+                kind="object-not-given",
+                key=f"{name}.object",
+                value=section["object"],
                 reason="it was handed over from Python and exists only there",
                 fix=f"name your code as {name}.target: package.module:name, or start from Python with framework.fit",
-            )  # fmt: skip
+            )
 
 
 def config_from_values(values: Mapping[str, Any] | RunConfig, *, source: Source | None = None) -> RunConfig:
@@ -229,9 +257,10 @@ def _of_another_kind(problem: Problem, path: KeyPath, values: Mapping[str, Any],
     for part in (*section, tag):
         kind = kind[part]
     return replace(
-        problem, reason=f"{tag}={show_value(kind)}, from the command line, has no such key",
+        problem,
+        reason=f"{tag}={show_value(kind)}, from the command line, has no such key",
         fix=f"replace the whole section: {'.'.join(map(str, section))}='{{{tag}: {show_value(kind)}}}'",
-    )  # fmt: skip
+    )
 
 
 def _apply_override(values: dict[str, Any], override: str, source: Source) -> None:
@@ -252,8 +281,14 @@ def _apply_override(values: dict[str, Any], override: str, source: Source) -> No
         if not isinstance(section, dict):
             key = ".".join(map(str, path[:depth]))
             raise ConfigError(
-                Problem(kind="override-not-a-section", file=COMMAND_LINE, key=match[1], value=value,
-                        reason=f"{key} holds a value, not a section", fix=f"set {key} itself")
-            )  # fmt: skip
+                Problem(
+                    kind="override-not-a-section",
+                    file=COMMAND_LINE,
+                    key=match[1],
+                    value=value,
+                    reason=f"{key} holds a value, not a section",
+                    fix=f"set {key} itself",
+                )
+            )
     section[path[-1]] = value
     source.override(path, parsed.texts)

@@ -1,4 +1,4 @@
-"""`optimizer`: the update rule. Names are torch's; `framework/ds_json/render.py` turns them into DeepSpeed's."""
+"""`optimizer`: the update rule. Names are torch's; `framework/plan/render.py` turns them into DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ class _Optimizer(Section):
     weight_decay: NonNegative = 0.0
     """Strength of the pull of weights towards zero."""
     weight_decay_on: Literal["all", "matrices"] = "all"
-    """Which weights are pulled. matrices: no decay on biases and norms, that is on tensors with fewer than two dimensions."""
+    """Which weights are pulled. matrices: no decay on biases and norms, that is on tensors with fewer than two
+    dimensions.
+    """
 
 
 class AdamW(_Optimizer):
@@ -34,12 +36,15 @@ class AdamW(_Optimizer):
     eps: Positive = 1e-8
     """Added to the root of the second mean."""
     implementation: Literal["torch", "deepspeed"] = "torch"
-    """``torch``: torch.optim, resumes bit for bit, compiles nothing. ``deepspeed``: its fused kernel (with CPU offload its
-    vectorised host kernel, several times faster there); compiled at first use, and a resumed run drifts in the last bits."""
+    """``torch``: torch.optim, resumes bit for bit, compiles nothing. ``deepspeed``: its fused kernel (with CPU offload
+    its vectorised host kernel, several times faster there); compiled at first use, and a resumed run drifts in the last
+    bits."""
 
 
 class Adam(AdamW):
-    """Adam (Kingma & Ba 2015): weight decay is added to the gradient. DeepSpeed calls AdamW "Adam"; this is the real one."""
+    """Adam (Kingma & Ba 2015): weight decay is added to the gradient. DeepSpeed calls AdamW "Adam"; this is the real
+    one.
+    """
 
     kind: Literal["adam"] = "adam"  # type: ignore[assignment]
     weight_decay: NonNegative = 0.0
@@ -66,7 +71,9 @@ class Adagrad(_Optimizer):
 
 
 class Lion(_Optimizer):
-    """Lion (Chen et al. 2023) by DeepSpeed's fused kernel. On the device it needs a GPU; with CPU offload it runs on the host."""
+    """Lion (Chen et al. 2023) by DeepSpeed's fused kernel. On the device it needs a GPU; with CPU offload it runs on
+    the host.
+    """
 
     gpu_only: ClassVar[bool] = True
     kind: Literal["lion"] = "lion"

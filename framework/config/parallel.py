@@ -10,8 +10,9 @@ from framework.config.base import WORDS_OF_PATTERNS, Count, PositiveCount, Secti
 
 _PARTITION: Final = r"^(uniform|parameters|measured|type:.+)$"
 WORDS_OF_PATTERNS[_PARTITION] = (
-    "not a way to cut a model", lambda text: "write parameters, uniform, measured, or type:<regex of layer class names>",
-)  # fmt: skip
+    "not a way to cut a model",
+    lambda text: "write parameters, uniform, measured, or type:<regex of layer class names>",
+)
 
 
 class Parallel(Section):
@@ -20,7 +21,7 @@ class Parallel(Section):
     pipe: PositiveCount = 1
     """Pipeline stages, each on a device of its own; every other device count is data parallel. 1: no pipeline."""
     partition: Annotated[str, StringConstraints(pattern=_PARTITION)] = "parameters"
-    """What the stages share evenly: ``parameters`` (trainable ones), ``uniform`` (number of layers), ``type:<regex>`` (layers
-    whose class name matches), ``measured`` (seconds per layer, timed on rank 0 before the run)."""
+    """What the stages share evenly: ``parameters`` (trainable ones), ``uniform`` (number of layers), ``type:<regex>``
+    (layers whose class name matches), ``measured`` (seconds per layer, timed on rank 0 before the run)."""
     stages: list[Count] | None = None
     """The stage of every layer, one number per layer in order; left out: `partition` decides."""

@@ -23,7 +23,9 @@ class FP16(Section):
 
     dtype: Literal["fp16"] = "fp16"
     loss_scale: Annotated[float, Field(ge=0.0)] = 0.0
-    """Fixed loss scale; 0 scales dynamically: halved after an overflow, doubled after `loss_scale_window` good steps."""
+    """Fixed loss scale; 0 scales dynamically: halved after an overflow, doubled after `loss_scale_window` good
+    steps.
+    """
     initial_scale_power: Annotated[int, Field(ge=0, le=32)] = 16
     """The first dynamic loss scale is 2 to this power."""
     loss_scale_window: PositiveCount = 1000
@@ -46,14 +48,16 @@ class BF16(Section):
 
 
 class Autocast(Section):
-    """fp32 weights, with matrix products and convolutions in a lower precision chosen per operation by torch.autocast."""
+    """fp32 weights, with matrix products and convolutions in a lower precision chosen per operation by
+    torch.autocast.
+    """
 
     dtype: Literal["autocast"] = "autocast"
     compute_dtype: Literal["bf16", "fp16"] = "bf16"
     """What eligible operations compute in."""
     lower_precision_safe_modules: list[str] | None = None
-    """Full class names of modules whose weights and gradients ZeRO keeps in the lower precision; left out: Linear, Conv1d,
-    Conv2d, Conv3d."""
+    """Full class names of modules whose weights and gradients ZeRO keeps in the lower precision; left out: Linear,
+    Conv1d, Conv2d, Conv3d."""
 
 
 def _dtype_of(value: Any) -> str | None:

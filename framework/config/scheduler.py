@@ -1,7 +1,8 @@
 """`scheduler`: the learning rate over steps. Five kinds are DeepSpeed's own; `constant` and `cosine` are ours.
 
-DeepSpeed's warm-up schedules take the first two steps at the minimum, mostly zero, with either curve (runtime/lr_schedules.py: the
-rate before the first `step()` is the minimum, and so are log(1) and 0 / warmup_num_steps of the way up).
+DeepSpeed's warm-up schedules take the first two steps at the minimum, mostly zero, with either curve
+(runtime/lr_schedules.py: the rate before the first `step()` is the minimum, and so are log(1) and 0 / warmup_num_steps
+of the way up).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ class Constant(Section):
 
 
 class Cosine(Section):
-    """Linear warm-up to the optimizer's rate, then half a cosine down to `min_ratio` of it (Loshchilov & Hutter 2017)."""
+    """Linear warm-up to the optimizer's rate, then half a cosine down to `min_ratio` of it (Loshchilov & Hutter
+    2017).
+    """
 
     kind: Literal["cosine"] = "cosine"
     warmup_steps: Count = 0

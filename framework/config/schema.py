@@ -11,7 +11,7 @@ from framework.config.deepspeed_words import PASSED_THROUGH, SHARED, TYPED
 from framework.config.run_config import RunConfig
 
 # A file beside the code that writes it: nothing of that code is needed for it.
-_DEEPSPEED: Final = Path(__file__).parents[1] / "ds_json/deepspeed.schema.json"
+_DEEPSPEED: Final = Path(__file__).parents[1] / "dslint/deepspeed.schema.json"
 
 
 def run_schema() -> dict[str, Any]:
@@ -33,12 +33,17 @@ def run_schema() -> dict[str, Any]:
 
 
 def _further_keys() -> dict[str, Any]:
-    """What may stand under `deepspeed:`: the subschemas of DeepSpeed's own schema, without what a typed section decides."""
+    """What may stand under `deepspeed:`: the subschemas of DeepSpeed's own schema, without what a typed section
+    decides.
+    """
     theirs: dict[str, Any] = json.loads(_DEEPSPEED.read_text(encoding="utf-8"))["properties"]
     found = {name: theirs[name] for name in sorted(PASSED_THROUGH)}
     for name in sorted(SHARED):
         found[name] = _without_typed(theirs[name], name)
-    return {"properties": _moved({name: section for name, section in found.items() if section}), "additionalProperties": False}
+    return {
+        "properties": _moved({name: section for name, section in found.items() if section}),
+        "additionalProperties": False,
+    }
 
 
 def _without_typed(schema: dict[str, Any], path: str) -> dict[str, Any]:
@@ -63,7 +68,8 @@ def _moved(schema: Any) -> Any:
     """With its references leading to where it stands now."""
     if isinstance(schema, dict):
         return {
-            key: f"#/properties/deepspeed{value[1:]}" if key == "$ref" else _moved(value) for key, value in schema.items()
+            key: f"#/properties/deepspeed{value[1:]}" if key == "$ref" else _moved(value)
+            for key, value in schema.items()
         }
     return [_moved(item) for item in schema] if isinstance(schema, list) else schema
 

@@ -1,6 +1,7 @@
-"""The text of ``run.schema.json``, which ships with the package: building it anew takes ten times as long as printing it.
+"""The text of ``run.schema.json``, which ships with the package: building it anew takes ten times as long as printing
+it.
 
-    python -m framework.config.schema_text        builds it anew and writes the file
+python -m framework.config.schema_text        builds it anew and writes the file
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ PACKAGED: Final = Path(__file__).with_name("run.schema.json")
 
 
 def schema_text() -> str:
-    """The JSON Schema of run configs as packaged, a test keeps it current; built anew where the file is missing or empty."""
+    """The JSON Schema of run configs as packaged, a test keeps it current; built anew where the file is missing or
+    empty.
+    """
     try:
         text = PACKAGED.read_text(encoding="utf-8")
     except FileNotFoundError:

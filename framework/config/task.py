@@ -28,7 +28,9 @@ class CausalLM(Kind):
 
 
 class MaskedLM(Kind):
-    """BERT's pre-training: hidden tokens plus next-sentence prediction; metrics: accuracy, perplexity, one for each part."""
+    """BERT's pre-training: hidden tokens plus next-sentence prediction; metrics: accuracy, perplexity, one for each
+    part.
+    """
 
     builds: ClassVar[str] = "framework.tasks.masked_lm:MaskedLM"
     metrics: ClassVar[tuple[str, ...]] = ("loss", "mlm_loss", "accuracy", "nsp_loss", "nsp_accuracy", "perplexity")

@@ -32,8 +32,8 @@ class Training(Section):
     clip_grad_norm: NonNegative = 1.0
     """Largest global L2 norm of the gradients; 0 turns clipping off."""
     recompute_every: Count = 0
-    """Groups of this many layers keep only their input for the backward pass and run again in it: less memory for about a
-    third more computation. 0 keeps everything."""
+    """Groups of this many layers keep only their input for the backward pass and run again in it: less memory for about
+    a third more computation. 0 keeps everything."""
     sync_batch_norm: bool = False
     """Batch norms take mean and variance over the batches of all data-parallel devices instead of over their own."""
     channels_last: bool = False
@@ -41,7 +41,9 @@ class Training(Section):
     freeze: list[str] = []
     """Regular expressions; parameters whose whole name matches one are not trained, for example ``embed\\..*``."""
     ema: EMA | None = None
-    """Keep a moving average of the weights, in fp32, spread over the ranks as the optimizer's state is; left out: none."""
+    """Keep a moving average of the weights, in fp32, spread over the ranks as the optimizer's state is; left out:
+    none.
+    """
 
 
 class Evaluation(Section):
@@ -71,26 +73,28 @@ class Checkpoint(Section):
     at_end: bool = True
     """Save after the last step."""
     mode: Literal["sync", "async"] = "sync"
-    """``sync``: training waits until a checkpoint is on disk; ``async``: until the state is copied into host memory, from which
-    a process beside each rank writes it. async needs that memory: as much as a rank writes."""
+    """``sync``: training waits until a checkpoint is on disk; ``async``: until the state is copied into host memory,
+    from which a process beside each rank writes it. async needs that memory: as much as a rank writes."""
     keep_last: PositiveCount = 3
     """Newest checkpoints that are kept; older ones of this run are deleted after a save."""
     keep_every: PositiveCount | None = None
     """Checkpoints whose step is a multiple of this are kept as well."""
     keep_best: str | None = None
-    """The checkpoint with the best value of this metric, such as ``eval/accuracy``, is kept as well. Until one was saved where
-    the metric was measured, all are kept."""
+    """The checkpoint with the best value of this metric, such as ``eval/accuracy``, is kept as well. Until one was
+    saved where the metric was measured, all are kept."""
     best_is: Literal["max", "min"] = "max"
     """Whether the largest or the smallest value of `keep_best` is the best."""
     init_weights: str | None = None
-    """Weights that a fresh start begins with: a checkpoint of any layout, a run folder, or a ``.pt`` file of a state dict.
-    Left out: drawn from `run.seed`. Of a checkpoint the trained weights are taken; `export --weights ema` writes the average."""
+    """Weights that a fresh start begins with: a checkpoint of any layout, a run folder, or a ``.pt`` file of a state
+    dict.
+    Left out: drawn from `run.seed`. Of a checkpoint the trained weights are taken; `export --weights ema` writes the
+    average."""
     resume: str = "never"
-    """``never``: start afresh; ``auto``: from the newest checkpoint in the run folder, afresh if there is none; otherwise
-    the path of a checkpoint (``.../global_step<N>``) or of a run folder, which must exist."""
+    """``never``: start afresh; ``auto``: from the newest checkpoint in the run folder, afresh if there is none;
+    otherwise the path of a checkpoint (``.../global_step<N>``) or of a run folder, which must exist."""
     allow_unverified: bool = False
-    """Let `resume` and `init_weights` name a checkpoint that DeepSpeed wrote by itself: it has no manifest, so nothing tells
-    whether its files are whole. They are read as weights only, as all are."""
+    """Let `resume` and `init_weights` name a checkpoint that DeepSpeed wrote by itself: it has no manifest, so nothing
+    tells whether its files are whole. They are read as weights only, as all are."""
 
 
 class Monitors(Section):

@@ -1,8 +1,8 @@
 """Documents out of text files and JSON lines, piece by piece, so that memory does not grow with the input.
 
 *.jsonl, *.ndjson        one JSON object per line; its text field is a document
-*.json, *.csv, ...       rows of a table: refused, for the marks between them would be learnt as text; --format says otherwise
-any other file           one document, or one per paragraph with `blank_lines_split`
+*.json, *.csv, ...       rows of a table: refused, for the marks between them would be learnt as text; --format says
+otherwise any other file           one document, or one per paragraph with `blank_lines_split`
 """
 
 from __future__ import annotations
@@ -87,14 +87,21 @@ def files_in_folders(paths: Sequence[str]) -> list[str]:
             continue
         try:
             with os.scandir(path) as entries:
-                found = sorted(each.path for each in entries
-                               if each.name.endswith(".txt") and each.is_file(follow_symlinks=False))  # fmt: skip
+                found = sorted(
+                    each.path for each in entries if each.name.endswith(".txt") and each.is_file(follow_symlinks=False)
+                )
         except OSError as error:
             problems.append(_unreadable(path, error))
             continue
         if not found:
-            problems.append(Problem(kind="text-not-a-file", reason="it is a folder without a *.txt of its own",
-                                    fix=f"name the files in it, for example {path}/*/*.txt", file=path))  # fmt: skip
+            problems.append(
+                Problem(
+                    kind="text-not-a-file",
+                    reason="it is a folder without a *.txt of its own",
+                    fix=f"name the files in it, for example {path}/*/*.txt",
+                    file=path,
+                )
+            )
         files += found
     if problems:
         raise ConfigError(problems)
@@ -137,9 +144,12 @@ def _complaint(path: str, form: Format) -> Problem | None:
         return _unreadable(path, error)
     packed = next((name for magic, name in _COMPRESSED.items() if head.startswith(magic)), None)
     if form == "auto" and (Path(path).suffix.lower() in _ROWS or head.startswith(_ROWS_INSIDE)):
-        return problem("text-rows", "it holds rows of a table, and the marks between them would be learnt as text",
-                       'write its text as JSON lines, {"text": "..."}; or say --format jsonl for what is JSON lines already, '
-                       "--format text to take it as it is")  # fmt: skip
+        return problem(
+            "text-rows",
+            "it holds rows of a table, and the marks between them would be learnt as text",
+            'write its text as JSON lines, {"text": "..."}; or say --format jsonl for what is JSON lines already, '
+            "--format text to take it as it is",
+        )
     return problem("text-compressed", f"it is compressed with {packed}", "unpack it first") if packed else None
 
 
@@ -199,8 +209,8 @@ def _skip_byte_order_mark(stream: BinaryIO) -> int:
 def _place_to_cut(text: bytes) -> int:
     """Behind the last line end, or else before the last blank, that a non-blank follows.
 
-    GPT-2's pattern, which byte-level BPE splits by, never joins what stands on both sides of such a place: the tokens are
-    those of the uncut text. Text without one is cut between two characters.
+    GPT-2's pattern, which byte-level BPE splits by, never joins what stands on both sides of such a place: the tokens
+    are those of the uncut text. Text without one is cut between two characters.
     """
     for sign, behind in ((b"\n", 1), (b" ", 0)):
         place = text.rfind(sign, 0, len(text) - 1)
@@ -241,7 +251,9 @@ def _json_lines(stream: BinaryIO, path: str, how: Reading) -> Iterator[Piece]:
             try:
                 data = text.encode()
             except UnicodeEncodeError as error:
-                raise ConfigError(_not_utf8(path, f"half of a surrogate pair in {how.json_field}", number, is_json=True)) from error
+                raise ConfigError(
+                    _not_utf8(path, f"half of a surrogate pair in {how.json_field}", number, is_json=True)
+                ) from error
             yield Piece(data, len(data))
 
 
@@ -263,9 +275,15 @@ def _parsed(line: bytes, path: str, number: int) -> Any:
         reason = "nested too deep" if isinstance(error, RecursionError) else getattr(error, "msg", str(error))
         reason = reason.removesuffix(" at").removesuffix(" starting")  # the place is said in front of the line
         raise ConfigError(
-            Problem(kind="text-bad-json", reason=f"the line is not JSON: {reason}", file=path, line=number,
-                    column=getattr(error, "colno", 0), fix="write one JSON object per line, or remove the line")
-        ) from error  # fmt: skip
+            Problem(
+                kind="text-bad-json",
+                reason=f"the line is not JSON: {reason}",
+                file=path,
+                line=number,
+                column=getattr(error, "colno", 0),
+                fix="write one JSON object per line, or remove the line",
+            )
+        ) from error
 
 
 def _field(row: Any, name: str, path: str, number: int) -> str:
@@ -303,15 +321,29 @@ def _check_utf8(text: bytes, path: str, *, position: int = 0, line: int = 0) -> 
 
 def _not_utf8(path: str, place: str, line: int, *, is_json: bool = False) -> Problem:
     way_out = ", which JSON is" if is_json else ", or use --tokenizer bytes"
-    return Problem(kind="text-not-utf8", reason=f"it is not UTF-8 text ({place})", file=path, line=line,
-                   fix=f"convert it to UTF-8{way_out}")  # fmt: skip
+    return Problem(
+        kind="text-not-utf8",
+        reason=f"it is not UTF-8 text ({place})",
+        file=path,
+        line=line,
+        fix=f"convert it to UTF-8{way_out}",
+    )
 
 
 def _too_long(path: str, number: int, what: str) -> Problem:
-    return Problem(kind="text-line-too-long", reason=f"{what} is longer than {LONGEST_LINE_BYTES >> 20} MiB", file=path,
-                   line=number, fix="split it")  # fmt: skip
+    return Problem(
+        kind="text-line-too-long",
+        reason=f"{what} is longer than {LONGEST_LINE_BYTES >> 20} MiB",
+        file=path,
+        line=number,
+        fix="split it",
+    )
 
 
 def _unreadable(path: str, error: OSError) -> Problem:
-    return Problem(kind="text-unreadable", reason=f"it cannot be read ({error.strerror or error})", file=path,
-                   fix="make it readable")  # fmt: skip
+    return Problem(
+        kind="text-unreadable",
+        reason=f"it cannot be read ({error.strerror or error})",
+        file=path,
+        fix="make it readable",
+    )

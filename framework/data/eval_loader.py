@@ -55,10 +55,14 @@ class EvalLoader:
         return len(self._batches)
 
     def __iter__(self) -> Generator[tuple[Any, bool], None, None]:
-        """One pass. The global random state is left as it was; what samples and batches draw is the same in every pass."""
+        """One pass. The global random state is left as it was; what samples and batches draw is the same in every
+        pass.
+        """
         own, samples = own_collate(self._dataset), SeededBatches(self._dataset)
         loader = DataLoader(
-            SamplesWithoutExit(SeededCollate(samples, collate=own, seed=_EVALUATION_SEED) if own is not None else samples),
+            SamplesWithoutExit(
+                SeededCollate(samples, collate=own, seed=_EVALUATION_SEED) if own is not None else samples
+            ),
             batch_sampler=[list(indices) for indices, _ in self._batches],
             collate_fn=as_it_is if own is not None else collate,
             worker_init_fn=init_of_workers(),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+from framework.data.token_files import read_meta
 from framework.data.tokens import Tokens
-from framework.token_files import read_meta
 
 
 def tokens_sha256(dataset: Any) -> str | None:

@@ -15,7 +15,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Final, TextIO
 
-from framework.arguments import CommandParser
 from framework.data.documents import (
     Format,
     Piece,
@@ -26,12 +25,13 @@ from framework.data.documents import (
     is_json_lines,
     read_documents,
 )
+from framework.data.token_files import PART_WORDS, Meta
 from framework.data.token_folder import verify_token_folder
 from framework.data.token_writer import FolderWriter, made_aside
 from framework.data.tokenizer import SMALLEST_BPE, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 from framework.errors import EXIT_OK, ConfigError, Problem, StorageError
-from framework.stop_signals import ending_in_good_order
-from framework.token_files import PART_WORDS, Meta
+from framework.system.arguments import CommandParser
+from framework.system.stop_signals import ending_in_good_order
 
 _BATCH_BYTES: Final = 1 << 20
 _BATCH_PIECES: Final = 1024
@@ -50,34 +50,52 @@ def main(words: Sequence[str]) -> int:
     with ending_in_good_order():
         if arguments.verify is not None:
             print(
-                f"{arguments.verify}: every file is as prepare wrote it: {describe(verify_token_folder(arguments.verify))}"
+                f"{arguments.verify}: every file is as prepare wrote it: "
+                f"{describe(verify_token_folder(arguments.verify))}"
             )
             return EXIT_OK
         out = arguments.words.pop()
         meta = prepare(
-            arguments.words, out, tokenizer=arguments.tokenizer, bpe_vocab_size=arguments.train_tokenizer,
-            eval_fraction=arguments.eval_fraction, json_field=arguments.jsonl_field,
-            blank_lines_split=arguments.split_at_blank_lines, form=arguments.format, progress=Progress(sys.stderr),
-        )  # fmt: skip
+            arguments.words,
+            out,
+            tokenizer=arguments.tokenizer,
+            bpe_vocab_size=arguments.train_tokenizer,
+            eval_fraction=arguments.eval_fraction,
+            json_field=arguments.jsonl_field,
+            blank_lines_split=arguments.split_at_blank_lines,
+            form=arguments.format,
+            progress=Progress(sys.stderr),
+        )
     windows = carriage_returns(files_in_folders(arguments.words), arguments.format)
     if windows:
         many = f" and {len(windows) - 1} others" if len(windows) > 1 else ""
-        print(f"note: {windows[0]}{many}: lines end with a carriage return, which is now part of the text; dos2unix takes it away "
-              "[text-carriage-returns]", file=sys.stderr)  # fmt: skip
+        print(
+            f"note: {windows[0]}{many}: lines end with a carriage return, which is now part of the text; dos2unix "
+            "takes it away "
+            "[text-carriage-returns]",
+            file=sys.stderr,
+        )
     print(f"{out}: {describe(meta)}\nuse it with data: {{kind: text, path: {out}}}")
     return EXIT_OK
 
 
 def prepare(
-    inputs: Sequence[str], out: str, *, tokenizer: str = "bytes", bpe_vocab_size: int | None = None,
-    eval_fraction: float = 0.1, json_field: str = "text", blank_lines_split: bool = False, form: Format = "auto",
+    inputs: Sequence[str],
+    out: str,
+    *,
+    tokenizer: str = "bytes",
+    bpe_vocab_size: int | None = None,
+    eval_fraction: float = 0.1,
+    json_field: str = "text",
+    blank_lines_split: bool = False,
+    form: Format = "auto",
     progress: Progress | None = None,
-) -> Meta:  # fmt: skip
+) -> Meta:
     """Turn files of text into a token folder.
 
     Args:
-        inputs: plain files, each a document, JSON lines, and folders, of which every ``*.txt`` is taken; read in this order,
-            and twice where a tokenizer is trained.
+        inputs: plain files, each a document, JSON lines, and folders, of which every ``*.txt`` is taken; read in this
+            order, and twice where a tokenizer is trained.
         out: folder to make; it must not hold anything.
         tokenizer: ``bytes`` or the path of a ``tokenizer.json``.
         bpe_vocab_size: train a byte-level BPE of this size instead.
@@ -113,8 +131,9 @@ def prepare(
             ):
                 _write(pieces("writing tokens"), ready, writer)
                 if not writer.train.num_documents:
-                    raise ConfigError(Problem("text-empty", "there is no text in it", "name files with text",
-                                              file=", ".join(inputs)))  # fmt: skip
+                    raise ConfigError(
+                        Problem("text-empty", "there is no text in it", "name files with text", file=", ".join(inputs))
+                    )
                 return writer.finish()
         except OSError as error:
             raise StorageError(f"{out}: cannot be written ({error.strerror or error}) [text-not-written]") from error
@@ -123,7 +142,8 @@ def prepare(
 def describe(meta: Meta) -> str:
     """A token folder in one line."""
     parts = [
-        f"{part.num_tokens:,} {PART_WORDS[name]} tokens in {part.num_documents:,} document{'s' if part.num_documents > 1 else ''}"
+        f"{part.num_tokens:,} {PART_WORDS[name]} tokens in {part.num_documents:,} "
+        f"document{'s' if part.num_documents > 1 else ''}"
         for name, part in meta.parts.items()
     ]
     return f"{', '.join(parts)}; vocabulary {meta.vocab_size:,} ({meta.tokenizer})"
@@ -203,18 +223,32 @@ def _refuse_used_folder(out: str) -> None:
     except (OSError, ValueError) as error:
         raise StorageError(f"{out!r}: cannot be read ({error}) [text-not-written]") from error
     if not is_free:
-        raise ConfigError(Problem("output-exists", "it exists and is not an empty folder",
-                                  "remove it, or name another folder", file=out))  # fmt: skip
+        raise ConfigError(
+            Problem(
+                "output-exists", "it exists and is not an empty folder", "remove it, or name another folder", file=out
+            )
+        )
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = CommandParser(prog="python -m framework prepare", usage="%(prog)s [options] INPUT... OUT_DIR | --verify DIR",
-                     description="Turn text into numbered tokens for data: {kind: text} and {kind: text_pairs}.")  # fmt: skip
-    parser.add_argument("words", nargs="*", metavar="INPUT... OUT_DIR",
-                        help="files of text (each a document) or .jsonl, or folders of *.txt; then the folder to make")  # fmt: skip
+    parser = CommandParser(
+        prog="python -m framework prepare",
+        usage="%(prog)s [options] INPUT... OUT_DIR | --verify DIR",
+        description="Turn text into numbered tokens for data: {kind: text} and {kind: text_pairs}.",
+    )
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="INPUT... OUT_DIR",
+        help="files of text (each a document) or .jsonl, or folders of *.txt; then the folder to make",
+    )
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--tokenizer", default="bytes", metavar="bytes|FILE.json",
-                       help="bytes (the default), or a file of Hugging Face's tokenizers")  # fmt: skip
+    which.add_argument(
+        "--tokenizer",
+        default="bytes",
+        metavar="bytes|FILE.json",
+        help="bytes (the default), or a file of Hugging Face's tokenizers",
+    )
     which.add_argument(
         "--train-tokenizer", type=_bpe, metavar="bpe:VOCAB_SIZE", help="learn a byte-level BPE from the text"
     )
@@ -227,8 +261,12 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--split-at-blank-lines", action="store_true", help="a blank line ends a document of a plain file"
     )
-    parser.add_argument("--format", choices=("auto", "text", "jsonl"), default="auto",
-                        help="what the files are, whatever their names say (auto: by their names)")  # fmt: skip
+    parser.add_argument(
+        "--format",
+        choices=("auto", "text", "jsonl"),
+        default="auto",
+        help="what the files are, whatever their names say (auto: by their names)",
+    )
     parser.add_argument("--verify", metavar="DIR", help="compare a folder with the checksums that it was made with")
     arguments = parser.parse_intermixed_args(words)
     if arguments.verify is not None:

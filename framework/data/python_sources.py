@@ -1,7 +1,7 @@
 """The sources of Python's standard library as text: real documents that are on every machine that can train.
 
-They are read into memory at each start (under 5 MB in some ten milliseconds): no cache that could be stale or half-written,
-and nothing for the ranks of a host to agree on. Another version of Python has other sources.
+They are read into memory at each start (under 5 MB in some ten milliseconds): no cache that could be stale or
+half-written, and nothing for the ranks of a host to agree on. Another version of Python has other sources.
 """
 
 from __future__ import annotations
@@ -35,8 +35,15 @@ def python_sources(folder: Path | None = None) -> Corpus:
     folder = folder or Path(sysconfig.get_paths()["stdlib"])
     texts = _texts(folder)
     if len(texts) < 20:  # too few to deal between training and evaluation
-        raise ConfigError(Problem("text-not-found", f"this Python has no sources in {folder}",
-                                  "name a folder made by python -m framework prepare", "data.path", None))  # fmt: skip
+        raise ConfigError(
+            Problem(
+                "text-not-found",
+                f"this Python has no sources in {folder}",
+                "name a folder made by python -m framework prepare",
+                "data.path",
+                None,
+            )
+        )
     share = EvaluationShare(_EVAL_FRACTION)
     dealt: dict[bool, list[bytes]] = {False: [], True: []}
     for text in texts:

@@ -1,8 +1,10 @@
-"""Randomness of samples (augmentation) as a pure function of (seed, epoch, sample index), and of batches as one of their first.
+"""Randomness of samples (augmentation) as a pure function of (seed, epoch, sample index), and of batches as one of
+their first.
 
 Without this, what a random transform draws depends on which worker process fetches the sample and on all samples
-fetched before: another worker count, rank count or a resume would train on other images. A `collate_fn` that draws (hidden
-tokens, mixed images) would give the first stage of a pipeline the inputs of one draw and the last stage the targets of another.
+fetched before: another worker count, rank count or a resume would train on other images. A `collate_fn` that draws
+(hidden tokens, mixed images) would give the first stage of a pipeline the inputs of one draw and the last stage the
+targets of another.
 
 Covered are torch's CPU default generator, numpy's legacy global state and Python's `random`. A generator that a dataset
 keeps for itself (`np.random.default_rng()` in its constructor) is out of reach.
@@ -22,7 +24,7 @@ from torch.utils.data import Dataset
 from framework.data.batches import Collate, WholeBatch
 from framework.data.order import SampleKey
 from framework.data.seed_mix import Seeds, mix, mix_int
-from framework.early_exits import refusing_exits
+from framework.system.early_exits import refusing_exits
 
 _SAMPLE_SALT: Final = 0x5A3B
 _EVALUATION_SALT: Final = 0xE7A1
@@ -112,8 +114,8 @@ class SeededBatches(Dataset[Any]):
 class SeededCollate(Dataset[Any]):
     """Reads whole batches, put together by the dataset's own `collate_fn` with a random state of their own.
 
-    It collates where it reads, because a `DataLoader` tells its `collate_fn` neither the epoch nor the indices: the loader
-    around it needs none (`as_it_is`). Only for datasets that bring one: torch's own draws nothing.
+    It collates where it reads, because a `DataLoader` tells its `collate_fn` neither the epoch nor the indices: the
+    loader around it needs none (`as_it_is`). Only for datasets that bring one: torch's own draws nothing.
     """
 
     def __init__(self, samples: Any, *, collate: Collate, seed: int) -> None:

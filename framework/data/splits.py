@@ -52,7 +52,9 @@ def given_splits(train_data: object, eval_data: object = None) -> Splits:
     train, evaluation = _pair(train_data, _GIVEN)
     if evaluation is not None and eval_data is not None:
         reason = "train_data is a pair (training, evaluation), so that there are two evaluation sets"
-        raise ConfigError(Problem(kind="data-target-result", key="eval_data", reason=reason, fix="leave one of them out"))
+        raise ConfigError(
+            Problem(kind="data-target-result", key="eval_data", reason=reason, fix="leave one of them out")
+        )
     return _checked(train, eval_data if evaluation is None else evaluation, _GIVEN)
 
 
@@ -101,13 +103,16 @@ def _complaint(dataset: object, door: _Door, *, name: str) -> Problem | None:
         return Problem(kind="data-target-result", key=key, reason=f"the {name} set {reason}", fix=fix)
 
     if isinstance(dataset, IterableDataset):
-        return problem(f"is an IterableDataset ({kind}), which has no samples by number, so that neither a step count nor an "
-                       "exact resume is possible")  # fmt: skip
+        return problem(
+            f"is an IterableDataset ({kind}), which has no samples by number, so that neither a step count nor an "
+            "exact resume is possible"
+        )
     if isinstance(dataset, Tensor | np.ndarray):
         wrapped = "torch.utils.data.TensorDataset(inputs, targets)"
         return problem(f"is {_article(kind)}, not a dataset of samples (inputs, target)", f"{door.give} {wrapped}")
     if isinstance(dataset, list) and dataset and not isinstance(dataset[0], tuple | list | dict):
-        # Mostly [inputs, targets], or inputs alone: as a dataset they would be two samples, or samples without a target.
+        # Mostly [inputs, targets], or inputs alone: as a dataset they would be two samples, or samples without a
+        # target.
         fix = f"{door.give} a list of pairs (inputs, target), or torch.utils.data.TensorDataset(inputs, targets)"
         return problem(f"is a list of {type(dataset[0]).__name__}, not of samples (inputs, target)", fix)
     # A tuple could be a mistyped pair, a dict a DatasetDict: guessing would train on the wrong thing.

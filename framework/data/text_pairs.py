@@ -16,9 +16,17 @@ from framework.data.batches import WholeBatch
 from framework.data.seed_mix import Seeds, mix
 from framework.data.splits import Splits
 from framework.data.text_windows import open_corpus
+from framework.data.token_files import (
+    PART_WORDS,
+    PREPARE,
+    PartName,
+    SpecialTokens,
+    no_pair_tokens,
+    num_pairs,
+    one_document,
+)
 from framework.data.tokens import Tokens
 from framework.errors import ConfigError, Problem
-from framework.token_files import PART_WORDS, PREPARE, PartName, SpecialTokens, no_pair_tokens, num_pairs, one_document
 
 Ints = npt.NDArray[np.int64]
 
@@ -49,10 +57,10 @@ class TextPairs(Dataset[tuple[Tensor, ...]]):
     token_type_ids are 1 for B and its [SEP]; attention_mask is 0 on padding; mlm_labels are -100 where nothing is to be
     predicted; nsp_label is 0 where B follows A in their document, 1 where it is from another one.
 
-    There are as many samples as windows of S tokens fit the text. A sample starts at a random place near its own, pulled
-    back so that the document fills it; only a document shorter than S - 3 tokens leaves padding. A has between a quarter
-    and three quarters of the text, or more where the document that B is from, or would be, is shorter than the rest. Both labels
-    give the same lengths of A, B and padding, so that none of them tells the labels apart.
+    There are as many samples as windows of S tokens fit the text. A sample starts at a random place near its own,
+    pulled back so that the document fills it; only a document shorter than S - 3 tokens leaves padding. A has between a
+    quarter and three quarters of the text, or more where the document that B is from, or would be, is shorter than the
+    rest. Both labels give the same lengths of A, B and padding, so that none of them tells the labels apart.
 
     Attributes:
         tokens_per_sample: S.
@@ -95,7 +103,9 @@ class TextPairs(Dataset[tuple[Tensor, ...]]):
         return tuple(field[0] for field in self.__getitems__([range(len(self))[index]]).fields)
 
     def __getitems__(self, indices: Sequence[int]) -> WholeBatch:
-        """A batch that depends on the indices alone, for evaluation: not on the batch size nor on the number of ranks."""
+        """A batch that depends on the indices alone, for evaluation: not on the batch size nor on the number of
+        ranks.
+        """
         return self.items_from_seeds(indices, mix(_FIXED_SEED, np.asarray(indices, dtype=np.int64)))
 
     def items_from_seeds(self, indices: Sequence[int], seeds: Seeds) -> WholeBatch:
@@ -114,7 +124,8 @@ class TextPairs(Dataset[tuple[Tensor, ...]]):
     def _segments(self, indices: Ints, seeds: Seeds) -> Segments:
         """Draw where A and B lie."""
         num_tokens, num_samples = len(self.tokens.numbers), len(self)
-        # indices * num_tokens // num_samples, in two parts: above 34 billion tokens at S = 128 the product has no room in int64.
+        # indices * num_tokens // num_samples, in two parts: above 34 billion tokens at S = 128 the product has no room
+        # in int64.
         each, rest = divmod(num_tokens, num_samples)
         place = indices * each + indices * rest // num_samples + _draw(seeds, _PLACE, each)
         start, length = self._document_at(place)
@@ -149,8 +160,9 @@ class TextPairs(Dataset[tuple[Tensor, ...]]):
         middle = segments.first_length[:, None] + 1  # of the first [SEP]
         end = middle + segments.second_length[:, None] + 1  # of the second
         is_first, is_second = (column > 0) & (column < middle), (column > middle) & (column < end)
-        source = np.where(is_first, segments.first_start[:, None] + column - 1,
-                          segments.second_start[:, None] + column - middle - 1)  # fmt: skip
+        source = np.where(
+            is_first, segments.first_start[:, None] + column - 1, segments.second_start[:, None] + column - middle - 1
+        )
         is_text = is_first | is_second
         ids = self.tokens.numbers[np.where(is_text, source, 0)].astype(np.int64)
         ids[~is_text] = self._pad
@@ -208,14 +220,21 @@ def build(path: str | None = None, *, sequence_length: int = 128, mask_fraction:
             tokenizer lacks a token that pairs need (``text-without-special-tokens``).
     """
     corpus = open_corpus(path)
-    problems = [*no_pair_tokens(corpus.special, path=path),
-                *(problem for name, part in corpus.parts() for problem in _complaints(name, part, path))]  # fmt: skip
+    problems = [
+        *no_pair_tokens(corpus.special, path=path),
+        *(problem for name, part in corpus.parts() for problem in _complaints(name, part, path)),
+    ]
     if problems:
         raise ConfigError(problems)
 
     def pairs(tokens: Tokens) -> TextPairs:
-        return TextPairs(tokens, sequence_length=sequence_length, vocab_size=corpus.vocab_size, special=corpus.special,
-                         mask_fraction=mask_fraction)  # fmt: skip
+        return TextPairs(
+            tokens,
+            sequence_length=sequence_length,
+            vocab_size=corpus.vocab_size,
+            special=corpus.special,
+            mask_fraction=mask_fraction,
+        )
 
     return Splits(pairs(corpus.train), None if corpus.evaluation is None else pairs(corpus.evaluation))
 
@@ -223,5 +242,10 @@ def build(path: str | None = None, *, sequence_length: int = 128, mask_fraction:
 def _complaints(name: PartName, part: Tokens, path: str | None) -> Iterator[Problem]:
     yield from one_document(name, num_documents=part.num_documents, path=path)
     if part.offsets[0] != 0 or np.diff(part.offsets).min() < 2:
-        yield Problem("text-damaged", f"the documents of the {PART_WORDS[name]} text do not follow each other", PREPARE,
-                      "data.path", path)  # fmt: skip
+        yield Problem(
+            "text-damaged",
+            f"the documents of the {PART_WORDS[name]} text do not follow each other",
+            PREPARE,
+            "data.path",
+            path,
+        )

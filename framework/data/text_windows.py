@@ -12,10 +12,10 @@ from torch.utils.data import Dataset
 from framework.data.batches import WholeBatch
 from framework.data.python_sources import python_sources
 from framework.data.splits import Splits
+from framework.data.token_files import SpecialTokens, num_windows, too_short
 from framework.data.token_folder import open_token_folder
 from framework.data.tokens import Corpus, Tokens
 from framework.errors import ConfigError
-from framework.token_files import SpecialTokens, num_windows, too_short
 
 
 class TextWindows(Dataset[tuple[Tensor, Tensor]]):
@@ -68,9 +68,10 @@ def build(path: str | None = None, *, sequence_length: int = 256) -> Splits:
     """
     corpus = open_corpus(path)
     problems = [
-        problem for name, tokens in corpus.parts()
+        problem
+        for name, tokens in corpus.parts()
         for problem in too_short(name, num_tokens=len(tokens.numbers), sequence_length=sequence_length)
-    ]  # fmt: skip
+    ]
     if problems:
         raise ConfigError(problems)
 

@@ -1,7 +1,7 @@
 """The folder that `prepare` makes and text datasets read.
 
-train.bin, eval.bin    token numbers, little-endian uint16 or uint32: documents back to back, each ended by the end token
-train.idx, eval.idx    little-endian int64: where each document starts, then the number of tokens
+train.bin, eval.bin    token numbers, little-endian uint16 or uint32: documents back to back, each ended by the end
+token train.idx, eval.idx    little-endian int64: where each document starts, then the number of tokens
 tokenizer.json         of a library tokenizer
 meta.json              what the others hold, with their sizes and checksums; written last, so that a folder without
                        it is known to be unfinished
@@ -15,10 +15,10 @@ from typing import Final
 
 import numpy as np
 
+from framework.data.token_files import Meta, damaged, read_meta, size_problems
 from framework.data.tokens import Corpus, MappedFrom, Tokens, map_tokens
 from framework.errors import ConfigError
-from framework.files import hash_file
-from framework.token_files import Meta, damaged, read_meta, size_problems
+from framework.system.files import hash_file
 
 _BLOCK: Final = 1 << 20
 

@@ -13,10 +13,10 @@ from typing import Final
 
 import numpy as np
 
+from framework.data.token_files import META_FILE, FileFacts, Meta, PartFacts, PartName
 from framework.data.tokenizer import Tokenizer
 from framework.data.tokens import EvaluationShare, MappedFrom, Numbers, map_tokens
-from framework.files import hash_file
-from framework.token_files import META_FILE, FileFacts, Meta, PartFacts, PartName
+from framework.system.files import hash_file
 
 _BLOCK: Final = 1 << 20
 
@@ -133,7 +133,9 @@ class FolderWriter:
             parts={
                 part.name: PartFacts(num_tokens=part.num_tokens, num_documents=part.num_documents) for part in parts
             },
-            files={file.name: FileFacts(size_bytes=file.stat().st_size, sha256=hash_file(file).sha256) for file in files},
+            files={
+                file.name: FileFacts(size_bytes=file.stat().st_size, sha256=hash_file(file).sha256) for file in files
+            },
         )
         with (self._folder / META_FILE).open("w", encoding="utf-8") as stream:
             stream.write(meta.model_dump_json(indent=2) + "\n")

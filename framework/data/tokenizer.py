@@ -9,16 +9,19 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from framework.config.data import BYTE_VOCAB_SIZE
+from framework.data.token_files import TOKENIZER_FILE, SpecialTokens
 from framework.data.tokens import Numbers
 from framework.errors import ConfigError, Problem, in_one_line
-from framework.token_files import TOKENIZER_FILE, SpecialTokens
 
-# What known tokenizers call the special tokens, the best first, which is also what they are called here. [SEP] and </s> may end
-# documents too; the end of a document is learnt.
+# What known tokenizers call the special tokens, the best first, which is also what they are called here. [SEP] and </s>
+# may end documents too; the end of a document is learnt.
 _ALIASES: Final[dict[str, tuple[str, ...]]] = {
-    "end": ("<|end|>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<sep>"), "cls": ("[CLS]", "<s>", "<cls>"),
-    "sep": ("[SEP]", "<sep>", "</s>"), "mask": ("[MASK]", "<mask>"), "pad": ("[PAD]", "<pad>"),
-}  # fmt: skip
+    "end": ("<|end|>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<sep>"),
+    "cls": ("[CLS]", "<s>", "<cls>"),
+    "sep": ("[SEP]", "<sep>", "</s>"),
+    "mask": ("[MASK]", "<mask>"),
+    "pad": ("[PAD]", "<pad>"),
+}
 _NAMES: Final = [aliases[0] for aliases in _ALIASES.values()]
 SMALLEST_BPE: Final = 256 + len(_NAMES)
 
@@ -86,7 +89,8 @@ class LibraryTokenizer:
 
     def encode(self, texts: Sequence[bytes]) -> list[Numbers]:
         """(n,) uint32 each; the library uses all cores for many texts."""
-        # Otherwise a text that quotes "[MASK]" would hide a token, and one that quotes "<|end|>" would end the document.
+        # Otherwise a text that quotes "[MASK]" would hide a token, and one that quotes "<|end|>" would end the
+        # document.
         self._tokenizer.encode_special_tokens = True
         encoded = self._tokenizer.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
         return [np.array(one.ids, dtype=np.uint32) for one in encoded]
@@ -117,14 +121,20 @@ def load_tokenizer(path: str) -> LibraryTokenizer:
     """
     library = _library()
     if not Path(path).expanduser().is_file():
-        raise ConfigError(Problem("tokenizer-not-found", "there is no such file", "name a tokenizer.json, or bytes",
-                                  "--tokenizer", path))  # fmt: skip
+        raise ConfigError(
+            Problem(
+                "tokenizer-not-found", "there is no such file", "name a tokenizer.json, or bytes", "--tokenizer", path
+            )
+        )
     try:
         return LibraryTokenizer(library.Tokenizer.from_file(str(Path(path).expanduser())))
     except Exception as error:  # the library raises bare Exceptions
         reason = f"it cannot be read as a tokenizer ({in_one_line(error)})"
-        raise ConfigError(Problem("tokenizer-unreadable", reason, "name a tokenizer.json of the library tokenizers",
-                                  "--tokenizer", path)) from error  # fmt: skip
+        raise ConfigError(
+            Problem(
+                "tokenizer-unreadable", reason, "name a tokenizer.json of the library tokenizers", "--tokenizer", path
+            )
+        ) from error
 
 
 def train_bpe(texts: Iterable[bytes], *, vocab_size: int) -> LibraryTokenizer:

@@ -1,4 +1,6 @@
-"""Text as numbers: what every text dataset reads, whether it lies in files or in memory. Neither torch nor files here."""
+"""Text as numbers: what every text dataset reads, whether it lies in files or in memory. Neither torch nor files
+here.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from framework.token_files import PartName, SpecialTokens
+from framework.data.token_files import PartName, SpecialTokens
 
 Numbers = npt.NDArray[np.unsignedinteger[Any]]
 Offsets = npt.NDArray[np.int64]
@@ -76,9 +78,9 @@ def map_tokens(source: MappedFrom) -> Tokens:
 class EvaluationShare:
     """Deals documents, as they come, to training and evaluation; the same way for the same documents.
 
-    Of the documents so far evaluation gets its fraction: with 0.1 every tenth. One that would give it more than twice its
-    fraction of the bytes is passed over, and the next one taken. Few or very unequal documents may leave it with little:
-    `tokens_to_move` says how much of the end of training makes it up.
+    Of the documents so far evaluation gets its fraction: with 0.1 every tenth. One that would give it more than twice
+    its fraction of the bytes is passed over, and the next one taken. Few or very unequal documents may leave it with
+    little: `tokens_to_move` says how much of the end of training makes it up.
     """
 
     def __init__(self, fraction: float) -> None:
@@ -101,6 +103,8 @@ class EvaluationShare:
         return takes
 
     def tokens_to_move(self, num_train: int, num_evaluation: int) -> int:
-        """How many tokens from the end of training evaluation lacks; 0 where it has at least half of what is its due."""
+        """How many tokens from the end of training evaluation lacks; 0 where it has at least half of what is its
+        due.
+        """
         due = round(self._fraction * (num_train + num_evaluation))
         return 0 if 2 * num_evaluation >= due else due - num_evaluation

@@ -166,18 +166,24 @@ def _download(source: _Source, folder: Path, *, root: str) -> None:
 
 @contextmanager
 def _alone_in(folder: Path, lock_name: str) -> Iterator[None]:
-    """Hold the lock in a folder, made where it is not there. A failure removes the lock and the folders that were made here."""
+    """Hold the lock in a folder, made where it is not there. A failure removes the lock and the folders that were made
+    here.
+    """
     lock = FileLock(folder / lock_name)
     made: list[Path] = []
     while not lock.is_locked:
         made += _make(folder)
-        with suppress(FileNotFoundError):  # another process, for which this one waited, has failed and removed the folder
+        with suppress(
+            FileNotFoundError
+        ):  # another process, for which this one waited, has failed and removed the folder
             lock.acquire()
     try:
         yield
     except BaseException:
         with suppress(OSError):
-            (folder / lock_name).unlink()  # a waiting process finds that its lock file is no more, and makes another one
+            (
+                folder / lock_name
+            ).unlink()  # a waiting process finds that its lock file is no more, and makes another one
             for place in made:
                 place.rmdir()  # unless it holds something
         raise

@@ -55,8 +55,8 @@ class TrainLoader:
             num_workers: processes that fetch ahead; 0 fetches in this process.
             prefetch_batches: micro-batches that each worker keeps ready.
             pin_memory: copy batches into page-locked memory, for asynchronous transfer to the GPU.
-            random_samples: reading a sample draws random numbers, which are then seeded per (seed, epoch, index). What a
-                `collate_fn` of the dataset's own draws is seeded in any case.
+            random_samples: reading a sample draws random numbers, which are then seeded per (seed, epoch, index). What
+                a `collate_fn` of the dataset's own draws is seeded in any case.
 
         Raises:
             ConfigError: kind ``dataset-smaller-than-batch``.

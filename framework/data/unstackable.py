@@ -19,7 +19,9 @@ _NUMBERS: Final = (
 
 
 def unstackable(samples: Sequence[Any]) -> Problem | None:
-    """The first difference between the samples of a batch, or the first value in them that torch cannot stack; None: neither."""
+    """The first difference between the samples of a batch, or the first value in them that torch cannot stack; None:
+    neither.
+    """
     return _look(list(samples), place="")
 
 
@@ -28,9 +30,16 @@ def _look(values: list[Any], *, place: str) -> Problem | None:
     shapes = [_shape(value) for value in values]
     at = next((number for number, shape in enumerate(shapes) if shape != shapes[0]), None)
     if at is not None:
-        return Problem(kind="samples-differ", key="data", reason=(
-            f"samples cannot be stacked into a batch: {place or 'the sample'} is {shapes[0]} in sample 0 of the batch and "
-            f"{shapes[at]} in sample {at}"), fix=_PADDING)  # fmt: skip
+        return Problem(
+            kind="samples-differ",
+            key="data",
+            reason=(
+                f"samples cannot be stacked into a batch: {place or 'the sample'} is {shapes[0]} in sample 0 of the "
+                "batch and "
+                f"{shapes[at]} in sample {at}"
+            ),
+            fix=_PADDING,
+        )
     if isinstance(first, Mapping):
         parts = ((f"[{name!r}]", [value[name] for value in values]) for name in first)
     elif isinstance(first, (tuple, list)):

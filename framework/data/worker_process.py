@@ -10,16 +10,17 @@ from functools import partial
 
 from torch.utils.data import get_worker_info
 
-from framework.orphans import die_with
-from framework.stop_signals import SIGNALS
+from framework.system.orphans import die_with
+from framework.system.stop_signals import SIGNALS
 
 
 def init_of_workers() -> Callable[[int], None]:
     """A `worker_init_fn` for the workers of this process, which is a rank.
 
-    A request that goes to a whole process group (Ctrl-C, `timeout`, Slurm, the deepspeed launcher) would end the workers, and
-    the run with them, while the rank still needs their batches to reach the step that it saves. They end when the rank
-    closes their queue; if it is gone, the kernel ends them, which is sooner than torch's own look every five seconds.
+    A request that goes to a whole process group (Ctrl-C, `timeout`, Slurm, the deepspeed launcher) would end the
+    workers, and the run with them, while the rank still needs their batches to reach the step that it saves. They end
+    when the rank closes their queue; if it is gone, the kernel ends them, which is sooner than torch's own look every
+    five seconds.
     """
     return partial(_leave_signals_to_rank, os.getpid())
 

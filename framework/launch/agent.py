@@ -26,12 +26,12 @@ from framework.errors import (
     EXIT_STORAGE,
     EXIT_TRAINING,
 )
-from framework.launch.host_names import first_few
-from framework.launch.meet.peers import Failure, Peers
+from framework.launch.hosts.host_names import first_few
 from framework.launch.oom_kills import OomKills
+from framework.launch.print_settings import say
 from framework.launch.ranks import RankEnd, Ranks
+from framework.launch.rendezvous.peers import Failure, Peers
 from framework.launch.stop_requests import StopRequests
-from framework.launch.told import say
 
 _LOOK_SECONDS: Final = 0.1
 # With a silent peer (15 s) before it everything is over within 20 s.
@@ -39,10 +39,17 @@ _ENDING_SECONDS: Final = 2.0
 _CONFIRM_SECONDS: Final = 20.0
 # The one who started us is gone: whoever is quick may still save.
 _CUT_OFF_SECONDS: Final = 15.0
-_MEANING: Final = {EXIT_TRAINING: "training failed", EXIT_STORAGE: "storage failed", EXIT_PEER_LOST: "it lost another rank",
-                   EXIT_NO_PROGRESS: "no progress", EXIT_CONFIG: "configuration refused"}  # fmt: skip
-_LESS_MEMORY: Final = ("reduce data.num_workers, data.prefetch_batches, batch.micro_size or the offload to the CPU, or give the "
-                       "job more memory")  # fmt: skip
+_MEANING: Final = {
+    EXIT_TRAINING: "training failed",
+    EXIT_STORAGE: "storage failed",
+    EXIT_PEER_LOST: "it lost another rank",
+    EXIT_NO_PROGRESS: "no progress",
+    EXIT_CONFIG: "configuration refused",
+}
+_LESS_MEMORY: Final = (
+    "reduce data.num_workers, data.prefetch_batches, batch.micro_size or the offload to the CPU, or give the "
+    "job more memory"
+)
 TERMINATION_LOG: Final = Path("/dev/termination-log")
 
 
@@ -61,7 +68,9 @@ class AttemptResult:
     failure: Failure | None = None
 
 
-def run_attempt(ranks: Ranks, *, peers: Peers, requests: StopRequests, node_rank: int, grace_seconds: float) -> AttemptResult:
+def run_attempt(
+    ranks: Ranks, *, peers: Peers, requests: StopRequests, node_rank: int, grace_seconds: float
+) -> AttemptResult:
     """Start the ranks and see them end; no process of theirs is left afterwards.
 
     Args:
@@ -186,7 +195,10 @@ class _Attempt:
         why = self.peers.stop or self.requests.asked
         # Ranks name at their end what they got: Ctrl-C here is theirs, too. Where it is ignored, it is ignored by both.
         self.ranks.signal(signal.SIGINT if self.requests.asked == signal.SIGINT.name else signal.SIGTERM)
-        say(f"{why}: asking {self.ranks.num_running} ranks to stop, with {self._grace():.0f} s to save; once more kills them")
+        say(
+            f"{why}: asking {self.ranks.num_running} ranks to stop, with {self._grace():.0f} s to save; once more "
+            "kills them"
+        )
 
     def _give_up(self, what: str) -> None:
         code = 128 + signal.SIGKILL
@@ -218,7 +230,9 @@ class _Attempt:
         if failure is not None:
             # Two nodes may meet the same error by themselves: each ends with its own code.
             mine = first_failure([each for each in self.peers.failures if each.node == self.node_rank])
-            return AttemptResult(mine.code if mine else EXIT_PEER_LOST, f"{failure.what} at {failure.at}; {stopped}", failure)
+            return AttemptResult(
+                mine.code if mine else EXIT_PEER_LOST, f"{failure.what} at {failure.at}; {stopped}", failure
+            )
         codes = set(self.peers.ended.values()) | {code}
         if codes <= {EXIT_OK}:
             return AttemptResult(EXIT_OK, f"finished: {nodes} node{'s' if nodes > 1 else ''}, every rank ended with 0")

@@ -6,7 +6,8 @@
     environment.py requirements EXTRA...    everything that is needed, whatever is installed, one per line
 
 It stands alone: it must run before anything is installed, on Python 3.10 without a TOML reader, and never imports the
-package. `missing` ends with 1, and says why, when something installed is too old: launch.sh changes nothing that is there.
+package. `missing` ends with 1, and says why, when something installed is too old: launch.sh changes nothing that is
+there.
 """
 
 from __future__ import annotations

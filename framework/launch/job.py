@@ -1,4 +1,6 @@
-"""The run that is started: its config as this process has read it, and the words with which every rank reads it again."""
+"""The run that is started: its config as this process has read it, and the words with which every rank reads it
+again.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from dataclasses import dataclass
 from framework.config.load import Source, load_with_source
 from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, Problem
-from framework.launch.devices import LocalDevices, unused_gpus
-from framework.output import write
+from framework.launch.hosts.devices import LocalDevices, unused_gpus
+from framework.system.output import write
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def load_job(config_path: str, overrides: Sequence[str], *, deepspeed_config: st
     """
     config, source = load_with_source(config_path, overrides)
     if deepspeed_config is not None:
-        from framework.ds_json.import_merge import with_deepspeed_config
+        from framework.dslint.import_merge import with_deepspeed_config
 
         config = with_deepspeed_config(config, deepspeed_config, source=source)
     return Job(config_path, tuple(overrides), config, source, deepspeed_config)
@@ -89,8 +91,11 @@ def refuse_too_few(job: Job, devices: LocalDevices, *, num_ranks: int, said_by: 
     if not devices.count or num_ranks <= devices.count:
         return
     problem = Problem(
-        kind="too-few-devices", key=said_by, value=num_ranks, file="command line" if said_by.startswith("-") else "",
+        kind="too-few-devices",
+        key=said_by,
+        value=num_ranks,
+        file="command line" if said_by.startswith("-") else "",
         reason=f"this machine has {devices.count} {devices.kind} devices for it",
         fix=f"at most {devices.count}{where}, or DS_ACCELERATOR=cpu to try it on processors",
-    )  # fmt: skip
+    )
     raise ConfigError(job.source.locate(problem) if said_by.startswith("run.") else problem)

@@ -14,20 +14,26 @@ from dataclasses import replace
 
 from framework.config.run_config import RunConfig
 from framework.errors import EXIT_OK, ConfigError, Problem, UsageError
-from framework.launch.devices import LocalDevices, find_devices
-from framework.launch.inclusion import Chosen, choose_hosts, is_this_machine, who_chose
+from framework.launch.deepspeed_command import (
+    added_environment,
+    as_shell_line,
+    find_train_script,
+    local_command,
+    usable_port,
+)
+from framework.launch.hosts.devices import LocalDevices, find_devices
+from framework.launch.hosts.host_filter import Chosen, choose_hosts, is_this_machine, who_chose
+from framework.launch.hosts.topology import Said, Topology, described, slots_here
 from framework.launch.job import Job, load_job, refuse_too_few, warn_of_unused
 from framework.launch.node import Terms, grace_seconds, require_deepspeed, run_node
 from framework.launch.node import main as be_a_node
 from framework.launch.options import LaunchOptions, parse
-from framework.launch.plain import added_environment, as_shell_line, find_train_script, local_command, usable_port
+from framework.launch.print_settings import tell
 from framework.launch.stop_requests import StopRequests
-from framework.launch.told import tell
-from framework.launch.topology import Said, Topology, described, slots_here
-from framework.output import write
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
 from framework.plan.token_folder import plan_with_text
+from framework.system.output import write
 
 
 def launch(argv: Sequence[str]) -> int:
@@ -39,14 +45,6 @@ def launch(argv: Sequence[str]) -> int:
     """
     if argv[:1] == ["node"]:
         return be_a_node(argv[1:])
-    if argv[:1] == ["k8s"]:
-        from framework.launch.k8s.command import main as print_manifests
-
-        return print_manifests(argv[1:])
-    if argv[:1] == ["slurm"]:
-        from framework.launch.slurm import main as print_script
-
-        return print_script(argv[1:])
     options = parse(argv)
     alone = None if options.hostfile is None else _alone_in_hostfile(options)
     if options.hostfile is not None and alone is None:
@@ -81,8 +79,9 @@ def _launch_here(options: LaunchOptions, requests: StopRequests, *, alone: Chose
     warn_of_unused(devices)
     num_ranks = int(ranks.value)
     script, port = find_train_script(), usable_port(options.master_port)
-    command = local_command(job.arguments, num_ranks=num_ranks, address=options.master_addr, port=port, chosen=devices.chosen,
-                            script=script)  # fmt: skip
+    command = local_command(
+        job.arguments, num_ranks=num_ranks, address=options.master_addr, port=port, chosen=devices.chosen, script=script
+    )
     added = added_environment(os.environ, device=devices.kind, num_ranks=num_ranks)
     sources |= {"slots": ranks.source, "master_port": "--master_port" if options.master_port else "a free one"}
     sources |= {"master_addr": "--master_addr"} if options.master_addr else {}
@@ -94,30 +93,42 @@ def _launch_here(options: LaunchOptions, requests: StopRequests, *, alone: Chose
     if not options.no_preflight:
         _look_at_ops(job, Cluster(devices_per_host=num_ranks, device=devices.kind), {**os.environ, **added})
     os.environ.pop("DSF_TOKEN", None)  # no rank has it, and one node has nobody to show it to
-    return run_node(topology, script=script, arguments=job.arguments, devices=devices,
-                    environment={**os.environ, **added}, facts={}, requests=requests,
-                    terms=Terms(grace_seconds=grace_seconds(options.grace_seconds)))  # fmt: skip
+    return run_node(
+        topology,
+        script=script,
+        arguments=job.arguments,
+        devices=devices,
+        environment={**os.environ, **added},
+        facts={},
+        requests=requests,
+        terms=Terms(grace_seconds=grace_seconds(options.grace_seconds)),
+    )
 
 
 def _look_at_ops(job: Job, cluster: Cluster, environment: Mapping[str, str]) -> None:
-    """Refuse what the first rank could not compile, and announce what it will: it takes long enough to be taken for a hang.
+    """Refuse what the first rank could not compile, and announce what it will: it takes long enough to be taken for a
+    hang.
 
     Raises:
         ConfigError: as `doctor` would find it.
     """
-    from framework.launch.preflight.compilers import check_ops, ops_to_compile
-    from framework.launch.preflight.need import need_of
+    from framework.doctor.node.compilers import check_ops, ops_to_compile
+    from framework.doctor.node.need import need_of
 
     need = need_of(make_plan(job.config, cluster, source=job.source))
     errors = [problem for problem in check_ops(need, environment).problems if problem.severity == "error"]
     if errors:
         raise ConfigError(errors)
     if names := ops_to_compile(need, environment):
-        write(sys.stderr, f"compiling DeepSpeed's {', '.join(names)}: half a minute or more each, once on this machine\n")
+        write(
+            sys.stderr, f"compiling DeepSpeed's {', '.join(names)}: half a minute or more each, once on this machine\n"
+        )
 
 
 def _refuse_what_hosts_would_refuse(options: LaunchOptions) -> None:
-    """A variable that is not set, a token file that is not there: nothing of it is needed here, and the mistake is the same."""
+    """A variable that is not set, a token file that is not there: nothing of it is needed here, and the mistake is the
+    same.
+    """
     from framework.launch.node import read_token
     from framework.launch.ssh import passed_on
 
@@ -126,7 +137,8 @@ def _refuse_what_hosts_would_refuse(options: LaunchOptions) -> None:
 
 
 def check(options: LaunchOptions, devices: LocalDevices) -> tuple[Job, Said]:
-    """The job, and its number of ranks with who decided it, after everything that can be known beforehand has been checked.
+    """The job, and its number of ranks with who decided it, after everything that can be known beforehand has been
+    checked.
 
     Raises:
         ConfigError: with every problem found.
@@ -179,6 +191,13 @@ def refuse_lone_start(environment: Mapping[str, str], options: LaunchOptions) ->
     """
     several = [item for item in described(environment) if item.name == "nnodes" and item.value not in ("", "1")]
     if several and "LOCAL_RANK" not in environment and options.num_gpus is None:
-        raise ConfigError(Problem(kind="several-nodes", file="environment", key=several[0].source, value=several[0].value,
-                                  reason="this is one of several nodes, and would train alone",
-                                  fix="start `launch node CONFIG`, or say --num_gpus N for this machine alone"))  # fmt: skip
+        raise ConfigError(
+            Problem(
+                kind="several-nodes",
+                file="environment",
+                key=several[0].source,
+                value=several[0].value,
+                reason="this is one of several nodes, and would train alone",
+                fix="start `launch node CONFIG`, or say --num_gpus N for this machine alone",
+            )
+        )

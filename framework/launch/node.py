@@ -1,6 +1,6 @@
 """One node of a job: ``python -m framework launch node CONFIG [...]``, and what `launch` does on this machine alone.
 
-    environment, flags -> Topology -> checked plan -> meet the other agents -> run_attempt -> exit code, one last line
+environment, flags -> Topology -> checked plan -> meet the other agents -> run_attempt -> exit code, one last line
 """
 
 from __future__ import annotations
@@ -18,20 +18,26 @@ from pathlib import Path
 from typing import Any, Final
 
 from framework.errors import EXIT_OK, ConfigError, FrameworkError, Problem, UsageError, missing_package
-from framework.launch.devices import LocalDevices, find_devices, visible_variable
-from framework.launch.hostfile import Host, read_hostfile
+from framework.launch.deepspeed_command import (
+    added_environment,
+    as_shell_line,
+    find_train_script,
+    node_command,
+    usable_port,
+)
+from framework.launch.hosts.devices import LocalDevices, find_devices, visible_variable
+from framework.launch.hosts.hostfile import Host, read_hostfile
+from framework.launch.hosts.topology import Topology, resolve_topology, slots_here
 from framework.launch.job import Job, load_job, refuse_too_few, warn_of_unused
-from framework.launch.meet.meeting import Meeting
-from framework.launch.meet.messages import PROTOCOL
 from framework.launch.options import GRACE_SECONDS, WAIT_SECONDS, parse_node, seconds
-from framework.launch.plain import added_environment, as_shell_line, find_train_script, node_command, usable_port
+from framework.launch.print_settings import say, tell
+from framework.launch.rendezvous.messages import PROTOCOL
+from framework.launch.rendezvous.session import Meeting
 from framework.launch.stop_requests import StopRequests, read_order
-from framework.launch.told import say, tell
-from framework.launch.topology import Topology, resolve_topology, slots_here
-from framework.output import write
 from framework.plan.cluster import Cluster
 from framework.plan.token_folder import plan_with_text
-from framework.ports import free_port
+from framework.system.output import write
+from framework.system.ports import free_port
 
 # All nodes are known to be there when ranks start, so a collective that takes as long is stuck (minutes).
 _COLLECTIVE_MINUTES: Final = "10"
@@ -85,10 +91,20 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
         requests.hold(sys.stdin.buffer.fileno())
     devices = find_devices(os.environ).only(found.devices)
     hosts = read_hostfile(found.hostfile) if found.hostfile else ()
-    flags = {"nnodes": found.nnodes, "node_rank": found.node_rank, "slots": found.num_gpus,
-             "master_addr": found.master_addr, "master_port": found.master_port}  # fmt: skip
-    topology = resolve_topology(flags, os.environ, hosts=hosts, default_slots=slots_here(devices),
-                                spelled={"nnodes": found.nnodes_flag, "slots": found.num_gpus_flag})  # fmt: skip
+    flags = {
+        "nnodes": found.nnodes,
+        "node_rank": found.node_rank,
+        "slots": found.num_gpus,
+        "master_addr": found.master_addr,
+        "master_port": found.master_port,
+    }
+    topology = resolve_topology(
+        flags,
+        os.environ,
+        hosts=hosts,
+        default_slots=slots_here(devices),
+        spelled={"nnodes": found.nnodes_flag, "slots": found.num_gpus_flag},
+    )
     topology = topology if topology.nnodes > 1 else _with_own_port(topology)
     job = check_node(found.config, found.words, topology, devices, deepspeed_config=found.deepspeed_config)
     if not found.from_stdin:  # who started it through ssh has told them, once for all hosts
@@ -104,19 +120,37 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
     if found.dry_run:
         return EXIT_OK
     require_deepspeed()
-    terms = Terms(grace_seconds=grace_seconds(found.grace_seconds), wait_seconds=found.wait_seconds,
-                  control_port=found.control_port or topology.master_port + 1, token=read_token(found.token_file),
-                  job_id=os.environ.get("DSF_JOB_ID", ""), hosts=hosts,
-                  look=_not_looking if found.no_preflight
-                  else _preflight(job, topology, devices, {**os.environ, **added}))  # fmt: skip
-    from framework.launch.meet.hello import node_facts
+    terms = Terms(
+        grace_seconds=grace_seconds(found.grace_seconds),
+        wait_seconds=found.wait_seconds,
+        control_port=found.control_port or topology.master_port + 1,
+        token=read_token(found.token_file),
+        job_id=os.environ.get("DSF_JOB_ID", ""),
+        hosts=hosts,
+        look=_not_looking if found.no_preflight else _preflight(job, topology, devices, {**os.environ, **added}),
+    )
+    from framework.launch.rendezvous.handshake import node_facts
 
-    return run_node(topology, script=script, arguments=job.arguments, devices=devices, environment={**os.environ, **added},
-                    terms=terms, facts=node_facts(job.config) if topology.nnodes > 1 else {}, requests=requests)  # fmt: skip
+    return run_node(
+        topology,
+        script=script,
+        arguments=job.arguments,
+        devices=devices,
+        environment={**os.environ, **added},
+        terms=terms,
+        facts=node_facts(job.config) if topology.nnodes > 1 else {},
+        requests=requests,
+    )
 
 
-def check_node(config_path: str, overrides: Sequence[str], topology: Topology, devices: LocalDevices, *,
-               deepspeed_config: str | None = None) -> Job:  # fmt: skip
+def check_node(
+    config_path: str,
+    overrides: Sequence[str],
+    topology: Topology,
+    devices: LocalDevices,
+    *,
+    deepspeed_config: str | None = None,
+) -> Job:
     """The job, after everything that one node can know beforehand has been checked.
 
     Raises:
@@ -124,14 +158,27 @@ def check_node(config_path: str, overrides: Sequence[str], topology: Topology, d
     """
     job = load_job(config_path, overrides, deepspeed_config=deepspeed_config)
     # A node that alone refuses lets the others wait: what it lacks, its ranks tell all.
-    plan_with_text(job.config, Cluster(topology.nnodes, topology.slots, devices.kind), source=job.source,
-                   data_elsewhere=topology.nnodes > 1)  # fmt: skip
+    plan_with_text(
+        job.config,
+        Cluster(topology.nnodes, topology.slots, devices.kind),
+        source=job.source,
+        data_elsewhere=topology.nnodes > 1,
+    )
     refuse_too_few(job, devices, num_ranks=topology.slots, said_by=topology.sources["slots"], where=" on every node")
     return job
 
 
-def run_node(topology: Topology, *, script: Path, arguments: Sequence[str], devices: LocalDevices,
-             environment: Mapping[str, str], terms: Terms, facts: Mapping[str, str], requests: StopRequests) -> int:  # fmt: skip
+def run_node(
+    topology: Topology,
+    *,
+    script: Path,
+    arguments: Sequence[str],
+    devices: LocalDevices,
+    environment: Mapping[str, str],
+    terms: Terms,
+    facts: Mapping[str, str],
+    requests: StopRequests,
+) -> int:
     """Meet the other nodes, run the script on every rank, and say how it ended; returns the exit code.
 
     Args:
@@ -147,13 +194,20 @@ def run_node(topology: Topology, *, script: Path, arguments: Sequence[str], devi
         ConfigError, PeerLostError, RunStopped: no rank was started.
     """
     from framework.launch.agent import run_attempt, tell_end  # psutil comes with the train extra only
-    from framework.launch.meet.rendezvous import meet
     from framework.launch.ranks import Ranks
+    from framework.launch.rendezvous.rendezvous import meet
 
     several = topology.nnodes > 1
-    meeting = Meeting(topology, terms.control_port, _hello(topology, terms, facts), requests, token=terms.token,
-                      deadline_seconds=terms.wait_seconds, names=[host.name for host in terms.hosts],
-                      problems=_port_problems(topology) if several else ())  # fmt: skip
+    meeting = Meeting(
+        topology,
+        terms.control_port,
+        _hello(topology, terms, facts),
+        requests,
+        token=terms.token,
+        deadline_seconds=terms.wait_seconds,
+        names=[host.name for host in terms.hosts],
+        problems=_port_problems(topology) if several else (),
+    )
     with terms.look() as look:
         meeting.hello = {**meeting.hello, **look}
         peers = meet(meeting)
@@ -162,10 +216,17 @@ def run_node(topology: Topology, *, script: Path, arguments: Sequence[str], devi
         environment = {**environment, **network_environment(environment, meeting.local_address)}
     else:
         requests.refuse_start()  # several heed requests while they meet, and tell each other of those that come after
-    ranks = Ranks(script=script, arguments=arguments, topology=topology, environment=environment,
-                  device=devices.kind, devices=devices.chosen)  # fmt: skip
-    result = run_attempt(ranks, peers=peers, requests=requests, node_rank=topology.node_rank,
-                         grace_seconds=terms.grace_seconds)  # fmt: skip
+    ranks = Ranks(
+        script=script,
+        arguments=arguments,
+        topology=topology,
+        environment=environment,
+        device=devices.kind,
+        devices=devices.chosen,
+    )
+    result = run_attempt(
+        ranks, peers=peers, requests=requests, node_rank=topology.node_rank, grace_seconds=terms.grace_seconds
+    )
     tell_end(result.line)
     return result.code
 
@@ -173,7 +234,8 @@ def run_node(topology: Topology, *, script: Path, arguments: Sequence[str], devi
 def _with_own_port(topology: Topology) -> Topology:
     """Of a single node, which nobody else has to find: a free port where none is given, as `launch` takes it.
 
-    One that was given may be held by a job that is still ending: its rank 0 says so, with a code that platforms try again.
+    One that was given may be held by a job that is still ending: its rank 0 says so, with a code that platforms try
+    again.
     """
     if topology.sources["master_port"] != "default":
         return topology
@@ -193,18 +255,26 @@ def _port_problems(topology: Topology) -> Sequence[Problem]:
 
 def _hello(topology: Topology, terms: Terms, facts: Mapping[str, str]) -> dict[str, Any]:
     """What this node says about itself; `hello.HELLO` has the types."""
-    from framework.launch.meet.hello import hosts_text
+    from framework.launch.rendezvous.handshake import hosts_text
 
     return {
-        "protocol": PROTOCOL, "job": terms.job_id, "attempt": terms.attempt, "node_rank": topology.node_rank,
-        "nnodes": topology.nnodes, "slots": topology.slots, "master_port": topology.master_port, "host": socket.gethostname(),
-        "hosts": hosts_text([host.name for host in terms.hosts]), "clock": time.time(), "facts": dict(facts),
-    }  # fmt: skip
+        "protocol": PROTOCOL,
+        "job": terms.job_id,
+        "attempt": terms.attempt,
+        "node_rank": topology.node_rank,
+        "nnodes": topology.nnodes,
+        "slots": topology.slots,
+        "master_port": topology.master_port,
+        "host": socket.gethostname(),
+        "hosts": hosts_text([host.name for host in terms.hosts]),
+        "clock": time.time(),
+        "facts": dict(facts),
+    }
 
 
 def _preflight(job: Job, topology: Topology, devices: LocalDevices, environment: Mapping[str, str]) -> Look:
     """This node's look at itself; what is wrong with it goes to node 0, which tells everybody."""
-    from framework.launch.preflight.start import look_before_start
+    from framework.doctor.node.start import look_before_start
 
     if topology.nnodes == 1:
         return _not_looking
@@ -213,7 +283,9 @@ def _preflight(job: Job, topology: Topology, devices: LocalDevices, environment:
 
     @contextmanager
     def look() -> Iterator[Mapping[str, Any]]:
-        with look_before_start(job.config, cluster, {**environment, **chosen}, rank=topology.node_rank, warn=_warn) as told:
+        with look_before_start(
+            job.config, cluster, {**environment, **chosen}, rank=topology.node_rank, warn=_warn
+        ) as told:
             yield {"look": told}
 
     return look
@@ -232,8 +304,10 @@ def node_environment(environment: Mapping[str, str], *, device: str, topology: T
 
 
 def network_environment(environment: Mapping[str, str], address: str) -> dict[str, str]:
-    """gloo takes the address that the own name resolves to, often loopback; NCCL finds its interfaces better by itself."""
-    from framework.launch.meet.addresses import interface_of
+    """gloo takes the address that the own name resolves to, often loopback; NCCL finds its interfaces better by
+    itself.
+    """
+    from framework.launch.rendezvous.addresses import interface_of
 
     name = "" if environment.get("GLOO_SOCKET_IFNAME") else interface_of(address)
     return {"GLOO_SOCKET_IFNAME": name} if name else {}
@@ -280,5 +354,7 @@ def read_token(path: str | None) -> str:
     else:
         reason = "it is empty"
     if not text:
-        raise ConfigError(Problem(kind="token-unreadable", file=path, reason=reason, fix="name a file that holds the secret"))
+        raise ConfigError(
+            Problem(kind="token-unreadable", file=path, reason=reason, fix="name a file that holds the secret")
+        )
     return text

@@ -1,4 +1,6 @@
-"""Whether the kernel killed a process of this machine's control group for lack of memory: SIGKILL alone does not tell."""
+"""Whether the kernel killed a process of this machine's control group for lack of memory: SIGKILL alone does not
+tell.
+"""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
-from framework.arguments import CommandParser, add_option
 from framework.errors import UsageError
-from framework.launch.host_names import bare, is_host
+from framework.launch.hosts.host_names import bare, is_host
+from framework.system.arguments import CommandParser, add_option
 
 # A pod or a scheduler may give less; what starts us can say so with --grace_seconds or DSF_GRACE_SECONDS.
 GRACE_SECONDS: Final = 600.0
@@ -73,8 +73,13 @@ class LaunchOptions:
     @property
     def choice(self) -> dict[str, Any]:
         """Of hosts and their devices, for `choose_hosts` and `who_chose`."""
-        return {"include": self.include, "exclude": self.exclude, "num_nodes": self.num_nodes, "num_gpus": self.num_gpus,
-                "num_gpus_flag": self.num_gpus_flag}  # fmt: skip
+        return {
+            "include": self.include,
+            "exclude": self.exclude,
+            "num_nodes": self.num_nodes,
+            "num_gpus": self.num_gpus,
+            "num_gpus_flag": self.num_gpus_flag,
+        }
 
 
 def parse(argv: Sequence[str]) -> LaunchOptions:
@@ -93,8 +98,12 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
     options = LaunchOptions(**{each.name: getattr(found, each.name) for each in fields(LaunchOptions)})
     if options.fit_batch and (options.hostfile is not None or options.num_gpus):
         raise UsageError("launch: --fit_batch chooses a number of devices of this machine; leave -H and --num_gpus out")
-    refuse_choice("launch", include=options.include, exclude=options.exclude,
-                  by_number=bool(options.num_nodes or options.num_gpus))  # fmt: skip
+    refuse_choice(
+        "launch",
+        include=options.include,
+        exclude=options.exclude,
+        by_number=bool(options.num_nodes or options.num_gpus),
+    )
     return options
 
 
@@ -148,11 +157,14 @@ def _config_and_words(found: argparse.Namespace, command: str) -> tuple[str, tup
 
 
 def _launch_parser() -> CommandParser:
-    parser = CommandParser(prog="python -m framework launch", allow_abbrev=False,
-                     description="Train on this machine, or with -H on the hosts of a hostfile, through ssh. `launch node` is one "
-                                 "member without ssh; `launch k8s` and `launch slurm` print what a cluster is given.",
-                     usage="%(prog)s CONFIG [key=value ...] [--num_gpus N] [--master_port P] [-H HOSTFILE ...] "
-                           "[--deepspeed_config FILE] [--dry_run]")  # fmt: skip
+    parser = CommandParser(
+        prog="python -m framework launch",
+        allow_abbrev=False,
+        description="Train on this machine, or with -H on the hosts of a hostfile, through ssh. `launch node` is one "
+        "member without ssh; `launch k8s` and `launch slurm` print what a cluster is given.",
+        usage="%(prog)s CONFIG [key=value ...] [--num_gpus N] [--master_port P] [-H HOSTFILE ...] "
+        "[--deepspeed_config FILE] [--dry_run]",
+    )
     _add_common(parser)
     parser.option("--fit_batch", action="store_true", help="take the most devices here that divide the batch")
     group = parser.add_argument_group("with -H, on the hosts of a hostfile")
@@ -162,16 +174,21 @@ def _launch_parser() -> CommandParser:
 
 
 def _node_parser() -> CommandParser:
-    parser = CommandParser(prog="python -m framework launch node", allow_abbrev=False,
-                     description="One member of a job of several nodes, without ssh: in a pod, under srun, or by hand. "
-                                 "What is left out is taken from the environment.",
-                     usage="%(prog)s CONFIG [key=value ...] [--nnodes N --node_rank R --master_addr A --master_port P "
-                           "--num_gpus G] [--dry_run]")  # fmt: skip
+    parser = CommandParser(
+        prog="python -m framework launch node",
+        allow_abbrev=False,
+        description="One member of a job of several nodes, without ssh: in a pod, under srun, or by hand. "
+        "What is left out is taken from the environment.",
+        usage="%(prog)s CONFIG [key=value ...] [--nnodes N --node_rank R --master_addr A --master_port P "
+        "--num_gpus G] [--dry_run]",
+    )
     _add_common(parser)
     parser.option("--nnodes", "--num_nodes", type=str, action=AsSpelled, metavar="N", help="members of the job")
     parser.option("--node_rank", type=str, metavar="R", help="which of them this is, from 0")
     parser.option("--devices", type=_numbers, metavar="0,2", help="the devices to use; left out: the first")
-    parser.option("--from_stdin", action="store_true", help=argparse.SUPPRESS)  # what an ssh launcher sends, and its life line
+    parser.option(
+        "--from_stdin", action="store_true", help=argparse.SUPPRESS
+    )  # what an ssh launcher sends, and its life line
     for flag, how in _OF_SEVERAL.items():
         parser.option(flag, **how)
     parser.set_defaults(wait_seconds=WAIT_SECONDS, nnodes_flag="--nnodes")
@@ -179,24 +196,45 @@ def _node_parser() -> CommandParser:
 
 
 def _add_common(parser: CommandParser) -> None:
-    parser.add_argument("words", nargs="*", metavar="CONFIG key=value", help="the run config, and settings that win over it")
+    parser.add_argument(
+        "words", nargs="*", metavar="CONFIG key=value", help="the run config, and settings that win over it"
+    )
     parser.option("--config", metavar="FILE", help="the run config, as train.py takes it")
-    parser.option("--num_gpus", "--nproc_per_node", type=count_or_auto, action=AsSpelled, metavar="N",
-                  help="ranks on each machine, one for each device; left out: every GPU here, or two ranks on CPU")  # fmt: skip
+    parser.option(
+        "--num_gpus",
+        "--nproc_per_node",
+        type=count_or_auto,
+        action=AsSpelled,
+        metavar="N",
+        help="ranks on each machine, one for each device; left out: every GPU here, or two ranks on CPU",
+    )
     parser.set_defaults(num_gpus_flag="--num_gpus")
     parser.option("--master_port", type=port, metavar="P", help="port where ranks meet; agents meet at the next one")
-    parser.option("--deepspeed_config", metavar="FILE", help="DeepSpeed JSON that decides a part of the run, as train.py takes it")
+    parser.option(
+        "--deepspeed_config", metavar="FILE", help="DeepSpeed JSON that decides a part of the run, as train.py takes it"
+    )
     parser.option("--dry_run", action="store_true", help="check, print what would be started and stop")
-    parser.option("--grace_seconds", type=seconds, metavar="S",
-                  help=f"to save in after a request to stop; also DSF_GRACE_SECONDS; default {GRACE_SECONDS:.0f}")  # fmt: skip
+    parser.option(
+        "--grace_seconds",
+        type=seconds,
+        metavar="S",
+        help=f"to save in after a request to stop; also DSF_GRACE_SECONDS; default {GRACE_SECONDS:.0f}",
+    )
     parser.add_argument("-H", "--hostfile", metavar="FILE", help="hosts and their devices, in DeepSpeed's format")
 
 
 class AsSpelled(argparse.Action):
-    """Stores a value, and beside it, as ``NAME_flag``, which of its names it was given under: errors blame no other word."""
+    """Stores a value, and beside it, as ``NAME_flag``, which of its names it was given under: errors blame no other
+    word.
+    """
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
-                 option_string: str | None = None) -> None:  # fmt: skip
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
         """Take it."""
         setattr(namespace, self.dest, values)
         setattr(namespace, f"{self.dest}_flag", option_string)
@@ -269,10 +307,15 @@ def _name(text: str) -> str:
     return text
 
 
-# ---------------------------------------------------------------------- options that need hosts, as argparse is told of them
+# ---------------------------------------------------------------------- options that need hosts, as argparse is told of
+# them
 
 _CHOICE: Final[Mapping[str, Mapping[str, Any]]] = {
-    "--include": {"default": "", "metavar": "WHICH", "help": "hosts and devices, as DeepSpeed writes it: host1@host2:0,2"},
+    "--include": {
+        "default": "",
+        "metavar": "WHICH",
+        "help": "hosts and devices, as DeepSpeed writes it: host1@host2:0,2",
+    },
     "--exclude": {"default": "", "metavar": "WHICH", "help": "the same, to leave out"},
 }
 # Of `launch -H` alone.
@@ -282,15 +325,25 @@ _THROUGH_SSH: Final[Mapping[str, Mapping[str, Any]]] = {
     "--ssh_args": {"default": "", "metavar": "TEXT", "help": "further options of ssh, such as '-p 2222 -i key'"},
     "--remote_python": {"metavar": "PATH", "help": "Python on the hosts; left out: this one's path"},
     "--remote_folder": {"metavar": "PATH", "help": "folder on the hosts to start in; left out: this one's path"},
-    "--export": {"dest": "exports", "type": _name, "action": "append", "default": [], "metavar": "NAME",
-                 "help": "send this variable to the hosts, too"},
+    "--export": {
+        "dest": "exports",
+        "type": _name,
+        "action": "append",
+        "default": [],
+        "metavar": "NAME",
+        "help": "send this variable to the hosts, too",
+    },
     "--verbose": {"action": "store_true", "help": "print the command of every host, not of the first three"},
-}  # fmt: skip
+}
 # Of every launcher that has others to meet.
 _OF_SEVERAL: Final[Mapping[str, Mapping[str, Any]]] = {
     "--master_addr": {"type": address, "metavar": "A", "help": "address of the first host, as the others know it"},
     "--control_port": {"type": port, "metavar": "P", "help": "port where agents meet; default: master_port + 1"},
-    "--wait_seconds": {"type": seconds, "metavar": "S", "help": f"how long nodes wait for each other; default {WAIT_SECONDS:.0f}"},
+    "--wait_seconds": {
+        "type": seconds,
+        "metavar": "S",
+        "help": f"how long nodes wait for each other; default {WAIT_SECONDS:.0f}",
+    },
     "--no_preflight": {"action": "store_true", "help": "do not look at each node and at what is between them"},
     "--token_file": {"metavar": "FILE", "help": "holds a secret that all nodes share; also DSF_TOKEN"},
 }

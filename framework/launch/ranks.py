@@ -1,4 +1,5 @@
-"""The ranks of this machine: started with the environment that DeepSpeed's launch.py gives them, signalled, ended, counted.
+"""The ranks of this machine: started with the environment that DeepSpeed's launch.py gives them, signalled, ended,
+counted.
 
 They are our own children. Between us and them DeepSpeed's runner and launch.py would cost seconds and half a gigabyte
 each, signal ranks a second time while they save, and hide how a rank ended (docs/decisions/0013). A test holds what a
@@ -20,9 +21,9 @@ from typing import Final
 
 import psutil
 
-from framework.launch.devices import visible_variable
-from framework.launch.parent_watch import AGENT_VARIABLE, identity
-from framework.launch.topology import Topology
+from framework.launch.hosts.devices import visible_variable
+from framework.launch.hosts.topology import Topology
+from framework.system.parent_watch import AGENT_VARIABLE, identity
 
 _LEFTOVER_GRACE_SECONDS: Final = 2.0
 _CLEAR_SECONDS: Final = 10.0  # a process that waits for a dead disk cannot even be killed
@@ -39,8 +40,16 @@ class RankEnd:
 class Ranks:
     """One process per slot. Nothing runs before `start`."""
 
-    def __init__(self, *, script: Path, arguments: Sequence[str], topology: Topology, environment: Mapping[str, str],
-                 device: str = "cpu", devices: Sequence[int] | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        *,
+        script: Path,
+        arguments: Sequence[str],
+        topology: Topology,
+        environment: Mapping[str, str],
+        device: str = "cpu",
+        devices: Sequence[int] | None = None,
+    ) -> None:
         self._command = [str(script), *arguments]
         self._topology = topology
         self._running: dict[int, subprocess.Popen[bytes]] = {}
@@ -62,8 +71,10 @@ class Ranks:
             # A session of its own: Ctrl-C reaches the agent only, so that each rank is asked once.
             self._running[int(environment["RANK"])] = subprocess.Popen(
                 [sys.executable, "-u", self._command[0], f"--local_rank={local_rank}", *self._command[1:]],
-                env=environment, start_new_session=True, stdin=subprocess.DEVNULL,
-            )  # fmt: skip
+                env=environment,
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+            )
 
     @property
     def num_running(self) -> int:
@@ -87,7 +98,9 @@ class Ranks:
                 process.send_signal(number)
 
     def clear(self) -> None:
-        """End whatever the ranks started and left: it carries this agent's id in its environment, wherever it moved to."""
+        """End whatever the ranks started and left: it carries this agent's id in its environment, wherever it moved
+        to.
+        """
         self.signal(signal.SIGKILL)
         for process in self._running.values():
             process.wait()
@@ -104,11 +117,15 @@ class Ranks:
 def rank_environment(topology: Topology, local_rank: int) -> dict[str, str]:
     """What DeepSpeed 0.19.8's launch.py sets for a rank."""
     return {
-        "MASTER_ADDR": topology.master_addr, "MASTER_PORT": str(topology.master_port),
-        "WORLD_SIZE": str(topology.world_size), "RANK": str(topology.node_rank * topology.slots + local_rank),
-        "LOCAL_RANK": str(local_rank), "LOCAL_SIZE": str(topology.slots),
-        "CROSS_RANK": str(topology.node_rank), "CROSS_SIZE": str(topology.nnodes),
-    }  # fmt: skip
+        "MASTER_ADDR": topology.master_addr,
+        "MASTER_PORT": str(topology.master_port),
+        "WORLD_SIZE": str(topology.world_size),
+        "RANK": str(topology.node_rank * topology.slots + local_rank),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_SIZE": str(topology.slots),
+        "CROSS_RANK": str(topology.node_rank),
+        "CROSS_SIZE": str(topology.nnodes),
+    }
 
 
 def shell_code(returncode: int) -> int:

@@ -20,30 +20,59 @@ from typing import Final
 
 import framework
 from framework.errors import EXIT_OK, UsageError
-from framework.launch import open_files
-from framework.launch.devices import LocalDevices
-from framework.launch.hostfile import Host
-from framework.launch.inclusion import Chosen, choose_hosts, who_chose
+from framework.launch.deepspeed_command import as_shell_line, find_train_script, hosts_command
+from framework.launch.hosts.devices import LocalDevices
+from framework.launch.hosts.host_filter import Chosen, choose_hosts, who_chose
+from framework.launch.hosts.hostfile import Host
+from framework.launch.hosts.topology import DEFAULT_PORT, Topology
 from framework.launch.job import deepspeed_words
 from framework.launch.node import check_node, grace_seconds, read_token
 from framework.launch.options import LaunchOptions
-from framework.launch.plain import as_shell_line, find_train_script, hosts_command
+from framework.launch.print_settings import tell
 from framework.launch.ssh_agents import Agents
-from framework.launch.told import tell
-from framework.launch.topology import DEFAULT_PORT, Topology
+from framework.system import open_files
 
 # What a run may depend on. Everything else stays here: a name like AWS_SECRET_ACCESS_KEY goes with --export only.
 _PREFIXES: Final = ("DS_", "DSF_", "NCCL_", "GLOO_", "UCX_", "FI_", "OMP_", "MKL_", "TORCH_", "PYTORCH_")
 # Names, not prefixes: LANG must not let LANGCHAIN_API_KEY through.
-_NAMES: Final = frozenset({
-    "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "CUDA_HOME", "DEEPSPEED_TIMEOUT", "HF_HOME", "HF_HUB_OFFLINE",
-    "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "TRITON_CACHE_DIR", "TOKENIZERS_PARALLELISM", "PYTHONHASHSEED",
-    "PYTHONUNBUFFERED", "LANG", "LC_ALL", "TZ"})  # fmt: skip
+_NAMES: Final = frozenset(
+    {
+        "CUDA_DEVICE_ORDER",
+        "CUDA_LAUNCH_BLOCKING",
+        "CUDA_HOME",
+        "DEEPSPEED_TIMEOUT",
+        "HF_HOME",
+        "HF_HUB_OFFLINE",
+        "HF_DATASETS_OFFLINE",
+        "TRANSFORMERS_OFFLINE",
+        "TRITON_CACHE_DIR",
+        "TOKENIZERS_PARALLELISM",
+        "PYTHONHASHSEED",
+        "PYTHONUNBUFFERED",
+        "LANG",
+        "LC_ALL",
+        "TZ",
+    }
+)
 # Meant for this process alone.
 _KEPT: Final = ("DSF_AGENT", "DSF_WORLD_SIZE", "DSF_TERMINATION_LOG")
-# A silent host is given up one interval after the last of three questions: within 16 s, so that all is over within 20 s.
-_OPTIONS: Final = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=30", "-o", "ServerAliveInterval=4", "-o", "ServerAliveCountMax=3",
-                   "-o", "ControlMaster=no", "-o", "ControlPath=none", "-T")  # fmt: skip
+# A silent host is given up one interval after the last of three questions: within 16 s, so that all is over within 20
+# s.
+_OPTIONS: Final = (
+    "-o",
+    "BatchMode=yes",
+    "-o",
+    "ConnectTimeout=30",
+    "-o",
+    "ServerAliveInterval=4",
+    "-o",
+    "ServerAliveCountMax=3",
+    "-o",
+    "ControlMaster=no",
+    "-o",
+    "ControlPath=none",
+    "-T",
+)
 _ASKS: Final = re.compile(r"(-o)?\s*batchmode[\s=]+(?!yes)", re.IGNORECASE)
 # Commands of agents that are printed.
 _TOLD: Final = 3
@@ -60,21 +89,33 @@ def launch_over_ssh(options: LaunchOptions) -> int:
         UsageError, ConfigError: nothing has been started.
     """
     chosen, topology = _places(options)
-    open_files.require(_OWN_FILES + _FILES_PER_HOST * len(chosen), f"{len(chosen)} hosts", fix="leave hosts out with --exclude")
+    open_files.require(
+        _OWN_FILES + _FILES_PER_HOST * len(chosen), f"{len(chosen)} hosts", fix="leave hosts out with --exclude"
+    )
     # The devices are elsewhere: here only what holds on any machine is checked.
-    job = check_node(options.config, options.overrides, topology, LocalDevices("unknown", 0),
-                     deepspeed_config=options.deepspeed_config)  # fmt: skip
+    job = check_node(
+        options.config,
+        options.overrides,
+        topology,
+        LocalDevices("unknown", 0),
+        deepspeed_config=options.deepspeed_config,
+    )
     job.tell_notes()
-    commands = [(item.host, ssh_command(item.host, agent_command(options, item, node, topology), ssh_args=options.ssh_args))
-                for node, item in enumerate(chosen)]  # fmt: skip
+    commands = [
+        (item.host, ssh_command(item.host, agent_command(options, item, node, topology), ssh_args=options.ssh_args))
+        for node, item in enumerate(chosen)
+    ]
     plain = hosts_command(options, topology, chosen, job.arguments, script=find_train_script())
     line = as_shell_line(plain.words, plain.variables, before=plain.before) if plain else _NO_PLAIN
     tell(topology, line, *_agents_told(commands, all_of_them=options.verbose))
     if options.dry_run:
         return EXIT_OK
     # Nobody has to think of a secret: the life line carries one to every host.
-    own = {"DSF_JOB_ID": secrets.token_hex(8), "DSF_TOKEN": read_token(options.token_file) or secrets.token_hex(16),
-           "DSF_GRACE_SECONDS": str(grace_seconds(options.grace_seconds))}  # fmt: skip
+    own = {
+        "DSF_JOB_ID": secrets.token_hex(8),
+        "DSF_TOKEN": read_token(options.token_file) or secrets.token_hex(16),
+        "DSF_GRACE_SECONDS": str(grace_seconds(options.grace_seconds)),
+    }
     order = {"environment": passed_on(os.environ, exports=options.exports) | own}
     named = [(host.name.rpartition("@")[2], command) for host, command in commands]
     return Agents(named, order, grace_seconds=float(own["DSF_GRACE_SECONDS"])).run()
@@ -85,9 +126,15 @@ def _places(options: LaunchOptions) -> tuple[tuple[Chosen, ...], Topology]:
     assert options.hostfile is not None
     chosen = choose_hosts(options.hostfile, **options.choice)
     sources = who_chose(options.hostfile, **options.choice)
-    master, port, sources["master_addr"], sources["master_port"] = options.master_addr, DEFAULT_PORT, "the first host", "default"
+    master, port, sources["master_addr"], sources["master_port"] = (
+        options.master_addr,
+        DEFAULT_PORT,
+        "the first host",
+        "default",
+    )
     if len(chosen) == 1:
-        # Its ranks need no name that others know, which it might not reach itself, and no port that somebody else may have.
+        # Its ranks need no name that others know, which it might not reach itself, and no port that somebody else may
+        # have.
         master, port = master or "127.0.0.1", 0
         sources |= {"master_addr": "one host", "master_port": "one that the host finds"}
     sources |= {name: f"--{name}" for name in ("master_addr", "master_port") if getattr(options, name)}
@@ -137,8 +184,11 @@ def passed_on(environment: Mapping[str, str], *, exports: Sequence[str]) -> dict
     absent = [name for name in exports if name not in environment]
     if absent:
         raise UsageError(f"launch: --export {' '.join(absent)}: not set here")
-    return {name: value for name, value in environment.items()
-            if name in exports or ((name in _NAMES or name.startswith(_PREFIXES)) and name not in _KEPT)}  # fmt: skip
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in exports or ((name in _NAMES or name.startswith(_PREFIXES)) and name not in _KEPT)
+    }
 
 
 def address_of(name: str, *, ssh_args: str = "") -> str:
@@ -164,5 +214,7 @@ def split_ssh_args(text: str, *, command: str = "launch") -> list[str]:
         raise UsageError(f"{command}: --ssh_args: {error}") from None
     asks = next((word for word in words if _ASKS.match(word)), None)
     if asks is not None:
-        raise UsageError(f"{command}: --ssh_args: {asks}: nobody is asked for a password; use a key, or an agent that holds it")
+        raise UsageError(
+            f"{command}: --ssh_args: {asks}: nobody is asked for a password; use a key, or an agent that holds it"
+        )
     return words

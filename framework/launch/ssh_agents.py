@@ -1,5 +1,5 @@
-"""The `ssh` processes of all hosts: what they say comes out with the name of the host, requests go in, and one exit code
-comes of all their ends."""
+"""The `ssh` processes of all hosts: what they say comes out with the name of the host, requests go in, and one exit
+code comes of all their ends."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import IO, Final, TextIO
 
 from framework.errors import EXIT_OK, EXIT_PEER_LOST, EXIT_STOPPED, ConfigError, Problem
-from framework.launch.host_names import first_few
-from framework.launch.meet.messages import readable
+from framework.launch.hosts.host_names import first_few
 from framework.launch.options import GRACE_SECONDS
+from framework.launch.print_settings import say
+from framework.launch.rendezvous.messages import readable
 from framework.launch.stop_requests import StopRequests
-from framework.launch.told import say
-from framework.output import write
+from framework.system.output import write
 
 _LOOK_SECONDS: Final = 0.2
 _LARGEST_LINE_BYTES: Final = 1 << 16
@@ -62,8 +62,13 @@ def ends_told(ends: Sequence[HostEnd]) -> str:
 class Agents:
     """The `ssh` processes of all hosts."""
 
-    def __init__(self, commands: Sequence[tuple[str, Sequence[str]]], order: Mapping[str, object], *,
-                 grace_seconds: float = GRACE_SECONDS) -> None:  # fmt: skip
+    def __init__(
+        self,
+        commands: Sequence[tuple[str, Sequence[str]]],
+        order: Mapping[str, object],
+        *,
+        grace_seconds: float = GRACE_SECONDS,
+    ) -> None:
         """Nothing is started yet.
 
         Args:
@@ -99,7 +104,9 @@ class Agents:
         return code
 
     def _is_over(self) -> bool:
-        """All have ended, or were given the time for that: neither an ssh that hangs nor an output that stays open holds us."""
+        """All have ended, or were given the time for that: neither an ssh that hangs nor an output that stays open
+        holds us.
+        """
         now = time.monotonic()
         if self._running:
             return now > self._give_up_at
@@ -110,8 +117,13 @@ class Agents:
         for node, (name, command) in enumerate(self._commands):
             try:
                 # A session of its own: Ctrl-C reaches this process only, and is told to the agents.
-                process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                           start_new_session=True)  # fmt: skip
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,
+                )
             except FileNotFoundError:
                 fix = "install OpenSSH's client, or start `launch node` on every host"
                 raise ConfigError(Problem(kind="not-installed", reason="there is no ssh on PATH", fix=fix)) from None
@@ -166,7 +178,10 @@ class Agents:
             self._told = wish
             saving = self._grace_seconds if wish == "stop" else 0.0
             self._give_up_at = time.monotonic() + saving + _PATIENCE_SECONDS
-            say(f"{requests.asked}: passing it on to {len(self._running)} hosts" + ("; once more kills" if wish == "stop" else ""))
+            say(
+                f"{requests.asked}: passing it on to {len(self._running)} hosts"
+                + ("; once more kills" if wish == "stop" else "")
+            )
             self._tell_all(wish.encode() + b"\n")
 
     def _tell_all(self, words: bytes) -> None:

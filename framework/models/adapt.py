@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from framework.config.spelling import nearest
 from framework.config.training import Training
 from framework.errors import ConfigError, Problem
 from framework.models.layers import LayeredModel, as_layers
 from framework.models.sync_batch_norm import with_sync_batch_norm
+from framework.text.typos import nearest
 
 
 def prepare_model(model: nn.Module, training: Training, *, process_group: Any = None) -> nn.Module:
     """Freeze, synchronise batch norms, recompute: whatever `training` asks for.
 
-    `channels_last` changes the images alone (the function below), and convolutions follow them. Weights stay as they are:
-    DeepSpeed 0.19.8 refuses others (runtime/engine.py `_broadcast_model` views them as bytes).
+    `channels_last` changes the images alone (the function below), and convolutions follow them. Weights stay as they
+    are: DeepSpeed 0.19.8 refuses others (runtime/engine.py `_broadcast_model` views them as bytes).
 
     Args:
         model: changed in place; may be partitioned by ZeRO-3.
@@ -41,7 +41,8 @@ def prepare_model(model: nn.Module, training: Training, *, process_group: Any = 
 
 
 def channels_last(images: Tensor) -> Tensor:
-    """Images (batch, channels, height, width) with the channels last in memory; convolutions give their output the same order.
+    """Images (batch, channels, height, width) with the channels last in memory; convolutions give their output the same
+    order.
 
     A single channel lies in both orders at once, and convolutions then take the strides at their word.
     """
@@ -105,11 +106,15 @@ def with_recompute(model: nn.Module, *, every: int) -> nn.Module:
             model = LayeredModel(as_layers(model))
         except ConfigError as error:
             (problem,) = error.problems
-            raise ConfigError(Problem(
-                kind="recompute-needs-layers", key="training.recompute_every", value=every,
-                reason=f"the model ({problem.value}) cannot be cut into layers: {problem.reason}",
-                fix=f"{problem.fix}; or set training.recompute_every: 0",
-            )) from error  # fmt: skip
+            raise ConfigError(
+                Problem(
+                    kind="recompute-needs-layers",
+                    key="training.recompute_every",
+                    value=every,
+                    reason=f"the model ({problem.value}) cannot be cut into layers: {problem.reason}",
+                    fix=f"{problem.fix}; or set training.recompute_every: 0",
+                )
+            ) from error
     model.recompute_every = every
     return model
 
@@ -122,10 +127,20 @@ def _nothing_frozen(number: int, pattern: str, names: Sequence[str]) -> Problem:
     else:
         guess = nearest(pattern, names) or (names[0] if names else "")
         fix = f"did you mean {guess}?" if guess else "remove it"
-    return Problem(kind="freeze-matches-nothing", key=f"training.freeze.{number}", value=pattern,
-                   reason="no parameter of the model has such a name", fix=fix)  # fmt: skip
+    return Problem(
+        kind="freeze-matches-nothing",
+        key=f"training.freeze.{number}",
+        value=pattern,
+        reason="no parameter of the model has such a name",
+        fix=fix,
+    )
 
 
 def _everything_frozen(patterns: Sequence[str]) -> Problem:
-    return Problem(kind="freeze-matches-all", key="training.freeze", value=list(patterns),
-                   reason="nothing would be left to train", fix="leave some parameters out")  # fmt: skip
+    return Problem(
+        kind="freeze-matches-all",
+        key="training.freeze",
+        value=list(patterns),
+        reason="nothing would be left to train",
+        fix="leave some parameters out",
+    )

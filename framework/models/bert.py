@@ -2,8 +2,8 @@
 
 Between layers goes one floating tensor, followed by the integer tensors that later layers still need; DeepSpeed's
 pipeline sends several floating tensors badly. The pooled [CLS] vector therefore travels as one more position of the
-sequence. Only the last layer gets two floating tensors, and no stage may start with it: it holds what the decoder, which
-is tied to the embedding, must not hold itself.
+sequence. Only the last layer gets two floating tensors, and no stage may start with it: it holds what the decoder,
+which is tied to the embedding, must not hold itself.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 
-from framework.models.drawn import DEFAULT_STD, DrawnEmbedding, DrawnLinear, draw
 from framework.models.hf_names import bert_names
+from framework.models.initialized import DEFAULT_STD, DrawnEmbedding, DrawnLinear, draw
 from framework.models.layers import Layer, LayeredModel
 
 
@@ -97,8 +97,8 @@ class OtherEmbeddings(nn.Module):
 
 
 class MaskedAttention(nn.Module):
-    """Self-attention in which no position sees padding: hidden (batch, sequence, hidden), mask (batch, sequence) with 0 for
-    padding, to (batch, sequence, hidden)."""
+    """Self-attention in which no position sees padding: hidden (batch, sequence, hidden), mask (batch, sequence) with 0
+    for padding, to (batch, sequence, hidden)."""
 
     def __init__(self, shape: BERTShape) -> None:
         super().__init__()
@@ -141,9 +141,11 @@ class BERTBlock(nn.Module):
 
 
 class PoolerAndTransform(nn.Module):
-    """What both outputs need of the last block: (hidden (batch, sequence, hidden), mask) to (batch, sequence + 1, hidden).
+    """What both outputs need of the last block: (hidden (batch, sequence, hidden), mask) to (batch, sequence + 1,
+    hidden).
 
-    Positions before the last: norm(gelu(dense x)), for the decoder. The last: tanh(dense x) of the first position, [CLS].
+    Positions before the last: norm(gelu(dense x)), for the decoder. The last: tanh(dense x) of the first position,
+    [CLS].
     """
 
     def __init__(self, shape: BERTShape) -> None:
@@ -178,8 +180,8 @@ class Outputs(nn.Module):
 class BERT(LayeredModel):
     """BERT for pre-training.
 
-    Input: tokens, segment numbers and attention mask (0 for padding), each (batch, sequence) int64. Output: logits of the
-    tokens (batch, sequence, vocab_size), and of whether the second segment follows the first (batch, 2).
+    Input: tokens, segment numbers and attention mask (0 for padding), each (batch, sequence) int64. Output: logits of
+    the tokens (batch, sequence, vocab_size), and of whether the second segment follows the first (batch, 2).
 
     Weights start from N(0, 0.02^2) cut off at two standard deviations, biases from zero, as in the paper's code.
     """

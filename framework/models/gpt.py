@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
-from framework.models.drawn import DEFAULT_STD, DrawnLinear, TokenEmbedding, as_head, draw
 from framework.models.hf_names import llama_names
+from framework.models.initialized import DEFAULT_STD, DrawnLinear, TokenEmbedding, as_head, draw
 from framework.models.layers import Layer, LayeredModel
 from framework.models.rotary import rotate
 
@@ -60,8 +60,10 @@ class GPTShape:
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_heads or self.num_heads % self.num_kv_heads:
-            raise ValueError(f"{self.num_kv_heads} key/value heads, {self.num_heads} heads and {self.hidden_size} hidden "
-                             "units must be multiples of one another")  # fmt: skip
+            raise ValueError(
+                f"{self.num_kv_heads} key/value heads, {self.num_heads} heads and {self.hidden_size} hidden "
+                "units must be multiples of one another"
+            )
         if self.positions == "rotary" and self.head_size % 2:
             raise ValueError(f"rotary positions need an even number of units per head, not {self.head_size}")
 
@@ -121,9 +123,13 @@ class CausalAttention(nn.Module):
         if shape.positions == "rotary":
             query, key = rotate(query, key, theta=shape.rope_theta)
         mixed = scaled_dot_product_attention(
-            query, key, value, is_causal=True, dropout_p=shape.dropout if self.training else 0.0,
+            query,
+            key,
+            value,
+            is_causal=True,
+            dropout_p=shape.dropout if self.training else 0.0,
             enable_gqa=shape.num_kv_heads < shape.num_heads,
-        )  # fmt: skip
+        )
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return output
 
@@ -187,8 +193,9 @@ class GPT(LayeredModel):
         return cls(GPTShape(**shape))
 
     def hf_names(self) -> dict[str, str] | None:
-        """Our names -> those of transformers' `LlamaForCausalLM`, which computes the same where positions are rotary, norms are
-        rmsnorms and perceptrons SwiGLU. None otherwise: GPT-2 there has its matrices transposed and three of them in one."""
+        """Our names -> those of transformers' `LlamaForCausalLM`, which computes the same where positions are rotary,
+        norms are rmsnorms and perceptrons SwiGLU. None otherwise: GPT-2 there has its matrices transposed and three of
+        them in one."""
         shape = self.shape
         is_llama = (shape.positions, shape.norm, shape.mlp) == ("rotary", "rmsnorm", "swiglu")
         return llama_names(shape.num_layers) if is_llama else None

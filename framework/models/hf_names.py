@@ -12,21 +12,36 @@ _BERT: Final = {
     "outputs.bias": "cls.predictions.bias",
 }
 _BERT_MODULES: Final = {
-    "embeddings.norm": "bert.embeddings.LayerNorm", "heads.pooler": "bert.pooler.dense",
-    "heads.transform": "cls.predictions.transform.dense", "heads.norm": "cls.predictions.transform.LayerNorm",
+    "embeddings.norm": "bert.embeddings.LayerNorm",
+    "heads.pooler": "bert.pooler.dense",
+    "heads.transform": "cls.predictions.transform.dense",
+    "heads.norm": "cls.predictions.transform.LayerNorm",
     "outputs.next_sentence": "cls.seq_relationship",
-}  # fmt: skip
+}
 _BERT_BLOCK: Final = {
     **{f"attention.{name}": f"attention.self.{name}" for name in ("query", "key", "value")},
-    "attention.output": "attention.output.dense", "attention_norm": "attention.output.LayerNorm",
-    "up": "intermediate.dense", "down": "output.dense", "mlp_norm": "output.LayerNorm",
-}  # fmt: skip
-_LLAMA: Final = {"embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "head.weight": "lm_head.weight"}
+    "attention.output": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "up": "intermediate.dense",
+    "down": "output.dense",
+    "mlp_norm": "output.LayerNorm",
+}
+_LLAMA: Final = {
+    "embed.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
 _LLAMA_BLOCK: Final = {
-    "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
-    "attention.query": "self_attn.q_proj", "attention.key": "self_attn.k_proj", "attention.value": "self_attn.v_proj",
-    "attention.output": "self_attn.o_proj", "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",
-}  # fmt: skip
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
 
 
 def bert_names(num_layers: int) -> dict[str, str]:

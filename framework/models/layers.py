@@ -1,9 +1,10 @@
 """A model as a list of layers: the same blocks, run one after the other on one device or cut into pipeline stages.
 
-A `Layer` is a recipe, so that a pipeline stage builds its own layers only. `LayeredModel` is the plain form of such a list;
-`as_layers` finds the list in an `nn.Sequential`, in a list of modules and in any module that tells its layers.
+A `Layer` is a recipe, so that a pipeline stage builds its own layers only. `LayeredModel` is the plain form of such a
+list; `as_layers` finds the list in an `nn.Sequential`, in a list of modules and in any module that tells its layers.
 
-The weights of a recipe are drawn under a seed of their own (the model's seed and the layer's number), never from a stream
+The weights of a recipe are drawn under a seed of their own (the model's seed and the layer's number), never from a
+stream
 that runs through the layers before it: where the model is cut does not change what it starts from.
 """
 
@@ -101,10 +102,14 @@ class LayeredModel(nn.Module):
         """The layers with the weights they have now; the bare recipes where nothing was built."""
         if not any(True for _ in self.children()):
             return list(self.recipes)
-        return [replace(layer, build=_get(self.get_submodule(self._place(layer))), is_built=True) for layer in self.recipes]
+        return [
+            replace(layer, build=_get(self.get_submodule(self._place(layer))), is_built=True) for layer in self.recipes
+        ]
 
     def forward(self, *inputs: Any) -> Any:
-        """Run all layers; in groups of `recompute_every`, if it is set, of which only the inputs are kept for backward."""
+        """Run all layers; in groups of `recompute_every`, if it is set, of which only the inputs are kept for
+        backward.
+        """
         value = inputs[0] if len(inputs) == 1 else inputs
         every = self.recompute_every
         if not every or not torch.is_grad_enabled():
@@ -147,8 +152,8 @@ def as_layers(model: Any, *, key: str = "model") -> list[Layer]:
 
 
 def tells_layers(model: Any) -> bool:
-    """Whether a module has a method `layers()` beside a forward() of its own; a submodule of that name, which is common, is a
-    part of it and no method."""
+    """Whether a module has a method `layers()` beside a forward() of its own; a submodule of that name, which is
+    common, is a part of it and no method."""
     told = getattr(model, "layers", None)
     is_own = isinstance(model, nn.Module) and not isinstance(model, LayeredModel)
     return is_own and callable(told) and not isinstance(told, nn.Module)
@@ -163,23 +168,32 @@ def _why_not_layered(model: Any) -> tuple[str, str]:
     tell = "give it a method layers() that returns its (name, module) pairs in the order in which forward() calls them"
     if isinstance(model, nn.Module) and isinstance(getattr(model, "layers", None), nn.Module):
         kind = type(model.layers).__name__
-        return (f"its attribute layers is a {kind}, and nobody but its forward() knows how that is run",
-                f"name the {kind} otherwise (self.blocks), and {tell}")  # fmt: skip
+        return (
+            f"its attribute layers is a {kind}, and nobody but its forward() knows how that is run",
+            f"name the {kind} otherwise (self.blocks), and {tell}",
+        )
     if _has_own_forward(model):
         return "it has a forward() of its own, which may do more than call its modules in turn", tell
     if not isinstance(model, (nn.Sequential, nn.ModuleList, list, tuple)):
-        return ("it is not a sequence of layers, so nobody but its forward() knows where it can be cut",
-                f"make it an nn.Sequential, return a list of layers, or {tell}")  # fmt: skip
+        return (
+            "it is not a sequence of layers, so nobody but its forward() knows where it can be cut",
+            f"make it an nn.Sequential, return a list of layers, or {tell}",
+        )
     kinds = [type(item) for item in model]
     if not kinds:
         return "it is a sequence of no layers", "put at least one into it"
     if any(issubclass(kind, Layer) for kind in kinds):
         number = next(n for n, kind in enumerate(kinds) if not issubclass(kind, Layer))
-        return f"item {number} of the list is no Layer, and others are", "write a Layer for every item, or a module for every item"
+        return (
+            f"item {number} of the list is no Layer, and others are",
+            "write a Layer for every item, or a module for every item",
+        )
     number, other = next((n, item) for n, item in enumerate(model) if not isinstance(item, nn.Module))
     name = getattr(other, "__name__", type(other).__name__)
-    return (f"item {number} of the list ({name}) is not a module",
-            "put a module in its place, such as nn.ReLU() for torch.relu and nn.Flatten() for torch.flatten")  # fmt: skip
+    return (
+        f"item {number} of the list ({name}) is not a module",
+        "put a module in its place, such as nn.ReLU() for torch.relu and nn.Flatten() for torch.flatten",
+    )
 
 
 def _told(model: nn.Module, *, key: str) -> list[Layer]:
@@ -193,17 +207,27 @@ def _told(model: nn.Module, *, key: str) -> list[Layer]:
     except Exception as error:
         wrong = f"fails: {in_one_line(error)}"
     if not pairs or not all(isinstance(module, nn.Module) for _, module in pairs):
-        raise ConfigError(Problem(
-            kind="model-not-layered", key=key, value=type(model).__name__,
-            reason=f"its layers() {wrong}", fix='return [("stem", self.stem), ...]',
-        ))  # fmt: skip
+        raise ConfigError(
+            Problem(
+                kind="model-not-layered",
+                key=key,
+                value=type(model).__name__,
+                reason=f"its layers() {wrong}",
+                fix='return [("stem", self.stem), ...]',
+            )
+        )
     told = {id(tensor) for _, module in pairs for tensor in (*module.parameters(), *module.buffers())}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in told:
-            raise ConfigError(Problem(
-                kind="model-layers-incomplete", key=key, value=type(model).__name__,
-                reason=f"its layers() leaves out {name}", fix="name the module that holds it",
-            ))  # fmt: skip
+            raise ConfigError(
+                Problem(
+                    kind="model-layers-incomplete",
+                    key=key,
+                    value=type(model).__name__,
+                    reason=f"its layers() leaves out {name}",
+                    fix="name the module that holds it",
+                )
+            )
     return [_built(name, module) for name, module in pairs]
 
 
@@ -247,8 +271,10 @@ def refuse_bad_ties(layers: Sequence[Layer]) -> None:
         if first is layer and layer.call is not None:
             raise ValueError(f"layer {layer.name}: the first of the layers tied as {layer.tied} must have no call")
         if first.tied_weights != layer.tied_weights:
-            raise ValueError(f"layers {first.name} and {layer.name} are tied by different weights: "
-                             f"{first.tied_weights} and {layer.tied_weights}")  # fmt: skip
+            raise ValueError(
+                f"layers {first.name} and {layer.name} are tied by different weights: "
+                f"{first.tied_weights} and {layer.tied_weights}"
+            )
 
 
 def _register(parent: nn.Module, name: str, module: nn.Module) -> None:

@@ -16,7 +16,8 @@ def parameter_groups(
     Args:
         parameters: those that require a gradient are taken.
         weight_decay: of the weights that have any.
-        weight_decay_on: ``all``, or ``matrices``: not on tensors with fewer than two dimensions, which are biases and norms.
+        weight_decay_on: ``all``, or ``matrices``: not on tensors with fewer than two dimensions, which are biases and
+            norms.
 
     Returns:
         The parameters, where all are treated the same; otherwise a group with decay and one without, in this order.
@@ -31,7 +32,9 @@ def parameter_groups(
 
 
 def is_matrix(shape: Sequence[int]) -> bool:
-    """Whether a tensor of this shape counts as one: with fewer than two dimensions it is a bias, or belongs to a norm."""
+    """Whether a tensor of this shape counts as one: with fewer than two dimensions it is a bias, or belongs to a
+    norm.
+    """
     return len(shape) >= 2
 
 

@@ -34,8 +34,8 @@ def _contexts(
 
 @contextmanager
 def _statistics_kept(modules: Callable[[], Iterable[nn.Module]]) -> Iterator[None]:
-    """The first run has counted the batch. `track_running_stats` cannot be turned off instead: autograd would save other
-    tensors than the first time, and the checkpoint would complain."""
+    """The first run has counted the batch. `track_running_stats` cannot be turned off instead: autograd would save
+    other tensors than the first time, and the checkpoint would complain."""
     norms = [module for module in modules() if isinstance(module, _BatchNorm) and module.training]
     before = [
         (norm.momentum, None if norm.num_batches_tracked is None else norm.num_batches_tracked.clone())

@@ -10,8 +10,8 @@ def rotate(*heads: Tensor, theta: float) -> tuple[Tensor, ...]:
     """Turn the pair (i, i + d/2) of the vector at position p by the angle p * theta^(-2i/d).
 
     The angles are computed anew in float32 (float64 for such input) and never kept in a buffer: ZeRO-3's constructor
-    patch and half-precision casts would round them, and a checkpoint would hold what is no weight. Queries and keys, turned
-    together, share them.
+    patch and half-precision casts would round them, and a checkpoint would hold what is no weight. Queries and keys,
+    turned together, share them.
 
     Args:
         heads: queries or keys (batch, heads, sequence, d) of one length, d and dtype, d even.

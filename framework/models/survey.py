@@ -1,7 +1,7 @@
 """What the layers of a model weigh and pass on, found before anything trains.
 
-The layers run once on torch's meta device, which computes shapes and types and touches no memory. If one of them needs real
-numbers for that, all of them run for real on the one batch.
+The layers run once on torch's meta device, which computes shapes and types and touches no memory. If one of them needs
+real numbers for that, all of them run for real on the one batch.
 """
 
 from __future__ import annotations
@@ -21,9 +21,19 @@ from framework.errors import ConfigError, Problem, in_one_line
 from framework.models.layers import Layer
 
 # What DeepSpeed's pipeline can send (runtime/pipe/engine.py `ID_TO_DTYPE`), less bool, which NCCL cannot.
-_SENDABLE: Final = frozenset({
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-})  # fmt: skip
+_SENDABLE: Final = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+    }
+)
 # DeepSpeed describes all tensors that cross to the next stage in 256 numbers (pipe/engine.py `TENSOR_META_SIZE`).
 _LONGEST_DESCRIPTION: Final = 256
 
@@ -40,7 +50,8 @@ class Surveyed:
         param_bytes: bytes of parameters and buffers.
         output_bytes: bytes of the output for the batch that was run.
         cannot_send: why the output cannot cross to another stage; empty where it can.
-        flops: floating-point operations of its forward pass in matrix products and convolutions; None where it was not counted.
+        flops: floating-point operations of its forward pass in matrix products and convolutions; None where it was not
+            counted.
     """
 
     layer: Layer
@@ -79,9 +90,14 @@ def survey(
 
 
 def _walk(
-    layers: Sequence[Layer], value: Any, *, make: Callable[[int], nn.Module], float_bytes: int, frozen: Collection[str],
+    layers: Sequence[Layer],
+    value: Any,
+    *,
+    make: Callable[[int], nn.Module],
+    float_bytes: int,
+    frozen: Collection[str],
     counts_flops: bool = False,
-) -> Iterator[Surveyed]:  # fmt: skip
+) -> Iterator[Surveyed]:
     firsts: dict[str, tuple[Layer, nn.Module]] = {}
     for number, layer in enumerate(layers):
         module = _made(layer, lambda number=number: make(number))  # type: ignore[misc]
@@ -138,10 +154,15 @@ def _made(layer: Layer, make: Callable[[], nn.Module]) -> nn.Module:
     try:
         return make()
     except Exception as error:
-        raise ConfigError(Problem(
-            kind="layer-failed", key="model", value=layer.name,
-            reason=f"the layer cannot be built: {in_one_line(error)}", fix="mend what builds it",
-        )) from error  # fmt: skip
+        raise ConfigError(
+            Problem(
+                kind="layer-failed",
+                key="model",
+                value=layer.name,
+                reason=f"the layer cannot be built: {in_one_line(error)}",
+                fix="mend what builds it",
+            )
+        ) from error
 
 
 def refuse_bad_tie(first: Layer, first_module: nn.Module, layer: Layer, module: nn.Module) -> None:
@@ -150,32 +171,49 @@ def refuse_bad_tie(first: Layer, first_module: nn.Module, layer: Layer, module: 
     value = f"{layer.name} ({type(module).__name__})"
     for name in layer.tied_weights:
         if name not in own:
-            raise ConfigError(Problem(
-                kind="tied-weight-missing", key="model", value=value,
-                reason=f"it is tied as {layer.tied} by {name}, and has no such parameter",
-                fix=f"tied_weights may be of {', '.join(own) or 'nothing: it has none'}",
-            ))  # fmt: skip
+            raise ConfigError(
+                Problem(
+                    kind="tied-weight-missing",
+                    key="model",
+                    value=value,
+                    reason=f"it is tied as {layer.tied} by {name}, and has no such parameter",
+                    fix=f"tied_weights may be of {', '.join(own) or 'nothing: it has none'}",
+                )
+            )
         if weights[name].shape != own[name].shape:
-            raise ConfigError(Problem(
-                kind="tied-layers-differ", key="model", value=value,
-                reason=f"its {name} has the shape {tuple(own[name].shape)}, and that of {first.name}, to which it is tied, "
-                f"{tuple(weights[name].shape)}", fix="build both alike",
-            ))  # fmt: skip
+            raise ConfigError(
+                Problem(
+                    kind="tied-layers-differ",
+                    key="model",
+                    value=value,
+                    reason=f"its {name} has the shape {tuple(own[name].shape)}, and that of {first.name}, to which it "
+                    "is tied, "
+                    f"{tuple(weights[name].shape)}",
+                    fix="build both alike",
+                )
+            )
     left_out = [name for name in (*weights, *own) if name not in layer.tied_weights]
     if left_out:
-        raise ConfigError(Problem(
-            kind="tied-weight-left-out", key="model", value=value,
-            reason=f"it is tied as {layer.tied}, and its {left_out[0]} is not: every stage would train one of its own",
-            fix="add it to tied_weights, or put it into a layer of its own",
-        ))  # fmt: skip
+        raise ConfigError(
+            Problem(
+                kind="tied-weight-left-out",
+                key="model",
+                value=value,
+                reason=f"it is tied as {layer.tied}, and its {left_out[0]} is not: every stage would train one of its "
+                "own",
+                fix="add it to tied_weights, or put it into a layer of its own",
+            )
+        )
 
 
 def _failed(layer: Layer, module: nn.Module, value: Any, error: Exception) -> Problem:
     return Problem(
-        kind="layer-failed", key="model", value=f"{layer.name} ({type(module).__name__})",
+        kind="layer-failed",
+        key="model",
+        value=f"{layer.name} ({type(module).__name__})",
         reason=f"the layer fails on the output of the layer before, {_shown(value)}: {in_one_line(error)}",
         fix="mend the layer, or the order of the layers",
-    )  # fmt: skip
+    )
 
 
 def _shown(value: Any) -> str:

@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 class SyncBatchNorm(nn.SyncBatchNorm):
     """`torch.nn.SyncBatchNorm`, which refuses tensors on the CPU, taught to take them.
 
-    Input and output: (batch, channels, ...). Ranks may have batches of different sizes. In evaluation, without a process
-    group and on one rank it is ordinary batch norm.
+    Input and output: (batch, channels, ...). Ranks may have batches of different sizes. In evaluation, without a
+    process group and on one rank it is ordinary batch norm.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -59,7 +59,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum of a tensor over ranks. The loss of the job is the sum of the ranks' losses, so the gradient is a sum as well."""
+    """Sum of a tensor over ranks. The loss of the job is the sum of the ranks' losses, so the gradient is a sum as
+    well.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
@@ -97,8 +99,9 @@ def _is_plain(module: nn.Module) -> bool:
 
 def _synchronised(norm: Any, process_group: Any) -> SyncBatchNorm:
     """The same batch norm with the same parameter objects, which ZeRO-3 may have partitioned already."""
-    new = SyncBatchNorm(norm.num_features, norm.eps, norm.momentum, affine=False, track_running_stats=False,
-                        process_group=process_group)  # fmt: skip
+    new = SyncBatchNorm(
+        norm.num_features, norm.eps, norm.momentum, affine=False, track_running_stats=False, process_group=process_group
+    )
     new.affine, new.track_running_stats = norm.affine, norm.track_running_stats
     for name, parameter in norm._parameters.items():
         new.register_parameter(name, parameter)

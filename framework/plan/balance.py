@@ -1,4 +1,6 @@
-"""Where a model of layers is cut into pipeline stages, and what each stage then weighs. Pure arithmetic on a list of layers."""
+"""Where a model of layers is cut into pipeline stages, and what each stage then weighs. Pure arithmetic on a list of
+layers.
+"""
 
 from __future__ import annotations
 
@@ -83,12 +85,14 @@ class StageTable:
         flops = [layer.flops for layer in own if layer.flops is not None]
         is_last = stop == len(self.layers)
         return Stage(
-            start, stop,
-            num_params=sum(layer.num_params for layer in firsts), param_bytes=sum(layer.param_bytes for layer in firsts),
+            start,
+            stop,
+            num_params=sum(layer.num_params for layer in firsts),
+            param_bytes=sum(layer.param_bytes for layer in firsts),
             output_bytes=None if is_last else own[-1].output_bytes,
             seconds=sum(seconds) if len(seconds) == len(own) else None,
             flops=sum(flops) if len(flops) == len(own) else None,
-        )  # fmt: skip
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The table as plain values, as written to ``plan.json``."""
@@ -108,14 +112,19 @@ class StageTable:
                 yield layer.name, firsts[layer.tied]
 
     def lines(self) -> Iterator[str]:
-        """One line per stage for a person. What was not timed is estimated by its share of the floating-point operations."""
+        """One line per stage for a person. What was not timed is estimated by its share of the floating-point
+        operations.
+        """
         total = sum(layer.flops or 0 for layer in self.layers)
         for number, stage in enumerate(self.stages()):
             first, last = self.layers[stage.start].name, self.layers[stage.stop - 1].name
             span = first if stage.stop - stage.start == 1 else f"{first} .. {last}"
             count = stage.stop - stage.start
-            parts = [f"{counted(count, 'layer')} ({span})", f"{stage.num_params:,} parameters",
-                     f"{stage.param_bytes / 1e6:,.1f} MB"]  # fmt: skip
+            parts = [
+                f"{counted(count, 'layer')} ({span})",
+                f"{stage.num_params:,} parameters",
+                f"{stage.param_bytes / 1e6:,.1f} MB",
+            ]
             if stage.seconds is not None:
                 parts.append(f"{1000 * stage.seconds:,.2f} ms per micro-batch")
             elif stage.flops is not None and total:
@@ -131,9 +140,9 @@ def cut(layers: Sequence[LayerFacts], parallel: Parallel, *, same_groups: bool =
     Args:
         layers: what is known of them.
         parallel: how many stages, and how they are chosen.
-        same_groups: every stage must have weights of every parameter group. ZeRO reduces the gradient norm once per group, over
-            all stages (runtime/zero/stage_1_and_2.py `scaled_global_norm`): stages with one group and stages with two would
-            wait for each other for ever.
+        same_groups: every stage must have weights of every parameter group. ZeRO reduces the gradient norm once per
+            group, over all stages (runtime/zero/stage_1_and_2.py `scaled_global_norm`): stages with one group and
+            stages with two would wait for each other for ever.
     """
     if len(layers) < parallel.pipe:
         return too_few_layers(parallel, len(layers))
@@ -147,17 +156,27 @@ def cut(layers: Sequence[LayerFacts], parallel: Parallel, *, same_groups: bool =
     table = StageTable(tuple(layers), bounds)
     for number, stage in enumerate(table.stages()):
         if same_groups and stage.num_params and not all_groups(stage.start, stage.stop):
-            only = " and ".join(sorted(frozenset().union(*(layer.groups for layer in layers[stage.start : stage.stop]))))
-            return _refused("stage-with-one-group", "optimizer.weight_decay_on", "matrices",
-                            f"stage {number} ({layers[stage.start].name} .. {layers[stage.stop - 1].name}) has only {only}, and "
-                            "with ZeRO every stage must have both",
-                            "set optimizer.weight_decay_on: all, or fewer stages")  # fmt: skip
+            only = " and ".join(
+                sorted(frozenset().union(*(layer.groups for layer in layers[stage.start : stage.stop])))
+            )
+            return _refused(
+                "stage-with-one-group",
+                "optimizer.weight_decay_on",
+                "matrices",
+                f"stage {number} ({layers[stage.start].name} .. {layers[stage.stop - 1].name}) has only {only}, and "
+                "with ZeRO every stage must have both",
+                "set optimizer.weight_decay_on: all, or fewer stages",
+            )
         if not stage.num_params:
             key = "parallel.stages" if parallel.stages is not None else "parallel.partition"
             names = ", ".join(layer.name for layer in layers[stage.start : stage.stop])
-            return _refused("stage-without-parameters", key, parallel.stages or parallel.partition,
-                            f"stage {number} ({names}) would have nothing to train",
-                            "set parallel.partition: parameters, or fewer stages")  # fmt: skip
+            return _refused(
+                "stage-without-parameters",
+                key,
+                parallel.stages or parallel.partition,
+                f"stage {number} ({names}) would have nothing to train",
+                "set parallel.partition: parameters, or fewer stages",
+            )
     return table
 
 
@@ -169,16 +188,25 @@ def _explicit(layers: Sequence[LayerFacts], parallel: Parallel) -> Bounds | Prob
     bounds = (*(stages.index(number) for number in range(parallel.pipe)), len(layers))
     for start in bounds[1:-1]:
         if not layers[start].may_start_stage:
-            return _refused("stage-cannot-start", key, stages, f"a stage cannot begin with {layers[start].name}",
-                            f"put it on the stage of {layers[start - 1].name}")  # fmt: skip
+            return _refused(
+                "stage-cannot-start",
+                key,
+                stages,
+                f"a stage cannot begin with {layers[start].name}",
+                f"put it on the stage of {layers[start - 1].name}",
+            )
     return bounds
 
 
 def too_few_layers(parallel: Parallel, num_layers: int) -> Problem:
     """There would be a stage without a layer."""
-    return _refused("pipe-exceeds-layers", "parallel.pipe", parallel.pipe,
-                    f"the model has only {counted(num_layers, 'layer')}",
-                    f"set parallel.pipe: {num_layers}{' or less' if num_layers > 1 else ''}")  # fmt: skip
+    return _refused(
+        "pipe-exceeds-layers",
+        "parallel.pipe",
+        parallel.pipe,
+        f"the model has only {counted(num_layers, 'layer')}",
+        f"set parallel.pipe: {num_layers}{' or less' if num_layers > 1 else ''}",
+    )
 
 
 def stages_complaint(parallel: Parallel, *, num_layers: int | None, names: Sequence[str] = ()) -> Problem | None:
@@ -188,13 +216,22 @@ def stages_complaint(parallel: Parallel, *, num_layers: int | None, names: Seque
     stages, key = list(parallel.stages), "parallel.stages"
     if num_layers is not None and len(stages) != num_layers:
         told = f": {', '.join(names)}" if names else ""
-        return _refused("stages-differ-from-layers", key, stages,
-                        f"it names {len(stages)} layers and the model has {num_layers}{told}",
-                        "write one stage for each")  # fmt: skip
+        return _refused(
+            "stages-differ-from-layers",
+            key,
+            stages,
+            f"it names {len(stages)} layers and the model has {num_layers}{told}",
+            "write one stage for each",
+        )
     if sorted(stages) != stages or set(stages) != set(range(parallel.pipe)):
         wanted = ", ".join(map(str, range(parallel.pipe)))
-        return _refused("stages-out-of-order", key, stages, f"the stages of {parallel.pipe} are {wanted}, each for some "
-                        "layers in a row", "write them in ascending order, none left out")  # fmt: skip
+        return _refused(
+            "stages-out-of-order",
+            key,
+            stages,
+            f"the stages of {parallel.pipe} are {wanted}, each for some layers in a row",
+            "write them in ascending order, none left out",
+        )
     return None
 
 
@@ -203,15 +240,22 @@ def pattern_complaint(parallel: Parallel) -> Problem | None:
     try:
         re.compile(parallel.partition.removeprefix("type:"))
     except (re.error, OverflowError, RecursionError) as error:
-        return _refused("bad-pattern", "parallel.partition", parallel.partition, f"it is no regular expression: {error}",
-                        "write for example type:Linear")  # fmt: skip
+        return _refused(
+            "bad-pattern",
+            "parallel.partition",
+            parallel.partition,
+            f"it is no regular expression: {error}",
+            "write for example type:Linear",
+        )
     return None
 
 
 def _has_all_groups(layers: Sequence[LayerFacts]) -> MayBe:
     """Whether a stage from one layer up to another has weights of all groups that the model has."""
-    counts = [[0, *accumulate(group in layer.groups for layer in layers)]
-              for group in frozenset[str]().union(*(layer.groups for layer in layers))]  # fmt: skip
+    counts = [
+        [0, *accumulate(group in layer.groups for layer in layers)]
+        for group in frozenset[str]().union(*(layer.groups for layer in layers))
+    ]
     return lambda start, stop: all(count[start] < count[stop] for count in counts)
 
 
@@ -225,8 +269,13 @@ def _chosen(layers: Sequence[LayerFacts], parallel: Parallel, *, may_be: MayBe |
         costs = [float(bool(pattern.search(layer.kind))) for layer in layers]
         if sum(costs) < parallel.pipe:
             kinds = ", ".join(sorted({layer.kind for layer in layers}))
-            return _refused("type-matches-too-few", key, method, f"it matches {int(sum(costs))} layers, fewer than stages",
-                            f"the layers are of {kinds}")  # fmt: skip
+            return _refused(
+                "type-matches-too-few",
+                key,
+                method,
+                f"it matches {int(sum(costs))} layers, fewer than stages",
+                f"the layers are of {kinds}",
+            )
     elif method == "uniform":
         costs = [1.0] * len(layers)
     elif method == _MEASURED and all(layer.seconds is not None for layer in layers):
@@ -238,8 +287,13 @@ def _chosen(layers: Sequence[LayerFacts], parallel: Parallel, *, may_be: MayBe |
     if bounds is None and may_be is not None:  # no cut will do, and one of them tells why
         bounds = balanced(costs, parallel.pipe, may_start=may_start)
     if bounds is None:
-        return _refused("pipe-exceeds-layers", "parallel.pipe", parallel.pipe,
-                        "there are not enough places where a stage may begin", "set fewer stages")  # fmt: skip
+        return _refused(
+            "pipe-exceeds-layers",
+            "parallel.pipe",
+            parallel.pipe,
+            "there are not enough places where a stage may begin",
+            "set fewer stages",
+        )
     return bounds
 
 
@@ -253,8 +307,8 @@ def balanced(
     Design Manual", 3rd ed., section 10.7).
 
     Returns:
-        ``parts + 1`` bounds; None where `may_start`, of the first item of a part, and `may_be`, of the items from one up
-        to but without another, leave no cut.
+        ``parts + 1`` bounds; None where `may_start`, of the first item of a part, and `may_be`, of the items from one
+        up to but without another, leave no cut.
     """
     allowed = may_start or [True] * len(costs)
     fits = cache(may_be or (lambda start, stop: True))

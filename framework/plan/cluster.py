@@ -51,12 +51,18 @@ class Cluster:
         world_size = _number(environment, "WORLD_SIZE", 1)
         planned = _number(environment, PLANNED_VARIABLE, world_size)
         if planned != world_size:
-            raise ConfigError(Problem(
-                kind="world-size-differs", key="WORLD_SIZE", value=world_size,
-                reason=f"the job was planned for {planned} ranks ({PLANNED_VARIABLE}), and the launcher started {world_size}",
-                fix="check that every node was given the same hostfile and that it can be read there: without one the deepspeed "
+            raise ConfigError(
+                Problem(
+                    kind="world-size-differs",
+                    key="WORLD_SIZE",
+                    value=world_size,
+                    reason=f"the job was planned for {planned} ranks ({PLANNED_VARIABLE}), and the launcher started "
+                    f"{world_size}",
+                    fix="check that every node was given the same hostfile and that it can be read there: without one "
+                    "the deepspeed "
                     "launcher lets each node train alone",
-            ))  # fmt: skip
+                )
+            )
         local = next(
             (_number(environment, name, 1) for name in _LOCAL_SIZE_VARIABLES if name in environment), world_size
         )

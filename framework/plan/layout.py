@@ -56,7 +56,9 @@ def implied_data_parallel_size(batch: Batch) -> int | None:
 
 
 def largest_global_size(batch: Batch, *, parallel: int, at_most: int) -> int:
-    """The largest global size up to a limit that fits what else is given on `parallel` data-parallel ranks; 0 if none."""
+    """The largest global size up to a limit that fits what else is given on `parallel` data-parallel ranks; 0 if
+    none.
+    """
     unit = _unit(batch, parallel)
     return at_most // unit * unit
 
@@ -98,10 +100,12 @@ def _stages_do_not_divide(world_size: int, pipe_size: int) -> Problem:
     below = world_size // pipe_size * pipe_size
     counts = f"{below} or {below + pipe_size}" if below else str(pipe_size)
     return Problem(
-        kind="pipe-not-divisible", key="parallel.pipe", value=pipe_size,
+        kind="pipe-not-divisible",
+        key="parallel.pipe",
+        value=pipe_size,
         reason=f"{counted(world_size, 'device')} cannot be split into pipelines of {counted(pipe_size, 'stage')}",
         fix=f"use {counts} devices, or other stages",
-    )  # fmt: skip
+    )
 
 
 def _does_not_divide(batch: Batch, parallel: int, reason: str) -> Problem:

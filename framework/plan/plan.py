@@ -11,8 +11,8 @@ from framework.errors import ConfigError, Problem
 from framework.plan.cluster import Cluster
 from framework.plan.layout import Layout, implied_data_parallel_size, largest_global_size, make_layout
 from framework.plan.rules import apply_rules
+from framework.plan.rules.conflicts import overruled
 from framework.plan.rules.ema import length_for_ema
-from framework.plan.rules.overruled import overruled
 from framework.plan.rules.schedule import length_for_schedule
 
 
@@ -104,11 +104,19 @@ def _length_findings(config: RunConfig, layout: Layout, length: Length) -> list[
     """What the length of the run contradicts."""
     found = []
     if length.num_train_samples is not None and not length.steps_per_epoch:
-        largest = largest_global_size(config.batch, parallel=layout.data_parallel_size, at_most=length.num_train_samples)
-        found.append(Problem(
-            kind="dataset-smaller-than-batch", key="batch.global_size", value=layout.global_size,
-            reason=f"the training data has only {length.num_train_samples} samples, not enough for one step",
-            fix=f"set batch.global_size: {largest} or less" if largest else "use fewer devices or smaller micro-batches",
-        ))  # fmt: skip
+        largest = largest_global_size(
+            config.batch, parallel=layout.data_parallel_size, at_most=length.num_train_samples
+        )
+        found.append(
+            Problem(
+                kind="dataset-smaller-than-batch",
+                key="batch.global_size",
+                value=layout.global_size,
+                reason=f"the training data has only {length.num_train_samples} samples, not enough for one step",
+                fix=f"set batch.global_size: {largest} or less"
+                if largest
+                else "use fewer devices or smaller micro-batches",
+            )
+        )
     total = length.total_steps
     return [*found, *length_for_schedule(config, total), *length_for_ema(config, total)]

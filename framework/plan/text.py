@@ -43,10 +43,17 @@ def _epochs(epochs: float) -> str:
 
 
 def _zero(plan: Plan) -> str:
-    spread = ("nothing is spread", "optimizer state is spread", "optimizer state and gradients are spread",
-              "optimizer state, gradients and weights are spread")  # fmt: skip
+    spread = (
+        "nothing is spread",
+        "optimizer state is spread",
+        "optimizer state and gradients are spread",
+        "optimizer state, gradients and weights are spread",
+    )
     zero = plan.config.zero
     over = f" over {counted(plan.layout.data_parallel_size, 'rank')}" if zero.stage else ""
-    offloads = [f"{what} on {device}" for what, device in (("optimizer", zero.offload_optimizer.device),
-                ("weights", zero.offload_param.device)) if device != "none"]  # fmt: skip
+    offloads = [
+        f"{what} on {device}"
+        for what, device in (("optimizer", zero.offload_optimizer.device), ("weights", zero.offload_param.device))
+        if device != "none"
+    ]
     return ", ".join([f"stage {zero.stage}: {spread[zero.stage]}{over}", *offloads])

@@ -1,6 +1,7 @@
 """The data that a run config names, where it is on this machine: what is wrong with it, and how long the run will be.
 
-Read are ``meta.json`` and the sizes of the files, not the tokens: a laptop needs neither numpy nor torch for it. A folder that
+Read are ``meta.json`` and the sizes of the files, not the tokens: a laptop needs neither numpy nor torch for it. A
+folder that
 is not here is an error, and a warning where the data may be elsewhere: the machine that trains may have it.
 """
 
@@ -13,11 +14,7 @@ from dataclasses import dataclass, replace
 from framework.config.data import ImageFolder, Text, TextPairs
 from framework.config.load import Source
 from framework.config.run_config import RunConfig
-from framework.errors import ConfigError, Problem
-from framework.plan.cluster import Cluster
-from framework.plan.plan import Plan, make_plan
-from framework.plan.rules.parts import vocabulary_problem
-from framework.token_files import (
+from framework.data.token_files import (
     Meta,
     no_pair_tokens,
     num_pairs,
@@ -27,6 +24,10 @@ from framework.token_files import (
     size_problems,
     too_short,
 )
+from framework.errors import ConfigError, Problem
+from framework.plan.cluster import Cluster
+from framework.plan.plan import Plan, make_plan
+from framework.plan.rules.parts import vocabulary_problem
 
 _KEY = "data.path"
 

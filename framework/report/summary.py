@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from framework.config.document import is_setting
 from framework.errors import counted
 from framework.plan.balance import StageTable
 from framework.plan.cluster import RANKS_ON_CPU
 from framework.plan.plan import Plan
+from framework.system.log import say
+from framework.text.document import is_setting
 from framework.train.best import Best
-from framework.train.rank_log import say
 
-# From launch.sh, which puts its environment's programs in front of the PATH: what the person's own shell finds, and how the
-# script is called from there.
+# From launch.sh, which puts its environment's programs in front of the PATH: what the person's own shell finds, and how
+# the script is called from there.
 SHELL_PATH: Final = "DSF_SHELL_PATH"
 DOOR: Final = "DSF_DOOR"
 
@@ -35,8 +35,8 @@ class RunResult:
         samples_per_sec: mean training throughput without the first logged interval.
         start_step: the step that this process started from.
         tokens_per_sec: throughput in tokens; 0 where the data has none.
-        best: the best value of the metric that `checkpoint.keep_best` names, from the first step on, also of the processes
-            that this one went on from; None where it names none, or none was measured.
+        best: the best value of the metric that `checkpoint.keep_best` names, from the first step on, also of the
+            processes that this one went on from; None where it names none, or none was measured.
     """
 
     folder: Path
@@ -78,10 +78,14 @@ def _without_evaluation_data(plan: Plan) -> Iterator[str]:
     evaluation, metric = plan.config.evaluation, plan.config.checkpoint.keep_best or ""
     for name in ("every_steps", "every_epochs"):
         if getattr(evaluation, name):
-            yield f"note: evaluation.{name} = {getattr(evaluation, name)}: there is no evaluation data [no-evaluation-data]"
+            value = getattr(evaluation, name)
+            yield f"note: evaluation.{name} = {value}: there is no evaluation data [no-evaluation-data]"
     if metric.startswith("eval/"):
-        yield (f"warning: checkpoint.keep_best = {metric}: there is no evaluation data, so it is never measured, and no checkpoint "
-               "is deleted [no-evaluation-data]")  # fmt: skip
+        yield (
+            f"warning: checkpoint.keep_best = {metric}: there is no evaluation data, so it is never measured, and no "
+            "checkpoint "
+            "is deleted [no-evaluation-data]"
+        )
 
 
 def tell_end(result: RunResult, plan: Plan, *, environment: Mapping[str, str]) -> None:
@@ -121,7 +125,9 @@ def tell_next(plan: Plan, words: Sequence[str], *, environment: Mapping[str, str
     plain_fp32 = config.precision.dtype == "fp32" and config.precision.model_fields_set <= {"dtype"}
     name = "second" if config.run.name != "second" else "third"
     changed = ["precision.dtype=autocast" if plain_fp32 else f"run.seed={config.run.seed + 1}", f"run.name={name}"]
-    replaced = {setting.partition("=")[0] for setting in changed} | {"checkpoint.resume"}  # the new run has nothing to resume
+    replaced = {setting.partition("=")[0] for setting in changed} | {
+        "checkpoint.resume"
+    }  # the new run has nothing to resume
     words = [word for word in words if not (is_setting(word) and word.partition("=")[0] in replaced)]
     if plan.cluster.num_hosts > 1:  # who starts several hosts, and how, is not known here
         say(f"try next: the same command with {' '.join(changed)}")

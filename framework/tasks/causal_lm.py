@@ -14,9 +14,9 @@ from framework.tasks.task import Ratio, Task
 class CausalLM(Task):
     """Next-token cross-entropy; metrics: loss, accuracy, perplexity.
 
-    The model returns logits (batch, length, vocabulary) of any floating dtype; targets are token numbers (batch, length)
-    int64, already shifted by the data: the target at a position is the token that follows it. A target of -100 is left
-    out of loss and metrics.
+    The model returns logits (batch, length, vocabulary) of any floating dtype; targets are token numbers (batch,
+    length) int64, already shifted by the data: the target at a position is the token that follows it. A target of -100
+    is left out of loss and metrics.
     """
 
     ignore_index = -100

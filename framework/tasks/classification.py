@@ -27,7 +27,9 @@ class Classification(Task):
         return cross_entropy(outputs.float(), targets, label_smoothing=self.label_smoothing)
 
     def measure(self, outputs: Tensor, targets: Tensor) -> dict[str, Ratio]:
-        """``loss``: cross-entropy in nats, not smoothed; ``accuracy``: share of samples whose largest logit is right."""
+        """``loss``: cross-entropy in nats, not smoothed; ``accuracy``: share of samples whose largest logit is
+        right.
+        """
         nats = cross_entropy(outputs.float(), targets, reduction="none").detach().double().sum()
         correct = (outputs.argmax(dim=1) == targets).double().sum()
         num_samples = targets.numel()

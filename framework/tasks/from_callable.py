@@ -12,7 +12,8 @@ from framework.tasks.task import Task
 
 
 def as_task(obj: object, *, handed_over: bool = False) -> Task:
-    """Accept what a user's `task.target` may return or `fit` be given: a `Task`, or a callable ``loss(outputs, targets)``.
+    """Accept what a user's `task.target` may return or `fit` be given: a `Task`, or a callable ``loss(outputs,
+    targets)``.
 
     Args:
         obj: the object. A callable (a function, or a module such as `nn.CrossEntropyLoss()`) gets

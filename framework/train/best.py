@@ -1,4 +1,6 @@
-"""The best value so far of the metric that `checkpoint.keep_best` names: of this process and of those it goes on from."""
+"""The best value so far of the metric that `checkpoint.keep_best` names: of this process and of those it goes on
+from.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class BestSoFar:
         return {} if self.found is None else {"best": {**asdict(self.found), "best_is": self._best_is}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what a checkpoint says. The best of another metric, or in the other direction, is none of this one."""
+        """Go on from what a checkpoint says. The best of another metric, or in the other direction, is none of this
+        one.
+        """
         saved = state.get("best")
         if isinstance(saved, Mapping) and (saved.get("metric"), saved.get("best_is")) == (self._metric, self._best_is):
             self.found = best_in(state)

@@ -16,11 +16,11 @@ from typing import IO, Any, Final
 
 import yaml
 
-from framework.checkpoint_names import CHECKPOINTS
-from framework.config.document import parse_scalar
+from framework.checkpoint.names import CHECKPOINTS
 from framework.errors import ConfigError, Problem, StorageError
-from framework.files import make_own_folder, open_own, replace_text
-from framework.train.warn import warn
+from framework.system.files import make_own_folder, open_own, replace_text
+from framework.system.warn import warn
+from framework.text.document import parse_scalar
 
 _LOCK: Final = ".lock"
 # What makes a folder ours to rename: somebody's project may bear the name of a run.
@@ -57,7 +57,8 @@ class RunFolder:
         return self.path / "logs"
 
     def hold_if_there(self) -> None:
-        """Keep other runs out before anything is looked for in it: one that is about to end may yet save. Makes nothing.
+        """Keep other runs out before anything is looked for in it: one that is about to end may yet save. Makes
+        nothing.
 
         Raises:
             StorageError: another process is writing there.
@@ -88,7 +89,8 @@ class RunFolder:
     def await_fresh(self, word: str, *, patience_seconds: float = _LONGEST_DELAY_SECONDS) -> None:
         """Wait until this host sees the folder with this word, and no more the one that bore its name before.
 
-        A network file system goes by what it has seen for up to a minute: logs and checkpoints would end in the earlier run's.
+        A network file system goes by what it has seen for up to a minute: logs and checkpoints would end in the earlier
+        run's.
         """
         deadline = time.monotonic() + patience_seconds
         while True:
@@ -97,8 +99,11 @@ class RunFolder:
                 if (self.path / _LOCK).read_text(encoding="utf-8") == word:
                     return
             if time.monotonic() > deadline:
-                warn(f"{self.path}: this host does not see the folder that rank 0 has made: all hosts must share the run folder "
-                     "[run-folder-not-shared]")  # fmt: skip
+                warn(
+                    f"{self.path}: this host does not see the folder that rank 0 has made: all hosts must share the "
+                    "run folder "
+                    "[run-folder-not-shared]"
+                )
                 return
             time.sleep(_LOOK_SECONDS)
 
@@ -115,8 +120,10 @@ class RunFolder:
             raise self._unusable(error) from error
 
     def _unusable(self, error: OSError) -> StorageError:
-        return StorageError(f"run.output_dir: {self.path} cannot be used as run folder ({error.strerror or error}); "
-                            "set run.output_dir to a folder you can write to [run-folder-unusable]")  # fmt: skip
+        return StorageError(
+            f"run.output_dir: {self.path} cannot be used as run folder ({error.strerror or error}); "
+            "set run.output_dir to a folder you can write to [run-folder-unusable]"
+        )
 
     def _remove_what_was_made(self) -> None:
         """Only what is empty."""
@@ -130,10 +137,15 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         found = {entry.name for entry in self.path.iterdir()}
         if fresh and found and not found & _OF_A_RUN:
-            raise ConfigError(Problem(
-                kind="run-folder-foreign", key="run.name", value=self.path.name,
-                reason=f"{self.path} holds files that are no run's", fix="choose another run.name, or move them away",
-            ))  # fmt: skip
+            raise ConfigError(
+                Problem(
+                    kind="run-folder-foreign",
+                    key="run.name",
+                    value=self.path.name,
+                    reason=f"{self.path} holds files that are no run's",
+                    fix="choose another run.name, or move them away",
+                )
+            )
         self._take_lock()
         moved = None
         if fresh and found - {_LOCK}:
@@ -151,17 +163,26 @@ class RunFolder:
         self.word = uuid.uuid4().hex
         self._lock.write(self.word)
         self._lock.flush()
-        os.fsync(self._lock.fileno())  # it stays open: other hosts would not see the word before the system writes it back
+        os.fsync(
+            self._lock.fileno()
+        )  # it stays open: other hosts would not see the word before the system writes it back
 
-    def describe(self, *, config: Mapping[str, Any], ds_config: Mapping[str, Any], plan: Mapping[str, Any],
-                 environment: Mapping[str, Any]) -> None:  # fmt: skip
+    def describe(
+        self,
+        *,
+        config: Mapping[str, Any],
+        ds_config: Mapping[str, Any],
+        plan: Mapping[str, Any],
+        environment: Mapping[str, Any],
+    ) -> None:
         """Write ``config.yaml`` (resolved), ``ds_config.json``, ``plan.json`` and ``environment.json``."""
         replace_text(self.path / "config.yaml", yaml.dump(dict(config), Dumper=_Dumper, sort_keys=False))
         for name, content in (("ds_config", ds_config), ("plan", plan), ("environment", environment)):
             replace_text(self.path / f"{name}.json", json.dumps(content, indent=2, default=str) + "\n")
 
     def check_held(self) -> None:
-        """See that the folder is still where it was, and still this run's; where nothing is held there is nothing to lose.
+        """See that the folder is still where it was, and still this run's; where nothing is held there is nothing to
+        lose.
 
         Storage that does not answer for a moment is no reason to end a run.
 
@@ -176,8 +197,10 @@ class RunFolder:
         except OSError as error:
             lost = "it was removed or renamed" if error.errno in _GONE else ""
         if lost:
-            told = StorageError(f"{self.path}: the run folder was lost while the run was writing to it ({lost}); what it held goes "
-                                "on with checkpoint.resume once it is back under its name [run-folder-lost]")  # fmt: skip
+            told = StorageError(
+                f"{self.path}: the run folder was lost while the run was writing to it ({lost}); what it held goes "
+                "on with checkpoint.resume once it is back under its name [run-folder-lost]"
+            )
             told.is_of_one_rank = True
             raise told
 
@@ -202,15 +225,23 @@ class RunFolder:
             if error.errno not in _CANNOT_LOCK:
                 lock.close()
                 raise
-            warn(f"{self.path}: its file system has no locks ({error.strerror}): nothing keeps a second run of the same name "
-                 "from writing there [run-folder-not-locked]")  # fmt: skip
+            warn(
+                f"{self.path}: its file system has no locks ({error.strerror}): nothing keeps a second run of the "
+                "same name "
+                "from writing there [run-folder-not-locked]"
+            )
             busy = False
         if busy:
             lock.close()
-            raise StorageError(Problem(  # no ConfigError: whoever tries again later gets the folder
-                kind="run-folder-busy", key="run.name", value=self.path.name,
-                reason=f"another run is writing to {self.path}", fix="wait for it, or choose another run.name",
-            ))  # fmt: skip
+            raise StorageError(
+                Problem(  # no ConfigError: whoever tries again later gets the folder
+                    kind="run-folder-busy",
+                    key="run.name",
+                    value=self.path.name,
+                    reason=f"another run is writing to {self.path}",
+                    fix="wait for it, or choose another run.name",
+                )
+            )
         self._lock = lock
 
 

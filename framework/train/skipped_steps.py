@@ -1,4 +1,5 @@
-"""Steps that DeepSpeed skips because their gradients are not finite: some are a part of fp16, all of them train nothing.
+"""Steps that DeepSpeed skips because their gradients are not finite: some are a part of fp16, all of them train
+nothing.
 
 The loss may stay finite meanwhile (the gradient of a norm at zero is no number), so that nothing else would tell.
 """
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from framework.errors import TrainingError
-from framework.train.warn import warn
+from framework.system.warn import warn
 
 # In a row, and so many logged points as well: a few bad batches are no reason to end a run.
 _ALLOWED_STEPS: Final = 20
@@ -22,7 +23,9 @@ class SkippedSteps:
 
     def __init__(self, start_step: int) -> None:
         self._step = start_step
-        self._skipped: float | None = None if start_step else 0.0  # what a checkpoint has brought is told at the first point
+        self._skipped: float | None = (
+            None if start_step else 0.0
+        )  # what a checkpoint has brought is told at the first point
         self._scale: float | None = None
         self._steps_in_row = self._points_in_row = 0
         self._is_told = False
@@ -52,7 +55,10 @@ class SkippedSteps:
             warn(f"{self._what(step)}; {_ADVICE} [every-step-skipped]", is_of_all_ranks=True)
 
     def _what(self, step: int) -> str:
-        return f"step {step}: each of the last {self._steps_in_row} steps was skipped, because its gradients were not finite"
+        return (
+            f"step {step}: each of the last {self._steps_in_row} steps was skipped, "
+            "because its gradients were not finite"
+        )
 
 
 _ADVICE: Final = "look for a root, a norm or a division at zero in the model or the loss, or lower optimizer.lr"

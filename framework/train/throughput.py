@@ -10,7 +10,9 @@ from typing import Any
 class Stopwatch:
     """Counts training time, samples and tokens; the clock is given, so that it can be tested without waiting."""
 
-    def __init__(self, clock: Callable[[], float], *, samples_per_step: int, tokens_per_step: int | None = None) -> None:
+    def __init__(
+        self, clock: Callable[[], float], *, samples_per_step: int, tokens_per_step: int | None = None
+    ) -> None:
         self._clock = clock
         self._samples_per_step, self._tokens_per_step = samples_per_step, tokens_per_step
         self._started = clock()

@@ -1,4 +1,6 @@
-"""`Trainer`: the loop. Steps are the engine's business, this is time: what is due after which step, and what is told to whom."""
+"""`Trainer`: the loop. Steps are the engine's business, this is time: what is due after which step, and what is told to
+whom.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,13 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from framework.engine.protocol import Engine, StepResult
 from framework.errors import StorageError, TrainingError
+from framework.system.warn import warn
 from framework.train.cadence import Cadence
-from framework.train.engine import Engine, StepResult
 from framework.train.monitors.base import Monitor, Point
 from framework.train.skipped_steps import SkippedSteps
 from framework.train.throughput import Stopwatch
-from framework.train.warn import warn
 
 
 class TrainData(Protocol):
@@ -35,8 +37,8 @@ class Agenda:
         steps_per_epoch: optimizer steps in one pass over the data.
         samples_per_step: global batch size.
         log, evaluate, save: when metrics are read, evaluation data is measured, a checkpoint is written.
-        not_finite_allowed: how many logged losses in a row may be NaN or infinite before the run ends: in fp16 one that overflows
-            costs its step and no more.
+        not_finite_allowed: how many logged losses in a row may be NaN or infinite before the run ends: in fp16 one that
+            overflows costs its step and no more.
         tokens_per_step: tokens in a global batch; None where the data has none.
     """
 
@@ -95,8 +97,8 @@ class Trainer:
             monitors: what is told of every measurement.
             save: writes a checkpoint of a step and says whether it could; None where nothing is saved.
             start_step: optimizer steps that were taken before.
-            stop: asked before the first step and after every step but the last; the name of a signal, the same on all ranks,
-                ends the run there.
+            stop: asked before the first step and after every step but the last; the name of a signal, the same on all
+                ranks, ends the run there.
             clock: seconds, for throughput.
         """
         self._engine, self._agenda = engine, agenda
@@ -107,7 +109,9 @@ class Trainer:
         self._skipped_steps = SkippedSteps(start_step)
         self._outcome = Outcome(step=start_step)
         self._measured: dict[str, float] = {}  # at this very step
-        self._stopwatch = Stopwatch(clock, samples_per_step=agenda.samples_per_step, tokens_per_step=agenda.tokens_per_step)
+        self._stopwatch = Stopwatch(
+            clock, samples_per_step=agenda.samples_per_step, tokens_per_step=agenda.tokens_per_step
+        )
 
     def fit(self) -> Outcome:
         """Train to the end, or to where the run is asked to stop, and save there. Closes the monitors.
@@ -115,8 +119,9 @@ class Trainer:
         On every rank alike: logging, evaluation and saving are collective.
 
         Raises:
-            TrainingError: logged losses, more than are allowed in a row, or the last one, or the gradient norm of a step that is
-                to be saved, are not finite; or every step is skipped; or the data ends before the run does.
+            TrainingError: logged losses, more than are allowed in a row, or the last one, or the gradient norm of a
+                step that is to be saved, are not finite; or every step is skipped; or the data ends before the run
+            does.
             StorageError: the run is to stop, and what it has reached cannot be saved; or its folder is lost.
         """
         agenda, outcome = self._agenda, self._outcome
@@ -152,8 +157,12 @@ class Trainer:
             self._evaluate(self._eval_data)
         if save and self._save is not None:
             if self._not_finite:
-                warn(f"step {self._outcome.step}: its loss is not finite, and it is not saved; earlier checkpoints are untouched "
-                     "[loss-not-finite]", is_of_all_ranks=True)  # fmt: skip
+                warn(
+                    f"step {self._outcome.step}: its loss is not finite, and it is not saved; earlier checkpoints are "
+                    "untouched "
+                    "[loss-not-finite]",
+                    is_of_all_ranks=True,
+                )
             else:
                 self._save_now(self._save, result)
 
@@ -164,14 +173,16 @@ class Trainer:
                 self._saved_step = self._outcome.step
 
     def _refuse_to_save_nan(self, result: StepResult) -> None:
-        """The loss was measured before the step: where only the gradients were bad, it is the weights that hold NaN now.
+        """The loss was measured before the step: where only the gradients were bad, it is the weights that hold NaN
+        now.
 
         Saved, they would be what `auto` starts from, again and again.
         """
         norm = self._measured.get("train/grad_norm", 0.0)
         if not math.isfinite(norm) and not result.may_be_skipped:
             raise TrainingError(
-                f"step {self._outcome.step}: train/grad_norm = {norm}: training has diverged, and its weights are not saved; lower "
+                f"step {self._outcome.step}: train/grad_norm = {norm}: training has diverged, and its weights are not "
+                "saved; lower "
                 "optimizer.lr, set training.clip_grad_norm, or start again from an earlier checkpoint [loss-not-finite]"
             )
 
@@ -186,14 +197,19 @@ class Trainer:
         if not self._not_finite:  # in fp16 the next loss may be a number again: the checkpoint before this step stands
             self._save_now(self._save, result)
         if self._saved_step != step:
-            raise StorageError(f"{self._outcome.stopped}: stopped after step {step}, which could not be saved; the last complete "
-                               "checkpoint stands: checkpoint.resume=auto [checkpoint-not-written]")  # fmt: skip
+            raise StorageError(
+                f"{self._outcome.stopped}: stopped after step {step}, which could not be saved; the last complete "
+                "checkpoint stands: checkpoint.resume=auto [checkpoint-not-written]"
+            )
 
     def _unending(self, stream: Iterator[Any]) -> Iterator[Any]:
-        """The stream, timed. Where it ends (a sample that raises StopIteration looks like that) is an error with a name."""
+        """The stream, timed. Where it ends (a sample that raises StopIteration looks like that) is an error with a
+        name.
+        """
         yield from self._stopwatch.timed(stream)
         error = TrainingError(
-            f"step {self._outcome.step + 1}: the training data ended before the run did; every number below len(dataset) "
+            f"step {self._outcome.step + 1}: the training data ended before the run did; every number below "
+            "len(dataset) "
             "must give a sample, and __getitem__ must not raise StopIteration [training-data-ended]"
         )
         error.is_of_one_rank = True
@@ -213,8 +229,10 @@ class Trainer:
     def _diverged(self) -> TrainingError:
         loss, repeated = self._outcome.metrics["train/loss"], f", as {self._not_finite} logged losses in a row"
         return TrainingError(
-            f"step {self._outcome.step}: train/loss = {loss}{repeated if self._not_finite > 1 else ''}: training has diverged; "
-            "lower optimizer.lr, set training.clip_grad_norm, or start again from an earlier checkpoint [loss-not-finite]"
+            f"step {self._outcome.step}: train/loss = {loss}{repeated if self._not_finite > 1 else ''}: training has "
+            "diverged; "
+            "lower optimizer.lr, set training.clip_grad_norm, or start again from an earlier checkpoint "
+            "[loss-not-finite]"
         )
 
     def _evaluate(self, eval_data: Iterable[tuple[Any, bool]]) -> None:
@@ -232,7 +250,8 @@ class Trainer:
             except StorageError:  # not of a monitor: of the whole run folder
                 raise
             except Exception as error:
-                # Hours of training are worth more than a curve: a full disk or a closed terminal costs only the monitor.
+                # Hours of training are worth more than a curve: a full disk or a closed terminal costs only the
+                # monitor.
                 self._monitors.remove(monitor)
                 _warn(monitor, error)
                 with suppress(Exception):

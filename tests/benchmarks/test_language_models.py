@@ -14,8 +14,11 @@ from framework.data.tokens import Tokens
 
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_the_page_names_what_was_not_as_in_the_shipped_config(kind: str) -> None:
-    row = next(line for line in (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8").splitlines()
-               if line.startswith(f"| `ds_configs/{kind}_tiny.yaml`"))  # fmt: skip
+    row = next(
+        line
+        for line in (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith(f"| `ds_configs/{kind}_tiny.yaml`")
+    )
     assert [setting for setting in SETTINGS[kind] if setting not in row and not setting.startswith("evaluation.")] == []
 
 
@@ -31,8 +34,11 @@ def test_end_tokens_are_no_text() -> None:
 
 
 def test_a_curve_holds_the_rows_that_have_the_metric() -> None:
-    rows = [{"step": 1, "time": 160.0, "train/loss": 3.0}, {"step": 2, "time": 220.0, "eval/loss": 2.5},
-            {"step": 4, "time": 400.0, "eval/loss": 1.9}]  # fmt: skip
+    rows = [
+        {"step": 1, "time": 160.0, "train/loss": 3.0},
+        {"step": 2, "time": 220.0, "eval/loss": 2.5},
+        {"step": 4, "time": 400.0, "eval/loss": 1.9},
+    ]
     points = curve(rows, "eval/loss", started=100.0)
     assert points == [{"step": 2, "minutes": 2.0, "loss": 2.5}, {"step": 4, "minutes": 5.0, "loss": 1.9}]
     assert first_below(points, 2.0) == 5.0

@@ -30,7 +30,10 @@ def test_every_program_has_its_section() -> None:
 def test_speed_of_check() -> None:
     found = results("check_speed")
     starts = [found[name] for name in ("one_run_config", "one_deepspeed_json", "python_alone", "python_with_pydantic")]
-    one = [[f"{row['median_seconds']:.3f}", f"{row['fastest_seconds']:.3f} - {row['slowest_seconds']:.3f}"] for row in starts]
+    one = [
+        [f"{row['median_seconds']:.3f}", f"{row['fastest_seconds']:.3f} - {row['slowest_seconds']:.3f}"]
+        for row in starts
+    ]
     many = [f"{found['many_files']['median_seconds']:.2f}", f"up to {found['many_files']['slowest_seconds']:.2f}"]
     assert [row[1:3] for row in rows("Speed of `check`")] == [*one[:2], many, *one[2:]]
 
@@ -38,13 +41,26 @@ def test_speed_of_check() -> None:
 def test_the_trainer_over_a_bare_loop() -> None:
     found = results("trainer_tax")
     steps, blocks = found["ms_per_step"], found["block_ratios"]
-    assert rows("The Trainer over a bare loop") == [[
-        f"{steps['trainer']:.2f} ms", f"{steps['bare']:.2f} ms", f"{found['ratio_of_medians']:.3f}",
-        f"{blocks['median']:.3f} ({blocks['min']:.3f} - {blocks['max']:.3f})",
-    ]]  # fmt: skip
+    assert rows("The Trainer over a bare loop") == [
+        [
+            f"{steps['trainer']:.2f} ms",
+            f"{steps['bare']:.2f} ms",
+            f"{found['ratio_of_medians']:.3f}",
+            f"{blocks['median']:.3f} ({blocks['min']:.3f} - {blocks['max']:.3f})",
+        ]
+    ]
 
 
 def test_memory_of_export() -> None:
-    told = [[name, *(f"{round(case[key] / 1e6)} MB" for key in ("exported_bytes", "peak_bytes", "peak_bytes_without_mapped_files")),
-             f"{case['seconds']:.1f}"] for name, case in results("export_memory")["cases"].items()]  # fmt: skip
+    told = [
+        [
+            name,
+            *(
+                f"{round(case[key] / 1e6)} MB"
+                for key in ("exported_bytes", "peak_bytes", "peak_bytes_without_mapped_files")
+            ),
+            f"{case['seconds']:.1f}",
+        ]
+        for name, case in results("export_memory")["cases"].items()
+    ]
     assert [[row[0].replace("`", ""), *row[1:]] for row in rows("Memory of `export`")] == told

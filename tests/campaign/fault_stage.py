@@ -59,7 +59,9 @@ class Seen:
 class Stage:
     """A network, a folder that all hosts share, and a run."""
 
-    def __init__(self, folder: Path, *, num_nodes: int = 2, shared_bytes: int | None = None, read_only: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, num_nodes: int = 2, shared_bytes: int | None = None, read_only: bool = False
+    ) -> None:
         self.folder, self.num_nodes = folder, num_nodes
         self.shared = folder / "shared"
         self._shared_bytes, self._read_only = shared_bytes, read_only
@@ -99,8 +101,20 @@ class Stage:
 
     def node(self, node: int, *, rank: int | None = None, words: Sequence[str] = (), **environment: str) -> Command:
         """Start `launch node` on a host; `words` come behind all others and win."""
-        place = ["--nnodes", str(self.num_nodes), "--node_rank", str(node if rank is None else rank), "--num_gpus", "1",
-                 "--master_addr", "node-0", "--master_port", "29500", "--wait_seconds", "120"]  # fmt: skip
+        place = [
+            "--nnodes",
+            str(self.num_nodes),
+            "--node_rank",
+            str(node if rank is None else rank),
+            "--num_gpus",
+            "1",
+            "--master_addr",
+            "node-0",
+            "--master_port",
+            "29500",
+            "--wait_seconds",
+            "120",
+        ]
         return self.start(f"node-{node}", ["launch", "node", f"{SHARED}/run.yaml", *place, *words], **environment)
 
     def nodes(self, *, step_seconds: float = 0.1) -> None:
@@ -117,8 +131,14 @@ class Stage:
         command = ["launch", "-H", f"{SHARED}/hostfile", f"{SHARED}/run.yaml", "--num_gpus", "1", *words]
         return self.start("login", command, **environment)
 
-    def start(self, host: str, words: Sequence[str], *, program: Sequence[str] = (sys.executable, "-m", "framework"),
-              **environment: str) -> Command:  # fmt: skip
+    def start(
+        self,
+        host: str,
+        words: Sequence[str],
+        *,
+        program: Sequence[str] = (sys.executable, "-m", "framework"),
+        **environment: str,
+    ) -> Command:
         """Start a command; its end is part of what is seen."""
         where = self.hosts[host]
         self.commands[host] = where.start([*program, *words], cwd=ROOT, environment=where.environment(**environment))
@@ -132,7 +152,8 @@ class Stage:
             time.sleep(0.02)
         self._bystanders |= self.hosts[host].processes().keys()
 
-    # ------------------------------------------------------------------------------------------------ what is waited for
+    # ------------------------------------------------------------------------------------------------ what is waited
+    # for
 
     def until(self, holds: Callable[[], object], what: str, *, seconds: float = START_SECONDS) -> None:
         """Wait for something.
@@ -173,18 +194,27 @@ class Stage:
 
     def said(self) -> str:
         """Of all commands, with the host in front."""
-        return "\n".join(f"{host}| {line}" for host, command in self.commands.items() for line in command.said().splitlines())
+        return "\n".join(
+            f"{host}| {line}" for host, command in self.commands.items() for line in command.said().splitlines()
+        )
 
     def logged(self) -> str:
         """Of all ranks, with the name of the log in front."""
         logs = sorted((self.run / "logs").glob("rank*.log"))
-        return "\n".join(f"{path.name}| {line}" for path in logs for line in path.read_text(errors="replace").splitlines())
+        return "\n".join(
+            f"{path.name}| {line}" for path in logs for line in path.read_text(errors="replace").splitlines()
+        )
 
-    # ----------------------------------------------------------------------------------------------------------- the end
+    # ----------------------------------------------------------------------------------------------------------- the
+    # end
 
     def pid(self, host: str, *words: str) -> int:
         """The one process on a host whose command line has all of these words."""
-        found = [pid for pid, command in self.hosts[host].processes().items() if all(word in " ".join(command) for word in words)]
+        found = [
+            pid
+            for pid, command in self.hosts[host].processes().items()
+            if all(word in " ".join(command) for word in words)
+        ]
         assert found, f"{host}: no process {words} among {self.hosts[host].processes()}"
         return min(found)
 
@@ -210,9 +240,16 @@ class Stage:
         return seen
 
     def _left(self) -> list[str]:
-        running = [f"{host}: {' '.join(command.command)}" for host, command in self.commands.items() if command.poll() is None]
-        return running + [f"{name}: {' '.join(words)}" for name, host in self.hosts.items() if host.is_alive()
-                          for pid, words in host.processes().items() if pid not in self._bystanders]  # fmt: skip
+        running = [
+            f"{host}: {' '.join(command.command)}" for host, command in self.commands.items() if command.poll() is None
+        ]
+        return running + [
+            f"{name}: {' '.join(words)}"
+            for name, host in self.hosts.items()
+            if host.is_alive()
+            for pid, words in host.processes().items()
+            if pid not in self._bystanders
+        ]
 
     def clear(self) -> None:
         """Kill what is left, and bring hosts, cables and names back as they should be."""

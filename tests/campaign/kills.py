@@ -1,12 +1,15 @@
-"""Kill real runs at random instants and look whether they end as the unbroken run: python -m tests.campaign.kills --kills 200
+"""Kill real runs at random instants and look whether they end as the unbroken run: python -m tests.campaign.kills
+--kills 200
 
-Two ranks train with dropout, save every fourth step and are resumed with checkpoint.resume=auto. A third of the kills and
+Two ranks train with dropout, save every fourth step and are resumed with checkpoint.resume=auto. A third of the kills
+and
 more are aimed at saves: the folder in which a checkpoint is written is watched, and the kill comes somewhere within the
-time that the last saves took; or in the moment in which the manifest is seen, or the checkpoint's name, for which it is waited
-without a pause. What the dead left on the disk says where it hit. `--launcher torchrun` starts every run through torchrun,
-which ends the ranks that are left; otherwise ranks are forked, which is five times as fast. After every kill the newest
-checkpoint must be sound and no older than the last save that had returned; at the end the files of the last checkpoint (weights,
-optimizer, schedule, random states), bit for bit, and the metrics of all steps must be those of a run that nobody touched.
+time that the last saves took; or in the moment in which the manifest is seen, or the checkpoint's name, for which it is
+waited without a pause. What the dead left on the disk says where it hit. `--launcher torchrun` starts every run through
+torchrun, which ends the ranks that are left; otherwise ranks are forked, which is five times as fast. After every kill
+the newest checkpoint must be sound and no older than the last save that had returned; at the end the files of the last
+checkpoint (weights, optimizer, schedule, random states), bit for bit, and the metrics of all steps must be those of a
+run that nobody touched.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ from typing import Any
 import yaml
 
 from benchmarks.records import RESULTS, machine, write
-from framework.train.choice import find_sound_checkpoint
-from framework.train.saved import list_checkpoints
+from framework.checkpoint.resume_point import find_sound_checkpoint
+from framework.checkpoint.saved import list_checkpoints
 from tests.campaign.traces import differences, left_behind
 from tests.torchrun_ranks import TorchrunJob, TorchrunRanks
 from tests.warm_ranks import Job, WarmRanks
@@ -67,7 +70,9 @@ def config(case: str, folder: Path) -> dict[str, Any]:
 
 @dataclass
 class Kill:
-    """One kill: what it was aimed at, whom it met, what it found the run doing, and when, after this start of the run."""
+    """One kill: what it was aimed at, whom it met, what it found the run doing, and when, after this start of the
+    run.
+    """
 
     case: str
     aim: str
@@ -95,7 +100,9 @@ class Campaign:
         self._starter, self._folder, self._draw, self._found = starter, folder, random.Random(seed), found
 
     def case(self, case: str, *, num_kills: int) -> None:
-        """Kill runs of a case `num_kills` times; each run goes on until it ends, and is compared with an unbroken one."""
+        """Kill runs of a case `num_kills` times; each run goes on until it ends, and is compared with an unbroken
+        one.
+        """
         unbroken = self._run_to_end(case, self._folder / f"{case}-unbroken")
         self._num_done, number = 0, 0
         while self._num_done < num_kills:
@@ -105,7 +112,9 @@ class Campaign:
     def _broken_run(self, case: str, folder: Path, *, unbroken: Path, num_kills: int) -> None:
         while self._num_done < num_kills and self._kill_once(case, folder):
             self._num_done += 1
-            print(f"{case}: {self._num_done} kills of {num_kills}, {self._found.kills[-1]}", file=sys.stderr, flush=True)
+            print(
+                f"{case}: {self._num_done} kills of {num_kills}, {self._found.kills[-1]}", file=sys.stderr, flush=True
+            )
         run = self._run_to_end(case, folder)
         self._found.finished[case] += 1
         self._found.wrong += [f"{case}: {said}" for said in differences(unbroken, run, num_steps=TOTAL_STEPS)]
@@ -129,12 +138,16 @@ class Campaign:
         """Start or resume the run and kill it. False where it ended before."""
         run, aim = folder / case, self._draw.choices(tuple(AIMS), tuple(AIMS.values()))[0]
         # Rank 0 writes the manifest and the name: killing the other one would not interrupt it.
-        victim = self._draw.choice([name for name, ranks in VICTIMS.items() if aim not in ("manifest", "name") or 0 in ranks])
+        victim = self._draw.choice(
+            [name for name, ranks in VICTIMS.items() if aim not in ("manifest", "name") or 0 in ranks]
+        )
         before = _newest_step(run)
         job, began = self._start(case, folder), time.monotonic()
         if not self._await(aim)(job, run, began):
             if any(codes := job.wait(JOB_SECONDS)):
-                self._found.wrong.append(f"{case}: a run that nobody had killed ended with {codes}: {job.said()[-1500:]}")
+                self._found.wrong.append(
+                    f"{case}: a run that nobody had killed ended with {codes}: {job.said()[-1500:]}"
+                )
             return False
         # Both before and after: a rank that is left may begin a save that its dead peer will never take part in.
         was_saving = (run / "checkpoints" / ".saving").exists()
@@ -143,16 +156,29 @@ class Campaign:
         codes = job.wait(JOB_SECONDS)
         if not any(codes):
             return False  # it had just ended
-        self._found.kills.append(Kill(case, aim, victim, left_behind(run / "checkpoints") if was_saving else "no save",
-                                      _last_logged(run), instant))  # fmt: skip
+        self._found.kills.append(
+            Kill(
+                case,
+                aim,
+                victim,
+                left_behind(run / "checkpoints") if was_saving else "no save",
+                _last_logged(run),
+                instant,
+            )
+        )
         self._look(case, run, resumed_from=before, job=job)
         if isinstance(job, TorchrunJob) and (alive := job.left_alive()):
             self._found.wrong.append(f"{case}: ranks {alive} outlived the launcher after {self._found.kills[-1]}")
         return True
 
     def _await(self, aim: str) -> Callable[[AnyJob, Path, float], bool]:
-        return {"save": self._await_save, "manifest": self._await_manifest, "name": self._await_name,
-                "any time": self._await_any_time, "start": self._await_start}[aim]  # fmt: skip
+        return {
+            "save": self._await_save,
+            "manifest": self._await_manifest,
+            "name": self._await_name,
+            "any time": self._await_any_time,
+            "start": self._await_start,
+        }[aim]
 
     def _look(self, case: str, run: Path, *, resumed_from: int, job: AnyJob) -> None:
         """A sound checkpoint is there, and no save that had returned is lost."""
@@ -167,13 +193,18 @@ class Campaign:
         if damaged:
             self._found.wrong.append(f"{case}: damaged after {self._found.kills[-1]}: {damaged}")
         if step < least:
-            self._found.wrong.append(f"{case}: step {step} is the newest after {self._found.kills[-1]}, and {least} was saved")
+            self._found.wrong.append(
+                f"{case}: step {step} is the newest after {self._found.kills[-1]}, and {least} was saved"
+            )
         if "Traceback" in job.said():
             self._found.wrong.append(f"{case}: a rank that was left ended with a traceback: {job.said()[-2500:]}")
 
     def _await_save(self, job: AnyJob, run: Path, began: float) -> bool:
         """Wait for one of the next saves to begin, and for a part of the time that a save takes."""
-        saving, skip = run / "checkpoints" / ".saving", self._draw.choice((0, 1, 1, 2) if self._found.save_seconds else (1, 2))
+        saving, skip = (
+            run / "checkpoints" / ".saving",
+            self._draw.choice((0, 1, 1, 2) if self._found.save_seconds else (1, 2)),
+        )
         # A folder that an earlier kill left is there from the beginning, until the run that resumes clears it away.
         if not (_until(lambda: _has_begun(run, began) and not saving.exists(), job)):
             return False
@@ -190,9 +221,17 @@ class Campaign:
 
     def _await_manifest(self, job: AnyJob, run: Path, began: float) -> bool:
         """Wait for the manifest of one of the next saves, or for what will be renamed to it."""
-        return self._await_file(job, run, began, seen=lambda saves: any(
-            "manifest.json" in name for place in _listed(saves / ".saving") if place.startswith("global_step")
-            for name in _listed(saves / ".saving" / place)))  # fmt: skip
+        return self._await_file(
+            job,
+            run,
+            began,
+            seen=lambda saves: any(
+                "manifest.json" in name
+                for place in _listed(saves / ".saving")
+                if place.startswith("global_step")
+                for name in _listed(saves / ".saving" / place)
+            ),
+        )
 
     def _await_name(self, job: AnyJob, run: Path, began: float) -> bool:
         """Wait for the moment in which one of the next checkpoints has got its name."""
@@ -222,7 +261,9 @@ class Campaign:
 
 
 def _until(holds: Callable[[], bool], job: AnyJob, *, pause_seconds: float = 0.001) -> bool:
-    """Wait until something holds; False where the job ends before. Without a pause it looks some ten thousand times a second."""
+    """Wait until something holds; False where the job ends before. Without a pause it looks some ten thousand times a
+    second.
+    """
     deadline = time.monotonic() + JOB_SECONDS
     while not holds():
         if job.is_over() or time.monotonic() > deadline:
@@ -278,11 +319,16 @@ def summary(found: Found, *, seed: int, seconds: float, launcher: str = "none") 
         "runs_ended_and_compared": dict(found.finished),
         "wrong": found.wrong,
         "save_seconds_median": round(statistics.median(found.save_seconds), 3) if found.save_seconds else None,
-        "steps": TOTAL_STEPS, "save_every": SAVE_EVERY, "ranks": 2, "seed": seed, "launcher": launcher,
-        "seconds": round(seconds), "machine": machine(),
+        "steps": TOTAL_STEPS,
+        "save_every": SAVE_EVERY,
+        "ranks": 2,
+        "seed": seed,
+        "launcher": launcher,
+        "seconds": round(seconds),
+        "machine": machine(),
         # As text, so that each is one line of the file.
         "each_kill": [", ".join(f"{name} {value}" for name, value in asdict(kill).items()) for kill in found.kills],
-    }  # fmt: skip
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -292,7 +338,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="for the runs; a temporary one is the default")
     parser.add_argument("--out", type=Path, default=RESULTS / "kill_campaign.json")
-    parser.add_argument("--launcher", choices=("none", "torchrun"), default="none", help="what starts and ends the ranks")
+    parser.add_argument(
+        "--launcher", choices=("none", "torchrun"), default="none", help="what starts and ends the ranks"
+    )
     options = parser.parse_args(arguments)
     found, began = Found(), time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -303,7 +351,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             share = options.kills // len(options.case) + (number < options.kills % len(options.case))
             if share:
                 campaign.case(case, num_kills=share)
-            write(summary(found, seed=options.seed, seconds=time.monotonic() - began, launcher=options.launcher), options.out)
+            write(
+                summary(found, seed=options.seed, seconds=time.monotonic() - began, launcher=options.launcher),
+                options.out,
+            )
             if found.wrong:
                 break
     counts = summary(found, seed=options.seed, seconds=time.monotonic() - began, launcher=options.launcher)

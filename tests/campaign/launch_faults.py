@@ -1,8 +1,9 @@
-"""Break jobs of two nodes in every way and look how they end: python -m tests.campaign.launch_faults --out docs/launch-faults.md
+"""Break jobs of two nodes in every way and look how they end: python -m tests.campaign.launch_faults --out
+docs/launch-faults.md
 
-Each node is a host made of namespaces (tests/hosts). Of every fault it is asked: is the exit code the published one, has every
-process of the job ended within 20 s, does a line name the culprit, is no process left, and does a start afterwards with
-checkpoint.resume=auto end with the checkpoint of a run that nobody disturbed, bit for bit. Needs root.
+Each node is a host made of namespaces (tests/hosts). Of every fault it is asked: is the exit code the published one,
+has every process of the job ended within 20 s, does a line name the culprit, is no process left, and does a start
+afterwards with checkpoint.resume=auto end with the checkpoint of a run that nobody disturbed, bit for bit. Needs root.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ the checkpoint of the undisturbed run, bit for bit. Where a node waits for other
 go on, they are those of the whole run. Measured on {machine}; {minutes} minutes.
 
 | case | fault | expected exit codes | seen | seconds | what it says | left running | resumed bit-equal |
-|---|---|---|---|---|---|---|---|"""
+|---|---|---|---|---|---|---|---|"""  # noqa: E501
 
 
 def run_case(case: Case, folder: Path, *, unbroken: Path | None) -> Row:
@@ -66,9 +67,17 @@ def run_case(case: Case, folder: Path, *, unbroken: Path | None) -> Row:
         differs = [] if unbroken is None else _finish(case, stage, unbroken)
         resumed = "not looked at" if unbroken is None else "no" if differs else "yes"
         found = re.search(f"[^\n]*(?:{case.culprit})[^\n]*", seen.said)
-        return Row(case.name, case.what, told(case.codes), told({host: {code} for host, code in seen.codes.items()}),
-                   round(seen.seconds, 1), found[0].partition("| ")[2] if found else "", len(seen.orphans), resumed,
-                   wrong + differs)  # fmt: skip
+        return Row(
+            case.name,
+            case.what,
+            told(case.codes),
+            told({host: {code} for host, code in seen.codes.items()}),
+            round(seen.seconds, 1),
+            found[0].partition("| ")[2] if found else "",
+            len(seen.orphans),
+            resumed,
+            wrong + differs,
+        )
 
 
 def _finish(case: Case, stage: Stage, unbroken: Path) -> list[str]:
@@ -82,7 +91,9 @@ def _finish(case: Case, stage: Stage, unbroken: Path) -> list[str]:
 def judge(case: Case, seen: Seen) -> list[str]:
     """What is not as it must be."""
     wrong = []
-    if seen.codes.keys() < case.codes.keys() or any(seen.codes[host] not in codes for host, codes in case.codes.items()):
+    if seen.codes.keys() < case.codes.keys() or any(
+        seen.codes[host] not in codes for host, codes in case.codes.items()
+    ):
         wrong.append(f"exit codes {seen.codes}, not {case.codes}: {seen.said[-4000:]}")
     if case.stops and seen.seconds > case.limit:
         wrong.append(f"nodes ran for {seen.seconds:.1f} s after the fault")
@@ -121,8 +132,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=sorted(BY_NAME), metavar="NAME", help="these cases; left out: all")
     parser.add_argument("--out", type=Path, help="write the table there")
-    parser.add_argument("--json", type=Path, help="write everything there; cases that are in it already are not run again")
-    parser.add_argument("--seconds", type=float, default=float("inf"), metavar="S", help="begin no further case after so long")
+    parser.add_argument(
+        "--json", type=Path, help="write everything there; cases that are in it already are not run again"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), metavar="S", help="begin no further case after so long"
+    )
     parser.add_argument("--no_resume", action="store_true", help="do not start the runs again")
     options = parser.parse_args(arguments)
     if reason := why_not(ssh=True):
@@ -136,15 +151,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not is_wanted or case.name in {row.name for row in rows} or time.monotonic() - began > options.seconds:
                 continue
             rows.append(run_case(case, Path(folder) / case.name, unbroken=unbroken))
-            print(f"{rows[-1].name}: {rows[-1].seen}, {rows[-1].seconds} s, resumed {rows[-1].resumed}\n  {rows[-1].culprit}"
-                  + "".join(f"\n  WRONG: {said}" for said in rows[-1].wrong), file=sys.stderr, flush=True)  # fmt: skip
+            print(
+                f"{rows[-1].name}: {rows[-1].seen}, {rows[-1].seconds} s, resumed {rows[-1].resumed}\n  "
+                f"{rows[-1].culprit}" + "".join(f"\n  WRONG: {said}" for said in rows[-1].wrong),
+                file=sys.stderr,
+                flush=True,
+            )
             seconds = known.get("seconds", 0.0) + time.monotonic() - began
             if options.json:
-                options.json.write_text(json.dumps({"seconds": seconds, "rows": [asdict(row) for row in rows]}, indent=1))
+                options.json.write_text(
+                    json.dumps({"seconds": seconds, "rows": [asdict(row) for row in rows]}, indent=1)
+                )
     order = list(BY_NAME)
     rows.sort(key=lambda row: order.index(row.name))
     if options.out:
-        options.out.write_text(table(rows, seconds=known.get("seconds", 0.0) + time.monotonic() - began), encoding="utf-8")
+        options.out.write_text(
+            table(rows, seconds=known.get("seconds", 0.0) + time.monotonic() - began), encoding="utf-8"
+        )
     return 1 if any(row.wrong for row in rows) else 0
 
 

@@ -16,9 +16,14 @@ class SlowNet(nn.Module):
         super().__init__()
         self._seconds = float(os.environ.get("DSF_STEP_SECONDS", "0.1"))
         self.layers = nn.Sequential(
-            nn.Flatten(), nn.Linear(64, hidden_size), nn.ReLU(), nn.Dropout(0.3), nn.Linear(hidden_size, hidden_size), nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(64, hidden_size),
+            nn.ReLU(),
+            nn.Dropout(0.3),
+            nn.Linear(hidden_size, hidden_size),
+            nn.ReLU(),
             nn.Linear(hidden_size, 10),
-        )  # fmt: skip
+        )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Class scores; in training it takes its time."""

@@ -1,4 +1,6 @@
-"""A disk that is full, read-only, or fails on one rank only costs saves and nothing else: two real ranks on a small tmpfs."""
+"""A disk that is full, read-only, or fails on one rank only costs saves and nothing else: two real ranks on a small
+tmpfs.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ DISK_BYTES = 12 << 20
 def mounted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("disk")
     try:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", folder], check=True, capture_output=True)
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", folder], check=True, capture_output=True
+        )
     except (OSError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", b"") or str(error).encode()
         pytest.skip(f"a small file system cannot be mounted here (it needs root): {reason.decode().strip()}")
@@ -34,7 +38,9 @@ def mounted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def told(mounted: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     results = tmp_path_factory.mktemp("told") / "told"
     # A rank that waits for one that has failed would wait longer than this.
-    done = torchrun(ROOT / "tests/jobs/disk_full.py", str(mounted), str(results), num_ranks=2, cwd=results.parent, timeout=420)
+    done = torchrun(
+        ROOT / "tests/jobs/disk_full.py", str(mounted), str(results), num_ranks=2, cwd=results.parent, timeout=420
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-6000:]
     return {
         "printed": done.stdout + done.stderr,
@@ -87,5 +93,8 @@ def test_nothing_ends_in_a_traceback(told: dict[str, Any]) -> None:
 def test_the_last_save_is_an_error_on_every_rank(told: dict[str, Any]) -> None:
     for rank in ("0", "1"):
         assert told[rank]["last-fails"]["exit_code"] == 74
-        assert "global_step6: the checkpoint cannot be written (No space left on device)" in told[rank]["last-fails"]["error"]
+        assert (
+            "global_step6: the checkpoint cannot be written (No space left on device)"
+            in told[rank]["last-fails"]["error"]
+        )
         assert "[checkpoint-not-written]" in told[rank]["last-fails"]["error"]

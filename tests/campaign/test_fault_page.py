@@ -1,4 +1,6 @@
-"""The page of faults is that of the cases: the same names and the same exit codes. What was measured, the campaign writes."""
+"""The page of faults is that of the cases: the same names and the same exit codes. What was measured, the campaign
+writes.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from tests.places import ROOT
 
 def test_the_page_has_every_case_with_its_exit_codes() -> None:
     text = (ROOT / "docs/launch-faults.md").read_text(encoding="utf-8")
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")
+    ]
     written = {row[0]: row[2] for row in rows if row[0] != "case"}
     expected = {case.name: told(case.codes) for case in CASES}
     assert written == expected

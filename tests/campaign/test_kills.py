@@ -24,5 +24,6 @@ def test_killed_runs_end_as_the_unbroken_one(tmp_path: Path) -> None:
     assert counts["wrong"] == []
     assert counts["by_case"] == SLICE
     assert set(counts["runs_ended_and_compared"]) == set(SLICE)
-    # A third is promised of the long campaign; twenty may have less luck, but a campaign that never hits a save proves nothing.
+    # A third is promised of the long campaign; twenty may have less luck, but a campaign that never hits a save proves
+    # nothing.
     assert counts["kills_inside_a_save"] >= 3, counts

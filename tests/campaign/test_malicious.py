@@ -1,7 +1,8 @@
-"""A checkpoint that somebody changed who can write the folder and seal the manifest anew: it is refused, and nothing in it runs.
+"""A checkpoint that somebody changed who can write the folder and seal the manifest anew: it is refused, and nothing in
+it runs.
 
-Every file of real checkpoints is replaced by one that would write a file if it were unpickled as Python allows; ranks that
-would read it are started, as train.py, and must end with one line that says what is wrong.
+Every file of real checkpoints is replaced by one that would write a file if it were unpickled as Python allows; ranks
+that would read it are started, as train.py, and must end with one line that says what is wrong.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import pytest
 import torch
 import yaml
 
-from framework.files import hash_file
-from framework.train.saved import read_checkpoint, seal
+from framework.checkpoint.saved import read_checkpoint, seal
+from framework.system.files import hash_file
 from tests.campaign.kills import CASES
 from tests.campaign.kills import config as campaign_config
 from tests.warm_ranks import WarmRanks
@@ -152,7 +153,9 @@ def test_no_file_of_a_checkpoint_runs_code_when_its_weights_are_taken(
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
-def test_a_file_of_weights_runs_no_code(warm: WarmRanks, sources: dict[str, Path], tmp_path: Path, forgery: str) -> None:
+def test_a_file_of_weights_runs_no_code(
+    warm: WarmRanks, sources: dict[str, Path], tmp_path: Path, forgery: str
+) -> None:
     file, marker = tmp_path / "weights.pt", tmp_path / "marker"
     shutil.copy(next(sources["zero0"].glob("mp_rank_*")), file)
     FORGERIES[forgery](file, marker)

@@ -1,4 +1,6 @@
-"""A kill under a real launcher, which ends the other rank: `python -m tests.campaign.kills --launcher torchrun` does it often."""
+"""A kill under a real launcher, which ends the other rank: `python -m tests.campaign.kills --launcher torchrun` does it
+often.
+"""
 
 from __future__ import annotations
 

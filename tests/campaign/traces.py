@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from framework.train.saved import list_checkpoints
+from framework.checkpoint.saved import list_checkpoints
 
 # What differs between two runs of the same steps: the clock, and what is measured with it.
 _MEASURED = ("time", "throughput/", "time/", "memory/")
@@ -21,8 +21,11 @@ def left_behind(checkpoints: Path) -> str:
         return "no save"
     files = [path for path in saving.glob("*/*") if not path.name.startswith(".")]
     if not files:
-        return "save: nothing written yet" if not any(checkpoints.glob("global_step*")) or not _is_named(saving) else (
-            "save: named, not tidied")
+        return (
+            "save: nothing written yet"
+            if not any(checkpoints.glob("global_step*")) or not _is_named(saving)
+            else ("save: named, not tidied")
+        )
     if any(path.name == "manifest.json" for path in files):
         return "save: all written, not named"
     if any(saving.glob("*/.manifest.json.*")):
@@ -39,7 +42,9 @@ def differences(unbroken: Path, run: Path, *, num_steps: int) -> list[str]:
     """What is not the same at the end of two runs."""
     ends = [next(reversed(list_checkpoints(folder / "checkpoints"))) for folder in (unbroken, run)]
     found = [f"{run}: {said}" for said in ends[1].damage()]
-    files, others = ({name: record for name, record in end.manifest["files"].items() if name.endswith(".pt")} for end in ends)
+    files, others = (
+        {name: record for name, record in end.manifest["files"].items() if name.endswith(".pt")} for end in ends
+    )
     if files.keys() != others.keys():
         found.append(f"{run}: other files: {sorted(others)}")
     for name in sorted(files.keys() & others.keys()):
@@ -49,23 +54,35 @@ def differences(unbroken: Path, run: Path, *, num_steps: int) -> list[str]:
     if len(rows) < num_steps or ends[0].step != num_steps or not files:
         found.append(f"{unbroken}: the unbroken run itself is not whole")
     if rows != other_rows:
-        first = next((pair for pair in zip(rows, other_rows, strict=False) if pair[0] != pair[1]), (len(rows), len(other_rows)))
+        first = next(
+            (pair for pair in zip(rows, other_rows, strict=False) if pair[0] != pair[1]), (len(rows), len(other_rows))
+        )
         found.append(f"{run}: other metrics: {first}")
     return found
 
 
 def _other_values(unbroken: Path, other: Path) -> list[str]:
-    """Where two files hold other numbers; pickle may write the same ones in two ways, after what was one object was loaded."""
+    """Where two files hold other numbers; pickle may write the same ones in two ways, after what was one object was
+    loaded.
+    """
     import torch
 
-    from framework.backend.safe_files import read_file
+    from framework.checkpoint.state.checkpoint_engine import read_file
 
     def leaves(value: Any, place: str) -> dict[str, Any]:
         if isinstance(value, dict):
             return {key: leaf for name, item in value.items() for key, leaf in leaves(item, f"{place}/{name}").items()}
         if isinstance(value, (list, tuple)):
-            return {key: leaf for number, item in enumerate(value) for key, leaf in leaves(item, f"{place}/{number}").items()}
-        if type(value).__module__.startswith("deepspeed.") and hasattr(value, "__dict__") and not hasattr(value, "name"):
+            return {
+                key: leaf
+                for number, item in enumerate(value)
+                for key, leaf in leaves(item, f"{place}/{number}").items()
+            }
+        if (
+            type(value).__module__.startswith("deepspeed.")
+            and hasattr(value, "__dict__")
+            and not hasattr(value, "name")
+        ):
             return leaves(vars(value), f"{place}/{type(value).__name__}")
         return {place: value}
 
@@ -74,17 +91,24 @@ def _other_values(unbroken: Path, other: Path) -> list[str]:
             # By bytes: a NaN is itself, and zero is not minus zero.
             if (left.dtype, left.shape) != (right.dtype, right.shape):
                 return False
-            bits = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (left, right) if tensor.numel()]
+            bits = [
+                tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (left, right) if tensor.numel()
+            ]
             return not bits or torch.equal(*bits)
         return type(left) is type(right) and bool(left == right)
 
     first, second = leaves(read_file(unbroken), ""), leaves(read_file(other), "")
     if first.keys() != second.keys():
         return [f"other entries: {sorted(first.keys() ^ second.keys())[:5]}"]
-    return [f"{place}: {second[place]!r:.80} where {value!r:.80} was" for place, value in first.items()
-            if not same(value, second[place])]  # fmt: skip
+    return [
+        f"{place}: {second[place]!r:.80} where {value!r:.80} was"
+        for place, value in first.items()
+        if not same(value, second[place])
+    ]
 
 
 def _rows(run: Path) -> list[dict[str, float]]:
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [{name: value for name, value in json.loads(line).items() if not name.startswith(_MEASURED)} for line in lines]
+    return [
+        {name: value for name, value in json.loads(line).items() if not name.startswith(_MEASURED)} for line in lines
+    ]

@@ -17,12 +17,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from framework.backend.exported_weights import INDEX, TIES, read_exported
-from framework.backend.weights import put_weights
+from framework.checkpoint.state.exported_weights import INDEX, TIES, read_exported
 from framework.commands.export import export, main
+from framework.engine.weights import put_weights
 from framework.errors import ConfigError, FrameworkError, StorageError, UsageError, show_value
-from tests.backend.saved_runs import PIPED, PLAIN, read_weights, run_config, saved, truth, write_tokens
-from tests.backend.test_pipeline import GPT
+from tests.engine.saved_runs import PIPED, PLAIN, read_weights, run_config, saved, truth, write_tokens
+from tests.engine.test_pipeline import GPT
 from tests.jobs.tied_net import TiedNet
 from tests.launched import job_environment, series, train_cases
 
@@ -60,7 +60,9 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
 @pytest.mark.slow
 class TestRealCheckpoints:
     def test_every_layout_becomes_what_the_engines_held(self, run: Path, tmp_path: Path) -> None:
-        expected = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in truth(run).items()}
+        expected = {
+            name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in truth(run).items()
+        }
         export(str(run), tmp_path / "whole")
         export(str(run), tmp_path / "shards", shard_bytes=20_000)
         export(str(run), tmp_path / "pickled", file_format="pt")
@@ -103,11 +105,15 @@ class TestRealCheckpoints:
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
-        with pytest.raises(StorageError, match=rf"it is damaged: {file.name}: its content has changed .*\[weights-not-read\]"):
+        with pytest.raises(
+            StorageError, match=rf"it is damaged: {file.name}: its content has changed .*\[weights-not-read\]"
+        ):
             export(str(copy), tmp_path / "out")
         assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
 
-    def test_nothing_is_replaced_by_accident(self, tied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_nothing_is_replaced_by_accident(
+        self, tied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         out = tmp_path / "out"
         out.mkdir()
         assert main([str(tied), str(out), "--shard-size", "20KB"]) == 0  # an empty folder is nothing
@@ -127,8 +133,10 @@ class TestRealCheckpoints:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
     def test_names_of_hugging_face_are_the_models_own(self, tied: Path, tmp_path: Path) -> None:
-        expected = {f"net.{name.replace('.', '_proj.')}" if "." in name else "net.scale": tensor
-                    for name, tensor in truth(tied).items()}  # fmt: skip
+        expected = {
+            f"net.{name.replace('.', '_proj.')}" if "." in name else "net.scale": tensor
+            for name, tensor in truth(tied).items()
+        }
         assert len(expected) == len(truth(tied))
         for name, options in {"whole": {}, "shards": {"shard_bytes": 20_000}, "pt": {"file_format": "pt"}}.items():
             export(str(tied), tmp_path / name, hf=True, trust=str(tied), **options)  # type: ignore[arg-type]
@@ -148,7 +156,9 @@ class TestRealCheckpoints:
         self, names: Any, said: str, tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(TiedNet, "hf_names", lambda self: names)
-        with pytest.raises(ConfigError, match=rf"--hf: hf_names\(\) of TiedNet ({said}).*; mend it, .* \[hf-names-wrong\]"):
+        with pytest.raises(
+            ConfigError, match=rf"--hf: hf_names\(\) of TiedNet ({said}).*; mend it, .* \[hf-names-wrong\]"
+        ):
             export(str(tied), tmp_path / "out", hf=True, trust=str(tied))
         assert list(tmp_path.iterdir()) == []
 
@@ -158,7 +168,9 @@ class TestRealCheckpoints:
         monkeypatch.delattr(TiedNet, "hf_names")
         with pytest.raises(ConfigError, match=r"TiedNet has no method hf_names\(\); .* \[hf-names-missing\]"):
             export(str(tied), tmp_path / "out", hf=True, trust=str(tied))
-        with pytest.raises(ConfigError, match=r"a gpt of this shape has no counterpart .*; leave --hf out \[hf-names-missing\]"):
+        with pytest.raises(
+            ConfigError, match=r"a gpt of this shape has no counterpart .*; leave --hf out \[hf-names-missing\]"
+        ):
             main([str(plain_runs / "gpt-fp32-z1"), str(tmp_path / "out"), "--hf"])
 
     def test_without_an_average_there_is_none_to_write(self, tied: Path, tmp_path: Path) -> None:
@@ -166,11 +178,15 @@ class TestRealCheckpoints:
             main([str(tied), str(tmp_path / "out"), "--weights", "ema"])
         assert list(tmp_path.iterdir()) == []
 
-    def test_a_number_that_fp16_has_not_is_named(self, tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from framework.backend.merged_weights import MergedWeights
+    def test_a_number_that_fp16_has_not_is_named(
+        self, tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from framework.checkpoint.state.merged_weights import MergedWeights
 
         read = MergedWeights.__getitem__
-        monkeypatch.setattr(MergedWeights, "__getitem__", lambda self, name: read(self, name) * (1e6 if name == "scale" else 1))
+        monkeypatch.setattr(
+            MergedWeights, "__getitem__", lambda self, name: read(self, name) * (1e6 if name == "scale" else 1)
+        )
         with pytest.raises(ConfigError, match=r"scale = [0-9.]+: fp16 ends at 65504; .* \[export-overflow\]"):
             export(str(tied), tmp_path / "out", dtype="fp16")
         assert list(tmp_path.iterdir()) == []
@@ -178,20 +194,39 @@ class TestRealCheckpoints:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("pipe", "stage"), [(1, 3), (2, 1)])
-def test_runs_start_from_an_export_as_from_the_checkpoint(pipe: int, stage: int, plain_runs: Path, tmp_path: Path) -> None:
+def test_runs_start_from_an_export_as_from_the_checkpoint(
+    pipe: int, stage: int, plain_runs: Path, tmp_path: Path
+) -> None:
     """One step each: its loss is that of the weights it started from."""
     source = plain_runs / "gpt-bf16-z3"
     export(str(source), tmp_path / "whole")
     export(str(source), tmp_path / "shards", shard_bytes=20_000)
     tokens, once = write_tokens(tmp_path), {"training": {"max_steps": 1, "log_every": 1}}
     whole = tmp_path / "whole"
-    starts = {"checkpoint": str(source), "file": str(whole / "model.safetensors"), "folder": str(whole),
-              "shards": str(tmp_path / "shards"), "fresh": None}  # fmt: skip
+    starts = {
+        "checkpoint": str(source),
+        "file": str(whole / "model.safetensors"),
+        "folder": str(whole),
+        "shards": str(tmp_path / "shards"),
+        "fresh": None,
+    }
     train_cases(
-        [run_config(f"from-{name}", GPT, stage, once | {"checkpoint": {"init_weights": start}}, tmp_path, tokens, pipe=pipe,
-                    num_ranks=2) for name, start in starts.items()],
-        num_ranks=2, folder=tmp_path,
-    )  # fmt: skip
+        [
+            run_config(
+                f"from-{name}",
+                GPT,
+                stage,
+                once | {"checkpoint": {"init_weights": start}},
+                tmp_path,
+                tokens,
+                pipe=pipe,
+                num_ranks=2,
+            )
+            for name, start in starts.items()
+        ],
+        num_ranks=2,
+        folder=tmp_path,
+    )
     losses = {name: series(tmp_path / f"from-{name}", "train/loss")[1] for name in starts}
     assert losses["file"] == losses["folder"] == losses["shards"] == losses["checkpoint"]
     assert abs(losses["fresh"] - losses["checkpoint"]) > 1e-3
@@ -220,14 +255,18 @@ def large(tmp_path: Path) -> Path:
     folder.mkdir(parents=True)
     weights = {f"layer{number}.weight": torch.full((1 << 24,), float(number)) for number in range(4)}
     counters = {"global_steps": 1, "global_samples": 8, "skipped_steps": 0, "dp_world_size": 1}
-    torch.save({"module": weights, "buffer_names": [], "optimizer": None, "ds_config": {}, "ds_version": "0.19.8", **counters},
-               folder / "mp_rank_00_model_states.pt")  # fmt: skip
+    torch.save(
+        {"module": weights, "buffer_names": [], "optimizer": None, "ds_config": {}, "ds_version": "0.19.8", **counters},
+        folder / "mp_rank_00_model_states.pt",
+    )
     return folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code", "left"), [(signal.SIGTERM, 143, 0), (signal.SIGKILL, -9, 1)])
-def test_an_export_that_is_ended_leaves_nothing_for_long(number: int, code: int, left: int, large: Path, tmp_path: Path) -> None:
+def test_an_export_that_is_ended_leaves_nothing_for_long(
+    number: int, code: int, left: int, large: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-m", "framework", "export", str(large), str(out), "--allow-unverified"]
     with subprocess.Popen(command, env=job_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -259,7 +298,10 @@ def test_an_earlier_export_that_was_set_aside_comes_back(tmp_path: Path) -> None
 
 
 def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
-    for source, reason in ((tmp_path, "there is no finished checkpoint"), (tmp_path / "nowhere", "there is no such folder")):
+    for source, reason in (
+        (tmp_path, "there is no finished checkpoint"),
+        (tmp_path / "nowhere", "there is no such folder"),
+    ):
         with pytest.raises(ConfigError) as caught:
             export(str(source), tmp_path / "out")
         assert str(caught.value).startswith(f"CHECKPOINT = {show_value(str(source))}: {reason}")
@@ -322,7 +364,11 @@ class TestForeignFiles:
         assert read_exported(file).keys() == {"a", "b", "c"}
         header_end = 8 + int.from_bytes(whole[:8], "little")
         cuts = [*range(header_end + 2), *range(header_end + 2, len(whole), 97)]
-        wrong = [whole[:cut] for cut in cuts] + [b"\xff" * 8 + whole[8:], whole + b"more", whole.replace(b'"F32"', b'"F99"')]
+        wrong = [whole[:cut] for cut in cuts] + [
+            b"\xff" * 8 + whole[8:],
+            whole + b"more",
+            whole.replace(b'"F32"', b'"F99"'),
+        ]
         wrong += [whole.replace(b'"data_offsets":[0,', b'"data_offsets":[4,'), whole.replace(b'{\\"c\\"', b'[\\"c\\"')]
         for content in wrong:
             assert content != whole

@@ -14,19 +14,26 @@ from typing import Any
 import pytest
 import torch
 
-from framework.assembly.targets import call_factory
-from framework.backend.weights import checkpoint_weights
 from framework.cli import main
 from framework.commands.generate import as_text, find_gpt, sample
 from framework.config.load import config_from_values, load_config
 from framework.data.prepare import prepare
 from framework.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
+from framework.engine.weights import checkpoint_weights
 from framework.errors import FrameworkError, show_value
 from framework.models.gpt import GPT
+from framework.setup.targets import call_factory
 from tests.launched import ROOT, job_environment, read_metrics, train_cases
 
-SHAPE: dict[str, Any] = {"vocab_size": 50, "max_positions": 8, "hidden_size": 16, "num_layers": 2, "num_heads": 2,
-                         "num_kv_heads": 2, "mlp_size": 32}  # fmt: skip
+SHAPE: dict[str, Any] = {
+    "vocab_size": 50,
+    "max_positions": 8,
+    "hidden_size": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "mlp_size": 32,
+}
 END = 49
 
 
@@ -40,8 +47,15 @@ def model() -> torch.nn.Module:
 
 
 def drawn(model: torch.nn.Module, **changes: Any) -> list[int]:
-    options = {"max_new_tokens": 30, "temperature": 1.0, "top_k": None, "seed": 0, "window": 8, "vocab_size": 50,
-               "end": -1} | changes  # fmt: skip
+    options = {
+        "max_new_tokens": 30,
+        "temperature": 1.0,
+        "top_k": None,
+        "seed": 0,
+        "window": 8,
+        "vocab_size": 50,
+        "end": -1,
+    } | changes
     return list(sample(model, [1, 2, 3], **options))
 
 
@@ -104,11 +118,21 @@ def test_pieces_of_a_library_tokenizer_add_up() -> None:
 
 # ---------------------------------------------------------------------------------------------------- real checkpoints
 _RUN: dict[str, Any] = {
-    "model": {"kind": "gpt", "hidden_size": 32, "num_layers": 2, "num_heads": 2, "max_positions": 24, "vocab_size": 400},
-    "task": {"kind": "causal_lm"}, "batch": {"global_size": 16, "micro_size": 4}, "optimizer": {"kind": "adamw", "lr": 3e-3},
-    "training": {"max_steps": 15}, "evaluation": {"at_end": False},
+    "model": {
+        "kind": "gpt",
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+        "max_positions": 24,
+        "vocab_size": 400,
+    },
+    "task": {"kind": "causal_lm"},
+    "batch": {"global_size": 16, "micro_size": 4},
+    "optimizer": {"kind": "adamw", "lr": 3e-3},
+    "training": {"max_steps": 15},
+    "evaluation": {"at_end": False},
     "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +148,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     plain = [case(f"z{stage}", zero={"stage": stage}) for stage in (0, 1, 2, 3)]
     plain += [case("bpe", path=str(folder / "tokens"))]
-    plain += [{"run": {"name": "lenet", "output_dir": str(folder)}, "training": {"max_steps": 1}, "monitors": _RUN["monitors"]}]
+    plain += [
+        {
+            "run": {"name": "lenet", "output_dir": str(folder)},
+            "training": {"max_steps": 1},
+            "monitors": _RUN["monitors"],
+        }
+    ]
     plain += [shipped(name) for name in ("gpt_tiny", "gpt_zero3", "bert_pretrain", "bert_pretrain_512")]
     train_cases(plain, num_ranks=2, folder=folder)
     piped = [case(f"pipe-z{stage}", parallel={"pipe": 2}, zero={"stage": stage}) for stage in (0, 1)]
@@ -136,24 +166,38 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def shipped(name: str, *settings: str) -> dict[str, Any]:
     """A shipped config as it stands, of the smallest size and two steps."""
-    small = ["model.size=tiny", "training.max_steps=2", "batch.global_size=8", "batch.micro_size=2", "evaluation.max_samples=4",
-             "monitors.tensorboard=false", "monitors.progress=off"]  # fmt: skip
+    small = [
+        "model.size=tiny",
+        "training.max_steps=2",
+        "batch.global_size=8",
+        "batch.micro_size=2",
+        "evaluation.max_samples=4",
+        "monitors.tensorboard=false",
+        "monitors.progress=off",
+    ]
     small += ["data.sequence_length=128"] if name.startswith("gpt") else []
     given = {setting.partition("=")[0]: setting for setting in (*small, *settings)}  # the last one of a key
     return load_config(ROOT / f"ds_configs/{name}.yaml", list(given.values())).to_dict()
 
 
 # The command of docs/pipeline.md: its config and settings.
-MOVED = re.findall(r"^ +\./launch\.sh train (.*checkpoint\.init_weights=.*?) --num_gpus 2$",
-                   (ROOT / "docs/pipeline.md").read_text(encoding="utf-8"), re.MULTILINE)[0].split()  # fmt: skip
+MOVED = re.findall(
+    r"^ +\./launch\.sh train (.*checkpoint\.init_weights=.*?) --num_gpus 2$",
+    (ROOT / "docs/pipeline.md").read_text(encoding="utf-8"),
+    re.MULTILINE,
+)[0].split()
 
 
 @pytest.mark.slow
 def test_the_shipped_configs_of_language_models_train(runs: Path, capsys: Capture) -> None:
-    """The second part of BERT's pre-training starts from the first, and the pipeline from the plain run, as the page says."""
+    """The second part of BERT's pre-training starts from the first, and the pipeline from the plain run, as the page
+    says.
+    """
     assert MOVED[0] == "ds_configs/gpt_pipeline.yaml"
-    losses = {name: read_metrics(runs / "runs" / name)[-1] for name in
-              ("gpt_tiny", "gpt_zero3", "gpt_pipeline", "bert_pretrain", "bert_pretrain_512")}  # fmt: skip
+    losses = {
+        name: read_metrics(runs / "runs" / name)[-1]
+        for name in ("gpt_tiny", "gpt_zero3", "gpt_pipeline", "bert_pretrain", "bert_pretrain_512")
+    }
     assert all(2.0 < row["eval/loss"] < 13.0 for row in losses.values()), losses
     assert abs(losses["gpt_pipeline"]["eval/loss"] - losses["gpt_tiny"]["eval/loss"]) < 0.5
     for name in ("gpt_zero3", "gpt_pipeline"):
@@ -191,8 +235,18 @@ def test_all_layouts_write_the_same(runs: Path, capsys: Capture) -> None:
     """They trained with the same seed on the same batches, up to rounding: greedily they say the same for a while."""
     said = []
     for name in ("z0", "z3", "pipe-z0", "pipe-z1"):
-        main(["generate", str(runs / name / "checkpoints/global_step15"), "--prompt", "def ", "--temperature", "0",
-              "--max-new-tokens", "8"])  # fmt: skip
+        main(
+            [
+                "generate",
+                str(runs / name / "checkpoints/global_step15"),
+                "--prompt",
+                "def ",
+                "--temperature",
+                "0",
+                "--max-new-tokens",
+                "8",
+            ]
+        )
         said.append(capsys.readouterr().out)
     assert len(set(said[:2])) == 1
     assert len(set(said[2:])) == 1
@@ -219,8 +273,13 @@ def test_a_command_of_its_own_and_a_terminal(runs: Path) -> None:
     """On a terminal nothing that a model draws can move the cursor."""
     words = ["generate", str(runs / "z0"), "--prompt", "x", "--temperature", "50", "--max-new-tokens", "300"]
     terminal, other_end = pty.openpty()
-    job = subprocess.Popen([sys.executable, "-m", "framework", *words], cwd=ROOT, env=job_environment(), stdout=other_end,
-                           stderr=subprocess.PIPE)  # fmt: skip
+    job = subprocess.Popen(
+        [sys.executable, "-m", "framework", *words],
+        cwd=ROOT,
+        env=job_environment(),
+        stdout=other_end,
+        stderr=subprocess.PIPE,
+    )
     os.close(other_end)
     said = b"".join(iter(lambda: _read(terminal), b""))
     assert job.wait(timeout=120) == 0
@@ -237,8 +296,10 @@ def test_what_is_no_gpt_is_named(runs: Path, capsys: Capture) -> None:
     assert main(["generate", str(runs / "lenet")]) == 78
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == (f"{runs}/lenet/checkpoints/global_step1: model.kind = lenet: only a GPT writes text, and this is another "
-                   "model; name a checkpoint of model.kind: gpt [not-a-gpt]\n")  # fmt: skip
+    assert err == (
+        f"{runs}/lenet/checkpoints/global_step1: model.kind = lenet: only a GPT writes text, and this is another "
+        "model; name a checkpoint of model.kind: gpt [not-a-gpt]\n"
+    )
 
 
 @pytest.mark.slow
@@ -252,7 +313,9 @@ def test_a_run_keeps_its_tokenizer(runs: Path, capsys: Capture, monkeypatch: pyt
         assert main(words) == 0
         assert capsys.readouterr().out == said
         monkeypatch.chdir(runs / "bpe/checkpoints")
-        assert main(["generate", "global_step15", *words[2:]]) == 0, "the run is above the folder that it is asked for in"
+        assert main(["generate", "global_step15", *words[2:]]) == 0, (
+            "the run is above the folder that it is asked for in"
+        )
         assert capsys.readouterr().out == said
         kept.rename(runs / "kept")
         for named in (runs / "kept", runs / "elsewhere/tokenizer.json"):
@@ -287,10 +350,30 @@ def test_what_deepspeed_wrote_by_itself_needs_a_config(tmp_path: Path, capsys: C
     folder = tmp_path / "global_step2"
     folder.mkdir()
     counters = {"global_steps": 2, "global_samples": 8, "skipped_steps": 0, "dp_world_size": 1}
-    torch.save({"module": model.state_dict(), "buffer_names": [], "optimizer": None, "ds_config": {}, "ds_version": "0.19.8",
-                **counters}, folder / "mp_rank_00_model_states.pt")  # fmt: skip
-    words = ["generate", str(folder), "--allow-unverified", "--config", str(tmp_path / "run.json"), "--prompt", "def ",
-             "--temperature", "0", "--max-new-tokens", "5"]  # fmt: skip
+    torch.save(
+        {
+            "module": model.state_dict(),
+            "buffer_names": [],
+            "optimizer": None,
+            "ds_config": {},
+            "ds_version": "0.19.8",
+            **counters,
+        },
+        folder / "mp_rank_00_model_states.pt",
+    )
+    words = [
+        "generate",
+        str(folder),
+        "--allow-unverified",
+        "--config",
+        str(tmp_path / "run.json"),
+        "--prompt",
+        "def ",
+        "--temperature",
+        "0",
+        "--max-new-tokens",
+        "5",
+    ]
     assert main(words) == 0
     out, err = capsys.readouterr()
     tokens = list(b"def ")

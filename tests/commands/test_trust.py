@@ -1,4 +1,6 @@
-"""Nothing that a checkpoint's manifest names is called, whoever sealed it, but where the user trusts its folder by name."""
+"""Nothing that a checkpoint's manifest names is called, whoever sealed it, but where the user trusts its folder by
+name.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from framework.checkpoint.resumable import check_resumable, told_changes
+from framework.checkpoint.resume_point import find_sound_checkpoint
+from framework.checkpoint.saved import SavedCheckpoint, list_checkpoints, seal
 from framework.cli import main
 from framework.commands import generate
 from framework.commands.export_names import hf_names
 from framework.config.load import config_from_values
 from framework.errors import ConfigError, FrameworkError
-from framework.train.choice import find_sound_checkpoint
-from framework.train.resumable import check_resumable, told_changes
-from framework.train.saved import SavedCheckpoint, list_checkpoints, seal
-from tests.train.small_checkpoints import write
+from tests.checkpoint.small_checkpoints import write
 
 
 def build(place: str) -> torch.nn.Module:
@@ -49,7 +51,13 @@ def test_no_command_calls_what_a_manifest_names(section: str, tmp_path: Path) ->
     if section == "gpt":
         target["kind"] = "gpt"
     checkpoint = forged(run, {"model" if section == "gpt" else section: target})
-    for words in (["inspect"], ["inspect", "--json"], ["export", "--hf"], ["export"], ["generate", "--tokenizer", "bytes"]):
+    for words in (
+        ["inspect"],
+        ["inspect", "--json"],
+        ["export", "--hf"],
+        ["export"],
+        ["generate", "--tokenizer", "bytes"],
+    ):
         code = main([words[0], str(run), *([str(tmp_path / "out")] if words[0] == "export" else []), *words[1:]])
         assert code in (0, 74, 78), words
     with pytest.raises(FrameworkError):

@@ -5,13 +5,30 @@ from __future__ import annotations
 from typing import Final
 
 SECTIONS: Final = ", ".join(
-    ("run", "model", "data", "task", "batch", "precision", "zero", "parallel", "optimizer", "scheduler", "training", "evaluation",
-     "checkpoint", "monitors", "deepspeed")
-)  # fmt: skip
+    (
+        "run",
+        "model",
+        "data",
+        "task",
+        "batch",
+        "precision",
+        "zero",
+        "parallel",
+        "optimizer",
+        "scheduler",
+        "training",
+        "evaluation",
+        "checkpoint",
+        "monitors",
+        "deepspeed",
+    )
+)
 NO_KIND: Final = "the section does not say which kind it is; add"
 OPTIMIZERS: Final = "adamw, adam, sgd, adagrad, lion, lamb, or target: package.module:name"
 MODELS: Final = "lenet, small_resnet18, resnet18, resnet50, mlp, gpt, bert, or target: package.module:name"
-DATA: Final = "digits, fashion_mnist, cifar10, image_folder, synthetic_images, text, text_pairs, or target: package.module:name"
+DATA: Final = (
+    "digits, fashion_mnist, cifar10, image_folder, synthetic_images, text, text_pairs, or target: package.module:name"
+)
 NAME: Final = "a name is 1 to 100 letters, digits, _, - and ., with no . or - first"
 JSON_FIX: Final = "check commas, quotes and brackets; comments and trailing commas need a .yaml file [config-syntax]"
 TAG_FIX: Final = "write a plain value; text may stand in quotes [config-syntax]"
@@ -32,26 +49,39 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
     ),
     "key of another kind": (
         "optimizer: {kind: adamw, momentum: 0.9}",
-        [":1: optimizer.momentum = 0.9: there is no such key here; it exists as optimizer.momentum of sgd [unknown-key]"],
+        [
+            ":1: optimizer.momentum = 0.9: there is no such key here; it exists as optimizer.momentum of sgd "
+            "[unknown-key]"
+        ],
     ),
     "nothing like it": (
         "batch: {foo: [1, 2]}",
-        [":1: batch.foo = [1, 2]: there is no such key; known here: global_size, micro_size, accumulation_steps [unknown-key]"],
+        [
+            ":1: batch.foo = [1, 2]: there is no such key; known here: global_size, micro_size, accumulation_steps "
+            "[unknown-key]"
+        ],
     ),
     "keys that are no words": (
         '1.5: {}\n"": 3\n"a\\nb": 1\n"²": 1\n',
-        [f":{line}: {subject}there is no such key; known here: {SECTIONS} [unknown-key]"
-         for line, subject in ((1, "1.5 = {}: "), (2, ""), (3, "a\\nb = 1: "), (4, "² = 1: "))],
+        [
+            f":{line}: {subject}there is no such key; known here: {SECTIONS} [unknown-key]"
+            for line, subject in ((1, "1.5 = {}: "), (2, ""), (3, "a\\nb = 1: "), (4, "² = 1: "))
+        ],
     ),
     # wrong types
     "quoted numbers": (
         'batch: {global_size: "120"}\noptimizer: {kind: sgd, lr: "1e-3"}\n',
-        [':1: batch.global_size = "120": text where a whole number belongs; write 120 without quotes [wrong-type]',
-         ':2: optimizer.lr = "1e-3": text where a number belongs; write 1e-3 without quotes [wrong-type]'],
+        [
+            ':1: batch.global_size = "120": text where a whole number belongs; write 120 without quotes [wrong-type]',
+            ':2: optimizer.lr = "1e-3": text where a number belongs; write 1e-3 without quotes [wrong-type]',
+        ],
     ),
     "fraction for a count": (
         "batch: {micro_size: 1.5}",
-        [":1: batch.micro_size = 1.5: a number with a fraction where a whole number belongs; write a whole number [wrong-type]"],
+        [
+            ":1: batch.micro_size = 1.5: a number with a fraction where a whole number belongs; write a whole number "
+            "[wrong-type]"
+        ],
     ),
     "true for a count": (
         "batch: {micro_size: true}",
@@ -67,47 +97,67 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
     ),
     "word for a section": (
         "run: fast\nmodel: lenet\nprecision: bf16\n",
-        [":1: run = fast: text where a section of keys belongs; write its keys under it [wrong-type]",
-         ":2: model = lenet: text where a section of keys belongs; write {kind: lenet} [wrong-type]",
-         ":3: precision = bf16: text where a section of keys belongs; write {dtype: bf16} [wrong-type]"],
+        [
+            ":1: run = fast: text where a section of keys belongs; write its keys under it [wrong-type]",
+            ":2: model = lenet: text where a section of keys belongs; write {kind: lenet} [wrong-type]",
+            ":3: precision = bf16: text where a section of keys belongs; write {dtype: bf16} [wrong-type]",
+        ],
     ),
     "number and list for a section": (
         "zero: 3\noptimizer: [adamw]\ndeepspeed: true\n",
-        [":1: zero = 3: a whole number where a section of keys belongs; write its keys under it [wrong-type]",
-         ":2: optimizer = [adamw]: a list where a section of keys belongs; write its keys under it [wrong-type]",
-         ":3: deepspeed = true: a truth value where a section of keys belongs; write its keys under it [wrong-type]"],
+        [
+            ":1: zero = 3: a whole number where a section of keys belongs; write its keys under it [wrong-type]",
+            ":2: optimizer = [adamw]: a list where a section of keys belongs; write its keys under it [wrong-type]",
+            ":3: deepspeed = true: a truth value where a section of keys belongs; write its keys under it [wrong-type]",
+        ],
     ),
     "sections with nothing under them": (
         "training:\nscheduler:\n",
-        [f":{line}: {key} = null: nothing where a section of keys belongs; write its keys under it, or leave the section out"
-         " [wrong-type]" for line, key in ((1, "training"), (2, "scheduler"))],
+        [
+            f":{line}: {key} = null: nothing where a section of keys belongs; write its keys under it, or leave the "
+            "section out"
+            " [wrong-type]"
+            for line, key in ((1, "training"), (2, "scheduler"))
+        ],
     ),
     "list elements": (
         "model: {kind: mlp, hidden_sizes: [3, x, -1]}",
-        [":1: model.hidden_sizes.1 = x: text where a whole number belongs; write a whole number [wrong-type]",
-         ":1: model.hidden_sizes.2 = -1: too small; write 1 or more [wrong-value]"],
+        [
+            ":1: model.hidden_sizes.1 = x: text where a whole number belongs; write a whole number [wrong-type]",
+            ":1: model.hidden_sizes.2 = -1: too small; write 1 or more [wrong-value]",
+        ],
     ),
     # kinds
     "no kind": (
-        "model: {image_size: 28}\noptimizer: {lr: 0.1}\nprecision: {loss_scale: 3}\nzero: {offload_optimizer: {pin_memory: true}}",
-        [f":1: model.kind: {NO_KIND} kind: one of {MODELS} [missing-kind]",
-         f":2: optimizer.kind: {NO_KIND} kind: one of {OPTIMIZERS} [missing-kind]",
-         f":3: precision.dtype: {NO_KIND} dtype: one of fp32, fp16, bf16, autocast [missing-kind]",
-         f":4: zero.offload_optimizer.device: {NO_KIND} device: one of none, cpu, nvme [missing-kind]"],
+        "model: {image_size: 28}\noptimizer: {lr: 0.1}\nprecision: {loss_scale: 3}\nzero: {offload_optimizer: "
+        "{pin_memory: true}}",
+        [
+            f":1: model.kind: {NO_KIND} kind: one of {MODELS} [missing-kind]",
+            f":2: optimizer.kind: {NO_KIND} kind: one of {OPTIMIZERS} [missing-kind]",
+            f":3: precision.dtype: {NO_KIND} dtype: one of fp32, fp16, bf16, autocast [missing-kind]",
+            f":4: zero.offload_optimizer.device: {NO_KIND} device: one of none, cpu, nvme [missing-kind]",
+        ],
     ),
     "null kind": ("data: {kind: null}", [f":1: data.kind: {NO_KIND} kind: one of {DATA} [missing-kind]"]),
     "misspelt kinds": (
         "optimizer: {kind: adamW}\nscheduler: {kind: WarmupLR}\nprecision: {dtype: bfloat16}\n",
-        [f":1: optimizer.kind = adamW: there is no such kind; did you mean 'adamw'? known: {OPTIMIZERS} [unknown-kind]",
-         ":2: scheduler.kind = WarmupLR: there is no such kind; did you mean 'warmup'? known: constant, cosine, warmup, "
-         "warmup_decay, warmup_cosine, one_cycle, lr_range_test [unknown-kind]",
-         ":3: precision.dtype = bfloat16: there is no such kind; did you mean 'bf16'? known: fp32, fp16, bf16, autocast "
-         "[unknown-kind]"],
+        [
+            f":1: optimizer.kind = adamW: there is no such kind; did you mean 'adamw'? known: {OPTIMIZERS} "
+            "[unknown-kind]",
+            ":2: scheduler.kind = WarmupLR: there is no such kind; did you mean 'warmup'? known: constant, cosine, "
+            "warmup, "
+            "warmup_decay, warmup_cosine, one_cycle, lr_range_test [unknown-kind]",
+            ":3: precision.dtype = bfloat16: there is no such kind; did you mean 'bf16'? known: fp32, fp16, bf16, "
+            "autocast "
+            "[unknown-kind]",
+        ],
     ),
     "number as kind": (
         "task: {kind: 3}",
-        [":1: task.kind = 3: there is no such kind; known: classification, causal_lm, masked_lm, "
-         "or target: package.module:name [unknown-kind]"],
+        [
+            ":1: task.kind = 3: there is no such kind; known: classification, causal_lm, masked_lm, "
+            "or target: package.module:name [unknown-kind]"
+        ],
     ),
     "kind and target": (
         "model: {kind: lenet, target: 'a:b'}",
@@ -119,9 +169,11 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
     ),
     "keys that a kind cannot do without": (
         "scheduler: {kind: one_cycle}\ndata: {kind: image_folder}\n",
-        [":1: scheduler.min_lr: the key is required here; add it [missing-key]",
-         ":1: scheduler.max_lr: the key is required here; add it [missing-key]",
-         ":2: data.root: the key is required here; add it [missing-key]"],
+        [
+            ":1: scheduler.min_lr: the key is required here; add it [missing-key]",
+            ":1: scheduler.max_lr: the key is required here; add it [missing-key]",
+            ":2: data.root: the key is required here; add it [missing-key]",
+        ],
     ),
     # values
     "names with other characters": (
@@ -131,16 +183,21 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
     "name of dots": ("run: {name: ..}", [f":1: run.name = ..: {NAME}; write for example run [wrong-value]"]),
     "target with a dot": (
         "model: {target: my_pkg.nets.MyNet}\ntask: {target: loss}\n",
-        [":1: model.target = my_pkg.nets.MyNet: not an import path; write my_pkg.nets:MyNet [wrong-value]",
-         ":2: task.target = loss: not an import path; write package.module:name [wrong-value]"],
+        [
+            ":1: model.target = my_pkg.nets.MyNet: not an import path; write my_pkg.nets:MyNet [wrong-value]",
+            ":2: task.target = loss: not an import path; write package.module:name [wrong-value]",
+        ],
     ),
     "out of range": (
-        "zero: {stage: 4, allgather_bucket_size: 3}\nrun: {seed: -1}\noptimizer: {kind: adam, eps: 0, betas: [0.9, 1.0]}\n",
-        [":1: zero.stage = 4: too large; write 3 or less [wrong-value]",
-         ":1: zero.allgather_bucket_size = 3: not a multiple of 2; write a multiple of 2 [wrong-value]",
-         ":2: run.seed = -1: too small; write 0 or more [wrong-value]",
-         ":3: optimizer.eps = 0: too small; write more than 0 [wrong-value]",
-         ":3: optimizer.betas.1 = 1.0: too large; write less than 1 [wrong-value]"],
+        "zero: {stage: 4, allgather_bucket_size: 3}\nrun: {seed: -1}\noptimizer: {kind: adam, eps: 0, betas: [0.9, "
+        "1.0]}\n",
+        [
+            ":1: zero.stage = 4: too large; write 3 or less [wrong-value]",
+            ":1: zero.allgather_bucket_size = 3: not a multiple of 2; write a multiple of 2 [wrong-value]",
+            ":2: run.seed = -1: too small; write 0 or more [wrong-value]",
+            ":3: optimizer.eps = 0: too small; write more than 0 [wrong-value]",
+            ":3: optimizer.betas.1 = 1.0: too large; write less than 1 [wrong-value]",
+        ],
     ),
     "too many and too few values": (
         "optimizer: {kind: adam, betas: [0.9, 0.9, 0.9]}\n",
@@ -152,8 +209,10 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
     ),
     "not finite": (
         "optimizer: {kind: sgd, lr: .nan, weight_decay: .inf}",
-        [":1: optimizer.lr = nan: not a finite number; write a finite number [wrong-value]",
-         ":1: optimizer.weight_decay = inf: not a finite number; write a finite number [wrong-value]"],
+        [
+            ":1: optimizer.lr = nan: not a finite number; write a finite number [wrong-value]",
+            ":1: optimizer.weight_decay = inf: not a finite number; write a finite number [wrong-value]",
+        ],
     ),
     "thousands of digits": (
         f"run: {{seed: {'9' * 5000}}}",
@@ -162,24 +221,31 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
     # rules between keys
     "batch that does not divide": (
         "batch: {global_size: 100, micro_size: 7}",
-        [":1: batch.global_size = 100: 100 samples cannot be split over 1 device x micro-batches of 7; "
-         "set batch.global_size: 98 or 105 [batch-not-divisible]"],
+        [
+            ":1: batch.global_size = 100: 100 samples cannot be split over 1 device x micro-batches of 7; "
+            "set batch.global_size: 98 or 105 [batch-not-divisible]"
+        ],
     ),
     "precision in two places": (
         "precision: {dtype: bf16}\ndeepspeed:\n  fp16: {enabled: true}\n",
-        [":3: deepspeed.fp16.enabled = true: precision.dtype decides it; set precision.dtype and remove it here "
-         "[section-clash]"],
+        [
+            ":3: deepspeed.fp16.enabled = true: precision.dtype decides it; set precision.dtype and remove it here "
+            "[section-clash]"
+        ],
     ),
     "deepspeed keys": (
-        "deepspeed:\n  gradient_cliping: 1.0\n  amp: {enabled: true}\n  wandb: {enabled: auto, team: null}\n  \"²\": 1\n",
-        [":2: deepspeed.gradient_cliping = 1.0: DeepSpeed reads no such key and would ignore it; "
-         "training.clip_grad_norm decides 'gradient_clipping' [unknown-deepspeed-key]",
-         ":3: deepspeed.amp = {enabled: true}: DeepSpeed removed it in 0.19.8 and refuses it; use precision "
-         "[removed-deepspeed-key]",
-         ":5: deepspeed.² = 1: DeepSpeed reads no such key and would ignore it; remove it [unknown-deepspeed-key]",
-         ":4: deepspeed.wandb.enabled = auto: DeepSpeed drops it and takes its default; write the value, or remove the key "
-         "[auto-in-deepspeed]",
-         ":4: deepspeed.wandb.team = null: DeepSpeed wants a value or no key; remove the key [null-in-deepspeed]"],
+        'deepspeed:\n  gradient_cliping: 1.0\n  amp: {enabled: true}\n  wandb: {enabled: auto, team: null}\n  "²": 1\n',
+        [
+            ":2: deepspeed.gradient_cliping = 1.0: DeepSpeed reads no such key and would ignore it; "
+            "training.clip_grad_norm decides 'gradient_clipping' [unknown-deepspeed-key]",
+            ":3: deepspeed.amp = {enabled: true}: DeepSpeed removed it in 0.19.8 and refuses it; use precision "
+            "[removed-deepspeed-key]",
+            ":5: deepspeed.² = 1: DeepSpeed reads no such key and would ignore it; remove it [unknown-deepspeed-key]",
+            ":4: deepspeed.wandb.enabled = auto: DeepSpeed drops it and takes its default; write the value, or remove "
+            "the key "
+            "[auto-in-deepspeed]",
+            ":4: deepspeed.wandb.team = null: DeepSpeed wants a value or no key; remove the key [null-in-deepspeed]",
+        ],
     ),
     # syntax
     "duplicate key": (
@@ -189,8 +255,11 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
     "tab": ("run:\n\tname: x\n", [":2: a tab stands where only spaces may; indent with spaces [config-syntax]"]),
     "open bracket": (
         "run: {name: x\nbatch: {}\n",
-        [":2: not valid YAML: did not find expected ',' or '}' (in what began in line 1); check indentation, colons and quotes "
-         "[config-syntax]"],
+        [
+            ":2: not valid YAML: did not find expected ',' or '}' (in what began in line 1); check indentation, "
+            "colons and quotes "
+            "[config-syntax]"
+        ],
     ),
     "two colons": (
         "run: name: x\n",
@@ -244,7 +313,9 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
     ),
     "alias bomb": (
         "a: &a [x,x,x,x,x,x,x,x,x]\n"
-        + "".join(f"{new}: &{new} [{','.join(['*' + old] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)),
+        + "".join(
+            f"{new}: &{new} [{','.join(['*' + old] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+        ),
         [":1: more than 50,000 values (nested aliases?); make it smaller [config-too-large]"],
     ),
     "many values": (
@@ -253,14 +324,15 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
     ),
     "alias inside itself": ("run: &x {name: *x}", [":1: nested more than 50 levels; flatten it [config-too-deep]"]),
     "1000 brackets": (
-        "run: " + "[" * 1000 + "]" * 1000, [":1: nested more than 50 levels; flatten it [config-too-deep]"],
+        "run: " + "[" * 1000 + "]" * 1000,
+        [":1: nested more than 50 levels; flatten it [config-too-deep]"],
     ),
     "100,000 brackets": ("run: " + "[" * 100_000, [":1: nested more than 50 levels; flatten it [config-too-deep]"]),
     "1000 levels of indentation": (
         "".join(" " * level + "a:\n" for level in range(1000)),
         [":51: nested more than 50 levels; flatten it [config-too-deep]"],
     ),
-}  # fmt: skip
+}
 
 JSON: Final[dict[str, tuple[str | bytes, list[str]]]] = {
     "comment": (
@@ -272,12 +344,14 @@ JSON: Final[dict[str, tuple[str | bytes, list[str]]]] = {
         [f":1: not valid JSON: Expecting property name enclosed in double quotes; {JSON_FIX}"],
     ),
     "single quotes": (
-        "{'run': {}}", [f":1: not valid JSON: Expecting property name enclosed in double quotes; {JSON_FIX}"],
+        "{'run': {}}",
+        [f":1: not valid JSON: Expecting property name enclosed in double quotes; {JSON_FIX}"],
     ),
     "cut off": ('{"run": ', [f":1: not valid JSON: Expecting value; {JSON_FIX}"]),
     "hexadecimal": ('{"run": {"seed": 0x10}}', [f":1: not valid JSON: Expecting ',' delimiter; {JSON_FIX}"]),
     "raw tab in a string": (
-        '{"run": {"name": "a\tb"}}', [f":1: not valid JSON: Invalid control character at; {JSON_FIX}"],
+        '{"run": {"name": "a\tb"}}',
+        [f":1: not valid JSON: Invalid control character at; {JSON_FIX}"],
     ),
     "duplicate key": (
         '{"run": {"name": "x"},\n"run": {"name": "y"}}',
@@ -300,31 +374,50 @@ JSON: Final[dict[str, tuple[str | bytes, list[str]]]] = {
         [":1: optimizer.lr = inf: not a finite number; write a finite number [wrong-value]"],
     ),
     "thousands of digits": (
-        f'{{"run": {{"seed": {"9" * 5000}}}}}', [": a number of thousands of digits; write a smaller one [config-syntax]"],
+        f'{{"run": {{"seed": {"9" * 5000}}}}}',
+        [": a number of thousands of digits; write a smaller one [config-syntax]"],
     ),
     "empty": ("", [": the file is empty; write at least {} [config-syntax]"]),
-    "list": ("[1, 2]", [": a run config is a mapping of sections; start with a section such as `run:` [config-syntax]"]),
+    "list": (
+        "[1, 2]",
+        [": a run config is a mapping of sections; start with a section such as `run:` [config-syntax]"],
+    ),
     "deep": ('{"a":' * 100_000, [": nested more than 50 levels; flatten it [config-too-deep]"]),
     "key of 2,000 characters": (
         '{"run": {}, "' + "k" * 2000 + '": 1}',
-        [":1: a layout that cannot be read: did not find expected ',' or '}'; lay it out as `python -m json.tool` does "
-         "[config-syntax]"],
+        [
+            ":1: a layout that cannot be read: did not find expected ',' or '}'; lay it out as `python -m json.tool` "
+            "does "
+            "[config-syntax]"
+        ],
     ),
-}  # fmt: skip
+}
 
 OVERRIDES: Final[dict[str, tuple[list[str], list[str]]]] = {
-    "section": (["run=3"], ["run = 3: a whole number where a section of keys belongs; write its keys under it [wrong-type]"]),
+    "section": (
+        ["run=3"],
+        ["run = 3: a whole number where a section of keys belongs; write its keys under it [wrong-type]"],
+    ),
     "below a value": (
-        ["run.name.x=1"], ["run.name.x = 1: run.name holds a value, not a section; set run.name itself [override-not-a-section]"],
+        ["run.name.x=1"],
+        ["run.name.x = 1: run.name holds a value, not a section; set run.name itself [override-not-a-section]"],
     ),
     "unknown section": (
-        ["modell.kind=mlp"], ["modell = {kind: mlp}: there is no such key; did you mean 'model'? [unknown-key]"],
+        ["modell.kind=mlp"],
+        ["modell = {kind: mlp}: there is no such key; did you mean 'model'? [unknown-key]"],
     ),
-    "empty": (["run.name="], ["run.name = null: nothing where text belongs; write text, or leave the key out [wrong-type]"]),
+    "empty": (
+        ["run.name="],
+        ["run.name = null: nothing where text belongs; write text, or leave the key out [wrong-type]"],
+    ),
     "open bracket": (["run.name=[a"], [f"run.name = [a: {NAME}; write for example a [wrong-value]"]),
-    "line break": (["run.output_dir=a\nb", "run.name='a b'"], [f"run.name = a b: {NAME}; write for example a-b [wrong-value]"]),
+    "line break": (
+        ["run.output_dir=a\nb", "run.name='a b'"],
+        [f"run.name = a b: {NAME}; write for example a-b [wrong-value]"],
+    ),
     "section without a kind": (
-        ["optimizer={lr: 0.1}"], [f"optimizer.kind: {NO_KIND} kind: one of {OPTIMIZERS} [missing-kind]"],
+        ["optimizer={lr: 0.1}"],
+        [f"optimizer.kind: {NO_KIND} kind: one of {OPTIMIZERS} [missing-kind]"],
     ),
     "whole section": (
         ["optimizer={kind: sgd, lr: 0.1}", "optimizer.lr=abc"],
@@ -340,7 +433,10 @@ OVERRIDES: Final[dict[str, tuple[list[str], list[str]]]] = {
     ),
     "rule": (
         ["batch.global_size=7", "batch.micro_size=2"],
-        ["batch.global_size = 7: 7 samples cannot be split over 1 device x micro-batches of 2; set batch.global_size: 6 or 8 "
-         "[batch-not-divisible]"],
+        [
+            "batch.global_size = 7: 7 samples cannot be split over 1 device x micro-batches of 2; set "
+            "batch.global_size: 6 or 8 "
+            "[batch-not-divisible]"
+        ],
     ),
-}  # fmt: skip
+}

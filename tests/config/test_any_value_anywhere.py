@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framework.config.document import Document
 from framework.config.load import config_from_values, load_known
 from framework.config.run_config import RunConfig
 from framework.config.schema import run_schema
 from framework.errors import ConfigError
 from framework.plan.cluster import Cluster
-from framework.plan.known import errors_of_known
+from framework.plan.partial import errors_of_known
 from framework.plan.plan import make_plan
+from framework.text.document import Document
 
 SCHEMA = run_schema()
 KEYS = sorted({key for section in SCHEMA["$defs"].values() for key in section["properties"]})

@@ -13,7 +13,9 @@ def test_every_field_of_deepspeeds_schedules_has_its_name() -> None:
     assert set(SCHEDULES) == {section for kind, section in kinds.items() if kind not in ("constant", "cosine")}
     for section, (name, names) in SCHEDULES.items():
         assert {"kind", *names} == set(section.model_fields), name
-        assert {TYPED[f"scheduler.params.{theirs}"] for theirs in names.values()} == {f"scheduler.{ours}" for ours in names}
+        assert {TYPED[f"scheduler.params.{theirs}"] for theirs in names.values()} == {
+            f"scheduler.{ours}" for ours in names
+        }
 
 
 def test_every_device_of_an_offload_has_its_keys_and_its_stage() -> None:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from framework.config.document import document_of
 from framework.config.fixes import fixed_run_config
 from framework.config.run_config import RunConfig
 from framework.errors import ConfigError
+from framework.text.document import document_of
 
 YAML, JSON = Path("x.yaml"), Path("x.json")
 
@@ -37,11 +37,15 @@ def fixed(text: str, path: Path = YAML) -> str:
         ("model: lenet\n", "model: {kind: lenet}\n"),
         ("optimizer: {kind: adagrd}\n", "optimizer: {kind: adagrad}\n"),
         # to the section that has the key: flow to flow, block to block with its comment, and one that has to be made
-        ("run: {name: x, max_epochs: 3}\ntraining: {log_every: 5}\n",
-         "run: {name: x}\ntraining: {log_every: 5, max_epochs: 3}\n"),
+        (
+            "run: {name: x, max_epochs: 3}\ntraining: {log_every: 5}\n",
+            "run: {name: x}\ntraining: {log_every: 5, max_epochs: 3}\n",
+        ),
         ("run: {max_epochs: 3, name: x}\n", "run: {name: x}\ntraining:\n  max_epochs: 3\n"),
-        ("run:\n    name: x\n    max_epochs: 3  # why\ntraining:\n    log_every: 5\n\n# end\n",
-         "run:\n    name: x\ntraining:\n    log_every: 5\n    max_epochs: 3  # why\n\n# end\n"),
+        (
+            "run:\n    name: x\n    max_epochs: 3  # why\ntraining:\n    log_every: 5\n\n# end\n",
+            "run:\n    name: x\ntraining:\n    log_every: 5\n    max_epochs: 3  # why\n\n# end\n",
+        ),
         ("seed: 7\nrun: {name: x}\n", "run: {name: x, seed: 7}\n"),
         ("training: {lr: 1e-3}\noptimizer: {kind: sgd}", "training: {}\noptimizer: {kind: sgd, lr: 1e-3}"),
         # a section that has to be made says of which kind it is, as it was while it was left out
@@ -50,7 +54,7 @@ def fixed(text: str, path: Path = YAML) -> str:
         ("run: {name: x}\r\nzero:\r\n  stge: 2\r\n", "run: {name: x}\r\nzero:\r\n  stage: 2\r\n"),
         ("\ufeffzero: {stge: 2}\n", "\ufeffzero: {stage: 2}\n"),
     ],
-)  # fmt: skip
+)
 def test_one_safe_answer_is_given(before: str, after: str) -> None:
     assert fixed(before) == after
 
@@ -89,7 +93,8 @@ def test_the_rest_is_left_alone(text: str) -> None:
 
 def test_everything_else_stays_as_it_stood() -> None:
     before = (
-        "# yaml-language-server: $schema=x\n\nrun:   {name: 'a'}   # mine\n\nzero:\n   # the stage\n   stge:   2   # two\n"
+        "# yaml-language-server: $schema=x\n\nrun:   {name: 'a'}   # mine\n\nzero:\n   # the stage\n   stge:   2   # "
+        "two\n"
         "   reduce_bucket_size: 5e8\n\n\ntraining: {max_epochs:   3}   # last"
     )
     assert fixed(before) == before.replace("stge", "stage")
@@ -100,10 +105,33 @@ def test_what_cannot_be_read_is_told() -> None:
         fixed_run_config("run: {", YAML, name="x")
 
 
-WORDS = st.sampled_from([
-    "run", "runn", "name", "nme", "zero", "stage", "stge", "training", "max_epochs", "max_epoch", "batch", "global_size",
-    "lr", "optimizer", "kind", "seed", "model", "lenet", "evaluation", "every_epochs", "at_end", "monitors", "csv",
-])  # fmt: skip
+WORDS = st.sampled_from(
+    [
+        "run",
+        "runn",
+        "name",
+        "nme",
+        "zero",
+        "stage",
+        "stge",
+        "training",
+        "max_epochs",
+        "max_epoch",
+        "batch",
+        "global_size",
+        "lr",
+        "optimizer",
+        "kind",
+        "seed",
+        "model",
+        "lenet",
+        "evaluation",
+        "every_epochs",
+        "at_end",
+        "monitors",
+        "csv",
+    ]
+)
 LEAVES = st.sampled_from([1, 2, 7, "2", "yes", True, None, "lenet", "lenett", 0.5, "sgd", []])
 SECTIONS = st.dictionaries(WORDS, LEAVES | st.dictionaries(WORDS, LEAVES, max_size=3), min_size=1, max_size=4)
 
@@ -120,12 +148,16 @@ def test_any_config_keeps_what_it_says(values: dict[str, Any], is_json: bool) ->
     found = document_of(after, path, name="x").value
     assert is_json or all(f"# <{number}>" in after for number in range(len(lines)))
     made = num_kinds(found, without=values) - num_kinds(values, without=found)  # a section may also have been renamed
-    assert num_leaves(found) == num_leaves(values) + made, "nothing is lost, and only the kind of a section that is made is new"
+    assert num_leaves(found) == num_leaves(values) + made, (
+        "nothing is lost, and only the kind of a section that is made is new"
+    )
     assert after == text or problems(values)
 
 
 def num_kinds(values: dict[str, Any], *, without: dict[str, Any]) -> int:
-    return sum("kind" in section for name, section in values.items() if name not in without and isinstance(section, dict))
+    return sum(
+        "kind" in section for name, section in values.items() if name not in without and isinstance(section, dict)
+    )
 
 
 def num_leaves(value: Any) -> int:

@@ -13,20 +13,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from framework.config import document
-from framework.config.document import is_setting, parse_document
 from framework.config.load import config_from_values, load_config
 from framework.config.optimizer import SGD, AdamW
 from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, UsageError
+from framework.text import document
+from framework.text.document import is_setting, parse_document
 
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(allow_nan=False, allow_infinity=False)
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(st.characters(exclude_categories=["Cs", "Cc"])),
-    lambda children: st.lists(children, max_size=3)
-    | st.dictionaries(st.text("abcdefgh_", min_size=1, max_size=8), children, max_size=3),
+    lambda children: (
+        st.lists(children, max_size=3)
+        | st.dictionaries(st.text("abcdefgh_", min_size=1, max_size=8), children, max_size=3)
+    ),
     max_leaves=10,
-)  # fmt: skip
+)
 
 
 def yaml_value(text: str) -> Any:
@@ -36,13 +41,39 @@ def yaml_value(text: str) -> Any:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("1e-3", 1e-3), ("5e8", 5e8), ("1.", 1.0), (".5", 0.5), ("-1_000", -1000), ("+3", 3), ("0", 0), ("1.5e+3", 1500.0),
-        ("true", True), ("False", False), ("null", None), ("~", None), ("", None), (".inf", float("inf")),
-        ("yes", "yes"), ("on", "on"), ("0x10", "0x10"), ("0o17", "0o17"), ("017", 17.0), ("1:30", "1:30"),
-        ("2024-01-01", "2024-01-01"), ("'120'", "120"), ('"1e-3"', "1e-3"), ("1e", "1e"), ("e3", "e3"), (".", "."),
-        ("C:\\data", "C:\\data"), ("a:b", "a:b"), ("[1, a, '2']", [1, "a", "2"]), ("{a: 1}", {"a": 1}), ("null # no", None),
+        ("1e-3", 1e-3),
+        ("5e8", 5e8),
+        ("1.", 1.0),
+        (".5", 0.5),
+        ("-1_000", -1000),
+        ("+3", 3),
+        ("0", 0),
+        ("1.5e+3", 1500.0),
+        ("true", True),
+        ("False", False),
+        ("null", None),
+        ("~", None),
+        ("", None),
+        (".inf", float("inf")),
+        ("yes", "yes"),
+        ("on", "on"),
+        ("0x10", "0x10"),
+        ("0o17", "0o17"),
+        ("017", 17.0),
+        ("1:30", "1:30"),
+        ("2024-01-01", "2024-01-01"),
+        ("'120'", "120"),
+        ('"1e-3"', "1e-3"),
+        ("1e", "1e"),
+        ("e3", "e3"),
+        (".", "."),
+        ("C:\\data", "C:\\data"),
+        ("a:b", "a:b"),
+        ("[1, a, '2']", [1, "a", "2"]),
+        ("{a: 1}", {"a": 1}),
+        ("null # no", None),
     ],
-)  # fmt: skip
+)
 def test_scalars_read_as_yaml_1_2_does(text: str, value: Any) -> None:
     found = yaml_value(text)
     assert found == value
@@ -236,4 +267,6 @@ def test_an_override_of_a_section_that_was_left_out_changes_its_default(tmp_path
 def test_a_schedule_of_ones_own_is_refused_in_words() -> None:
     with pytest.raises(ConfigError) as caught:
         config_from_values({"scheduler": {"target": "mine:Schedule"}})
-    assert "scheduler.target = mine:Schedule: this section takes no code of your own; use kind: one of " in str(caught.value)
+    assert "scheduler.target = mine:Schedule: this section takes no code of your own; use kind: one of " in str(
+        caught.value
+    )

@@ -10,11 +10,11 @@ import jsonschema
 import pytest
 
 from framework.config import schema_text
-from framework.config.document import read_document
 from framework.config.load import config_from_values, load_config
 from framework.config.run_config import RunConfig
 from framework.config.schema import run_schema
 from framework.errors import ConfigError
+from framework.text.document import read_document
 from tests.places import ROOT
 
 COMMITTED = ROOT / "framework/config/run.schema.json"
@@ -69,14 +69,25 @@ def test_the_resolved_default_is_valid() -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        {"modle": {}}, {"batch": {"global_size": "120"}}, {"batch": {"micro_size": 1.5}}, {"model": {"image_size": 28}},
-        {"optimizer": {"kind": "adamW"}}, {"optimizer": {"lr": 0.1}}, {"zero": {"stage": 4}}, {"training": None},
-        {"run": {"name": "a b"}}, {"model": {"target": "a.b"}}, {"model": {"kind": "lenet", "target": "a:b"}},
-        {"scheduler": {"kind": "one_cycle"}}, {"zero": {"offload_optimizer": {"device": "nvme"}}}, {"precision": {}},
-        {"zero": {"allgather_bucket_size": 3}}, {"optimizer": {"kind": "adam", "betas": [0.9]}},
+        {"modle": {}},
+        {"batch": {"global_size": "120"}},
+        {"batch": {"micro_size": 1.5}},
+        {"model": {"image_size": 28}},
+        {"optimizer": {"kind": "adamW"}},
+        {"optimizer": {"lr": 0.1}},
+        {"zero": {"stage": 4}},
+        {"training": None},
+        {"run": {"name": "a b"}},
+        {"model": {"target": "a.b"}},
+        {"model": {"kind": "lenet", "target": "a:b"}},
+        {"scheduler": {"kind": "one_cycle"}},
+        {"zero": {"offload_optimizer": {"device": "nvme"}}},
+        {"precision": {}},
+        {"zero": {"allgather_bucket_size": 3}},
+        {"optimizer": {"kind": "adam", "betas": [0.9]}},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_an_editor_refuses_what_the_loader_refuses(values: dict[str, Any]) -> None:
     assert not VALIDATOR.is_valid(values)
     with pytest.raises(ConfigError):
@@ -86,12 +97,16 @@ def test_an_editor_refuses_what_the_loader_refuses(values: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     "values",
     [
-        {"zero": {"stage": 2, "reduce_bucket_size": 5e8}}, {"batch": {"global_size": None}}, {"optimizer": {"kind": "sgd"}},
-        {"model": {"target": "a.b:c.d", "args": {"x": [1]}}}, {"data": {"target": "a:b", "train_samples": 10}},
-        {"scheduler": {"kind": "one_cycle", "min_lr": 0, "max_lr": 1}}, {"deepspeed": {"timers": {}}},
+        {"zero": {"stage": 2, "reduce_bucket_size": 5e8}},
+        {"batch": {"global_size": None}},
+        {"optimizer": {"kind": "sgd"}},
+        {"model": {"target": "a.b:c.d", "args": {"x": [1]}}},
+        {"data": {"target": "a:b", "train_samples": 10}},
+        {"scheduler": {"kind": "one_cycle", "min_lr": 0, "max_lr": 1}},
+        {"deepspeed": {"timers": {}}},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_an_editor_takes_what_the_loader_takes(values: dict[str, Any]) -> None:
     VALIDATOR.validate(values)
     config_from_values(values)
@@ -112,12 +127,17 @@ def test_a_json_run_config_may_name_its_schema(tmp_path: Path) -> None:
         ({"zero_optimization": {"zero_hpz_partition_size": 2, "offload_optimizer": {"cpuadam_cores_perc": 0.5}}}, True),
         ({"optimizer": {"params": {"bias_correction": False}}, "scheduler": {"params": {"decay_mom_rate": 0.1}}}, True),
         ({"tensor_parallel": {"tp": {"tp_size": 1}}, "timers": {"throughput": {"enabled": False}}}, True),
-        ({"wall_clock_breakdown": "maybe"}, False), ({"flops_profiler": {"modul_depth": 2}}, False),
-        ({"wall_clock_breakdwon": True}, False), ({"zero_optimization": {"stage": 2}}, False), ({"amp": {}}, False),
-        ({"fp16": {"enabled": True}}, False), ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, False),
-        ({"train_batch_size": 8}, False), ({"torch_autocast": {"enabled": True}}, False),
+        ({"wall_clock_breakdown": "maybe"}, False),
+        ({"flops_profiler": {"modul_depth": 2}}, False),
+        ({"wall_clock_breakdwon": True}, False),
+        ({"zero_optimization": {"stage": 2}}, False),
+        ({"amp": {}}, False),
+        ({"fp16": {"enabled": True}}, False),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, False),
+        ({"train_batch_size": 8}, False),
+        ({"torch_autocast": {"enabled": True}}, False),
     ],
     ids=json.dumps,
-)  # fmt: skip
+)
 def test_an_editor_knows_the_keys_under_deepspeed(passed: dict[str, Any], is_right: bool) -> None:
     assert VALIDATOR.is_valid({"deepspeed": passed}) is is_right

@@ -75,25 +75,32 @@ def test_a_rule_points_at_the_line_of_the_section_that_was_changed(tmp_path: Pat
     path = tmp_path / "x.yaml"
     path.write_text("run: {name: x}\nmodel: {kind: lenet}\n")
     assert lines_of(path, ["model.kind=resnet18"]) == [
-        ":2: model.in_channels = 3: the digits data has 1 channel(s); set model.in_channels: 1 [model-data-in-channels]",
-        ":2: model.num_classes = 1000: the digits data has 10 classes; set model.num_classes: 10 [model-data-num-classes]",
+        ":2: model.in_channels = 3: the digits data has 1 channel(s); set model.in_channels: 1 [model-data-in-channels]",  # noqa: E501
+        ":2: model.num_classes = 1000: the digits data has 10 classes; set model.num_classes: 10 "
+        "[model-data-num-classes]",
     ]
 
 
 def test_a_key_of_the_kind_that_the_command_line_changed_is_told_as_that(tmp_path: Path) -> None:
     """The file is fine and so is the setting; only the whole section can be meant."""
     path = tmp_path / "x.yaml"
-    path.write_text("data: {kind: digits, image_size: 28}\nmodel: {kind: lenet, image_size: 28}\n"
-                    "precision: {dtype: fp16, loss_scale: 2}\n")  # fmt: skip
+    path.write_text(
+        "data: {kind: digits, image_size: 28}\nmodel: {kind: lenet, image_size: 28}\n"
+        "precision: {dtype: fp16, loss_scale: 2}\n"
+    )
     assert lines_of(path, ["data.kind=fashion_mnist", "data.rot=x", "model.target=a:b", "precision.dtype=bf16"]) == [
-        ":1: data.image_size = 28: kind=fashion_mnist, from the command line, has no such key; replace the whole section: "
+        ":1: data.image_size = 28: kind=fashion_mnist, from the command line, has no such key; replace the whole "
+        "section: "
         "data='{kind: fashion_mnist}' [unknown-key]",
-        *[f":2: model.{key}: target=a:b, from the command line, has no such key; replace the whole section: "
-          "model='{target: a:b}' [unknown-key]" for key in ("kind = lenet", "image_size = 28")],
+        *[
+            f":2: model.{key}: target=a:b, from the command line, has no such key; replace the whole section: "
+            "model='{target: a:b}' [unknown-key]"
+            for key in ("kind = lenet", "image_size = 28")
+        ],
         ":3: precision.loss_scale = 2: dtype=bf16, from the command line, has no such key; replace the whole section: "
         "precision='{dtype: bf16}' [unknown-key]",
         "command line: data.rot = x: there is no such key; did you mean 'root'? [unknown-key]",
-    ]  # fmt: skip
+    ]
     load_with_source(path, ["data={kind: fashion_mnist}", "model={target: a:b}", "precision={dtype: bf16}"])
 
 
@@ -109,10 +116,16 @@ def test_what_is_no_finite_number_is_not_offered_back(tmp_path: Path) -> None:
 
 def test_a_number_where_text_belongs_is_shown_as_it_is_written(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
-    for written, kind in (("007", "number with a fraction"), ("2026_11_22", "whole number"), ("1e3", "number with a fraction")):
+    for written, kind in (
+        ("007", "number with a fraction"),
+        ("2026_11_22", "whole number"),
+        ("1e3", "number with a fraction"),
+    ):
         path.write_text(f"run: {{name: {written}}}\n")
         (line,) = lines_of(path)
-        assert line == f':1: run.name = {written}: a {kind} where text belongs; write "{written}", in quotes [wrong-type]'
+        assert (
+            line == f':1: run.name = {written}: a {kind} where text belongs; write "{written}", in quotes [wrong-type]'
+        )
         assert lines_of(path, [f"run={{name: {written}}}"]) == [f"command line{line[2:]}"]
 
 

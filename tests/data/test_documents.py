@@ -98,16 +98,25 @@ def test_memory_does_not_grow_with_a_line_that_never_ends(tmp_path: Path, monkey
 
 DEEP = b"[" * 100_000
 BAD_ROWS: dict[str, tuple[bytes, str]] = {
-    "cut off": (b'{"text": "a', ":2: the line is not JSON: Invalid control character; write one JSON object per line, or"),
+    "cut off": (
+        b'{"text": "a',
+        ":2: the line is not JSON: Invalid control character; write one JSON object per line, or",
+    ),
     "deep": (DEEP, ":2: the line is not JSON: "),
     "long number": (b'{"text": ' + b"9" * 5000 + b"}", ":2: the line is not JSON: Exceeds the limit"),
     "list": (b'["text"]', ':2: the line is no JSON object; write {"text": "..."} [text-bad-json]'),
-    "no field": (b'{"body": "x", "id": 3}', ":2: there is no field 'text' among: body, id; say which with --jsonl-field"),
+    "no field": (
+        b'{"body": "x", "id": 3}',
+        ":2: there is no field 'text' among: body, id; say which with --jsonl-field",
+    ),
     "no fields": (b"{}", ":2: there is no field 'text' among: no fields; say which with --jsonl-field [text-no-field]"),
-    "no text": (b'{"text": null}', ":2: the field 'text' holds no text; say which one does with --jsonl-field [text-no-field]"),
+    "no text": (
+        b'{"text": null}',
+        ":2: the field 'text' holds no text; say which one does with --jsonl-field [text-no-field]",
+    ),
     "not UTF-8": (b'{"text": "\xff"}', ":2: it is not UTF-8 text (byte 10 of the line); convert it to UTF-8"),
     "half a pair": (b'{"text": "\\ud800"}', ":2: it is not UTF-8 text (half of a surrogate pair in text); convert it"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("how", [BYTES, UTF8], ids=["bytes", "utf8"])
@@ -161,7 +170,9 @@ def test_a_row_of_any_text_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["rows.json", "rows.csv", "rows.PARQUET", "rows.arrow", "rows.txt"])
 def test_rows_of_a_table_are_no_text(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / name, b"PAR1" if name.endswith("txt") else b'{"text": "a"}\n')
-    with pytest.raises(ConfigError, match=r"it holds rows of a table, .*--format text to take it as it is \[text-rows\]"):
+    with pytest.raises(
+        ConfigError, match=r"it holds rows of a table, .*--format text to take it as it is \[text-rows\]"
+    ):
         input_size([str(path)])
     assert input_size([str(path)], "text") == path.stat().st_size
     if name == "rows.json":

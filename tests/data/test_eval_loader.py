@@ -95,8 +95,16 @@ def test_a_dataset_s_own_collate_fn_makes_the_batches() -> None:
 @pytest.mark.parametrize(("batch_size", "world_size"), [(3, 1), (2, 3), (4, 2)])
 def test_the_first_samples_whatever_the_layout(batch_size: int, world_size: int) -> None:
     def seen(max_samples: int) -> list[int]:
-        loaders = [EvalLoader(TensorDataset(torch.arange(11)), batch_size=batch_size, rank=rank, world_size=world_size,
-                              max_samples=max_samples) for rank in range(world_size)]  # fmt: skip
+        loaders = [
+            EvalLoader(
+                TensorDataset(torch.arange(11)),
+                batch_size=batch_size,
+                rank=rank,
+                world_size=world_size,
+                max_samples=max_samples,
+            )
+            for rank in range(world_size)
+        ]
         assert len({len(loader) for loader in loaders}) == 1
         return sorted(i for loader in loaders for (batch,), counts in loader if counts for i in batch.tolist())
 

@@ -10,9 +10,9 @@ import pytest
 from framework.data.identity import tokens_sha256
 from framework.data.prepare import prepare
 from framework.data.text_windows import TextWindows, build
+from framework.data.token_files import SpecialTokens
 from framework.data.tokens import Tokens
 from framework.errors import ConfigError
-from framework.token_files import SpecialTokens
 
 
 def prepared(folder: Path, text: str) -> str:

@@ -75,7 +75,9 @@ def test_few_documents_give_up_their_end(num_documents: int, tmp_path: Path) -> 
 
 
 def test_a_cut_at_the_end_of_a_document_cuts_none(tmp_path: Path) -> None:
-    """Nine documents of 10 tokens: evaluation's 9 are one token less than the last one, whose first byte stays alone."""
+    """Nine documents of 10 tokens: evaluation's 9 are one token less than the last one, whose first byte stays
+    alone.
+    """
     texts = [bytes([65 + number]) * 9 for number in range(9)]
     corpus = prepared(tmp_path, texts)
     assert (texts_of(corpus.train)[-1], texts_of(corpus.evaluation)) == (b"I", [b"I" * 8])
@@ -167,7 +169,9 @@ def test_the_command_says_what_it_made(tmp_path: Path, capsys: pytest.CaptureFix
     assert mode == (tmp_path / "plain").stat().st_mode & 0o777
 
 
-def test_the_command_refuses_rows_and_tells_of_carriage_returns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_rows_and_tells_of_carriage_returns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("a.json", "b.txt", "c.txt"):
         (tmp_path / name).write_bytes(b'{"text": "some words"}\r\n' * 9)
     words = [str(tmp_path / "b.txt"), str(tmp_path / "c.txt"), str(tmp_path / "out")]
@@ -308,8 +312,14 @@ def test_a_run_that_is_told_to_end_leaves_nothing(number: signal.Signals, code: 
             stream.write(b'{"text": "many documents of a few words"}\n' * 10_000)
     command = [sys.executable, "-m", "framework", "prepare", str(tmp_path / "a.jsonl"), str(tmp_path / "out")]
     # A shell lets its background jobs ignore SIGINT, and these tests may be one.
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # fmt: skip
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     while not any(path.stat().st_size for path in tmp_path.glob(".out.*.partial/train.bin")):
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
@@ -326,7 +336,9 @@ def test_the_command_without_numpy(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         monkeypatch.delitem(sys.modules, name)
     assert run("a.txt", "out") == 78
     line = f"prepare needs the package numpy, which {sys.executable} does not have; in the checkout:"
-    assert capsys.readouterr().err == f"{line} ./launch.sh setup train, or pip install -e '.[train]' [package-missing]\n"
+    assert (
+        capsys.readouterr().err == f"{line} ./launch.sh setup train, or pip install -e '.[train]' [package-missing]\n"
+    )
 
 
 def test_progress_tells_speed_and_cleans_up_after_itself() -> None:
@@ -353,7 +365,9 @@ def test_progress_tells_speed_and_cleans_up_after_itself() -> None:
 
 
 def test_real_text(tiny_shakespeare: Path, tmp_path: Path) -> None:
-    """1,115,394 characters of 65 kinds, whose unigram entropy is 3.3 nats: what a model that knows no context reaches."""
+    """1,115,394 characters of 65 kinds, whose unigram entropy is 3.3 nats: what a model that knows no context
+    reaches.
+    """
     meta = prepare([str(tiny_shakespeare)], str(tmp_path / "out"))
     corpus = open_token_folder(str(tmp_path / "out"))
     (train,), (evaluation,) = texts_of(corpus.train), texts_of(corpus.evaluation)

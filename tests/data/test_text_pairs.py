@@ -12,10 +12,10 @@ from framework.data.eval_loader import EvalLoader
 from framework.data.prepare import prepare
 from framework.data.sample_seed import DrawsFromSeeds, SeededSamples
 from framework.data.text_pairs import TextPairs, build
+from framework.data.token_files import SpecialTokens
 from framework.data.tokens import Tokens
 from framework.data.train_loader import TrainLoader
 from framework.errors import ConfigError, show_value
-from framework.token_files import SpecialTokens
 from tests.data.text_samples import SPECIAL, VOCAB_SIZE, many_documents, tokens_of
 
 LENGTH = 32
@@ -111,8 +111,10 @@ def test_the_lengths_of_the_segments_do_not_tell_the_labels_apart() -> None:
     share = ((types.sum(dim=1) - 1) / (attention.sum(dim=1) - 3)).numpy()
     one, other = (np.sort(share[(label == kind) & ~lone]) for kind in (0, 1))
     places = np.concatenate([one, other])
-    distance = np.abs(np.searchsorted(one, places, side="right") / len(one)
-                      - np.searchsorted(other, places, side="right") / len(other)).max()  # fmt: skip
+    distance = np.abs(
+        np.searchsorted(one, places, side="right") / len(one)
+        - np.searchsorted(other, places, side="right") / len(other)
+    ).max()
     assert min(len(one), len(other)) > 2000
     assert distance < 1.95 * ((len(one) + len(other)) / (len(one) * len(other))) ** 0.5  # a chance of one in a thousand
 
@@ -197,10 +199,20 @@ def test_training_is_the_same_for_any_number_of_ranks_and_workers(num_workers: i
 
     def steps(world_size: int, workers: int, start: int) -> list[list[list[int]]]:
         loaders = [
-            TrainLoader(pairs, global_size=8, micro_size=4 // world_size, accumulation_steps=2, rank=rank, seed=5,
-                        world_size=world_size, shuffle=True, random_samples=True, num_workers=workers).stream(start)
+            TrainLoader(
+                pairs,
+                global_size=8,
+                micro_size=4 // world_size,
+                accumulation_steps=2,
+                rank=rank,
+                seed=5,
+                world_size=world_size,
+                shuffle=True,
+                random_samples=True,
+                num_workers=workers,
+            ).stream(start)
             for rank in range(world_size)
-        ]  # fmt: skip
+        ]
         read = [[next(loader) for loader in loaders for _ in range(2)] for _ in range(3)]
         for loader in loaders:
             loader.close()
@@ -265,7 +277,8 @@ def test_one_document_has_no_other(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         build(str(tmp_path / "out"))
     assert [str(problem) for problem in caught.value.problems] == [
-        f"data.path = {show_value(str(tmp_path / 'out'))}: the {name} text is one document, and half of the pairs need another "
+        f"data.path = {show_value(str(tmp_path / 'out'))}: the {name} text is one document, and half of the pairs "
+        "need another "
         "one; prepare more files, or with --split-at-blank-lines [text-one-document]"
         for name in ("training", "evaluation")
     ]

@@ -62,10 +62,19 @@ def test_ranks_share_a_step_as_they_share_images(num_workers: int) -> None:
 
     def steps(world_size: int) -> list[Any]:
         loaders = [
-            TrainLoader(windows, global_size=8, micro_size=8 // world_size, accumulation_steps=1, rank=rank, seed=5,
-                        world_size=world_size, shuffle=True, num_workers=num_workers).stream()
+            TrainLoader(
+                windows,
+                global_size=8,
+                micro_size=8 // world_size,
+                accumulation_steps=1,
+                rank=rank,
+                seed=5,
+                world_size=world_size,
+                shuffle=True,
+                num_workers=num_workers,
+            ).stream()
             for rank in range(world_size)
-        ]  # fmt: skip
+        ]
         read = [torch.cat([next(loader)[0] for loader in loaders]).tolist() for _ in range(3)]
         for loader in loaders:
             loader.close()

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from framework.data.prepare import prepare
+from framework.data.token_files import read_meta
 from framework.data.token_folder import open_token_folder, verify_token_folder
 from framework.errors import ConfigError
-from framework.token_files import read_meta
 
 FIX = "make it again with python -m framework prepare"
 

@@ -11,10 +11,10 @@ import pytest
 from framework.config.language_models import BERT, GPT
 from framework.data import text_pairs
 from framework.data.prepare import prepare
+from framework.data.token_files import SpecialTokens
 from framework.data.token_folder import open_token_folder
 from framework.data.tokenizer import SMALLEST_BPE, ByteTokenizer, LibraryTokenizer, load_tokenizer, train_bpe
 from framework.errors import ConfigError, show_value
-from framework.token_files import SpecialTokens
 
 tokenizers = pytest.importorskip(
     "tokenizers", reason="the package tokenizers is not installed: pip install -e '.[text]'"
@@ -122,7 +122,12 @@ def bert_file(folder: Path) -> Path:
     ("make", "size", "model", "special"),
     [
         (gpt2_file, 50_257, GPT.model_validate({"size": "gpt2"}), SpecialTokens(end=50_256)),
-        (bert_file, 30_522, BERT.model_validate({"size": "base"}), SpecialTokens(end=102, cls=101, sep=102, mask=103, pad=0)),
+        (
+            bert_file,
+            30_522,
+            BERT.model_validate({"size": "base"}),
+            SpecialTokens(end=102, cls=101, sep=102, mask=103, pad=0),
+        ),
     ],
 )
 def test_a_published_vocabulary_fits_the_published_models(
@@ -130,7 +135,9 @@ def test_a_published_vocabulary_fits_the_published_models(
 ) -> None:
     """The tokens of a folder are all that the model of the paper's size knows: nothing is added to them."""
     (tmp_path / "a.txt").write_text("w1 w2 w3\n\n" * 40, encoding="utf-8")
-    meta = prepare([str(tmp_path / "a.txt")], str(tmp_path / "out"), tokenizer=str(make(tmp_path)), blank_lines_split=True)
+    meta = prepare(
+        [str(tmp_path / "a.txt")], str(tmp_path / "out"), tokenizer=str(make(tmp_path)), blank_lines_split=True
+    )
     assert meta.vocab_size == size == model.vocab_size
     assert open_token_folder(str(tmp_path / "out")).special == special
 
@@ -141,7 +148,9 @@ def test_pairs_of_segments_need_the_tokens_that_hold_them(tmp_path: Path) -> Non
         prepare([str(tmp_path / "a.txt")], str(tmp_path / name), tokenizer=str(file), blank_lines_split=True)
     ids, *_ = text_pairs.build(str(tmp_path / "bert"), sequence_length=8).train[0]
     assert (int(ids[0]), int(ids.max()) < 30_522) == (101, True)
-    with pytest.raises(ConfigError, match=r"has no \[CLS\], \[SEP\], \[MASK\], \[PAD\].* \[text-without-special-tokens\]"):
+    with pytest.raises(
+        ConfigError, match=r"has no \[CLS\], \[SEP\], \[MASK\], \[PAD\].* \[text-without-special-tokens\]"
+    ):
         text_pairs.build(str(tmp_path / "gpt2"), sequence_length=8)
 
 
@@ -189,6 +198,7 @@ def test_no_such_file() -> None:
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(
-        ConfigError, match=r"\./launch\.sh setup text, or pip install -e '\.\[text\]'; or use --tokenizer bytes \[package-missing\]"
+        ConfigError,
+        match=r"\./launch\.sh setup text, or pip install -e '\.\[text\]'; or use --tokenizer bytes \[package-missing\]",
     ):
         load_tokenizer("x.json")

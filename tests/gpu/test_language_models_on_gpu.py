@@ -1,4 +1,6 @@
-"""GPT and BERT in half precision on a CUDA device, and cut in two over two of them, where NCCL sends between the stages."""
+"""GPT and BERT in half precision on a CUDA device, and cut in two over two of them, where NCCL sends between the
+stages.
+"""
 
 from __future__ import annotations
 
@@ -16,34 +18,53 @@ NUM_DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.gpu,
-    pytest.mark.skipif(NUM_DEVICES < 1, reason="no CUDA device on this machine: GPT and BERT in half precision not run"),
+    pytest.mark.skipif(
+        NUM_DEVICES < 1, reason="no CUDA device on this machine: GPT and BERT in half precision not run"
+    ),
 ]
 
 MODELS: Mapping[str, dict[str, Any]] = {
     "gpt": {"model": {"kind": "gpt"}, "data": {"kind": "text", "sequence_length": 128}, "task": {"kind": "causal_lm"}},
-    "bert": {"model": {"kind": "bert", "vocab_size": 261}, "data": {"kind": "text_pairs", "sequence_length": 128},
-             "task": {"kind": "masked_lm"}},
-}  # fmt: skip
+    "bert": {
+        "model": {"kind": "bert", "vocab_size": 261},
+        "data": {"kind": "text_pairs", "sequence_length": 128},
+        "task": {"kind": "masked_lm"},
+    },
+}
 ALONE = {
     f"{model}-{dtype}-z{stage}": {**MODELS[model], "precision": {"dtype": dtype}, "zero": {"stage": stage}}
-    for model in MODELS for dtype in ("fp16", "bf16") for stage in (1, 3)
-}  # fmt: skip
+    for model in MODELS
+    for dtype in ("fp16", "bf16")
+    for stage in (1, 3)
+}
 CUT = {
-    f"{model}-{dtype}-cut": {**MODELS[model], "precision": {"dtype": dtype}, "zero": {"stage": 1}, "parallel": {"pipe": 2}}
-    for model in MODELS for dtype in ("fp16", "bf16")
-}  # fmt: skip
+    f"{model}-{dtype}-cut": {
+        **MODELS[model],
+        "precision": {"dtype": dtype},
+        "zero": {"stage": 1},
+        "parallel": {"pipe": 2},
+    }
+    for model in MODELS
+    for dtype in ("fp16", "bf16")
+}
 
 
 def train(cases: Mapping[str, dict[str, Any]], folder: Path, *, num_ranks: int) -> Path:
     configs = [
-        {"config": {
-            "run": {"name": name, "output_dir": str(folder)}, "batch": {"global_size": 32, "micro_size": 8},
-            "optimizer": {"kind": "adamw", "lr": 1e-3}, "training": {"max_steps": 150, "log_every": 10},
-            "evaluation": {"max_samples": 256, "batch_size": 32}, "checkpoint": {"at_end": False},
-            "monitors": {"tensorboard": False, "csv": False, "progress": "off"}, **sections,
-        }}
+        {
+            "config": {
+                "run": {"name": name, "output_dir": str(folder)},
+                "batch": {"global_size": 32, "micro_size": 8},
+                "optimizer": {"kind": "adamw", "lr": 1e-3},
+                "training": {"max_steps": 150, "log_every": 10},
+                "evaluation": {"max_samples": 256, "batch_size": 32},
+                "checkpoint": {"at_end": False},
+                "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
+                **sections,
+            }
+        }
         for name, sections in cases.items()
-    ]  # fmt: skip
+    ]
     path = folder / "cases.json"
     path.write_text(json.dumps(configs), encoding="utf-8")
     done = torchrun(ROOT / "tests/jobs/run_cases.py", str(path), num_ranks=num_ranks, cwd=folder, DS_ACCELERATOR="cuda")

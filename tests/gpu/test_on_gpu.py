@@ -1,4 +1,6 @@
-"""What needs a CUDA device: NCCL, fp16 with loss scaling, fused kernels, and that nothing waits between logged points."""
+"""What needs a CUDA device: NCCL, fp16 with loss scaling, fused kernels, and that nothing waits between logged
+points.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,12 @@ CASES: dict[str, dict[str, Any]] = {
     "fused-adam": {"optimizer": {"kind": "adamw", "implementation": "deepspeed"}, "precision": {"dtype": "bf16"}},
     "lamb": {"optimizer": {"kind": "lamb"}, "precision": {"dtype": "fp16"}},
     "lion": {"optimizer": {"kind": "lion"}, "precision": {"dtype": "bf16"}},
-    "average": {"precision": {"dtype": "fp16"}, "zero": {"stage": 2}, "evaluation": {"weights": "ema"},
-                "training": {"max_epochs": 6, "log_every": 11, "ema": {"decay": 0.9}}},
+    "average": {
+        "precision": {"dtype": "fp16"},
+        "zero": {"stage": 2},
+        "evaluation": {"weights": "ema"},
+        "training": {"max_epochs": 6, "log_every": 11, "ema": {"decay": 0.9}},
+    },
     "batch-norm": {"model": {"kind": "small_resnet18"}, "precision": {"dtype": "autocast"}, "zero": {"stage": 1}},
 }
 
@@ -36,13 +42,18 @@ CASES: dict[str, dict[str, Any]] = {
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gpu")
     configs = [
-        {"config": {
-            "run": {"name": name, "output_dir": str(folder)}, "batch": {"global_size": 120},
-            "training": {"max_epochs": 6, "log_every": 11}, "checkpoint": {"at_end": name.endswith(("z0", "z3"))},
-            "monitors": {"progress": "off"}, **sections,
-        }}
+        {
+            "config": {
+                "run": {"name": name, "output_dir": str(folder)},
+                "batch": {"global_size": 120},
+                "training": {"max_epochs": 6, "log_every": 11},
+                "checkpoint": {"at_end": name.endswith(("z0", "z3"))},
+                "monitors": {"progress": "off"},
+                **sections,
+            }
+        }
         for name, sections in CASES.items()
-    ]  # fmt: skip
+    ]
     cases = folder / "cases.json"
     cases.write_text(json.dumps(configs), encoding="utf-8")
     done = torchrun(ROOT / "tests/jobs/run_cases.py", str(cases), num_ranks=1, cwd=folder, DS_ACCELERATOR="cuda")

@@ -45,15 +45,27 @@ class Host:
     Args:
         mounts: what is at which path beside the programs and libraries, which all hosts share.
         shm_bytes: size of /dev/shm.
-        command: what PID 1 is, as in a container; left out: a process that waits, and the host stays until it is killed.
+        command: what PID 1 is, as in a container; left out: a process that waits, and the host stays until it is
+            killed.
         environment: all variables of `command`.
         cwd: its working folder.
         uid: user and group of `command`.
     """
 
-    def __init__(self, network: Network, name: str, *, address: str, port: int, mounts: Mapping[str, Mount] | None = None,
-                 shm_bytes: int = 1 << 30, command: Sequence[str] = (), environment: Mapping[str, str] | None = None,
-                 cwd: str = "/", uid: int | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        network: Network,
+        name: str,
+        *,
+        address: str,
+        port: int,
+        mounts: Mapping[str, Mount] | None = None,
+        shm_bytes: int = 1 << 30,
+        command: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        cwd: str = "/",
+        uid: int | None = None,
+    ) -> None:
         self.name, self.address, self.port, self._network = name, address, port, network
         self.aliases: dict[str, str | None] = {}
         self._folder = network.folder / f"{port}-{name}"
@@ -61,17 +73,28 @@ class Host:
         self.log = network.logs / f"{port}-{name}.log"
         self.log.touch()
         self._spec: dict[str, Any] = {
-            "name": name, "root": str(self._folder / "root"), "shm_bytes": shm_bytes, "log": str(self.log),
-            "mounts": {path: mount.told() for path, mount in (mounts or {}).items()}, "command": [*command],
-            "environment": dict(environment or {}), "cwd": cwd, "uid": uid,
-            "files": self._files(), **_ways_to_programs(uid),
-        }  # fmt: skip
+            "name": name,
+            "root": str(self._folder / "root"),
+            "shm_bytes": shm_bytes,
+            "log": str(self.log),
+            "mounts": {path: mount.told() for path, mount in (mounts or {}).items()},
+            "command": [*command],
+            "environment": dict(environment or {}),
+            "cwd": cwd,
+            "uid": uid,
+            "files": self._files(),
+            **_ways_to_programs(uid),
+        }
         (self._folder / "root").mkdir()
         self._start()
 
     def _files(self) -> dict[str, str]:
         """Files of /etc that differ between hosts."""
-        names = {"/etc/hosts": "", "/etc/hostname": f"{self.name}\n", "/etc/resolv.conf": "options attempts:1 timeout:1\n"}
+        names = {
+            "/etc/hosts": "",
+            "/etc/hostname": f"{self.name}\n",
+            "/etc/resolv.conf": "options attempts:1 timeout:1\n",
+        }
         for path, text in names.items():
             (self._folder / Path(path).name).write_text(text)
         files = {path: str(self._folder / Path(path).name) for path in names}
@@ -88,8 +111,14 @@ class Host:
         from tests.hosts.network import HostError
 
         init = Path(__file__).with_name("init.py")
-        self._process = subprocess.Popen([sys.executable, "-S", str(init)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                         stderr=subprocess.PIPE, text=True, start_new_session=True)  # fmt: skip
+        self._process = subprocess.Popen(
+            [sys.executable, "-S", str(init)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         assert self._process.stderr is not None
@@ -109,10 +138,19 @@ class Host:
     def _plug_in(self) -> None:
         mac = "02:00:00:00:{:02x}:{:02x}".format(*divmod(self.port, 256))
         self._network.order({"do": "attach", "port": self.port, "pid": self.pid, "mac": mac})
-        orders = ("link set lo up", f"link set eth0 address {mac} mtu 9000", f"addr add {self.address}/16 brd + dev eth0",
-                  "link set eth0 up")  # fmt: skip
-        subprocess.run(["nsenter", "-t", str(self.pid), "-n", "ip", "-b", "-"], input="\n".join(orders), text=True, check=True,
-                       capture_output=True)  # fmt: skip
+        orders = (
+            "link set lo up",
+            f"link set eth0 address {mac} mtu 9000",
+            f"addr add {self.address}/16 brd + dev eth0",
+            "link set eth0 up",
+        )
+        subprocess.run(
+            ["nsenter", "-t", str(self.pid), "-n", "ip", "-b", "-"],
+            input="\n".join(orders),
+            text=True,
+            check=True,
+            capture_output=True,
+        )
 
     def write_names(self) -> None:
         """Write /etc/hosts: the names that the network publishes, and this host's own view of some (`aliases`)."""
@@ -133,8 +171,14 @@ class Host:
         dropped = {name: value for name, value in job_environment().items() if not name.startswith("PYTEST_")}
         return dropped | {"GLOO_SOCKET_IFNAME": "eth0"} | more
 
-    def start(self, command: Sequence[str], *, environment: Mapping[str, str] | None = None, cwd: str | Path = "/tmp",
-              output: Path | None = None) -> Command:  # fmt: skip
+    def start(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        cwd: str | Path = "/tmp",
+        output: Path | None = None,
+    ) -> Command:
         """Start a command here, with its output in a file."""
         output = output or self._network.logs / f"{self.port}-{self.name}-{time.monotonic_ns()}.txt"
         return Command(self, command, environment=environment or self.environment(), cwd=str(cwd), output=output)
@@ -146,7 +190,9 @@ class Host:
             return subprocess.CompletedProcess([*command], started.wait(timeout), started.said(), "")
         except subprocess.TimeoutExpired:
             started.signal(signal.SIGKILL)
-            raise AssertionError(f"{self.name}: {shlex.join(command)} runs after {timeout} s:\n{started.said()}") from None
+            raise AssertionError(
+                f"{self.name}: {shlex.join(command)} runs after {timeout} s:\n{started.said()}"
+            ) from None
 
     def processes(self, *, services: bool = False) -> dict[int, list[str]]:
         """Command lines of what runs here, by process id outside; without PID 1, and without sshd unless asked."""
@@ -197,14 +243,22 @@ class Host:
 class Command:
     """A command that runs on a host."""
 
-    def __init__(self, host: Host, command: Sequence[str], *, environment: Mapping[str, str], cwd: str, output: Path) -> None:
+    def __init__(
+        self, host: Host, command: Sequence[str], *, environment: Mapping[str, str], cwd: str, output: Path
+    ) -> None:
         self.host, self.output, self.command = host, output, [*command]
         # The folder is one of the host's own tree, which nsenter's --wd is not.
         enter = ["nsenter", "-t", str(host.pid), "-n", "-m", "-p", "-u", "--", "sh", "-c", 'cd "$0" && exec "$@"', cwd]
         with output.open("w") as stream:
             # Its own session, as sshd or a container runtime gives it.
-            self._process = subprocess.Popen([*enter, *command], env=dict(environment), stdin=subprocess.DEVNULL, stdout=stream,
-                                             stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+            self._process = subprocess.Popen(
+                [*enter, *command],
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     @property
     def pid(self) -> int:

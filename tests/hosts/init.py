@@ -94,7 +94,11 @@ def _furnish(spec: dict[str, Any]) -> None:
     new = Path(spec["root"])
     kernel.mount("tmpfs", str(new), "tmpfs", options="mode=755")
     _share_system(new, without=_OWN | {*spec["closed"]})
-    for folder, options in (("tmp", "mode=1777"), ("run", "mode=755"), ("dev/shm", f"mode=1777,size={spec['shm_bytes']}")):
+    for folder, options in (
+        ("tmp", "mode=1777"),
+        ("run", "mode=755"),
+        ("dev/shm", f"mode=1777,size={spec['shm_bytes']}"),
+    ):
         (new / folder).mkdir(exist_ok=True)
         kernel.mount("tmpfs", str(new / folder), "tmpfs", options=options)
     for path in [*spec["visible"], *spec["mounts"]]:

@@ -64,8 +64,14 @@ class Network:
     def __enter__(self) -> Network:
         self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-")))
         self.logs = self._given or self.folder
-        self._switch = subprocess.Popen([sys.executable, "-m", "tests.hosts.switch"], cwd=ROOT, stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, text=True, start_new_session=True)  # fmt: skip
+        self._switch = subprocess.Popen(
+            [sys.executable, "-m", "tests.hosts.switch"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         self._stack.callback(self._end_switch)
         return self
 

@@ -1,4 +1,6 @@
-"""Keys and settings for sshd on hosts: /etc/ssh of each host is its own, so that plain `ssh NAME` just works between them."""
+"""Keys and settings for sshd on hosts: /etc/ssh of each host is its own, so that plain `ssh NAME` just works between
+them.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,17 @@ class Keys:
     def give(self, host: Host, *, port: int = 2222) -> None:
         """Write a host's /etc/ssh: it may enter all others."""
         folder = host.ssh_folder
-        for source, name in ((self._host, "host_key"), (self.user, "user_key"), (self._known, "known_hosts"),
-                             (self.user.with_suffix(".pub"), "authorized_keys")):  # fmt: skip
+        for source, name in (
+            (self._host, "host_key"),
+            (self.user, "user_key"),
+            (self._known, "known_hosts"),
+            (self.user.with_suffix(".pub"), "authorized_keys"),
+        ):
             shutil.copy(source, folder / name)
         (folder / "sshd_config").write_text(
             f"Port {port}\nHostKey /etc/ssh/host_key\nAuthorizedKeysFile /etc/ssh/authorized_keys\nStrictModes no\n"
-            "PermitRootLogin prohibit-password\nPasswordAuthentication no\nUsePAM no\nPidFile none\nAcceptEnv LANG LC_*\n"
+            "PermitRootLogin prohibit-password\nPasswordAuthentication no\nUsePAM no\nPidFile none\nAcceptEnv LANG "
+            "LC_*\n"
         )
         (folder / "ssh_config").write_text(
             f"Host *\n  Port {port}\n  User root\n  IdentityFile /etc/ssh/user_key\n  IdentitiesOnly yes\n"

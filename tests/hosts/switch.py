@@ -1,10 +1,11 @@
-"""The switch between the hosts, which can cut, lose and delay: python -m tests.hosts.switch, orders as JSON lines on stdin.
+"""The switch between the hosts, which can cut, lose and delay: python -m tests.hosts.switch, orders as JSON lines on
+stdin.
 
     {"do": "attach", "port": 3, "pid": 4711, "mac": "02:00:00:00:00:03"}    eth0 appears in the network of that process
     {"do": "set", "port": 3, "cut": true, "drop": 0.0, "delay_ms": 0}       for frames from and to that port
 
-Each order is answered by one line. It is a process that forwards frames between tap devices, so that it works on kernels
-without `tc netem`, and leaves nothing in this machine's own network.
+Each order is answered by one line. It is a process that forwards frames between tap devices, so that it works on
+kernels without `tc netem`, and leaves nothing in this machine's own network.
 """
 
 from __future__ import annotations

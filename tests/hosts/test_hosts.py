@@ -136,8 +136,14 @@ def test_a_command_ends_as_it_ends(network: Network) -> None:
 
 def test_small_and_read_only_file_systems(tmp_path: Path) -> None:
     with Network(None) as network:
-        host = network.host("node", mounts={"/small": Mount(tmpfs_bytes=1 << 20), "/checkpoints/all": Mount(bind=tmp_path),
-                                            "/frozen": Mount(bind=tmp_path, read_only=True)})  # fmt: skip
+        host = network.host(
+            "node",
+            mounts={
+                "/small": Mount(tmpfs_bytes=1 << 20),
+                "/checkpoints/all": Mount(bind=tmp_path),
+                "/frozen": Mount(bind=tmp_path, read_only=True),
+            },
+        )
         assert "No space left" in host.run(["sh", "-c", "head -c 2000000 /dev/zero > /small/x"]).stdout
         assert "Read-only" in host.run(["touch", "/frozen/x"]).stdout
         _said(host, "echo shared > /checkpoints/all/x")
@@ -154,8 +160,12 @@ def test_plain_ssh_between_hosts(network: Network) -> None:
 
 def test_pid_1_may_be_a_program_of_its_own() -> None:
     with Network(None) as network:
-        pod = network.host("pod", command=["sh", "-c", "echo I am $$; trap 'exit 75' TERM; sleep 600 & wait"],
-                           environment={"PATH": os.environ["PATH"]}, uid=1000)  # fmt: skip
+        pod = network.host(
+            "pod",
+            command=["sh", "-c", "echo I am $$; trap 'exit 75' TERM; sleep 600 & wait"],
+            environment={"PATH": os.environ["PATH"]},
+            uid=1000,
+        )
         assert _until(lambda: "I am 1" in pod.log.read_text() and pod.processes())
         pod.signal(signal.SIGTERM)
         assert _until(lambda: pod.exit_code() == 75)
@@ -173,5 +183,7 @@ def test_a_killed_host_is_gone_at_once_and_nothing_stays() -> None:
         assert not any(Path(f"/proc/{pid}").exists() for pid in processes)
         assert not host.is_alive()
     assert not folder.exists()
-    assert str(folder) not in Path("/proc/self/mounts").read_text()  # other tests of this moment have mounts of their own
+    assert (
+        str(folder) not in Path("/proc/self/mounts").read_text()
+    )  # other tests of this moment have mounts of their own
     assert set(Path("/sys/class/net").iterdir()) == links

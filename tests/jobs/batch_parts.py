@@ -1,4 +1,6 @@
-"""Models, data and tasks that show what becomes of a batch, of its statistics and of its gradients: named by import path."""
+"""Models, data and tasks that show what becomes of a batch, of its statistics and of its gradients: named by import
+path.
+"""
 
 from __future__ import annotations
 

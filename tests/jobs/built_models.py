@@ -1,4 +1,5 @@
-"""Builds models at ZeRO stage 3 on every rank, in each way that there is, and compares every weight with what plain PyTorch builds.
+"""Builds models at ZeRO stage 3 on every rank, in each way that there is, and compares every weight with what plain
+PyTorch builds.
 
 Usage: built_models.py OUT.json. Rank 0 writes {case: {way: problems}}; no problem is an empty list.
 """
@@ -17,8 +18,8 @@ import deepspeed
 import torch
 from torch import nn
 
-from framework.backend.distributed import gather, process_group, rank
-from framework.backend.model_build import build_model
+from framework.engine.distributed import gather, process_group, rank
+from framework.engine.model_build import build_model
 from framework.errors import ConfigError
 from framework.models.gpt import GPT
 from framework.models.torchvision_models import resnet18
@@ -151,10 +152,13 @@ def gpt() -> nn.Module:
 def config(stage: int = 3, *, bf16: bool = False) -> dict[str, Any]:
     """As little as DeepSpeed wants."""
     return {
-        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "bf16": {"enabled": bf16},
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": bf16},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True,
-    }  # fmt: skip
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_allow_untested_optimizer": True,
+    }
 
 
 def differences(build: Callable[[], nn.Module], *, bf16: bool = False, hpz: int = 1, **how: Any) -> list[str]:
@@ -213,10 +217,19 @@ def main(out: Path) -> None:
     torch.manual_seed(1)
     gpt2().save_pretrained(folder)
     theirs: dict[str, Callable[[], nn.Module]] = {
-        "loop": Loop, "direct": Direct, "through-data": ThroughData, "loaded": Loaded, "tied": Tied, "copied": Copied,
-        "applied": applied, "gpt2": gpt2, "from-pretrained": lambda: from_pretrained(folder), "encoder": encoder,
-        "attention": lambda: nn.MultiheadAttention(8, 2), "lazy": Lazy,
-    }  # fmt: skip
+        "loop": Loop,
+        "direct": Direct,
+        "through-data": ThroughData,
+        "loaded": Loaded,
+        "tied": Tied,
+        "copied": Copied,
+        "applied": applied,
+        "gpt2": gpt2,
+        "from-pretrained": lambda: from_pretrained(folder),
+        "encoder": encoder,
+        "attention": lambda: nn.MultiheadAttention(8, 2),
+        "lazy": Lazy,
+    }
     ours: dict[str, Callable[[], nn.Module]] = {"gpt": gpt, "resnet18": lambda: resnet18(10, in_channels=1)}
     results: dict[str, Any] = {}
     with process_group(None):

@@ -1,4 +1,5 @@
-"""Counts reads of device values (``aten::_local_scalar_dense``: .item(), float(), bool()) per step, ours and a bare loop's.
+"""Counts reads of device values (``aten::_local_scalar_dense``: .item(), float(), bool()) per step, ours and a bare
+loop's.
 
     count_syncs.py OUT.json
 
@@ -18,10 +19,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import framework
-from framework.assembly.prepared import prepare
-from framework.backend.distributed import process_group
-from framework.backend.plain_engine import PlainEngine
 from framework.config.load import config_from_values
+from framework.engine.distributed import process_group
+from framework.engine.plain_engine import PlainEngine
+from framework.setup.prepared import prepare
 
 STEPS = 6
 
@@ -44,12 +45,16 @@ def case(stage: int, dtype: str, clip: float, folder: str) -> dict[str, Any]:
         "batch": {"global_size": 60, "accumulation_steps": 2},
         "zero": {"stage": stage},
         "precision": {"dtype": dtype},
-        "training": {"max_steps": STEPS, "log_every": STEPS, "clip_grad_norm": clip,
-                     "ema": {"decay": 0.9} if clip else None},  # with every second case, so that it costs no further ones
+        "training": {
+            "max_steps": STEPS,
+            "log_every": STEPS,
+            "clip_grad_norm": clip,
+            "ema": {"decay": 0.9} if clip else None,
+        },  # with every second case, so that it costs no further ones
         "evaluation": {"at_end": False},
         "checkpoint": {"at_end": False},
         "monitors": {"tensorboard": False, "progress": "off"},
-    }  # fmt: skip
+    }
 
 
 def ours(config: dict[str, Any]) -> int:
@@ -75,8 +80,9 @@ def bare(config: dict[str, Any]) -> int:
     """Reads of the same steps in a loop without us."""
     prepared = prepare(config_from_values(config))
     model = prepared.parts.build_model()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=prepared.ds_config,
-                                      dist_init_required=False)  # fmt: skip
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=prepared.ds_config, dist_init_required=False
+    )
     half = torch.bfloat16 if config["precision"]["dtype"] == "bf16" else None
     images, labels = torch.randn(30, 1, 28, 28).to(half), torch.zeros(30, dtype=torch.long)
     reads = Reads()

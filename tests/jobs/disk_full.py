@@ -15,21 +15,39 @@ from pathlib import Path
 from typing import Any
 
 import framework
-from framework import files
-from framework.backend.distributed import barrier, process_group, rank
+from framework.checkpoint.checkpointer import Checkpointer
+from framework.checkpoint.resume_point import find_sound_checkpoint
+from framework.checkpoint.saved import list_checkpoints
+from framework.engine.distributed import barrier, process_group, rank
 from framework.errors import FrameworkError
-from framework.train.checkpointer import Checkpointer
-from framework.train.choice import find_sound_checkpoint
-from framework.train.saved import list_checkpoints
+from framework.system import files
 
 SAVE_EVERY = 2
 # What each save meets: bytes left on the disk (None: all), a read-only folder, or one rank whose n-th write fails.
 CYCLES: list[tuple[str, int | None]] = [
-    ("free", None), ("free", 0), ("free", 0), ("free", None), ("free", 4096), ("free", 65_536), ("free", 262_144),
-    ("free", 524_288), ("free", 786_432), ("free", 1_048_576), ("stays-full", 0), ("stays-full", 0), ("free", None),
-    ("read-only", None), ("read-only", None), ("free", None), ("rank1-write", 0), ("rank1-write", 3), ("rank0-write", 0),
-    ("rank0-write", 5), ("free", 8192), ("free", None),
-]  # fmt: skip
+    ("free", None),
+    ("free", 0),
+    ("free", 0),
+    ("free", None),
+    ("free", 4096),
+    ("free", 65_536),
+    ("free", 262_144),
+    ("free", 524_288),
+    ("free", 786_432),
+    ("free", 1_048_576),
+    ("stays-full", 0),
+    ("stays-full", 0),
+    ("free", None),
+    ("read-only", None),
+    ("read-only", None),
+    ("free", None),
+    ("rank1-write", 0),
+    ("rank1-write", 3),
+    ("rank0-write", 0),
+    ("rank0-write", 5),
+    ("free", 8192),
+    ("free", None),
+]
 
 
 class Disk:
@@ -104,11 +122,18 @@ def save_in(disk: Disk, told: list[dict[str, Any]], cycles: list[tuple[str, int 
                 disk.unbind(folder)
         if rank() == 0:
             sound, damaged = find_sound_checkpoint("auto", run_checkpoints=folder)
-            told.append({
-                "step": step, "state": state, "value": value, "written": bool(written), "damaged": damaged,
-                "sound": sound.step if sound else 0, "there": [found.step for found in list_checkpoints(folder)],
-                "hidden": sorted(path.name for path in folder.glob(".*")),
-            })  # fmt: skip
+            told.append(
+                {
+                    "step": step,
+                    "state": state,
+                    "value": value,
+                    "written": bool(written),
+                    "damaged": damaged,
+                    "sound": sound.step if sound else 0,
+                    "there": [found.step for found in list_checkpoints(folder)],
+                    "hidden": sorted(path.name for path in folder.glob(".*")),
+                }
+            )
             if state != "stays-full":
                 disk.leave(None)
         barrier()

@@ -1,4 +1,6 @@
-"""What fails on one rank alone, in the ways that real devices and real data do: named by import path in test configs."""
+"""What fails on one rank alone, in the ways that real devices and real data do: named by import path in test
+configs.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,10 @@ from framework.errors import ConfigError, Problem, TrainingError
 
 # As an 80 GB device says it.
 NO_MEMORY = (
-    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.06 GiB is free. Including "
-    "non-PyTorch memory, this process has 78.08 GiB memory in use. Of the allocated memory 70.00 GiB is allocated by PyTorch."
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.06 GiB is "
+    "free. Including "
+    "non-PyTorch memory, this process has 78.08 GiB memory in use. Of the allocated memory 70.00 GiB is allocated by "
+    "PyTorch."
 )
 
 
@@ -46,7 +50,9 @@ class Unreadable(Dataset[tuple[torch.Tensor, int]]):
             try:
                 raise OSError("image file is truncated")
             except OSError as error:
-                raise TrainingError("there/dog/7.jpg: cannot be read as an image; replace it [image-damaged]") from error
+                raise TrainingError(
+                    "there/dog/7.jpg: cannot be read as an image; replace it [image-damaged]"
+                ) from error
         return torch.ones(3), 0
 
 

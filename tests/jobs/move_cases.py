@@ -1,8 +1,9 @@
 """Trains, or moves checkpoints between layouts, many cases in one launched job: move_cases.py CASES.json.
 
-A case is {"config", "trains", "loads": [[run folder, file], ...]}. A case that trains is loaded again by DeepSpeed's own means;
-otherwise every checkpoint is loaded as one that has moved, one after the other into one engine. The whole state that the engine
-then holds is written to the file, read by DeepSpeed's own functions (stages 1 to 3) or from torch's optimizer (stage 0).
+A case is {"config", "trains", "loads": [[run folder, file], ...]}. A case that trains is loaded again by DeepSpeed's
+own means; otherwise every checkpoint is loaded as one that has moved, one after the other into one engine. The whole
+state that the engine then holds is written to the file, read by DeepSpeed's own functions (stages 1 to 3) or from
+torch's optimizer (stage 0).
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch._utils import _unflatten_dense_tensors
 
 import framework
-from framework.assembly.assemble import assemble_engine
-from framework.assembly.prepared import prepare
-from framework.backend.distributed import process_group
-from framework.backend.raw_checkpoint import describe_raw
-from framework.backend.state_views import OptimizerViews, names_of
+from framework.checkpoint.resume_point import find_checkpoint
+from framework.checkpoint.state.optimizer_shards import OptimizerViews, names_of
+from framework.checkpoint.state.raw import describe_raw
 from framework.config.load import config_from_values
-from framework.train.choice import find_checkpoint
+from framework.engine.distributed import process_group
+from framework.setup.assemble import assemble_engine
+from framework.setup.prepared import prepare
 from tests.jobs.half_on_cpu import allow_fp16
 
 KEYS = ("exp_avg", "exp_avg_sq")

@@ -1,6 +1,8 @@
-"""Plain DeepSpeed, without this framework, trains models and saves them with `engine.save_checkpoint`: raw_deepspeed.py FOLDER.
+"""Plain DeepSpeed, without this framework, trains models and saves them with `engine.save_checkpoint`: raw_deepspeed.py
+FOLDER.
 
-Beside every checkpoint rank 0 writes ``<case>.pt``: weights and moments, gathered from the living engine by DeepSpeed's functions.
+Beside every checkpoint rank 0 writes ``<case>.pt``: weights and moments, gathered from the living engine by DeepSpeed's
+functions.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch
 import torch.distributed
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-from framework.backend.extensions import use_own_cache
+from framework.engine.extensions import use_own_cache
 from framework.models.mlp import MLP
 from tests.jobs.half_on_cpu import allow_fp16
 from tests.jobs.move_cases import KEYS, copies_of
@@ -37,10 +39,18 @@ CASES: dict[str, tuple[int, str, str, str]] = {
 def ds_config(stage: int, dtype: str, optimizer: str) -> dict[str, Any]:
     parameters = {"lr": 1e-3, "torch_adam": True} if optimizer == "AdamW" else {"lr": 1e-3, "momentum": 0.9}
     half = {} if dtype == "fp32" else {dtype: {"enabled": True}}
-    return {"train_batch_size": SAMPLES, "optimizer": {"type": optimizer, "params": parameters},
-            "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True, "gradient_clipping": 1.0,
-            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_max_lr": 1e-3, "warmup_type": "linear"}},
-            **half}  # fmt: skip
+    return {
+        "train_batch_size": SAMPLES,
+        "optimizer": {"type": optimizer, "params": parameters},
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 1.0,
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_num_steps": 6, "warmup_max_lr": 1e-3, "warmup_type": "linear"},
+        },
+        **half,
+    }
 
 
 def train(case: str, folder: Path) -> None:
@@ -49,13 +59,16 @@ def train(case: str, folder: Path) -> None:
     config = ds_config(stage, dtype, optimizer)
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=stage == 3):
         module = TiedNet() if model == "tied" else MLP(10, image_size=8, hidden_sizes=[24])
-    engine, _, _, _ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config,
-                                           dist_init_required=False)  # fmt: skip
+    engine, _, _, _ = deepspeed.initialize(
+        model=module, model_parameters=module.parameters(), config=config, dist_init_required=False
+    )
     side, draw = 28 if model == "tied" else 8, torch.Generator().manual_seed(torch.distributed.get_rank())
     kind = next(module.parameters()).dtype
     for _ in range(STEPS):
         outputs = engine(torch.rand(SAMPLES // 2, 1, side, side, generator=draw).to(kind))
-        engine.backward(torch.nn.functional.cross_entropy(outputs.float(), torch.randint(10, (SAMPLES // 2,), generator=draw)))
+        engine.backward(
+            torch.nn.functional.cross_entropy(outputs.float(), torch.randint(10, (SAMPLES // 2,), generator=draw))
+        )
         engine.step()
     tag = "after-three" if case == "z0-tied" else None  # a tag of the user's own
     engine.save_checkpoint(str(folder / case), tag=tag)

@@ -1,7 +1,8 @@
-"""Every call of a save by DeepSpeed itself goes wrong once: real_save_faults.py FOLDER STAGE FAULT... Prints what each came to.
+"""Every call of a save by DeepSpeed itself goes wrong once: real_save_faults.py FOLDER STAGE FAULT... Prints what each
+came to.
 
-One rank in one process, which goes on after each fault: an end is an exception that nothing catches, after which no call that
-changes a file system works any more, as in `tests.train.test_every_fault`.
+One rank in one process, which goes on after each fault: an end is an exception that nothing catches, after which no
+call that changes a file system works any more, as in `tests.checkpoint.test_every_fault`.
 """
 
 from __future__ import annotations
@@ -16,16 +17,20 @@ import deepspeed.runtime.engine
 import pytest
 import torch
 
-from framework.assembly.assemble import assemble_engine
-from framework.assembly.prepared import prepare
-from framework.assembly.wiring import make_train_loader
-from framework.backend.distributed import process_group, quiet_deepspeed
+from framework.checkpoint.checkpointer import Checkpointer
 from framework.config.load import config_from_values
-from framework.train.checkpointer import Checkpointer
-from tests.train.test_every_fault import CONFIG, LAYOUT, OPTIONS, Ended, Faults, faults, fresh_start
+from framework.engine.distributed import process_group, quiet_deepspeed
+from framework.setup.assemble import assemble_engine
+from framework.setup.prepared import prepare
+from framework.setup.wiring import make_train_loader
+from tests.checkpoint.test_every_fault import CONFIG, LAYOUT, OPTIONS, Ended, Faults, faults, fresh_start
 
-CONFIG_HERE = {"model": {"kind": "mlp", "hidden_sizes": [4]}, "batch": {"global_size": 8}, "monitors": {"tensorboard": False},
-               "training": {"max_steps": 1}}  # fmt: skip
+CONFIG_HERE = {
+    "model": {"kind": "mlp", "hidden_sizes": [4]},
+    "batch": {"global_size": 8},
+    "monitors": {"tensorboard": False},
+    "training": {"max_steps": 1},
+}
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""Trains models whose graph differs between ranks, with DeepSpeed's engine as the framework makes it and in plain PyTorch.
+"""Trains models whose graph differs between ranks, with DeepSpeed's engine as the framework makes it and in plain
+PyTorch.
 
 Usage: routed_models.py OUT.json. Rank 0 writes {case: largest difference of a weight, or what was refused}.
 """
@@ -16,9 +17,9 @@ import deepspeed
 import torch
 from torch import nn
 
-from framework.backend.distributed import gather, process_group, rank
-from framework.backend.gradient_order import keep_gradient_order
-from framework.backend.model_build import build_model
+from framework.engine.distributed import gather, process_group, rank
+from framework.engine.model_build import build_model
+from framework.engine.workarounds.gradient_order import keep_gradient_order
 from framework.errors import TrainingError
 
 NUM_STEPS, NUM_EXPERTS, WIDTH = 20, 5, 6
@@ -142,10 +143,13 @@ def watch_waiting(engine: deepspeed.DeepSpeedEngine) -> None:
 def train(kind: str, stage: int, optimizer: str, accumulation: int, **zero: Any) -> dict[str, torch.Tensor]:
     """The same with DeepSpeed."""
     config = {
-        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": accumulation, "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 100} | zero,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 100}
+        | zero,
         "zero_allow_untested_optimizer": True,
-    }  # fmt: skip
+    }
     model = build_model(lambda: make(kind), ds_config=config)
     engine, *_ = deepspeed.initialize(
         model=model,

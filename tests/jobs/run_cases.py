@@ -1,7 +1,8 @@
-"""Trains many cases in one launched job: run_cases.py CASES.json [--allow-fp16]. A case is {"config"}; starting DeepSpeed is dear.
+"""Trains many cases in one launched job: run_cases.py CASES.json [--allow-fp16]. A case is {"config"}; starting
+DeepSpeed is dear.
 
-Each case may name `model`, `optimizer` or data through import paths of `tests.jobs.parts`. A case that fails writes its error
-to ``<output_dir>/<name>.error`` and the next one starts.
+Each case may name `model`, `optimizer` or data through import paths of `tests.jobs.parts`. A case that fails writes its
+error to ``<output_dir>/<name>.error`` and the next one starts.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch.distributed
 
 import framework
-from framework.backend.distributed import process_group
+from framework.engine.distributed import process_group
 from framework.errors import FrameworkError
 from tests.jobs.half_on_cpu import allow_fp16
 

@@ -1,4 +1,5 @@
-"""Trains cases as `run_cases` does; whenever an engine saves, every rank also writes the weights that it holds, as it sees them.
+"""Trains cases as `run_cases` does; whenever an engine saves, every rank also writes the weights that it holds, as it
+sees them.
 
 They are asked of the living engine and of the module, and never of a checkpoint: ``truth-rank<N>.pt`` in the run folder
 is what a reader of the checkpoint is held against.
@@ -17,8 +18,8 @@ import torch
 import torch.distributed
 from deepspeed.utils import safe_get_full_fp32_param
 
-from framework.backend.pipeline_engine import PipelineEngine
-from framework.backend.plain_engine import PlainEngine
+from framework.engine.pipeline_engine import PipelineEngine
+from framework.engine.plain_engine import PlainEngine
 from tests.jobs import run_cases
 from tests.jobs.move_cases import copies_of
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed
 
-from framework.backend.patience import gather_from_disks, waiting_for_disks
+from framework.engine.collective_timeout import gather_from_disks, waiting_for_disks
 
 LIMIT, LONGER = timedelta(seconds=1), 2.5
 

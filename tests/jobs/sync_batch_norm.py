@@ -1,4 +1,6 @@
-"""Rank r of two normalises its part of a batch; what comes out is compared with one batch norm over the joined batch."""
+"""Rank r of two normalises its part of a batch; what comes out is compared with one batch norm over the joined
+batch.
+"""
 
 from __future__ import annotations
 

@@ -48,15 +48,24 @@ class Kubelet:
         manifest: as read.
         volumes: folder behind each claim.
         secrets: values of keys by name of the secret.
-        image: folders that the image has filled: their content is copied into an emptyDir of that path. What a real image would
-            keep elsewhere is prepared in this way, such as compiled ops.
+        image: folders that the image has filled: their content is copied into an emptyDir of that path. What a real
+            image would keep elsewhere is prepared in this way, such as compiled ops.
         publish_after: seconds until others can resolve a new pod's name; infinite: not before `publish_now`.
-        restart_after: seconds until a failed pod is made anew; the real controller waits 10 s, then twice as long each time.
+        restart_after: seconds until a failed pod is made anew; the real controller waits 10 s, then twice as long each
+            time.
     """
 
-    def __init__(self, network: Network, manifest: Manifest, *, volumes: Mapping[str, Path] | None = None,
-                 secrets: Mapping[str, Mapping[str, str]] | None = None, image: Mapping[str, Path] | None = None,
-                 publish_after: float = 0.0, restart_after: float = 0.2) -> None:  # fmt: skip
+    def __init__(
+        self,
+        network: Network,
+        manifest: Manifest,
+        *,
+        volumes: Mapping[str, Path] | None = None,
+        secrets: Mapping[str, Mapping[str, str]] | None = None,
+        image: Mapping[str, Path] | None = None,
+        publish_after: float = 0.0,
+        restart_after: float = 0.2,
+    ) -> None:
         self._network, self._manifest = network, manifest
         self._volumes, self._secrets, self._image = dict(volumes or {}), dict(secrets or {}), dict(image or {})
         self._publish_after, self._restart_after = publish_after, restart_after
@@ -105,7 +114,9 @@ class Kubelet:
 
     def said(self) -> str:
         """Logs of all pods, for the messages of tests."""
-        return "\n".join(f"--- pod {pod.index} ({pod.exit_code}) ---\n{pod.host.log.read_text()[-3000:]}" for pod in self.pods)
+        return "\n".join(
+            f"--- pod {pod.index} ({pod.exit_code}) ---\n{pod.host.log.read_text()[-3000:]}" for pod in self.pods
+        )
 
     # ------------------------------------------------------------------------------------------- the Job controller
 
@@ -130,9 +141,15 @@ class Kubelet:
         if pod.exit_code == 0:
             pod.verdict = "Succeeded"
             return
-        policy, container = self._manifest.job.spec.podFailurePolicy, self._manifest.job.spec.template.spec.containers[0]
-        fitting = (rule.action for rule in policy.rules
-                   if rule.fits(code=pod.exit_code, container=container.name, conditions=pod.conditions))  # fmt: skip
+        policy, container = (
+            self._manifest.job.spec.podFailurePolicy,
+            self._manifest.job.spec.template.spec.containers[0],
+        )
+        fitting = (
+            rule.action
+            for rule in policy.rules
+            if rule.fits(code=pod.exit_code, container=container.name, conditions=pod.conditions)
+        )
         pod.verdict = next(fitting, "Count")
         if pod.verdict == "FailJob":
             self._fail("PodFailurePolicy")
@@ -152,8 +169,12 @@ class Kubelet:
     def _create(self, index: int) -> Pod:
         job, spec = self._manifest.job, self._manifest.job.spec.template.spec
         name, container = f"{job.metadata.name}-{index}", spec.containers[0]
-        environment = {"PATH": os.pathsep.join([str(Path(sys.prefix) / "bin"), *os.defpath.split(os.pathsep)]),
-                       "HOSTNAME": name, "PYTHONPATH": str(ROOT), "JOB_COMPLETION_INDEX": str(index)}  # fmt: skip
+        environment = {
+            "PATH": os.pathsep.join([str(Path(sys.prefix) / "bin"), *os.defpath.split(os.pathsep)]),
+            "HOSTNAME": name,
+            "PYTHONPATH": str(ROOT),
+            "JOB_COMPLETION_INDEX": str(index),
+        }
         environment |= {variable.name: self._value(variable) for variable in container.env}
         volumes = {volume.name: volume for volume in spec.volumes}
         mounts, shm_bytes = {}, 64 << 20  # the container runtime's default
@@ -165,8 +186,16 @@ class Kubelet:
                 shm_bytes = num_bytes(volume.emptyDir.sizeLimit or "0")
             else:
                 mounts[mount.mountPath] = self._mount(volume, mount.mountPath, read_only=mount.readOnly)
-        host = self._network.host(name, publish=False, mounts=mounts, shm_bytes=shm_bytes, command=container.command,
-                                  environment=environment, cwd=str(ROOT), uid=spec.securityContext.runAsUser)  # fmt: skip
+        host = self._network.host(
+            name,
+            publish=False,
+            mounts=mounts,
+            shm_bytes=shm_bytes,
+            command=container.command,
+            environment=environment,
+            cwd=str(ROOT),
+            uid=spec.securityContext.runAsUser,
+        )
         service = self._manifest.service.metadata.name
         self._unpublished.append((time.monotonic() + self._publish_after, f"{name}.{service}", host.address))
         self._publish(time.monotonic())

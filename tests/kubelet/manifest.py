@@ -167,7 +167,11 @@ class Rule(Known):
         """Whether it is about a pod that ended like this."""
         if self.onExitCodes is not None:
             asked = self.onExitCodes
-            return asked.containerName in (None, container) and code != 0 and (code in asked.values) == (asked.operator == "In")
+            return (
+                asked.containerName in (None, container)
+                and code != 0
+                and (code in asked.values) == (asked.operator == "In")
+            )
         return any((each.type in conditions) == (each.status == "True") for each in self.onPodConditions)
 
 

@@ -1,4 +1,6 @@
-"""The test kubelet itself: policies, retries, names and limits of a manifest are honoured, and what it does not know is refused."""
+"""The test kubelet itself: policies, retries, names and limits of a manifest are honoured, and what it does not know is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -16,28 +18,59 @@ from tests.kubelet.kubelet import Kubelet
 from tests.kubelet.manifest import Manifest, read_manifest
 
 JOB: dict[str, Any] = {
-    "apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "demo"},
+    "apiVersion": "batch/v1",
+    "kind": "Job",
+    "metadata": {"name": "demo"},
     "spec": {
-        "completionMode": "Indexed", "completions": 2, "parallelism": 2, "backoffLimit": 1, "podReplacementPolicy": "Failed",
-        "podFailurePolicy": {"rules": [
-            {"action": "FailJob", "onExitCodes": {"containerName": "node", "operator": "In", "values": [64, 78]}},
-            {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-            {"action": "Ignore", "onExitCodes": {"containerName": "node", "operator": "In", "values": [75]}},
-        ]},
-        "template": {"spec": {
-            "restartPolicy": "Never", "subdomain": "demo", "enableServiceLinks": False, "automountServiceAccountToken": False,
-            "terminationGracePeriodSeconds": 1,
-            "containers": [{"name": "node", "image": "none", "command": [], "terminationMessagePolicy": "FallbackToLogsOnError",
-                            "volumeMounts": [{"name": "dshm", "mountPath": "/dev/shm"}, {"name": "runs", "mountPath": "/runs"}]}],
-            "volumes": [{"name": "dshm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Mi"}},
-                        {"name": "runs", "persistentVolumeClaim": {"claimName": "claim"}}],
-        }},
+        "completionMode": "Indexed",
+        "completions": 2,
+        "parallelism": 2,
+        "backoffLimit": 1,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "FailJob", "onExitCodes": {"containerName": "node", "operator": "In", "values": [64, 78]}},
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                {"action": "Ignore", "onExitCodes": {"containerName": "node", "operator": "In", "values": [75]}},
+            ]
+        },
+        "template": {
+            "spec": {
+                "restartPolicy": "Never",
+                "subdomain": "demo",
+                "enableServiceLinks": False,
+                "automountServiceAccountToken": False,
+                "terminationGracePeriodSeconds": 1,
+                "containers": [
+                    {
+                        "name": "node",
+                        "image": "none",
+                        "command": [],
+                        "terminationMessagePolicy": "FallbackToLogsOnError",
+                        "volumeMounts": [
+                            {"name": "dshm", "mountPath": "/dev/shm"},
+                            {"name": "runs", "mountPath": "/runs"},
+                        ],
+                    }
+                ],
+                "volumes": [
+                    {"name": "dshm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Mi"}},
+                    {"name": "runs", "persistentVolumeClaim": {"claimName": "claim"}},
+                ],
+            }
+        },
     },
-}  # fmt: skip
+}
 SERVICE: dict[str, Any] = {
-    "apiVersion": "v1", "kind": "Service", "metadata": {"name": "demo"},
-    "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"batch.kubernetes.io/job-name": "demo"}},
-}  # fmt: skip
+    "apiVersion": "v1",
+    "kind": "Service",
+    "metadata": {"name": "demo"},
+    "spec": {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {"batch.kubernetes.io/job-name": "demo"},
+    },
+}
 pytestmark = [pytest.mark.slow, pytest.mark.timing]
 needs_hosts = pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made")
 
@@ -62,15 +95,22 @@ def kubelet(network: Network, folder: Path, script: str, **how: Any) -> Kubelet:
 
 @needs_hosts
 def test_pods_know_who_they_are_and_find_each_other(network: Network, tmp_path: Path) -> None:
-    job = kubelet(network, tmp_path, """
+    job = kubelet(
+        network,
+        tmp_path,
+        """
         echo $JOB_COMPLETION_INDEX $(hostname) > /runs/$JOB_COMPLETION_INDEX
         getent hosts demo-0.demo || touch /runs/not-yet
         until getent hosts demo-0.demo && getent hosts demo-1.demo; do sleep 0.05; done
         touch /runs/found-$JOB_COMPLETION_INDEX
         until [ -e /runs/found-0 -a -e /runs/found-1 ]; do sleep 0.05; done  # the name of a pod goes with the pod
         df --output=size -B1M /dev/shm | tail -1 > /runs/shm; [ $$ = 1 ] && ! [ -w /proc/sysrq-trigger ]
-    """, publish_after=float("inf"), change=lambda job: job["spec"]["template"]["spec"].update(
-        securityContext={"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000}))  # fmt: skip
+    """,
+        publish_after=float("inf"),
+        change=lambda job: job["spec"]["template"]["spec"].update(
+            securityContext={"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000}
+        ),
+    )
 
     def name_them(job: Kubelet) -> None:
         if (tmp_path / "not-yet").exists():
@@ -89,8 +129,7 @@ def test_failures_are_counted_up_to_the_limit(network: Network, tmp_path: Path) 
     assert {pod.verdict for pod in job.pods} == {"Count"}
     assert job.pods[0].message == "because"
     once = "mkdir /runs/first-$JOB_COMPLETION_INDEX 2>/dev/null || exit 0; sleep 0.$JOB_COMPLETION_INDEX; exit 70"
-    again = kubelet(network, tmp_path, once,
-                    change=lambda job: job["spec"].update(backoffLimit=2))  # fmt: skip
+    again = kubelet(network, tmp_path, once, change=lambda job: job["spec"].update(backoffLimit=2))
     assert again.run(timeout=60) == "Complete"
     addresses = [pod.host.address for pod in again.pods]
     assert len(set(addresses)) == 4  # a new address for each
@@ -109,9 +148,15 @@ def test_some_exit_codes_end_the_job_and_others_do_not_count(network: Network, t
 
 @needs_hosts
 def test_evicted_pods_get_their_grace_and_are_not_counted(network: Network, tmp_path: Path) -> None:
-    script = "trap 'echo saved > /dev/termination-log; exit 70' TERM; touch /runs/up-$JOB_COMPLETION_INDEX; sleep 600 & wait"
-    job = kubelet(network, tmp_path, f"[ -e /runs/done ] || {{ {script}; }}",
-                  change=lambda job: job["spec"].update(backoffLimit=0))  # fmt: skip
+    script = (
+        "trap 'echo saved > /dev/termination-log; exit 70' TERM; touch /runs/up-$JOB_COMPLETION_INDEX; sleep 600 & wait"
+    )
+    job = kubelet(
+        network,
+        tmp_path,
+        f"[ -e /runs/done ] || {{ {script}; }}",
+        change=lambda job: job["spec"].update(backoffLimit=0),
+    )
     deadline = time.monotonic() + 60
     while len(list(tmp_path.glob("up-*"))) < 2 and time.monotonic() < deadline:
         job.step()
@@ -131,16 +176,28 @@ def test_a_job_ends_at_its_deadline(network: Network, tmp_path: Path) -> None:
 
 
 # Away from the pods of another job: of its own nothing would be said.
-_OTHER = {"labelSelector": {"matchLabels": {"batch.kubernetes.io/job-name": "other"}}, "topologyKey": "kubernetes.io/hostname"}
+_OTHER = {
+    "labelSelector": {"matchLabels": {"batch.kubernetes.io/job-name": "other"}},
+    "topologyKey": "kubernetes.io/hostname",
+}
 OTHERS = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [_OTHER]}}
 
 
-@pytest.mark.parametrize(("path", "value"), [
-    ("spec.suspend", True), ("spec.podReplacementPolicy", "TerminatingOrFailed"), ("spec.completionMode", "NonIndexed"),
-    ("spec.template.spec.restartPolicy", "OnFailure"), ("spec.template.spec.initContainers", []),
-    ("spec.template.spec.subdomain", "other"), ("spec.template.spec.containers.0.livenessProbe", {}),
-    ("spec.template.spec.securityContext", {"runAsNonRoot": True}), ("kind", "JobSet"), ("spec.template.spec.affinity", OTHERS),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("spec.suspend", True),
+        ("spec.podReplacementPolicy", "TerminatingOrFailed"),
+        ("spec.completionMode", "NonIndexed"),
+        ("spec.template.spec.restartPolicy", "OnFailure"),
+        ("spec.template.spec.initContainers", []),
+        ("spec.template.spec.subdomain", "other"),
+        ("spec.template.spec.containers.0.livenessProbe", {}),
+        ("spec.template.spec.securityContext", {"runAsNonRoot": True}),
+        ("kind", "JobSet"),
+        ("spec.template.spec.affinity", OTHERS),
+    ],
+)
 def test_what_it_does_not_know_is_an_error(path: str, value: object) -> None:
     def change(job: dict[str, Any]) -> None:
         *parents, last = path.split(".")
@@ -151,5 +208,3 @@ def test_what_it_does_not_know_is_an_error(path: str, value: object) -> None:
 
     with pytest.raises(ValueError, match=r"."):
         manifest("true", change)
-
-

@@ -11,8 +11,8 @@ import pytest
 
 psutil = pytest.importorskip("psutil", reason="agents need psutil, which comes with the train extra")
 
-from framework.launch.meet.messages import Link  # noqa: E402
-from tests.launch.meet.members import Members  # noqa: E402
+from framework.launch.rendezvous.messages import Link  # noqa: E402
+from tests.launch.rendezvous.members import Members  # noqa: E402
 
 Connect: TypeAlias = Callable[[], tuple[Link, socket.socket]]
 

@@ -1,4 +1,5 @@
-"""A rank for the tests of agents: rank.py --local_rank=N FOLDER [RANK:]ACTION ...; without an action of its own it waits.
+"""A rank for the tests of agents: rank.py --local_rank=N FOLDER [RANK:]ACTION ...; without an action of its own it
+waits.
 
 wait | ignore (requests to stop) | deaf (as before it listens) | exit=CODE | kill (itself). It writes its process id and
 environment to FOLDER/<RANK>.json once it is ready, and the name of each signal to FOLDER/<RANK>.signals.
@@ -13,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from framework.launch.parent_watch import watch_parent
+from framework.system.parent_watch import watch_parent
 
 
 def main() -> None:

@@ -1,4 +1,6 @@
-"""How a job ends: requests reach every rank at once, a failure ends every node, and the exit codes tell what happened."""
+"""How a job ends: requests reach every rank at once, a failure ends every node, and the exit codes tell what
+happened.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from framework.launch.agent import first_failure, how_ended, write_termination_log
-from framework.launch.meet.peers import Failure
 from framework.launch.oom_kills import OomKills
-from tests.launch.meet.members import ROOT, Members, ended, gone
+from framework.launch.rendezvous.peers import Failure
+from tests.launch.rendezvous.members import ROOT, Members, ended, gone
 
 pytestmark = pytest.mark.timing
 
@@ -36,7 +38,11 @@ def alone(members: Members) -> Members:
     [
         (["exit=0"], 0, "launch: finished: 1 node, every rank ended with 0"),
         (["exit=78"], 78, r"rank [01]: ended with 78 \(configuration refused\) at ..:..:..; 1 node stopped in \d"),
-        (["1:kill", "wait"], 137, r"node 0 \(.*\) rank 1: killed by SIGKILL \(137, out of memory\?\) at ..:..:..; 1 node stopped"),
+        (
+            ["1:kill", "wait"],
+            137,
+            r"node 0 \(.*\) rank 1: killed by SIGKILL \(137, out of memory\?\) at ..:..:..; 1 node stopped",
+        ),
         (["0:exit=1", "ignore"], 1, "rank 0: ended with 1 at"),
     ],
 )
@@ -132,17 +138,37 @@ def test_a_rank_is_given_what_deepspeed_gives_it(alone: Members, tmp_path: Path)
     theirs.mkdir()
     hostfile = tmp_path / "hosts"
     hostfile.write_text("node-0 slots=2\n")
-    where = ["--no_ssh", f"--hostfile={hostfile}", "--node_rank=0", "--master_addr=127.0.0.1", f"--master_port={alone.port}"]
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", *where, str(ROOT / "tests/launch/rank.py"), str(theirs), "exit=0"]
+    where = [
+        "--no_ssh",
+        f"--hostfile={hostfile}",
+        "--node_rank=0",
+        "--master_addr=127.0.0.1",
+        f"--master_port={alone.port}",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.runner",
+        *where,
+        str(ROOT / "tests/launch/rank.py"),
+        str(theirs),
+        "exit=0",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
-    subprocess.run(command, env=environment, check=True, timeout=300, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(
+        command, env=environment, check=True, timeout=300, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     expected = Members(theirs, nnodes=1, slots=2).ready(2)
     only_here = {"DSF_AGENT", "DSF_WORLD_SIZE"}
     only_there = {"DS_ACCELERATOR", "PYTEST_CURRENT_TEST"}  # of this test; and what importing DeepSpeed leaves behind
     for rank in (0, 1):
         assert ours[rank]["argv"][1] == expected[rank]["argv"][1]
         mine, its = ours[rank]["environment"], expected[rank]["environment"]
-        left = {name for name in its.keys() - mine.keys() if not name.startswith(("KMP_", "TORCHINDUCTOR_", "OMP_", "TRITON_"))}
+        left = {
+            name
+            for name in its.keys() - mine.keys()
+            if not name.startswith(("KMP_", "TORCHINDUCTOR_", "OMP_", "TRITON_"))
+        }
         assert left <= only_there
         assert mine.keys() - its.keys() <= only_here
         names = set(mine) & set(its) - {"PYTEST_CURRENT_TEST"}
@@ -181,9 +207,17 @@ def test_two_nodes_train_and_confirm_to_each_other(members: Members) -> None:
     ranks = members.ready(4)
     for number, rank in ranks.items():
         environment = rank["environment"]
-        expected = {"RANK": str(number), "WORLD_SIZE": "4", "LOCAL_RANK": str(number % 2), "LOCAL_SIZE": "2",
-                    "CROSS_RANK": str(number // 2), "CROSS_SIZE": "2", "MASTER_PORT": str(members.port),
-                    "DSF_WORLD_SIZE": "4", "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+        expected = {
+            "RANK": str(number),
+            "WORLD_SIZE": "4",
+            "LOCAL_RANK": str(number % 2),
+            "LOCAL_SIZE": "2",
+            "CROSS_RANK": str(number // 2),
+            "CROSS_SIZE": "2",
+            "MASTER_PORT": str(members.port),
+            "DSF_WORLD_SIZE": "4",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
         assert {name: environment.get(name) for name in expected} == expected
 
 
@@ -197,7 +231,9 @@ def test_a_killed_rank_ends_all_nodes(members: Members) -> None:
     assert time.monotonic() - begun < 20
     assert [code for code, _ in ends] == [137 if rank == culprit else 76 for rank in (0, 1)]
     for _, said in ends:
-        assert re.search(rf"node {culprit} \(.*\) rank {culprit}: killed by SIGKILL .*; 2 nodes stopped in", said.splitlines()[-1])
+        assert re.search(
+            rf"node {culprit} \(.*\) rank {culprit}: killed by SIGKILL .*; 2 nodes stopped in", said.splitlines()[-1]
+        )
 
 
 @pytest.mark.slow
@@ -259,9 +295,15 @@ def test_the_cause_is_not_who_only_lost_somebody() -> None:
 
 @pytest.mark.parametrize(
     ("code", "words"),
-    [(1, "ended with 1"), (70, "ended with 70 (training failed)"), (76, "ended with 76 (it lost another rank)"),
-     (137, "killed by SIGKILL (137, out of memory?)"), (134, "killed by SIGABRT (134)"), (255, "ended with 255")],
-)  # fmt: skip
+    [
+        (1, "ended with 1"),
+        (70, "ended with 70 (training failed)"),
+        (76, "ended with 76 (it lost another rank)"),
+        (137, "killed by SIGKILL (137, out of memory?)"),
+        (134, "killed by SIGABRT (134)"),
+        (255, "ended with 255"),
+    ],
+)
 def test_an_exit_code_in_words(code: int, words: str) -> None:
     assert how_ended(code) == words
 

@@ -1,4 +1,6 @@
-"""Ends in which something else went wrong as well: nobody reads, a request comes too early, a process cannot be started."""
+"""Ends in which something else went wrong as well: nobody reads, a request comes too early, a process cannot be
+started.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,12 @@ import pytest
 from framework.errors import EXIT_STOPPED, EXIT_TRAINING, RunStopped
 from framework.launch import agent, local, node
 from framework.launch.agent import AttemptResult, run_attempt
-from framework.launch.devices import LocalDevices
-from framework.launch.meet.peers import Peers
+from framework.launch.hosts.devices import LocalDevices
+from framework.launch.hosts.topology import Topology
 from framework.launch.ranks import Ranks
+from framework.launch.rendezvous.peers import Peers
 from framework.launch.stop_requests import StopRequests
-from framework.launch.topology import Topology
-from tests.launch.meet.members import ROOT, Members, ended, gone, heed_signals, kill_what_is_left
+from tests.launch.rendezvous.members import ROOT, Members, ended, gone, heed_signals, kill_what_is_left
 
 pytestmark = [pytest.mark.slow, pytest.mark.timing]
 
@@ -97,8 +99,12 @@ def test_a_request_is_told_before_it_is_heeded(tmp_path: Path, monkeypatch: pyte
 
     requests, really = StopRequests(), agent._Attempt._ask
     monkeypatch.setattr(agent._Attempt, "_ask", ask)
-    ranks = Ranks(script=ROOT / "tests/launch/rank.py", arguments=[str(tmp_path), "0:deaf", "wait"],
-                  topology=Topology(1, 2, 0, "127.0.0.1", 29500), environment={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    ranks = Ranks(
+        script=ROOT / "tests/launch/rank.py",
+        arguments=[str(tmp_path), "0:deaf", "wait"],
+        topology=Topology(1, 2, 0, "127.0.0.1", 29500),
+        environment={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     result = run_attempt(ranks, peers=Peers(0, {}, {0: "here"}), requests=requests, node_rank=0, grace_seconds=30)
     assert result.code == EXIT_STOPPED
     assert result.line.startswith("stopped on request (SIGTERM at node 0 (here))")
@@ -115,8 +121,15 @@ def test_who_kills_a_rank_by_hand_has_not_asked_to_stop(alone: Members) -> None:
 def test_a_node_heeds_requests_before_it_reads_its_order(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "framework", "launch", "node", "x.yaml", "--from_stdin"]
     environment = {**os.environ, "DSF_TERMINATION_LOG": str(tmp_path / "log")}
-    process = subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
-                               preexec_fn=heed_signals)  # fmt: skip
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        text=True,
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        preexec_fn=heed_signals,
+    )
     try:
         until_it_catches(process.pid, signal.SIGTERM)
         process.send_signal(signal.SIGTERM)
@@ -132,7 +145,9 @@ def until_it_catches(pid: int, number: signal.Signals) -> None:
     """Until a process handles a signal, which before would end it (and not even that as process 1)."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        (caught,) = (line.split()[1] for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line[:6] == "SigCgt")
+        (caught,) = (
+            line.split()[1] for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line[:6] == "SigCgt"
+        )
         if int(caught, 16) >> (number - 1) & 1:
             return
         time.sleep(0.05)
@@ -151,8 +166,10 @@ sys.meta_path.insert(0, Slow())
 ALONE = ["unshare", "--pid", "--fork"]
 
 
-@pytest.mark.skipif(not shutil.which("unshare") or bool(subprocess.run([*ALONE, "true"], capture_output=True).returncode),
-                    reason="only root may be process 1 of a namespace here")  # fmt: skip
+@pytest.mark.skipif(
+    not shutil.which("unshare") or bool(subprocess.run([*ALONE, "true"], capture_output=True).returncode),
+    reason="only root may be process 1 of a namespace here",
+)
 def test_process_1_heeds_requests_while_it_imports(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(SLOW_IMPORT)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
@@ -168,7 +185,9 @@ def test_process_1_heeds_requests_while_it_imports(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [[], ["node"]], ids=["launch", "launch node"])
-def test_a_request_during_the_check_starts_nothing(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_during_the_check_starts_nothing(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("deepspeed")
     (tmp_path / "x.yaml").write_text(CONFIG)
     monkeypatch.chdir(tmp_path)
@@ -194,8 +213,12 @@ def test_a_request_during_the_check_starts_nothing(command: list[str], tmp_path:
 
 def attempt(script: Path, *arguments: str, environment: dict[str, str] | None = None) -> AttemptResult:
     """One node's attempt with one rank, in this process."""
-    ranks = Ranks(script=script, arguments=arguments, topology=Topology(1, 1, 0, "127.0.0.1", 29500),
-                  environment={**os.environ, **(environment or {})})  # fmt: skip
+    ranks = Ranks(
+        script=script,
+        arguments=arguments,
+        topology=Topology(1, 1, 0, "127.0.0.1", 29500),
+        environment={**os.environ, **(environment or {})},
+    )
     return run_attempt(ranks, peers=Peers(0, {}, {0: "here"}), requests=StopRequests(), node_rank=0, grace_seconds=1)
 
 

@@ -46,7 +46,13 @@ def test_sorts_requirements_into_present_missing_and_too_old() -> None:
 
 @pytest.mark.parametrize(
     ("version", "floor", "enough"),
-    [("2.10.0a0+git", "2.10", True), ("2.9.1", "2.10", False), ("2.10", "2.10.0", True), ("3", "2.10", True), ("77.0", "77", True)],
+    [
+        ("2.10.0a0+git", "2.10", True),
+        ("2.9.1", "2.10", False),
+        ("2.10", "2.10.0", True),
+        ("3", "2.10", True),
+        ("77.0", "77", True),
+    ],
 )
 def test_compares_versions(version: str, floor: str, *, enough: bool) -> None:
     assert (environment._release(version) >= environment._release(floor)) is enough

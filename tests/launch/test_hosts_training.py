@@ -44,7 +44,10 @@ def network(shared: Path) -> Iterator[Network]:
             host = network.host(f"node-{node}", mounts={"/shared": Mount(bind=shared)})
             host.start_sshd()
             if IPV6:
-                assert host.run(["ip", "-6", "address", "add", f"{address(node)}/64", "dev", "eth0", "nodad"]).returncode == 0
+                assert (
+                    host.run(["ip", "-6", "address", "add", f"{address(node)}/64", "dev", "eth0", "nodad"]).returncode
+                    == 0
+                )
         yield network
 
 
@@ -70,21 +73,37 @@ def ended(*commands: Command) -> None:
         assert command.host.processes() == {}
 
 
-def test_the_plain_deepspeed_command_without_ssh(network: Network, shared: Path, alone: dict[int, dict[int, float]]) -> None:
+def test_the_plain_deepspeed_command_without_ssh(
+    network: Network, shared: Path, alone: dict[int, dict[int, float]]
+) -> None:
     (shared / "two").write_text("node-0 slots=1\nnode-1 slots=1\n")
     place = ["--hostfile=/shared/two", "--no_ssh", "--master_addr=node-0", "--master_port=29500"]
-    ended(*(
-        host.start([str(PROGRAMS / "deepspeed"), *place, f"--node_rank={node}", "train.py", "--config", CONFIG, *settings("plain")],
-                   cwd=ROOT)
-        for node, host in enumerate(network.hosts[:2])
-    ))  # fmt: skip
+    ended(
+        *(
+            host.start(
+                [
+                    str(PROGRAMS / "deepspeed"),
+                    *place,
+                    f"--node_rank={node}",
+                    "train.py",
+                    "--config",
+                    CONFIG,
+                    *settings("plain"),
+                ],
+                cwd=ROOT,
+            )
+            for node, host in enumerate(network.hosts[:2])
+        )
+    )
     assert series(shared / "plain", "train/loss") == alone[2]
 
 
 def test_launch_node_on_each_host(network: Network, shared: Path, alone: dict[int, dict[int, float]]) -> None:
     place = ["--nnodes", "2", "--num_gpus", "1", "--master_addr", "node-0", "--master_port", "29600"]
     command = [sys.executable, "-m", "framework", "launch", "node", CONFIG, *settings("node"), *place]
-    commands = [host.start([*command, "--node_rank", str(node)], cwd=ROOT) for node, host in enumerate(network.hosts[:2])]
+    commands = [
+        host.start([*command, "--node_rank", str(node)], cwd=ROOT) for node, host in enumerate(network.hosts[:2])
+    ]
     ended(*commands)
     assert series(shared / "node", "train/loss") == alone[2]
     for command_ in commands:

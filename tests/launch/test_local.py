@@ -15,14 +15,15 @@ import pytest
 from framework.config.load import Source
 from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, UsageError
-from framework.launch import local, plain
-from framework.launch.devices import LocalDevices
-from framework.launch.host_names import bare, is_loopback_name
+from framework.launch import deepspeed_command as plain
+from framework.launch import local
+from framework.launch.deepspeed_command import added_environment, as_shell_line, local_command, usable_port
+from framework.launch.hosts.devices import LocalDevices
+from framework.launch.hosts.host_names import bare, is_loopback_name
+from framework.launch.hosts.topology import Topology
 from framework.launch.job import Job
 from framework.launch.local import check
 from framework.launch.options import LaunchOptions, parse
-from framework.launch.plain import added_environment, as_shell_line, local_command, usable_port
-from framework.launch.topology import Topology
 from tests.places import ROOT
 
 pytestmark = pytest.mark.timing
@@ -53,7 +54,9 @@ def listening() -> Iterator[int]:
 # ------------------------------------------------------------------------------------------- what has to be compiled
 
 
-def test_a_missing_compiler_is_refused_before_any_rank_starts(config: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_compiler_is_refused_before_any_rank_starts(
+    config: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
@@ -92,9 +95,18 @@ def test_what_will_be_compiled_is_announced(
         (["a.yaml"], LaunchOptions("a.yaml")),
         (["--config", "a.yaml", "x=1"], LaunchOptions("a.yaml", ("x=1",))),
         (["a.yaml", "x=1", "--num_gpus", "2", "y.z='a b'"], LaunchOptions("a.yaml", ("x=1", "y.z='a b'"), 2)),
-        (["--num-gpus=3", "a.yaml", "--master-port", "29500", "--dry-run"], LaunchOptions("a.yaml", (), 3, 29500, True)),
-        (["a.yaml", "--deepspeed_config", "ds.json", "x=1"], LaunchOptions("a.yaml", ("x=1",), deepspeed_config="ds.json")),
-        (["a.yaml", "-H", "h", "--master_addr", "[fd00::1]"], LaunchOptions("a.yaml", hostfile="h", master_addr="fd00::1")),
+        (
+            ["--num-gpus=3", "a.yaml", "--master-port", "29500", "--dry-run"],
+            LaunchOptions("a.yaml", (), 3, 29500, True),
+        ),
+        (
+            ["a.yaml", "--deepspeed_config", "ds.json", "x=1"],
+            LaunchOptions("a.yaml", ("x=1",), deepspeed_config="ds.json"),
+        ),
+        (
+            ["a.yaml", "-H", "h", "--master_addr", "[fd00::1]"],
+            LaunchOptions("a.yaml", hostfile="h", master_addr="fd00::1"),
+        ),
         (["a.yaml", "--master_port", "1", "--dry_run", "lr=-1"], LaunchOptions("a.yaml", ("lr=-1",), None, 1, True)),
     ],
 )
@@ -132,12 +144,47 @@ def test_a_wrong_command_line_is_a_usage_error(argv: list[str], reason: str) -> 
         parse(argv)
 
 
-def test_every_option_of_hosts_is_taken_with_them_and_stands_together_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--include", "a:0", "--num_nodes", "2", "--ssh_args=-p 1", "--remote_python", "p", "--remote_folder", "f",
-             "--export", "A", "--export", "B", "--verbose", "--master_addr", "b", "--control_port", "7", "--wait_seconds", "0",
-             "--no_preflight", "--token_file", "t"]  # fmt: skip
-    given = {"num_nodes": 2, "ssh_args": "-p 1", "remote_python": "p", "remote_folder": "f", "exports": ("A", "B"), "verbose": True,
-             "master_addr": "b", "control_port": 7, "wait_seconds": 0.0, "no_preflight": True, "token_file": "t"}  # fmt: skip
+def test_every_option_of_hosts_is_taken_with_them_and_stands_together_in_the_help(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [
+        "--include",
+        "a:0",
+        "--num_nodes",
+        "2",
+        "--ssh_args=-p 1",
+        "--remote_python",
+        "p",
+        "--remote_folder",
+        "f",
+        "--export",
+        "A",
+        "--export",
+        "B",
+        "--verbose",
+        "--master_addr",
+        "b",
+        "--control_port",
+        "7",
+        "--wait_seconds",
+        "0",
+        "--no_preflight",
+        "--token_file",
+        "t",
+    ]
+    given = {
+        "num_nodes": 2,
+        "ssh_args": "-p 1",
+        "remote_python": "p",
+        "remote_folder": "f",
+        "exports": ("A", "B"),
+        "verbose": True,
+        "master_addr": "b",
+        "control_port": 7,
+        "wait_seconds": 0.0,
+        "no_preflight": True,
+        "token_file": "t",
+    }
     assert parse(["a.yaml", "-H", "h", *words[2:]]) == LaunchOptions("a.yaml", hostfile="h", **given)  # type: ignore[arg-type]
     with pytest.raises(SystemExit):
         parse(["--help"])
@@ -174,7 +221,9 @@ def test_a_planned_world_size_is_the_default(config: str) -> None:
 
 
 def test_more_ranks_than_gpus_are_refused(config: str) -> None:
-    with pytest.raises(ConfigError, match=r"command line: --num_gpus = 8: this machine has 4 cuda .*\[too-few-devices\]"):
+    with pytest.raises(
+        ConfigError, match=r"command line: --num_gpus = 8: this machine has 4 cuda .*\[too-few-devices\]"
+    ):
         check(LaunchOptions(config, num_gpus=8), FOUR_GPUS)
     with pytest.raises(ConfigError, match=r"command line: run.world_size = 8: .*\[too-few-devices\]"):
         check(LaunchOptions(config, ("run.world_size=8",)), FOUR_GPUS)
@@ -188,7 +237,11 @@ def test_uncounted_devices_need_a_number(config: str) -> None:
 
 @pytest.mark.parametrize(
     ("overrides", "kind"),
-    [(("batch.global_size=3", "batch.micro_size=2"), "batch"), (("nonsense.key=1",), "unknown"), (("zero.stage=7",), "zero")],
+    [
+        (("batch.global_size=3", "batch.micro_size=2"), "batch"),
+        (("nonsense.key=1",), "unknown"),
+        (("zero.stage=7",), "zero"),
+    ],
 )
 def test_a_wrong_config_is_refused_before_anything_starts(
     config: str, overrides: tuple[str, ...], kind: str, monkeypatch: pytest.MonkeyPatch
@@ -212,7 +265,7 @@ def test_ports(listening: int) -> None:
 def test_the_plain_command() -> None:
     command = local_command(["--config", "a b.yaml", "x='1 2'"], num_ranks=2, port=29501, script=Path("train.py"))
     expected = ["--num_gpus", "2", "--master_port", "29501", "train.py", "--config", "a b.yaml", "x='1 2'"]
-    assert command[-len(expected):] == expected  # fmt: skip
+    assert command[-len(expected) :] == expected
     assert Path(command[0]).name.startswith(("deepspeed", "python"))
 
 
@@ -273,8 +326,11 @@ def test_dry_run_prints_a_command_and_starts_nothing(
     monkeypatch.setattr(subprocess, "Popen", None)
     assert local.launch([config, "--dry_run", "--master_port", "29512"]) == 0
     *values, line = capsys.readouterr().out.splitlines()
-    assert values == ["launch: slots       2 (default on CPU)", "launch: master_port 29512 (--master_port)",
-                      "launch: world size  2 = 1 node x 2 ranks"]  # fmt: skip
+    assert values == [
+        "launch: slots       2 (default on CPU)",
+        "launch: master_port 29512 (--master_port)",
+        "launch: world size  2 = 1 node x 2 ranks",
+    ]
     assert line.startswith("launch: plain command: ")
     assert "--num_gpus 2 --master_port 29512" in line
     assert line.endswith(f"train.py --config {config}")
@@ -292,15 +348,21 @@ def test_dry_run_prints_a_command_and_starts_nothing(
     ],
 )
 def test_every_value_has_its_source(
-    config: str, words: list[str], devices: LocalDevices, told: str, monkeypatch: pytest.MonkeyPatch,
+    config: str,
+    words: list[str],
+    devices: LocalDevices,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(local, "find_devices", lambda environment: devices)
     assert local.launch([config, "--dry_run", *words]) == 0
     assert told in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["localhost", "127.0.0.1", "[::1]", socket.gethostname(), socket.gethostname().upper()])
+@pytest.mark.parametrize(
+    "name", ["localhost", "127.0.0.1", "[::1]", socket.gethostname(), socket.gethostname().upper()]
+)
 def test_a_hostfile_of_this_machine_alone_needs_no_ssh(
     name: str, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -349,7 +411,9 @@ def test_what_every_host_would_refuse_is_refused_without_ssh(config: str, tmp_pa
         local.launch([*words, "--export", "DSF_NOT_SET_ANYWHERE"])
 
 
-@pytest.mark.parametrize("words", [["--ssh_args", "-p 2222"], ["--remote_python", "/opt/python"], ["--remote_folder", "/x"]])
+@pytest.mark.parametrize(
+    "words", [["--ssh_args", "-p 2222"], ["--remote_python", "/opt/python"], ["--remote_folder", "/x"]]
+)
 def test_who_says_how_to_get_there_goes_there(
     words: list[str], config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

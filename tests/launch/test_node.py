@@ -17,15 +17,15 @@ from typing import Literal
 
 import pytest
 
+from framework.doctor.node import start as start_module
 from framework.errors import ConfigError, UsageError
 from framework.launch import node
-from framework.launch.devices import LocalDevices
+from framework.launch.hosts.devices import LocalDevices
+from framework.launch.hosts.topology import Topology
 from framework.launch.job import load_job
 from framework.launch.local import launch
 from framework.launch.node import main
-from framework.launch.preflight import start as start_module
-from framework.launch.topology import Topology
-from tests.launch.meet.members import ROOT, heed_signals
+from tests.launch.rendezvous.members import ROOT, heed_signals
 from tests.launched import TIMEOUT_SECONDS, job_environment, series
 from tests.ports import free_ports
 
@@ -50,8 +50,15 @@ def config(tmp_path: Path) -> str:
 
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:
     environment = job_environment(PYTHONUNBUFFERED="1")
-    return subprocess.Popen([sys.executable, "-m", "framework", "launch", *words], cwd=folder, env=environment, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=heed_signals)  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, "-m", "framework", "launch", *words],
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        preexec_fn=heed_signals,
+    )
 
 
 def nodes(folder: Path, *words: str) -> list[subprocess.Popen[str]]:
@@ -68,11 +75,15 @@ def ended(*processes: subprocess.Popen[str]) -> list[tuple[int, str]]:
 
 @pytest.mark.slow
 def test_two_nodes_learn_what_two_local_ranks_learn(tmp_path: Path, config: str) -> None:
-    for name, processes in (("local", [start(tmp_path, config, "--num_gpus", "2", "run.name=local")]),
-                            ("nodes", nodes(tmp_path, config, "run.name=nodes"))):  # fmt: skip
+    for name, processes in (
+        ("local", [start(tmp_path, config, "--num_gpus", "2", "run.name=local")]),
+        ("nodes", nodes(tmp_path, config, "run.name=nodes")),
+    ):
         for code, said in ended(*processes):
             assert code == 0, said
-            assert re.fullmatch(rf"launch: finished: {len(processes)} nodes?, every rank ended with 0", said.splitlines()[-1])
+            assert re.fullmatch(
+                rf"launch: finished: {len(processes)} nodes?, every rank ended with 0", said.splitlines()[-1]
+            )
         assert len(series(tmp_path / "runs" / name, "train/loss")) == 8
     runs = [series(tmp_path / "runs" / name, "train/loss") for name in ("local", "nodes")]
     assert runs[0] == runs[1]
@@ -92,7 +103,9 @@ def test_a_request_to_one_node_saves_on_both_and_a_killed_rank_ends_both(tmp_pat
         ends = ended(*processes)
         assert time.monotonic() - since < 60
         assert [code for code, _ in ends] == codes, ends
-    steps = [int(path.name.removeprefix("global_step")) for path in (tmp_path / "runs/long/checkpoints").glob("global_step*")]
+    steps = [
+        int(path.name.removeprefix("global_step")) for path in (tmp_path / "runs/long/checkpoints").glob("global_step*")
+    ]
     assert steps  # the request's; the second start went on from it
     assert "rank 1: killed by SIGKILL (137" in ends[0][1].splitlines()[-1]
 
@@ -116,20 +129,28 @@ def rank_of(agent: int) -> int:
 # ------------------------------------------------------------------------------------------- what starts nothing
 
 
-def test_a_dry_run_tells_everything_and_starts_nothing(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                       capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_a_dry_run_tells_everything_and_starts_nothing(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subprocess, "Popen", None)
-    for name, value in {"DS_ACCELERATOR": "cpu", "NNODES": "3", "JOB_COMPLETION_INDEX": "2", "MASTER_ADDR": "a-0.a"}.items():
+    for name, value in {
+        "DS_ACCELERATOR": "cpu",
+        "NNODES": "3",
+        "JOB_COMPLETION_INDEX": "2",
+        "MASTER_ADDR": "a-0.a",
+    }.items():
         monkeypatch.setenv(name, value)
     assert main([config, "run.name=ab", "--nproc-per-node", "2", "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:6] == [
-        "launch: nnodes      3 (NNODES)", "launch: node_rank   2 (JOB_COMPLETION_INDEX)",
+        "launch: nnodes      3 (NNODES)",
+        "launch: node_rank   2 (JOB_COMPLETION_INDEX)",
         "launch: slots       2 (--nproc-per-node)",
-        "launch: master_addr a-0.a (MASTER_ADDR)", "launch: master_port 29500 (default)",
+        "launch: master_addr a-0.a (MASTER_ADDR)",
+        "launch: master_port 29500 (default)",
         "launch: world size  6 = 3 nodes x 2 ranks",
-    ]  # fmt: skip
+    ]
     assert "printf 'node-%s slots=2\\n' 0 1 2 > $hosts && " in lines[6]
     assert "--hostfile=$hosts --no_ssh --node_rank=2 --master_addr=a-0.a --master_port=29500" in lines[6]
 
@@ -138,22 +159,42 @@ def test_a_dry_run_tells_everything_and_starts_nothing(config: str, tmp_path: Pa
     ("words", "visible", "hosts", "include"),
     [
         (["--nnodes", "1", "--num_gpus", "2"], None, ["node-0 slots=2"], ""),
-        (["--nnodes", "3", "--num_gpus", "2", "--node_rank", "1", "--master_addr", "a"], "5,3,0",
-         ["node-0 slots=4", "node-1 slots=4", "node-2 slots=4"], "node-0:0,3@node-1:0,3@node-2:0,3"),
-        (["--nnodes", "1000", "--num_gpus", "2", "--node_rank", "1", "--master_addr", "a"], "1,0",
-         [f"node-{node} slots=2" for node in range(1000)], "@".join(f"node-{node}:0,1" for node in range(1000))),
+        (
+            ["--nnodes", "3", "--num_gpus", "2", "--node_rank", "1", "--master_addr", "a"],
+            "5,3,0",
+            ["node-0 slots=4", "node-1 slots=4", "node-2 slots=4"],
+            "node-0:0,3@node-1:0,3@node-2:0,3",
+        ),
+        (
+            ["--nnodes", "1000", "--num_gpus", "2", "--node_rank", "1", "--master_addr", "a"],
+            "1,0",
+            [f"node-{node} slots=2" for node in range(1000)],
+            "@".join(f"node-{node}:0,1" for node in range(1000)),
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_plain_command_is_what_a_shell_can_run(
-    words: list[str], visible: str | None, hosts: list[str], include: str, config: str, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    words: list[str],
+    visible: str | None,
+    hosts: list[str],
+    include: str,
+    config: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """With a `deepspeed` that tells what it was given. A thousand nodes take no longer line than three."""
     monkeypatch.chdir(tmp_path)
     chosen = None if visible is None else tuple(sorted(map(int, visible.split(",")))[:2])
     devices = LocalDevices("cpu", 0) if visible is None else LocalDevices("cuda", 2, chosen)
     monkeypatch.setattr(node, "find_devices", lambda _: devices)
-    data = ["batch.global_size=6000", "data.kind=synthetic_images", "data.image_size=28", "data.channels=1", "data.num_classes=10"]
+    data = [
+        "batch.global_size=6000",
+        "data.kind=synthetic_images",
+        "data.image_size=28",
+        "data.channels=1",
+        "data.num_classes=10",
+    ]
     main([config, *data, "run.output_dir=$HOME;x", *words, "--dry_run"])
     said = capsys.readouterr().out
     assert len(said) < 1500
@@ -165,19 +206,23 @@ def test_the_plain_command_is_what_a_shell_can_run(
     told, *listed = done.stdout.splitlines()
     assert listed == hosts
     assert json.loads(told)[-1] == "run.output_dir=$HOME;x"
-    assert [word.partition("=")[2] for word in json.loads(told) if word.startswith("--include=")] == ([include] if include else [])
+    assert [word.partition("=")[2] for word in json.loads(told) if word.startswith("--include=")] == (
+        [include] if include else []
+    )
 
 
-def test_one_node_without_gpus_starts_as_launch_does(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                     capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_one_node_without_gpus_starts_as_launch_does(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert main([config, "--nnodes", "1", "--dry_run"]) == 0
     assert "launch: slots       2 (default on CPU)" in capsys.readouterr().out.splitlines()
 
 
-def test_an_option_is_told_under_the_name_that_was_used(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                        capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_an_option_is_told_under_the_name_that_was_used(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(node, "find_devices", lambda _: LocalDevices("cuda", 2))
     assert main([config, "--num_nodes", "1", "--nproc-per-node", "2", "--dry_run"]) == 0
@@ -189,12 +234,14 @@ def test_an_option_is_told_under_the_name_that_was_used(config: str, tmp_path: P
 def test_a_node_alone_takes_a_free_port_and_leaves_a_given_one_to_its_ranks(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whoever holds that may be ending: rank 0 says so with a code that is tried again, where a refusal here never is."""
+    """Whoever holds that may be ending: rank 0 says so with a code that is tried again, where a refusal here never
+    is.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        monkeypatch.setattr("framework.launch.topology.DEFAULT_PORT", port)
+        monkeypatch.setattr("framework.launch.hosts.topology.DEFAULT_PORT", port)
         assert main([config, "--nnodes", "1", "--dry_run"]) == 0
         (said,) = re.findall(r"master_port (\d+) \(a free one\)", capsys.readouterr().out)
         assert int(said) != port
@@ -205,7 +252,9 @@ def test_a_node_alone_takes_a_free_port_and_leaves_a_given_one_to_its_ranks(
         assert f"master_port {port} (MASTER_PORT)" in capsys.readouterr().out
 
 
-def test_one_of_several_nodes_does_not_train_alone(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_several_nodes_does_not_train_alone(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NNODES", "2")
     with pytest.raises(ConfigError, match=r"NNODES = .*would train alone; start `launch node CONFIG`"):
@@ -227,7 +276,9 @@ def test_a_refusal_is_in_the_termination_log(tmp_path: Path, monkeypatch: pytest
 
 def test_without_deepspeed_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"training needs the package deepspeed, which .* does not have.*\[package-missing\]"):
+    with pytest.raises(
+        ConfigError, match=r"training needs the package deepspeed, which .* does not have.*\[package-missing\]"
+    ):
         node.require_deepspeed()
 
 
@@ -244,7 +295,9 @@ def test_a_preflight_sees_the_devices_that_the_ranks_will_have(
 
     monkeypatch.setattr(start_module, "look_before_start", look)
     topology = Topology(2, 2, 0, "node-0", 29500)
-    with node._preflight(load_job(str(tmp_path / config), ()), topology, LocalDevices(kind, 2, (6, 7)), {name: "0,1"})():
+    with node._preflight(
+        load_job(str(tmp_path / config), ()), topology, LocalDevices(kind, 2, (6, 7)), {name: "0,1"}
+    )():
         assert seen == [{name: "6,7"}]
 
 

@@ -11,7 +11,7 @@ import pytest
 from framework.cli import main
 from framework.config.load import load_config
 from framework.launch import local, node
-from framework.launch.devices import LocalDevices
+from framework.launch.hosts.devices import LocalDevices
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
 from tests.places import ROOT

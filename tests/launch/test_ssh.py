@@ -1,5 +1,5 @@
-"""The ssh launcher: what goes over the wire, whose code comes back, and the life line. `ssh` here is a script that runs the
-command on this machine; tests on hosts of their own use the real one."""
+"""The ssh launcher: what goes over the wire, whose code comes back, and the life line. `ssh` here is a script that runs
+the command on this machine; tests on hosts of their own use the real one."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from pathlib import Path
 
 import pytest
 
+from framework.doctor.remote import member_command
 from framework.errors import ConfigError, UsageError
-from framework.launch.hostfile import Host
-from framework.launch.inclusion import Chosen
+from framework.launch.hosts.host_filter import Chosen
+from framework.launch.hosts.hostfile import Host
+from framework.launch.hosts.topology import Topology
 from framework.launch.local import launch
 from framework.launch.options import LaunchOptions, parse_node
-from framework.launch.preflight.remote import member_command
 from framework.launch.ssh import agent_command, launch_over_ssh, passed_on, split_ssh_args, ssh_command
 from framework.launch.ssh_agents import HostEnd, ends_told, job_code
-from framework.launch.topology import Topology
-from tests.launch.meet.members import ROOT, Members, ended, heed_signals
+from tests.launch.rendezvous.members import ROOT, Members, ended, heed_signals
 
 pytestmark = pytest.mark.timing
 
@@ -40,7 +40,7 @@ exec sh -c "$*"
 """
 PROGRAM = """
 import sys
-from framework.launch.hostfile import Host
+from framework.launch.hosts.hostfile import Host
 from framework.launch.ssh import ssh_command
 from framework.launch.ssh_agents import Agents
 programs = zip(sys.argv[1::2], sys.argv[2::2])
@@ -71,8 +71,15 @@ def path(tmp_path: Path) -> str:
 
 def start(path: str, *words: str, program: str = PROGRAM) -> subprocess.Popen[str]:
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen([sys.executable, "-c", program, *words], cwd=ROOT, text=True, env=environment,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed_signals)  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *words],
+        cwd=ROOT,
+        text=True,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=heed_signals,
+    )
 
 
 def until(process: subprocess.Popen[str], *lines: str) -> None:
@@ -196,26 +203,56 @@ def test_an_agent_without_its_launcher_stops_its_ranks(members: Members) -> None
 
 @pytest.mark.parametrize(
     ("codes", "expected"),
-    [([], 0), ([0, 0], 0), ([75, 75], 75), ([76, 137], 137), ([70, 137], 70), ([0, 76], 76), ([75, 76], 76), ([0, 75], 75),
-     ([78, 76], 78)],
-)  # fmt: skip
+    [
+        ([], 0),
+        ([0, 0], 0),
+        ([75, 75], 75),
+        ([76, 137], 137),
+        ([70, 137], 70),
+        ([0, 76], 76),
+        ([75, 76], 76),
+        ([0, 75], 75),
+        ([78, 76], 78),
+    ],
+)
 def test_the_code_of_a_job(codes: list[int], expected: int) -> None:
     assert job_code([HostEnd("x", code) for code in codes]) == expected
 
 
 def test_only_listed_variables_travel() -> None:
-    here = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HOME": "/x", "AWS_SECRET_ACCESS_KEY": "s",
-            "PATH": "/bin", "HF_TOKEN": "t", "DSF_AGENT": "1:2", "WANDB_API_KEY": "w", "LD_PRELOAD": "p",
-            "LANG": "C", "LANGCHAIN_API_KEY": "s", "TZ_SECRET": "s", "HF_HOME_TOKEN": "s"}  # fmt: skip
-    assert set(passed_on(here, exports=["WANDB_API_KEY"])) == {"NCCL_DEBUG", "OMP_NUM_THREADS", "DS_ACCELERATOR", "HF_HOME",
-                                                                "WANDB_API_KEY", "LANG"}  # fmt: skip
+    here = {
+        "NCCL_DEBUG": "INFO",
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "HF_HOME": "/x",
+        "AWS_SECRET_ACCESS_KEY": "s",
+        "PATH": "/bin",
+        "HF_TOKEN": "t",
+        "DSF_AGENT": "1:2",
+        "WANDB_API_KEY": "w",
+        "LD_PRELOAD": "p",
+        "LANG": "C",
+        "LANGCHAIN_API_KEY": "s",
+        "TZ_SECRET": "s",
+        "HF_HOME_TOKEN": "s",
+    }
+    assert set(passed_on(here, exports=["WANDB_API_KEY"])) == {
+        "NCCL_DEBUG",
+        "OMP_NUM_THREADS",
+        "DS_ACCELERATOR",
+        "HF_HOME",
+        "WANDB_API_KEY",
+        "LANG",
+    }
     with pytest.raises(UsageError, match="--export NOT_SET: not set here"):
         passed_on(here, exports=["NOT_SET"])
 
 
 def test_nothing_of_a_command_is_read_by_a_shell() -> None:
     nasty = ("data.root='$(reboot)'", "run.name=a b;c", "x=`id`&&y")
-    options = LaunchOptions("my config.yaml", nasty, remote_folder="/a dir/$x", remote_python="/opt/py thon", exports=("TOKEN",))
+    options = LaunchOptions(
+        "my config.yaml", nasty, remote_folder="/a dir/$x", remote_python="/opt/py thon", exports=("TOKEN",)
+    )
     words = agent_command(options, Chosen(Host("h", 2), (1, 3)), 1, TOPOLOGY)
     command = ssh_command(Host("h", 2), words, ssh_args="-p 2222 -i 'a key'")
     assert command[-3:-1] == ["--", "h"]
@@ -232,7 +269,9 @@ def test_nothing_of_a_command_is_read_by_a_shell() -> None:
 
 @pytest.mark.parametrize("seconds", [1_000_000.0, 123_456.7, 0.25])
 def test_a_host_reads_what_it_is_told(seconds: float) -> None:
-    words = agent_command(LaunchOptions("a.yaml", ("x=1",), wait_seconds=seconds), Chosen(Host("h", 2), (0, 1)), 1, TOPOLOGY)
+    words = agent_command(
+        LaunchOptions("a.yaml", ("x=1",), wait_seconds=seconds), Chosen(Host("h", 2), (0, 1)), 1, TOPOLOGY
+    )
     found = parse_node(words[words.index("node") + 1 :])
     assert (found.config, found.words, found.wait_seconds, found.num_gpus) == ("a.yaml", ("x=1",), seconds, 2)
 
@@ -240,10 +279,16 @@ def test_a_host_reads_what_it_is_told(seconds: float) -> None:
 def test_options_of_the_user_win_over_ours() -> None:
     """ssh takes the first of two values; so for `launch` as for `doctor`."""
     text = "-o ConnectTimeout=120 -oServerAliveInterval=9 -v"
-    starts = (ssh_command(Host("h", 1), ["true"], ssh_args=text), member_command(Host("h", 1), ssh_args=split_ssh_args(text)))
+    starts = (
+        ssh_command(Host("h", 1), ["true"], ssh_args=text),
+        member_command(Host("h", 1), ssh_args=split_ssh_args(text)),
+    )
     for command in starts:
         found = re.findall(r"(ConnectTimeout|BatchMode|ServerAliveInterval)=(\w+)", " ".join(command))
-        assert dict(reversed(found)).items() >= {"ConnectTimeout": "120", "BatchMode": "yes", "ServerAliveInterval": "9"}.items()
+        assert (
+            dict(reversed(found)).items()
+            >= {"ConnectTimeout": "120", "BatchMode": "yes", "ServerAliveInterval": "9"}.items()
+        )
 
 
 @pytest.mark.parametrize("text", ["-o BatchMode=no", "-oBatchMode=no", "-o 'batchmode no'"])
@@ -274,37 +319,70 @@ def told(capsys: pytest.CaptureFixture[str], folder: Path, lines: Sequence[str],
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], ["nnodes      2 (HOSTS)", "slots       4 (HOSTS)", "master_addr a (the first host)", "master_port 29500 (default)"]),
-        (["--num_nodes", "1"], ["nnodes      1 (--num_nodes)", "slots       4 (HOSTS)", "master_addr 127.0.0.1 (one host)",
-                                "master_port free (one that the host finds)"]),
+        (
+            [],
+            [
+                "nnodes      2 (HOSTS)",
+                "slots       4 (HOSTS)",
+                "master_addr a (the first host)",
+                "master_port 29500 (default)",
+            ],
+        ),
+        (
+            ["--num_nodes", "1"],
+            [
+                "nnodes      1 (--num_nodes)",
+                "slots       4 (HOSTS)",
+                "master_addr 127.0.0.1 (one host)",
+                "master_port free (one that the host finds)",
+            ],
+        ),
         (["--num_nodes", "1", "--master_addr", "a"], ["master_addr a (--master_addr)"]),
         (["--num_gpus", "2"], ["nnodes      2 (HOSTS)", "slots       2 (--num_gpus)"]),
         (["--nproc_per_node", "2"], ["nnodes      2 (HOSTS)", "slots       2 (--nproc_per_node)"]),
-        (["--include", "b:1"], ["nnodes      1 (--include)", "slots       1 (--include)", "master_addr 127.0.0.1 (one host)"]),
+        (
+            ["--include", "b:1"],
+            ["nnodes      1 (--include)", "slots       1 (--include)", "master_addr 127.0.0.1 (one host)"],
+        ),
         (["--exclude", "a"], ["nnodes      1 (--exclude)", "slots       4 (--exclude)"]),
-        (["--master_addr", "x", "--master_port", "7"], ["master_addr x (--master_addr)", "master_port 7 (--master_port)"]),
+        (
+            ["--master_addr", "x", "--master_port", "7"],
+            ["master_addr x (--master_addr)", "master_port 7 (--master_port)"],
+        ),
     ],
 )
 def test_every_value_has_its_source(
     words: list[str], expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = told(capsys, tmp_path, ["a slots=4", "b slots=4"], *words)
-    assert [line.replace(str(tmp_path / "hosts"), "HOSTS") for line in said if line.split()[0] in str(expected)] == expected
+    assert [
+        line.replace(str(tmp_path / "hosts"), "HOSTS") for line in said if line.split()[0] in str(expected)
+    ] == expected
 
 
 @pytest.mark.parametrize(
     ("hosts", "words", "expected"),
     [
         (["a slots=2", "me@b slots=2"], [], "--hostfile=HOSTS --master_addr=a --master_port=29500"),
-        (["a slots=2", "b slots=2"], ["--include", "b:1"],
-         "--hostfile=HOSTS --include=b:1 --force_multi --master_addr=127.0.0.1"),
-        (["a slots=2", "b slots=2"], ["--num_nodes", "1", "--num_gpus", "1", "--ssh_args", "-p 22 -i x", "--master_port", "7"],
-         "--hostfile=HOSTS --num_nodes=1 --num_gpus=1 --force_multi --no_ssh_check --master_addr=127.0.0.1 --master_port=7"),
+        (
+            ["a slots=2", "b slots=2"],
+            ["--include", "b:1"],
+            "--hostfile=HOSTS --include=b:1 --force_multi --master_addr=127.0.0.1",
+        ),
+        (
+            ["a slots=2", "b slots=2"],
+            ["--num_nodes", "1", "--num_gpus", "1", "--ssh_args", "-p 22 -i x", "--master_port", "7"],
+            "--hostfile=HOSTS --num_nodes=1 --num_gpus=1 --force_multi --no_ssh_check --master_addr=127.0.0.1 "
+            "--master_port=7",
+        ),
         (["[fd00::1] slots=2", "[fd00::2] slots=2"], [], "--hostfile=$hosts --master_addr=fd00::1 --master_port=29500"),
-        (["[fd00::1] slots=2", "me@b slots=2"], ["--exclude", "[fd00::1]"],
-         "--hostfile=$hosts --force_multi --master_addr=127.0.0.1"),
+        (
+            ["[fd00::1] slots=2", "me@b slots=2"],
+            ["--exclude", "[fd00::1]"],
+            "--hostfile=$hosts --force_multi --master_addr=127.0.0.1",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_plain_command_for_hosts(
     hosts: list[str], words: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -322,16 +400,22 @@ def test_the_plain_command_for_hosts(
 
 
 def test_ranks_of_one_host_meet_at_home(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A rented machine does not reach itself at the public address that ~/.ssh/config has for it, nor is any port its own."""
+    """A rented machine does not reach itself at the public address that ~/.ssh/config has for it, nor is any port its
+    own.
+    """
     for ssh_args in ([], ["--ssh_args", "-o HostName=203.0.113.7"]):
-        (agent,) = [line for line in told(capsys, tmp_path, ["a slots=2"], *ssh_args) if line.startswith("agent on a: ")]
+        (agent,) = [
+            line for line in told(capsys, tmp_path, ["a slots=2"], *ssh_args) if line.startswith("agent on a: ")
+        ]
         words = shlex.split(shlex.split(agent)[-1])
         found = parse_node(words[words.index("node") + 1 :])
         assert (found.nnodes, found.master_addr, found.master_port) == ("1", "127.0.0.1", None)
 
 
 @pytest.mark.parametrize("words", [["--remote_folder", "/x"], ["--include", "[fd00::1]:1"]])
-def test_what_the_plain_command_cannot_say_is_said(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_plain_command_cannot_say_is_said(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     said = told(capsys, tmp_path, ["[fd00::1] slots=2"], *words)
     assert [line for line in said if line.startswith("plain command: none; DeepSpeed's launcher has no words for")]
 

@@ -48,10 +48,13 @@ def test_a_notice_never_insists(asked: str, insists: bool, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("number", "heard"), [(signal.SIGTERM, True), (signal.SIGUSR1, True), (signal.SIGINT, False), (signal.SIGHUP, False)]
+    ("number", "heard"),
+    [(signal.SIGTERM, True), (signal.SIGUSR1, True), (signal.SIGINT, False), (signal.SIGHUP, False)],
 )
 def test_an_agent_hears_what_its_ranks_would_heed(number: signal.Signals, heard: bool) -> None:
-    """nohup ignores SIGHUP and a shell's `&` SIGINT; a SIGTERM that is ignored further up is still meant for the agent."""
+    """nohup ignores SIGHUP and a shell's `&` SIGINT; a SIGTERM that is ignored further up is still meant for the
+    agent.
+    """
     before = signal.signal(number, signal.SIG_IGN)
     try:
         with StopRequests().heeding_signals() as requests:
@@ -82,7 +85,9 @@ def test_a_request_before_anything_runs_is_heeded() -> None:
     requests = StopRequests()
     requests.refuse_start()
     requests.ask("SIGTERM")
-    with pytest.raises(RunStopped, match=r"stopped on request \(SIGTERM\) before any rank was started \[stopped-early\]"):
+    with pytest.raises(
+        RunStopped, match=r"stopped on request \(SIGTERM\) before any rank was started \[stopped-early\]"
+    ):
         requests.refuse_start()
 
 

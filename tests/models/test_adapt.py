@@ -22,8 +22,16 @@ from framework.models.torchvision_models import resnet18
 
 
 def gpt() -> nn.Module:
-    return GPT.of(vocab_size=11, max_positions=64, hidden_size=32, num_layers=4, num_heads=4, num_kv_heads=2, mlp_size=64,
-                  dropout=0.1)  # fmt: skip
+    return GPT.of(
+        vocab_size=11,
+        max_positions=64,
+        hidden_size=32,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        mlp_size=64,
+        dropout=0.1,
+    )
 
 
 def bert() -> nn.Module:

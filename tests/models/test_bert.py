@@ -13,9 +13,15 @@ from framework.models.bert import BERT
 from framework.models.layers import as_layers, recipes_only
 
 SHAPE: dict[str, Any] = {
-    "vocab_size": 13, "max_positions": 9, "hidden_size": 12, "num_layers": 3, "num_heads": 3, "mlp_size": 20, "num_types": 3,
+    "vocab_size": 13,
+    "max_positions": 9,
+    "hidden_size": 12,
+    "num_layers": 3,
+    "num_heads": 3,
+    "mlp_size": 20,
+    "num_types": 3,
     "norm_eps": 1e-5,
-}  # fmt: skip
+}
 
 
 def shaken() -> BERT:

@@ -14,12 +14,25 @@ from framework.models.layers import LayeredModel, as_layers, recipes_only
 from framework.models.rotary import rotate
 
 GPT2_LIKE: dict[str, Any] = {
-    "vocab_size": 11, "max_positions": 9, "hidden_size": 12, "num_layers": 3, "num_heads": 3, "num_kv_heads": 3, "mlp_size": 20,
-}  # fmt: skip
+    "vocab_size": 11,
+    "max_positions": 9,
+    "hidden_size": 12,
+    "num_layers": 3,
+    "num_heads": 3,
+    "num_kv_heads": 3,
+    "mlp_size": 20,
+}
 LLAMA_LIKE: dict[str, Any] = GPT2_LIKE | {
-    "hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, "positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu",
-    "bias": False, "tie_embeddings": False, "rope_theta": 100.0,
-}  # fmt: skip
+    "hidden_size": 16,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "positions": "rotary",
+    "norm": "rmsnorm",
+    "mlp": "swiglu",
+    "bias": False,
+    "tie_embeddings": False,
+    "rope_theta": 100.0,
+}
 MIXED = LLAMA_LIKE | {"positions": "learned", "norm": "layernorm", "tie_embeddings": True, "num_kv_heads": 1}
 SHAPES = {"gpt2": GPT2_LIKE, "llama": LLAMA_LIKE, "mixed": MIXED}
 
@@ -205,8 +218,15 @@ def test_heads_that_do_not_divide_are_refused(wrong: dict[str, Any]) -> None:
 
 def test_weights_start_as_the_papers_say() -> None:
     torch.manual_seed(0)
-    shape = {"vocab_size": 500, "max_positions": 300, "hidden_size": 128, "num_layers": 8, "num_heads": 4, "num_kv_heads": 4,
-             "mlp_size": 512}  # fmt: skip
+    shape = {
+        "vocab_size": 500,
+        "max_positions": 300,
+        "hidden_size": 128,
+        "num_layers": 8,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "mlp_size": 512,
+    }
     for name, value in GPT.of(**shape).state_dict().items():
         if name.endswith("bias"):
             assert not value.any(), name

@@ -28,7 +28,9 @@ def draw(model: BERT | GPT) -> None:
     """Biases start from zero, and would pass for each other."""
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())))
+            parameter.add_(
+                0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
+            )
 
 
 @pytest.mark.parametrize(("bias", "tied"), [(False, False), (True, False), (False, True)])
@@ -36,10 +38,21 @@ def test_llama(bias: bool, tied: bool) -> None:
     transformers = pytest.importorskip("transformers", reason=REASON)
     model = GPT.of(**LLAMA | {"bias": bias, "tie_embeddings": tied}).eval()
     draw(model)
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=50, hidden_size=16, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=24, rms_norm_eps=1e-5, attention_bias=bias, mlp_bias=bias, tie_word_embeddings=tied,
-    )).eval()  # fmt: skip
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=50,
+            hidden_size=16,
+            intermediate_size=40,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=24,
+            rms_norm_eps=1e-5,
+            attention_bias=bias,
+            mlp_bias=bias,
+            tie_word_embeddings=tied,
+        )
+    ).eval()
     missing, unexpected = theirs.load_state_dict(renamed(model), strict=False)
     assert (missing, unexpected) == (["lm_head.weight"] if tied else [], [])
     with torch.no_grad():
@@ -50,10 +63,19 @@ def test_bert() -> None:
     transformers = pytest.importorskip("transformers", reason=REASON)
     model = BERT.of(**SIZES, num_types=2, dropout=0.0, norm_eps=1e-12).eval()
     draw(model)
-    theirs = transformers.BertForPreTraining(transformers.BertConfig(
-        vocab_size=50, hidden_size=16, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, type_vocab_size=2,
-        max_position_embeddings=24, hidden_act="gelu", layer_norm_eps=1e-12,
-    )).eval()  # fmt: skip
+    theirs = transformers.BertForPreTraining(
+        transformers.BertConfig(
+            vocab_size=50,
+            hidden_size=16,
+            intermediate_size=40,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            type_vocab_size=2,
+            max_position_embeddings=24,
+            hidden_act="gelu",
+            layer_norm_eps=1e-12,
+        )
+    ).eval()
     missing, unexpected = theirs.load_state_dict(renamed(model), strict=False)
     assert unexpected == []
     assert set(missing) <= {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}  # tied to others

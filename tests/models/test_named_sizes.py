@@ -7,20 +7,30 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from framework.assembly.targets import call_factory
 from framework.config.language_models import BERT, GPT
 from framework.config.run_config import RunConfig
 from framework.models.layers import as_layers
+from framework.setup.targets import call_factory
 
-# GPT-2: counts of the released checkpoints. Llama: of the released safetensors. tiny GPT: 261*128 + 256*128 + 4 * (12*128^2 +
-# 13*128) + 2*128. BERT: of BertForPreTraining; 4.4, 11.3, 29.1, 41.7 million in Turc et al. 2019, 110 and 340 in Devlin et al.
+# GPT-2: counts of the released checkpoints. Llama: of the released safetensors. tiny GPT: 261*128 + 256*128 + 4 *
+# (12*128^2 + 13*128) + 2*128. BERT: of BertForPreTraining; 4.4, 11.3, 29.1, 41.7 million in Turc et al. 2019, 110 and
+# 340 in Devlin et al.
 NUM_PARAMETERS = {
-    ("gpt", "tiny"): 859_520, ("gpt", "gpt2"): 124_439_808, ("gpt", "gpt2-medium"): 354_823_168,
-    ("gpt", "gpt2-large"): 774_030_080, ("gpt", "gpt2-xl"): 1_557_611_200, ("gpt", "tinyllama-1.1b"): 1_100_048_384,
-    ("gpt", "llama-2-7b"): 6_738_415_616, ("gpt", "llama-3-8b"): 8_030_261_248,
-    ("bert", "tiny"): 4_433_468, ("bert", "mini"): 11_267_900, ("bert", "small"): 29_058_876, ("bert", "medium"): 41_668_412,
-    ("bert", "base"): 110_106_428, ("bert", "large"): 336_226_108,
-}  # fmt: skip
+    ("gpt", "tiny"): 859_520,
+    ("gpt", "gpt2"): 124_439_808,
+    ("gpt", "gpt2-medium"): 354_823_168,
+    ("gpt", "gpt2-large"): 774_030_080,
+    ("gpt", "gpt2-xl"): 1_557_611_200,
+    ("gpt", "tinyllama-1.1b"): 1_100_048_384,
+    ("gpt", "llama-2-7b"): 6_738_415_616,
+    ("gpt", "llama-3-8b"): 8_030_261_248,
+    ("bert", "tiny"): 4_433_468,
+    ("bert", "mini"): 11_267_900,
+    ("bert", "small"): 29_058_876,
+    ("bert", "medium"): 41_668_412,
+    ("bert", "base"): 110_106_428,
+    ("bert", "large"): 336_226_108,
+}
 
 
 def section(**model: Any) -> Any:
@@ -57,12 +67,19 @@ def test_what_is_written_down_wins_and_what_follows_it_keeps_its_ratio() -> None
 @pytest.mark.parametrize(
     "model",
     [
-        {"kind": "lenet"}, {"kind": "small_resnet18"}, {"kind": "resnet18"}, {"kind": "resnet50"}, {"kind": "mlp"},
-        {"kind": "mlp", "hidden_sizes": []}, {"kind": "mlp", "hidden_sizes": [3, 4, 5]}, {"kind": "gpt", "positions": "rotary"},
-        {"kind": "gpt", "num_layers": 3}, {"kind": "bert", "num_layers": 3},
+        {"kind": "lenet"},
+        {"kind": "small_resnet18"},
+        {"kind": "resnet18"},
+        {"kind": "resnet50"},
+        {"kind": "mlp"},
+        {"kind": "mlp", "hidden_sizes": []},
+        {"kind": "mlp", "hidden_sizes": [3, 4, 5]},
+        {"kind": "gpt", "positions": "rotary"},
+        {"kind": "gpt", "num_layers": 3},
+        {"kind": "bert", "num_layers": 3},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_every_kind_knows_how_many_layers_it_has(model: dict[str, Any]) -> None:
     config = section(**model)
     with torch.device("meta"):

@@ -55,7 +55,10 @@ def test_code_that_needs_numbers_is_run_for_real() -> None:
 def test_recipes_are_built_and_ties_are_one_module() -> None:
     build, both = partial(nn.Linear, 8, 8), ("weight", "bias")
     layers = [Layer("a", build, tied="t", tied_weights=both), Layer("b", build, tied="t", tied_weights=both)]
-    assert [sum(shape.numel() for shape in layer.params.values()) for layer in survey(layers, IMAGES, seed=0)] == [72, 72]
+    assert [sum(shape.numel() for shape in layer.params.values()) for layer in survey(layers, IMAGES, seed=0)] == [
+        72,
+        72,
+    ]
 
 
 class Returns(nn.Module):

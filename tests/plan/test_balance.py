@@ -14,7 +14,10 @@ from framework.plan.balance import LayerFacts, StageTable, balanced, cut, with_s
 
 
 def facts(*params: int, kinds: str = "") -> list[LayerFacts]:
-    return [LayerFacts(f"l{n}", (kinds or "B" * len(params))[n], count, 4 * count, 100 + n) for n, count in enumerate(params)]
+    return [
+        LayerFacts(f"l{n}", (kinds or "B" * len(params))[n], count, 4 * count, 100 + n)
+        for n, count in enumerate(params)
+    ]
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(1, 4))
@@ -41,8 +44,12 @@ def test_a_stage_begins_only_where_it_may() -> None:
 
 def grouped(*groups: str) -> list[LayerFacts]:
     """m: a matrix of 9 weights, v: a vector of 3."""
-    return [replace(layer, groups=frozenset(group)) for layer, group in zip(
-        facts(*(9 * group.count("m") + 3 * group.count("v") for group in groups)), groups, strict=True)]  # fmt: skip
+    return [
+        replace(layer, groups=frozenset(group))
+        for layer, group in zip(
+            facts(*(9 * group.count("m") + 3 * group.count("v") for group in groups)), groups, strict=True
+        )
+    ]
 
 
 def test_with_zero_every_stage_gets_weights_of_both_groups() -> None:
@@ -52,10 +59,14 @@ def test_with_zero_every_stage_gets_weights_of_both_groups() -> None:
     assert isinstance(table, StageTable)
     assert isinstance(free, StageTable)
     assert (table.bounds, free.bounds) == ((0, 2, 3, 5), (0, 1, 4, 5))
-    assert isinstance(cut(grouped("m", "m"), Parallel(pipe=2), same_groups=True), StageTable)  # the model has one group only
+    assert isinstance(
+        cut(grouped("m", "m"), Parallel(pipe=2), same_groups=True), StageTable
+    )  # the model has one group only
     assert isinstance(cut(grouped(*["mv"] * 400), Parallel(pipe=4), same_groups=True), StageTable)
-    for refused in (cut(grouped("m", "mv"), Parallel(pipe=2), same_groups=True),
-                    cut(layers, Parallel(pipe=3, stages=[0, 1, 2, 2, 2]), same_groups=True)):  # fmt: skip
+    for refused in (
+        cut(grouped("m", "mv"), Parallel(pipe=2), same_groups=True),
+        cut(layers, Parallel(pipe=3, stages=[0, 1, 2, 2, 2]), same_groups=True),
+    ):
         assert isinstance(refused, Problem)
         assert refused.kind == "stage-with-one-group"
         assert "stage 0 (l0 .. l0) has only m" in refused.reason
@@ -90,8 +101,11 @@ def test_measured_times_move_the_cut() -> None:
 
 
 def test_the_table_counts_tied_weights_once_on_each_stage() -> None:
-    layers = [LayerFacts("embed", "E", 10, 40, 8, tied="e"), LayerFacts("block", "B", 3, 12, 8),
-              LayerFacts("head", "E", 10, 40, 9, tied="e")]  # fmt: skip
+    layers = [
+        LayerFacts("embed", "E", 10, 40, 8, tied="e"),
+        LayerFacts("block", "B", 3, 12, 8),
+        LayerFacts("head", "E", 10, 40, 9, tied="e"),
+    ]
     one, two = StageTable(tuple(layers), (0, 3)), StageTable(tuple(layers), (0, 1, 3))
     assert [stage.num_params for stage in one.stages()] == [13]
     assert [stage.num_params for stage in two.stages()] == [10, 13]
@@ -132,7 +146,10 @@ def test_an_explicit_stage_may_not_begin_where_it_cannot() -> None:
 def test_what_was_not_timed_is_estimated_by_its_flops() -> None:
     layers = [replace(layer, flops=flops) for layer, flops in zip(facts(9, 1, 1), (10, 20, 10), strict=True)]
     said = list(StageTable(tuple(layers), (0, 1, 3)).lines())
-    assert [line.split(", ")[3] for line in said] == ["25% of the computation by its FLOPs", "75% of the computation by its FLOPs"]
+    assert [line.split(", ")[3] for line in said] == [
+        "25% of the computation by its FLOPs",
+        "75% of the computation by its FLOPs",
+    ]
     timed = StageTable(tuple(with_seconds(layers, [1.0, 1.0, 1.0])), (0, 1, 3))
     assert "FLOPs" not in "".join(timed.lines())
     assert [stage.flops for stage in timed.stages()] == [10, 30]

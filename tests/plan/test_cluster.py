@@ -71,7 +71,9 @@ def test_a_world_that_is_not_the_planned_one_is_refused() -> None:
     with pytest.raises(ConfigError) as refused:
         Cluster.from_environment(planned)
     line = str(refused.value)
-    assert line.startswith("WORLD_SIZE = 2: the job was planned for 4 ranks (DSF_WORLD_SIZE), and the launcher started 2; ")
+    assert line.startswith(
+        "WORLD_SIZE = 2: the job was planned for 4 ranks (DSF_WORLD_SIZE), and the launcher started 2; "
+    )
     assert "hostfile" in line
     assert line.endswith("[world-size-differs]")
     assert Cluster.from_environment(planned | {"DSF_WORLD_SIZE": "2"}) == Cluster(1, 2)

@@ -96,20 +96,24 @@ def test_nothing_given() -> None:
         (Batch(global_size=7), 2, "7 samples cannot be split evenly over 2 devices; set batch.global_size: 6 or 8"),
         (Batch(global_size=1), 8, "1 sample cannot be split evenly over 8 devices; set batch.global_size: 8"),
         (
-            Batch(global_size=24, accumulation_steps=5), 2,
+            Batch(global_size=24, accumulation_steps=5),
+            2,
             "24 samples cannot be split over 2 devices x 5 accumulation steps; set batch.global_size: 20 or 30",
         ),
         (
-            Batch(global_size=4, micro_size=8), 1,
+            Batch(global_size=4, micro_size=8),
+            1,
             "4 samples cannot be split over 1 device x micro-batches of 8; set batch.global_size: 8",
         ),
         (
-            Batch(global_size=64, micro_size=8, accumulation_steps=2), 8,
-            "64 is not micro_size 8 x accumulation_steps 2 x 8 devices; set batch.global_size: 128, or leave one of the three "
+            Batch(global_size=64, micro_size=8, accumulation_steps=2),
+            8,
+            "64 is not micro_size 8 x accumulation_steps 2 x 8 devices; set batch.global_size: 128, or leave one of "
+            "the three "
             "out, or use 4 devices",
         ),
     ],
-)  # fmt: skip
+)
 def test_the_sentence(batch: Batch, world_size: int, line: str) -> None:
     found = make_layout(batch, world_size=world_size)
     assert isinstance(found, Problem)

@@ -83,7 +83,10 @@ def test_an_average_that_tells_of_the_first_weights_is_a_warning(ema: dict[str, 
     assert [(finding.kind, finding.severity) for finding in found] == ([(kind, "warning")] if kind else [])
     for finding in found:
         if mended := re.search(r"training\.ema\.decay: ([0-9.]+)", finding.fix):
-            assert plan_of({**length, "training": {"max_steps": 220, "ema": ema | {"decay": float(mended[1])}}}).findings == ()
+            assert (
+                plan_of({**length, "training": {"max_steps": 220, "ema": ema | {"decay": float(mended[1])}}}).findings
+                == ()
+            )
 
 
 def test_all_problems_come_at_once_and_warnings_stay_behind() -> None:

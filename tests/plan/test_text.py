@@ -20,9 +20,15 @@ def plan_of(values: dict[str, Any], devices: int = 1) -> Plan:
 
 @pytest.mark.parametrize(
     ("steps", "said"),
-    [(20, "20 steps = 0.04 epochs of 468"), (1, "1 step = less than 0.01 epochs of 468"), (468, "468 steps = 1 epoch of 468"),
-     (1000, "1000 steps = 2.14 epochs of 468"), (467, "467 steps = 1.00 epochs of 468"), (936, "936 steps = 2 epochs of 468")],
-)  # fmt: skip
+    [
+        (20, "20 steps = 0.04 epochs of 468"),
+        (1, "1 step = less than 0.01 epochs of 468"),
+        (468, "468 steps = 1 epoch of 468"),
+        (1000, "1000 steps = 2.14 epochs of 468"),
+        (467, "467 steps = 1.00 epochs of 468"),
+        (936, "936 steps = 2 epochs of 468"),
+    ],
+)
 def test_fractions_of_epochs_have_two_digits(steps: int, said: str) -> None:
     plan = plan_of(FASHION | {"training": {"max_steps": steps}})
     assert rows(plan)["length"] == f"{said}, 96 samples left out of each"
@@ -41,12 +47,18 @@ def test_a_length_that_is_not_known_yet_is_said_once() -> None:
     [
         ({}, 2, "stage 0: nothing is spread"),
         ({"stage": 1}, 1, "stage 1: optimizer state is spread over 1 rank"),
-        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, 2,
-         "stage 2: optimizer state and gradients are spread over 2 ranks, optimizer on cpu"),
-        ({"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/nvme"}}, 4,
-         "stage 3: optimizer state, gradients and weights are spread over 4 ranks, weights on nvme"),
+        (
+            {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+            2,
+            "stage 2: optimizer state and gradients are spread over 2 ranks, optimizer on cpu",
+        ),
+        (
+            {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/nvme"}},
+            4,
+            "stage 3: optimizer state, gradients and weights are spread over 4 ranks, weights on nvme",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_spread_and_where_it_rests(zero: dict[str, Any], devices: int, said: str) -> None:
     assert rows(plan_of({"zero": zero}, devices))["ZeRO"] == said
 

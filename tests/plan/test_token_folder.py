@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from framework.assembly.stages import tell
 from framework.cli import main
 from framework.config.run_config import RunConfig
 from framework.data.prepare import prepare
 from framework.errors import ConfigError
 from framework.launch import local
-from framework.launch.devices import LocalDevices
+from framework.launch.hosts.devices import LocalDevices
+from framework.launch.hosts.topology import Topology
 from framework.launch.node import check_node
 from framework.launch.options import LaunchOptions
-from framework.launch.topology import Topology
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
+from framework.setup.stages import tell
 
 CONFIG = """
 run: {name: text}
@@ -72,8 +72,20 @@ WRONG = {
     "truncated": ("gpt", truncated, (), "train.bin: it has 100 bytes instead of", "text-damaged"),
     "unfinished": ("gpt", without_meta, (), "there is no meta.json in it", "text-not-prepared"),
     "odd": ("gpt", lambda: Path("tokens/meta.json").write_text("{}"), (), "meta.json: ", "text-damaged"),
-    "vocabulary": ("gpt", lambda: None, ("model.vocab_size=256",), "the data has 261 different tokens", "model-data-vocab-size"),
-    "short": ("gpt", lambda: None, ("data.sequence_length=130",), "the evaluation text has 119 tokens", "text-too-short"),
+    "vocabulary": (
+        "gpt",
+        lambda: None,
+        ("model.vocab_size=256",),
+        "the data has 261 different tokens",
+        "model-data-vocab-size",
+    ),
+    "short": (
+        "gpt",
+        lambda: None,
+        ("data.sequence_length=130",),
+        "the evaluation text has 119 tokens",
+        "text-too-short",
+    ),
     "one": ("bert", one_document, (), "text is one document", "text-one-document"),
     "no mask": ("bert", without_mask, (), "has no [CLS], [SEP], [MASK]", "text-without-special-tokens"),
 }
@@ -105,7 +117,9 @@ def test_how_long_the_run_is_is_known(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("path", ["nowhere", "~nobody-of-this-name/x", "a\\0b", "x" * 5000])
-def test_a_folder_that_is_not_here_is_an_error_unless_the_data_is_elsewhere(capsys: pytest.CaptureFixture[str], path: str) -> None:
+def test_a_folder_that_is_not_here_is_an_error_unless_the_data_is_elsewhere(
+    capsys: pytest.CaptureFixture[str], path: str
+) -> None:
     setting = f'data.path="{path}"'
     for words in (["check", "--data_elsewhere"], ["check", "--data-elsewhere"], ["plan"]):
         assert main([*words, "gpt.yaml", setting]) == 0
@@ -121,8 +135,10 @@ def test_a_folder_that_is_not_here_is_an_error_unless_the_data_is_elsewhere(caps
 
 
 def test_folders_of_images_are_looked_for_as_well(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("images.yaml").write_text("model: {kind: resnet18}\ndata: {kind: image_folder, root: images}\nbatch: {global_size: 4}\n"
-                                   "training: {max_steps: 2}\n")  # fmt: skip
+    Path("images.yaml").write_text(
+        "model: {kind: resnet18}\ndata: {kind: image_folder, root: images}\nbatch: {global_size: 4}\n"
+        "training: {max_steps: 2}\n"
+    )
     for made, missing in (("", ["data.root"]), ("images/train", ["data.eval_dir"]), ("images/val", [])):
         Path(made).mkdir(parents=True, exist_ok=True)
         assert main(["check", "images.yaml"]) == (2 if missing else 0)
@@ -149,9 +165,15 @@ def test_launch_reads_what_the_folder_says_before_a_rank_starts(name: str) -> No
 
 
 def test_the_child_of_plan_tells_what_is_wrong_from_what_is_missing() -> None:
-    config = RunConfig.model_validate({"model": {"kind": "gpt"}, "data": {"kind": "text", "path": "tokens", "sequence_length": 16},
-                                       "task": {"kind": "causal_lm"}, "parallel": {"pipe": 2},
-                                       "batch": {"global_size": 4, "micro_size": 2}})  # fmt: skip
+    config = RunConfig.model_validate(
+        {
+            "model": {"kind": "gpt"},
+            "data": {"kind": "text", "path": "tokens", "sequence_length": 16},
+            "task": {"kind": "causal_lm"},
+            "parallel": {"pipe": 2},
+            "batch": {"global_size": 4, "micro_size": 2},
+        }
+    )
     asked = {"config": config.to_dict(), "cluster": {"devices_per_host": 2}}
     assert make_plan(config, Cluster(devices_per_host=2)) is not None
     truncated()

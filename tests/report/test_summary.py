@@ -27,9 +27,11 @@ def plan(num_train_samples: int | None = None, **sections: Any) -> Plan:
 
 def result(**changes: Any) -> RunResult:
     values: dict[str, Any] = {
-        "folder": Path("runs/night"), "step": 110, "samples_per_sec": 12345.678,
+        "folder": Path("runs/night"),
+        "step": 110,
+        "samples_per_sec": 12345.678,
         "metrics": {"train/loss": 0.51239, "eval/loss": 0.25, "eval/accuracy": 0.98765, "time/step_ms": 3.0},
-    }  # fmt: skip
+    }
     return RunResult(**(values | changes))
 
 
@@ -60,14 +62,21 @@ def test_warnings_and_another_size_of_the_data_come_first(capsys: pytest.Capture
     ("sections", "lines"),
     [
         ({}, []),  # to evaluate after the last step is a default
-        ({"evaluation": {"every_steps": 7}},
-         ["note: evaluation.every_steps = 7: there is no evaluation data [no-evaluation-data]"]),
+        (
+            {"evaluation": {"every_steps": 7}},
+            ["note: evaluation.every_steps = 7: there is no evaluation data [no-evaluation-data]"],
+        ),
         ({"checkpoint": {"keep_best": "train/lr"}}, []),
-        ({"checkpoint": {"keep_best": "eval/accuracy"}},
-         ["warning: checkpoint.keep_best = eval/accuracy: there is no evaluation data, so it is never measured, and no checkpoint "
-          "is deleted [no-evaluation-data]"]),
+        (
+            {"checkpoint": {"keep_best": "eval/accuracy"}},
+            [
+                "warning: checkpoint.keep_best = eval/accuracy: there is no evaluation data, so it is never measured, "
+                "and no checkpoint "
+                "is deleted [no-evaluation-data]"
+            ],
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_needs_evaluation_data_that_is_not_there_is_told(
     sections: dict[str, Any], lines: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,22 +113,49 @@ SECOND = "precision.dtype=autocast run.name=second"
     ("words", "sections", "device", "environment", "told"),
     [
         (["a.yaml"], {}, "cpu", DOOR, f"./launch.sh train a.yaml {SECOND}"),
-        (["my run.yaml", "optimizer.lr=0.1"], {}, "cpu", DOOR, f"./launch.sh train 'my run.yaml' optimizer.lr=0.1 {SECOND}"),
+        (
+            ["my run.yaml", "optimizer.lr=0.1"],
+            {},
+            "cpu",
+            DOOR,
+            f"./launch.sh train 'my run.yaml' optimizer.lr=0.1 {SECOND}",
+        ),
         (["a.yaml"], {}, "cuda", DOOR, f"./launch.sh train a.yaml --num_gpus 2 {SECOND}"),
         (["a.yaml"], {"run": {"world_size": 2}}, "cuda", DOOR, f"./launch.sh train a.yaml {SECOND}"),
-        (["a.yaml"], {"precision": {"dtype": "bf16"}, "run": {"seed": 7}}, "cpu", DOOR,
-         "./launch.sh train a.yaml run.seed=8 run.name=second"),
-        (["a.yaml"], {"precision": {"dtype": "fp32", "matmul": "high"}}, "cpu", DOOR,  # autocast has no such key
-         "./launch.sh train a.yaml run.seed=1 run.name=second"),
+        (
+            ["a.yaml"],
+            {"precision": {"dtype": "bf16"}, "run": {"seed": 7}},
+            "cpu",
+            DOOR,
+            "./launch.sh train a.yaml run.seed=8 run.name=second",
+        ),
+        (
+            ["a.yaml"],
+            {"precision": {"dtype": "fp32", "matmul": "high"}},
+            "cpu",
+            DOOR,  # autocast has no such key
+            "./launch.sh train a.yaml run.seed=1 run.name=second",
+        ),
         (["a.yaml"], {}, "cpu", {"PATH": ""}, f"{sys.executable} -m framework launch a.yaml {SECOND}"),
-        (["a.yaml"], {}, "cpu", {"PATH": str(Path(sys.executable).parent)},
-         f"{Path(sys.executable).name} -m framework launch a.yaml {SECOND}"),
+        (
+            ["a.yaml"],
+            {},
+            "cpu",
+            {"PATH": str(Path(sys.executable).parent)},
+            f"{Path(sys.executable).name} -m framework launch a.yaml {SECOND}",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_to_try_next_can_be_pasted(
-    words: list[str], sections: dict[str, Any], device: Any, environment: dict[str, str], told: str,
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    words: list[str],
+    sections: dict[str, Any],
+    device: Any,
+    environment: dict[str, str],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.chdir(tmp_path)
     values = {"batch": {"global_size": 120}} | sections
     made = make_plan(config_from_values(values), Cluster(devices_per_host=2, device=device))
@@ -135,8 +171,9 @@ def test_of_several_hosts_only_the_settings_are_known(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == f"try next: the same command with {SECOND}\n"
 
 
-def test_tensorboard_is_named_as_the_shell_finds_it(capsys: pytest.CaptureFixture[str], tmp_path: Path,
-                                                    monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_tensorboard_is_named_as_the_shell_finds_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """launch.sh, and the launcher, put the environment's programs in front of a PATH that has none of them."""
     programs = Path(sys.executable).parent
     monkeypatch.chdir(tmp_path)
@@ -149,10 +186,16 @@ def test_tensorboard_is_named_as_the_shell_finds_it(capsys: pytest.CaptureFixtur
 
 
 def test_a_run_that_was_over_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    tell_end(result(step=9, start_step=9, metrics={}, samples_per_sec=0.0), plan(monitors={"tensorboard": False}), environment=HERE)
+    tell_end(
+        result(step=9, start_step=9, metrics={}, samples_per_sec=0.0),
+        plan(monitors={"tensorboard": False}),
+        environment=HERE,
+    )
     assert capsys.readouterr().out.splitlines()[:3] == [
-        "", "night: nothing left to do, step 9 was reached before", "  run folder  runs/night",
-    ]  # fmt: skip
+        "",
+        "night: nothing left to do, step 9 was reached before",
+        "  run folder  runs/night",
+    ]
 
 
 def test_the_throughput_of_text_is_told_in_tokens_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,9 +210,7 @@ def test_the_command_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_nobody_listens_any_more() -> None:
     """As after `| head`: the reader is gone, and neither a line nor the flush at exit may fail the run."""
-    code = (
-        "from framework.train.rank_log import say\nfor _ in range(9): say('x' * 9999)\nimport sys; sys.stdout.flush()"
-    )
+    code = "from framework.system.log import say\nfor _ in range(9): say('x' * 9999)\nimport sys; sys.stdout.flush()"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.close()

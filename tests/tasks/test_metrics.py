@@ -20,7 +20,9 @@ CASES: list[tuple[type[Kind], Task, Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("section", "task", "outputs", "targets"), CASES, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("section", "task", "outputs", "targets"), CASES, ids=lambda value: getattr(value, "__name__", "")
+)
 def test_the_names_are_those_that_are_measured(section: Any, task: Task, outputs: Any, targets: Any) -> None:
     measured = {name: float(ratio.total / ratio.count) for name, ratio in task.measure(outputs, targets).items()}
     assert sorted(section.metrics) == sorted({**measured, **task.derive(measured)})

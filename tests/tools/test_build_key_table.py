@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel, Field
 
-from framework.ds_json.key_files import TABLES, known_releases
+from framework.dslint.key_files import TABLES, known_releases
 from tools import build_key_table
 from tools.key_table.models import entries_of
 from tools.key_table.recorder import NO_DEFAULT, Recorder
@@ -58,8 +58,15 @@ class Outer(BaseModel):
 
 def test_a_model_is_described() -> None:
     found = dict(entries_of(Outer, "outer"))
-    assert list(found) == ["outer.inner", "outer.inner.section_size", "outer.mode", "outer.rate", "outer.names",
-                           "outer.needed", "outer.kind"]  # fmt: skip
+    assert list(found) == [
+        "outer.inner",
+        "outer.inner.section_size",
+        "outer.mode",
+        "outer.rate",
+        "outer.names",
+        "outer.needed",
+        "outer.kind",
+    ]
     assert found["outer.inner"]["unknown"] == "error"
     size = found["outer.inner.section_size"]
     assert (size["type"], size["default"], size["minimum"], size["aliases"]) == ("integer", 5, 1, ["size"])
@@ -89,9 +96,18 @@ def test_source_is_read() -> None:
     reads = [read for node in ast.walk(ast.parse(SOURCE)) for read in _path_read(node, {"config": ""}, names)]
     assert {path: default for path, default in reads if default} == {"plain": [3], "popped": [None]}
     assert {path for path, _ in reads} == {
-        "key", "section", "section.key", "section.key.deep", "plain", "popped", "asked", "too", "metrics", "metrics.*",
+        "key",
+        "section",
+        "section.key",
+        "section.key.deep",
+        "plain",
+        "popped",
+        "asked",
+        "too",
+        "metrics",
+        "metrics.*",
         "metrics.*.inside",
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("release", known_releases())

@@ -26,7 +26,9 @@ def follow(best: BestSoFar, *values: float, start: int = 1, name: str = "eval/lo
         ("max", (), None),
     ],
 )
-def test_it_is_the_best_number_and_its_step(best_is: Any, values: tuple[float, ...], found: tuple[float, int] | None) -> None:
+def test_it_is_the_best_number_and_its_step(
+    best_is: Any, values: tuple[float, ...], found: tuple[float, int] | None
+) -> None:
     best = follow(BestSoFar("eval/loss", best_is=best_is), *values)
     assert best.found == (None if found is None else Best("eval/loss", *found))
     assert best_in(best.state()) == best.found

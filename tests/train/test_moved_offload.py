@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from framework.checkpoint.layout_change import check_movable, has_moved
+from framework.checkpoint.saved import SavedCheckpoint
 from framework.config.load import config_from_values
 from framework.errors import ConfigError
-from framework.train.layout_change import check_movable, has_moved
-from framework.train.saved import SavedCheckpoint
 
 NVME = {"device": "nvme", "nvme_path": "/local"}
 CPU = {"device": "cpu"}
@@ -30,7 +30,9 @@ def checkpoint(said: dict[str, Any]) -> SavedCheckpoint:
 def test_nvme_is_not_moved(offload: dict[str, Any], other: dict[str, Any]) -> None:
     there, here = description(**offload), description(**({**offload, **other} if "ranks" in other else other))
     for source, target in ((there, here), (here, there)):
-        with pytest.raises(ConfigError, match=r"state on NVMe \(zero.offload_(optimizer|param)\).*\[resume-nvme-moved\]"):
+        with pytest.raises(
+            ConfigError, match=r"state on NVMe \(zero.offload_(optimizer|param)\).*\[resume-nvme-moved\]"
+        ):
             check_movable(checkpoint(source), description=target)
 
 

@@ -21,10 +21,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framework.config.document import read_document
 from framework.config.load import config_from_values, load_config
 from framework.errors import ConfigError, StorageError
-from framework.files import open_own
+from framework.system.files import open_own
+from framework.text.document import read_document
 from framework.train.run_folder import RunFolder
 
 HOLD = """
@@ -78,7 +78,9 @@ def test_a_second_process_is_refused_and_changes_nothing(tmp_path: Path) -> None
     before = names(path)
     with another_run(path):
         for fresh in (True, False):
-            with pytest.raises(StorageError, match=r"run\.name = run: another run is writing to .*\[run-folder-busy\]") as no:
+            with pytest.raises(
+                StorageError, match=r"run\.name = run: another run is writing to .*\[run-folder-busy\]"
+            ) as no:
                 RunFolder(path).open(fresh=fresh)
             assert no.value.exit_code == 74  # 78 would tell a scheduler never to try again
         assert (names(tmp_path), names(path)) == (["run"], before)
@@ -315,21 +317,52 @@ def describe(path: Path, config: dict[str, Any]) -> None:
 
 
 def test_the_described_run_can_be_read_back(tmp_path: Path) -> None:
-    config = config_from_values({
-        "run": {"name": "1e3", "output_dir": "0x10"}, "optimizer": {"kind": "adamw", "lr": 1e-5, "eps": 1e-8},
-        "zero": {"stage": 3, "reduce_bucket_size": 5e8},
-        "model": {"target": "a:b", "args": {"text": "1e-3", "no": "no", "date": "2020-01-01", "sizes": [1, 2.5, None, True]}},
-    })  # fmt: skip
+    config = config_from_values(
+        {
+            "run": {"name": "1e3", "output_dir": "0x10"},
+            "optimizer": {"kind": "adamw", "lr": 1e-5, "eps": 1e-8},
+            "zero": {"stage": 3, "reduce_bucket_size": 5e8},
+            "model": {
+                "target": "a:b",
+                "args": {"text": "1e-3", "no": "no", "date": "2020-01-01", "sizes": [1, 2.5, None, True]},
+            },
+        }
+    )
     describe(tmp_path, config.to_dict())
     assert load_config(tmp_path / "config.yaml") == config
     for name, content in (("ds_config", {"a": 1}), ("plan", {"b": "x"}), ("environment", {"c": None})):
         assert json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8")) == content
 
 
-TEXTS = st.text(max_size=8) | st.from_regex(r"[-+]?[0-9._]{0,4}([eE][-+]?[0-9]{1,2})?", fullmatch=True) | st.sampled_from(
-    ["null", "~", "1e" + "9" * 40, "9" * 40, "yes", "on", "True", ".nan", "-.inf", "1:30", "0o7", "0x1f", "=", "<<", "-", "? a",
-      "# x", "a: b", " x ", "", "'"]
-)  # fmt: skip
+TEXTS = (
+    st.text(max_size=8)
+    | st.from_regex(r"[-+]?[0-9._]{0,4}([eE][-+]?[0-9]{1,2})?", fullmatch=True)
+    | st.sampled_from(
+        [
+            "null",
+            "~",
+            "1e" + "9" * 40,
+            "9" * 40,
+            "yes",
+            "on",
+            "True",
+            ".nan",
+            "-.inf",
+            "1:30",
+            "0o7",
+            "0x1f",
+            "=",
+            "<<",
+            "-",
+            "? a",
+            "# x",
+            "a: b",
+            " x ",
+            "",
+            "'",
+        ]
+    )
+)
 
 
 def readable(text: str) -> bool:
@@ -389,9 +422,11 @@ def test_a_run_whose_folder_is_removed_ends_with_74_and_makes_none(tmp_path: Pat
     from tests.places import ROOT
 
     config = tmp_path / "run.yaml"
-    config.write_text(f"run: {{name: lost, output_dir: {tmp_path}/runs}}\n"
-                      "model: {kind: mlp, hidden_sizes: [8]}\ntraining: {max_steps: 200000, log_every: 5}\n"
-                      "data: {kind: digits}\nbatch: {global_size: 16}\nmonitors: {tensorboard: false}\n")  # fmt: skip
+    config.write_text(
+        f"run: {{name: lost, output_dir: {tmp_path}/runs}}\n"
+        "model: {kind: mlp, hidden_sizes: [8]}\ntraining: {max_steps: 200000, log_every: 5}\n"
+        "data: {kind: digits}\nbatch: {global_size: 16}\nmonitors: {tensorboard: false}\n"
+    )
     words = [sys.executable, "-m", "framework", "launch", str(config), "--num_gpus", "2"]
     with subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=job_environment()

@@ -9,7 +9,13 @@ from framework.train.skipped_steps import SkippedSteps
 
 
 def run(
-    taken: str, *, log_every: int = 1, start_step: int = 0, before: int = 0, scales: list[float] | None = None, last: bool = False,
+    taken: str,
+    *,
+    log_every: int = 1,
+    start_step: int = 0,
+    before: int = 0,
+    scales: list[float] | None = None,
+    last: bool = False,
 ) -> None:
     """Steps as a word, ``-`` where one was skipped and ``x`` where it was taken."""
     steps, skipped = SkippedSteps(start_step), before
@@ -27,9 +33,10 @@ def test_steps_that_are_skipped_now_and_then_are_no_reason_to_end(taken: str) ->
 
 
 def test_one_warning_where_many_steps_in_a_row_were_skipped(capsys: pytest.CaptureFixture[str]) -> None:
-    run("xxxxx-----" "-----xxxxx" "-----xxxxx", log_every=5)
+    run("xxxxx----------xxxxx-----xxxxx", log_every=5)
     assert capsys.readouterr().err.splitlines() == [
-        "warning: step 10: each of the last 5 steps was skipped, because its gradients were not finite; look for a root, a norm or "
+        "warning: step 10: each of the last 5 steps was skipped, because its gradients were not finite; look for a "
+        "root, a norm or "
         "a division at zero in the model or the loss, or lower optimizer.lr [every-step-skipped]"
     ]
     run("x----", log_every=5)
@@ -40,7 +47,9 @@ def test_one_warning_where_many_steps_in_a_row_were_skipped(capsys: pytest.Captu
 @pytest.mark.parametrize(("log_every", "ends_at"), [(1, 20), (4, 20), (10, 50)])
 def test_a_run_that_takes_no_step_ends(log_every: int, ends_at: int) -> None:
     run("-" * (ends_at - log_every), log_every=log_every)
-    with pytest.raises(TrainingError, match=rf"step {ends_at}: each of the last {ends_at} steps.*\[every-step-skipped\]"):
+    with pytest.raises(
+        TrainingError, match=rf"step {ends_at}: each of the last {ends_at} steps.*\[every-step-skipped\]"
+    ):
         run("-" * 200, log_every=log_every)
 
 

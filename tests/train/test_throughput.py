@@ -36,8 +36,10 @@ def test_an_interval_is_the_time_since_the_last_one(clock: Clock) -> None:
     watch = Stopwatch(clock, samples_per_step=8)
     train(watch, clock, steps=4, seconds_per_step=0.5)
     assert watch.read() == {
-        "throughput/samples_per_sec": 16.0, "time/step_ms": 500.0, "time/data_ms": 0.0,
-    }  # fmt: skip
+        "throughput/samples_per_sec": 16.0,
+        "time/step_ms": 500.0,
+        "time/data_ms": 0.0,
+    }
     train(watch, clock, steps=2, seconds_per_step=2.0)
     assert watch.read()["time/step_ms"] == 2000.0
 

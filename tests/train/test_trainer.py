@@ -110,8 +110,10 @@ class Memory:
 
 def agenda(total_steps: int = 6, **changes: Any) -> Agenda:
     cadences: dict[str, Any] = {
-        "log": Cadence(2, at_end=True), "evaluate": Cadence(3, at_end=True), "save": Cadence(3, at_end=True),
-    }  # fmt: skip
+        "log": Cadence(2, at_end=True),
+        "evaluate": Cadence(3, at_end=True),
+        "save": Cadence(3, at_end=True),
+    }
     return Agenda(total_steps, steps_per_epoch=4, samples_per_step=8, **(cadences | changes))
 
 
@@ -123,16 +125,28 @@ class Run:
 
 
 def make_run(
-    plan: Agenda | None = None, *, engine: RecordingEngine | None = None, data: Numbers | None = None,
-    monitors: Sequence[Monitor] = (), start_step: int = 0, eval_data: Any = EVAL_DATA, saves: bool = True,
+    plan: Agenda | None = None,
+    *,
+    engine: RecordingEngine | None = None,
+    data: Numbers | None = None,
+    monitors: Sequence[Monitor] = (),
+    start_step: int = 0,
+    eval_data: Any = EVAL_DATA,
+    saves: bool = True,
     stop: Callable[[int], str] = lambda step: "",
-) -> Run:  # fmt: skip
+) -> Run:
     engine, data = engine or RecordingEngine(), data or Numbers()
     engine.step = start_step
     trainer = Trainer(
-        engine, agenda=plan or agenda(), train_data=data, eval_data=eval_data, monitors=monitors, start_step=start_step, stop=stop,
+        engine,
+        agenda=plan or agenda(),
+        train_data=data,
+        eval_data=eval_data,
+        monitors=monitors,
+        start_step=start_step,
+        stop=stop,
         save=(lambda step, metrics: engine.events.append(f"save {step}")) if saves else None,
-    )  # fmt: skip
+    )
     return Run(engine, data, trainer.fit)
 
 
@@ -151,13 +165,24 @@ def test_metrics_are_read_then_evaluated_then_saved_and_only_when_due() -> None:
     outcome = run.fit()
     assert run.engine.events == [
         "train 1",
-        "train 2", "read 2",
-        "train 3", "read 3", "evaluate 3", "save 3",
-        "train 4", "read 4",
+        "train 2",
+        "read 2",
+        "train 3",
+        "read 3",
+        "evaluate 3",
+        "save 3",
+        "train 4",
+        "read 4",
         "train 5",
-        "train 6", "read 6", "evaluate 6", "save 6",
-        "train 7", "read 7", "evaluate 7", "save 7",
-    ]  # fmt: skip
+        "train 6",
+        "read 6",
+        "evaluate 6",
+        "save 6",
+        "train 7",
+        "read 7",
+        "evaluate 7",
+        "save 7",
+    ]
     assert outcome.step == 7
     assert outcome.metrics["eval/loss"] == 0.7
     assert run.engine.taken == list(range(14))
@@ -171,8 +196,13 @@ def test_each_point_is_told_once_to_everyone_with_step_and_epoch() -> None:
     seen = [(point.step, point.epoch, sorted(name.split("/")[0] for name in point.metrics)) for point in first.points]
     timed = ["throughput", "time", "time", "train"]
     assert seen == [
-        (2, 0.5, timed), (3, 0.75, timed), (3, 0.75, ["eval"]), (4, 1.0, timed), (6, 1.5, timed), (6, 1.5, ["eval"]),
-    ]  # fmt: skip
+        (2, 0.5, timed),
+        (3, 0.75, timed),
+        (3, 0.75, ["eval"]),
+        (4, 1.0, timed),
+        (6, 1.5, timed),
+        (6, 1.5, ["eval"]),
+    ]
     assert (first.closed, second.closed) == (1, 1)
 
 
@@ -218,27 +248,36 @@ def test_fp16_goes_on_after_a_loss_that_is_not_finite_and_does_not_save_it(capsy
     assert run.fit().step == 6
     assert [event for event in run.engine.events if event.startswith("save")] == ["save 6"]
     assert capsys.readouterr().err == (
-        "warning: step 3: its loss is not finite, and it is not saved; earlier checkpoints are untouched [loss-not-finite]\n"
+        "warning: step 3: its loss is not finite, and it is not saved; earlier checkpoints are untouched "
+        "[loss-not-finite]\n"
     )
 
 
 def test_fp16_ends_when_the_loss_stays_infinite() -> None:
     """Logged are steps 2, 3, 4, 6...: the third in a row is one too many, wherever it began."""
     for first, last in ((1, 4), (3, 6)):
-        run = make_run(agenda(12, not_finite_allowed=2), engine=RecordingEngine(losses=dict.fromkeys(range(first, 13), math.inf)))
-        with pytest.raises(TrainingError, match=rf"^step {last}: train/loss = inf, as 3 logged losses in a row: .*\[loss-not-fin"):
+        run = make_run(
+            agenda(12, not_finite_allowed=2), engine=RecordingEngine(losses=dict.fromkeys(range(first, 13), math.inf))
+        )
+        with pytest.raises(
+            TrainingError, match=rf"^step {last}: train/loss = inf, as 3 logged losses in a row: .*\[loss-not-fin"
+        ):
             run.fit()
     few = RecordingEngine(losses=dict.fromkeys((2, 3, 8, 9), math.nan))
-    assert make_run(agenda(12, not_finite_allowed=2), engine=few).fit().step == 12, "4 and 10 are finite: the count begins anew"
+    assert make_run(agenda(12, not_finite_allowed=2), engine=few).fit().step == 12, (
+        "4 and 10 are finite: the count begins anew"
+    )
 
 
 @pytest.mark.parametrize(
     ("last", "error", "words"),
-    [(99, TrainingError, r"^step 6: train/loss = nan.*\[loss-not-finite\]$"),
-     # it may become a number again: the next start goes on from the checkpoint before
-     (5, StorageError, r"stopped after step 5, which could not be saved; .*\[checkpoint-not-written\]$")],
+    [
+        (99, TrainingError, r"^step 6: train/loss = nan.*\[loss-not-finite\]$"),
+        # it may become a number again: the next start goes on from the checkpoint before
+        (5, StorageError, r"stopped after step 5, which could not be saved; .*\[checkpoint-not-written\]$"),
+    ],
     ids=["length", "request"],
-)  # fmt: skip
+)
 def test_in_fp16_no_run_ends_well_on_a_loss_that_is_not_finite(last: int, error: type[Exception], words: str) -> None:
     engine = RecordingEngine(losses={5: math.nan, 6: math.nan})
     run = make_run(agenda(not_finite_allowed=9), engine=engine, stop=stop_after(last))
@@ -319,8 +358,15 @@ def test_evaluating_and_saving_are_not_training_time() -> None:
         now[0] += 50.0
 
     monitor = Memory()
-    trainer = Trainer(Slow(), agenda=agenda(), train_data=Numbers(), eval_data=EVAL_DATA, save=save, monitors=[monitor],
-                      clock=lambda: now[0])  # fmt: skip
+    trainer = Trainer(
+        Slow(),
+        agenda=agenda(),
+        train_data=Numbers(),
+        eval_data=EVAL_DATA,
+        save=save,
+        monitors=[monitor],
+        clock=lambda: now[0],
+    )
     outcome = trainer.fit()
     times = [point.metrics["time/step_ms"] for point in monitor.points if "time/step_ms" in point.metrics]
     assert times == [1000.0] * 4
@@ -373,7 +419,9 @@ def test_weights_of_a_step_whose_gradients_hold_nan_are_not_saved(norm: float, s
     step = 5 if stopped else 3
     engine = RecordingEngine(norms={step: {"train/grad_norm": norm}})
     run = make_run(engine=engine, stop=stop_after(5) if stopped else stop_after(100))
-    with pytest.raises(TrainingError, match=rf"step {step}: train/grad_norm = {norm}: .*not saved.*\[loss-not-finite\]"):
+    with pytest.raises(
+        TrainingError, match=rf"step {step}: train/grad_norm = {norm}: .*not saved.*\[loss-not-finite\]"
+    ):
         run.fit()
     assert f"save {step}" not in engine.events
     assert (run.data.closed, engine.events.count(f"read {step}")) == (1, 1)
@@ -419,8 +467,14 @@ def test_without_saving_a_stop_ends_the_run_all_the_same() -> None:
 
 def test_a_stop_that_cannot_be_saved_is_an_error_of_storage() -> None:
     monitor = Memory()
-    trainer = Trainer(RecordingEngine(), agenda=agenda(), train_data=Numbers(), monitors=[monitor], stop=stop_after(1),
-                      save=lambda step, metrics: False)  # fmt: skip
+    trainer = Trainer(
+        RecordingEngine(),
+        agenda=agenda(),
+        train_data=Numbers(),
+        monitors=[monitor],
+        stop=stop_after(1),
+        save=lambda step, metrics: False,
+    )
     with pytest.raises(StorageError, match=r"SIGTERM: stopped after step 1, .* \[checkpoint-not-written\]"):
         trainer.fit()
     assert monitor.closed == 1

@@ -14,13 +14,23 @@ from pydantic.fields import FieldInfo
 
 Entry = dict[str, Any]
 _SIMPLE: Final[Mapping[Any, str]] = {
-    bool: "boolean", int: "integer", float: "number", str: "string", Path: "string",
-    list: "array", tuple: "array", set: "array", dict: "object",
-}  # fmt: skip
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    Path: "string",
+    list: "array",
+    tuple: "array",
+    set: "array",
+    dict: "object",
+}
 _LIMITS: Final = (
-    ("ge", "minimum"), ("gt", "exclusive_minimum"), ("le", "maximum"), ("lt", "exclusive_maximum"),
+    ("ge", "minimum"),
+    ("gt", "exclusive_minimum"),
+    ("le", "maximum"),
+    ("lt", "exclusive_maximum"),
     ("multiple_of", "multiple_of"),
-)  # fmt: skip
+)
 
 
 def entries_of(model: type[BaseModel], path: str) -> Iterator[tuple[str, Entry]]:

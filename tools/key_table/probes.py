@@ -21,9 +21,10 @@ def _compression() -> Config:
         "layer_reduction": {"enabled": True},
         "weight_quantization": {"shared_parameters": shared, "different_groups": {"*": {"params": quantized, **group}}},
         "activation_quantization": {
-            "shared_parameters": {"enabled": True}, "different_groups": {"*": {"params": {"bits": 8}, **group}},
+            "shared_parameters": {"enabled": True},
+            "different_groups": {"*": {"params": {"bits": 8}, **group}},
         },
-    }  # fmt: skip
+    }
     for name in _GROUPS:
         parameters = {"enabled": True, "num_heads": 4, "schedule_offset": 0, "schedule_offset_end": 1}
         config[name] = {
@@ -37,10 +38,16 @@ def probes(removed: frozenset[str]) -> list[Config]:
     """Configs that one release parses without an error; together they reach every branch of its getters."""
     full: Config = {
         "train_batch_size": 8,
-        "optimizer": {"type": "Adam", "params": {}}, "scheduler": {"type": "WarmupLR", "params": {}},
+        "optimizer": {"type": "Adam", "params": {}},
+        "scheduler": {"type": "WarmupLR", "params": {}},
         "torch_autocast": {"enabled": False, "dtype": "bf16", "lower_precision_safe_modules": []},
-        "data_types": {}, "aio": {}, "flops_profiler": {}, "activation_checkpointing": {}, "comms_logger": {},
-        "weight_quantization": {}, "timers": {"throughput": {}},
+        "data_types": {},
+        "aio": {},
+        "flops_profiler": {},
+        "activation_checkpointing": {},
+        "comms_logger": {},
+        "weight_quantization": {},
+        "timers": {"throughput": {}},
         "checkpoint": {"parallel_write": {}, "writer": {}},
         "autotuning": {"enabled": True, "model_info": {}},
         "expert_parallel": {"enabled": False, "load_balance_coeff": None, "expert_w3": None},
@@ -54,10 +61,12 @@ def probes(removed: frozenset[str]) -> list[Config]:
             "data_routing": {"enabled": True, "random_ltd": {"enabled": True}},
         },
         "progressive_layer_drop": {"enabled": True},
-        "curriculum_learning": {"enabled": True}, "amp": {"enabled": False}, "elasticity": {"enabled": False},
+        "curriculum_learning": {"enabled": True},
+        "amp": {"enabled": False},
+        "elasticity": {"enabled": False},
         "nebula": {"enabled": True, "persistent_storage_path": "/"},
         "compression_training": _compression(),
-    }  # fmt: skip
+    }
     modes = ("dense", "fixed", "variable", "bigbird", "bslongformer")
     more = [{"train_batch_size": 8, "sparse_attention": {"mode": mode}} for mode in modes]
     more += [
@@ -80,12 +89,16 @@ CURRICULA: Final[tuple[Config, ...]] = tuple(
     )
 )
 RANDOM_LTD: Final[Config] = {
-    "total_layer_num": 2, "random_ltd_layer_num": 1, "global_batch_size": 1,
+    "total_layer_num": 2,
+    "random_ltd_layer_num": 1,
+    "global_batch_size": 1,
     "layer_token_lr_schedule": {"enabled": False},
     "random_ltd_schedule": {
-        "min_value": 1, "max_value": 2, "schedule_type": "fixed_linear",
+        "min_value": 1,
+        "max_value": 2,
+        "schedule_type": "fixed_linear",
         "schedule_config": {"require_steps": 1, "seq_per_step": 1},
     },
-}  # fmt: skip
+}
 TENSOR_PARALLEL: Final[Config] = {"layer_specs": []}
 ELASTICITY: Final[Config] = {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [1]}

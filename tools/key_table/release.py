@@ -16,11 +16,17 @@ Table = dict[str, Entry]
 
 # pydantic model -> its section. A model that is in neither list stops the build: somebody must say what it is.
 MODELS: Final[Mapping[str, str]] = {
-    "DeepSpeedZeroConfig": "zero_optimization", "DeepSpeedMonitorConfig": "", "CommsLoggerConfig": "comms_logger",
-    "CompileConfig": "compile", "HybridEngineConfig": "hybrid_engine", "WeightQuantConfig": "weight_quantization",
-    "DeepSpeedThroughputTimerConfig": "timers.throughput", "TPTrainingConfig": "tensor_parallel",
-    "DeepSpeedFP16Config": "fp16", "DeepSpeedBF16Config": "bf16",
-}  # fmt: skip
+    "DeepSpeedZeroConfig": "zero_optimization",
+    "DeepSpeedMonitorConfig": "",
+    "CommsLoggerConfig": "comms_logger",
+    "CompileConfig": "compile",
+    "HybridEngineConfig": "hybrid_engine",
+    "WeightQuantConfig": "weight_quantization",
+    "DeepSpeedThroughputTimerConfig": "timers.throughput",
+    "TPTrainingConfig": "tensor_parallel",
+    "DeepSpeedFP16Config": "fp16",
+    "DeepSpeedBF16Config": "bf16",
+}
 # Not part of a training config: models of the inference engines, and what their names say.
 _NOT_TRAINING: Final = ("deepspeed.inference",)
 _METRIC: Final = "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.*"
@@ -28,18 +34,37 @@ _LTD: Final = "data_efficiency.data_routing.random_ltd"
 # Read after parsing: module -> expression in its source -> section.
 LATE_READS: Final[tuple[tuple[str, str, Mapping[str, str]], ...]] = (
     ("runtime.pipe.engine", "", {"self._config.pipeline": "pipeline"}),
-    ("runtime.data_pipeline.data_sampling.data_sampler", "",
-     {"self.data_efficiency_config": "data_efficiency", "data_efficiency_config": "data_efficiency"}),
-    ("runtime.data_pipeline.data_sampling.variable_batch_size_and_lr", "",
-     {"batching_config": "data_efficiency.data_sampling.dynamic_batching"}),
+    (
+        "runtime.data_pipeline.data_sampling.data_sampler",
+        "",
+        {"self.data_efficiency_config": "data_efficiency", "data_efficiency_config": "data_efficiency"},
+    ),
+    (
+        "runtime.data_pipeline.data_sampling.variable_batch_size_and_lr",
+        "",
+        {"batching_config": "data_efficiency.data_sampling.dynamic_batching"},
+    ),
     ("runtime.data_pipeline.data_routing.basic_layer", "init_config", {"config": _LTD}),
-    ("runtime.engine", "", {"random_ltd_config": _LTD, "self.pld_params()": "progressive_layer_drop",
-                            "self.curriculum_params_legacy()": "curriculum_learning"}),
-    ("module_inject.autotp_config", "from_dict",
-     {"config_dict": "tensor_parallel.partition_config", "spec_dict": "tensor_parallel.partition_config.layer_specs.*"}),
+    (
+        "runtime.engine",
+        "",
+        {
+            "random_ltd_config": _LTD,
+            "self.pld_params()": "progressive_layer_drop",
+            "self.curriculum_params_legacy()": "curriculum_learning",
+        },
+    ),
+    (
+        "module_inject.autotp_config",
+        "from_dict",
+        {
+            "config_dict": "tensor_parallel.partition_config",
+            "spec_dict": "tensor_parallel.partition_config.layer_specs.*",
+        },
+    ),
     ("__init__", "initialize", {"config": "", "config_class._param_dict": ""}),
     ("compile.init_sp", "", {"param_dict": "", "config": ""}),
-)  # fmt: skip
+)
 # Keys that DeepSpeed writes into the same dict itself, and one that a getter looks for a level too high.
 _NO_KEYS: Final = (f"{_LTD}.global_batch_size", f"{_LTD}.micro_batch_size", "compression_training.shared_parameters")
 
@@ -134,8 +159,10 @@ def _from_parser(removed: frozenset[str]) -> Iterator[tuple[str, Entry]]:
     for probe in probes(removed):
         config.DeepSpeedConfig(Recorder(probe, log=log))
     for key, default in config.get_pipeline_config({}).items():
-        yield f"pipeline.{key}", {"default": default, "reader": "recorded",
-                                  "source": "runtime/config.py:get_pipeline_config"}  # fmt: skip
+        yield (
+            f"pipeline.{key}",
+            {"default": default, "reader": "recorded", "source": "runtime/config.py:get_pipeline_config"},
+        )
     curriculum = importlib.import_module("deepspeed.runtime.data_pipeline.curriculum_scheduler").CurriculumScheduler
     for probe in CURRICULA:
         curriculum(Recorder(probe, path=_METRIC, log=log))

@@ -16,34 +16,60 @@ OPTIMIZERS: Final[Mapping[str, tuple[str, ...]]] = {
     "Adagrad": ("ops.adagrad.cpu_adagrad:DeepSpeedCPUAdagrad",),
     "Lamb": ("ops.lamb.fused_lamb:FusedLamb",),
     "Lion": ("ops.lion.fused_lion:FusedLion", "ops.lion.cpu_lion:DeepSpeedCPULion"),
-    "Muon": (), "MuAdam": (), "MuAdamW": (), "MuSGD": (),
+    "Muon": (),
+    "MuAdam": (),
+    "MuAdamW": (),
+    "MuSGD": (),
     "OneBitAdam": ("runtime.fp16.onebit.adam:OnebitAdam",),
     "ZeroOneAdam": ("runtime.fp16.onebit.zoadam:ZeroOneAdam",),
     "OneBitLamb": ("runtime.fp16.onebit.lamb:OnebitLamb",),
-}  # fmt: skip
+}
 REMOVED_OPTIMIZERS: Final = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
 # What torch's own classes take (torch 2.x), reached by `torch_adam`, without offload, or through the mup package.
 _TORCH_ADAM: Final[Mapping[str, Any]] = {
-    "lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "maximize": False,
-    "foreach": None, "capturable": False, "differentiable": False, "fused": None,
-}  # fmt: skip
+    "lr": 1e-3,
+    "betas": [0.9, 0.999],
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+}
 _TORCH_ADAGRAD: Final[Mapping[str, Any]] = {
-    "lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10,
-    "maximize": False, "foreach": None, "differentiable": False, "fused": None,
-}  # fmt: skip
+    "lr": 1e-2,
+    "lr_decay": 0.0,
+    "weight_decay": 0.0,
+    "initial_accumulator_value": 0.0,
+    "eps": 1e-10,
+    "maximize": False,
+    "foreach": None,
+    "differentiable": False,
+    "fused": None,
+}
 _TORCH_SGD: Final[Mapping[str, Any]] = {
-    "lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False,
-    "foreach": None, "differentiable": False, "fused": None,
-}  # fmt: skip
+    "lr": 1e-3,
+    "momentum": 0.0,
+    "dampening": 0.0,
+    "weight_decay": 0.0,
+    "nesterov": False,
+    "maximize": False,
+    "foreach": None,
+    "differentiable": False,
+    "fused": None,
+}
 # mup takes the rate from its keywords before torch's default could help (mup/optim.py `process_param_groups`).
 _NEEDED: Final = object()
 TORCH_CLASSES: Final[Mapping[str, tuple[tuple[str, Mapping[str, Any]], ...]]] = {
-    "Adam": (("torch.optim.Adam", _TORCH_ADAM),), "AdamW": (("torch.optim.AdamW", _TORCH_ADAM),),
+    "Adam": (("torch.optim.Adam", _TORCH_ADAM),),
+    "AdamW": (("torch.optim.AdamW", _TORCH_ADAM),),
     "Adagrad": (("torch.optim.Adagrad", _TORCH_ADAGRAD),),
     "MuAdam": (("mup.MuAdam", {**_TORCH_ADAM, "lr": _NEEDED}),),
     "MuAdamW": (("mup.MuAdamW", {**_TORCH_ADAM, "lr": _NEEDED}),),
     "MuSGD": (("mup.MuSGD", {**_TORCH_SGD, "lr": _NEEDED}),),
-}  # fmt: skip
+}
 _POSITIONAL: Final = ("params", "model_params", "deepspeed", "optimizer", "adamw_mode")
 
 
@@ -56,8 +82,16 @@ def optimizers() -> Iterator[tuple[str, Entry]]:
         raise SystemExit(f"unknown optimizer types {sorted(strangers)}: add them to OPTIMIZERS")
     names = [name for name in OPTIMIZERS if name.lower() in known]
     source = "runtime/engine.py:DeepSpeedEngine._configure_basic_optimizer"
-    yield "optimizer.type", {"type": "string", "examples": names, "any_case": True, "reader": "recorded",
-                             "source": "runtime/config.py:get_optimizer_name"}  # fmt: skip
+    yield (
+        "optimizer.type",
+        {
+            "type": "string",
+            "examples": names,
+            "any_case": True,
+            "reader": "recorded",
+            "source": "runtime/config.py:get_optimizer_name",
+        },
+    )
     for name in names:
         section = f"optimizer.params[{name}]"
         unknown = "ignored" if name == "Muon" else "error"
@@ -82,7 +116,11 @@ def _optimizer_parameters(name: str, source: str) -> Iterator[tuple[str, Entry]]
             classes[path.partition(":")[2]] = parameters
     for path, defaults in TORCH_CLASSES.get(name, ()):
         classes[path] = {
-            key: {**({"required": True} if value is _NEEDED else {"default": value}), "reader": "signature", "source": path}
+            key: {
+                **({"required": True} if value is _NEEDED else {"default": value}),
+                "reader": "signature",
+                "source": path,
+            }
             for key, value in defaults.items()
         }
     taken = dict(_taken_by_engine(name, source))
@@ -125,11 +163,15 @@ def schedulers() -> Iterator[tuple[str, Entry]]:
     """DeepSpeed's schedules and their parameters."""
     module = importlib.import_module("deepspeed.runtime.lr_schedules")
     names = list(module.VALID_LR_SCHEDULES)
-    yield "scheduler.type", {"type": "string", "examples": names, "reader": "recorded",
-                             "source": "runtime/config.py:get_scheduler_name"}  # fmt: skip
+    yield (
+        "scheduler.type",
+        {"type": "string", "examples": names, "reader": "recorded", "source": "runtime/config.py:get_scheduler_name"},
+    )
     for name in names:
         section = f"scheduler.params[{name}]"
-        yield section, {"type": "object", "unknown": "error", "reader": "signature",
-                        "source": f"runtime/lr_schedules.py:{name}"}  # fmt: skip
+        yield (
+            section,
+            {"type": "object", "unknown": "error", "reader": "signature", "source": f"runtime/lr_schedules.py:{name}"},
+        )
         for key, entry in signature_of(f"runtime.lr_schedules:{name}", skip=_POSITIONAL):
             yield f"{section}.{key}", entry

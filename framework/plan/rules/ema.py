@@ -18,8 +18,13 @@ _LARGEST_REST: Final = 0.5
 def ema_measured_and_not_kept(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
     """There is nothing to measure."""
     if config.evaluation.weights == "ema" and config.training.ema is None:
-        yield Problem(kind="ema-not-kept", key="evaluation.weights", value="ema", reason="no moving average is kept",
-                      fix="set training.ema: {decay: 0.999}, or evaluation.weights: trained")  # fmt: skip
+        yield Problem(
+            kind="ema-not-kept",
+            key="evaluation.weights",
+            value="ema",
+            reason="no moving average is kept",
+            fix="set training.ema: {decay: 0.999}, or evaluation.weights: trained",
+        )
 
 
 def ema_beside_its_weights(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
@@ -28,23 +33,36 @@ def ema_beside_its_weights(config: RunConfig, cluster: Cluster) -> Iterator[Prob
     if config.training.ema is None:
         return
     if offload.device == "nvme":
-        yield Problem(kind="ema-with-offload", key="zero.offload_optimizer.device", value="nvme",
-                      reason="DeepSpeed's files on the drive have no place for a moving average of the weights",
-                      fix="set zero.offload_optimizer: {device: cpu}, or leave training.ema out")  # fmt: skip
+        yield Problem(
+            kind="ema-with-offload",
+            key="zero.offload_optimizer.device",
+            value="nvme",
+            reason="DeepSpeed's files on the drive have no place for a moving average of the weights",
+            fix="set zero.offload_optimizer: {device: cpu}, or leave training.ema out",
+        )
     if isinstance(offload, OptimizerToCPU) and offload.ratio < 1:
-        yield Problem(kind="ema-with-offload", key="zero.offload_optimizer.ratio", value=offload.ratio,
-                      reason="a second optimizer then steps the rest, and keeps no moving average of the weights",
-                      fix="set zero.offload_optimizer: {device: cpu, ratio: 1.0}, or leave training.ema out")  # fmt: skip
+        yield Problem(
+            kind="ema-with-offload",
+            key="zero.offload_optimizer.ratio",
+            value=offload.ratio,
+            reason="a second optimizer then steps the rest, and keeps no moving average of the weights",
+            fix="set zero.offload_optimizer: {device: cpu, ratio: 1.0}, or leave training.ema out",
+        )
 
 
 def ema_with_lamb(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
-    """deepspeed/runtime/fp16/unfused_optimizer.py `step_fused_lamb`: the step is given its gradients from outside, and no weight
-    shows that it was stepped."""
+    """deepspeed/runtime/fp16/unfused_optimizer.py `step_fused_lamb`: the step is given its gradients from outside, and
+    no weight shows that it was stepped."""
     is_half = config.precision.dtype in ("fp16", "bf16")
     if config.training.ema is not None and isinstance(config.optimizer, Lamb) and is_half and config.zero.stage == 0:
-        yield Problem(kind="ema-with-lamb", key="optimizer.kind", value="lamb",
-                      reason=f"in {config.precision.dtype} at ZeRO stage 0 DeepSpeed steps LAMB past the moving average of the "
-                      "weights, which would never begin", fix="use adamw, or leave training.ema out")  # fmt: skip
+        yield Problem(
+            kind="ema-with-lamb",
+            key="optimizer.kind",
+            value="lamb",
+            reason=f"in {config.precision.dtype} at ZeRO stage 0 DeepSpeed steps LAMB past the moving average of the "
+            "weights, which would never begin",
+            fix="use adamw, or leave training.ema out",
+        )
 
 
 def length_for_ema(config: RunConfig, total_steps: int | None) -> Iterator[Problem]:
@@ -53,16 +71,27 @@ def length_for_ema(config: RunConfig, total_steps: int | None) -> Iterator[Probl
     if ema is None or total_steps is None:
         return
     if ema.start_step >= total_steps:
-        yield Problem(kind="ema-never-starts", key="training.ema.start_step", value=ema.start_step, severity="warning",
-                      reason=f"the run has {total_steps} steps, and the average stays what the weights are",
-                      fix=f"set it below {total_steps}, or leave training.ema out")  # fmt: skip
+        yield Problem(
+            kind="ema-never-starts",
+            key="training.ema.start_step",
+            value=ema.start_step,
+            severity="warning",
+            reason=f"the run has {total_steps} steps, and the average stays what the weights are",
+            fix=f"set it below {total_steps}, or leave training.ema out",
+        )
         return
     updates = (total_steps - ema.start_step) // ema.every_steps
     rest = ema.decay**updates
     if rest > _LARGEST_REST:
-        yield Problem(kind="ema-longer-than-run", key="training.ema.decay", value=ema.decay, severity="warning",
-                      reason=f"after {updates:,} update{'' if updates == 1 else 's'} {rest:.0%} of the average is still what "
-                      "it began with", fix=_shorter(updates))  # fmt: skip
+        yield Problem(
+            kind="ema-longer-than-run",
+            key="training.ema.decay",
+            value=ema.decay,
+            severity="warning",
+            reason=f"after {updates:,} update{'' if updates == 1 else 's'} {rest:.0%} of the average is still what "
+            "it began with",
+            fix=_shorter(updates),
+        )
 
 
 def _shorter(updates: int) -> str:

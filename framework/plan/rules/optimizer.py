@@ -16,8 +16,13 @@ def momentum_order(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
     """torch.optim.SGD: "Nesterov momentum requires a momentum"."""
     optimizer = config.optimizer
     if getattr(optimizer, "nesterov", False) and not getattr(optimizer, "momentum", 0.0):
-        yield Problem(kind="nesterov-needs-momentum", key="optimizer.nesterov", value=True,
-                      reason="there is no momentum to look ahead along", fix="set optimizer.momentum: 0.9")  # fmt: skip
+        yield Problem(
+            kind="nesterov-needs-momentum",
+            key="optimizer.nesterov",
+            value=True,
+            reason="there is no momentum to look ahead along",
+            fix="set optimizer.momentum: 0.9",
+        )
 
 
 def decay_on_matrices_of_nothing(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
@@ -26,32 +31,56 @@ def decay_on_matrices_of_nothing(config: RunConfig, cluster: Cluster) -> Iterato
     if isinstance(optimizer, (Target, OptimizerObject)):
         return
     if optimizer.weight_decay_on != "all" and not optimizer.weight_decay:
-        yield Problem(kind="inert-without-decay", key="optimizer.weight_decay_on", value=optimizer.weight_decay_on,
-                      severity="warning", reason="optimizer.weight_decay is 0",
-                      fix="set optimizer.weight_decay or remove it")  # fmt: skip
+        yield Problem(
+            kind="inert-without-decay",
+            key="optimizer.weight_decay_on",
+            value=optimizer.weight_decay_on,
+            severity="warning",
+            reason="optimizer.weight_decay is 0",
+            fix="set optimizer.weight_decay or remove it",
+        )
 
 
 def lamb_needs_dynamic_scale(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
     """deepspeed/runtime/engine.py `_do_sanity_check`: "lamb optimizer requires dynamic loss scaling"."""
     if isinstance(config.optimizer, Lamb) and isinstance(config.precision, FP16) and config.precision.loss_scale:
-        yield Problem(kind="lamb-with-fixed-loss-scale", key="precision.loss_scale", value=config.precision.loss_scale,
-                      reason="DeepSpeed's Lamb needs dynamic loss scaling", fix="set precision.loss_scale: 0")  # fmt: skip
+        yield Problem(
+            kind="lamb-with-fixed-loss-scale",
+            key="precision.loss_scale",
+            value=config.precision.loss_scale,
+            reason="DeepSpeed's Lamb needs dynamic loss scaling",
+            fix="set precision.loss_scale: 0",
+        )
 
 
 def offload_needs_adam(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
     """deepspeed/runtime/engine.py `_configure_basic_optimizer`: Lamb has no host kernel."""
     if config.zero.offload_optimizer.device != "none" and isinstance(config.optimizer, Lamb):
-        yield Problem(kind="offload-optimizer-unsupported", key="optimizer.kind", value="lamb",
-                      reason="it cannot run on the host", fix="use adamw, or zero.offload_optimizer: {device: none}")  # fmt: skip
+        yield Problem(
+            kind="offload-optimizer-unsupported",
+            key="optimizer.kind",
+            value="lamb",
+            reason="it cannot run on the host",
+            fix="use adamw, or zero.offload_optimizer: {device: none}",
+        )
 
 
 def lamb_sees_shards(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
-    """Its ratio is one of norms of a weight; ZeRO gives it shares of one flat vector of all weights, and nobody says so."""
+    """Its ratio is one of norms of a weight; ZeRO gives it shares of one flat vector of all weights, and nobody says
+    so.
+    """
     stage = config.zero.stage
-    if isinstance(config.optimizer, Lamb) and stage and config.zero.offload_optimizer.device == "none":  # else refused above
-        yield Problem(kind="optimizer-sees-shape", key="optimizer.kind", value="lamb",
-                      reason=f"it scales each weight's step by its norm, and at zero.stage {stage} it sees shares of one flat "
-                      "vector of all weights", fix="set zero.stage: 0, or use adamw")  # fmt: skip
+    if (
+        isinstance(config.optimizer, Lamb) and stage and config.zero.offload_optimizer.device == "none"
+    ):  # else refused above
+        yield Problem(
+            kind="optimizer-sees-shape",
+            key="optimizer.kind",
+            value="lamb",
+            reason=f"it scales each weight's step by its norm, and at zero.stage {stage} it sees shares of one flat "
+            "vector of all weights",
+            fix="set zero.stage: 0, or use adamw",
+        )
 
 
 def slow_host_optimizer(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
@@ -59,6 +88,12 @@ def slow_host_optimizer(config: RunConfig, cluster: Cluster) -> Iterator[Problem
     optimizer = config.optimizer
     torchs = isinstance(optimizer, AdamW) and optimizer.implementation == "torch"
     if config.zero.offload_optimizer.device != "none" and torchs:
-        yield Problem(kind="slow-host-optimizer", key="optimizer.implementation", value="torch", severity="note",
-                      reason="the step runs on the host, where DeepSpeed's kernel is several times faster but resumes "
-                      "with a drift in the last bits", fix="set optimizer.implementation: deepspeed for speed")  # fmt: skip
+        yield Problem(
+            kind="slow-host-optimizer",
+            key="optimizer.implementation",
+            value="torch",
+            severity="note",
+            reason="the step runs on the host, where DeepSpeed's kernel is several times faster but resumes "
+            "with a drift in the last bits",
+            fix="set optimizer.implementation: deepspeed for speed",
+        )

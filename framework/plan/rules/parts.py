@@ -14,7 +14,8 @@ from framework.config.run_config import RunConfig
 from framework.errors import Problem
 from framework.plan.cluster import Cluster
 
-# What a part gives or takes: the data kinds that yield it, the models and tasks that read it. Every other kind is for images.
+# What a part gives or takes: the data kinds that yield it, the models and tasks that read it. Every other kind is for
+# images.
 _OF_TEXT: Final[Mapping[str, Mapping[str, str]]] = {
     "data": {"text": "text", "text_pairs": "text_pairs"},
     "model": {"gpt": "text", "bert": "text_pairs"},
@@ -37,9 +38,14 @@ def parts_speak_of_the_same(config: RunConfig, cluster: Cluster) -> Iterator[Pro
             continue
         fixes = [f"{part}.kind: {_PARTS[known[against]][part]}", f"{against}.kind: {_PARTS[form][against]}"]
         given = "has" if against == "data" else "reads"
-        yield Problem(kind=f"{part}-{against}-mismatch", key=f"{part}.kind", value=getattr(config, part).kind,
-                      reason=f"it reads {_WORDS[form]}, and {getattr(config, against).kind}, the {against}, {given} "
-                      f"{_WORDS[known[against]]}", fix=f"set {' or '.join(fixes)}")  # fmt: skip
+        yield Problem(
+            kind=f"{part}-{against}-mismatch",
+            key=f"{part}.kind",
+            value=getattr(config, part).kind,
+            reason=f"it reads {_WORDS[form]}, and {getattr(config, against).kind}, the {against}, {given} "
+            f"{_WORDS[known[against]]}",
+            fix=f"set {' or '.join(fixes)}",
+        )
 
 
 def image_shapes_agree(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
@@ -59,22 +65,32 @@ def image_shapes_agree(config: RunConfig, cluster: Cluster) -> Iterator[Problem]
         if expected is not None and given is not None and expected != given:
             fixes = [f"model.{key}: {given}"] if _takes(model, key, given) else []
             fixes += [f"data.{data_key}: {expected}"] if _takes(data, data_key, expected) else []
-            yield Problem(kind=f"model-data-{key.replace('_', '-')}", key=f"model.{key}", value=expected,
-                          reason=f"the {data.kind} data has {words.format(given)}",
-                          fix=f"set {' or '.join(fixes)}" if fixes else "choose another model or other data")  # fmt: skip
+            yield Problem(
+                kind=f"model-data-{key.replace('_', '-')}",
+                key=f"model.{key}",
+                value=expected,
+                reason=f"the {data.kind} data has {words.format(given)}",
+                fix=f"set {' or '.join(fixes)}" if fixes else "choose another model or other data",
+            )
 
 
 def sequence_fits(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
     """A position beyond the model's last one would fail inside a GPU kernel."""
     length, most = getattr(config.data, "sequence_length", None), getattr(config.model, "max_positions", None)
     if isinstance(length, int) and isinstance(most, int) and length > most:
-        yield Problem(kind="sequence-too-long", key="data.sequence_length", value=length,
-                      reason=f"the model has {most} positions",
-                      fix=f"set data.sequence_length: {most} or model.max_positions: {length}")  # fmt: skip
+        yield Problem(
+            kind="sequence-too-long",
+            key="data.sequence_length",
+            value=length,
+            reason=f"the model has {most} positions",
+            fix=f"set data.sequence_length: {most} or model.max_positions: {length}",
+        )
 
 
 def vocabulary_fits(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
-    """A token that the model does not know would fail inside a GPU kernel; a token file's size is checked before training."""
+    """A token that the model does not know would fail inside a GPU kernel; a token file's size is checked before
+    training.
+    """
     size_of = getattr(config.data, "vocab_size", None)
     yield from vocabulary_problem(size_of() if callable(size_of) else None, config.model)
 
@@ -83,8 +99,13 @@ def vocabulary_problem(given: Any, model: ModelSection) -> Iterator[Problem]:
     """Data with so many different tokens, as soon as somebody knows how many."""
     known = getattr(model, "vocab_size", None)
     if isinstance(given, int) and isinstance(known, int) and given > known:
-        yield Problem(kind="model-data-vocab-size", key="model.vocab_size", value=known,
-                      reason=f"the data has {given} different tokens", fix=f"set model.vocab_size: {given} or more")  # fmt: skip
+        yield Problem(
+            kind="model-data-vocab-size",
+            key="model.vocab_size",
+            value=known,
+            reason=f"the data has {given} different tokens",
+            fix=f"set model.vocab_size: {given} or more",
+        )
 
 
 def _takes(section: Section, key: str, value: int) -> bool:

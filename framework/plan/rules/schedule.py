@@ -12,33 +12,53 @@ from framework.plan.cluster import Cluster
 
 
 def cycle_order(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
-    """DeepSpeed takes the ends as they come: the cycle would go down first, and begin at the rate that was meant as its top."""
+    """DeepSpeed takes the ends as they come: the cycle would go down first, and begin at the rate that was meant as its
+    top.
+    """
     cycle = config.scheduler
     if not isinstance(cycle, OneCycle):
         return
     if cycle.min_lr > cycle.max_lr:
-        yield Problem(kind="cycle-upside-down", key="scheduler.min_lr", value=cycle.min_lr,
-                      reason=f"it is above scheduler.max_lr = {cycle.max_lr}", fix="exchange the two")  # fmt: skip
+        yield Problem(
+            kind="cycle-upside-down",
+            key="scheduler.min_lr",
+            value=cycle.min_lr,
+            reason=f"it is above scheduler.max_lr = {cycle.max_lr}",
+            fix="exchange the two",
+        )
     if cycle.cycle_momentum and cycle.min_momentum > cycle.max_momentum:
-        yield Problem(kind="cycle-upside-down", key="scheduler.min_momentum", value=cycle.min_momentum,
-                      reason=f"it is above scheduler.max_momentum = {cycle.max_momentum}", fix="exchange the two")  # fmt: skip
+        yield Problem(
+            kind="cycle-upside-down",
+            key="scheduler.min_momentum",
+            value=cycle.min_momentum,
+            reason=f"it is above scheduler.max_momentum = {cycle.max_momentum}",
+            fix="exchange the two",
+        )
 
 
 def schedule_needs_lr(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
     """DeepSpeed's WarmupDecayLR ends its warm-up at 0.001 whatever the optimizer says, so we must know the rate."""
     scheduler, optimizer = config.scheduler, config.optimizer
     if isinstance(scheduler, WarmupLR) and scheduler.max_lr is None and optimizer_lr(optimizer) is None:
-        yield Problem(kind="lr-unknown", key="scheduler.max_lr",
-                      reason=f"the {scheduler.kind} schedule needs the optimizer's learning rate, which is not in the config",
-                      fix="set it here, or optimizer.args.lr")  # fmt: skip
+        yield Problem(
+            kind="lr-unknown",
+            key="scheduler.max_lr",
+            reason=f"the {scheduler.kind} schedule needs the optimizer's learning rate, which is not in the config",
+            fix="set it here, or optimizer.args.lr",
+        )
 
 
 def warmup_fits(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
     """A warm-up as long as the schedule never reaches the learning rate that was asked for."""
     warmup, total = getattr(config.scheduler, "warmup_steps", 0), getattr(config.scheduler, "total_steps", None)
     if total is not None and warmup >= total:
-        yield Problem(kind="warmup-too-long", key="scheduler.warmup_steps", value=warmup,
-                      reason=f"the whole schedule has {total} steps", fix="make it shorter, or leave total_steps out")  # fmt: skip
+        yield Problem(
+            kind="warmup-too-long",
+            key="scheduler.warmup_steps",
+            value=warmup,
+            reason=f"the whole schedule has {total} steps",
+            fix="make it shorter, or leave total_steps out",
+        )
 
 
 def length_for_schedule(config: RunConfig, total_steps: int | None) -> Iterator[Problem]:
@@ -51,18 +71,34 @@ def length_for_schedule(config: RunConfig, total_steps: int | None) -> Iterator[
         return
     warmup = getattr(scheduler, "warmup_steps", 0)
     if getattr(scheduler, "total_steps", None) is None and warmup >= total_steps:
-        yield Problem(kind="warmup-too-long", key="scheduler.warmup_steps", value=warmup, severity="warning",
-                      reason=f"the run has {total_steps} steps and never reaches the full learning rate",
-                      fix="make it shorter")  # fmt: skip
+        yield Problem(
+            kind="warmup-too-long",
+            key="scheduler.warmup_steps",
+            value=warmup,
+            severity="warning",
+            reason=f"the run has {total_steps} steps and never reaches the full learning rate",
+            fix="make it shorter",
+        )
 
 
 def _length_for_cycle(cycle: OneCycle, total_steps: int) -> Iterator[Problem]:
     whole = cycle.first_steps + (cycle.second_steps or cycle.first_steps)
     half = f"set scheduler.first_steps: {max(1, total_steps // 2)}"
     if cycle.first_steps >= total_steps:
-        yield Problem(kind="cycle-too-long", key="scheduler.first_steps", value=cycle.first_steps, severity="warning",
-                      reason=f"the run has {total_steps} steps and never reaches max_lr", fix=half)  # fmt: skip
+        yield Problem(
+            kind="cycle-too-long",
+            key="scheduler.first_steps",
+            value=cycle.first_steps,
+            severity="warning",
+            reason=f"the run has {total_steps} steps and never reaches max_lr",
+            fix=half,
+        )
     elif whole > total_steps:
-        yield Problem(kind="cycle-too-long", key="scheduler.first_steps", value=cycle.first_steps, severity="warning",
-                      reason=f"up and down take {whole} steps and the run has {total_steps}: it ends before the rate is down",
-                      fix=f"{half}, or second_steps")  # fmt: skip
+        yield Problem(
+            kind="cycle-too-long",
+            key="scheduler.first_steps",
+            value=cycle.first_steps,
+            severity="warning",
+            reason=f"up and down take {whole} steps and the run has {total_steps}: it ends before the rate is down",
+            fix=f"{half}, or second_steps",
+        )

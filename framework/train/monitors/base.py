@@ -25,8 +25,8 @@ class Point:
 
 
 class Monitor(Protocol):
-    """Told about every logged point, in order of steps. One that raises is closed and told nothing more; the run goes on,
-    but for a StorageError, which says that there is no folder to go on in."""
+    """Told about every logged point, in order of steps. One that raises is closed and told nothing more; the run goes
+    on, but for a StorageError, which says that there is no folder to go on in."""
 
     name: str
     """What a warning calls it."""

@@ -8,13 +8,16 @@ from contextlib import contextmanager
 from typing import Literal
 
 from framework.errors import printable
-from framework.output import leave, write
+from framework.system.output import leave, write
 from framework.train.monitors.base import Monitor, Point
 
 _SHOWN = {
-    "train/loss": "loss {:.4f}", "train/lr": "lr {:.3g}", "train/grad_norm": "grad norm {:.3g}",
-    "throughput/samples_per_sec": "{:,.0f} samples/s", "throughput/tokens_per_sec": "{:,.0f} tokens/s",
-}  # fmt: skip
+    "train/loss": "loss {:.4f}",
+    "train/lr": "lr {:.3g}",
+    "train/grad_norm": "grad norm {:.3g}",
+    "throughput/samples_per_sec": "{:,.0f} samples/s",
+    "throughput/tokens_per_sec": "{:,.0f} tokens/s",
+}
 _LEFT_OUT_FIRST = ("train/grad_norm", "train/lr")
 # The steps, the time left and the metrics of a usual run.
 _BESIDE_THE_BAR = 86
@@ -31,7 +34,9 @@ def make_console(mode: Literal["auto", "bar", "lines", "off"], *, total_steps: i
 
 
 def describe(point: Point, *, longest: int | None = None) -> str:
-    """The metrics worth a glance, as one line; of text, tokens say more than samples. In a short line the less telling go."""
+    """The metrics worth a glance, as one line; of text, tokens say more than samples. In a short line the less telling
+    go.
+    """
     shown = {name: text.format(point.metrics[name]) for name, text in _SHOWN.items() if name in point.metrics}
     if "throughput/tokens_per_sec" in shown:
         shown.pop("throughput/samples_per_sec", None)
@@ -69,18 +74,21 @@ class Bar:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
         from rich.table import Column
 
-        # Where the terminal is narrow, the bar shrinks and then metrics are left out: the steps and the time left stay whole.
+        # Where the terminal is narrow, the bar shrinks and then metrics are left out: the steps and the time left stay
+        # whole.
         whole, rest = Column(no_wrap=True), Column(no_wrap=True, overflow="ellipsis", ratio=1)
         columns = get_console().width
         bar = max(_SHORTEST_BAR, min(40, columns - _BESIDE_THE_BAR))
         # Four blanks between the columns, "step" and the time left.
-        self._longest = columns - bar - 2 * len(str(total_steps)) - len("/" "step" "0:00:00") - 4
+        self._longest = columns - bar - 2 * len(str(total_steps)) - len("/step0:00:00") - 4
         self._progress = Progress(
-            TextColumn("step", table_column=whole), MofNCompleteColumn(table_column=whole), BarColumn(bar, table_column=whole),
+            TextColumn("step", table_column=whole),
+            MofNCompleteColumn(table_column=whole),
+            BarColumn(bar, table_column=whole),
             TimeRemainingColumn(table_column=whole),
             TextColumn("{task.description}", markup=False, table_column=rest),  # a metric's name may hold brackets
             expand=True,
-        )  # fmt: skip
+        )
         self._task = self._progress.add_task("", total=total_steps, completed=from_step)
         self._progress.start()
 
@@ -89,7 +97,9 @@ class Bar:
             if any(name.startswith("eval/") for name in point.metrics):
                 self._progress.console.print(f"step {point.step}  {describe(point)}", highlight=False, markup=False)
             else:
-                self._progress.update(self._task, completed=point.step, description=describe(point, longest=self._longest))
+                self._progress.update(
+                    self._task, completed=point.step, description=describe(point, longest=self._longest)
+                )
 
     def close(self) -> None:
         with _whoever_reads():

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from framework.files import open_own, replace_text
+from framework.system.files import open_own, replace_text
 from framework.train.monitors.base import Point
 
 _FIRST_COLUMNS = ("step", "epoch")
@@ -18,7 +18,8 @@ _Row = dict[str, str]
 class CsvFile:
     """Keeps one row per step: what else is logged at the same step completes the row.
 
-    A metric seen for the first time adds a column, for which the file is written anew. Only the last row is kept in memory.
+    A metric seen for the first time adds a column, for which the file is written anew. Only the last row is kept in
+    memory.
     """
 
     name = "metrics.csv"
@@ -69,7 +70,9 @@ def _lines(columns: Sequence[str], rows: Iterable[_Row]) -> bytes:
 
 
 def _read(path: Path) -> tuple[list[str], list[_Row]]:
-    """Columns, and the rows that were written to the end: a kill may leave half a row behind, even one that reads well."""
+    """Columns, and the rows that were written to the end: a kill may leave half a row behind, even one that reads
+    well.
+    """
     with open_own(path, "r", newline="") as stream:
         text = stream.read()
     lines = csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))

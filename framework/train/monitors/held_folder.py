@@ -1,4 +1,6 @@
-"""Whether the run folder is still there and still this run's, looked at whenever something is logged, and so before every save."""
+"""Whether the run folder is still there and still this run's, looked at whenever something is logged, and so before
+every save.
+"""
 
 from __future__ import annotations
 

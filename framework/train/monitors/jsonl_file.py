@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from framework.files import open_own, replace_text
+from framework.system.files import open_own, replace_text
 from framework.train.monitors.base import Point
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from framework.system.log import note
 from framework.train.monitors.base import Point
 from framework.train.monitors.console import describe
-from framework.train.rank_log import note
 
 
 class LogLines:

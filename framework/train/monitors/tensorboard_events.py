@@ -1,4 +1,6 @@
-"""TensorBoard event files, written with the tensorboard package alone (torch's SummaryWriter is a wrapper around it)."""
+"""TensorBoard event files, written with the tensorboard package alone (torch's SummaryWriter is a wrapper around
+it).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from framework.files import make_own_folder
+from framework.system.files import make_own_folder
 from framework.train.monitors.base import Point
 
 # The package's own 120 would lose two minutes of a run that is killed.

@@ -113,7 +113,11 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"model": TARGET, "data": {"kind": "cifar10"}}, "cuda", None),
         ({"model": {"kind": "lenet", "num_classes": 11}, "data": TARGET}, "cuda", None),
         # the number of classes of a folder is only known from its files; the size of a ResNet's images is free
-        ({"model": {"kind": "resnet18", "num_classes": 3}, "data": {"kind": "image_folder", "root": "x"}}, "cuda", None),
+        (
+            {"model": {"kind": "resnet18", "num_classes": 3}, "data": {"kind": "image_folder", "root": "x"}},
+            "cuda",
+            None,
+        ),
     ],
     "parts_speak_of_the_same": [
         ({"data": {"kind": "text"}, "model": TARGET}, "cuda", "task-data-mismatch"),
@@ -211,8 +215,14 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (cut_at([0, 1], model={"target": "a:b"}), "cuda", None),
     ],
     "partition_beside_stages": [
-        ({"parallel": {"pipe": 2, "partition": "uniform", "stages": [0] * 6 + [1] * 6}, "batch": {"accumulation_steps": 8}}, "cuda",
-         "inert-beside-stages"),
+        (
+            {
+                "parallel": {"pipe": 2, "partition": "uniform", "stages": [0] * 6 + [1] * 6},
+                "batch": {"accumulation_steps": 8},
+            },
+            "cuda",
+            "inert-beside-stages",
+        ),
         (cut_at([0] * 6 + [1] * 6), "cuda", None),
         (piped(2, partition="uniform"), "cuda", None),
     ],
@@ -240,7 +250,10 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"training": EMA}, "cuda", None),
     ],
     "ema_with_lamb": [
-        *((LAMB | {"training": EMA, "precision": {"dtype": dtype}}, "cuda", "ema-with-lamb") for dtype in ("fp16", "bf16")),
+        *(
+            (LAMB | {"training": EMA, "precision": {"dtype": dtype}}, "cuda", "ema-with-lamb")
+            for dtype in ("fp16", "bf16")
+        ),
         (LAMB | {"training": EMA}, "cuda", None),
         (LAMB | {"precision": {"dtype": "fp16"}}, "cuda", None),
         ({"training": EMA, "precision": {"dtype": "fp16"}}, "cuda", None),
@@ -253,7 +266,11 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     ],
     "best_is_measured": [
         ({"checkpoint": {"keep_best": "eval/acc"}}, "cuda", "unknown-metric"),
-        ({"checkpoint": {"keep_best": "eval/accuracy"}, "evaluation": {"at_end": False}}, "cuda", "metric-never-measured"),
+        (
+            {"checkpoint": {"keep_best": "eval/accuracy"}, "evaluation": {"at_end": False}},
+            "cuda",
+            "metric-never-measured",
+        ),
         ({"checkpoint": {"keep_best": "eval/accuracy", "every_steps": 5}}, "cuda", "metric-measured-once"),
         ({"checkpoint": {"keep_best": "eval/accuracy"}}, "cuda", None),
     ],
@@ -265,4 +282,4 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"scheduler": {"kind": "one_cycle", "min_lr": 1.0, "max_lr": 0.1}}, "cuda", "cycle-upside-down"),
         ({"scheduler": {"kind": "one_cycle", "min_lr": 0.1, "max_lr": 1.0}}, "cuda", None),
     ],
-}  # fmt: skip
+}

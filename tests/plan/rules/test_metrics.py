@@ -15,7 +15,9 @@ EPOCHS = {"every_epochs": 1}
 GPT = {"model": {"kind": "gpt"}, "data": {"kind": "text"}, "task": {"kind": "causal_lm"}}
 
 
-def found(metric: str | None, *, best_is: str | None = None, saves: Any = EPOCHS, **sections: Any) -> list[tuple[str, str, str]]:
+def found(
+    metric: str | None, *, best_is: str | None = None, saves: Any = EPOCHS, **sections: Any
+) -> list[tuple[str, str, str]]:
     checkpoint = {"keep_best": metric, **saves} | ({"best_is": best_is} if best_is else {})
     values = {"checkpoint": checkpoint, "evaluation": EPOCHS} | sections
     return [(each.kind, each.severity, each.fix) for each in apply_rules(config_from_values(values), Cluster())]
@@ -46,7 +48,9 @@ def test_what_is_measured_is_fine(metric: str | None, sections: dict[str, Any]) 
         ("train/los", "warning", "train/loss"),
     ],
 )
-def test_a_name_that_nothing_bears_is_told_with_those_that_are_there(metric: str, severity: str, guess: str | None) -> None:
+def test_a_name_that_nothing_bears_is_told_with_those_that_are_there(
+    metric: str, severity: str, guess: str | None
+) -> None:
     ((kind, found_severity, fix),) = found(metric)
     assert (kind, found_severity) == ("unknown-metric", severity)
     assert fix == (f"did you mean {guess}?" if guess else "write one of eval/loss, eval/accuracy")

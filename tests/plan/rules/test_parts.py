@@ -65,6 +65,7 @@ def test_a_sequence_of_exactly_the_models_length_fits() -> None:
 def test_the_vocabulary_of_bytes_is_known_and_that_of_a_file_is_not() -> None:
     small = GPT | {"model": {"kind": "gpt", "vocab_size": 260}}
     assert lines(small) == [
-        "model.vocab_size = 260: the data has 261 different tokens; set model.vocab_size: 261 or more [model-data-vocab-size]"
+        "model.vocab_size = 260: the data has 261 different tokens; set model.vocab_size: 261 or more "
+        "[model-data-vocab-size]"
     ]
     assert lines(small | {"data": {"kind": "text", "path": "tokens"}}) == []

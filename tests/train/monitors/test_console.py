@@ -11,8 +11,14 @@ import pytest
 from framework.train.monitors.console import Bar, Lines, describe, make_console
 from tests.train.monitors.points import point
 
-FULL = {"train/loss": 0.123456, "train/lr": 1e-3, "train/grad_norm": 12.3456, "throughput/samples_per_sec": 12345.6,
-        "memory/host_peak_bytes": 1e9, "time/step_ms": 5.0}  # fmt: skip
+FULL = {
+    "train/loss": 0.123456,
+    "train/lr": 1e-3,
+    "train/grad_norm": 12.3456,
+    "throughput/samples_per_sec": 12345.6,
+    "memory/host_peak_bytes": 1e9,
+    "time/step_ms": 5.0,
+}
 
 
 def plain(text: str) -> str:
@@ -65,7 +71,9 @@ def test_the_bar_starts_at_the_step_of_the_checkpoint_and_keeps_evaluations(caps
 
 
 @pytest.mark.parametrize("mode", ["lines", "bar"])
-def test_a_closed_terminal_is_no_reason_to_lose_a_run(mode: Literal["lines", "bar"], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_terminal_is_no_reason_to_lose_a_run(
+    mode: Literal["lines", "bar"], monkeypatch: pytest.MonkeyPatch
+) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stream:
@@ -84,7 +92,12 @@ def test_the_bar_fits_the_terminal(columns: int, total: int, monkeypatch: pytest
     monkeypatch.setattr("rich._console", None)
     monkeypatch.setenv("COLUMNS", str(columns))
     bar = Bar(total_steps=total, from_step=0)
-    metrics = {"train/loss": 0.1234, "train/lr": 9.87e-4, "train/grad_norm": 0.543, "throughput/samples_per_sec": 12345.0}
+    metrics = {
+        "train/loss": 0.1234,
+        "train/lr": 9.87e-4,
+        "train/grad_norm": 0.543,
+        "throughput/samples_per_sec": 12345.0,
+    }
     bar.write(point(120, **metrics))
     with bar._progress.console.capture() as shown:
         bar._progress.console.print(bar._progress.get_renderable())

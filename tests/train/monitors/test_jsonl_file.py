@@ -56,8 +56,21 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(path: Path) -> None:
     assert [(record["step"], record["train/loss"]) for record in records(path)] == [(2, 2.0), (4, 4.0), (6, 60.0)]
 
 
-@pytest.mark.parametrize("torn", ['{"st', '{"step": 3, "train/loss": 0.1}', '{"step": 3}\x00\n', "{}\n", '{"step": null}\n',
-                                  "{not json}\n", "[1]\n", "\n", "\x00\x00\x00\n", "3\n"])  # fmt: skip
+@pytest.mark.parametrize(
+    "torn",
+    [
+        '{"st',
+        '{"step": 3, "train/loss": 0.1}',
+        '{"step": 3}\x00\n',
+        "{}\n",
+        '{"step": null}\n',
+        "{not json}\n",
+        "[1]\n",
+        "\n",
+        "\x00\x00\x00\n",
+        "3\n",
+    ],
+)
 def test_a_line_that_was_not_written_to_the_end_is_dropped(path: Path, torn: str) -> None:
     first = JsonlFile(path, from_step=0)
     first.write(point(2, train_loss=1.0))

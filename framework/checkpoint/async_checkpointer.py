@@ -1,0 +1,220 @@
+"""Checkpoints that are written while training goes on: the loop pays for a copy of the state into memory.
+
+A save copies what each rank would write into memory that it shares with a process of its own (`writer`), and returns.
+Those processes write, and rank 0's publishes when all have written; the ranks speak of it only when they meet for the
+next save or at the end. At most one save is under way. One that fails is a warning, as it is when nothing is written in
+the background.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any, Final, Literal
+
+from framework.checkpoint.checkpointer import Checkpointer
+from framework.checkpoint.commit import discard, make_room
+from framework.checkpoint.names import SAVING, tag_of
+from framework.checkpoint.staged_files import StagedFiles
+from framework.checkpoint.writer import ALL_WRITTEN, GIVE_UP
+from framework.checkpoint.writer_process import WriterProcess
+from framework.errors import StorageError
+from framework.system.files import FileRecord
+from framework.system.warn import warn
+
+# After an error somewhere the ranks cannot meet any more, and nobody knows whether the others will still write.
+_LAST_SECONDS: Final = 10.0
+_BEAT_SECONDS: Final = 5.0
+# of this rank's writer: busy with the files, done with them, or at the end of its order in one of three ways
+State = Literal["writing", "written", "published", "failed", "dead"]
+
+
+class AsyncCheckpointer(Checkpointer):
+    """A Checkpointer whose `save` returns when the state is copied. `finish` and `close` are to be called."""
+
+    def __init__(self, *arguments: Any, rank: int, world_size: int, **options: Any) -> None:
+        """As Checkpointer; starts this rank's writer.
+
+        Raises:
+            StorageError: the system starts no process.
+        """
+        super().__init__(*arguments, **options)
+        self._rank, self._world_size, self._staged = rank, world_size, StagedFiles()
+        self._step: int | None = None  # of the save that is under way
+        self._state: State = "published"
+        self._failure = ""  # this rank's
+        self._written: dict[str, FileRecord] = {}
+        self._has_waited = False
+        try:
+            self._writer: WriterProcess | None = WriterProcess(self._staged.descriptor)
+        except OSError as error:
+            told = StorageError(
+                f"checkpoint.mode = async: rank {rank} cannot start the process that writes checkpoints: "
+                f"{error.strerror or error}; use checkpoint.mode=sync [checkpoint-writer]"
+            )
+            told.is_of_one_rank = True
+            raise told from error
+
+    def save(self, step: int, metrics: Mapping[str, float] | None = None) -> bool:
+        """Copy the state; it is written, and becomes ``global_step<step>``, while training goes on.
+
+        Waits for the save before it. After the last step it waits for this one too.
+
+        Returns:
+            Whether the state was copied. If not, a warning says why.
+
+        Raises:
+            StorageError: the last save of the run failed.
+        """
+        self._settle(due=step)
+        tag = tag_of(step)
+        state = {"step": step, **self._position(step)}
+        self._staged.clear()
+        failure = self._agree(lambda: self._on_main(lambda: make_room(self._folder))) or self._agree(
+            lambda: self._stage(tag, state)
+        )
+        if failure:
+            self._on_main(lambda: discard(self._folder))
+            self._tell(step, failure)
+            return False
+        ticket = self._gather(uuid.uuid4().hex if self._is_main else "")[0]
+        self._step = step
+        self._begin(self._order(tag, ticket, self._said(state, metrics or {})))
+        if step == self._last_step:
+            self._settle()
+        return True
+
+    def finish(self, *, is_final: bool = False) -> None:
+        """Wait until the save that is under way is published. Collective.
+
+        Raises:
+            StorageError: it failed, and `is_final` says that no other follows.
+        """
+        self._settle(is_final=is_final)
+
+    def close(self) -> None:
+        """End the writer; a save that is under way has a moment to become whole. Not collective."""
+        deadline = time.monotonic() + _LAST_SECONDS
+        with suppress(TimeoutError):
+            while self._step is not None and (self._state == "writing" or (self._state == "written" and self._is_main)):
+                self._await_answer(max(0.0, deadline - time.monotonic()))
+        self._step = None
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        self._staged.close()
+
+    def _stage(self, tag: str, state: Mapping[str, Any]) -> None:
+        # What does not pass through memory is written already, such as DeepSpeed's copies of state on NVMe.
+        self._written = dict(self._engine.save(self._folder / SAVING, tag, state, open_file=self._staged.open) or {})
+
+    def _order(self, tag: str, ticket: str, said: Mapping[str, Any]) -> dict[str, Any]:
+        """What the writer is to do; rank 0's publishes as well. The ticket tells this save from all others."""
+        root = self._folder / SAVING / tag
+        files = [(file.path.relative_to(root).as_posix(), file.offset, file.num_bytes) for file in self._staged.files]
+        written = {name: asdict(record) for name, record in self._written.items()}
+        order: dict[str, Any] = {
+            "folder": str(self._folder.absolute()),
+            "tag": tag,
+            "ticket": ticket,
+            "rank": self._rank,
+            "files": files,
+            "written": written,
+        }
+        if not self._is_main:
+            return order
+        return order | {
+            "said": said,
+            "retention": asdict(self._retention),
+            "world_size": self._world_size,
+            "warns": said["step"] != self._last_step,
+        }
+
+    def _begin(self, order: Mapping[str, Any]) -> None:
+        """Give the order, to a fresh writer where the last one has died."""
+        self._state, self._failure = "writing", ""
+        for is_last_try in (False, True):
+            try:
+                if self._writer is None:
+                    self._writer = WriterProcess(self._staged.descriptor)
+                self._writer.send(**order)
+                return
+            except OSError as error:
+                self._bury()
+                if is_last_try:
+                    self._state, self._failure = (
+                        "dead",
+                        f"no process can be started to write it: {error.strerror or error}",
+                    )
+
+    def _settle(self, *, due: int | None = None, is_final: bool = False) -> None:
+        """The save that is under way comes to its end, on every rank alike. Collective."""
+        if self._step is None:
+            return
+        step = self._step
+        if due is not None:
+            self._mention_waiting(step, due=due)
+        failure = next(filter(None, self._await_all("writing", lambda: self._failure)), "")
+        if self._is_main:
+            self._give_word(failure)
+        failure, is_told = self._await_all("written", lambda: self._conclusion(failure), is_mine=self._is_main)[0]
+        self._step = None
+        if failure:
+            self._on_main(lambda: discard(self._folder))
+            self._tell(step, failure, is_told=is_told, is_final=is_final)
+
+    def _await_all(self, state: State, found: Callable[[], Any], *, is_mine: bool = True) -> list[Any]:
+        """What every rank has found when no writer is in this state any more; a rank whose writer cannot be waits for
+        the others.
+
+        They meet every few seconds: a disk may take longer than ranks wait for each other in a collective.
+        """
+        while True:
+            if is_mine and self._state == state:
+                with suppress(TimeoutError):
+                    self._await_answer(_BEAT_SECONDS)
+            everyone = self._gather((is_mine and self._state == state, found()))
+            if not any(waits for waits, _ in everyone):
+                return [what for _, what in everyone]
+
+    def _give_word(self, failure: str) -> None:
+        """Rank 0's writer is to publish, or to give up."""
+        if self._state == "written" and self._writer is not None:
+            with suppress(OSError):  # it may be over, or dead: its answer tells
+                self._writer.send(word=GIVE_UP if failure else ALL_WRITTEN, failure=failure)
+
+    def _conclusion(self, failure: str) -> tuple[str, bool]:
+        """What failed, and whether rank 0's writer has said it; as rank 0 knows it."""
+        if self._state == "published":  # all files were there: a writer that died before it said so has done its part
+            return "", False
+        return failure or self._failure, self._state == "failed"
+
+    def _await_answer(self, timeout: float | None = None) -> None:
+        assert self._writer is not None
+        answer = self._writer.answer(timeout)
+        self._state, self._failure = answer["state"], answer.get("failure", "")
+        if self._state == "dead":
+            self._bury()
+
+    def _bury(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _mention_waiting(self, step: int, *, due: int) -> None:
+        """Once: a disk that is too slow for how often is saved takes time from training, which nobody would see."""
+        if not self._is_main or self._has_waited:
+            return
+        try:
+            while self._state in ("writing", "written"):
+                self._await_answer(0.0)
+        except TimeoutError:
+            self._has_waited = True
+            warn(
+                f"checkpoint.mode = async: step {due} is to be saved while step {step} is still being written: "
+                "training waits "
+                "for it, now and from here on without a word; save less often [checkpoint-waits]"
+            )

@@ -1,0 +1,265 @@
+"""Which checkpoint a run, or a command, starts from: the one that was named, or the newest that is sound."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from framework.checkpoint.names import (
+    LATEST,
+    REPLACED,
+    TAG,
+    holders,
+    named_folders,
+    own_names,
+    replaced_names,
+)
+from framework.checkpoint.saved import SavedCheckpoint, list_checkpoints, read_checkpoint, whats_wrong
+from framework.checkpoint.unverified import find_raw, refused
+from framework.errors import ConfigError, Problem, StorageError, show_value
+from framework.system.files import replace_text
+
+_RESUME: Final = "checkpoint.resume"
+
+
+def newest_at(path: str, *, key: str, allow_unverified: bool = False) -> SavedCheckpoint | None:
+    """The checkpoint that a path names, or the newest one of the folder that it names, without a look at its files.
+
+    None where there is no finished one; `absence_at` tells why.
+
+    Args:
+        path: of a checkpoint, of a run folder, or of its ``checkpoints``.
+        key: what the user gave the path for.
+        allow_unverified: it may be a checkpoint that has no manifest.
+
+    Raises:
+        ConfigError: there is one without a manifest, and nobody asked for that; kind ``checkpoint-unverified``.
+        StorageError: the manifest of the newest checkpoint is damaged, or storage does not answer.
+    """
+    with telling_of_storage(key, path):
+        found = _at(path, key=key, allow_unverified=allow_unverified)
+        damaged = _unreadable(_searched(path, found), known=found, key=key)
+    newer = [damaged[step] for step in sorted(damaged, reverse=True) if step > found[0].step]
+    if newer:
+        raise StorageError(
+            f"{key} = {path}: {'; '.join(newer)}; restore it from a copy, or name an older one, such as "
+            f"{found[0].path} [checkpoint-damaged]"
+        )
+    return next(iter(found), None)
+
+
+def absence_at(path: str, *, key: str) -> str:
+    """Why there is no finished checkpoint at a path where `newest_at` has found none."""
+    with telling_of_storage(key, path):
+        if not Path(path).exists():
+            return "there is no such folder"
+        wrong = [_told(named, key=key) for named in _bearing_a_name(Path(path))]
+    return f"there is no finished checkpoint: {wrong[-1]}" if wrong else "there is no finished checkpoint"
+
+
+def find_checkpoint(resume: str, *, run_checkpoints: Path, allow_unverified: bool = False) -> SavedCheckpoint | None:
+    """The checkpoint that ``checkpoint.resume`` asks for, without a look at its files; None for a fresh start.
+
+    Args:
+        resume: ``auto``, ``never`` or a path.
+        run_checkpoints: where `auto` looks.
+        allow_unverified: a path may name a checkpoint that has no manifest.
+
+    Raises:
+        ConfigError: a path was given and there is no finished checkpoint, or one without a manifest that nobody asked
+        for.
+        StorageError: `auto`, and all that are there are damaged; a folder was given, and the manifest of its newest
+            checkpoint is damaged; or storage does not answer.
+    """
+    if resume == "never":
+        return None
+    if resume != "auto":
+        found = newest_at(resume, key=_RESUME, allow_unverified=allow_unverified)
+        if found is None:
+            raise _not_found(resume)
+        return found
+    with telling_of_storage(_RESUME, resume):
+        found = next(reversed(list_checkpoints(run_checkpoints)), None)
+        damaged = {} if found else _unreadable(run_checkpoints, known=(), key=_RESUME)
+    if damaged:
+        raise _none_sound(resume, damaged)
+    return found
+
+
+def find_sound_checkpoint(
+    resume: str,
+    *,
+    run_checkpoints: Path,
+    allow_unverified: bool = False,
+    damage_of: Callable[[SavedCheckpoint], list[str]] = SavedCheckpoint.damage,
+) -> tuple[SavedCheckpoint | None, list[str]]:
+    """The newest checkpoint that ``checkpoint.resume`` allows and that is undamaged; and what is wrong with newer ones.
+
+    A folder with the name of a checkpoint counts, also where its manifest is what is damaged: its steps were trained.
+    One whose manifest the file system does not give out counts as damaged, as it does with any other file.
+
+    Args:
+        resume: ``auto``, ``never`` or a path.
+        run_checkpoints: where `auto` looks.
+        allow_unverified: a path may name a checkpoint that has no manifest, of which little can be told.
+        damage_of: what is not as it was written, a line for each file; asked of one checkpoint after the other.
+
+    Raises:
+        ConfigError: a path was given and there is no finished checkpoint.
+        StorageError: there are checkpoints, and none is sound: starting afresh would be no answer to ``resume: auto``.
+            Or storage does not answer.
+    """
+    if resume == "never":
+        return None, []
+    with telling_of_storage(_RESUME, resume):
+        candidates = (
+            list(reversed(list_checkpoints(run_checkpoints)))
+            if resume == "auto"
+            else _at(resume, key=_RESUME, allow_unverified=allow_unverified)
+        )
+        searched = run_checkpoints if resume == "auto" else _searched(resume, candidates)
+        refused = _unreadable(searched, known=candidates, key=_RESUME)
+    if resume != "auto" and not candidates:
+        raise _not_found(resume)
+    _refuse_replaced(candidates)
+    for candidate in candidates:
+        newer = (
+            [refused[step] for step in sorted(refused, reverse=True) if step > candidate.step]
+            if candidate.verified
+            else []
+        )
+        if resume != "auto" and newer:
+            break
+        damage = damage_of(candidate)
+        if not damage:
+            return candidate, newer
+        more = f" (and {len(damage) - 1} more)" if damage[1:] else ""
+        refused[candidate.step if candidate.verified else -1] = f"{candidate.path}/{damage[0]}{more}"
+        if resume != "auto":
+            break
+    if refused:
+        raise _none_sound(resume, refused)
+    return None, []
+
+
+def _none_sound(resume: str, refused: Mapping[int, str]) -> StorageError:
+    told = "; ".join(refused[step] for step in sorted(refused, reverse=True))
+    return StorageError(
+        f"{_RESUME} = {resume}: {'no checkpoint is sound' if resume == 'auto' else 'the checkpoint is damaged'}: "
+        f"{told}; "
+        "restore it from a copy, name another one, or start afresh with checkpoint.resume=never [checkpoint-damaged]"
+    )
+
+
+def _refuse_replaced(candidates: Sequence[SavedCheckpoint]) -> None:
+    """The run that goes on from it writes checkpoints of the steps that follow, beside it: it needs its own name for
+    that.
+    """
+    for candidate in candidates:
+        if replaced := REPLACED.match(candidate.tag):
+            back = candidate.folder / replaced["tag"]
+            raise ConfigError(
+                Problem(
+                    kind="checkpoint-replaced",
+                    key=_RESUME,
+                    value=str(candidate.path),
+                    reason="it was set aside when the steps before it were taken again",
+                    fix=f"rename it back to {back}"
+                    + (", after what has that name now," if back.exists() else "")
+                    + " and name that",
+                )
+            )
+
+
+def _searched(path: str, found: Sequence[SavedCheckpoint]) -> Path | None:
+    """The folder of which the newest checkpoint is asked for; None where a checkpoint is named, or there is none."""
+    if not found or not found[0].verified or found[0].path.resolve() == Path(path).resolve():
+        return None
+    return found[0].folder
+
+
+def _unreadable(folder: Path | None, *, known: Sequence[SavedCheckpoint], key: str) -> dict[int, str]:
+    """Steps whose checkpoint has its name, and no manifest of this release as it was written; and what to say of
+    them.
+    """
+    tags = {checkpoint.tag for checkpoint in known}
+    return (
+        {step: _told(path, key=key) for step, path in named_folders(folder) if path.name not in tags} if folder else {}
+    )
+
+
+def _told(path: Path, *, key: str) -> str:
+    said = f"{path}{': ' if path.is_symlink() else '/'}{whats_wrong(path)}"
+    if find_raw(path) is None:
+        return said
+    how = (
+        f"{key}={path} with checkpoint.allow_unverified=true"
+        if key.startswith("checkpoint.")
+        else f"{path} --allow-unverified"
+    )
+    return f"{said} ({how} reads it without one)"
+
+
+@contextlib.contextmanager
+def telling_of_storage(key: str, value: str) -> Iterator[None]:
+    """A file system that does not answer is one line; `key` is what the user gave the path for."""
+    try:
+        yield
+    except OSError as error:
+        place = f": {error.filename}" if error.filename else ""
+        raise StorageError(
+            f"{key} = {show_value(value)}{place}: it cannot be read: {error.strerror or error}; try again when "
+            "storage answers [checkpoint-not-read]"
+        ) from error
+
+
+def _at(path: str, *, key: str, allow_unverified: bool) -> list[SavedCheckpoint]:
+    """Finished checkpoints at a path, the newest first."""
+    for named in own_names(Path(path)):
+        if checkpoint := read_checkpoint(named):
+            return [checkpoint]
+    for folder in holders(Path(path)):
+        if found := list_checkpoints(folder):
+            return list(reversed(found))
+    raw = find_raw(Path(path))
+    if raw is not None and not allow_unverified:
+        raise refused(raw, key=key)
+    return [SavedCheckpoint(raw.parent, raw.name, {}, verified=False)] if raw is not None else []
+
+
+def _not_found(resume: str) -> ConfigError:
+    return ConfigError(
+        Problem(
+            kind="checkpoint-not-found",
+            key=_RESUME,
+            value=resume,
+            reason=absence_at(resume, key=_RESUME),
+            fix="name a .../global_step<N> folder or a run folder that holds one, or write auto or never",
+        )
+    )
+
+
+def _bearing_a_name(path: Path) -> list[Path]:
+    """What would be a checkpoint by its name: the path itself, or folders in it, the oldest first."""
+    if (TAG.match(path.name) or REPLACED.match(path.name)) and path.exists():
+        return [path]
+    return [found for folder in reversed(holders(path)) for _, found in named_folders(folder)]
+
+
+def set_aside_later(start: SavedCheckpoint) -> list[Path]:
+    """Rename the checkpoints of a run that goes on from an earlier one; returns their new paths.
+
+    They belong to steps that are about to be taken again. Left where they are, `auto` would resume from them, and the
+    Checkpointer would count them among the newest and delete its own.
+    """
+    moved = []
+    for step, later in named_folders(start.folder):  # damaged ones too: a save of the same step would delete them
+        if step > start.step:
+            names = (start.folder / name for name in replaced_names(later.name))
+            moved.append(later.rename(next(name for name in names if not os.path.lexists(name))))
+    if moved:
+        replace_text(start.folder / LATEST, start.tag)
+    return moved

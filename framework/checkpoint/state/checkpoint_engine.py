@@ -1,0 +1,217 @@
+"""`SafeFiles`: what DeepSpeed's engines call to write and read the files of a checkpoint (its `CheckpointEngine`
+interface).
+
+Writing: every file is new, hashed as it is written and flushed to disk. A failure is kept and told at the end, on the
+rank
+that has it: raised at once it would leave the others waiting in DeepSpeed's barrier. With another `open_file` the same
+bytes
+go elsewhere: into memory, for a process that writes them later. Reading: weights only, with the few classes of
+DeepSpeed's own that its files hold; any other object in them is refused, and no code of theirs is run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import pickle
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import deepspeed
+import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+from torch.utils.serialization import config as save_options
+
+from framework.checkpoint.save_stream import OpenFile
+from framework.errors import StorageError, in_one_line
+from framework.system.files import FileRecord, NewFile, hash_file, sync_file
+
+# Python 3.11.0 to 3.11.3 write the member of an enumeration as a call of `getattr`, which no careful reader allows.
+ZeroStageEnum.__reduce_ex__ = lambda self, protocol: (ZeroStageEnum, (self.value,))
+# What DeepSpeed 0.19.8 puts into its files beside tensors and plain values.
+_KNOWN: Final = [ZeroStageEnum, fragment_address, LossScaler, DynamicLossScaler]
+# torch locks host memory for a whole storage at once, rounds it up to a power of two and keeps it for ever, beside the
+# memory that is taken for the files. What is larger is copied as CUDA does it by itself, through a small buffer: more
+# slowly.
+_LARGEST_PINNED: Final = 1 << 28
+_NO_MEMORY: Final = re.compile(
+    r"out of memory|not enough memory|can't allocate memory|Cannot allocate memory", re.IGNORECASE
+)
+
+
+class SafeFiles(CheckpointEngine):  # type: ignore[misc]
+    """The files of one save after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = "SafeFiles"
+        self._root = Path()
+        self._records: dict[str, FileRecord] = {}
+        self._failure: OSError | None = None
+        self._open: OpenFile = NewFile
+
+    def begin(self, root: Path, *, open_file: OpenFile = NewFile) -> None:
+        """Forget the last save; the files of the next one lie in `root`, and are opened with `open_file`."""
+        self._root, self._records, self._failure, self._open = root, {}, None, open_file
+
+    def end(self) -> dict[str, FileRecord]:
+        """What this rank wrote, by name within the root; nothing of files whose `open_file` does not say what they
+        hold.
+
+        Raises:
+            OSError: the first that was met.
+        """
+        if self._failure is not None:
+            raise self._failure
+        return self._records
+
+    def create(self, info: Any) -> None:
+        """Nothing to prepare."""
+
+    def commit(self, info: Any) -> bool:
+        """The checkpoint is published elsewhere, when all ranks have written."""
+        return True
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Make a folder, or keep the failure."""
+        self.keep_failure(lambda: Path(path).mkdir(parents=True, exist_ok=True))
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write one file, or keep the failure."""
+
+        def write() -> None:
+            record = _write(state_dict, Path(path), self._open)
+            if record is not None:
+                self._records[Path(path).relative_to(self._root).as_posix()] = record
+
+        self.keep_failure(write)
+
+    def keep_failure(self, work: Callable[[], object]) -> None:
+        """Do it, unless something has failed before; a failure of storage waits for `end`."""
+        if self._failure is None:
+            try:
+                work()
+            except OSError as error:
+                self._failure = error
+
+    def add_written(self, folder: Path) -> None:
+        """Files that lie in the root and that somebody else wrote.
+
+        Raises:
+            OSError: they cannot be read or flushed.
+        """
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            sync_file(path)
+            self._records[path.relative_to(self._root).as_posix()] = hash_file(path)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Read one file.
+
+        Raises:
+            StorageError: it cannot be read; with its name and the reason, to be put into a sentence.
+        """
+        try:
+            return read_file(Path(path), map_location=map_location)
+        except pickle.UnpicklingError as error:
+            raise StorageError(str(error)) from error
+        except Exception as error:  # a cut-off file alone has five types of exceptions, by where it was cut
+            raise StorageError(f"{Path(path).name} cannot be read: {in_one_line(error)}") from error
+
+
+def _write(state: Any, path: Path, open_file: OpenFile) -> FileRecord | None:
+    stream = open_file(path)
+    try:
+        through_pinned_memory = open_file is not NewFile and _largest_on_device(state) <= _LARGEST_PINNED
+        with _saving_as_we_do(through_pinned_memory=through_pinned_memory):
+            torch.save(state, stream)  # type: ignore[arg-type]  # it needs no more than write and flush
+    except BaseException as error:
+        stream.abandon()
+        # torch's writer, whose stream has failed, fails once more while it closes: the first failure tells what
+        # happened.
+        cause = error if isinstance(error, OSError) else error.__context__
+        if isinstance(error, RuntimeError) and isinstance(cause, OSError):
+            raise cause from error
+        if isinstance(error, (RuntimeError, MemoryError)) and _tells_of_memory(error):
+            raise OSError(
+                errno.ENOMEM, f"no memory for a copy of what goes into {path.name}: {in_one_line(error)}"
+            ) from error
+        raise
+    return stream.close()
+
+
+def _largest_on_device(value: Any) -> int:
+    """Bytes of the largest storage that is to be copied from a device."""
+    if isinstance(value, torch.Tensor):
+        return 0 if value.device.type == "cpu" else value.untyped_storage().nbytes()
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return max(map(_largest_on_device, values), default=0)
+
+
+def _tells_of_memory(error: Exception) -> bool:
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _NO_MEMORY.search(str(error)) is not None
+
+
+@contextlib.contextmanager
+def _saving_as_we_do(*, through_pinned_memory: bool) -> Iterator[None]:
+    """Without CRC-32, which `torch.load` does not look at, beside SHA-256; where training waits for a copy only, from a
+    GPU through pinned memory."""
+    save = save_options.save
+    before = save.compute_crc32, save.use_pinned_memory_for_d2h
+    save.compute_crc32, save.use_pinned_memory_for_d2h = False, through_pinned_memory
+    try:
+        yield
+    finally:
+        save.compute_crc32, save.use_pinned_memory_for_d2h = before
+
+
+def read_file(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> Any:
+    """The content of a file that `torch.save` wrote for DeepSpeed; mapped, its tensors are read when they are touched.
+
+    Raises:
+        OSError, RuntimeError, pickle.UnpicklingError: it cannot be read, or holds objects that are not known.
+    """
+    try:
+        with torch.serialization.safe_globals(_KNOWN):
+            return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
+    except pickle.UnpicklingError:  # torch's own words do not name the file, and advise to trust it
+        raise pickle.UnpicklingError(
+            f"{path.name} holds Python objects, which could be programs, or is cut off"
+        ) from None
+
+
+@contextlib.contextmanager
+def keeping_copies(files: SafeFiles) -> Iterator[None]:
+    """DeepSpeed copies the files of its NVMe swapper with `shutil.copytree`, past its checkpoint engine. Every rank
+    flushes and
+    hashes its own: rank 0 alone would take longer than the others wait. A failure on one rank waits for `end` as all
+    others do, and leaves no other rank in a barrier."""
+    copytree = shutil.copytree
+
+    def copy(source: Any, target: Any, **options: Any) -> None:
+        try:
+            files.add_written(Path(copytree(source, target, **options)))
+        except shutil.Error as error:  # one for all files, as a list; the first reason is enough for a sentence
+            raise OSError(errno.EIO, str(error.args[0][0][2])) from error
+
+    def keep(*arguments: Any, **options: Any) -> Any:
+        files.keep_failure(lambda: copy(*arguments, **options))
+
+    shutil.copytree = keep
+    try:
+        yield
+    finally:
+        shutil.copytree = copytree
+
+
+def use_safe_files(engine: deepspeed.DeepSpeedEngine) -> SafeFiles:
+    """Give an engine safe files; the script that DeepSpeed puts beside a checkpoint is copied through them as well."""
+    files, copy = SafeFiles(), engine._copy_recovery_script
+    engine.checkpoint_engine = files
+    engine._copy_recovery_script = lambda save_path: files.keep_failure(lambda: copy(save_path))
+    return files

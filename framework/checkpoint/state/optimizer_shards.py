@@ -1,0 +1,250 @@
+"""The fp32 weights and optimizer state that this rank holds, as writable pieces of whole tensors, at any ZeRO stage.
+
+DeepSpeed keeps them flattened, padded and cut in a way that depends on stage and number of ranks. Here each piece says
+which part of which parameter it is, so that it can be filled from a checkpoint of any other layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final
+
+import deepspeed
+import torch
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+FP32: Final = "fp32"
+EMA_KEY: Final = "weight_ema"
+"""Key of the moving average of the weights among the state of a parameter."""
+_ADAM: Final = {"exp_avg", "exp_avg_sq"}
+# By the names of the classes, torch's and DeepSpeed's.
+_KEYS: Final[Mapping[str, set[str]]] = {
+    "Adam": _ADAM,
+    "AdamW": _ADAM,
+    "FusedAdam": _ADAM,
+    "DeepSpeedCPUAdam": _ADAM,
+    "Adagrad": {"sum"},
+    "DeepSpeedCPUAdagrad": {"exp_avg_sq"},
+    "FusedLion": {"exp_avg"},
+    "DeepSpeedCPULion": {"exp_avg"},
+}
+Names = Mapping[torch.Tensor, str]
+"""Parameters and saved buffers of a rank's modules -> their names in the plain module."""
+
+
+def names_of(module: torch.nn.Module, plain: Callable[[str], str] = str) -> Names:
+    """Name the parameters and saved buffers of a module; `plain` turns a name within it into that of the plain
+    module.
+    """
+    saved = module.state_dict(keep_vars=True)
+    buffers = ((name, buffer) for name, buffer in module.named_buffers() if name in saved)
+    return {tensor: plain(name) for name, tensor in (*module.named_parameters(), *buffers)}
+
+
+def stepped_groups(optimizer: Any) -> list[list[torch.nn.Parameter]]:
+    """The parameters that an optimizer steps, group by group, in its own order: the model's own at stage 0 only."""
+    if isinstance(
+        optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)
+    ):  # half precision, bf16 as well: its groups hold copies
+        return [list(group) for group in optimizer.fp16_groups]
+    return [list(group["params"]) for group in getattr(optimizer, "param_groups", [])]
+
+
+@contextmanager
+def opened(optimizer: Any) -> Iterator[None]:
+    """Within it what an optimizer holds may be changed: at stage 3 nothing of a weight is whole meanwhile. Collective.
+
+    After an error it stays open: closing is collective as well, and the other ranks are elsewhere.
+    """
+    if hasattr(optimizer, "checkpoint_event_prologue"):
+        optimizer.checkpoint_event_prologue()
+    yield
+    if hasattr(optimizer, "checkpoint_event_epilogue"):
+        optimizer.checkpoint_event_epilogue()
+
+
+@dataclass(frozen=True)
+class View:
+    """A piece of one tensor of one parameter.
+
+    Attributes:
+        name: the parameter's name in the plain module.
+        key: ``fp32`` for the weight itself, otherwise a key of the optimizer's state, such as ``exp_avg``.
+        start: where the piece begins in the flattened tensor.
+        values: the piece, one-dimensional, writable.
+    """
+
+    name: str
+    key: str
+    start: int
+    values: torch.Tensor
+
+
+class OptimizerViews:
+    """Pieces of one engine's optimizer."""
+
+    def __init__(self, engine: deepspeed.DeepSpeedEngine, names: Names) -> None:
+        """Take the engine and the plain names of its parameters."""
+        self._optimizer, self._names = engine.optimizer, names
+        self._base = getattr(engine.optimizer, "optimizer", engine.optimizer)
+
+    def known_keys(self) -> set[str] | None:
+        """Keys of the state that this optimizer keeps of every number; None for one that is not known here."""
+        options = self._base.param_groups[0]
+        if type(self._base).__name__ == "SGD":
+            return {"momentum_buffer"} if options.get("momentum") else set()
+        if options.get("amsgrad"):
+            return None
+        return _KEYS.get(type(self._base).__name__)
+
+    def views(self, keys: Sequence[str]) -> Iterator[View]:
+        """All pieces of this rank; state that the optimizer has not made yet is made, filled with zeros.
+
+        Args:
+            keys: of the optimizer's state; ``fp32`` comes by itself.
+        """
+        optimizer = self._optimizer
+        if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+            yield from self._of_stage3(keys)
+        elif hasattr(optimizer, "single_partition_of_fp32_groups"):
+            yield from self._of_fragments(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, keys)
+        elif hasattr(optimizer, "fp32_groups_flat_partition"):
+            yield from self._of_fragments(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, keys)
+        elif hasattr(optimizer, "fp32_groups_flat"):
+            yield from self._of_flat_copies(keys)
+        else:
+            # In half precision the optimizer steps fp32 copies, which have no name of their own.
+            for parameter, copy in zip(chain(*stepped_groups(optimizer)), self._base_parameters(), strict=True):
+                for key, whole in self._tensors(copy, copy.data, keys):
+                    yield View(self._names[parameter], key, 0, whole.view(-1))
+
+    def set_step(self, step: float) -> None:
+        """Tell the optimizer how many steps it has taken."""
+        for parameter, options in zip(self._base_parameters(), self._base_options(), strict=True):
+            state = self._base.state[parameter]
+            known = state.get("step")
+            as_tensor = isinstance(known, torch.Tensor) or (
+                known is None and type(self._base).__module__.startswith("torch.")
+            )
+            # As torch makes it: these two read it in kernels, where a tensor of the host is an illegal address.
+            is_on_device = options.get("fused") or options.get("capturable")
+            where = parameter.device if is_on_device else torch.device("cpu")
+            state["step"] = torch.tensor(float(step), device=where) if as_tensor else int(step)
+
+    def set_groups(self, group_of: Callable[[str], Mapping[str, Any] | None]) -> None:
+        """Put back what a schedule, or the optimizer itself, has changed in the parameter groups (rate, momentum).
+
+        A stage of a pipeline has the groups that it has weights for only: they are told by their weights, not by their
+        numbers.
+
+        Args:
+            group_of: name of a parameter -> options of the group that it was in; None where that is not known.
+        """
+        for own, members in zip(self._base.param_groups, self._members(), strict=True):
+            own.update(next(filter(None, (group_of(self._names[parameter]) for parameter in members)), {}))
+
+    def _members(self) -> list[list[torch.nn.Parameter]]:
+        """The model's parameters behind each group of the wrapped optimizer."""
+        optimizer = self._optimizer
+        if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3 cuts groups into sub-groups
+            members: list[list[torch.nn.Parameter]] = [[] for _ in self._base.param_groups]
+            for number, part in enumerate(optimizer.fp16_groups):
+                members[optimizer.sub_group_to_group_id[number]] += part
+            return members
+        if hasattr(optimizer, "single_partition_of_fp32_groups"):
+            return [list(group) for group in optimizer.bit16_groups]
+        if hasattr(optimizer, "fp32_groups_flat_partition"):
+            return [list(group) for group in optimizer.bf16_groups]
+        return stepped_groups(optimizer)
+
+    def set_loss_scale(self, values: Mapping[str, float]) -> None:
+        """Put back fp16's dynamic loss scale and its counters, where this optimizer has one that moves."""
+        holder = getattr(self._optimizer, "loss_scaler", None) or getattr(self._optimizer, "loss_scale_config", None)
+        if isinstance(holder, DynamicLossScaler) or getattr(holder, "dynamic_loss_scale", False):
+            for name, value in values.items():
+                if hasattr(holder, name):
+                    setattr(holder, name, value)
+
+    def spread_weights(self) -> None:
+        """At stage 3: the weights that the model computes with, from the fp32 ones."""
+        optimizer = self._optimizer
+        if not hasattr(optimizer, "fp32_partitioned_groups_flat"):
+            return
+        for number, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
+            low = optimizer.fp16_partitioned_groups_flat[number]
+            if flat.numel():
+                low.data.copy_(flat.data)
+            pieces = optimizer.unflatten(low, optimizer.fp16_partitioned_groups[number])
+            for partition, piece in zip(optimizer.fp16_partitioned_groups[number], pieces, strict=True):
+                partition.data = piece.data
+
+    def _base_parameters(self) -> Iterator[torch.nn.Parameter]:
+        """What the wrapped optimizer steps: flat pieces, or the model's own parameters."""
+        if hasattr(self._optimizer, "fp32_partitioned_groups_flat"):
+            yield from self._optimizer.fp32_partitioned_groups_flat
+            return
+        for group in self._base.param_groups:
+            yield from group["params"]
+
+    def _base_options(self) -> Iterator[Mapping[str, Any]]:
+        """The parameter group of each of `_base_parameters`."""
+        groups = self._base.param_groups
+        if hasattr(self._optimizer, "fp32_partitioned_groups_flat"):
+            numbers = range(len(self._optimizer.fp32_partitioned_groups_flat))
+            yield from (groups[self._optimizer.sub_group_to_group_id[number]] for number in numbers)
+            return
+        for group in groups:
+            yield from [group] * len(group["params"])
+
+    def _of_fragments(self, groups: Any, flats: Any, keys: Sequence[str]) -> Iterator[View]:
+        """Stages 1 and 2: DeepSpeed notes for every parameter where its piece lies in the flat one."""
+        for group, flat in zip(groups, flats, strict=True):
+            tensors = list(self._tensors(flat, flat.data, keys))
+            for parameter in group:
+                mapping = parameter._hp_mapping
+                if mapping is None:  # nothing of it lies on this rank
+                    continue
+                here, there = mapping.get_hp_fragment_address(), mapping.lp_fragment_address
+                for key, whole in tensors:
+                    yield View(self._names[parameter], key, there.start, whole.narrow(0, here.start, here.numel))
+
+    def _of_flat_copies(self, keys: Sequence[str]) -> Iterator[View]:
+        """Half precision at stage 0 with DeepSpeed's FusedAdam: the fp32 copies of a group lie end to end."""
+        for group, flat in zip(stepped_groups(self._optimizer), self._optimizer.fp32_groups_flat, strict=True):
+            tensors, start = list(self._tensors(flat, flat.data, keys)), 0
+            for parameter in group:
+                for key, whole in tensors:
+                    yield View(self._names[parameter], key, 0, whole.narrow(0, start, parameter.numel()))
+                start += parameter.numel()
+
+    def _of_stage3(self, keys: Sequence[str]) -> Iterator[View]:
+        """Stage 3: every parameter is cut into equal pieces, the last one padded; a sub-group lays its pieces in a
+        row.
+        """
+        optimizer = self._optimizer
+        rank = torch.distributed.get_rank(group=optimizer.dp_process_group)
+        for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
+            tensors, offset = list(self._tensors(flat, flat.data, keys)), 0
+            for parameter in group:
+                size = parameter.partition_numel()
+                start = size * rank
+                own = max(0, min(size, parameter.ds_numel - start))
+                for key, whole in tensors:
+                    if own:
+                        yield View(self._names[parameter], key, start, whole.narrow(0, offset, own))
+                offset += size
+
+    def _tensors(
+        self, parameter: torch.Tensor, weights: torch.Tensor, keys: Sequence[str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        yield FP32, weights
+        state = self._base.state[parameter]
+        for key in keys:
+            if key not in state:
+                state[key] = torch.zeros_like(weights)
+            yield key, state[key]

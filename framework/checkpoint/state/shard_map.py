@@ -1,0 +1,236 @@
+"""Where every number of a checkpoint lies: for each weight, which stretch of which tensor in which file.
+
+DeepSpeed flattens, pads and cuts in a way that depends on ZeRO stage, ranks and pipeline stages (0.19.8's layout):
+
+- stage 0: weights whole in ``mp_rank_*``; in half precision their fp32 copies in its ``optimizer``, by number, or end
+  to end in one tensor per group where the optimizer is DeepSpeed's FusedAdam;
+- stages 1 and 2, bf16 pipelines: flat partitions in ``*optim_states.pt``, one per parameter group and rank;
+  `param_slice_mappings` names what lies where in each, and a parameter goes on in the partition of the next rank;
+- stage 3: every parameter cut into equal pieces, one per rank, the last one padded; a rank lays its pieces in a row
+  over all its groups, in the order of `param_shapes`;
+- pipelines: weights in ``layer_*``, by number of the layer; the partitions as above, once for every stage.
+
+Files are mapped into memory, so that a map costs their headers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final
+
+import torch
+
+from framework.checkpoint.names import MODEL_FILE, OPTIMIZER_FILE, SWAPPED, layer_file
+from framework.checkpoint.saved import SavedCheckpoint
+from framework.checkpoint.state.files import CheckpointFiles, Piece, Place, Stored
+from framework.checkpoint.state.stage0_names import names_by_shape
+
+# The project's former name: a part of the file format, which releases before and after the change of name share.
+STATE_KEY: Final = "dsframework"
+_SLICES: Final = "single_partition_of_fp32_groups"
+_ROWS: Final = "fp32_flat_groups"
+# In half precision at stage 0: DeepSpeed wraps the optimizer, and keeps the fp32 weights one by one or flattened.
+_INNER: Final = "optimizer_state_dict"
+_COPIES: Final = "fp32_groups"
+_FLAT: Final = "fp32_groups_flat"
+_Found = Iterator[tuple[str, "torch.Size | None", "Piece"]]
+
+
+@dataclass(frozen=True)
+class ShardMap:
+    """All weights and saved buffers of a checkpoint under their plain names, in the order of the module.
+
+    Attributes:
+        stored: each once.
+        ties: further names of a weight -> the name under which it is stored.
+    """
+
+    files: CheckpointFiles
+    stored: Mapping[str, Stored]
+    ties: Mapping[str, str]
+
+
+def map_checkpoint(checkpoint: SavedCheckpoint) -> ShardMap:
+    """Find everything in a checkpoint whose checksums have been verified.
+
+    Raises:
+        LookupError, TypeError, ValueError, AttributeError, OSError, RuntimeError, pickle.UnpicklingError: it is laid
+            out in another way, or cannot be read.
+    """
+    files, manifest = CheckpointFiles(checkpoint.path), checkpoint.manifest
+    if (checkpoint.path / SWAPPED).is_dir():
+        raise ValueError("its state lies in the files of DeepSpeed's NVMe swapper, which nobody else reads")
+    models, optimizers = files.named(MODEL_FILE), files.named(OPTIMIZER_FILE)
+    pipeline = manifest.get("pipeline")
+    stored, ties = _each_once(_of_layers(files, pipeline) if pipeline else _of_module(files, models[0, 0]))
+    if not optimizers:
+        seen: set[str] = set()  # a tied weight has the same state on every stage that has it
+        found: _Found = chain.from_iterable(_numbered(files, file, stored, seen) for file in models.values())
+    elif manifest["config"]["zero"]["stage"] == 3:
+        ties |= {name: first for name, first in (files[models[0, 0]]["shared_params"] or {}).items() if name in stored}
+        found = _rows(files, models, optimizers)
+    else:
+        found = _slices(files, optimizers, pipeline)
+    for name, (shape, pieces) in _together(found).items():
+        own = ties.get(name, name)
+        dtype = files.value(pieces[0].place).dtype
+        stored[own] = Stored(shape if shape is not None else stored[own].shape, dtype, tuple(pieces))
+    for name in ties:
+        del stored[name]
+    for name, one in stored.items():
+        if sum(piece.num for piece in one.pieces) != one.shape.numel():
+            raise ValueError(f"the files do not hold all of {name}")
+    return ShardMap(files, stored, ties)
+
+
+def _of_module(files: CheckpointFiles, file: str) -> Iterator[tuple[str, torch.Tensor, Place]]:
+    for name, tensor in files[file]["module"].items():
+        yield name, tensor, Place(file, ("module", name))
+
+
+def _of_layers(files: CheckpointFiles, pipeline: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor, Place]]:
+    for number, layer in enumerate(pipeline["layers"]):
+        file = layer_file(number)
+        if (
+            layer not in pipeline["tied"] and (files.folder / file).exists()
+        ):  # there is none for a layer without weights
+            for name, tensor in files[file].items():
+                yield f"{layer}.{name}", tensor, Place(file, (name,))
+
+
+def _each_once(wholes: Iterable[tuple[str, torch.Tensor, Place]]) -> tuple[dict[str, Stored], dict[str, str]]:
+    """Whole tensors, and which of them are one tensor under a further name."""
+    stored: dict[str, Stored] = {}
+    ties: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    for name, tensor, place in wholes:
+        stored[name] = Stored(tensor.shape, tensor.dtype, (Piece(place, 0, tensor.numel()),))
+        if tensor.numel():  # stage 3 leaves empty ones, which lie nowhere
+            one = first.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), name)
+            ties |= {name: one} if one != name else {}
+    return stored, ties
+
+
+def _together(found: _Found) -> dict[str, tuple[torch.Size | None, list[Piece]]]:
+    """The pieces of every parameter, in the order in which they come."""
+    together: dict[str, tuple[torch.Size | None, list[Piece]]] = {}
+    for name, shape, piece in found:
+        together.setdefault(name, (shape, []))[1].append(piece)
+    return together
+
+
+def _numbered(files: CheckpointFiles, file: str, stored: Mapping[str, Stored], seen: set[str]) -> _Found:
+    """Stage 0. The optimizer knows its parameters by number only; our own state names them, group by group."""
+    optimizer = files[file]["optimizer"] or {}
+    names = files[file][STATE_KEY]["names"] if STATE_KEY in files[file] else names_by_shape(files[file])
+    top = Place(file, ("optimizer",))
+    own = top.then(_INNER) if _INNER in optimizer else top
+    states = optimizer.get(_INNER, optimizer).get("state", {})
+    number = 0
+    for group, members in enumerate(names):
+        start = 0
+        for index, name in enumerate(members):
+            (whole,) = stored[name].pieces
+            state = own.then("state", group if _FLAT in optimizer else number)
+            place, begin = whole.place, 0
+            if _FLAT in optimizer:
+                place, begin = top.then(_FLAT, group), start
+            elif _COPIES in optimizer:
+                place = top.then(_COPIES, group, index)
+            if name not in seen:
+                yield name, None, Piece(place, begin, whole.num, state if state.keys[-1] in states else None)
+            seen.add(name)
+            number, start = number + 1, start + whole.num
+
+
+def _slices(
+    files: CheckpointFiles, optimizers: Mapping[tuple[int, int], str], pipeline: Mapping[str, Any] | None
+) -> _Found:
+    """Stages 1 and 2: what every rank holds of a parameter, in the order of ranks."""
+    stage_of: dict[str, int] = {}
+    for (_, stage), file in optimizers.items():
+        top = Place(file, ("optimizer_state_dict",))
+        states = files.value(top)["base_optimizer_state"]["state"]
+        for group, slices in enumerate(files.value(top)["param_slice_mappings"]):
+            state = top.then("base_optimizer_state", "state", group) if group in states else None
+            for inner_name, part in slices.items():
+                name = inner_name
+                if pipeline:
+                    name = plain_name(name, layers=pipeline["layers"], tied_keys=pipeline["tied_keys"])
+                if (
+                    stage_of.setdefault(name, stage) == stage
+                ):  # a tied weight has the same copies on every stage that has it
+                    yield name, None, Piece(top.then(_SLICES, group), part.start, part.numel, state)
+
+
+def plain_name(name: str, *, layers: Sequence[str], tied_keys: Mapping[str, str]) -> str:
+    """A weight's name in the plain module, from DeepSpeed's PipelineModule: it calls the weights of layer 3
+    ``3.weight``, and tied ones ``tied_modules.<key>.weight``.
+
+    Args:
+        name: as the PipelineModule has it.
+        layers: names of the layers, in order.
+        tied_keys: key of tied layers -> name of the first of them.
+    """
+    number, _, rest = name.partition(".")
+    if number == "tied_modules":
+        key, _, rest = rest.partition(".")
+        return f"{tied_keys[key]}.{rest}"
+    return f"{layers[int(number)]}.{rest}"
+
+
+def _rows(
+    files: CheckpointFiles, models: Mapping[tuple[int, int], str], optimizers: Mapping[tuple[int, int], str]
+) -> _Found:
+    """Stage 3: an equal piece of every parameter from every rank; and of the frozen ones, which no optimizer has."""
+    for place_in_order, ((rank, _), file) in enumerate(optimizers.items()):
+        if rank != place_in_order:
+            raise LookupError(f"there is no optimizer file of rank {place_in_order}")
+        model = files[models[rank, 0]]
+        shapes = chain.from_iterable(group.items() for group in model["param_shapes"])
+        row = _Row(files, Place(file, ("optimizer_state_dict",)))
+        for name, shape in shapes:
+            size, own = _share(shape, rank=rank, num_ranks=len(optimizers))
+            yield from ((name, shape, piece) for piece in row.take(size, own))
+        row.refuse_rest()
+        for name, shape in (model["frozen_param_shapes"] or {}).items():
+            _, own = _share(shape, rank=rank, num_ranks=len(optimizers))
+            yield name, shape, Piece(Place(models[rank, 0], ("frozen_param_fragments", name)), 0, own)
+
+
+def _share(shape: torch.Size, *, rank: int, num_ranks: int) -> tuple[int, int]:
+    """Numbers in a rank's piece of a parameter, with and without the padding at its end."""
+    size = -(-shape.numel() // num_ranks)
+    return size, max(0, min(size, shape.numel() - rank * size))
+
+
+class _Row:
+    """The flat groups of one rank at stage 3, laid end to end."""
+
+    def __init__(self, files: CheckpointFiles, top: Place) -> None:
+        self._top, inner = top, files.value(top)
+        self._states = inner["optimizer_state_dict"]["state"]
+        self._sizes: list[int] = [flat.numel() for flat in inner[_ROWS]]
+        self._group, self._start = 0, 0
+
+    def take(self, size: int, own: int) -> Iterator[Piece]:
+        """The next `size` numbers, of which the first `own` count."""
+        while size:
+            count = min(size, self._sizes[self._group] - self._start)
+            if own or count == size:
+                state = (
+                    self._top.then("optimizer_state_dict", "state", self._group)
+                    if self._group in self._states
+                    else None
+                )
+                yield Piece(self._top.then(_ROWS, self._group), self._start, min(own, count), state)
+            size, own, self._start = size - count, max(0, own - count), self._start + count
+            if self._start == self._sizes[self._group]:
+                self._group, self._start = self._group + 1, 0
+
+    def refuse_rest(self) -> None:
+        """All numbers of a rank belong to a parameter; with a rest, all of them would be misread."""
+        if self._group < len(self._sizes):
+            raise ValueError(f"{self._top.file} holds more numbers than the parameters have")

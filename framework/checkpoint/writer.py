@@ -1,0 +1,185 @@
+"""The process that writes a rank's checkpoints while the rank trains on.
+
+It takes orders over a channel and finds the files in memory that it shares with the rank. Beside the files it leaves a
+record of what they hold. The writer of rank 0 waits for the records of all ranks and then publishes the checkpoint, so
+that the ranks need no collective for it. It imports neither torch nor DeepSpeed, starts in a tenth of a second and
+takes 20 MB.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from framework.checkpoint.channel import Channel
+from framework.checkpoint.commit import publish, warn_of_failure
+from framework.checkpoint.names import SAVING
+from framework.checkpoint.retention import Retention
+from framework.system.files import FileRecord, digest_of, replace_text, write_new
+from framework.system.orphans import die_with
+from framework.system.stop_signals import SIGNALS
+
+GIVE_UP: Final = "give-up"
+ALL_WRITTEN: Final = "all-written"
+_SHORTEST_PAUSE_SECONDS: Final = 0.005
+_LONGEST_PAUSE_SECONDS: Final = 1.0
+# One alone is slower than many a disk; the cores belong to training.
+_HASHING_THREADS: Final = 2
+# A shared file system shows what another host has written within about a minute (NFS: `acdirmax`, 60 s).
+_LONGEST_DELAY_SECONDS: Final = 180.0
+# Waits so many seconds for a message from the rank; empty where there was none.
+Listen = Callable[[float], Mapping[str, Any]]
+
+
+class _NotWrittenError(Exception):
+    """A save fails for the reason that it names."""
+
+
+def write_files(order: Mapping[str, Any], memory: memoryview) -> None:
+    """Write what a rank has staged, and its record.
+
+    Raises:
+        OSError: the file system refused.
+    """
+    saving = Path(order["folder"], SAVING)
+    parts = [(name, memory[offset : offset + num_bytes]) for name, offset, num_bytes in order["files"]]
+    hashing = ThreadPoolExecutor(_HASHING_THREADS)
+    try:
+        digests = [hashing.submit(digest_of, part) for _, part in parts]
+        for name, part in parts:
+            write_new(saving / order["tag"] / name, part)
+        files = {
+            name: asdict(FileRecord(len(part), digest.result()))
+            for (name, part), digest in zip(parts, digests, strict=True)
+        }
+    finally:
+        hashing.shutdown(cancel_futures=True)  # the memory is the rank's again only when nobody reads it any more
+    replace_text(_record(order), json.dumps({"files": files | order["written"], "failure": ""}))
+
+
+def note_failure(order: Mapping[str, Any], failure: str) -> None:
+    """Leave word for rank 0's writer, if the disk has room for it; otherwise the ranks tell each other at the next
+    save.
+    """
+    with suppress(OSError):
+        replace_text(_record(order), json.dumps({"files": {}, "failure": failure}))
+
+
+def publish_when_all_have_written(order: Mapping[str, Any], listen: Listen) -> None:
+    """Wait for the records of all ranks, and give the checkpoint its name.
+
+    Raises:
+        OSError: the file system refused.
+        _NotWrittenError: another rank has failed.
+    """
+    folder, records = Path(order["folder"]), dict[str, FileRecord]()
+    for rank in range(order["world_size"]):
+        told = _await_record(_record({**order, "rank": rank}), rank, listen)
+        if told["failure"]:
+            raise _NotWrittenError(told["failure"])
+        records |= {name: FileRecord(**record) for name, record in told["files"].items()}
+    publish(folder, order["tag"], said=order["said"], records=records, retention=Retention(**order["retention"]))
+
+
+def _await_record(path: Path, rank: int, listen: Listen) -> Mapping[str, Any]:
+    pause, deadline = _SHORTEST_PAUSE_SECONDS, float("inf")
+    while True:
+        with suppress(FileNotFoundError):
+            told: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            return told
+        message = listen(pause)
+        if message.get("word") == GIVE_UP:
+            raise _NotWrittenError(message["failure"])
+        if message.get("word") == ALL_WRITTEN:
+            deadline, pause = time.monotonic() + _LONGEST_DELAY_SECONDS, _SHORTEST_PAUSE_SECONDS
+        if time.monotonic() > deadline:
+            raise _NotWrittenError(
+                f"what rank {rank} has written is not seen by rank 0: all hosts must share the run folder"
+            )
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+def _record(order: Mapping[str, Any]) -> Path:
+    """Of one rank and one save: a writer of an earlier run that a file system held up cannot speak for a rank of this
+    one.
+    """
+    return Path(order["folder"], SAVING, f"written-by-rank{order['rank']}-{order['ticket']}.json")
+
+
+class Writer:
+    """Carries out orders until the rank has no more."""
+
+    def __init__(self, channel: Channel, descriptor: int) -> None:
+        self._channel, self._descriptor = channel, descriptor
+        self._memory = memoryview(b"")
+
+    def serve(self) -> None:
+        """Returns when the rank is gone, or wants no more."""
+        while (order := self._channel.receive()) is not None:
+            if "tag" in order:  # otherwise a word about a save that is over
+                self._save(order)
+
+    def _save(self, order: Mapping[str, Any]) -> None:
+        try:
+            self._write(order)
+            self._tell(state="written")
+            if order["rank"] == 0:
+                publish_when_all_have_written(order, self._listen)
+                self._tell(state="published")
+        except (OSError, _NotWrittenError) as error:
+            failure = getattr(error, "strerror", None) or str(error)
+            if order["rank"] != 0:
+                note_failure(order, failure)
+            elif order["warns"]:
+                warn_of_failure(Path(order["folder"]), order["said"]["step"], failure)
+            self._tell(state="failed", failure=failure)
+
+    def _write(self, order: Mapping[str, Any]) -> None:
+        """From memory that is mapped once: finding its pages anew takes half as long as hashing them."""
+        num_bytes = os.fstat(self._descriptor).st_size
+        if num_bytes != len(self._memory):
+            populate = getattr(mmap, "MAP_POPULATE", 0)
+            # The old mapping goes when nobody refers to it any more, be it an error that tells of a part of it.
+            self._memory = memoryview(
+                mmap.mmap(self._descriptor, num_bytes, mmap.MAP_SHARED | populate, mmap.PROT_READ)
+            )
+        write_files(order, self._memory)
+
+    def _tell(self, **answer: str) -> None:
+        try:
+            self._channel.send(**answer)
+        except ConnectionError:  # the rank is gone: what is written and recorded stays so
+            os._exit(0)
+
+    def _listen(self, seconds: float) -> Mapping[str, Any]:
+        try:
+            message = self._channel.receive(seconds)
+        except TimeoutError:
+            return {}
+        if message is None:  # the rank is gone: what it began is not published any more
+            os._exit(0)
+        return message
+
+
+def main() -> None:
+    """Started by `WriterProcess`, with the rank's process id and the descriptors of the channel and of the memory."""
+    parent, channel, memory = map(int, sys.argv[1:4])
+    # What asks the rank to stop reaches the whole process group; a save that is being written ends in good order.
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    # A writer without a rank could publish over the run that takes its place. Where the kernel does not end it, the end
+    # of the channel does, between two saves.
+    die_with(parent)
+    with suppress(ConnectionError):  # the rank has gone while it was being told
+        Writer(Channel(socket.socket(fileno=channel)), memory).serve()

@@ -1,0 +1,177 @@
+"""The `check` command: options, and what is printed where. Exit code 0: fine, 2: problems."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from framework.commands.check_report import as_github, as_json, as_text
+from framework.commands.verdict import Against, Verdict, check_document, check_file, find_gpu
+from framework.errors import EXIT_OK, EXIT_PROBLEMS, ConfigError, StorageError, UsageError
+from framework.plan.cluster import Cluster
+from framework.system.output import visible, write
+from framework.text.document import COMMAND_LINE, is_setting, parse_scalar
+
+FindCluster = Callable[[argparse.Namespace], Cluster | None]
+
+
+def add_options(check: argparse.ArgumentParser) -> None:
+    """What `check` takes beside the cluster."""
+    check.add_argument(
+        "words",
+        nargs="+",
+        metavar="FILE|key=value",
+        help="run configs or DeepSpeed JSON files, and settings that win over run configs",
+    )
+    check.add_argument("--format", choices=("text", "json", "github"), default="text", help="who reads the output")
+    check.add_argument("--json", action="store_const", const="json", dest="format", help="the same as --format json")
+    change = check.add_mutually_exclusive_group()
+    change.add_argument("--fix", action="store_true", help="mend in place what has one safe answer, and show how")
+    change.add_argument(
+        "--resolve",
+        action="store_true",
+        help='print a DeepSpeed JSON with every "auto" filled in as Hugging Face\'s Trainer would; key=value '
+        "are its arguments, such as learning_rate=3e-4 hidden_size=4096",
+    )
+    check.add_argument("-o", "--output", metavar="OUT", help="with --resolve: write there instead of printing")
+    check.add_argument("--deepspeed", metavar="RELEASE", help="judge against this release, for example 0.18.9")
+    check.add_argument(
+        "--for",
+        choices=("deepspeed", "huggingface", "accelerate"),
+        dest="reader",
+        help='who reads DeepSpeed JSON first; left out: the Trainer of Hugging Face where the file says "auto"',
+    )
+    check.add_argument(
+        "--data_elsewhere",
+        "--data-elsewhere",
+        action="store_true",
+        help="only warn of data that is not on this machine",
+    )
+    check.add_argument("--gpu", metavar="KIND", help="judge for this GPU, for example h100-80gb")
+
+
+def run_check(arguments: argparse.Namespace, *, find_cluster: FindCluster) -> int:
+    """Judge every file, after mending or resolving it where that was asked for."""
+    settings = [word for word in arguments.words if is_setting(word)]
+    files = [word for word in arguments.words if not is_setting(word)]
+    _refuse_odd_words(arguments, files)
+    _refuse_unknown_release(arguments.deepspeed)
+    try:
+        against = Against(
+            find_cluster(arguments),
+            find_gpu(arguments.gpu),
+            arguments.deepspeed,
+            arguments.reader,
+            arguments.data_elsewhere,
+        )
+    except ConfigError as error:  # the hostfile
+        return _tell([Verdict("", tuple(error.problems))], arguments.format)
+    if arguments.resolve:
+        return _resolve(files[0], settings, against, arguments)
+    failures = [
+        failed for file in files if arguments.fix and (failed := _fix(file, against, arguments.format)) is not None
+    ]
+    verdicts = [check_file(file, settings, against) for file in files]
+    code = _tell(verdicts, arguments.format)
+    for failure in failures:
+        write(sys.stderr, f"{failure}\n")
+    return failures[0].exit_code if failures else code
+
+
+def _refuse_odd_words(arguments: argparse.Namespace, files: Sequence[str]) -> None:
+    if not files:
+        raise UsageError("check: name at least one run config or DeepSpeed JSON")
+    if arguments.resolve and len(files) > 1:
+        raise UsageError("check: --resolve takes one file at a time")
+    if arguments.resolve and arguments.reader in ("deepspeed", "accelerate"):
+        raise UsageError(f"check: --resolve does what the Trainer does, not --for {arguments.reader}")
+    if arguments.output is not None and not arguments.resolve:
+        raise UsageError("check: -o goes with --resolve")
+    if arguments.resolve and arguments.output is None and arguments.format != "text":
+        raise UsageError(f"check: --resolve prints the file itself; give -o OUT with --format {arguments.format}")
+
+
+def _refuse_unknown_release(release: str | None) -> None:
+    """Before a file is read, whatever is in it."""
+    if release is not None:
+        from framework.dslint.keys import load_table
+
+        load_table(release)
+
+
+def _tell(verdicts: Sequence[Verdict], format_: str, *, on_stdout: bool = True) -> int:
+    if format_ == "json":
+        print(as_json(verdicts))
+    elif format_ == "github":
+        print("\n".join(as_github(verdicts)))
+    else:
+        fine, found = as_text(verdicts)
+        for lines, stream in ((fine if on_stdout else [], sys.stdout), (found, sys.stderr)):
+            if lines:
+                print(visible("\n".join(lines)), file=stream)
+    return EXIT_OK if all(verdict.is_fine for verdict in verdicts) else EXIT_PROBLEMS
+
+
+def _fix(file: str, against: Against, format_: str) -> StorageError | None:
+    """Mend one file; what cannot be read is for the check after it to tell."""
+    from framework.commands.check_fix import fix_file
+
+    try:
+        diff = fix_file(file, release=against.release)
+    except ConfigError:
+        return None
+    except StorageError as error:
+        return error
+    # What tools read stays what they can read.
+    if diff:
+        print(diff.removesuffix("\n"), file=sys.stdout if format_ == "text" else sys.stderr)
+    return None
+
+
+def _resolve(file: str, settings: Iterable[str], against: Against, arguments: argparse.Namespace) -> int:
+    from framework.commands.check_fix import write_file
+    from framework.dslint.auto_values import resolve
+    from framework.dslint.judge import read_deepspeed_json
+    from framework.text.hjson import parse_hjson
+
+    stated = dict(_stated(settings))
+    try:
+        document = read_deepspeed_json(Path(file), name=file)
+        if document is None:
+            raise UsageError(f'{file}: this is a run config, which knows no "auto"; --resolve takes DeepSpeed JSON')
+        world_size = against.cluster.world_size if against.cluster is not None else None
+        found = resolve(document, stated, world_size=world_size, release=against.release)
+        if found.problems:
+            return _tell([Verdict(file, found.problems)], arguments.format)
+        name = arguments.output or file
+        judged = replace(_with_world(against, stated), reader="deepspeed")
+        verdict = check_document(parse_hjson(found.text, name=name), judged)
+    except ConfigError as error:
+        return _tell([Verdict(file, tuple(error.problems))], arguments.format)
+    if arguments.output is None:
+        print(found.text, end="" if found.text.endswith("\n") else "\n")
+    else:
+        write_file(Path(arguments.output), found.text, name=arguments.output)
+    verdict = replace(verdict, problems=(*found.notes, *verdict.problems))
+    return _tell([verdict], arguments.format, on_stdout=arguments.output is not None)
+
+
+def _stated(settings: Iterable[str]) -> Iterable[tuple[str, Any]]:
+    for word in settings:
+        name, _, text = word.partition("=")
+        try:
+            yield name, parse_scalar(text, name=COMMAND_LINE)
+        except ConfigError:
+            yield name, text
+
+
+def _with_world(against: Against, stated: dict[str, Any]) -> Against:
+    """The number of devices may be said as an argument too."""
+    world = stated.get("world_size", stated.get("num_processes"))
+    if against.cluster is not None or not isinstance(world, int):
+        return against
+    return replace(against, cluster=Cluster(devices_per_host=world))

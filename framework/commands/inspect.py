@@ -1,0 +1,324 @@
+"""``inspect CHECKPOINT|RUN``: what a checkpoint is, and whether every file of it is as it was written. Nothing is
+deserialised.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+from framework.checkpoint.names import (
+    LAYER_FILE,
+    MANIFEST,
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    REPLACED,
+    SWAPPED,
+    TAG,
+    holders,
+    latest_tag,
+    named_folders,
+    own_names,
+    replaced_folders,
+    size_of,
+)
+from framework.checkpoint.saved import SavedCheckpoint, read_checkpoint, whats_wrong
+from framework.checkpoint.unverified import find_raw, irregular, read_names, refused
+from framework.errors import EXIT_OK, EXIT_STORAGE, ConfigError, Problem, StorageError, counted, printable, show_value
+from framework.train.best import best_in
+
+_WIDTH: Final = 11
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """One folder that bears the name of a checkpoint.
+
+    Attributes:
+        path: the folder.
+        checkpoint: None where its manifest cannot be trusted.
+        damage: what is not as it was written, a line for each file; None where nobody has looked.
+    """
+
+    path: Path
+    checkpoint: SavedCheckpoint | None
+    damage: tuple[str, ...] | None
+
+
+def run_inspect(source: str, *, as_json: bool, verify: bool, allow_unverified: bool = False) -> int:
+    """Print what is there; returns 0 where it is sound and 74 where something is damaged.
+
+    With `allow_unverified`, what DeepSpeed wrote without a manifest is described by the names of its files.
+
+    Raises:
+        ConfigError: there is no checkpoint, or one without a manifest that nobody asked for; exit code 78.
+        StorageError: the folder is there and does not answer.
+    """
+    try:
+        text, is_sound = _described(Path(source), as_json=as_json, verify=verify, allow_unverified=allow_unverified)
+    except OSError as error:
+        raise StorageError(
+            f"inspect: {show_value(error.filename or source)}: it cannot be read: {error.strerror or error} "
+            "[checkpoint-not-read]"
+        ) from error
+    print(text)
+    return EXIT_OK if is_sound else EXIT_STORAGE
+
+
+def _described(source: Path, *, as_json: bool, verify: bool, allow_unverified: bool) -> tuple[str, bool]:
+    """What there is to say, and whether all of it is sound."""
+    paths = _checkpoints_at(source)
+    if not paths:
+        return _raw(source, as_json=as_json, allowed=allow_unverified)
+    found = [_inspect(path, verify=verify) for path in paths]
+    is_sound = not any(one.damage for one in found)
+    if as_json:
+        return _json([_as_json(one) for one in found]), is_sound
+    return "\n".join(map(printable, _lines(found[0]) if len(found) == 1 else _table(found))), is_sound
+
+
+def _raw(path: Path, *, as_json: bool, allowed: bool) -> tuple[str, bool]:
+    """What the names of the files say; nothing of them is read."""
+    folder = find_raw(path)
+    assert folder is not None
+    if not allowed:
+        raise refused(folder, key="inspect")
+    names, damage = read_names(folder), list(irregular(folder))
+    rows: dict[str, str] = {
+        "checkpoint": str(folder),
+        "written by": "DeepSpeed itself, without a manifest",
+        "step": f"{names.step:,} (its name)" if names.step is not None else "",
+        "layout": f"{names.ranks or 'any number of'} rank{'' if names.ranks == 1 else 's'}"
+        f"{', pipeline' if names.has_layers else ''}, ZeRO stage {' or '.join(map(str, names.stages))}",
+        "files": f"{names.num_files:,}, {_size(names.num_bytes)}",
+        "verified": "no: there are no checksums to hold the files against",
+    }
+    if as_json:
+        text = _json([{"path": str(folder), "verified": False, "damage": damage, **asdict(names)}])
+    else:
+        lines = [
+            *(f"{label:<{_WIDTH}}{said}" for label, said in rows.items() if said),
+            *(f"damaged    {line}" for line in damage),
+        ]
+        text = "\n".join(map(printable, lines))
+    return text, not damage
+
+
+def _json(found: Any) -> str:
+    """JSON escapes all control characters by itself, but for one."""
+    return json.dumps(found, indent=2).replace("\x7f", "\\u007f")
+
+
+def _checkpoints_at(path: Path) -> list[Path]:
+    """Folders with the name of a checkpoint: the path itself, or those in it, oldest first. None where there is a raw
+    one.
+    """
+    if find_raw(path) and not any(next(folder.glob(f"global_step*/{MANIFEST}"), None) for folder in holders(path)):
+        return []
+    for named in own_names(path):
+        if (TAG.match(named.name) or REPLACED.match(named.name)) and named.is_dir():
+            return [named]
+    for folder in holders(path):
+        if found := [child for _, child in named_folders(folder) if child.is_dir()]:
+            return found
+    reason = "there is no checkpoint" if path.exists() else "there is no such folder"
+    raise ConfigError(
+        Problem(
+            kind="checkpoint-not-found",
+            key="inspect",
+            value=str(path),
+            reason=reason,
+            fix="name a .../global_step<N> folder or a run folder that holds one",
+        )
+    )
+
+
+def _inspect(path: Path, *, verify: bool) -> Inspected:
+    try:
+        checkpoint = read_checkpoint(path)
+    except OSError:
+        checkpoint = None
+    if checkpoint is None:
+        return Inspected(path, None, (whats_wrong(path),))
+    return Inspected(path, checkpoint, tuple(checkpoint.damage()) if verify else None)
+
+
+def _lines(one: Inspected) -> Iterator[str]:
+    rows: dict[str, str] = {"checkpoint": str(one.path)}
+    if replaced := REPLACED.match(one.path.name):
+        rows["replaced"] = (
+            f"set aside by a resume from an earlier step; mv {one.path} {one.path.with_name(replaced['tag'])}"
+        )
+        rows["replaced"] += " brings it back, where nothing has that name"
+    if one.checkpoint is not None:
+        rows |= _rows(one.checkpoint)
+    rows["verified"] = _verdict(one)
+    for label, text in rows.items():
+        yield f"{label:<{_WIDTH}}{text}"
+    for said in one.damage or ():
+        yield f"damaged    {said}"
+
+
+def _verdict(one: Inspected) -> str:
+    if one.damage is None:
+        return "no (--no-verify)"
+    count = len(one.damage)
+    return (
+        f"{count} file{'s are' if count > 1 else ' is'} not as written" if count else "every file is as it was written"
+    )
+
+
+def _rows(checkpoint: SavedCheckpoint) -> dict[str, str]:
+    manifest = checkpoint.manifest
+    config, sizes = manifest["config"], _sizes(checkpoint)
+    parts = " + ".join(f"{name} {_size(size)}" for name, size in sizes.items() if size)
+    total = sum(sizes.values())
+    rows = {
+        "step": f"{checkpoint.step:,}{_of(manifest.get('total_steps'))}{_place(manifest)}",
+        "model": _name_of(config["model"]),
+        "layout": _layout(manifest),
+        "pipeline": _pipeline(manifest.get("pipeline")),
+        "optimizer": _optimizer(config["optimizer"]),
+        "metrics": _metrics(manifest),
+        "best": str(best_in(manifest) or ""),
+        "average": _average(config.get("training", {}).get("ema")),
+        "versions": ", ".join(f"{name} {version}" for name, version in _versions(checkpoint).items()),
+        "written": _written(checkpoint),
+        "files": f"{len(manifest['files']):,}, {_size(total)}: {parts}",
+    }
+    return {label: text for label, text in rows.items() if text}
+
+
+def _name_of(section: Mapping[str, Any]) -> str:
+    """What a section is of: of one's own code, its import path, or the type of what was handed over from Python."""
+    return next(str(section[key]) for key in ("kind", "target", "object") if section.get(key))
+
+
+def _of(total: int | None) -> str:
+    return f" of {total:,}" if total else ""
+
+
+def _place(manifest: Mapping[str, Any]) -> str:
+    words = {"epoch": "epoch {:,}", "step_in_epoch": "step {:,} in it", "samples": "{:,} samples"}
+    place = [text.format(manifest[name]) for name, text in words.items() if manifest.get(name) is not None]
+    return f" ({', '.join(place)})" if place else ""
+
+
+def _layout(manifest: Mapping[str, Any]) -> str:
+    config, layout = manifest["config"], manifest.get("layout", {})
+    ranks, stages = layout.get("world_size"), layout.get("pipe_size", 1)
+    said = [counted(ranks, "rank")] if ranks else []
+    said += [f"{stages} pipeline stages x {layout['data_parallel_size']} data-parallel"] if stages > 1 else []
+    said += [f"ZeRO stage {config['zero']['stage']}", str(config["precision"]["dtype"])]
+    if layout:
+        said.append(
+            f"{layout['global_size']:,} samples per step = {layout['micro_size']} x {layout['accumulation_steps']} "
+            f"accumulation x {layout['data_parallel_size']}"
+        )
+    return ", ".join(said)
+
+
+def _pipeline(pipeline: Mapping[str, Any] | None) -> str:
+    """First and last layer of every stage."""
+    if pipeline is None:
+        return ""
+    layers, bounds = pipeline["layers"], pipeline.get("bounds") or [0, len(pipeline["layers"])]
+    spans = (layers[start:stop] for start, stop in itertools.pairwise(bounds))
+    return " | ".join(f"{span[0]} .. {span[-1]}" if len(span) > 1 else span[0] for span in spans if span)
+
+
+def _optimizer(optimizer: Mapping[str, Any]) -> str:
+    lr = optimizer.get("lr")
+    return f"{_name_of(optimizer)}{f', lr {lr:g}' if lr is not None else ''}"
+
+
+def _metrics(manifest: Mapping[str, Any]) -> str:
+    """What tells how good it is; what is not finite stands there as text, for which JSON has no number."""
+    found = manifest.get("metrics", {})
+    shown = (name for name in found if name == "train/loss" or name.startswith("eval/"))
+    return ", ".join(f"{name} {float(found[name]):.4g}" for name in shown)
+
+
+def _average(ema: Mapping[str, Any] | None) -> str:
+    """Whether there is a moving average of the weights as well."""
+    return f"of the weights, decay {ema['decay']:g}" if ema else ""
+
+
+def _versions(checkpoint: SavedCheckpoint) -> dict[str, str]:
+    """Those that decide whether it can be read."""
+    versions = checkpoint.versions
+    return {name: versions[name] for name in ("dsf-trainer", "deepspeed", "torch", "python") if versions.get(name)}
+
+
+def _written(checkpoint: SavedCheckpoint) -> str:
+    """When it was saved; of an older release, which does not say so, the date of the file: a copy may have another
+    one.
+    """
+    said = checkpoint.manifest.get("saved_at")
+    when = (
+        datetime.fromisoformat(said) if said else datetime.fromtimestamp((checkpoint.path / MANIFEST).stat().st_mtime)
+    )
+    return when.astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
+
+
+def _sizes(checkpoint: SavedCheckpoint) -> dict[str, int]:
+    """Bytes by what the files hold, told by their names."""
+    piped = "pipeline" in checkpoint.manifest
+    whole = checkpoint.manifest["config"]["zero"]["stage"] == 0 and not piped
+    sizes = {"weights": 0, "optimizer": 0, "weights and optimizer": 0, "rest": 0}
+    for name, record in checkpoint.manifest["files"].items():
+        if OPTIMIZER_FILE.fullmatch(name) or name.startswith(f"{SWAPPED}/"):
+            kind = "optimizer"
+        elif LAYER_FILE.fullmatch(name):
+            kind = "weights"
+        elif MODEL_FILE.fullmatch(name):  # a pipeline's weights lie in its layers, and its optimizer here
+            kind = "weights and optimizer" if whole else "optimizer" if piped else "weights"
+        else:
+            kind = "rest"
+        sizes[kind] += record["num_bytes"]
+    return sizes
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"
+
+
+def _table(found: list[Inspected]) -> Iterator[str]:
+    """A line for each checkpoint of a run, and one more for each damaged file."""
+    latest = latest_tag(found[0].path.parent)
+    for one in found:
+        said = [f"{one.path.name:<20}"]
+        if one.checkpoint is not None:
+            size, metrics = _size(sum(_sizes(one.checkpoint).values())), _metrics(one.checkpoint.manifest)
+            said += [f"{size:>10}", _written(one.checkpoint), metrics]
+        said += [
+            "latest" if one.path.name == latest else "",
+            "" if one.damage is None else "damaged" if one.damage else "sound",
+        ]
+        yield "  ".join(filter(None, said))
+        yield from (f"  damaged: {one.path.name}/{line}" for line in one.damage or ())
+    for path in replaced_folders(found[0].path.parent):
+        yield f"{path.name:<20}  {_size(size_of(path)):>10}  set aside by a resume from an earlier step"
+
+
+def _as_json(one: Inspected) -> dict[str, Any]:
+    """The manifest without its list of files, whose sizes are summed up, and the verdict."""
+    said: dict[str, Any] = {"path": str(one.path), "verified": one.damage is not None, "damage": list(one.damage or ())}
+    if one.checkpoint is None:
+        return said
+    manifest = {name: value for name, value in one.checkpoint.manifest.items() if name not in ("files", "sha256")}
+    files = one.checkpoint.manifest["files"]
+    return (
+        said
+        | manifest
+        | {"num_files": len(files), "num_bytes": _sizes(one.checkpoint), "written": _written(one.checkpoint)}
+    )

@@ -1,0 +1,192 @@
+"""Judges one file: a run config or any DeepSpeed JSON. What is wrong with it is in the verdict, never raised.
+
+Either kind of file needs modules that the other does not, and importing them is most of the time that checking one file
+takes (`benchmarks/check_speed.py`): they are imported where they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from framework.errors import ConfigError, Problem, UsageError
+from framework.text.document import YAML_ENDINGS, Document
+from framework.text.read_text import read_text
+
+if TYPE_CHECKING:
+    from framework.dslint.facts import GpuKind, Topology
+    from framework.dslint.readers import Reader
+    from framework.plan.cluster import Cluster
+    from framework.text.hjson import HjsonDocument
+
+
+@dataclass(frozen=True)
+class Against:
+    """What files are judged against.
+
+    Attributes:
+        cluster: where they are to run; None: not said.
+        gpu: which GPU; None: not said.
+        release: DeepSpeed's version; None: the newest known.
+        reader: who reads DeepSpeed JSON first; None: the file shows it.
+        data_elsewhere: data that is not here is a warning, no error.
+    """
+
+    cluster: Cluster | None = None
+    gpu: GpuKind | None = None
+    release: str | None = None
+    reader: Reader | None = None
+    data_elsewhere: bool = False
+
+    def topology(self) -> Topology:
+        """As the rules of DeepSpeed JSON take it."""
+        from framework.dslint.facts import Topology
+
+        if self.cluster is None:
+            return Topology(device="cuda" if self.gpu else "unknown", gpu=self.gpu)
+        return Topology.from_cluster(self.cluster, self.gpu)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found in one file; `praise` is the line to print where nothing stops it."""
+
+    file: str
+    problems: tuple[Problem, ...]
+    praise: str = ""
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether nothing would stop it."""
+        return all(problem.severity != "error" for problem in self.problems)
+
+
+def find_gpu(name: str | None) -> GpuKind | None:
+    """A GPU by its name, such as ``h100-80gb``.
+
+    Raises:
+        UsageError: it is not known.
+    """
+    if name is None:
+        return None
+    from framework.dslint.facts import GPU_KINDS
+
+    if name.lower() not in GPU_KINDS:
+        raise UsageError(f"--gpu {name}: not known; known are {', '.join(GPU_KINDS)}")
+    return GPU_KINDS[name.lower()]
+
+
+def check_file(file: str, overrides: Sequence[str], against: Against) -> Verdict:
+    """Judge one file. It is read once: it may be a pipe, which can be read only once."""
+    try:
+        text = read_text(Path(file), name=file)
+        document = _deepspeed_json(text, file)
+        if document is None:
+            return _check_run_config(file, overrides, against, text)
+    except ConfigError as error:
+        return Verdict(file, tuple(error.problems))
+    if overrides:
+        raise UsageError(f"{file}: settings apply to run configs; this is DeepSpeed JSON")
+    return check_document(document, against)
+
+
+def _deepspeed_json(text: str, file: str) -> HjsonDocument | None:
+    if Path(file).suffix.lower() in YAML_ENDINGS:
+        return None
+    from framework.dslint.judge import parse_deepspeed_json
+
+    return parse_deepspeed_json(text, Path(file), name=file)
+
+
+def check_document(document: HjsonDocument, against: Against) -> Verdict:
+    """Judge DeepSpeed JSON that was read."""
+    from framework.dslint.judge import assumption, foreign_problem
+    from framework.dslint.keys import load_table
+    from framework.dslint.lint import lint, placed
+    from framework.dslint.readers import NAMES, as_read, reader_of
+
+    if (foreign := foreign_problem(document)) is not None:
+        return Verdict(document.name, (foreign,))
+    table = load_table(against.release)
+    reader, assumed = reader_of(document) if against.reader is None else (against.reader, None)
+    as_it_reads, further = as_read(document, document.text, reader, table)
+    found = [
+        *(problem if problem.line else placed(document, problem) for problem in further),
+        *lint(as_it_reads, release=against.release, topology=against.topology(), reader=reader),
+    ]
+    first = "" if reader == "deepspeed" else f"{NAMES[reader]} and "
+    notes = [
+        *_release_note(document.name, against),
+        *assumption(document, as_run_config=False),
+        *([assumed] if assumed else ()),
+    ]
+    return Verdict(document.name, (*notes, *sorted(found, key=_place)), f"fine for {first}DeepSpeed {table.release}")
+
+
+def _check_run_config(file: str, overrides: Sequence[str], against: Against, text: str) -> Verdict:
+    from framework.commands.target_search import missing_targets
+    from framework.config.load import Source, load_with_source
+    from framework.dslint.judge import assumption, foreign_problem, judge_passed_alone, judge_rendered
+    from framework.plan.plan import default_cluster
+    from framework.plan.text import one_line
+    from framework.plan.token_folder import plan_with_text
+    from framework.text.document import document_of
+
+    try:
+        config, source = load_with_source(file, overrides, text=text)
+        cluster = against.cluster or default_cluster(config)
+        plan = plan_with_text(config, cluster, source=source, data_elsewhere=against.data_elsewhere)
+    except ConfigError as error:
+        document = document_of(text, Path(file), name=file)
+        if (foreign := foreign_problem(document)) is not None:
+            return Verdict(file, (foreign,))
+        passed = document.value.get("deepspeed") if isinstance(document.value, dict) else None
+        further = judge_passed_alone(passed, release=against.release)
+        told = sorted(_all(error.problems, _errors_of_known(document, overrides, against)), key=_place)
+        found = _all(told, map(Source(document).locate, further))
+        return Verdict(file, (*assumption(document, as_run_config=True), *found))
+    problems = [*source.notes(), *plan.findings, *map(source.locate, missing_targets(config))]
+    problems += judge_rendered(plan, source=source, release=against.release, gpu=against.gpu)
+    return Verdict(file, (*_release_note(file, against), *problems), one_line(plan))
+
+
+def _errors_of_known(document: Document, overrides: Sequence[str], against: Against) -> list[Problem]:
+    """What can be said beside the sections that cannot be read."""
+    from framework.config.load import load_known
+    from framework.plan.partial import errors_of_known
+
+    try:
+        config, unknown, source = load_known(document, overrides)
+    except ConfigError:
+        return []
+    return errors_of_known(config, unknown, against.cluster, source=source)
+
+
+def _release_note(file: str, against: Against) -> Iterator[Problem]:
+    """Not every patch has a table."""
+    from framework.dslint.keys import load_table
+
+    if against.release is None:
+        return
+    judged = load_table(against.release).release
+    written = against.release.strip().removeprefix("v").partition("+")[0]
+    if judged != written and not judged.startswith(f"{written}."):
+        yield Problem(
+            kind="release-without-table",
+            file=file,
+            severity="note",
+            reason=f"there is no table of DeepSpeed {written}, so {judged} was taken",
+            fix="check the keys that it names",
+        )
+
+
+def _place(problem: Problem) -> tuple[str, int, int]:
+    return problem.file or "", problem.line, problem.column
+
+
+def _all(found: Sequence[Problem], further: Iterable[Problem]) -> tuple[Problem, ...]:
+    """Both, each key once."""
+    told = {problem.key for problem in found}
+    return (*found, *(problem for problem in further if problem.key not in told))

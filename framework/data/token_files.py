@@ -1,0 +1,216 @@
+"""What a token folder says of itself, and what text datasets ask of one. Reads ``meta.json`` and sizes; needs no numpy.
+
+`framework.data.token_folder` tells what the files are. Here stands what `check` and `plan` can know of them on a
+laptop.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from framework.errors import ConfigError, Problem
+from framework.system.files import make_own_folder, open_own
+
+META_FILE: Final = "meta.json"
+TOKENIZER_FILE: Final = "tokenizer.json"
+KEPT_TOKENIZER: Final = "tokenizer"
+PartName = Literal["train", "eval"]
+PART_WORDS: Final[dict[PartName, str]] = {"train": "training", "eval": "evaluation"}
+PREPARE: Final = "make it again with python -m framework prepare"
+_LARGEST_META_BYTES: Final = 1 << 20
+_ITEM_BYTES: Final = {"uint16": 2, "uint32": 4}
+
+
+class _Facts(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class FileFacts(_Facts):
+    """Of one file."""
+
+    size_bytes: Annotated[int, Field(ge=0)]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class PartFacts(_Facts):
+    """Of training or evaluation."""
+
+    num_tokens: Annotated[int, Field(ge=1, lt=2**60)]
+    num_documents: Annotated[int, Field(ge=1, lt=2**60)]
+
+
+class SpecialTokens(_Facts):
+    """The numbers of the tokens that stand for no text; None: the tokenizer has none such. Windows of text need the
+    first only; pairs of segments need all."""
+
+    end: int
+    """Ends every document."""
+    cls: int | None = None
+    sep: int | None = None
+    mask: int | None = None
+    pad: int | None = None
+
+
+class Meta(_Facts):
+    """What ``meta.json`` says."""
+
+    # The second is the project's former name, in folders made before it changed.
+    format: Literal["dsf-tokens", "dsframework-tokens"] = "dsf-tokens"
+    version: Literal[1] = 1
+    tokenizer: Literal["bytes", "library"]
+    vocab_size: Annotated[int, Field(ge=1, le=2**31)]
+    special_tokens: SpecialTokens
+    dtype: Literal["uint16", "uint32"]
+    parts: dict[PartName, PartFacts]
+    files: dict[str, FileFacts]
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> Meta:
+        if "train" not in self.parts:
+            raise ValueError("there is no train among the parts")
+        numbers = self.special_tokens.model_dump(exclude_none=True).values()
+        if not all(0 <= number < self.vocab_size for number in numbers):
+            raise ValueError("a special token lies beyond vocab_size")
+        for name, part in self.parts.items():
+            sizes = {
+                f"{name}.bin": part.num_tokens * _ITEM_BYTES[self.dtype],
+                f"{name}.idx": 8 * part.num_documents + 8,
+            }
+            for file, size in sizes.items():
+                if file not in self.files or self.files[file].size_bytes != size:
+                    raise ValueError(f"{file} must have {size} bytes by the number of its tokens and documents")
+        return self
+
+
+def read_meta(path: str, key: str) -> tuple[Path, Meta]:
+    """The folder, and what its ``meta.json`` says; the other files are not looked at.
+
+    Args:
+        path: the folder; ``~`` is the home folder.
+        key: what to call it in an error.
+
+    Raises:
+        ConfigError: kinds ``text-not-found``, ``text-not-prepared``, ``text-damaged``.
+    """
+    folder = Path(os.path.expanduser(path))  # noqa: PTH111 - pathlib raises where there is no such user
+    if not os.path.isdir(folder):  # noqa: PTH112 - and where the name is too long
+        raise ConfigError(
+            Problem(
+                "text-not-found",
+                f"there is no folder {folder}",
+                "name one made by python -m framework prepare",
+                key,
+                path,
+            )
+        )
+    file = folder / META_FILE
+    if not file.is_file():
+        reason = f"there is no {META_FILE} in it: it was not made by prepare, or prepare did not finish"
+        raise ConfigError(Problem("text-not-prepared", reason, PREPARE, key, path))
+    try:
+        with file.open("rb") as stream:
+            return folder, Meta.model_validate_json(stream.read(_LARGEST_META_BYTES))
+    except (OSError, ValidationError) as error:
+        raise ConfigError(damaged(file, _in_one_line(error), path, key)) from error
+
+
+def keep_tokenizer(path: str, to: Path) -> None:
+    """Copy what turns a token folder's numbers into text into ``<to>/tokenizer``: its checkpoints outlive the folder.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder, kept = Path(os.path.expanduser(path)), to / KEPT_TOKENIZER  # noqa: PTH111
+    make_own_folder(kept)
+    for name in (TOKENIZER_FILE, META_FILE):
+        if (folder / name).is_file():
+            with (folder / name).open("rb") as source, open_own(kept / name, "wb") as copy:
+                shutil.copyfileobj(source, copy)
+
+
+def size_problems(folder: Path, meta: Meta, path: str, key: str) -> list[Problem]:
+    """Every file that is missing or has another size than `meta` says."""
+    problems = (_size_problem(folder, name, facts, path, key) for name, facts in meta.files.items())
+    return [problem for problem in problems if problem is not None]
+
+
+def num_windows(num_tokens: int, length: int) -> int:
+    """Windows of so many tokens; the last token of the text is only to be guessed."""
+    return (num_tokens - 1) // length
+
+
+def num_pairs(num_tokens: int, length: int) -> int:
+    """Pairs of segments in an epoch: as many as would fill with all tokens, and one at least."""
+    return max(1, num_tokens // length)
+
+
+def too_short(part: PartName, *, num_tokens: int, sequence_length: int) -> Iterator[Problem]:
+    """Windows of text: the last token of each is only to be guessed."""
+    if num_tokens <= sequence_length:
+        yield Problem(
+            kind="text-too-short",
+            key="data.sequence_length",
+            value=sequence_length,
+            reason=f"the {PART_WORDS[part]} text has {num_tokens} tokens, and a window needs one more than it is long",
+            fix=f"set data.sequence_length: {num_tokens - 1} or less, or prepare more text",
+        )
+
+
+def one_document(part: PartName, *, num_documents: int, path: str | None) -> Iterator[Problem]:
+    """Pairs of segments: the second segment of half of them is from another document."""
+    if num_documents < 2:
+        yield Problem(
+            "text-one-document",
+            f"the {PART_WORDS[part]} text is one document, and half of the pairs need another one",
+            "prepare more files, or with --split-at-blank-lines",
+            "data.path",
+            path,
+        )
+
+
+def no_pair_tokens(special: SpecialTokens, *, path: str | None) -> Iterator[Problem]:
+    """Pairs of segments are held together, hidden and filled up by tokens of their own."""
+    missing = [f"[{name.upper()}]" for name, number in special.model_dump().items() if number is None]
+    if missing:
+        yield Problem(
+            "text-without-special-tokens",
+            f"its tokenizer has no {', '.join(missing)}, and pairs of segments need them",
+            "prepare it with --tokenizer bytes, the file of a BERT, or --train-tokenizer bpe:SIZE",
+            "data.path",
+            path,
+        )
+
+
+def damaged(file: Path, reason: str, path: str, key: str) -> Problem:
+    """A file is not what `prepare` wrote."""
+    return Problem("text-damaged", f"{file}: {reason}", PREPARE, key, path)
+
+
+def _in_one_line(error: OSError | ValidationError) -> str:
+    if isinstance(error, OSError):
+        return f"it cannot be read ({error.strerror or error})"
+    first = error.errors(include_url=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    return f"{place}: {first['msg']}" if place else first["msg"]
+
+
+def _size_problem(folder: Path, name: str, facts: FileFacts, path: str, key: str) -> Problem | None:
+    file = folder / name
+    if file.parent != folder:
+        return damaged(file, "it lies outside the folder", path, key)
+    try:
+        size = file.stat().st_size
+        file.open("rb").close()
+    except FileNotFoundError:
+        return damaged(file, "it is missing", path, key)
+    except OSError as error:
+        return damaged(file, _in_one_line(error), path, key)
+    if size != facts.size_bytes:
+        return damaged(file, f"it has {size:,} bytes instead of {facts.size_bytes:,}", path, key)
+    return None

@@ -1,0 +1,213 @@
+"""``doctor [CONFIG] [key=value ...]``: is this machine, or are these hosts, fit to train? Exit code 0: yes; 78: no, and
+why.
+
+It starts nothing, changes nothing, and imports no torch; only ``--bench`` runs a small job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from framework.doctor.node.findings import Check, Report
+from framework.doctor.node.inspect import examine
+from framework.doctor.node.need import Need
+from framework.doctor.planned_need import judge_config, local_devices
+from framework.errors import EXIT_CONFIG, EXIT_OK, ConfigError, UsageError
+from framework.launch.hosts.devices import visible_variable
+from framework.launch.hosts.host_filter import Chosen, choose_hosts, is_this_machine
+from framework.launch.hosts.hostfile import Host, cluster_of
+from framework.launch.hosts.topology import DEFAULT_PORT
+from framework.launch.options import (
+    AsSpelled,
+    add_choice,
+    address,
+    count,
+    count_or_auto,
+    port,
+    refuse_choice,
+    refuse_idle,
+)
+from framework.launch.ssh import address_of, split_ssh_args
+from framework.plan.cluster import RANKS_ON_CPU, Cluster
+from framework.system.arguments import CommandParser
+from framework.system.output import write
+
+_ONLY_WITH_HOSTS: Final = ("include", "exclude", "num_nodes", "master_addr", "master_port", "ssh_args")
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """A parsed command line.
+
+    Attributes:
+        config, overrides: the run that is meant; None: any.
+        chosen: hosts, with the devices to use there, to look at through ssh; empty: this machine.
+        num_ranks: on each host; None: one to a device.
+        master_addr: of the first host, as the others know it; empty: as `launch -H` finds it.
+        master_port: where node 0 will listen.
+        ssh_args: further options of ssh.
+    """
+
+    config: str | None
+    overrides: tuple[str, ...]
+    chosen: tuple[Chosen, ...]
+    num_ranks: int | None
+    master_addr: str
+    master_port: int
+    ssh_args: tuple[str, ...] = ()
+
+    @property
+    def hosts(self) -> tuple[Host, ...]:
+        """With the devices that were chosen for slots."""
+        return tuple(Host(item.host.name, len(item.devices)) for item in self.chosen)
+
+    @property
+    def addresses(self) -> list[str]:
+        """What the others call each host."""
+        found = [address_of(item.host.name, ssh_args=shlex.join(self.ssh_args)) for item in self.chosen]
+        return [self.master_addr, *found[1:]] if self.master_addr else found
+
+    @property
+    def own_variables(self) -> dict[str, dict[str, str]]:
+        """Of single hosts: devices that are not the first, as their agents will have them, of whichever kind they are
+        there.
+        """
+        return {
+            item.host.name: {visible_variable(kind): ",".join(map(str, item.devices)) for kind in ("cuda", "npu")}
+            for item in self.chosen
+            if not item.is_first
+        }
+
+    def start(self, host: Host) -> list[str]:
+        """The command that starts a member on a host."""
+        from framework.doctor.remote import member_command
+
+        return member_command(host, ssh_args=self.ssh_args)
+
+
+def doctor(argv: Sequence[str]) -> int:
+    """Look, say what was found, and return the exit code.
+
+    Raises:
+        UsageError: the command line is wrong.
+    """
+    arguments = _parser().parse_intermixed_args(list(argv))
+    try:
+        asked = _asked(arguments)
+        report, need = look(asked)
+    except ConfigError as error:  # the hostfile: nobody knows where to look
+        report, need = Report(before=(Check("hostfile", "cannot be used", tuple(error.problems)),)), None
+    if arguments.bench and need is not None and report.is_fine:
+        from framework.doctor.bench import bench
+
+        master = asked.addresses[0] if asked.chosen else ""
+        report = replace(
+            report, measured=bench(asked.hosts, need, master=master, port=asked.master_port, start=asked.start)
+        )
+    # Not print: the exit code stays what was found, also where the reader has left.
+    write(sys.stdout, f"{json.dumps(report.to_dict(), indent=2) if arguments.json else report.as_text()}\n")
+    return EXIT_OK if report.is_fine else EXIT_CONFIG
+
+
+def look(asked: DoctorOptions) -> tuple[Report, Need]:
+    """Config, then machines; what is wrong with the config does not hide what is wrong with the machines.
+
+    Raises:
+        ConfigError: the hosts of the hostfile do not go together.
+    """
+    cluster = _cluster(asked)
+    before, need = judge_config(asked.config, asked.overrides, cluster, is_chosen=bool(asked.num_ranks or asked.chosen))
+    if not asked.chosen:
+        return Report(before, (examine(need, os.environ, counts_replaced=True),)), need
+    from framework.doctor.hosts import look_at_hosts
+
+    nodes, across = look_at_hosts(
+        asked.hosts,
+        need,
+        config=asked.config,
+        overrides=asked.overrides,
+        addresses=asked.addresses,
+        port=asked.master_port,
+        own_variables=asked.own_variables,
+        start=asked.start,
+    )
+    return Report(before, nodes, across), need
+
+
+def _cluster(asked: DoctorOptions) -> Cluster:
+    if asked.chosen:  # each of them says itself what it has; this machine may be another one
+        return cluster_of(asked.hosts)
+    device, count = local_devices()
+    return Cluster(devices_per_host=asked.num_ranks or count or RANKS_ON_CPU, device=device)
+
+
+def _asked(arguments: argparse.Namespace) -> DoctorOptions:
+    words: list[str] = list(arguments.words)
+    config = words.pop(0) if words and ("=" not in words[0] or Path(words[0]).exists()) else None
+    if config is None and words:
+        raise UsageError(f"doctor: {words[0]} is a setting; name the run config before it")
+    idle = [f"--{name}" for name in _ONLY_WITH_HOSTS if getattr(arguments, name)]
+    refuse_idle("doctor", () if arguments.hostfile else idle)
+    refuse_choice(
+        "doctor",
+        include=arguments.include,
+        exclude=arguments.exclude,
+        by_number=bool(arguments.num_nodes or arguments.num_gpus),
+    )
+    master_port = arguments.master_port or DEFAULT_PORT
+    choice = {
+        name: getattr(arguments, name) for name in ("include", "exclude", "num_nodes", "num_gpus", "num_gpus_flag")
+    }
+    chosen = choose_hosts(arguments.hostfile, **choice) if arguments.hostfile else ()
+    if is_this_machine(chosen, ssh_args=arguments.ssh_args):
+        return DoctorOptions(config, tuple(words), (), len(chosen[0].devices), "", master_port)
+    return DoctorOptions(
+        config,
+        tuple(words),
+        chosen,
+        arguments.num_gpus,
+        arguments.master_addr or "",
+        master_port,
+        tuple(split_ssh_args(arguments.ssh_args, command="doctor")),
+    )
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        prog="python -m framework doctor",
+        description="Is this machine, or are these hosts, fit to train?",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="CONFIG key=value",
+        help="the run that is meant, and settings that win over it; left out: any run",
+    )
+    parser.add_argument(
+        "-H", "--hostfile", metavar="FILE", help="look at these hosts over ssh, and at what is between them"
+    )
+    add_choice(parser)
+    parser.option("--num_nodes", type=count, metavar="N", help="with -H: the first N hosts")
+    parser.option(
+        "--num_gpus", "--nproc_per_node", type=count_or_auto, action=AsSpelled, metavar="N", help="ranks on each host"
+    )
+    parser.set_defaults(num_gpus_flag="--num_gpus")
+    parser.option(
+        "--master_addr", type=address, metavar="A", help="with -H: address of the first host, as the others know it"
+    )
+    parser.option("--master_port", type=port, metavar="P", help="with -H: where node 0 will listen (29500)")
+    parser.option("--ssh_args", default="", metavar="TEXT", help="further options of ssh, such as '-p 2222'")
+    parser.add_argument(
+        "--bench", action="store_true", help="measure all-reduce and storage with a small job, up to three minutes"
+    )
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    return parser

@@ -1,0 +1,179 @@
+"""What the preflight says: a `Check` for each thing that was looked at on one node, with the `Problem`s that it
+found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal
+
+from framework.errors import Problem, counted
+
+Status = Literal["ok", "note", "warning", "error"]
+_WORST_FIRST: Final[tuple[Status, ...]] = ("error", "warning", "note", "ok")
+_WIDTH: Final = 16
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        name: what it is, in a word or two.
+        said: what was found, for a person.
+        problems: what is wrong with it.
+        facts: what other nodes are compared with; plain values for JSON.
+    """
+
+    name: str
+    said: str
+    problems: tuple[Problem, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def status(self) -> Status:
+        """That of the worst problem."""
+        return min((each.severity for each in self.problems), key=_WORST_FIRST.index, default="ok")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; `from_dict` reads them."""
+        return {
+            "name": self.name,
+            "status": self.status,
+            "found": self.said,
+            "facts": dict(self.facts),
+            "problems": [each.to_dict() for each in self.problems],
+        }
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Check:
+        """What another node sent.
+
+        Raises:
+            KeyError, TypeError: it is not what `to_dict` writes.
+        """
+        problems = tuple(map(Problem.from_dict, values["problems"]))
+        return Check(str(values["name"]), str(values["found"]), problems, dict(values["facts"]))
+
+
+@dataclass(frozen=True)
+class Node:
+    """One host, and everything that was looked at there.
+
+    Attributes:
+        name: as the hostfile or the machine itself calls it.
+        checks: in the order in which they were made.
+        seconds: how long they took.
+    """
+
+    name: str
+    checks: tuple[Check, ...]
+    seconds: float = 0.0
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Of all checks together."""
+        return {name: value for check in self.checks for name, value in check.facts.items()}
+
+    @property
+    def problems(self) -> list[Problem]:
+        """Of all checks, each naming this node as its place."""
+        return [replace(each, file=f"node {self.name}") for check in self.checks for each in check.problems]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that one preflight found.
+
+    Attributes:
+        before: what was known without any machine: config, hostfile, plan. Their problems name files.
+        nodes: each machine.
+        across: what the machines are together.
+        measured: how fast they are.
+    """
+
+    before: tuple[Check, ...] = ()
+    nodes: tuple[Node, ...] = ()
+    across: tuple[Check, ...] = ()
+    measured: tuple[Check, ...] = ()
+
+    @property
+    def problems(self) -> list[Problem]:
+        """All of them, in the order in which they are shown."""
+        of_nodes = [each for node in self.nodes for each in node.problems]
+        of_the_rest = [each for check in (*self.across, *self.measured) for each in check.problems]
+        return [*(each for check in self.before for each in check.problems), *of_nodes, *of_the_rest]
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether nothing stands in the way of a start."""
+        return not any(each.severity == "error" for each in self.problems)
+
+    def as_text(self) -> str:
+        """Tables for a person: what was looked at (on several nodes: what is not fine), each problem with its fix, the
+        verdict.
+        """
+        lines = [_row(check, indent="") for check in self.before]
+        for node in self.nodes:
+            shown = node.checks if len(self.nodes) == 1 else [each for each in node.checks if each.status != "ok"]
+            fine = f", {len(node.checks) - len(shown)} of {len(node.checks)} fine" if len(self.nodes) > 1 else ""
+            lines += [f"node {node.name}, looked at in {node.seconds:.1f} s{fine}", *map(_row, shown)]
+        for title, checks in (("across nodes", self.across), ("measured", self.measured)):
+            lines += [title, *map(_row, checks)] if checks else []
+        problems = sorted(self.problems, key=lambda each: _WORST_FIRST.index(each.severity))
+        if problems:
+            lines += ["", *(f"{each.severity}: {each}" for each in problems)]
+        counted = count_text(problems)
+        verdict = "fit to train" if self.is_fine else "not fit to train"
+        return "\n".join([*lines, "", f"{verdict}{f': {counted}' if counted else ''}"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        nodes = [
+            {
+                "node": node.name,
+                "seconds": round(node.seconds, 3),
+                "checks": list(map(_brief, node.checks)),
+                "facts": node.facts,
+            }
+            for node in self.nodes
+        ]
+        return {
+            "ok": self.is_fine,
+            "findings": list(map(_finding, self.problems)),
+            "before": list(map(_brief, self.before)),
+            "nodes": nodes,
+            "across": list(map(_brief, self.across)),
+            "measured": [_brief(each) | dict(each.facts) for each in self.measured],
+        }
+
+
+def count_text(problems: Iterable[Problem]) -> str:
+    """``2 errors, 1 warning``; empty where there is nothing to count."""
+    listed = [each.severity for each in problems]
+    counts = [(listed.count(name), name) for name in ("error", "warning", "note") if name in listed]
+    return ", ".join(counted(count, name) for count, name in counts)
+
+
+def _row(check: Check, *, indent: str = "  ") -> str:
+    return f"{indent}{check.status:<8} {check.name:<{_WIDTH}} {check.said}"
+
+
+def _brief(check: Check) -> dict[str, Any]:
+    return {"name": check.name, "status": check.status, "found": check.said}
+
+
+def _finding(problem: Problem) -> dict[str, Any]:
+    """What tools read: a stable id, a severity, the node (empty: none in particular), what was found and what to do."""
+    found = problem.to_dict()
+    subject = f"{problem.key} = {found['value']}: " if "value" in found else f"{problem.key}: " if problem.key else ""
+    node = problem.file.removeprefix("node ") if problem.file.startswith("node ") else ""
+    return {
+        "id": problem.kind,
+        "severity": problem.severity,
+        "node": node,
+        "found": f"{subject}{problem.reason}",
+        "fix": problem.fix,
+        "text": str(problem),
+    }

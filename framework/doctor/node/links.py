@@ -1,0 +1,184 @@
+"""What a node does for the comparison with others: answers at a port, calls others, leaves marks in a shared folder.
+
+The functions know nothing of ssh or agents; whoever has a channel to every node can use them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Final
+
+_CALL_SECONDS: Final = 5.0
+# NFS may show another host's new file after its attribute cache expires, 3 s by default.
+_SEE_SECONDS: Final = 5.0
+_LONGEST_TOKEN: Final = 64
+_BACKLOG: Final = 1024
+_AT_ONCE: Final = 65  # one silent host must not keep the calls to others waiting
+
+
+@dataclass(frozen=True)
+class Reached:
+    """How a call to another node went.
+
+    Attributes:
+        address: what its name stands for here; empty where it stands for nothing.
+        reason: why it was not reached; empty where it was.
+    """
+
+    address: str
+    reason: str = ""
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the name leads back to this host."""
+        return bool(self.address) and ip_address(self.address.partition("%")[0]).is_loopback
+
+
+class Echo:
+    """Answers every caller with the first 64 bytes that it sends, at one port, until it is closed."""
+
+    def __init__(self, port: int, *, address: str = "") -> None:
+        """Listen.
+
+        Args:
+            port: 0 for any that is free.
+            address: of this machine; left out: all of them.
+
+        Raises:
+            OSError: the port is taken, or not allowed.
+        """
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._server = socket.create_server(
+            (address, port), family=family, backlog=_BACKLOG, dualstack_ipv6=address == "::"
+        )
+        self.port: int = self._server.getsockname()[1]
+        self._is_closed = False
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while not self._is_closed:
+            try:
+                peer, _ = self._server.accept()
+                threading.Thread(target=_answer, args=(peer,), daemon=True).start()
+            except (OSError, RuntimeError):  # closed; or too many files or threads, until others have been answered
+                time.sleep(0.05)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._is_closed = True
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # close() alone leaves accept() waiting
+        self._server.close()
+
+
+def _answer(peer: socket.socket) -> None:
+    with suppress(OSError), peer:
+        peer.settimeout(_CALL_SECONDS)
+        peer.sendall(peer.recv(_LONGEST_TOKEN))
+        peer.recv(1)  # who closes first keeps the port for a minute (TIME_WAIT): that is the caller
+
+
+def connect(host: str, port: int, *, seconds: float) -> socket.socket:
+    """As `socket.create_connection`, except to itself: a call to a port where nobody listens may be given that very
+    port.
+
+    Raises:
+        OSError: it is not answered.
+    """
+    connection = socket.create_connection((host, port), timeout=seconds)
+    if connection.getsockname() == connection.getpeername():
+        connection.close()
+        raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+    return connection
+
+
+def call(host: str, port: int, *, token: str, seconds: float = _CALL_SECONDS) -> Reached:
+    """Ask an `Echo`: a proxy that takes every connection does not answer with the token."""
+    try:
+        found = socket.getaddrinfo(host, port, socket.AF_UNSPEC, socket.SOCK_STREAM)
+    except OSError as error:
+        return Reached("", f"its name is not known: {error.strerror or error}")
+    except ValueError as error:
+        return Reached("", f"it cannot be a name: {error}")
+    reached: list[Reached] = []
+    for address in dict.fromkeys(str(entry[4][0]) for entry in found):  # as ranks do
+        reached.append(Reached(address, _asked(address, port, token=token, seconds=seconds)))
+        if not reached[-1].reason:
+            return reached[-1]
+    return reached[0]
+
+
+def _asked(address: str, port: int, *, token: str, seconds: float) -> str:
+    """Why it is not reached, or nothing."""
+    try:
+        with connect(address, port, seconds=seconds) as peer:
+            peer.settimeout(seconds)
+            peer.sendall(token.encode())
+            said = peer.recv(_LONGEST_TOKEN).decode(errors="replace")
+    except TimeoutError:
+        return f"no answer within {seconds:.0f} s"
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    return "" if said == token else "something else answers there"
+
+
+def call_all(targets: Sequence[tuple[str, int]], *, token: str, seconds: float = _CALL_SECONDS) -> list[Reached]:
+    """Call (host, port) pairs at the same time."""
+    with ThreadPoolExecutor(max_workers=max(1, min(_AT_ONCE, len(targets)))) as pool:
+        return list(pool.map(lambda target: call(*target, token=token, seconds=seconds), targets))
+
+
+def existing(folder: Path) -> Path:
+    """The folder itself, or the nearest one above it that is there."""
+    return next((each for each in (folder, *folder.parents) if each.is_dir()), Path("/"))
+
+
+def mark_path(folder: Path, token: str, node: int) -> Path:
+    """The mark of a node."""
+    return folder / f".preflight-{token}-{node}"
+
+
+@contextmanager
+def mark(folder: Path, token: str, node: int) -> Iterator[None]:
+    """Leave a mark for the time of the block.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = mark_path(folder, token, node)
+    path.write_text(token, encoding="ascii")
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            path.unlink()
+
+
+def unseen(folder: Path, token: str, nodes: Iterable[int], *, seconds: float = _SEE_SECONDS) -> list[int]:
+    """Nodes whose marks cannot be read here, after waiting for them."""
+    deadline = time.monotonic() + seconds
+    missing = list(nodes)
+    while True:
+        missing = [node for node in missing if not _holds(mark_path(folder, token, node), token)]
+        if not missing or time.monotonic() > deadline:
+            return missing
+        with suppress(OSError):
+            list(folder.iterdir())  # listing makes NFS look again
+        time.sleep(0.1)
+
+
+def _holds(path: Path, token: str) -> bool:
+    try:
+        return path.read_text(encoding="ascii") == token
+    except (OSError, ValueError):
+        return False

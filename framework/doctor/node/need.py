@@ -1,0 +1,141 @@
+"""What a run asks of each of its hosts, read off its plan: the preflight compares machines with this."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from framework.checkpoint.names import CHECKPOINTS
+from framework.config.base import Target
+from framework.config.run_config import RunConfig
+from framework.config.scheduler import Constant
+from framework.errors import ConfigError
+from framework.plan.cluster import Cluster, Device
+from framework.plan.compiled_ops import Op, needed_ops
+from framework.plan.plan import Plan
+from framework.plan.render import render
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a host must have.
+
+    Attributes:
+        cluster: hosts, ranks on each, and the kind of device.
+        backend: what ranks talk through: ``nccl``, ``gloo``...
+        ops: DeepSpeed's ops that the run loads.
+        num_workers: processes for each rank that fetch batches.
+        prefetch_batches: micro-batches that each of them keeps ready in shared memory.
+        run_folder: where the run writes; None without a run config.
+        num_kept: checkpoints that are there at the same time, at most.
+        kept_by: the keys of the run config that keep them.
+        saves: whether any is written.
+        nvme_folders: where state is offloaded to.
+        inputs: what is read, as key of the run config and path.
+        targets: modules of the user's own that the config names.
+        config_hash: of the resolved config; hosts must agree. Empty without a run config.
+    """
+
+    cluster: Cluster
+    backend: str
+    ops: tuple[Op, ...] = ()
+    num_workers: int = 0
+    prefetch_batches: int = 0
+    run_folder: Path | None = None
+    num_kept: int = 0
+    kept_by: str = ""
+    saves: bool = True
+    nvme_folders: tuple[Path, ...] = ()
+    inputs: tuple[tuple[str, Path], ...] = ()
+    targets: tuple[str, ...] = ()
+    config_hash: str = ""
+
+    @property
+    def checkpoints(self) -> Path | None:
+        """Where checkpoints are written."""
+        return self.run_folder and self.run_folder / CHECKPOINTS
+
+
+def need_of(plan: Plan) -> Need:
+    """What this plan asks of every host that it names."""
+    config, cluster = plan.config, plan.cluster
+    try:
+        ops = needed_ops(render(plan), device=cluster.device)
+    except ConfigError:  # only the length of a schedule is missing, which comes with the data
+        ops = needed_ops(render(_without_schedule(plan)), device=cluster.device)
+    offloads = (config.zero.offload_optimizer, config.zero.offload_param)
+    kept = _kept(plan)
+    return Need(
+        cluster=cluster,
+        backend=config.run.backend or default_backend(cluster.device),
+        ops=ops,
+        num_workers=getattr(config.data, "num_workers", 0),
+        prefetch_batches=getattr(config.data, "prefetch_batches", 0),
+        run_folder=config.run.folder.absolute(),
+        num_kept=sum(kept.values()),
+        kept_by=", ".join(kept),
+        saves=_saves(config),
+        nvme_folders=tuple(Path(each.nvme_path) for each in offloads if each.device == "nvme"),
+        inputs=tuple(_inputs(config)),
+        targets=tuple(_targets(config)),
+        config_hash=config_hash(config),
+    )
+
+
+def need_without_config(cluster: Cluster) -> Need:
+    """What any run asks of a host."""
+    return Need(cluster=cluster, backend=default_backend(cluster.device), ops=needed_ops({}, device=cluster.device))
+
+
+def default_backend(device: Device) -> str:
+    """As DeepSpeed's accelerators choose."""
+    return {"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}.get(device, "gloo")
+
+
+def config_hash(config: RunConfig) -> str:
+    """Of everything that was decided, however it was written down."""
+    text = json.dumps(config.model_dump(mode="json"), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _kept(plan: Plan) -> dict[str, int]:
+    """How many checkpoints each rule keeps at the end of the run, at most: one checkpoint may be kept by several."""
+    checkpoint, length = plan.config.checkpoint, plan.length
+    kept = {f"checkpoint.keep_last: {checkpoint.keep_last}": checkpoint.keep_last}
+    if checkpoint.keep_every is not None and length.total_steps is not None:
+        every = checkpoint.keep_every
+        if checkpoint.every_steps is not None and checkpoint.every_epochs is None:
+            every = math.lcm(every, checkpoint.every_steps)  # what is not saved is not kept
+        kept[f"checkpoint.keep_every: {checkpoint.keep_every}"] = length.total_steps // every
+    if checkpoint.keep_best is not None:
+        kept[f"checkpoint.keep_best: {checkpoint.keep_best}"] = 1
+    return kept
+
+
+def _saves(config: RunConfig) -> bool:
+    checkpoint = config.checkpoint
+    return checkpoint.at_end or checkpoint.every_steps is not None or checkpoint.every_epochs is not None
+
+
+def _inputs(config: RunConfig) -> Iterator[tuple[str, Path]]:
+    for name in ("root", "path"):
+        place = getattr(config.data, name, None)
+        if isinstance(place, str) and not getattr(config.data, "download", False):
+            yield f"data.{name}", Path(place).absolute()
+    if config.checkpoint.init_weights is not None:
+        yield "checkpoint.init_weights", Path(config.checkpoint.init_weights).absolute()
+    if config.checkpoint.resume not in ("auto", "never"):
+        yield "checkpoint.resume", Path(config.checkpoint.resume).absolute()
+
+
+def _targets(config: RunConfig) -> list[str]:
+    sections = [getattr(config, name) for name in type(config).model_fields]
+    return sorted({each.target.partition(":")[0] for each in sections if isinstance(each, Target)})
+
+
+def _without_schedule(plan: Plan) -> Plan:
+    return replace(plan, config=plan.config.model_copy(update={"scheduler": Constant()}))

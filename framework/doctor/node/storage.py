@@ -1,0 +1,215 @@
+"""Where a node writes: the run folder, temporary files and caches. Each is written to for real, a little, and left as
+it was.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from framework.checkpoint.names import named_folders, replaced_folders, size_of
+from framework.doctor.node.findings import Check
+from framework.doctor.node.need import Need
+from framework.doctor.node.sizes import GIB, MIB, size_text
+from framework.errors import Problem, Severity
+
+_PROBE_BYTES: Final = 1 * MIB
+_REMOTE: Final = re.compile(r"nfs\d?|cifs|smb3|9p|ceph|lustre|gpfs|beegfs|afs|fuse\.(?!fuse-overlayfs).*")
+
+
+def check_run_folder(need: Need, *, counts_replaced: bool = False) -> Check:
+    """Whether checkpoints can be written, and fit: by the size of the run's largest one so far, where there is one.
+
+    With `counts_replaced` it says what a resume has set aside: every file of it is looked at for that.
+    """
+    if need.checkpoints is None:
+        return Check("run folder", "no run config given")
+    place, problem = _probed(
+        need.checkpoints, kind="run-folder", severity="error", fix="set run.output_dir to another folder"
+    )
+    facts = {"run_folder": str(need.run_folder), "run_folder_type": file_system(place)}
+    if problem is not None:
+        return Check("run folder", str(need.run_folder), (problem,), facts)
+    free = _free(place)
+    sizes = list(map(size_of, _saved(need.checkpoints)))
+    said = f"{need.run_folder}: {size_text(free)} free" + (
+        f", a checkpoint takes {size_text(max(sizes))}" if sizes else ""
+    )
+    if replaced := replaced_folders(need.checkpoints) if counts_replaced else []:
+        said += (
+            f", {size_text(sum(map(size_of, replaced)))} in {len(replaced)} that a resume has set aside (*.replaced)"
+        )
+    return Check("run folder", said, tuple(_about_room(need, free, sizes)), facts)
+
+
+def _about_room(need: Need, free: int, sizes: Sequence[int]) -> Iterator[Problem]:
+    """A save is written whole before the oldest one goes."""
+    key, value = str(need.run_folder), f"{size_text(free)} free"
+    fix = "make room, or set run.output_dir to a larger disk"
+    largest = max(sizes, default=0)
+    wanted = largest * max(1, need.num_kept + 1 - len(sizes))
+    if largest and free < wanted:
+        severity: Severity = "error" if free < largest else "warning"
+        yield Problem(
+            kind="disk-full",
+            key=key,
+            value=value,
+            severity=severity,
+            fix=fix,
+            reason=f"a checkpoint of this run takes {size_text(largest)} and "
+            f"{wanted // largest} more must fit ({need.kept_by})",
+        )
+    elif not largest and free < GIB:
+        yield Problem(
+            kind="disk-full",
+            key=key,
+            value=value,
+            severity="warning",
+            fix=fix,
+            reason="that is little for checkpoints: weights and optimizer state take 12 to 16 bytes for each parameter",
+        )
+
+
+def check_temporary(environment: Mapping[str, str]) -> Check:
+    """Where Python and compilers put temporary files."""
+    folder = Path(environment.get("TMPDIR") or tempfile.gettempdir())
+    place, problem = _probed(folder, kind="tmp", severity="error", fix="set TMPDIR to a folder you can write to")
+    free = _free(place)
+    if problem is None and free < 100 * MIB:
+        problem = Problem(
+            kind="tmp-full",
+            key=str(folder),
+            value=f"{size_text(free)} free",
+            severity="warning",
+            reason="compilers and data workers put files there",
+            fix="make room, or set TMPDIR",
+        )
+    return Check("temporary files", f"{folder}: {size_text(free)} free", (problem,) if problem else ())
+
+
+def check_home(need: Need, environment: Mapping[str, str]) -> Check:
+    """HOME and the caches in it that torch and Triton write to."""
+    home = environment.get("HOME", "")
+    if not home:
+        unset = Problem(
+            kind="home-missing",
+            key="HOME",
+            severity="warning",
+            reason="caches of torch and Triton are kept there",
+            fix="set HOME to a folder you can write to",
+        )
+        return Check("home and caches", "HOME is not set", (unset,))
+    problems: list[Problem] = []
+    for name, default in _caches(need, environment, home=Path(home)):
+        chosen = environment.get(name) if name != "HOME" else None
+        folder = Path(chosen or default)
+        place, problem = _probed(
+            folder,
+            kind="cache",
+            severity="warning",
+            num_bytes=1,
+            fix=f"set {name} to a folder of this host that you can write to",
+        )
+        if problem is not None:
+            problems.append(problem)
+        elif name == "TRITON_CACHE_DIR" and is_remote(place):
+            problems.append(
+                Problem(
+                    kind="cache-remote",
+                    key=name,
+                    value=str(folder),
+                    severity="warning",
+                    reason=f"it lies on {file_system(place)}, where ranks wait for each other's files",
+                    fix=f"set {name} to a folder on a disk of this host",
+                )
+            )
+    return Check("home and caches", home, tuple(problems))
+
+
+def _caches(need: Need, environment: Mapping[str, str], *, home: Path) -> Iterator[tuple[str, Path]]:
+    yield "HOME", home
+    if environment.get("XDG_CACHE_HOME"):
+        yield "XDG_CACHE_HOME", home
+    if need.cluster.device == "cuda":  # nothing compiles for Triton on processors
+        yield "TRITON_CACHE_DIR", home / ".triton"
+
+
+def check_offload(need: Need) -> Check:
+    """Folders that state is offloaded to."""
+    if not need.nvme_folders:
+        return Check("offload", "nothing is offloaded to disk")
+    problems, said = [], []
+    for folder in need.nvme_folders:
+        place, problem = _probed(
+            folder, kind="nvme-path", severity="error", fix="set nvme_path to a folder on a local drive"
+        )
+        problems += [problem] if problem else []
+        said.append(f"{folder}: {size_text(_free(place))} free")
+        if problem is None and is_remote(place):
+            problems.append(
+                Problem(
+                    kind="nvme-path-remote",
+                    key=str(folder),
+                    value=file_system(place),
+                    severity="warning",
+                    reason="every step would wait for the network",
+                    fix="set nvme_path to a local drive",
+                )
+            )
+    return Check("offload", "; ".join(said), tuple(problems))
+
+
+def file_system(folder: Path) -> str:
+    """Its type as the system mounts it, such as ``ext4`` or ``nfs4``; ``unknown`` where nobody says."""
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()]
+        real = folder.resolve()
+        named = [
+            (Path(re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), words[1])), words[2]) for words in mounts
+        ]
+        return max(
+            ((point, kind) for point, kind in named if real.is_relative_to(point)), key=lambda pair: len(pair[0].parts)
+        )[1]
+    except (OSError, ValueError, IndexError):
+        return "unknown"
+
+
+def is_remote(folder: Path) -> bool:
+    """Whether other hosts may write there as well."""
+    return _REMOTE.fullmatch(file_system(folder)) is not None
+
+
+def _probed(
+    folder: Path, *, kind: str, severity: Severity, fix: str, num_bytes: int = _PROBE_BYTES
+) -> tuple[Path, Problem | None]:
+    """The folder, or the nearest one above it that is there, and what stands in the way of writing to it."""
+    place = next((each for each in (folder, *folder.parents) if each.exists()), Path("/"))
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=".preflight-", dir=place)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(b"\0" * num_bytes)
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            Path(name).unlink(missing_ok=True)
+    except OSError as error:
+        reason = f"{size_text(num_bytes)} cannot be written to {place}: {error.strerror or error}"
+        return place, Problem(kind=f"{kind}-unwritable", key=str(folder), reason=reason, fix=fix, severity=severity)
+    return place, None
+
+
+def _free(folder: Path) -> int:
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+def _saved(folder: Path) -> list[Path]:
+    try:
+        return [each for _, each in named_folders(folder)]
+    except OSError:
+        return []

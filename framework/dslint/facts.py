@@ -1,0 +1,338 @@
+"""`Facts`: a DeepSpeed JSON as its rules see it: plain values, deprecated spellings settled, nothing that can raise.
+
+A rule asks for a value and says DeepSpeed's default. What it gets is what DeepSpeed would use: the old names
+(`bfloat16`,
+`cpu_offload`, `max_live_parameters`, `zero_optimization: true`) stand under today's, and "auto" in a section that drops
+it is the default. A value of the wrong type is another's finding: the typed readers answer None, which equals nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from math import isfinite
+from typing import Any, Final, Literal
+
+from framework.dslint.target import GPU_KINDS, GpuKind, Topology
+from framework.errors import MISSING
+
+__all__ = [
+    "DEEPSPEED_OPTIMIZERS",
+    "DEPRECATED",
+    "GPU_KINDS",
+    "MODEL_SECTIONS",
+    "REMOVED_OPTIMIZERS",
+    "Facts",
+    "GpuKind",
+    "Topology",
+]
+
+Dtype = Literal["fp32", "fp16", "bf16", "int8"]
+
+# Sections that a pydantic model reads (deepspeed/runtime/config_utils.py `DeepSpeedConfigModel`): "auto" is dropped and
+# "2" or 1.0 pass as numbers. All others are read by hand, as they stand.
+MODEL_SECTIONS: Final = frozenset(
+    {
+        "zero_optimization",
+        "fp16",
+        "bf16",
+        "bfloat16",
+        "hybrid_engine",
+        "tensor_parallel",
+        "compile",
+        "tensorboard",
+        "wandb",
+        "csv_monitor",
+        "comet",
+        "comms_logger",
+        "timers",
+        "weight_quantization",
+    }
+)
+# Read by hand, as they stand, until deepspeed/runtime/precision_config.py came with 0.17.1.
+_PRECISIONS: Final = frozenset({"fp16", "bf16", "bfloat16"})
+# Inside one of them, but an open dictionary.
+_OPEN: Final = frozenset({"tensor_parallel.partition_config"})
+# Python's name of a field -> the name that JSON files give it; DeepSpeed takes both (`populate_by_name`).
+_PREFIXLESS: Final[Mapping[str, str]] = {
+    f"zero_optimization.{name}": f"zero_optimization.stage3_{name}"
+    for name in (
+        "prefetch_bucket_size",
+        "param_persistence_threshold",
+        "model_persistence_threshold",
+        "max_live_parameters",
+        "max_reuse_distance",
+        "gather_16bit_weights_on_model_save",
+        "module_granularity_threshold",
+        "use_all_reduce_for_fetch_params",
+        "allgather_sequential",
+    )
+} | {
+    "tensor_parallel.tensor_parallel": "tensor_parallel.tp",
+    "tensor_parallel.replace_with_kernel_inject": "tensor_parallel.kernel_inject",
+}
+# Deprecated key -> (today's key, the value that true stands for).
+DEPRECATED: Final[Mapping[str, tuple[str, Any]]] = {
+    "zero_optimization.cpu_offload": ("zero_optimization.offload_optimizer", {"device": "cpu"}),
+    "zero_optimization.cpu_offload_param": ("zero_optimization.offload_param", {"device": "cpu"}),
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        True,
+    ),
+}
+# deepspeed/runtime/config.py `DEEPSPEED_OPTIMIZERS`, the names that are compared without regard to case.
+DEEPSPEED_OPTIMIZERS: Final = frozenset(
+    {"adam", "adamw", "adagrad", "lamb", "lion", "muon", "muadam", "muadamw", "musgd"}
+)
+REMOVED_OPTIMIZERS: Final = frozenset({"onebitadam", "zerooneadam", "onebitlamb"})  # gone in 0.19.7
+_DTYPES: Final[Mapping[str, Dtype]] = {
+    "torch.float32": "fp32",
+    "fp32": "fp32",
+    "float32": "fp32",
+    "float": "fp32",
+    "torch.float16": "fp16",
+    "fp16": "fp16",
+    "float16": "fp16",
+    "half": "fp16",
+    "torch.bfloat16": "bf16",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+    "torch.int8": "int8",
+    "int8": "int8",
+}
+# What pydantic takes for a truth value.
+TRUE: Final = frozenset({"true", "t", "yes", "y", "on", "1"})
+FALSE: Final = frozenset({"false", "f", "no", "n", "off", "0"})
+_DEEPEST: Final = 12  # DeepSpeed's own sections end at six
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One DeepSpeed JSON, the release it is judged against, and where it is to run.
+
+    Attributes:
+        values: the JSON as it was read.
+        release: DeepSpeed's version, for example ``0.19.8``.
+        topology: what is known about the machines.
+    """
+
+    values: Mapping[str, Any]
+    release: str = "0.19.8"
+    topology: Topology = field(default_factory=Topology)
+
+    def given(self, path: str) -> bool:
+        """Whether the file sets the key, under any of its names, to something else than null."""
+        return self._settled.get(path, (None, ""))[0] is not None
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """The value as DeepSpeed would see it, of whatever type; `default` where the file says nothing."""
+        return self._settled.get(path, (default, ""))[0]
+
+    def written(self, path: str) -> str:
+        """The key as the file spells it, for messages and places."""
+        return self._settled.get(path, (None, path))[1]
+
+    def raw(self, path: str) -> Any:
+        """What stands in the file under the written key; `MISSING` when nothing does."""
+        value: Any = self.values
+        for name in _parts(self.written(path)):
+            if isinstance(value, Mapping) and name in value:
+                value = value[name]
+            elif isinstance(value, (list, tuple)) and name.isdecimal() and len(name) < 9 and int(name) < len(value):
+                value = value[int(name)]
+            else:
+                return MISSING
+        return value
+
+    def flag(self, path: str, default: bool) -> bool | None:
+        """A truth value, None when it is something else."""
+        value = self.get(path, default)
+        if value == "auto" and path.startswith(("fp16.", "bf16.")):  # a release that reads them by hand: text is true
+            return True
+        if isinstance(value, bool) or not self.is_lax(path):
+            return value if isinstance(value, bool) else None
+        if isinstance(value, (int, float)):
+            return bool(value) if value in (0, 1) else None
+        text = value.lower() if isinstance(value, str) else None
+        return True if text in TRUE else False if text in FALSE else None
+
+    def whole(self, path: str, default: int | None = None) -> int | None:
+        """A whole number, None when it is something else."""
+        value = self.get(path, default)
+        if isinstance(value, bool):
+            return int(value) if self.is_lax(path) else None
+        if isinstance(value, int) or not self.is_lax(path):
+            return value if isinstance(value, int) else None
+        if isinstance(value, float):
+            return int(value) if isfinite(value) and value == int(value) else None
+        return int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 19 else None
+
+    def number(self, path: str, default: float | None = None) -> float | None:
+        """A finite number, None when it is something else."""
+        value = self.get(path, default)
+        if isinstance(value, bool) and self.is_lax(path):
+            return float(value)
+        if isinstance(value, str) and self.is_lax(path) and len(value) < 40:
+            try:
+                value = float(value)
+            except ValueError:
+                return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return None
+        return value if isinstance(value, int) or isfinite(value) else None
+
+    def text(self, path: str, default: str | None = None) -> str | None:
+        """A text, None when it is something else."""
+        value = self.get(path, default)
+        return value if isinstance(value, str) else None
+
+    def section(self, path: str) -> Mapping[str, Any]:
+        """The object under a key, empty when there is none."""
+        value = self.get(path)
+        return value if isinstance(value, Mapping) else {}
+
+    def dtype(self, path: str) -> Dtype | None:
+        """A dtype by any of the names that DeepSpeed knows (deepspeed/runtime/config.py `DtypeEnum`)."""
+        return _DTYPES.get(self.text(path) or "")
+
+    def is_lax(self, path: str) -> bool:
+        """Whether a pydantic model reads the key: "auto" is dropped, and "2" is a number."""
+        return read_by_model(path, self.release)
+
+    def since(self, release: str) -> bool:
+        """Whether the release judged against is this one or a newer one."""
+        return _version(self.release) >= _version(release)
+
+    @cached_property
+    def stage(self) -> int | None:
+        """ZeRO stage, None when it is not one."""
+        stage = self.whole("zero_optimization.stage", 0)
+        return stage if stage in (0, 1, 2, 3) else None
+
+    @cached_property
+    def optimizer(self) -> str | None:
+        """Name of the optimizer as DeepSpeed compares it; empty when the file has none."""
+        name = self.text("optimizer.type", "")
+        known = DEEPSPEED_OPTIMIZERS if self.since("0.19.7") else DEEPSPEED_OPTIMIZERS | REMOVED_OPTIMIZERS
+        return name.lower() if name is not None and name.lower() in known else name
+
+    @cached_property
+    def model_dtype(self) -> Dtype | None:
+        """Dtype that DeepSpeed casts the weights to (deepspeed/runtime/engine.py `get_data_types`)."""
+        fp16, bf16 = self.flag("fp16.enabled", False), self.flag("bf16.enabled", False)
+        if fp16 is None or bf16 is None:
+            return None
+        return "fp16" if fp16 else "bf16" if bf16 else "fp32"
+
+    @cached_property
+    def accumulation_dtype(self) -> Dtype | None:
+        """Dtype of the gradients between micro-batches; None when it is not a dtype."""
+        if self.get("data_types.grad_accum_dtype") is not None:
+            return self.dtype("data_types.grad_accum_dtype")
+        if self.model_dtype == "bf16" and self.stage == 0 and not self.since("0.17.6"):
+            return "fp32"
+        return self.model_dtype
+
+    @cached_property
+    def optimizer_device(self) -> str | None:
+        """Where the optimizer states live: none (on the device), cpu or nvme."""
+        return self._device("offload_optimizer")
+
+    @cached_property
+    def param_device(self) -> str | None:
+        """Where the parameters live: none (on the device), cpu or nvme."""
+        return self._device("offload_param")
+
+    def _device(self, name: str) -> str | None:
+        device = self.text(f"zero_optimization.{name}.device", "none")
+        return device if device in ("none", "cpu", "nvme") else None
+
+    @cached_property
+    def offloads_optimizer(self) -> bool:
+        """Whether the step runs on the host (deepspeed/runtime/engine.py `zero_use_cpu_optimizer`)."""
+        return self.optimizer_device in ("cpu", "nvme")
+
+    @cached_property
+    def uses_cpu_adam(self) -> bool | None:
+        """Whether DeepSpeedCPUAdam takes the step; None when the optimizer comes from code."""
+        if self.optimizer is None or self.optimizer == "":
+            return None
+        is_adam = self.optimizer in ("adam", "adamw") and self.flag("optimizer.params.torch_adam", False) is False
+        return is_adam and self.offloads_optimizer and not self.given("zero_optimization.zenflow")
+
+    @cached_property
+    def uses_bf16_optimizer(self) -> bool:
+        """Stage 1 in bf16 with fp32 accumulation has a wrapper of its own (engine.py `_do_optimizer_sanity_check`)."""
+        wanted = (1, "bf16", "fp32")
+        return (self.stage, self.model_dtype, self.accumulation_dtype) == wanted and self.optimizer_device != "cpu"
+
+    @cached_property
+    def data_parallel_size(self) -> int | None:
+        """Ranks that DeepSpeed divides the batch by, without an mpu or a PipelineModule
+        (`DeepSpeedConfig.__init__`).
+        """
+        world, sequence = self.topology.world_size, self.whole("sequence_parallel_size")
+        if world is None or (self.given("sequence_parallel_size") and not sequence):
+            return None
+        if sequence is None or not self.since("0.17.0"):
+            return world
+        if self.given("data_parallel_size"):
+            return self.whole("data_parallel_size")
+        return world // sequence if sequence > 0 and world % sequence == 0 else None
+
+    @cached_property
+    def _settled(self) -> dict[str, tuple[Any, str]]:
+        """Today's dotted path -> (value, path as written)."""
+        found: dict[str, tuple[Any, str]] = {}
+        for written, value in _walk(self.values, "", 0, self.release):
+            path = "bf16" + written[8:] if written.split(".", 1)[0] == "bfloat16" else written
+            if path is not written and self.values.get("bf16") is not None:
+                continue  # DeepSpeed does not look at the old name then
+            name = path.rsplit(".", 1)[0] if path.startswith("tensor_parallel.tensor_parallel.") else path
+            path = _PREFIXLESS.get(name, name) + path[len(name) :]
+            if path in DEPRECATED:
+                today, meaning = DEPRECATED[path]
+                if value is True:
+                    found[today] = (meaning, written)
+                    if isinstance(meaning, dict):
+                        found.update({f"{today}.{key}": (item, written) for key, item in meaning.items()})
+            elif path == "zero_optimization" and isinstance(value, bool):
+                found["zero_optimization"] = ({"stage": int(value)}, written)
+                found["zero_optimization.stage"] = (int(value), written)
+            else:
+                found[path] = (value, written)
+        return found
+
+
+def _walk(section: Mapping[Any, Any], prefix: str, depth: int, release: str) -> Iterator[tuple[str, Any]]:
+    """Every key of every object, as dotted path; the keys that DeepSpeed's models drop are left out."""
+    for name, value in section.items():
+        if not isinstance(name, str) or "." in name:
+            continue  # no key of DeepSpeed
+        path = f"{prefix}{name}"
+        if isinstance(value, str) and value == "auto" and read_by_model(path, release) and depth:
+            continue
+        yield path, value
+        if isinstance(value, Mapping) and depth < _DEEPEST:
+            yield from _walk(value, f"{path}.", depth + 1, release)
+
+
+@lru_cache(maxsize=4096)
+def read_by_model(path: str, release: str) -> bool:
+    """Whether a pydantic model reads the key in this release."""
+    section = path.split(".", 1)[0]
+    by_hand = section in _PRECISIONS and _version(release) < _version("0.17.1")
+    return section in MODEL_SECTIONS and not by_hand and not path.startswith(tuple(f"{name}." for name in _OPEN))
+
+
+@lru_cache(maxsize=4096)
+def _parts(path: str) -> tuple[str, ...]:
+    return tuple(path.split("."))
+
+
+@lru_cache(maxsize=64)
+def _version(release: str) -> tuple[int, ...]:
+    """``0.19.8+cu130`` -> (0, 19, 8)."""
+    numbers = (part for part in release.split("+")[0].split("."))
+    return tuple(int(part) for part in numbers if part.isdecimal())

@@ -1,0 +1,243 @@
+"""`import`: a DeepSpeed JSON becomes a run config that renders back to the same meaning.
+
+What the file leaves out is written down as DeepSpeed decides it, where our default is another. "auto", which only other
+tools fill in, becomes our default, with a comment. Keys without effect are named at the top. What a run config cannot
+say, and a key that this release does not read and that was on, is a problem, and then there is no run config. The ways
+in which the rendering differs from the file on purpose:
+
+- `steps_per_print`, `tensorboard`, `csv_monitor`: the Trainer reports; the engine stays silent (`training.log_every`,
+`monitors`);
+- `timers.throughput` is off unless the file gives it;
+- `zero_allow_untested_optimizer`, `zero_force_ds_cpu_optimizer`: set as the optimizer needs them;
+- torch's own optimizers are built by us, so the JSON has no `optimizer` for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from framework.config.deepspeed_words import OWNED, PASSED_THROUGH
+from framework.config.load import config_from_values
+from framework.dslint.facts import Facts
+from framework.dslint.import_reading import Reading, Values
+from framework.dslint.import_sections import precision, zero
+from framework.dslint.import_updates import optimizer, scheduler
+from framework.dslint.key_history import was_off
+from framework.dslint.keys import load_table
+from framework.dslint.lint import lint
+from framework.errors import MISSING, ConfigError, Problem
+from framework.plan.plan import default_cluster, make_plan
+from framework.plan.rules.passthrough import not_in_a_run
+from framework.text.document import Document
+
+_BATCH: Final = {
+    "train_batch_size": "global_size",
+    "train_micro_batch_size_per_gpu": "micro_size",
+    "gradient_accumulation_steps": "accumulation_steps",
+}
+# What is left out with a comment, so that it does not stop an import: these, and keys of other releases that are off.
+_LEFT_OUT: Final = frozenset({"auto-value", "inert-key"})
+_GONE: Final = frozenset({"removed-key", "key-of-another-release"})
+# Rendered in any case, so not worth a line.
+_SILENT: Final[Values] = {
+    "wall_clock_breakdown": False,
+    "timers": {"throughput": {"enabled": False, "synchronized": False}},
+    "steps_per_print": 1_000_000_000,
+}
+_PLACEHOLDER_SAMPLES: Final = 1437  # of the default data
+_REPORTS: Final = {"tensorboard": "tensorboard", "csv_monitor": "csv"}
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A run config and what there is to say about it.
+
+    Attributes:
+        values: sections of the run config.
+        comments: dotted key -> what to say beside it.
+        left_out: keys of the file that have no effect, each with the reason.
+        given: run-config key -> the key of the file that decided it; the other values are defaults.
+    """
+
+    values: Values
+    comments: Mapping[str, str]
+    left_out: tuple[str, ...]
+    given: Mapping[str, str]
+
+
+def import_deepspeed(values: Mapping[str, Any], *, name: str = "", release: str | None = None) -> dict[str, Any]:
+    """The run config, as nested dicts, that renders back to what a DeepSpeed JSON means.
+
+    Raises:
+        ConfigError: DeepSpeed would refuse the file, or a run config cannot say what it says.
+    """
+    return import_document(Document(name, dict(values)), release=release).values
+
+
+def import_document(document: Document, *, release: str | None = None) -> Imported:
+    """As `import_deepspeed`, with the comments; problems name the lines of the document."""
+    table = load_table(release)
+    wrong = [problem for problem in lint(document, release=release) if _stops(problem)]
+    if wrong:
+        raise ConfigError(wrong)
+    reading = Reading(Facts(document.value, table.release), table)
+    sections = {
+        "batch": _batch(reading),
+        "precision": precision(reading),
+        "zero": zero(reading),
+        "optimizer": optimizer(reading),
+        "scheduler": scheduler(reading),
+        "training": _training(reading),
+        "monitors": dict(_monitors(reading)),
+        "deepspeed": dict(_passed(reading)),
+    }
+    for section in OWNED:
+        reading.settle(section)
+    _no_place(reading)
+    _further(reading, sections["deepspeed"])
+    if reading.problems:
+        raise ConfigError([_placed(document, problem) for problem in reading.problems])
+    sections["data"] = _placeholder(sections["batch"], reading)
+    found = {key: section for key, section in sections.items() if section}
+    try:
+        config = config_from_values(found)
+        make_plan(config, default_cluster(config))
+    except ConfigError as error:
+        theirs = [_in_their_words(document, problem, reading.given) for problem in error.problems]
+        raise ConfigError(sorted(theirs, key=lambda problem: (problem.line, problem.column))) from None
+    return Imported(found, reading.comments, tuple(reading.left_out), reading.given)
+
+
+def _stops(problem: Problem) -> bool:
+    """Whether there is nothing to import: DeepSpeed refuses the file, or drops what somebody meant."""
+    if problem.kind == "comment-key":
+        return problem.reason.endswith("refuses it")
+    if problem.kind in _GONE:
+        return not was_off(problem.key, problem.value)
+    return problem.severity == "error" and problem.kind not in _LEFT_OUT
+
+
+def _in_their_words(document: Document, problem: Problem, given: Mapping[str, str]) -> Problem:
+    """What a run config has against a value, told at the key of the file that it came from."""
+    theirs = given.get(problem.key)
+    if theirs is None and problem.key.startswith("deepspeed."):
+        theirs = problem.key.removeprefix("deepspeed.")
+    if theirs is None:  # several keys together, or none of the file's
+        return replace(problem, file=document.name)
+    words = problem.reason if theirs == problem.key else f"{problem.reason} ({problem.key} of a run config)"
+    return _placed(document, replace(problem, key=theirs, reason=words))
+
+
+def _placed(document: Document, problem: Problem) -> Problem:
+    path = tuple(problem.key.split("."))
+    found = next((document.places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in document.places), (0, 0))
+    return replace(problem, file=document.name, line=found[0], column=found[1])
+
+
+def _batch(reading: Reading) -> Values:
+    found: Values = {}
+    for theirs, ours in _BATCH.items():
+        value = reading.take(theirs, f"batch.{ours}", None)
+        if reading.comments.pop(f"batch.{ours}", None):
+            reading.left_out.append(f"{theirs}: auto (it follows from the number of devices; batch.{ours} decides it)")
+        if value is not None:
+            found[ours] = value
+    return found
+
+
+def _training(reading: Reading) -> Values:
+    section: Values = {"clip_grad_norm": reading.take("gradient_clipping", "training.clip_grad_norm", 1.0)}
+    every = reading.take("steps_per_print", "training.log_every", None)
+    if isinstance(every, int) and every != _SILENT["steps_per_print"]:
+        section["log_every"] = every
+    if reading.comments.pop("training.log_every", None):
+        reading.left_out.append("steps_per_print: auto (training.log_every has a default)")
+    reading.place("managed_gradient_accumulation")
+    if reading.facts.flag("managed_gradient_accumulation", True) is not True:
+        reading.refuse(
+            "managed_gradient_accumulation", "the Trainer leaves the boundaries of a step to DeepSpeed", "remove it"
+        )
+    return section
+
+
+def _monitors(reading: Reading) -> Iterator[tuple[str, Any]]:
+    for theirs, ours in _REPORTS.items():
+        if reading.facts.given(f"{theirs}.enabled"):
+            yield ours, reading.take(f"{theirs}.enabled", f"monitors.{ours}", True)
+        reading.idle(theirs, "files go into the run folder")
+        for key in ("output_path", "job_name"):
+            path = f"{theirs}.{key}"
+            if reading.facts.given(path):
+                reading.drop(path, reading.facts.get(path), "files go into the run folder")
+            reading.place(path)
+
+
+def _passed(reading: Reading) -> Iterator[tuple[str, Any]]:
+    """What no section of ours decides goes to `deepspeed:` as it stands, without keys that have no effect."""
+    for name, value in reading.facts.values.items():
+        if name in PASSED_THROUGH and value != _SILENT.get(name):
+            kept = _with_effect(reading, name, value)
+            if kept is not None:
+                reading.given[f"deepspeed.{name}"] = name
+                yield name, kept
+
+
+def _further(reading: Reading, passed: Values) -> None:
+    """Keys beside those of typed sections, each in the section where the file has it."""
+    for path, value in reading.further.items():
+        section, (*around, name) = passed, path.split(".")
+        for part in around:
+            section = section.setdefault(part, {})
+        section[name] = value
+
+
+def _with_effect(reading: Reading, written: str, value: Any) -> Any:
+    why = reading.why_without_effect(written, value)
+    if why is not None:
+        reading.drop(written, value, why)
+        return None
+    if (refusal := not_in_a_run(written, value)) is not None:
+        reading.refuse(written, *refusal)
+        return None
+    key = reading.key(written)
+    if value is None and key is not None and key.default is not None:
+        reading.refuse(written, "a run config passes no null on", "write a value")
+    if not isinstance(value, Mapping) or (key is not None and key.unknown == "free"):
+        return value
+    kept = {name: _with_effect(reading, f"{written}.{name}", item) for name, item in value.items()}
+    return {name: item for name, item in kept.items() if item is not None}
+
+
+def _no_place(reading: Reading) -> None:
+    """Top-level keys that are neither ours nor passed through."""
+    for name, value in reading.facts.values.items():
+        if name in OWNED or name in PASSED_THROUGH or value is None or name == "$schema":
+            continue
+        why = reading.why_without_effect(name, value)
+        if why is not None:
+            reading.drop(name, value, why)
+        elif (key := reading.key(name)) is not None and key.default is not MISSING and value == key.default:
+            continue  # of an older release: it says what a run does anyway
+        elif name == "sequence_parallel_size" and value == 1:
+            reading.drop(name, value, "one is what a run config has")
+        elif (refusal := not_in_a_run(name, value)) is not None:
+            reading.refuse(name, *refusal)
+        else:
+            reading.refuse(name, "a run config has no key for it", "remove it, or train with DeepSpeed's own API")
+
+
+def _placeholder(batch: Values, reading: Reading) -> Values:
+    """The default data is small; a large batch needs more for a plan to be made at all."""
+    samples = batch.get("global_size") or batch.get("micro_size", 1) * batch.get("accumulation_steps", 1)
+    if samples <= _PLACEHOLDER_SAMPLES:
+        return {}
+    reading.comments["data"] = "a placeholder of the size that the batch needs: write your own data, model and task"
+    return {
+        "kind": "synthetic_images",
+        "num_samples": 100 * samples,
+        "image_size": 28,
+        "channels": 1,
+        "num_classes": 10,
+    }

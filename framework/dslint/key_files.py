@@ -1,0 +1,103 @@
+"""The files behind the key tables: `tables/<release>.json`, written by a program, and `tables/sentences.json`, by
+hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+Entry = Mapping[str, Any]
+
+TABLES: Final = Path(__file__).parent / "tables"
+# Sections whose keys depend on the type that they name.
+TYPED_SECTIONS: Final = ("optimizer", "scheduler")
+_RELEASE: Final = re.compile(r"\d+\.\d+\.\d+")
+_VARIANT: Final = re.compile(r"\[\w+\]")
+
+
+@cache
+def known_releases() -> tuple[str, ...]:
+    """Releases that have a table, oldest first."""
+    names = [file.stem for file in TABLES.glob("*.json") if _RELEASE.fullmatch(file.stem)]
+    return tuple(sorted(names, key=by_number))
+
+
+def by_number(release: str) -> tuple[int, ...]:
+    """Sort key: 0.19.10 comes after 0.19.9."""
+    return tuple(map(int, release.split(".")))
+
+
+@cache
+def load_entries(release: str) -> dict[str, Entry]:
+    """Every key of a release that has a table: the newest table, with the differences down to this release."""
+    entries: dict[str, Entry] = {}
+    for name in reversed(known_releases()):
+        document = _document(name)
+        entries.update(document["keys"])
+        for path in document["absent"]:
+            entries.pop(path, None)
+        if name == release:
+            break
+    return {path: entries[path] for path in sorted(entries)}
+
+
+def states_of(path: str) -> Iterator[tuple[str, Entry | None]]:
+    """Release and entry of one key, newest release first; None where the release does not know the key."""
+    entry: Entry | None = None
+    for release in reversed(known_releases()):
+        document = _document(release)
+        entry = document["keys"].get(path, None if path in document["absent"] else entry)
+        yield release, entry
+
+
+def sentence_entry(path: str) -> Entry | None:
+    """What is written by hand about a key: its sentence, and fields that no reading of DeepSpeed tells."""
+    words = _sentences().get(path)
+    if words is None:
+        words = _sentences().get(_VARIANT.sub("[*]", path))
+    if words is None:
+        words = next((_sentences()[text] for pattern, text in _patterns() if pattern.fullmatch(path)), None)
+    return {"sentence": words} if isinstance(words, str) else words
+
+
+def variant_of(values: Mapping[str, Any], path: Sequence[str | int]) -> str | None:
+    """The type that the section around a path names; None where none is named, or keys do not depend on it."""
+    section = values.get(str(path[0])) if len(path) > 1 and path[0] in TYPED_SECTIONS else None
+    kind = section.get("type") if isinstance(section, Mapping) else None
+    return kind if isinstance(kind, str) else None
+
+
+def without_variant(path: str) -> str:
+    """``optimizer.params[AdamW].lr`` as a config writes it: ``optimizer.params.lr``."""
+    return _VARIANT.sub("", path)
+
+
+def is_of_another_type(path: str, section: str | None) -> bool:
+    """Whether a key is for another type than the one that the section, written as a table does, names."""
+    home = path.rpartition(".")[0]
+    named = section is not None and section.endswith("]") and home != section
+    return named and without_variant(home) == without_variant(section or "")
+
+
+@cache
+def _document(release: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((TABLES / f"{release}.json").read_text(encoding="utf-8"))
+    return document
+
+
+@cache
+def _sentences() -> dict[str, Any]:
+    sentences: dict[str, Any] = json.loads((TABLES / "sentences.json").read_text(encoding="utf-8"))
+    return sentences
+
+
+@cache
+def _patterns() -> tuple[tuple[re.Pattern[str], str], ...]:
+    """Paths with ``*`` in them, which speak for every path that fits and has no sentence of its own."""
+    texts = [path for path in _sentences() if "*" in path]
+    return tuple((re.compile(re.escape(t).replace(r"\[\*\]", r"\[\w+\]").replace(r"\*", r"[^.]+")), t) for t in texts)

@@ -1,0 +1,329 @@
+"""Every key that DeepSpeed reads, per release: type, range, default, one sentence, and what to write instead.
+
+`tables/<release>.json` holds the keys of one release, written by `tools/build_key_table.py`. The newest file is whole;
+every older one holds what differs from the next newer one, so that the files together are the history of the keys.
+`tables/sentences.json` is written by hand: what no reading of DeepSpeed tells.
+
+Paths are dotted, as in ``zero_optimization.offload_param.device``. ``*`` stands for a name of the user's choice or for
+the place in a list. Sections whose keys depend on a type have one table per type: ``optimizer.params[AdamW].lr``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, Final, Literal
+
+from framework.dslint.key_files import (
+    Entry,
+    by_number,
+    is_of_another_type,
+    known_releases,
+    load_entries,
+    sentence_entry,
+    without_variant,
+)
+from framework.dslint.key_history import Change, History, history
+from framework.errors import MISSING, UsageError, show_value
+from framework.text.likeness import ALIKE, OTHER_WORDS, WORDS_INSIDE, likeness, means
+
+__all__ = ["Change", "History", "Key", "KeyTable", "history", "known_releases", "load_table"]
+
+Status = Literal["read", "inert", "deprecated", "refused"]
+
+_VERY_ALIKE: Final = 0.8
+# A name that stands in more sections than this ("enabled") says nothing about the section that was meant.
+_COMMON: Final = 3
+# Each has keys of its own service: one of another is no place for them.
+_MONITORS: Final = ("tensorboard", "wandb", "csv_monitor", "comet")
+_MOST_GUESSES: Final = 3
+_RELEASE: Final = re.compile(r"\d{1,4}\.\d{1,4}\.\d{1,4}")
+# A key that does less is a worse guess.
+_HANDICAP: Final[Mapping[str, float]] = {"read": 0.0, "inert": 0.3, "deprecated": 0.3}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of one release.
+
+    Attributes:
+        path: dotted path; ``optimizer.params[AdamW].lr`` where it depends on a type.
+        sentence: what it means, in one sentence.
+        types: JSON types that it takes, without null: boolean, integer, number, string, array, object, any.
+        nullable: null is taken too.
+        default: what leaving it out means; `MISSING` when DeepSpeed has none.
+        required: the section does not work without it.
+        enum: the only values; empty when any value of the type will do.
+        any_case: a text may be written in upper or lower case.
+        examples: known values where others pass too.
+        minimum, maximum, exclusive_minimum, exclusive_maximum, multiple_of: limits of a number, None for none.
+        items: type of an array's items.
+        unknown: for a section: unknown keys in it are an error, ignored, or its point (free).
+        aliases: other names that mean the same; both at once are an error.
+        status: inert keys do nothing, deprecated ones have a better place, refused ones are an error.
+        replaced_by: paths to use instead of a deprecated or refused key.
+        instead: what to do instead, where no key takes the place.
+        taken_by: the classes that take a parameter, where not all classes behind the type do.
+        from_python: the value is a Python object that no JSON value can be.
+        reader: how DeepSpeed reads it: a pydantic section drops "auto" and refuses unknown keys, the others do not.
+        source: file and name in DeepSpeed.
+    """
+
+    path: str
+    sentence: str
+    types: tuple[str, ...] = ("any",)
+    nullable: bool = False
+    default: Any = MISSING
+    required: bool = False
+    enum: tuple[Any, ...] = ()
+    any_case: bool = False
+    examples: tuple[Any, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    exclusive_minimum: float | None = None
+    exclusive_maximum: float | None = None
+    multiple_of: float | None = None
+    items: str | None = None
+    unknown: Literal["error", "ignored", "free"] | None = None
+    aliases: tuple[str, ...] = ()
+    status: Status = "read"
+    replaced_by: tuple[str, ...] = ()
+    instead: str = ""
+    taken_by: tuple[str, ...] = ()
+    from_python: bool = False
+    reader: Literal["pydantic", "recorded", "source", "signature"] = "recorded"
+    source: str = ""
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return _name_of(self.path)
+
+
+class KeyTable:
+    """The keys of one release. Iterating gives their paths, in order."""
+
+    def __init__(self, release: str, entries: Mapping[str, Entry]) -> None:
+        self.release = release
+        self.entries = entries
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def get(self, path: str | Sequence[str], variant: str | None = None) -> Key | None:
+        """The key at a path, found under its aliases too; None when this release knows none.
+
+        Args:
+            path: dotted, or its parts where a name of the user's choice may hold a dot.
+            variant: the type that the section names, for ``optimizer.params.lr``: without it the first type that fits.
+        """
+        found = self._find(path, variant)
+        return self._key(found) if found is not None else None
+
+    def exact(self, path: str) -> Key | None:
+        """The key that the table writes just so, type and ``*`` included; None when there is none."""
+        return self._key(path) if path in self.entries else None
+
+    def children(self, path: str = "") -> tuple[str, ...]:
+        """Paths of the keys directly in a section; the top level without a path. ``*`` is among them."""
+        return tuple(self._children.get(path, {}).values())
+
+    def required(self, path: str) -> tuple[str, ...]:
+        """Names of the keys that a section does not work without."""
+        children = self._children.get(path, {})
+        return tuple(name for name, child in children.items() if self.entries[child].get("required"))
+
+    def variants(self, path: str) -> tuple[str, ...]:
+        """Types that a section has tables for: Adam, AdamW, ... of ``optimizer.params``."""
+        return tuple(place[len(path) + 1 : -1] for place in self._variants.get(path, ()))
+
+    def nearest(self, path: str | Sequence[str], variant: str | None = None) -> list[str]:
+        """The paths that a misspelt or misplaced key most likely means, best first; at most three."""
+        parts = path.split(".") if isinstance(path, str) else list(path)
+        found = self._find(parts, variant)
+        if found is not None and self.entries[found].get("status") == "refused":
+            return list(self.entries[found].get("replaced_by", ()))
+        if found is not None:
+            return [without_variant(found)]
+        section = self._nearest_section(parts[:-1], variant)
+        words = OTHER_WORDS.get(parts[-1], ())
+        inside = (*words, *WORDS_INSIDE.get(parts[-1], ()))
+        if section is not None and (meant := [path for word in inside for path in self._named(section, word)]):
+            return list(dict.fromkeys(without_variant(path) for path in meant))[:_MOST_GUESSES]
+        names = [parts[-1], *words]
+        guesses = [guess for name in reversed(names) for guess in self._guesses(section, name)]
+        ranked = sorted(guesses, key=lambda guess: (-guess[0], len(guess[1]), guess[1]))
+        return list(dict.fromkeys(without_variant(guess) for _, guess in ranked))[:_MOST_GUESSES]
+
+    def _find(self, path: str | Sequence[str], variant: str | None) -> str | None:
+        """The path as this table writes it; aliases and names of the user's choice are followed."""
+        parts = path.split(".") if isinstance(path, str) else path
+        places = [""]
+        for depth, part in enumerate(parts):
+            places = [child for place in places if (child := self._child(place, part)) is not None]
+            if not places:  # ``optimizer.params[AdamW].lr``; parts are names of a file, where a dot is only a dot
+                return path if isinstance(path, str) and path in self.entries else None
+            if depth < len(parts) - 1:
+                places = [table for place in places for table in self._with_variants(place, variant)]
+        return places[0] if places else None
+
+    def _child(self, place: str, name: str) -> str | None:
+        names = self._children.get(place, {})
+        return names.get(name) or self._aliases.get(place, {}).get(name) or names.get("*")
+
+    def _with_variants(self, place: str, variant: str | None) -> list[str]:
+        """The tables that hold the keys of a section."""
+        entry = self.entries.get(place, {})
+        if entry.get("status") == "deprecated" and place not in self._children:
+            return list(entry.get("replaced_by", ()))  # bfloat16
+        tables = self._variants.get(place, [])
+        if variant is not None:
+            tables = [table for table in tables if table.lower() == f"{place}[{variant}]".lower()]
+        return [*tables, place]
+
+    def _key(self, path: str) -> Key:
+        fields: dict[str, Any] = {}
+        for name, value in self.entries[path].items():
+            fields[name] = tuple(value) if isinstance(value, list) and name != "default" else value
+        types = fields.pop("type", "any")
+        words = sentence_entry(path) or {}
+        return Key(
+            path=path, sentence=words.get("sentence", ""), types=(types,) if isinstance(types, str) else types, **fields
+        )
+
+    @cached_property
+    def _children(self) -> dict[str, dict[str, str]]:
+        """Section -> name -> path."""
+        tree: dict[str, dict[str, str]] = {}
+        for path in self.entries:
+            section, _, name = path.rpartition(".")
+            if not name.endswith("]"):
+                tree.setdefault(section, {})[name] = path
+        return tree
+
+    @cached_property
+    def _by_name(self) -> dict[str, list[str]]:
+        """Last part of the path -> paths."""
+        names: dict[str, list[str]] = {}
+        for path in self.entries:
+            names.setdefault(_name_of(path), []).append(path)
+        return names
+
+    @cached_property
+    def _variants(self) -> dict[str, list[str]]:
+        tables: dict[str, list[str]] = {}
+        for path, entry in self.entries.items():
+            if path.endswith("]") and entry.get("status") != "refused":
+                tables.setdefault(path[: path.rindex("[")], []).append(path)
+        return tables
+
+    @cached_property
+    def _aliases(self) -> dict[str, dict[str, str]]:
+        tree: dict[str, dict[str, str]] = {}
+        for path, entry in self.entries.items():
+            for alias in entry.get("aliases", ()):
+                tree.setdefault(path.rpartition(".")[0], {}).setdefault(alias, path)
+        return tree
+
+    def _nearest_section(self, parts: Sequence[str], variant: str | None) -> str | None:
+        """The section that a path goes through, misspelt or not; None when nothing like it is known."""
+        section = ""
+        for part in parts:
+            found = self._child(section, part)
+            if found is None:
+                known = self._children.get(section, {})
+                likest = max(known, key=lambda name: likeness(part, name), default=None)
+                if likest is None or likeness(part, likest) < ALIKE:
+                    return None
+                found = known[likest]
+            section = self._with_variants(found, variant)[0] if variant else found
+        return section
+
+    def _guesses(self, section: str | None, name: str) -> Iterator[tuple[float, str]]:
+        """Likeness and path: keys of about this name in the section, of just this name elsewhere, or about it there."""
+        here = [] if section is None else [section, *self._variants.get(section, ())]
+        close = list(self._alike(here, name, ALIKE))
+        yield from ((near + 0.2, path) for near, path in close)
+        peers = _MONITORS if section in _MONITORS else ()
+        homes = [
+            path
+            for path in self._by_name.get(name, ())
+            if "*" not in path and not is_of_another_type(path, section) and not path.startswith(peers)
+        ]
+        inside = [path for path in homes if section and path.startswith(f"{section}.")]
+        if inside or len({without_variant(path) for path in homes}) <= _COMMON:
+            yield from self._ranked((0.9, path) for path in inside or homes)
+        if not close and not homes:
+            others = [
+                other
+                for other in self._children
+                if other not in (*here, *peers) and not is_of_another_type(f"{other}.", section)
+            ]
+            yield from (
+                (near - 0.1, path)
+                for near, path in self._alike(others, name, _VERY_ALIKE)
+                if means(name, _name_of(path))
+            )
+
+    def _named(self, section: str, name: str) -> Iterator[str]:
+        """The key of just this name in the section, in the tables of all its types where none is named."""
+        for table in (section, *self._variants.get(section, ())):
+            path = self._children.get(table, {}).get(name)
+            if path is not None and self.entries[path].get("status", "read") == "read":
+                yield path
+
+    def _alike(self, sections: Sequence[str], name: str, least: float) -> Iterator[tuple[float, str]]:
+        for section in sections:
+            known = {**self._aliases.get(section, {}), **self._children.get(section, {})}
+            likely = ((likeness(name, other), path) for other, path in known.items() if other != "*")
+            yield from self._ranked((near, path) for near, path in likely if near >= least)
+
+    def _ranked(self, guesses: Iterable[tuple[float, str]]) -> Iterator[tuple[float, str]]:
+        """Keys that do something before inert and deprecated ones; a refused one is no guess at all."""
+        for near, path in guesses:
+            status = self.entries[path].get("status", "read")
+            if status != "refused":
+                yield near - _HANDICAP[status], path
+
+
+def load_table(release: str | None = None) -> KeyTable:
+    """The table of a release: ``0.18.9``, ``0.19`` for its newest known patch, None for the newest of all.
+
+    Of 0.16 to 0.18 only the newest patch has one: it speaks for the older ones too.
+
+    Raises:
+        UsageError: there is no table of that release.
+    """
+    known = known_releases()
+    if release is None:
+        return _load(known[-1])
+    wanted = release.strip().removeprefix("v").partition("+")[0]
+    fitting = [name for name in known if name == wanted or name.startswith(f"{wanted}.")] or _next_patch(wanted)
+    if not wanted or not fitting:
+        raise UsageError(f"no table of DeepSpeed {show_value(release)}: known are {', '.join(known)}")
+    return _load(fitting[-1])
+
+
+def _next_patch(release: str) -> list[str]:
+    """The nearest newer release of the same minor one that has a table."""
+    if not _RELEASE.fullmatch(release):
+        return []
+    minor = release.rpartition(".")[0]
+    newer = (
+        name for name in known_releases() if name.rpartition(".")[0] == minor and by_number(name) > by_number(release)
+    )
+    return list(newer)[:1]
+
+
+@cache
+def _load(release: str) -> KeyTable:
+    return KeyTable(release, load_entries(release))
+
+
+def _name_of(path: str) -> str:
+    return path.rpartition(".")[2]

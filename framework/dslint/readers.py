@@ -1,0 +1,212 @@
+"""Who reads a DeepSpeed JSON: DeepSpeed itself, or Hugging Face's Trainer or Accelerate before it.
+
+Those two read with `json.load`, fill in "auto" where they know the key, and stop at any other "auto" with a ValueError
+(accelerate/utils/dataclasses.py `DeepSpeedPlugin.deepspeed_config_process`, which the Trainer ends in as well). A file
+that says "auto" where the Trainer fills it in is taken for one of the Trainer's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final, Literal
+
+from framework.dslint.facts import read_by_model
+from framework.dslint.key_files import variant_of
+from framework.dslint.keys import KeyTable
+from framework.errors import Problem
+from framework.text.document import Document, KeyPath
+
+Reader = Literal["deepspeed", "huggingface", "accelerate"]
+NAMES: Final[Mapping[Reader, str]] = {
+    "deepspeed": "DeepSpeed",
+    "huggingface": "Hugging Face's Trainer",
+    "accelerate": "Accelerate",
+}
+# transformers/integrations/deepspeed.py `trainer_config_process` and `trainer_config_finalize`, and what Accelerate
+# adds.
+FILLED: Final = frozenset(
+    {
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "fp16.enabled",
+        "bf16.enabled",
+        *(f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay")),
+        *(
+            f"scheduler.params.{name}"
+            for name in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+        ),
+        *(
+            f"zero_optimization.{name}"
+            for name in (
+                "stage",
+                "reduce_bucket_size",
+                "stage3_prefetch_bucket_size",
+                "stage3_param_persistence_threshold",
+                "stage3_gather_16bit_weights_on_model_save",
+                "offload_optimizer.device",
+                "offload_optimizer.nvme_path",
+                "offload_param.device",
+                "offload_param.nvme_path",
+            )
+        ),
+    }
+)
+# accelerate/accelerator.py `_prepare_deepspeed`: of a `DummyOptim` it knows the rate and the decay only.
+_NOT_BY_ACCELERATE: Final = frozenset({"optimizer.params.betas", "optimizer.params.eps"})
+# The Trainer writes it over with save_on_each_node, whatever stands there.
+_NODE_LOCAL: Final = "checkpoint.use_node_local_storage"
+# Accelerate writes infinity there before it looks for "auto", and DeepSpeed itself takes any number.
+_WRITTEN_OVER: Final = "steps_per_print"
+# They pass an optimizer, and allow DeepSpeed any.
+_FROM_CODE: Final = frozenset({"optimizer-from-code", "offload-needs-cpu-optimizer"})
+
+
+def reader_of(document: Document) -> tuple[Reader, Problem | None]:
+    """Return who a file is for, and the note that says by which key that was seen."""
+    path = next((path for path in _autos(document.value) if ".".join(path) in FILLED), None)
+    if path is None:
+        return "deepspeed", None
+    line, column = document.places.get(path, (0, 0))
+    note = Problem(
+        kind="reader-assumed",
+        file=document.name,
+        line=line,
+        column=column,
+        key=".".join(path),
+        value="auto",
+        severity="note",
+        reason=f"taken for a file of {NAMES['huggingface']}, which fills it in",
+        fix="give --for deepspeed or --for accelerate for another reader",
+    )
+    return "huggingface", note
+
+
+def as_read(document: Document, text: str, reader: Reader, table: KeyTable) -> tuple[Document, list[Problem]]:
+    """Return the values as the reader gets them, and where `json.load` stops or sees other numbers than DeepSpeed."""
+    try:
+        plain = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if reader == "deepspeed":
+            return document, []
+        line, column = getattr(error, "lineno", 1), getattr(error, "colno", 1)
+        reason = f"{NAMES[reader]} reads with json.load, which stops here"
+        return document, [
+            Problem(
+                kind="not-json",
+                file=document.name,
+                line=line,
+                column=column,
+                reason=reason,
+                fix="write plain JSON, without comments, commas too many or a byte order mark",
+            )
+        ]
+    odd = [
+        found
+        for found in _fractions(document.value, plain)
+        if not read_by_model(".".join(found[0]), table.release) and found[0] != (_WRITTEN_OVER,)
+    ]
+    if reader == "deepspeed":
+        return document, [problem for found in odd for problem in _other_number(table, document, *found)]
+    value = document.value
+    for path, _, number in odd:
+        value = _with(value, path, number)
+    return replace(document, value=value), []
+
+
+def judged_for(problems: list[Problem], values: Mapping[str, Any], reader: Reader) -> list[Problem]:
+    """Return what DeepSpeed's rules found, without what the reader sees to, and with what it refuses itself."""
+    if reader == "deepspeed":
+        return problems
+    inside = tuple(f"{problem.key}." for problem in problems if problem.kind in ("unknown-key", "dotted-key"))
+    unread = frozenset(problem.key for problem in problems if problem.kind == "unknown-key")
+    autos = {".".join(path) for path in _autos(values)}
+    kept = [
+        replace(problem, fix="remove it: plain JSON has no comments") if problem.kind == "comment-key" else problem
+        for problem in problems
+        if problem.kind not in _FROM_CODE and problem.key not in autos - unread
+    ]
+    left = (key for key in sorted(autos - unread) if not _is_filled(key, reader) and not key.startswith(inside))
+    found = [_auto(key, reader) for key in left]
+    return kept + found + list(_sections(values, reader))
+
+
+def _is_filled(key: str, reader: Reader) -> bool:
+    return key in (_WRITTEN_OVER, *FILLED) and not (reader == "accelerate" and key in _NOT_BY_ACCELERATE)
+
+
+def _auto(key: str, reader: Reader) -> Problem:
+    if key == _NODE_LOCAL and reader == "huggingface":
+        return Problem(
+            kind="auto-value",
+            key=key,
+            value="auto",
+            severity="warning",
+            fix="write true or false",
+            reason="the Trainer fills it in with save_on_each_node only, and stops at it otherwise",
+        )
+    who = (
+        "Accelerate does not fill it in, and"
+        if reader == "accelerate"
+        else "the Trainer does not fill it in, and Accelerate"
+    )
+    return Problem(
+        kind="auto-value", key=key, value="auto", reason=f"{who} stops at it", fix="write the value, or remove the key"
+    )
+
+
+def _sections(values: Mapping[str, Any], reader: Reader) -> Iterator[Problem]:
+    """What `DeepSpeedPlugin.__post_init__` asks of a file."""
+    if "zero_optimization" not in values:
+        yield Problem(
+            kind="zero-section-missing",
+            key="zero_optimization",
+            reason=f"{NAMES[reader]} refuses a file without it",
+            fix='add "zero_optimization": {"stage": 0}, or the stage that you want',
+        )
+    if "gradient_accumulation_steps" not in values:
+        yield Problem(
+            kind="accumulation-left-out",
+            key="gradient_accumulation_steps",
+            severity="warning",
+            reason=f"left out it is 1, whatever gradient_accumulation_steps {NAMES[reader]} is given",
+            fix='add "gradient_accumulation_steps": "auto"',
+        )
+
+
+def _other_number(table: KeyTable, document: Document, path: KeyPath, whole: int, number: float) -> Iterator[Problem]:
+    key = table.get(list(map(str, path)), variant_of(document.value, path))
+    if key is not None and "integer" in key.types and "number" not in key.types:
+        yield Problem(
+            kind="loose-type",
+            key=".".join(map(str, path)),
+            value=whole,
+            severity="warning",
+            reason=f"DeepSpeed reads a whole number; json.load, as in Hugging Face's Trainer, makes it {number}",
+            fix=f"write {whole}",
+        )
+
+
+def _autos(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Keys of sections whose value is "auto"; nobody looks into lists."""
+    if values == "auto" and path:
+        yield path
+    elif isinstance(values, Mapping):
+        for name, value in values.items():
+            yield from _autos(value, (*path, str(name)))
+
+
+def _fractions(one: Any, other: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int, float]]:
+    """Places of numbers, such as 1e2, that are whole to Hjson and have a fraction to JSON."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        for name in one.keys() & other.keys():
+            yield from _fractions(one[name], other[name], (*path, str(name)))
+    elif isinstance(one, int) and isinstance(other, float):
+        yield path, one, other
+
+
+def _with(values: Any, path: tuple[str, ...], value: Any) -> Any:
+    return {**values, path[0]: _with(values[path[0]], path[1:], value)} if path else value

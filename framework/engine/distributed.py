@@ -1,0 +1,279 @@
+"""The process group: started from the environment a launcher set (or a single process's own), ended in good order."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import io
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import deepspeed
+import torch
+import torch.distributed
+from deepspeed.accelerator import get_accelerator
+
+from framework.engine.extensions import refusing_what_does_not_compile, use_own_cache
+from framework.engine.rendezvous import INIT_METHOD, check_environment, telling_where_ranks_meet
+from framework.engine.workarounds.shared_buffers import remove_dead_buffers, remove_own_buffers
+from framework.errors import ConfigError, Problem, StorageError, counted
+from framework.system.files import make_own_folder, open_own
+from framework.system.log import write_to
+from framework.system.ports import free_port
+from framework.system.warn import warn
+
+# Rank 0 mostly holds the store: ended at once, it could answer no other rank that asks who tells of a failure.
+_OTHERS_ASK_SECONDS: Final = 2.0
+_LOOK_SECONDS: Final = 0.05
+# torch warns that a barrier takes the current device, where no group was bound to one: it is the right one.
+_OF_BARRIERS: Final = r"barrier\(\): using the device under current context"
+
+
+def device_name() -> str:
+    """DeepSpeed's accelerator on this machine: ``cuda``, ``cpu``, ``npu``..."""
+    return str(get_accelerator()._name)
+
+
+def device() -> torch.device:
+    """This rank's device."""
+    return torch.device(get_accelerator().current_device_name())
+
+
+def check_device(dtype: str, backend: str | None = None) -> None:
+    """Refuse a precision that the device at hand cannot compute in, or a backend that does not drive it.
+
+    Raises:
+        ConfigError: with kind ``precision-unsupported`` or ``backend-unsupported``.
+    """
+    needed = {"nccl": "cuda", "hccl": "npu"}.get(backend or "")
+    if needed is not None and device_name() != needed:
+        raise ConfigError(
+            Problem(
+                kind="backend-unsupported",
+                key="run.backend",
+                value=backend,
+                reason=f"it drives {needed} devices and this machine's are {device_name()}",
+                fix="leave it out",
+            )
+        )
+    accelerator = get_accelerator()
+    supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
+    if dtype in supported and not supported[dtype]():
+        raise ConfigError(
+            Problem(
+                kind="precision-unsupported",
+                key="precision.dtype",
+                value=dtype,
+                reason=f"DeepSpeed's {device_name()} accelerator on this machine cannot train in it",
+                fix="use fp32 or autocast",
+            )
+        )
+
+
+def check_device_of_rank(environment: Mapping[str, str]) -> None:
+    """Refuse a rank for which this host shows no device: the others of its host would wait for it in NCCL.
+
+    Raises:
+        ConfigError: with kind ``more-ranks-than-devices``; the first such rank of a host tells it.
+    """
+    if device_name() == "cpu":  # whose number DeepSpeed asks another program for
+        return
+    local_rank, num_devices = environment.get("LOCAL_RANK", "0"), get_accelerator().device_count()
+    if not local_rank.isdecimal() or int(local_rank) < num_devices:
+        return
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    of = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
+    error = ConfigError(
+        Problem(
+            kind="more-ranks-than-devices",
+            key="LOCAL_RANK",
+            value=int(local_rank),
+            reason=f"this process sees {counted(num_devices, 'device')}{of}, and the first one's number is 0",
+            fix="start no more ranks on a host than it has devices, or show every rank all of them",
+        )
+    )
+    error.is_of_one_rank = int(local_rank) == num_devices
+    raise error
+
+
+@contextlib.contextmanager
+def process_group(backend: str | None) -> Iterator[None]:
+    """Join the process group for the time of the block; a group that exists already is used and left as it is.
+
+    Either way this rank's device is its current one: NCCL would otherwise meet every rank of a host on device 0.
+
+    After an error the group is not destroyed: that would wait for ranks that may be gone. The process is about to end.
+
+    Raises:
+        ConfigError: the environment does not say where ranks meet.
+        PeerLostError: they did not meet there.
+        TrainingError: NCCL refuses to connect them.
+    """
+    warnings.filterwarnings("ignore", message=_OF_BARRIERS)
+    if torch.distributed.is_initialized():
+        _use_own_device()
+        yield
+        return
+    _describe_single_process()
+    check_environment(os.environ)
+    use_own_cache()
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        remove_dead_buffers()
+    with telling_where_ranks_meet(), refusing_what_does_not_compile(), contextlib.redirect_stdout(io.StringIO()):
+        # Into the bin: DeepSpeed prints that its ops were built, on every rank.
+        deepspeed.init_distributed(
+            dist_backend=backend or get_accelerator().communication_backend_name(),
+            auto_mpi_discovery=False,
+            init_method=INIT_METHOD,
+        )
+    _use_own_device()
+    yield
+    gc.collect()  # engines are cyclic: what is left of them must go before the group that they use
+    barrier()
+    # not torch's own: DeepSpeed keeps groups that it has made, for the next engine
+    deepspeed.comm.destroy_process_group()
+    # It keeps its own handle on the group as well, and would believe that it is still there.
+    deepspeed.comm.comm.cdb = None
+    remove_own_buffers(os.environ)
+
+
+def rank() -> int:
+    """This process's rank."""
+    return torch.distributed.get_rank()
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    torch.distributed.barrier()
+
+
+def gather(value: Any) -> list[Any]:
+    """Every rank's value, in the order of ranks. Collective."""
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, value)
+    return everyone
+
+
+def from_rank0(value: Any) -> Any:
+    """The value that rank 0 passed, on every rank; an exception of rank 0 is raised on every rank."""
+    box = [value]
+    torch.distributed.broadcast_object_list(box, src=0)
+    if isinstance(box[0], Exception):
+        raise box[0]
+    return box[0]
+
+
+def refuse_different_ranks(essence: Mapping[str, Any]) -> None:
+    """Compare what must be the same on every rank. Collective.
+
+    Raises:
+        ConfigError: on all ranks, naming what differs and the first rank on which it does.
+    """
+    everyone = gather(dict(essence))
+    problems = [
+        Problem(
+            kind="ranks-differ",
+            key=name,
+            value=other.get(name),
+            reason=f"rank {number} has this, rank 0 has {everyone[0].get(name)}",
+            fix="give every rank the same config and the same data",
+        )
+        for number, other in enumerate(everyone)
+        for name in sorted(everyone[0].keys() | other.keys())
+        if other.get(name) != everyone[0].get(name)
+    ]
+    if problems:
+        raise ConfigError(problems[:1])
+
+
+def is_first_to_tell(text: str, *, patience_seconds: float = 3.0) -> bool:
+    """Whether this rank should tell of a failure that others may have met as well: rank 0 always, else the first of the
+    others.
+
+    No collective: ranks that have not failed need not take part.
+    """
+    if not torch.distributed.is_initialized():
+        return True
+    store = torch.distributed.distributed_c10d._get_default_store()
+    key = f"dsf-told-{hashlib.sha256(text.encode()).hexdigest()}"
+    try:
+        if rank() == 0:
+            store.set(key, "told")
+            deadline = time.monotonic() + _OTHERS_ASK_SECONDS
+            while store.add(f"{key}-asked", 0) < torch.distributed.get_world_size() - 1 and time.monotonic() < deadline:
+                time.sleep(_LOOK_SECONDS)
+            return True
+        store.add(f"{key}-asked", 1)
+        deadline = time.monotonic() + patience_seconds
+        while time.monotonic() < deadline:  # no `wait`: torch writes pages about one that times out
+            if store.check([key]):
+                time.sleep(
+                    _OTHERS_ASK_SECONDS + 1.0
+                )  # a launcher that sees this rank end stops rank 0 before it has spoken
+                return False
+            time.sleep(_LOOK_SECONDS)
+        me = str(rank())
+        is_first = str(store.compare_set(f"{key}-elsewhere", "", me).decode()) == me
+        time.sleep(0.0 if is_first else _OTHERS_ASK_SECONDS + 1.0)
+        return is_first
+    except RuntimeError:  # the store has gone with rank 0, which then had its own failure
+        return True
+
+
+def quiet_deepspeed(log_file: Path) -> None:
+    """Send DeepSpeed's own messages to the rank's log file, beside ours; the terminal keeps its errors."""
+    log_file.parent.parent.mkdir(parents=True, exist_ok=True)  # on hosts that do not share the run folder with rank 0
+    try:
+        make_own_folder(log_file.parent)
+        handler = _LogFile(log_file, encoding="utf-8")
+    except OSError as error:
+        refused = StorageError(f"{log_file}: this log cannot be written: {error.strerror or error} [log-not-opened]")
+        refused.is_of_one_rank = True
+        raise refused from error
+    logger = logging.getLogger("DeepSpeed")
+    for before in list(logger.handlers):
+        if isinstance(before, logging.FileHandler):
+            logger.removeHandler(before)
+            before.close()
+        else:
+            before.setLevel(logging.ERROR)
+    write_to(handler)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+
+
+class _LogFile(logging.FileHandler):
+    """On a full disk lines are lost, and once it is said; `logging` itself would print a traceback for each of them."""
+
+    _has_failed = False
+
+    def _open(self) -> Any:
+        return open_own(Path(self.baseFilename), "a")
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name is logging's
+        if not self._has_failed:
+            self._has_failed = True
+            warn(
+                f"{self.baseFilename}: {sys.exc_info()[1]}; training goes on, and lines of this log are lost "
+                "[log-not-written]"
+            )
+
+
+def _use_own_device() -> None:
+    """Before the first collective; DeepSpeed does the same, when it makes an engine."""
+    if "LOCAL_RANK" in os.environ:
+        get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
+
+
+def _describe_single_process() -> None:
+    """A process that no launcher started is rank 0 of 1; DeepSpeed would look for MPI otherwise."""
+    if "RANK" in os.environ:
+        return
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))

@@ -1,0 +1,117 @@
+"""The moving average of the weights, kept as one more tensor of the optimizer's state beside its moments.
+
+There it is fp32, laid out and cut as the weights are that the optimizer steps, so that it is saved, resumed and moved
+to other layouts as the moments are. It is updated on the device, by hooks of the optimizer's own step: a step that is
+skipped after an overflow never reaches them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+
+from framework.checkpoint.state.optimizer_shards import EMA_KEY, OptimizerViews, opened
+from framework.config.run_config import RunConfig
+
+"""Key of the average in the optimizer's state of a weight."""
+
+
+class WeightAverage:
+    """The average of one engine's weights: ema = decay x ema + (1 - decay) x weights after every so many steps."""
+
+    def __init__(self, engine: deepspeed.DeepSpeedEngine, config: RunConfig) -> None:
+        """Begin with the next step of the engine, from the weights that it then has; or do nothing, if none is
+        wanted.
+        """
+        self._engine, self._settings = engine, config.training.ema
+        self._is_measured = config.evaluation.weights == "ema"
+        self._first: dict[torch.Tensor, torch.Tensor] = {}  # of the step that is being taken
+        self._base: torch.optim.Optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+        if self._settings is not None:
+            self._base.register_step_pre_hook(self._begin)
+            self._base.register_step_post_hook(self._update)
+
+    @contextmanager
+    def in_evaluation(self) -> Iterator[None]:
+        """Within it the model computes with what is to be measured; nothing is copied but the model's own weights.
+        Collective.
+
+        After an error the weights are not put back: that is collective as well, and the other ranks are elsewhere.
+        """
+        if not self._is_measured:
+            yield
+            return
+        self._exchange()
+        yield
+        self._exchange()
+
+    def after_load(self) -> None:
+        """Forget an average that came with a checkpoint, if this run keeps none."""
+        if self._settings is not None:
+            return
+        for state in self._base.state.values():
+            state.pop(EMA_KEY, None)
+        for parameter in self._engine.module.parameters():  # at ZeRO 1 and 2 DeepSpeed holds views of it
+            fragments = getattr(getattr(parameter, "_hp_mapping", None), "optim_fragment", None) or {}
+            fragments.pop(EMA_KEY, None)
+
+    def _begin(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Hold the weights before the first step; an optimizer makes its own state only where it finds none."""
+        for parameter in _stepped(optimizer):
+            if EMA_KEY not in optimizer.state.get(parameter, {}):
+                self._first[parameter] = parameter.detach().clone()
+
+    @torch.no_grad()
+    def _update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Called once for every group of flattened weights (ZeRO 1 to 3), or once for all."""
+        settings, parameters = self._settings, _stepped(optimizer)
+        assert settings is not None
+        for parameter in parameters:
+            if parameter in self._first:
+                optimizer.state[parameter][EMA_KEY] = self._first.pop(parameter)
+        step = self._engine.global_steps + 1  # DeepSpeed counts it when it is over
+        if not parameters or (step > settings.start_step and (step - settings.start_step) % settings.every_steps):
+            return
+        averages = [optimizer.state[parameter][EMA_KEY] for parameter in parameters]
+        weights = [parameter.detach() for parameter in parameters]
+        if step <= settings.start_step:
+            torch._foreach_copy_(averages, weights)
+        else:
+            torch._foreach_lerp_(averages, weights, 1.0 - settings.decay)
+
+    def _exchange(self) -> None:
+        """Let the weights and their average change places, and the model follow."""
+        with opened(self._engine.optimizer):
+            for parameter, state in self._base.state.items():
+                if EMA_KEY in state:
+                    average = state[EMA_KEY]
+                    parameter.data, average.data = average.data, parameter.data
+            _follow(self._engine)
+
+
+@torch.no_grad()
+def _follow(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Give the model the weights that the optimizer has, as DeepSpeed does at the end of a step. Collective."""
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "update_lp_params"):  # ZeRO 1 and 2, bf16 pipelines
+        optimizer.update_lp_params()
+    elif hasattr(optimizer, "fp32_partitioned_groups_flat"):  # ZeRO 3
+        OptimizerViews(engine, {}).spread_weights()
+    elif hasattr(optimizer, "fp32_groups_flat"):  # half precision at stage 0, with DeepSpeed's FusedAdam
+        for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
+            for parameter, weights in zip(group, flat.split([parameter.numel() for parameter in group]), strict=True):
+                parameter.copy_(weights.view_as(parameter))
+    elif hasattr(optimizer, "fp32_groups"):  # half precision at stage 0
+        for group, copies in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+            torch._foreach_copy_(group, copies)
+
+
+def _stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What this call of the optimizer's step changes."""
+    return [
+        parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None
+    ]

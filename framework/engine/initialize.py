@@ -1,0 +1,162 @@
+"""What both engines have in common: how DeepSpeed makes them, and how they are saved and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Final
+
+import deepspeed
+import torch
+
+from framework.checkpoint.save_stream import OpenFile
+from framework.checkpoint.saved import SavedCheckpoint
+from framework.checkpoint.state.checkpoint_engine import use_safe_files
+from framework.checkpoint.state.optimizer_shards import Names
+from framework.engine.checkpoint_bytes import load_bytes, move_in, save_bytes
+from framework.engine.collective_timeout import waiting_for_disks
+from framework.engine.device_batches import HALF, DeviceBatches
+from framework.engine.distributed import device
+from framework.engine.ema import WeightAverage
+from framework.engine.schedules import client_schedule
+from framework.engine.workarounds.grad_scaler import forget_autocast
+from framework.engine.workarounds.gradient_order import keep_gradient_order
+from framework.engine.workarounds.module_buffers import share_buffers
+from framework.errors import ConfigError, Problem
+from framework.models.parameter_groups import parameter_groups
+from framework.plan.plan import Plan
+from framework.system.files import FileRecord, NewFile
+
+_NO_BYTES: Final = "dim() cannot be 0 to view"
+
+MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+"""The user's optimizer, where the JSON names none."""
+
+
+def initialize(
+    plan: Plan, model: torch.nn.Module, *, ds_config: Mapping[str, Any], make_optimizer: MakeOptimizer | None
+) -> deepspeed.DeepSpeedEngine:
+    """Wrap a model, or a stage of it, with `deepspeed.initialize`. Collective."""
+    _refuse_number_types(plan, model)
+    forget_autocast()
+    with refusing_scalars(), _sending_scalars():
+        engine, _, _, _ = deepspeed.initialize(
+            model=model,
+            model_parameters=_trained_parameters(plan, model),
+            optimizer=make_optimizer,
+            lr_scheduler=client_schedule(plan),
+            dist_init_required=False,
+            config=dict(ds_config),
+        )
+    keep_gradient_order(engine)
+    share_buffers(engine, unsaved=True)  # DeepSpeed has made the weights equal, and nothing else
+    return engine
+
+
+def _refuse_number_types(plan: Plan, model: torch.nn.Module) -> None:
+    """DeepSpeed reduces no doubles at stage 0, and its fp32 copies at stages 1 to 3 drop what is imaginary.
+
+    Raises:
+        ConfigError: kind ``weight-type``.
+    """
+    doubles = plan.config.zero.stage == 0 and plan.config.precision.dtype in ("fp32", "autocast")
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and (parameter.is_complex() or (doubles and parameter.dtype == torch.float64)):
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            reason = f"the model's weight {name} is {dtype}, which DeepSpeed cannot train"
+            pair = "keep its real view (torch.view_as_real) as the weight, and join it in forward"
+            fix, at = (pair, "") if parameter.is_complex() else ("use .float()", " at zero.stage 0")
+            raise ConfigError(Problem(kind="weight-type", key="model", reason=f"{reason}{at}", fix=fix))
+
+
+@contextmanager
+def refusing_scalars() -> Iterator[None]:
+    """At stage 3 DeepSpeed sends bytes in many places: there a weight without dimensions is refused.
+
+    Raises:
+        ConfigError: kind ``scalar-weight``.
+    """
+    try:
+        yield
+    except Exception as error:
+        if _NO_BYTES not in str(error):
+            raise
+        raise ConfigError(
+            Problem(
+                kind="scalar-weight",
+                key="zero.stage",
+                value=3,
+                reason="the model has a weight without dimensions, which DeepSpeed cannot spread over ranks",
+                fix="make it a vector of one number, torch.ones(1) instead of torch.tensor(1.0), or set zero.stage: 2",
+            )
+        ) from error
+
+
+@contextmanager
+def _sending_scalars() -> Iterator[None]:
+    """DeepSpeed sends every weight as bytes, which torch does not take a tensor without dimensions for: CLIP's
+    `logit_scale` ends its start (0.19.8, `DeepSpeedEngine._broadcast_model`). Meanwhile such a weight is seen as a
+    vector of one number.
+    """
+    send = deepspeed.DeepSpeedEngine._broadcast_model
+
+    def send_all(engine: deepspeed.DeepSpeedEngine) -> None:
+        scalars = [parameter for parameter in engine.module.parameters() if parameter.ndim == 0]
+        for parameter in scalars:
+            parameter.data = parameter.data.view(1)
+        send(engine)
+        for parameter in scalars:
+            parameter.data = parameter.data.view(())
+
+    deepspeed.DeepSpeedEngine._broadcast_model = send_all
+    try:
+        yield
+    finally:
+        deepspeed.DeepSpeedEngine._broadcast_model = send
+
+
+def device_batches(plan: Plan) -> DeviceBatches:
+    """What moves the run's batches to this rank's device, in the type and the layout that the model wants."""
+    return DeviceBatches(device(), HALF.get(plan.config.precision.dtype), plan.config.training.channels_last)
+
+
+def _trained_parameters(plan: Plan, model: torch.nn.Module) -> list[torch.nn.Parameter] | list[dict[str, Any]]:
+    """What the optimizer is given: the parameters that are trained, in groups where weight decay is not for all of
+    them.
+    """
+    optimizer = plan.config.optimizer
+    return parameter_groups(
+        model.parameters(),
+        weight_decay=getattr(optimizer, "weight_decay", 0.0),
+        weight_decay_on=getattr(optimizer, "weight_decay_on", "all"),
+    )
+
+
+class EngineFiles:
+    """The checkpoints of one engine: DeepSpeed's files plus the random state of every rank."""
+
+    def __init__(
+        self, engine: deepspeed.DeepSpeedEngine, *, names: Callable[[], Names], average: WeightAverage
+    ) -> None:
+        """`names` tells the plain names of what the engine holds; they are asked for when they are needed."""
+        self._engine, self._names, self._average = engine, names, average
+        self._files = use_safe_files(engine)
+
+    def save(
+        self, folder: Path, tag: str, state: Mapping[str, Any], *, open_file: OpenFile
+    ) -> Mapping[str, FileRecord]:
+        """Write ``folder/tag``; returns what this rank wrote. Collective."""
+        share_buffers(self._engine)  # so that a run that is resumed, where all have what is saved, is the unbroken one
+        with waiting_for_disks() if open_file is NewFile else nullcontext():
+            return save_bytes(self._engine, self._files, folder, tag, state, names=self._names(), open_file=open_file)
+
+    def load(self, checkpoint: SavedCheckpoint, *, moved: bool) -> Mapping[str, Any]:
+        """Put back what `save` wrote, on these ranks or, if it `moved`, on others. Collective."""
+        state = (
+            move_in(self._engine, checkpoint, names=self._names())
+            if moved
+            else load_bytes(self._engine, checkpoint.folder, checkpoint.tag)
+        )
+        self._average.after_load()
+        return state

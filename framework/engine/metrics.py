@@ -1,0 +1,111 @@
+"""Numbers that are read from the device: each function here waits for it."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Mapping
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed
+from deepspeed.accelerator import get_accelerator
+
+from framework.engine.distributed import gather
+from framework.engine.workarounds.grad_norm import KeptNorm
+from framework.errors import ConfigError, Problem
+from framework.tasks.task import Ratio, Task
+
+
+def mean_over_ranks(value: torch.Tensor) -> float:
+    """Mean of a 0-d tensor over all ranks. Collective."""
+    total = value.detach().float().clone()
+    torch.distributed.all_reduce(total)
+    return float(total) / torch.distributed.get_world_size()
+
+
+def engine_metrics(engine: deepspeed.DeepSpeedEngine, kept_norm: KeptNorm | None) -> dict[str, float]:
+    """What DeepSpeed knows of its last step."""
+    metrics: dict[str, float] = {}
+    norm = kept_norm.norm if kept_norm is not None and kept_norm.norm is not None else engine.get_global_grad_norm()
+    if norm is not None:
+        metrics["train/grad_norm"] = float(norm)
+    if engine.fp16_enabled():
+        metrics["train/loss_scale"] = float(engine.optimizer.loss_scale)
+    metrics["train/skipped_steps"] = float(engine.skipped_steps)
+    return metrics | memory_metrics()
+
+
+def memory_metrics() -> dict[str, float]:
+    """Peak memory of this rank so far, in bytes: on the host (resident set) and, where there is one, on the device."""
+    metrics = {"memory/host_peak_bytes": 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+    accelerator = get_accelerator()
+    if accelerator._name != "cpu":
+        metrics["memory/device_peak_bytes"] = float(accelerator.max_memory_allocated())
+    return metrics
+
+
+class EvalSums:
+    """Totals and counts of every metric, on the device until `over_ranks`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sums: dict[str, torch.Tensor] = {}
+
+    def add(self, ratios: Mapping[str, Ratio], *, counts: bool) -> None:
+        """Add one batch; a batch that does not count only makes its metrics known."""
+        for name, ratio in ratios.items():
+            pair = torch.stack([self._summand(ratio.total), self._summand(ratio.count)])
+            self._sums.setdefault(name, torch.zeros_like(pair))
+            if counts:
+                self._sums[name] += pair
+
+    def _summand(self, part: torch.Tensor | int) -> torch.Tensor:
+        """On the device, in double precision. A plain number is filled in there: copying it would wait for the
+        device.
+        """
+        if isinstance(part, torch.Tensor):
+            return part.to(self._device, torch.float64, non_blocking=True)
+        return torch.full((), part, dtype=torch.float64, device=self._device)
+
+    def metrics(self, task: Task) -> dict[str, float]:
+        """Every metric over all ranks, and what the task derives from them, under their public names. Collective."""
+        metrics = self.over_ranks()
+        metrics = metrics | {name: _number(name, value, task=task) for name, value in task.derive(metrics).items()}
+        return {f"eval/{name}": value for name, value in metrics.items()}
+
+    def over_ranks(self) -> dict[str, float]:
+        """Every metric as total / count over all ranks. Collective.
+
+        A task may measure something in some batches only: what one rank has not met counts as nothing there, and never
+        as another metric.
+        """
+        names = sorted(set().union(*gather(sorted(self._sums))))
+        if not names:
+            return {}
+        nothing = torch.zeros(2, dtype=torch.float64, device=self._device)
+        sums = torch.stack([self._sums.get(name, nothing) for name in names])
+        torch.distributed.all_reduce(sums)
+        pairs = zip(names, sums.tolist(), strict=True)
+        return {name: total / count if count else float("nan") for name, (total, count) in pairs}
+
+
+def _number(name: str, value: Any, *, task: Task) -> float:
+    """A derived metric as a plain number: files of metrics and manifests hold nothing else."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        what = (
+            f"a tensor of shape {tuple(value.shape)}"
+            if isinstance(value, torch.Tensor)
+            else f"a {type(value).__name__}"
+        )
+        raise ConfigError(
+            Problem(
+                kind="task-metric-result",
+                key="task",
+                value=type(task).__name__,
+                reason=f"derive() returned {what} for the metric {name!r}, not a number",
+                fix="return a float",
+            )
+        ) from error

@@ -1,0 +1,287 @@
+"""Builds the model of a run, with the same weights at every ZeRO stage.
+
+At stages 0 to 2 every rank builds the whole model. At stage 3 DeepSpeed's `zero.Init` takes the weights of a module
+away as soon
+as its own constructor returns: what a parent's constructor then writes (a loop over `self.modules()`,
+`load_state_dict`, `copy.deepcopy` of a layer) is lost without a word. So a model is built whole in host memory and then
+partitioned, weight by weight, from rank 0; or inside `zero.Init`, where every use of a weight that has been taken away
+is found and ends that attempt.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Final
+
+import deepspeed
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
+from deepspeed.utils import groups
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+
+from framework.engine.distributed import barrier, device, gather, rank
+from framework.engine.initialize import refusing_scalars
+from framework.engine.random_state import capture, restore
+from framework.errors import ConfigError, Problem
+from framework.system.host_memory import room
+
+Build = Callable[[], torch.nn.Module]
+
+# Of the memory that this host can give to models; the rest is for what a constructor holds beside its weights.
+_SHARE_FOR_WEIGHTS: Final = 0.8
+# What may be asked of a weight that has been taken away: the answers are right, or used for nothing but a count.
+_HARMLESS: Final = frozenset(
+    {
+        "requires_grad_",
+        "requires_grad",
+        "dtype",
+        "device",
+        "layout",
+        "is_leaf",
+        "grad",
+        "numel",
+        "nelement",
+        "element_size",
+        "is_floating_point",
+        "is_complex",
+        "is_cuda",
+        "is_meta",
+        "__hash__",
+    }
+)
+# Constructors of torch's own layers, beside the base class, through which DeepSpeed goes as well.
+_MODELS_OF_TORCH: Final = tuple(
+    f"torch.nn.modules.{name}" for name in ("activation", "transformer", "rnn", "conv", "linear")
+)
+
+
+class _TooLarge(BaseException):
+    """The weights of a model that is being built whole do not fit; no `except Exception` of a constructor may take
+    it.
+    """
+
+
+class _CannotBeCut(BaseException):
+    """A model cannot be built in pieces: a constructor used a weight that `zero.Init` has taken away, or failed
+    there.
+    """
+
+
+def build_model(
+    build: Build, *, ds_config: Mapping[str, Any], draws_in_pieces: bool = False, host_bytes: int | None = None
+) -> torch.nn.Module:
+    """Build a model; at ZeRO stage 3 its weights are partitioned. Collective at stage 3.
+
+    Args:
+        build: called once on every rank, at stage 3 up to three times.
+        ds_config: the rendered DeepSpeed JSON.
+        draws_in_pieces: whether its modules are known to draw their weights in their own constructors, so that no rank
+            has to hold the whole model.
+        host_bytes: memory of this host that the ranks on it may take for weights; found out by default.
+
+    Raises:
+        ConfigError: kind ``init-lost-at-stage-3``: it does not fit into host memory as a whole, and its constructors
+            write to weights of other modules; kind ``scalar-weight``.
+    """
+    if ds_config["zero_optimization"]["stage"] < 3:
+        return build()
+    if host_bytes is None and (free := room()) is not None:
+        host_bytes = int(free.num_bytes * _SHARE_FOR_WEIGHTS)
+    ways = [_build_whole, _build_in_pieces, _build_in_turn]
+    if draws_in_pieces:
+        ways[:2] = reversed(ways[:2])
+    reason, random_state = "", capture()
+    with refusing_scalars():
+        for way in ways:
+            restore(random_state)
+            model, has_failed = None, False
+            try:
+                model = way(build, ds_config, host_bytes)
+            except _TooLarge:
+                has_failed = True
+            except _CannotBeCut as error:
+                reason, has_failed = str(error), True
+            if not any(gather(has_failed)):
+                assert model is not None
+                return _partition(model, ds_config)
+    raise _refusal(reason, host_bytes)
+
+
+def _build_whole(build: Build, ds_config: Mapping[str, Any], host_bytes: int | None) -> torch.nn.Module:
+    """Build on every rank of the host at once, as stages 0 to 2 do."""
+    with _limited(None if host_bytes is None else host_bytes // _local_size()):
+        return build()
+
+
+def _build_in_turn(build: Build, ds_config: Mapping[str, Any], host_bytes: int | None) -> torch.nn.Module:
+    """Build on one rank of a host after the other; only rank 0, the last one of its host, keeps its weights.
+    Collective.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    model, too_large = torch.nn.Module(), False
+    for turn in reversed(range(_local_size())):
+        if turn == local_rank:
+            try:
+                with _limited(host_bytes):
+                    model = build()
+            except _TooLarge:
+                too_large = True
+            for parameter in model.parameters() if rank() != 0 else ():
+                parameter.data = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
+        barrier()
+    if too_large:
+        raise _TooLarge
+    return model
+
+
+def _build_in_pieces(build: Build, ds_config: Mapping[str, Any], host_bytes: int | None) -> torch.nn.Module:
+    """Build inside `zero.Init`, so that no rank ever holds all weights. Collective."""
+    try:
+        with _PiecewiseInit(tensor_overrides=[], **_arguments(ds_config)), _WatchForLoss():
+            return build()
+    except Exception as error:  # whether it is `zero.Init` that it fails for, building it whole shows
+        raise _CannotBeCut(f"its constructor fails there ({type(error).__name__}: {str(error)[:200]})") from error
+
+
+def _local_size() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+@contextmanager
+def _limited(num_bytes: int | None) -> Iterator[None]:
+    """Raise `_TooLarge` when modules have registered more bytes of weights than this."""
+    known: set[int] = set()
+    total = 0
+
+    def count(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        nonlocal total
+        if parameter is None or num_bytes is None or parameter.is_meta or torch.nn.parameter.is_lazy(parameter):
+            return
+        if id(parameter) not in known:
+            known.add(id(parameter))
+            total += parameter.numel() * parameter.element_size()
+            if total > num_bytes:
+                raise _TooLarge
+
+    handle = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def _partition(model: torch.nn.Module, ds_config: Mapping[str, Any]) -> torch.nn.Module:
+    """Partition weight by weight what rank 0 has, and put the buffers on the device, as the engine does at other
+    stages.
+    """
+    whole = [parameter for parameter in model.parameters() if not is_zero_param(parameter)]
+    # A second one would delete what the first one has swapped to NVMe.
+    init = deepspeed.zero.Init(module=torch.nn.Module(), **_arguments(ds_config)) if whole else None
+    for parameter in whole:
+        assert init is not None
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(init.dtype)
+        if parameter.data.untyped_storage().nbytes() < parameter.numel() * parameter.element_size():
+            parameter.data = torch.empty_like(
+                parameter.data, memory_format=torch.contiguous_format, device=init.local_device
+            )
+        init._convert_to_zero_parameters([parameter])
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device())
+    return model
+
+
+def _arguments(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what every `zero.Init` of a run is given; hpZ's group is made by the first one, and by no other."""
+    has_group = ds_config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
+    group = groups._get_zero_param_intra_parallel_group() if has_group else None
+    return {"config_dict_or_path": dict(ds_config), "zero_param_parallel_group": group}
+
+
+class _PiecewiseInit(deepspeed.zero.Init):  # type: ignore[misc]
+    """`zero.Init` that draws what stages 0 to 2 draw: on the host, in single precision, rounded when the weight is
+    complete.
+    """
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        apply = torch.nn.Module.apply
+
+        def apply_and_return(module: torch.nn.Module, function: Callable[[torch.nn.Module], None]) -> torch.nn.Module:
+            apply(module, function)  # DeepSpeed's returns nothing (0.19.8, `wrapped_apply`)
+            return module
+
+        torch.nn.Module.apply = apply_and_return  # type: ignore[method-assign, assignment]
+
+    def _post_init_method(self, module: torch.nn.Module) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            if not is_zero_param(parameter):
+                vars(parameter)["weight_of"] = f"{name} of a {type(module).__name__} {list(parameter.shape)}"
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(self.dtype)
+        super()._post_init_method(module)
+
+
+class _WatchForLoss(TorchFunctionMode):
+    """Raises `_CannotBeCut` where something other than DeepSpeed uses a weight that has been taken away."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in _leaves((args, *(kwargs or {}).values())):
+            if getattr(value, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE and not _is_harmless(func):
+                place, weight = _caller(), getattr(value, "weight_of", "a weight")
+                if place is not None:
+                    raise _CannotBeCut(
+                        f"{place} uses {weight} after its constructor has returned, when its values are gone"
+                    )
+        return func(*args, **(kwargs or {}))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield what a call was given, out of its lists as well."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _is_harmless(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return (
+        getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else name
+    ) in _HARMLESS
+
+
+def _caller() -> str | None:
+    """Return the place of the innermost frame that is a model's, as ``file:line``; None where it is DeepSpeed's own
+    code.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.startswith("deepspeed."):
+            return None
+        if not module.startswith("torch.") or module.startswith(_MODELS_OF_TORCH):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "unknown"
+
+
+def _refusal(reason: str, host_bytes: int | None) -> ConfigError:
+    return ConfigError(
+        Problem(
+            kind="init-lost-at-stage-3",
+            key="zero.stage",
+            value=3,
+            reason=f"the model does not fit into the host memory that is free for it ({(host_bytes or 0) / 1e9:.1f} "
+            "GB) and cannot be "
+            f"built in pieces: {reason}",
+            fix="initialise weights in the constructor of their own module, or start on hosts with more memory",
+        )
+    )

@@ -1,0 +1,250 @@
+"""`PipelineEngine`: DeepSpeed's pipeline engine behind the five methods of `framework.engine.protocol.Engine`.
+
+The layers of a model become the layers of DeepSpeed's `PipelineModule`, cut where the plan says. Every rank builds the
+layers of its own stage only, each under its own seed, so that the first weights do not depend on where the model is
+cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+
+from framework.checkpoint.save_stream import OpenFile
+from framework.checkpoint.saved import SavedCheckpoint
+from framework.engine.device_batches import DeviceBatches, place
+from framework.engine.distributed import device, is_first_to_tell, rank
+from framework.engine.ema import WeightAverage
+from framework.engine.initialize import EngineFiles, MakeOptimizer, device_batches, initialize
+from framework.engine.metrics import EvalSums, engine_metrics
+from framework.engine.stages_module import Adapt, StagesModule
+from framework.engine.workarounds.grad_norm import keep_norm
+from framework.engine.workarounds.grad_scaler import may_have_been_skipped, scale_fp16_loss, telling_of_overflow
+from framework.engine.workarounds.module_buffers import share_buffers
+from framework.errors import FrameworkError, TrainingError
+from framework.models.layers import Layer
+from framework.plan.balance import Bounds
+from framework.plan.plan import Plan
+from framework.system.files import FileRecord, NewFile
+from framework.tasks.task import Task
+
+# Batches per stage that are evaluated in one go: enough to fill the pipeline, few enough to hold in memory.
+_EVAL_CHUNK = 4
+
+
+def build_pipeline(
+    plan: Plan,
+    *,
+    ds_config: Mapping[str, Any],
+    layers: Sequence[Layer],
+    bounds: Bounds,
+    task: Task,
+    make_optimizer: MakeOptimizer | None = None,
+    adapt: Adapt = lambda module, name, data_parallel_group: module,
+    varying_shapes: bool = False,
+) -> PipelineEngine:
+    """Build this rank's stage and wrap it with `deepspeed.initialize`. Collective.
+
+    Args:
+        plan: what was decided; its layout says how many stages there are.
+        ds_config: the rendered JSON.
+        layers: all layers of the model.
+        bounds: where it is cut.
+        task: loss and metrics; runs on the last stage.
+        make_optimizer: the user's optimizer, if the JSON names none.
+        adapt: changes a layer's module after it was built.
+        varying_shapes: batches may differ in more than their number of samples: the stages then tell each other the
+            shape of everything they send.
+    """
+    loss = _LastStageLoss(task)
+    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its layers; the plan's table says more
+        module = StagesModule(
+            layers, bounds=bounds, seed=plan.config.run.seed, adapt=adapt, loss_fn=loss, dynamic_shape=varying_shapes
+        )
+    engine = initialize(plan, module, ds_config=ds_config, make_optimizer=make_optimizer)
+    if engine.is_last_stage():  # where the loss is
+        scale_fp16_loss(engine)
+    # DeepSpeed hands out one buffer for several purposes by its number of elements alone: where a middle stage receives
+    # other types than it sends (integers before floats, or bf16 and fp32 under autocast), numbers would be misread.
+    engine._allocate_or_extend_buffers = partial(_fresh_buffer, engine.device)
+    place(task, device())
+    return PipelineEngine(
+        engine, loss=loss, task=task, batches=device_batches(plan), average=WeightAverage(engine, plan.config)
+    )
+
+
+def _fresh_buffer(device: torch.device, number: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Targets on their way through DeepSpeed, which would turn lists into tuples and refuses whatever holds no
+    tensors.
+    """
+
+    targets: Any
+
+
+class _LastStageLoss:
+    """What the last stage does with the model's outputs: the task's loss, or in evaluation its metrics."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self.sums: EvalSums | None = None
+        self.counts: Iterator[bool] = iter(())
+
+    def __call__(self, outputs: Any, held: _Held) -> torch.Tensor:
+        if self.sums is None:
+            return self._task.loss(outputs, held.targets)
+        self.sums.add(self._task.measure(outputs, held.targets), counts=next(self.counts))
+        return torch.zeros((), device=device())
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The loss of one step, which DeepSpeed has averaged over micro-batches and pipelines and sent to every stage."""
+
+    engine: PipelineEngine
+    loss: torch.Tensor
+    lr: float
+    may_be_skipped: bool
+
+    def read(self) -> Mapping[str, float]:
+        engine = self.engine
+        return {"train/loss": float(self.loss), "train/lr": self.lr} | engine_metrics(engine.engine, engine.kept_norm)
+
+
+class PipelineEngine:
+    """One stage of a pipeline."""
+
+    def __init__(
+        self,
+        engine: deepspeed.PipelineEngine,
+        *,
+        loss: _LastStageLoss,
+        task: Task,
+        batches: DeviceBatches,
+        average: WeightAverage,
+    ) -> None:
+        self.engine, self._files = engine, EngineFiles(engine, names=engine.module.plain_names, average=average)
+        self._loss, self._task, self._batches, self._average = loss, task, batches, average
+        self._shapes: Any = None
+        self.kept_norm = keep_norm(engine, stages=engine.mpu.get_pipe_parallel_group())
+
+    def train_step(self, micro_batches: Iterator[Any]) -> _Step:
+        """One 1F1B pass over the step's micro-batches; the first stage takes their inputs, the last one their
+        targets.
+        """
+        lr = float(self.engine.get_lr()[0])
+        with telling_of_overflow(self.engine), self._telling():
+            loss = self.engine.train_batch(self._halves(micro_batches))
+        return _Step(self, loss.detach().clone(), lr, may_have_been_skipped(self.engine))
+
+    def evaluate(self, batches: Iterable[tuple[Any, bool]]) -> Mapping[str, float]:
+        """Metrics of the task over all samples of all ranks, on every rank."""
+        share_buffers(self.engine)
+        sums = self._loss.sums = EvalSums(device())
+        if isinstance(batches, Sized) and not (self.engine.is_first_stage() or self.engine.is_last_stage()):
+            batches = [(None, True)] * len(batches)  # a stage between others needs their number only
+        try:
+            with self._telling(), self._average.in_evaluation():
+                for chunk in _with_last_alone(batches, size=_EVAL_CHUNK * self.engine.num_stages):
+                    self._evaluate_alike(chunk)
+        finally:
+            self._loss.sums = None
+            self._forget_shapes()  # training batches have a size of their own
+            self.engine.train()
+        return sums.metrics(self._task)
+
+    def _evaluate_alike(self, pairs: list[tuple[Any, bool]]) -> None:
+        """Batches of one size, so that the stages need to agree only once on the size of what they send. Collective."""
+        self._forget_shapes()
+        self._loss.counts = iter([counts for _, counts in pairs])
+        self.engine.eval_batch(
+            self._halves(batch for batch, _ in pairs),
+            compute_loss=True,
+            reduce_output=None,
+            bcast_loss=False,
+            num_micro_batches=len(pairs),
+        )
+
+    def _halves(self, batches: Iterable[Any]) -> Iterator[tuple[Any, _Held]]:
+        """(inputs, targets) on the device, as DeepSpeed's first and last stage expect them."""
+        for batch in batches:
+            inputs, targets = self._batches.split(self._task, batch)
+            if not self.engine.dynamic_shape:
+                self._refuse_other_shapes(inputs)
+            yield inputs, _Held(targets)
+
+    def _forget_shapes(self) -> None:
+        self._shapes = None
+        self.engine.reset_activation_shape()
+
+    def _refuse_other_shapes(self, inputs: Any) -> None:
+        """The stages have told each other the shapes of what they send once; other ones would be misread, or never
+        come.
+        """
+        found = [tuple(tensor.shape) for tensor in (inputs if isinstance(inputs, tuple) else (inputs,))]
+        if self._shapes is None:
+            self._shapes = found
+        if found != self._shapes:
+            raise TrainingError(
+                f"a micro-batch has inputs of the shapes {found}, and those before it had {self._shapes}: in a "
+                "pipeline they "
+                "may differ only where the dataset has a collate_fn of its own; give it one [batch-shapes-differ]"
+            )
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """What fails in a stage fails on its ranks alone, one of which must tell it."""
+        try:
+            yield
+        except FrameworkError as error:
+            error.is_of_one_rank = error.is_of_one_rank or is_first_to_tell(str(error))
+            raise
+        except Exception as error:
+            add_note = getattr(error, "add_note", None)  # since Python 3.11
+            if add_note is not None:
+                add_note(f"on rank {rank()}, stage {self.engine.stage_id} of {self.engine.num_stages}")
+            raise
+
+    def save(
+        self, folder: Path, tag: str, state: Mapping[str, Any], *, open_file: OpenFile = NewFile
+    ) -> Mapping[str, FileRecord]:
+        """DeepSpeed's files plus the random state of every rank. Collective."""
+        return self._files.save(folder, tag, state, open_file=open_file)
+
+    def load(self, checkpoint: SavedCheckpoint, *, moved: bool) -> Mapping[str, Any]:
+        """Put back weights, optimizer, schedule and, unless it moved, this rank's random state. Collective."""
+        return self._files.load(checkpoint, moved=moved)
+
+    def close(self) -> None:
+        """Remove DeepSpeed's hooks and buffers."""
+        self.engine.destroy()
+
+
+def _with_last_alone(batches: Iterable[Any], *, size: int) -> Iterator[list[Any]]:
+    """Lists of at most `size` batches; the last batch, which may be smaller, in a list of its own.
+
+    The same on every rank for the same number of batches: `eval_batch` is collective.
+    """
+    remaining = iter(batches)
+    held = list(islice(remaining, 1))
+    while held:
+        following = list(islice(remaining, size))
+        if not following:
+            yield held
+            return
+        together = [*held, *following]
+        yield together[:-1]
+        held = together[-1:]

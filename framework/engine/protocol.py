@@ -1,0 +1,81 @@
+"""The protocol between time and arithmetic: five methods that a DeepSpeed engine, plain or pipelined, is reduced to.
+
+Nothing here imports torch: the Trainer moves batches and results from one side to the other without looking inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from framework.system.files import FileRecord, NewFile
+
+if TYPE_CHECKING:
+    from framework.checkpoint.save_stream import OpenFile
+    from framework.checkpoint.saved import SavedCheckpoint
+
+Gather = Callable[[Any], list[Any]]
+"""A collective: every rank's value, in the order of ranks, on every rank."""
+
+
+class StepResult(Protocol):
+    """What one optimizer step left on the device."""
+
+    @property
+    def may_be_skipped(self) -> bool:
+        """Whether the weights may be as they were, because gradients overflowed: their norm then says nothing of the
+        weights.
+        """
+        ...
+
+    def read(self) -> Mapping[str, float]:
+        """Metrics of the step under their public names (``train/loss`` is the mean over micro-batches and ranks).
+
+        Collective: every rank calls it or none does. Waits for the device, so it is called at logging points only.
+        """
+        ...
+
+
+class Engine(Protocol):
+    """One model with its optimizer on this rank."""
+
+    def train_step(self, micro_batches: Iterator[Any]) -> StepResult:
+        """Take one optimizer step on the next `accumulation_steps` micro-batches. Does not wait for the device."""
+        ...
+
+    def evaluate(self, batches: Iterable[tuple[Any, bool]]) -> Mapping[str, float]:
+        """Metrics over all samples of all ranks, each counted once.
+
+        A batch that comes with False is padding: it is run, because a forward pass may be collective, and not counted.
+        """
+        ...
+
+    def save(
+        self, folder: Path, tag: str, state: Mapping[str, Any], *, open_file: OpenFile = NewFile
+    ) -> Mapping[str, FileRecord]:
+        """Write weights, optimizer, schedule, random states and `state` to ``folder/tag``. Collective.
+
+        `open_file` takes the path of a file and returns what its bytes are written to.
+
+        Returns:
+            The files that this rank wrote, all flushed to disk, by name within the folder; those of which `close`
+            tells.
+
+        Raises:
+            OSError: the file system refused, on this rank; the others return as usual.
+        """
+        ...
+
+    def load(self, checkpoint: SavedCheckpoint, *, moved: bool) -> Mapping[str, Any]:
+        """Put back what `save` wrote and return its `state`. Collective.
+
+        Args:
+            checkpoint: finished, its bytes verified.
+            moved: it was written by other ranks, at another ZeRO stage, pipeline or precision than this engine's.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release what the engine holds on the device."""
+        ...

@@ -1,0 +1,194 @@
+"""All ranks stop after the same step, although the request may have reached only one of them.
+
+No collective and no read from the device: until somebody is asked, a step costs one look at a variable. A thread of
+every rank looks into the store of the process group several times a second. When a request is there, each rank's thread
+posts the next step its rank will end, and the rank does not go past it before all have posted; the largest of them is
+the step to stop after. Threads answer whatever their ranks wait for, so this needs no guess how long a step takes.
+
+    rank 0: SIGTERM -> store: asked   posts 41   .. step 41, waits ..  decided: 42   step 42, stops
+    rank 1:               sees asked  posts 42                         decided: 42   step 42, stops
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Final
+
+import torch.distributed
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+
+from framework.engine.distributed import gather
+from framework.engine.lost_peers import tells_of_lost_peer
+from framework.errors import EXIT_PEER_LOST, PeerLostError, RunStopped
+from framework.system.stop_request import StopRequest, tell
+from framework.system.warn import warn
+
+_LOOK_SECONDS: Final = 0.25
+_RANKS_PER_LOOK: Final = 512  # more of them look less often: one thread at rank 0 answers all
+# Threads answer within a second. Who has not after this long is gone, and the launcher's patience is 20 to 30 seconds.
+_PATIENCE_SECONDS: Final = 12.0
+_numbers = itertools.count()
+
+
+@contextmanager
+def agreed_stops(request: StopRequest, *, start_step: int) -> Iterator[Callable[[int], str]]:
+    """From here on requests are honoured between two steps. Collective, as is the end of the block.
+
+    Raises:
+        RunStopped: another rank was asked, too, and ended before it came here.
+
+    Yields:
+        To be called on every rank with the number of the last step taken, first with `start_step`: the name of the
+        signal if all ranks stop now, else an empty string.
+    """
+    request.training_begins()
+    asked = _asked_so_far(request)
+    world_size = torch.distributed.get_world_size()
+    store: Store | None = _get_default_store()  # MPI's groups have none
+    if asked or world_size == 1:
+        yield lambda step: asked or request.signal
+        return
+    if store is None:
+        warn(
+            f"process groups of {torch.distributed.get_backend()} have no store: requests to stop cannot be agreed "
+            "on, and "
+            "are not followed [stop-not-agreed]"
+        )
+        yield lambda step: ""
+        return
+    # On a connection of its own: whoever waits on the group's for a peer would keep it.
+    own = PrefixStore(f"stop/{next(_numbers)}", store).clone()
+    agreement = StopAgreement(
+        request, store=own, rank=torch.distributed.get_rank(), world_size=world_size, step=start_step
+    )
+    agreement.start()
+    try:
+        yield agreement.signal_after
+        agreement.leave()
+    finally:
+        agreement.close()
+
+
+def _asked_so_far(request: StopRequest) -> str:
+    """The signal that any rank was asked by. A rank that was asked a moment sooner has ended instead of coming here."""
+    try:
+        return next((signal for signal in gather(request.signal) if signal), "")
+    except RuntimeError as error:
+        if not (request.signal and tells_of_lost_peer(error)):
+            raise
+        raise RunStopped(f"{request.signal}: stopped before the first step: nothing new to save [stopped]") from error
+
+
+class StopAgreement:
+    """One rank's part in it."""
+
+    def __init__(
+        self,
+        request: StopRequest,
+        *,
+        store: Store,
+        rank: int,
+        world_size: int,
+        step: int,
+        look_seconds: float = _LOOK_SECONDS,
+        patience_seconds: float = _PATIENCE_SECONDS,
+    ) -> None:
+        self._request, self._store, self._rank, self._world_size = request, store, rank, world_size
+        self._look_seconds = look_seconds * max(1.0, world_size / _RANKS_PER_LOOK)
+        self._patience_seconds = patience_seconds
+        self._changed = threading.Condition()
+        self._step, self._posted, self._decided = step, -1, -1
+        self._asked = ""
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="stop-agreement", daemon=True)
+        self._giving_up: threading.Timer | None = None
+
+    def start(self) -> None:
+        """Begin to look; a request that nobody answers ends this process."""
+        self._request.when_asked(self._count_down)
+        self._thread.start()
+
+    def signal_after(self, step: int) -> str:
+        """The signal if all ranks stop after this step.
+
+        Raises:
+            PeerLostError: a rank does not say how far it is.
+        """
+        with self._changed:
+            self._step = step
+            if self._posted < 0 or step < self._posted:
+                return ""
+            if not self._changed.wait_for(lambda: self._decided >= 0, timeout=self._patience_seconds):
+                raise _lost(self._rank)
+            return self._asked if step >= self._decided else ""
+
+    def leave(self) -> None:
+        """This rank has trained to its end or stopped: a request that still comes need not wait for it."""
+        self._closing.set()
+        self._thread.join(self._patience_seconds)
+        if self._posted < 0 and not self._thread.is_alive():
+            with suppress(RuntimeError):
+                self._post()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._closing.set()
+        self._request.when_asked(None)
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+
+    def _watch(self) -> None:
+        while not self._closing.wait(self._look_seconds):
+            with suppress(RuntimeError):  # the store is where rank 0 is: without it, no rank trains on for long
+                if self._is_decided():
+                    return
+
+    def _is_decided(self) -> bool:
+        if self._posted < 0:
+            if self._request.signal:
+                self._store.set("asked", self._request.signal)
+            elif not self._store.check(["asked"]):
+                return False
+            self._post()
+        if not self._store.check(["decided"]):
+            return False
+        asked, decided = self._store.multi_get(["asked", "decided"])
+        with self._changed:
+            self._asked, self._decided = asked.decode(), int(decided)
+            self._changed.notify_all()
+        return True
+
+    def _post(self) -> None:
+        """Say which step ends next, and hold it; whoever is the last to say decides."""
+        with self._changed:
+            self._posted = self._step + 1
+        self._store.set(f"next/{self._rank}", str(self._posted))
+        if self._store.add("posted", 1) == self._world_size:
+            steps = self._store.multi_get([f"next/{rank}" for rank in range(self._world_size)])
+            self._store.set("decided", str(max(map(int, steps))))
+
+    def _count_down(self) -> None:
+        """Asked to stop, and perhaps by a launcher that has seen a rank die: then this one waits for it in a
+        collective.
+        """
+        self._giving_up = threading.Timer(self._patience_seconds, self._give_up)
+        self._giving_up.daemon = True
+        self._giving_up.start()
+
+    def _give_up(self) -> None:
+        if self._decided < 0 and not self._closing.is_set():
+            tell(str(_lost(self._rank)))
+            os._exit(EXIT_PEER_LOST)
+
+
+def _lost(rank: int) -> PeerLostError:
+    error = PeerLostError(
+        f"rank {rank}: asked to stop, and another rank has ended or does not answer; what that one said last "
+        "tells why. The last complete checkpoint stands: checkpoint.resume=auto [peer-lost]"
+    )
+    error.is_of_one_rank = True
+    return error

@@ -1,0 +1,181 @@
+"""Weights alone, under the names that the plain module gives them: out of a checkpoint or an export, and into a
+model.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import deepspeed
+import torch
+import torch.distributed
+
+from framework.checkpoint.resume_point import newest_at, telling_of_storage
+from framework.checkpoint.saved import SavedCheckpoint
+from framework.checkpoint.state.exported_weights import PICKLED, is_exported, read_exported
+from framework.checkpoint.state.lazy_weights import LazyWeights, shapes_of
+from framework.checkpoint.state.merged_weights import MergedWeights
+from framework.errors import ConfigError, Problem, StorageError, in_one_line, show_value
+from framework.models.survey import Surveyed
+
+_KEY: Final = "checkpoint.init_weights"
+_FILES: Final = (".pt", ".pth", ".bin")
+
+
+def find_weights(path: str, *, allow_unverified: bool = False) -> LazyWeights | SavedCheckpoint:
+    """The weights that `checkpoint.init_weights` names: an export, a file that `torch.save` made, or those of a
+    checkpoint.
+
+    The checkpoint, the newest one of a run folder, is found only: nothing of it may be read before all of it is
+    verified.
+
+    Raises:
+        ConfigError: there is nothing of that kind, or a checkpoint without a manifest that is not allowed.
+        StorageError: the files are damaged.
+    """
+    with telling_of_storage(_KEY, path):
+        if (found := _read_files(Path(path))) is not None:
+            return found
+    checkpoint = newest_at(path, key=_KEY, allow_unverified=allow_unverified)
+    if checkpoint is None:
+        there = Path(path).exists()
+        reason = "there is no finished checkpoint and no file of weights" if there else "there is nothing at that path"
+        raise ConfigError(
+            Problem(
+                kind="weights-not-found",
+                key=_KEY,
+                value=path,
+                reason=reason,
+                fix="name a .../global_step<N> folder, a run folder, an export, or a .safetensors or .pt file",
+            )
+        )
+    return checkpoint
+
+
+def _read_files(file: Path) -> LazyWeights | None:
+    if is_exported(file):
+        return read_exported(file)
+    if (file / PICKLED).is_file():
+        file = file / PICKLED
+    return _read_file(file) if file.suffix in _FILES and file.is_file() else None
+
+
+def checkpoint_weights(
+    checkpoint: SavedCheckpoint, *, average: bool = False, damage: Sequence[str] | None = None
+) -> LazyWeights:
+    """The weights of a checkpoint, or their moving average, on the CPU, each under all its names; fp32 where it has
+    them so.
+
+    `damage` is what was found where its files have been verified; otherwise they are now.
+
+    Raises:
+        ConfigError: no moving average was kept.
+        StorageError: the files are damaged or missing, or hold more than weights.
+    """
+    found = MergedWeights(checkpoint, average=average, damage=damage)
+    names = {name: name for name in found} | dict(found.ties)
+    shapes = {name: found.stored[first].shape for name, first in names.items()}
+    return LazyWeights(shapes, {name: partial(found.__getitem__, first) for name, first in names.items()})
+
+
+def put_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], *, source: str) -> None:
+    """Load weights into a whole model, partitioned by ZeRO-3 or not. Collective.
+
+    Raises:
+        ConfigError: names or shapes differ; nothing was changed.
+    """
+    # ZeRO-3 keeps the whole shape beside each part, and its rank 0 spreads what it reads.
+    is_main = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    shapes = {
+        name: getattr(tensor, "ds_shape", tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()
+    }
+    _refuse_differences(shapes, weights, source=source)
+    for module_name, module in model.named_modules():
+        gathered = [tensor for _, tensor in _own_tensors(module) if hasattr(tensor, "ds_id")]
+        # Module by module: no more than one module's weights are ever whole on a device.
+        with deepspeed.zero.GatheredParameters(gathered, modifier_rank=0, enabled=bool(gathered)), torch.no_grad():
+            for name, tensor in _own_tensors(module):
+                if hasattr(tensor, "ds_id") and not is_main:
+                    continue
+                tensor.copy_(weights[f"{module_name}.{name}".lstrip(".")])
+
+
+def refuse_other_layers(weights: Mapping[str, torch.Tensor], layers: Sequence[Surveyed], *, source: str) -> None:
+    """Hold weights against all layers of a pipeline, on every rank: a stage that failed alone would leave the others
+    waiting.
+
+    Raises:
+        ConfigError: names or shapes differ.
+    """
+    shapes: dict[str, torch.Size] = {}
+    ties: set[str] = set()
+    for surveyed in layers:
+        if surveyed.layer.tied not in ties:  # later ones have no weights of their own
+            shapes |= {f"{surveyed.layer.name}.{name}": shape for name, shape in surveyed.state.items()}
+        ties |= {surveyed.layer.tied} - {""}
+    _refuse_differences(shapes, weights, source=source)
+
+
+def put_layer_weights(module: torch.nn.Module, weights: Mapping[str, torch.Tensor], *, layer: str) -> torch.nn.Module:
+    """Load the weights of one layer, which `refuse_other_layers` let pass, into its module."""
+    with torch.no_grad():
+        for name, tensor in module.state_dict().items():
+            tensor.copy_(weights[f"{layer}.{name}"])
+    return module
+
+
+def _read_file(file: Path) -> LazyWeights:
+    """A state dict of tensors; nothing in the file is run."""
+    try:
+        # Mapped, so that the ranks of a host share one copy; torch's format before 1.6 cannot be.
+        found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except pickle.UnpicklingError as error:
+        raise _not_read(file, "it holds Python objects, which could be programs, or is cut off") from error
+    except Exception as error:
+        raise _not_read(file, in_one_line(error)) from error
+    if not isinstance(found, Mapping):
+        raise _not_read(file, f"it holds a {type(found).__name__}")
+    others = [name for name, value in found.items() if not isinstance(name, str) or not isinstance(value, torch.Tensor)]
+    if others:
+        raise _not_read(file, f"its {show_value(others[0])} is no tensor")
+    shapes = {name: tensor.shape for name, tensor in found.items()}
+    return LazyWeights(shapes, {name: partial(found.__getitem__, name) for name in shapes})
+
+
+def _not_read(file: Path, reason: str) -> StorageError:
+    return StorageError(
+        f"{file}: not a file of weights: {reason}; write it with torch.save(model.state_dict(), ...) [weights-not-read]"
+    )
+
+
+def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and saved buffers of a module itself, not of its children."""
+    yield from module.named_parameters(recurse=False)
+    for name, buffer in module.named_buffers(recurse=False):
+        if name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def _refuse_differences(shapes: Mapping[str, torch.Size], found: Mapping[str, torch.Tensor], *, source: str) -> None:
+    if missing := sorted(shapes.keys() - found.keys()):
+        raise _differs(source, f"it lacks {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else ""))
+    if extra := sorted(found.keys() - shapes.keys()):
+        raise _differs(
+            source,
+            f"it has {extra[0]}, which the model has not" + (f", and {len(extra) - 1} more" if extra[1:] else ""),
+        )
+    held = shapes_of(found)
+    for name, shape in shapes.items():
+        if held[name] != shape:
+            raise _differs(source, f"{name} has shape {tuple(held[name])} there and {tuple(shape)} in the model")
+
+
+def _differs(source: str, reason: str) -> ConfigError:
+    return ConfigError(
+        Problem(kind="weights-differ", key=_KEY, value=source, reason=reason, fix="name weights of the same model")
+    )

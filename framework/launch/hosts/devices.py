@@ -1,0 +1,196 @@
+"""Which devices this machine has, found without importing torch: that would take seconds before the first message."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, get_args
+
+from framework.errors import ConfigError, Problem
+from framework.launch.hosts.installed import package_folder, torch_text
+from framework.plan.cluster import Device
+
+# What hides other devices from a process, for each kind that DeepSpeed drives (its accelerators' visible_devices_envs).
+_VISIBLE: Final[Mapping[str, str]] = {
+    "cuda": "CUDA_VISIBLE_DEVICES",
+    "npu": "ASCEND_RT_VISIBLE_DEVICES",
+    "xpu": "ZE_AFFINITY_MASK",
+    "hpu": "HABANA_VISIBLE_MODULES",
+}
+# The same for AMD's, numbered before that variable.
+_VISIBLE_ON_AMD: Final = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+_DEV: Final = Path("/dev")
+_KFD_NODES: Final = Path("/sys/class/kfd/kfd/topology/nodes")
+_SIGNS: Final = ("kfd", "dxg", "nvmap", "nvhost-gpu")
+# A driver that hangs must not hang us; on hosts with eight GPUs and no persistence daemon a second or two is normal.
+_PROBE_TIMEOUT_SECONDS: Final = 20
+
+
+@dataclass(frozen=True)
+class LocalDevices:
+    """What training can use here.
+
+    Attributes:
+        kind: ``cuda``, ``npu``, or ``cpu`` where there is nothing else.
+        count: how many; 0 on a machine with processors only, and where nobody counts (``xpu``).
+        chosen: the device numbers that the user's ``*_VISIBLE_DEVICES`` names, in that order; None: all of them.
+    """
+
+    kind: Device
+    count: int
+    chosen: tuple[int, ...] | None = None
+
+    def only(self, numbers: tuple[int, ...] | None) -> LocalDevices:
+        """Those that a hostfile or an option names, whatever the environment leaves visible; None: the same as
+        before.
+        """
+        return self if numbers is None else replace(self, chosen=numbers, count=len(numbers) if self.count else 0)
+
+
+def find_devices(environment: Mapping[str, str]) -> LocalDevices:
+    """Devices of the kind that DeepSpeed will choose: DS_ACCELERATOR if set, else Ascend, CUDA (ROCm's, too), XPU, HPU,
+    else CPU.
+
+    Raises:
+        ConfigError: the environment asks for devices that are not here, or in a way that DeepSpeed cannot follow.
+    """
+    asked = environment.get("DS_ACCELERATOR", "")
+    if not asked:
+        return (
+            _visible("npu", count_npus(), environment)
+            or _visible("cuda", count_gpus(), environment)
+            or _other_gpus(environment)
+            or LocalDevices("cpu", 0)
+        )
+    if asked not in ("cuda", "npu"):
+        return LocalDevices(asked if asked in get_args(Device) else "unknown", 0)  # type: ignore[arg-type]
+    if asked == "npu":
+        found = _visible("npu", count_npus(), environment)
+    else:
+        count = count_gpus() or count_amd_gpus(environment)
+        found = _visible("cuda", count, environment) or (None if count else _uncounted())
+    if found is None:
+        raise ConfigError(
+            Problem(
+                kind="no-device",
+                file="environment",
+                key="DS_ACCELERATOR",
+                value=asked,
+                reason=f"this process sees no {asked} device",
+                fix="unset it, or DS_ACCELERATOR=cpu to train on processors",
+            )
+        )
+    return found
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs that this process may use."""
+    program = shutil.which("nvidia-smi")
+    if program:
+        # Under cgroups (Slurm, containers) it lists what is allowed; /dev may show more.
+        try:
+            listed = subprocess.run(
+                [program, "-L"], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_SECONDS, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return _count_nodes("nvidia")
+        return len(re.findall(r"^GPU \d+:", listed.stdout, re.MULTILINE))
+    return _count_nodes("nvidia")
+
+
+def count_amd_gpus(environment: Mapping[str, str]) -> int:
+    """AMD's, which ROCm's torch calls cuda: of the driver's list those whose files this process has, as `rocm-smi`
+    finds them.
+    """
+    found = 0
+    for file in _KFD_NODES.glob("*/properties") if (_DEV / "kfd").exists() else ():
+        with suppress(OSError):  # of a device that the container was not given
+            values = dict(re.findall(r"^(simd_count|drm_render_minor) (\d+)$", file.read_text(), re.MULTILINE))
+            is_gpu = values.get("simd_count", "0") != "0"
+            found += is_gpu and os.access(_DEV / f"dri/renderD{values.get('drm_render_minor', 0)}", os.R_OK | os.W_OK)
+    for name in _VISIBLE_ON_AMD:  # these leave what CUDA_VISIBLE_DEVICES then counts from 0
+        words = environment.get(name, "").split(",")
+        found = found if words == [""] else min(found, len(words) if words != ["-1"] else 0)
+    return found
+
+
+def unused_gpus(devices: LocalDevices, environment: Mapping[str, str]) -> Problem | None:
+    """AMD's GPUs that stay idle because this torch is none of ROCm's: whoever trains on processors beside them should
+    know.
+    """
+    asked = devices.kind != "cpu" or environment.get("DS_ACCELERATOR")
+    count = 0 if asked else count_amd_gpus(environment)
+    if not count or torch_text("hip"):
+        return None
+    gpus = "an AMD GPU" if count == 1 else f"{count} AMD GPUs"
+    return Problem(
+        kind="gpus-unused",
+        severity="warning",
+        reason=f"{gpus} here, and this torch computes on processors only",
+        fix="install a ROCm build of torch, or DS_ACCELERATOR=cpu if that is meant",
+    )
+
+
+def _other_gpus(environment: Mapping[str, str]) -> LocalDevices | None:
+    """What DeepSpeed takes where there is neither Ascend nor NVIDIA, by what this torch is built for."""
+    if (_DEV / "kfd").exists() and torch_text("hip"):
+        return _visible("cuda", count_amd_gpus(environment), environment)
+    if any(_DEV.glob("dri/renderD*")) and torch_text("xpu"):
+        return LocalDevices("xpu", 0)
+    if any(_DEV.glob("accel/accel*")) and package_folder("habana_frameworks"):
+        return LocalDevices("hpu", 0)
+    return None
+
+
+def _uncounted() -> LocalDevices | None:
+    """GPUs that torch may reach and that are in no list: under WSL, on Jetson, or AMD's in a container without /sys."""
+    return LocalDevices("cuda", 0) if any((_DEV / name).exists() for name in _SIGNS) else None
+
+
+def count_npus() -> int:
+    """Ascend devices."""
+    return _count_nodes("davinci")
+
+
+def visible_variable(kind: str) -> str:
+    """The variable that names the devices of this kind that a process may use; DeepSpeed's other kinds go by CUDA's."""
+    return _VISIBLE.get(kind, _VISIBLE["cuda"])
+
+
+def usable_cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _count_nodes(prefix: str) -> int:
+    return sum(1 for path in _DEV.glob(f"{prefix}*") if re.fullmatch(rf"{prefix}\d+", path.name))
+
+
+def _visible(kind: Device, count: int, environment: Mapping[str, str]) -> LocalDevices | None:
+    """What the user left visible of the devices that are here; None: nothing."""
+    name = visible_variable(kind)
+    text = environment.get(name)
+    if not count or text is None:
+        return LocalDevices(kind, count) if count else None
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or words == ["-1"]:  # the usual ways to hide all of them
+        return None
+    numbers = [int(word) for word in words if re.fullmatch("[0-9]{1,4}", word)]
+    if len(numbers) < len(words) or len(set(numbers)) < len(numbers) or max(numbers) >= count:
+        raise ConfigError(
+            Problem(
+                kind="visible-devices",
+                file="environment",
+                key=name,
+                value=text,
+                reason=f"the deepspeed launcher takes device numbers here, from 0 to {count - 1}, each once",
+                fix="write numbers separated by commas, or start with torchrun, which takes any form",
+            )
+        )
+    return LocalDevices(kind, len(numbers), tuple(numbers))

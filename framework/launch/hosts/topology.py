@@ -1,0 +1,328 @@
+"""Which node this is, of how many, and where they meet: every value with the place it came from.
+
+A flag wins over the environment. Within the environment the first of `_READERS` that knows a value gives it; two that
+know different values are an error that names both, because either could be the stale one. What a platform only lets us
+infer (the first name of a host list, a number of devices) is taken when nobody says it, and contradicts nobody.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from framework.errors import ConfigError, Problem, UsageError
+from framework.launch.hosts.devices import LocalDevices
+from framework.launch.hosts.host_names import bare, is_host
+from framework.launch.hosts.hostfile import Host, cluster_of
+from framework.plan.cluster import RANKS_ON_CPU
+
+DEFAULT_PORT: Final = 29500
+_LARGEST: Final = {"nnodes": 9999, "node_rank": 9998, "slots": 1024, "master_port": 65534}
+_FLAGS: Final = {
+    "nnodes": "--nnodes",
+    "node_rank": "--node_rank",
+    "slots": "--num_gpus",
+    "master_addr": "--master_addr",
+    "master_port": "--master_port",
+}
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A place for every rank.
+
+    Attributes:
+        nnodes: members of the job.
+        slots: ranks on each.
+        node_rank: which member this is; ranks node_rank * slots onwards run here.
+        master_addr, master_port: where the ranks meet, on node 0; port 0: a single host elsewhere finds one.
+        sources: where each value came from.
+    """
+
+    nnodes: int
+    slots: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.nnodes * self.slots
+
+
+@dataclass(frozen=True)
+class Said:
+    """One value that somebody gives; a guess is inferred, and gives way without a word."""
+
+    name: str
+    value: str
+    source: str
+    is_guess: bool = False
+
+
+def resolve_topology(
+    flags: Mapping[str, str | int | None],
+    environment: Mapping[str, str],
+    *,
+    hosts: Sequence[Host] = (),
+    default_slots: Said | None = None,
+    spelled: Mapping[str, str] | None = None,
+) -> Topology:
+    """This node's place.
+
+    Args:
+        flags: what the command line gives, by the names of `Topology`; None where it gives nothing.
+        environment: of this process.
+        hosts: a hostfile's, in order.
+        default_slots: number of ranks where nobody gives one.
+        spelled: flags that the command line has under another name than ours, by the names of `Topology`.
+
+    Raises:
+        UsageError: the process is one of many that a launcher such as torchrun has already started.
+        ConfigError: values are missing, contradict each other or mean nothing; all of them.
+    """
+    if "LOCAL_RANK" in environment:
+        raise UsageError(
+            "launch node: LOCAL_RANK is set, so a launcher has already started one process per device (torchrun, "
+            "srun); let it start train.py: python train.py --config CONFIG [per-process-environment]"
+        )
+    problems: list[Problem] = []
+    words = _FLAGS | dict(spelled or {})
+    said = [Said(name, bare(str(value)), words[name]) for name, value in flags.items() if value is not None]
+    given = {item.name for item in said}
+    offered = [*_from_hosts(hosts), *described(environment)]
+    problems += _contradictions([item for item in offered if item.name not in given and not item.is_guess])
+    if not {"nnodes", "node_rank"} <= given:
+        problems += _slurm_problems(environment)
+    said += [item for item in offered if not item.is_guess] + [item for item in offered if item.is_guess]
+    said += [default_slots] if default_slots else []
+    chosen: dict[str, Said] = {}
+    for item in said:
+        chosen.setdefault(item.name, item)
+    problems += [problem for item in chosen.values() if (problem := _wrong(item))]
+    if problems:
+        raise ConfigError(problems)
+    return _complete(chosen)
+
+
+def slots_here(devices: LocalDevices) -> Said | None:
+    """Ranks that this machine is good for, one to a device; None where devices are of a kind that nobody counts."""
+    if devices.count:
+        among = "" if devices.chosen is None else ", of those that are visible"
+        return Said("slots", str(devices.count), f"{devices.kind} devices here{among}", is_guess=True)
+    return Said("slots", str(RANKS_ON_CPU), "default on CPU", is_guess=True) if devices.kind == "cpu" else None
+
+
+def described(environment: Mapping[str, str]) -> list[Said]:
+    """What the environment says about nodes, the most explicit first."""
+    said = (item for read in _READERS for item in read(environment) if item.value)
+    return [replace(item, value=bare(item.value)) if item.name == "master_addr" else item for item in said]
+
+
+def _complete(chosen: dict[str, Said]) -> Topology:
+    """With what may be left out: all of it for a single node, nothing but the port for several."""
+    nnodes = chosen.get("nnodes")
+    single = nnodes is not None and int(nnodes.value) == 1
+    defaults = {"master_port": str(DEFAULT_PORT)} | ({"node_rank": "0", "master_addr": "127.0.0.1"} if single else {})
+    for name, value in defaults.items():
+        chosen.setdefault(name, Said(name, value, "default"))
+    missing = [name for name in _FLAGS if name not in chosen]
+    if missing:
+        raise ConfigError([_absent(name) for name in missing])
+    numbers = {name: int(chosen[name].value) for name in _LARGEST}
+    if numbers["node_rank"] >= numbers["nnodes"]:
+        rank, nodes = chosen["node_rank"], chosen["nnodes"]
+        raise ConfigError(
+            Problem(
+                kind="node-rank",
+                file=_place(rank.source),
+                key=rank.source,
+                value=numbers["node_rank"],
+                reason=f"{nodes.value} nodes ({nodes.source}) have ranks 0 to {numbers['nnodes'] - 1}",
+                fix="number the nodes from 0",
+            )
+        )
+    sources = {name: item.source for name, item in chosen.items()}
+    return Topology(**numbers, master_addr=chosen["master_addr"].value, sources=sources)
+
+
+def _absent(name: str) -> Problem:
+    what = {
+        "nnodes": "how many nodes there are",
+        "node_rank": "which node this is",
+        "slots": "how many ranks run on a node",
+        "master_addr": "the address of node 0",
+    }[name]
+    variable = {"nnodes": "NNODES", "node_rank": "NODE_RANK", "slots": "NPROC_PER_NODE", "master_addr": "MASTER_ADDR"}[
+        name
+    ]
+    return Problem(
+        kind="topology-unknown",
+        key=_FLAGS[name],
+        reason=f"nothing says {what}",
+        fix=f"give {_FLAGS[name]}, or set {variable}",
+    )
+
+
+def _wrong(item: Said) -> Problem | None:
+    """What is wrong with a value by itself."""
+
+    def refuse(reason: str, fix: str) -> Problem:
+        return Problem(
+            kind="topology-value", file=_place(item.source), key=item.source, value=item.value, reason=reason, fix=fix
+        )
+
+    if item.name == "master_addr":
+        fix = "write a name, or an address such as 10.0.0.2 or fd00::2; the port has a flag of its own"
+        return None if is_host(item.value) else refuse("no host has this name or address", fix)
+    if item.name == "nnodes" and ":" in item.value:
+        return refuse("a range of nodes is elastic training, which DeepSpeed 0.19.8 does not have", "write one number")
+    least, most = 1 if item.name in ("nnodes", "slots", "master_port") else 0, _LARGEST[item.name]
+    if not (item.value.isascii() and item.value.isdigit() and len(item.value) < 9 and least <= int(item.value) <= most):
+        return refuse("it is not a number that can be meant here", f"write a whole number from {least} to {most}")
+    return None
+
+
+def _contradictions(said: Sequence[Said]) -> Iterator[Problem]:
+    for name in _FLAGS:
+        values = [item for item in said if item.name == name]
+        other = next((item for item in values if item.value != values[0].value), None)
+        if other:
+            yield Problem(
+                kind="topology-conflict",
+                file=_place(values[0].source),
+                key=values[0].source,
+                value=values[0].value,
+                reason=f"{other.source} says {other.value}",
+                fix=f"unset the one that is wrong, or give {_FLAGS[name]}",
+            )
+
+
+def _place(source: str) -> str:
+    return "command line" if source.startswith("--") else "" if "/" in source or source == "hostfile" else "environment"
+
+
+# ------------------------------------------------------------------------------------------- who says what, in this
+# order
+
+
+def _from_hosts(hosts: Sequence[Host]) -> Iterator[Said]:
+    if hosts:
+        yield Said("nnodes", str(len(hosts)), "hostfile")
+        yield Said("slots", str(cluster_of(hosts).devices_per_host), "hostfile")
+        yield Said("master_addr", hosts[0].name.rpartition("@")[2], "hostfile", is_guess=True)
+
+
+def _plain(prefix: str = "", **names: str) -> Callable[[Mapping[str, str]], Iterator[Said]]:
+    """A reader of variables that hold one value each."""
+
+    def read(environment: Mapping[str, str]) -> Iterator[Said]:
+        for name, variable in names.items():
+            value = environment.get(prefix + variable, "").strip()
+            if not (name == "slots" and value in ("auto", "gpu", "cpu")):  # as torchrun: count the devices
+                yield Said(name, value, prefix + variable)
+
+    return read
+
+
+def _slurm(environment: Mapping[str, str]) -> Iterator[Said]:
+    """Only inside a step of `srun`: in an interactive allocation the same variables describe nodes that run nothing."""
+    if not {"SLURM_STEP_ID", "SLURM_NODEID"} <= environment.keys():
+        return
+    for variable in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"):
+        if variable in environment:
+            yield Said("nnodes", environment[variable], variable)
+            break
+    yield Said("node_rank", environment["SLURM_NODEID"], "SLURM_NODEID")
+    for variable in ("SLURM_STEP_NODELIST", "SLURM_NODELIST"):
+        if variable in environment:
+            yield Said("master_addr", first_of_nodelist(environment[variable]), variable, is_guess=True)
+            break
+    for variable in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
+        yield Said("slots", environment.get(variable, "").rpartition(":")[2], variable, is_guess=True)
+
+
+def _slurm_problems(environment: Mapping[str, str]) -> Iterator[Problem]:
+    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    in_step = {"SLURM_STEP_ID", "SLURM_NODEID"} <= environment.keys()
+    if in_step and any(int(count) > 1 for count in re.findall(r"(?:^|,)(\d+)", tasks)):
+        yield Problem(
+            kind="slurm-tasks",
+            file="environment",
+            key="SLURM_STEP_TASKS_PER_NODE",
+            value=tasks,
+            reason="one launcher per node starts all ranks of it",
+            fix="srun --ntasks-per-node=1",
+        )
+
+
+def first_of_nodelist(text: str) -> str:
+    """The first host of Slurm's short form: ``gpu[03-07,12],login1`` -> ``gpu03``."""
+    match = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\]([^\[,]*))?", text)
+    assert match  # every part may be empty
+    return match[1] + (match[2] or "") + (match[3] or "")
+
+
+def _skypilot(environment: Mapping[str, str]) -> Iterator[Said]:
+    yield from _plain("SKYPILOT_", nnodes="NUM_NODES", node_rank="NODE_RANK")(environment)
+    addresses = environment.get("SKYPILOT_NODE_IPS", "").split()
+    yield Said("master_addr", addresses[0] if addresses else "", "SKYPILOT_NODE_IPS", is_guess=True)
+    yield Said("slots", environment.get("SKYPILOT_NUM_GPUS_PER_NODE", ""), "SKYPILOT_NUM_GPUS_PER_NODE", is_guess=True)
+
+
+def _dstack(environment: Mapping[str, str]) -> Iterator[Said]:
+    yield from _plain("DSTACK_", nnodes="NODES_NUM", node_rank="NODE_RANK")(environment)
+    yield Said("master_addr", environment.get("DSTACK_MASTER_NODE_IP", ""), "DSTACK_MASTER_NODE_IP", is_guess=True)
+    yield Said("slots", environment.get("DSTACK_GPUS_PER_NODE", ""), "DSTACK_GPUS_PER_NODE", is_guess=True)
+
+
+def _volcano(environment: Mapping[str, str]) -> Iterator[Said]:
+    """A job of one task kind; with several, which of them trains is not written anywhere."""
+    lists = [name for name in environment if re.fullmatch(r"VC_[A-Z0-9_]+_HOSTS", name)]
+    if len(lists) == 1:
+        hosts = [host for host in re.split(r"[,\s]+", environment[lists[0]]) if host]
+        counted = lists[0].replace("_HOSTS", "_NUM")
+        number = environment.get(counted)
+        yield Said("nnodes", number, counted) if number else Said("nnodes", str(len(hosts)), lists[0])
+        yield Said("node_rank", environment.get("VC_TASK_INDEX", ""), "VC_TASK_INDEX")
+        yield Said("master_addr", hosts[0] if hosts else "", lists[0], is_guess=True)
+
+
+def _pytorchjob(environment: Mapping[str, str]) -> Iterator[Said]:
+    """Kubeflow's operator before 1.7 counts pods, later ones ranks, and then PET_NNODES counts the pods.
+
+    A launcher's processes have LOCAL_RANK, and never come here.
+    """
+    if not environment.get("PET_NNODES"):
+        yield Said("nnodes", environment.get("WORLD_SIZE", ""), "WORLD_SIZE")
+    yield Said("node_rank", environment.get("RANK", ""), "RANK")
+
+
+_READERS: Final[Sequence[Callable[[Mapping[str, str]], Iterator[Said]]]] = (
+    _plain(
+        nnodes="NNODES",
+        slots="NPROC_PER_NODE",
+        node_rank="NODE_RANK",
+        master_addr="MASTER_ADDR",
+        master_port="MASTER_PORT",
+    ),
+    _plain(
+        "PET_",
+        nnodes="NNODES",
+        slots="NPROC_PER_NODE",
+        node_rank="NODE_RANK",
+        master_addr="MASTER_ADDR",
+        master_port="MASTER_PORT",
+    ),  # Kubeflow Trainer
+    _plain(node_rank="JOB_COMPLETION_INDEX"),  # Kubernetes Indexed Job
+    _slurm,
+    _skypilot,
+    _dstack,
+    _plain("LWS_", nnodes="GROUP_SIZE", node_rank="WORKER_INDEX", master_addr="LEADER_ADDRESS"),  # LeaderWorkerSet
+    _volcano,
+    _pytorchjob,
+)

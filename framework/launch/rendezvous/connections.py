@@ -1,0 +1,219 @@
+"""The connections to node 0 while it waits: let in, listened to, beaten to; strangers among them are counted and turned
+away.
+
+The other end may be anything that found the port: connections, lines and handshakes are bounded.
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final
+
+from framework.launch.hosts.host_names import first_few
+from framework.launch.print_settings import say
+from framework.launch.rendezvous.messages import PROTOCOL, Link, LinkLost, Message, as_line, readable
+from framework.launch.rendezvous.peers import BEAT_SECONDS
+from framework.launch.rendezvous.session import HANDSHAKE_SECONDS, LOOK_SECONDS, STRANGERS
+
+_ALIVE_SECONDS: Final = 3 * BEAT_SECONDS
+_AT_ONCE: Final = 256  # accepted, before those that are there already are heard again
+_NO_FILES_SECONDS: Final = 1.0
+_SEE_OFF_SECONDS: Final = 2.0
+_MOST_REMEMBERED: Final = 1000
+
+
+class TurnedAway(LinkLost):
+    """A caller that is none of this job, with the kind of the problem that it was told."""
+
+    def __init__(self, reason: str, kind: str) -> None:
+        super().__init__(f"{reason} [{kind}]")
+        self.kind = kind
+
+
+class Strangers:
+    """Who was turned away: each address is told once with each reason, and then when it is the tenth time, the
+    hundredth...
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str], int] = {}
+        self._refused: dict[str, str] = {}  # address -> kind
+
+    def add(self, address: str, how: LinkLost) -> None:
+        """One more; whoever scans ports must not fill the log."""
+        if isinstance(how, TurnedAway) and (address in self._refused or len(self._refused) < _MOST_REMEMBERED):
+            self._refused[address] = how.kind
+        key = (address, str(how))
+        if key not in self._counts and len(self._counts) >= _MOST_REMEMBERED:
+            key = ("other addresses", "")
+        count = self._counts[key] = self._counts.get(key, 0) + 1
+        if count == 1:
+            say(f"a connection from {address} was turned away: {how}")
+        elif str(count).strip("0") == "1":
+            say(f"{count} connections from {key[0]} were turned away" + (f": {key[1]}" if key[1] else ""))
+
+    def forgive(self, address: str) -> None:
+        """Somebody from there was let in."""
+        self._refused.pop(address, None)
+
+    def told(self) -> str:
+        """``; turned away: 10.0.0.3 (token-refused)``, or nothing: only of those that may be nodes of this job."""
+        refused = [f"{address} ({kind})" for address, kind in self._refused.items()]
+        return f"; turned away: {first_few(refused)}" if refused else ""
+
+
+class Guest:
+    """A connection to node 0, before and after its HELLO."""
+
+    def __init__(self, connection: socket.socket, address: str) -> None:
+        self.link = Link(connection, name=address)
+        # A socket for both kinds of addresses tells an IPv4 one in the words of IPv6, which is no interface's.
+        self.local_address = str(connection.getsockname()[0]).removeprefix("::ffff:")
+        self.nonce = secrets.token_hex(16)
+        self.challenged_at = time.time()
+        self.hello: dict[str, Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """As people know it."""
+        return (
+            f"node {self.hello['node_rank']} ({self.hello['host']})"
+            if self.hello
+            else f"a connection from {self.link.name}"
+        )
+
+
+class Guests:
+    """All connections to node 0.
+
+    Attributes:
+        version: another number whenever a node has come or gone.
+        strangers: who was turned away.
+    """
+
+    def __init__(self, listener: socket.socket, *, nnodes: int, has_token: bool) -> None:
+        listener.setblocking(False)
+        self._listener, self._has_token = listener, has_token
+        self._most = nnodes + STRANGERS
+        self._guests: list[Guest] = []
+        self._beaten_at = self._accept_at = 0.0
+        self._said_no_files = False
+        self.version = 0
+        self.strangers = Strangers()
+
+    @property
+    def present(self) -> list[Guest]:
+        """The nodes among them."""
+        return [guest for guest in self._guests if guest.hello]
+
+    def step(self, heard: Callable[[Guest, Message], None], seconds: float) -> None:
+        """Let in who calls, and hear who speaks, for at most so long; `heard` raises LinkLost for who has to go."""
+        waiting: list[Any] = [guest.link for guest in self._guests]
+        if time.monotonic() >= self._accept_at:
+            waiting.append(self._listener)
+        ready = readable(waiting, seconds)
+        if self._listener in ready:
+            self._accept()
+        now = time.monotonic()
+        beats = now - self._beaten_at > BEAT_SECONDS
+        self._beaten_at = now if beats else self._beaten_at
+        for guest in list(self._guests):
+            try:
+                for message in guest.link.receive() if guest.link in ready else ():
+                    heard(guest, message)
+                if guest.hello and beats:
+                    guest.link.pass_on(as_line("beat"))
+                silent = now - (guest.link.heard_at if guest.hello else guest.link.opened_at)
+                if silent > (_ALIVE_SECONDS if guest.hello else HANDSHAKE_SECONDS):
+                    raise LinkLost(f"silent for {silent:.0f} s")
+            except LinkLost as lost:
+                self.part(guest, lost)
+
+    def let_in(self, guest: Guest, hello: dict[str, Any]) -> None:
+        """It is a node of this job."""
+        guest.hello = hello
+        self.version += 1
+        self.strangers.forgive(guest.link.name)
+
+    def part(self, guest: Guest, how: LinkLost) -> None:
+        """Close a connection and tell of it."""
+        self._guests.remove(guest)
+        guest.link.close()
+        if guest.hello:
+            self.version += 1
+            say(f"{guest.name} is gone again: {how}")
+        else:
+            self.strangers.add(guest.link.name, how)
+
+    def tell_all(self, kind: str, **content: Any) -> None:
+        """All nodes and whoever else is there."""
+        line = as_line(kind, **content)
+        for guest in list(self._guests):
+            try:
+                guest.link.pass_on(line)
+            except LinkLost as lost:
+                self.part(guest, lost)
+
+    def see_off(self) -> None:
+        """Let the nodes hang up first: who closes a connection with beats unread in it takes back what is still on its
+        way.
+        """
+        until = time.monotonic() + _SEE_OFF_SECONDS
+        links = [guest.link for guest in self.present]
+        while links and (left := until - time.monotonic()) > 0:
+            ready = readable(links, min(left, LOOK_SECONDS))
+            for link in list(links):
+                try:
+                    link.push()
+                    if link in ready:
+                        link.receive()
+                except LinkLost:
+                    links.remove(link)
+
+    def close_strangers(self) -> None:
+        """Only nodes are left."""
+        for guest in [guest for guest in self._guests if not guest.hello]:
+            self._guests.remove(guest)
+            guest.link.close()
+
+    def close(self) -> None:
+        """Nobody else is let in."""
+        self._listener.close()
+
+    def _accept(self) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                connection, address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._wait_for_files(error)
+                    return
+                continue  # whoever called is gone again
+            self._enter(connection, str(address[0]))
+
+    def _enter(self, connection: socket.socket, address: str) -> None:
+        if len(self._guests) >= self._most:
+            connection.close()
+            self.strangers.add(address, LinkLost("there are more connections than nodes"))
+            return
+        with suppress(OSError):  # whoever called is gone again
+            guest = Guest(connection, address)
+            try:
+                guest.link.send("challenge", protocol=PROTOCOL, nonce=guest.nonce, token=self._has_token)
+                self._guests.append(guest)
+            except LinkLost:
+                guest.link.close()
+
+    def _wait_for_files(self, error: OSError) -> None:
+        """Who calls waits at the port until somebody else has gone."""
+        self._accept_at = time.monotonic() + _NO_FILES_SECONDS
+        if not self._said_no_files:
+            self._said_no_files = True
+            say(f"node 0 cannot let anybody else in: {(error.strerror or str(error)).lower()}; raise ulimit -n")

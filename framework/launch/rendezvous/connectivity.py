@@ -1,0 +1,218 @@
+"""Whether the nodes reach each other as their ranks will: every agent answers at a free port, node 0 also at the ranks'
+own, and when all nodes are there each calls others, once. A firewall between two of them is a finding then, and no hang
+of minutes.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from framework.doctor.node.links import Reached, call_all
+from framework.errors import Problem
+from framework.launch.hosts.host_names import first_few, node_names
+from framework.launch.rendezvous.addresses import is_address
+from framework.launch.rendezvous.messages import Message
+
+# Calls between all pairs up to here, and beyond it by each to the next ones, as rings and trees of NCCL mix nodes.
+_ALL_PAIRS: Final = 64
+_NEIGHBOURS: Final = 8
+_CALL_SECONDS: Final = 4.0
+_AGAIN_SECONDS: Final = 0.5
+_AGAIN_FOR_SECONDS: Final = 16.0  # a pod's network policy may come into force some seconds after the pod
+_ROUND_SECONDS: Final = 40.0
+_LONGEST_TEXT: Final = 200
+_MOST_TARGETS: Final = _ALL_PAIRS + 1
+
+Target = tuple[str, int]  # address or name, port
+
+
+class Calls:
+    """Calls to other nodes on a thread of its own. What fails is tried again for some seconds: a packet or an answer of
+    DNS may be lost.
+
+    Attributes:
+        is_over: all have ended.
+        failed: number of the target -> what happened.
+    """
+
+    def __init__(self, targets: Sequence[Target], *, token: str) -> None:
+        self.is_over = False
+        self.failed: dict[int, Reached] = {}
+        self.token = token
+        threading.Thread(target=self._run, args=(targets,), daemon=True).start()
+
+    def _run(self, targets: Sequence[Target]) -> None:
+        deadline, waiting = time.monotonic() + _AGAIN_FOR_SECONDS, list(range(len(targets)))
+        while waiting:
+            reached = call_all([targets[number] for number in waiting], token=self.token, seconds=_CALL_SECONDS)
+            self.failed = {number: each for number, each in zip(waiting, reached, strict=True) if each.reason}
+            waiting = list(self.failed) if time.monotonic() < deadline else []
+            time.sleep(_AGAIN_SECONDS if waiting else 0)
+        self.is_over = True
+
+    def told(self) -> dict[str, Any]:
+        """For node 0."""
+        return {
+            "token": self.token,
+            "failed": [[number, each.address, each.reason] for number, each in self.failed.items()],
+        }
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a node can be called.
+
+    Attributes:
+        name: ``RANK (HOST)``.
+        address: the one from which it reaches node 0, which gloo tells the other ranks as well.
+        port: a free one, at which it answers.
+    """
+
+    name: str
+    address: str
+    port: int
+
+
+class Round:
+    """All nodes call each other, once; node 0 counts."""
+
+    def __init__(self, places: Mapping[int, Place], *, master: Target) -> None:
+        """Begin with the calls of node 0.
+
+        Args:
+            places: of all nodes.
+            master: where the ranks will meet, by the name that they are given.
+        """
+        self._places, self._master = places, master
+        self._token = secrets.token_hex(16)
+        self._failed: dict[int, Mapping[int, Reached]] = {}
+        self._began_at = time.monotonic()
+        self._own = Calls(self._targets(0), token=self._token)
+
+    def order(self, node: int) -> dict[str, Any]:
+        """What a node is asked to do."""
+        return {"token": self._token, "targets": self._targets(node)}
+
+    def hear(self, node: int, message: Message) -> None:
+        """The answer of a node; one of another round, or of another shape, is none."""
+        failed, count = message.get("failed"), len(self._targets(node))
+        if (
+            message.get("token") == self._token
+            and isinstance(failed, list)
+            and all(_is_failure(each, count) for each in failed)
+        ):
+            self._failed[node] = {
+                number: Reached(address, reason[:_LONGEST_TEXT]) for number, address, reason in failed
+            }
+
+    @property
+    def is_over(self) -> bool:
+        """All have answered, or were given the time for it."""
+        if self._own.is_over:
+            self._failed[0] = self._own.failed
+        return len(self._failed) == len(self._places) or time.monotonic() - self._began_at > _ROUND_SECONDS
+
+    def problems(self) -> list[Problem]:
+        """Who does not reach whom: by those who are not reached, or by those who do not reach, whichever are fewer
+        lines.
+        """
+        failures = [
+            (node, self._called(node)[number], reached)
+            for node, failed in sorted(self._failed.items())
+            for number, reached in failed.items()
+        ]
+        by_called = _grouped(failures, lambda caller, called, reached: (called, reached.reason, reached.is_loopback))
+        by_caller = _grouped(failures, lambda caller, called, reached: (caller, reached.reason, reached.is_loopback))
+        groups = by_called if len(by_called) <= len(by_caller) else by_caller
+        silent = [place.name for node, place in self._places.items() if node not in self._failed]
+        return [*map(self._problem, groups), *([_silent_problem(silent)] if silent else [])]
+
+    def _problem(self, group: Sequence[tuple[int, int, Reached]]) -> Problem:
+        callers = list(dict.fromkeys(self._places[caller].name for caller, _, _ in group))
+        called = list(dict.fromkeys(self._name(called) for _, called, _ in group))
+        reached = group[0][2]
+        at = f" at {reached.address}" if reached.address and len(called) == 1 else ""
+        if reached.is_loopback and group[0][1] < 0 and not is_address(self._master[0]):
+            return Problem(
+                kind="name-loopback",
+                file=node_names(callers),
+                key=first_few(called),
+                fix="mend /etc/hosts there",
+                reason=f"the name leads back to whoever asks{at}: {reached.reason}",
+            )
+        return Problem(
+            kind="port-not-reached",
+            file=node_names(callers),
+            key=first_few(called),
+            fix=_LET_THEM,
+            reason=f"not reached from there{at}: {reached.reason}",
+        )
+
+    def _name(self, called: int) -> str:
+        return f"{self._master[0]}:{self._master[1]}" if called < 0 else f"node {self._places[called].name}"
+
+    def _called(self, node: int) -> list[int]:
+        """The nodes that a node calls, and -1 for the place where ranks meet."""
+        count = len(self._places)
+        near = count if count <= _ALL_PAIRS else _NEIGHBOURS + 1
+        return [(node + step) % count for step in range(1, near)] + [-1]
+
+    def _targets(self, node: int) -> list[Target]:
+        return [
+            self._master if called < 0 else (self._places[called].address, self._places[called].port)
+            for called in self._called(node)
+        ]
+
+
+_LET_THEM: Final = (
+    "let the nodes connect to each other at every port (firewall, security group, network policy, service mesh), or "
+    "start with "
+    "--no_preflight where ranks use another network"
+)
+
+
+def _silent_problem(names: Sequence[str]) -> Problem:
+    return Problem(
+        kind="port-not-reached",
+        file=node_names(names),
+        fix=_LET_THEM,
+        reason=f"calling the others has not ended there within {_ROUND_SECONDS:.0f} s",
+    )
+
+
+def _grouped(failures: Sequence[tuple[int, int, Reached]], key: Callable[[int, int, Reached], Any]) -> list[list[Any]]:
+    groups: dict[Any, list[Any]] = {}
+    for failure in failures:
+        groups.setdefault(key(*failure), []).append(failure)
+    return list(groups.values())
+
+
+def is_place(told: object) -> bool:
+    """Whether this is an address and a port."""
+    return (
+        isinstance(told, list)
+        and len(told) == 2
+        and isinstance(told[0], str)
+        and 0 < len(told[0]) <= _LONGEST_TEXT
+        and type(told[1]) is int
+        and 0 < told[1] < 1 << 16
+    )
+
+
+def targets_of(message: Message) -> list[Target]:
+    """Whom a node is asked to call; none where it is asked in another shape."""
+    told = message.get("targets")
+    if not isinstance(told, list) or len(told) > _MOST_TARGETS or not all(map(is_place, told)):
+        return []
+    return [(host, port) for host, port in told]
+
+
+def _is_failure(told: object, num_targets: int) -> bool:
+    if not isinstance(told, list) or len(told) != 3 or type(told[0]) is not int or not 0 <= told[0] < num_targets:
+        return False
+    return isinstance(told[2], str) and (told[1] == "" or is_address(told[1]))

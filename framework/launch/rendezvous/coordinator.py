@@ -1,0 +1,276 @@
+"""Node 0 while it waits for the others: compares them, has them call each other, and says GO or what differs."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, NoReturn
+
+from framework.errors import ConfigError, PeerLostError, Problem, RunStopped
+from framework.launch.rendezvous.addresses import peer_name
+from framework.launch.rendezvous.connections import Guest, Guests, TurnedAway
+from framework.launch.rendezvous.connectivity import Place, Round
+from framework.launch.rendezvous.handshake import disagreements, hello_is_wrong
+from framework.launch.rendezvous.messages import (
+    LARGEST_LINE_BYTES,
+    LinkLost,
+    Message,
+    NoAgent,
+    as_line,
+    is_proof,
+    proof,
+)
+from framework.launch.rendezvous.peers import Peers
+from framework.launch.rendezvous.session import CALLING_SECONDS, LOOK_SECONDS, STRANGERS, Meeting
+from framework.system.open_files import require
+from framework.system.output import write
+
+_SETTLE_SECONDS: Final = 5.0  # so that all disagreements are told at once, and a node that is being replaced can go
+_COMPARE_SECONDS: Final = 2.0  # also when nobody came: a mark in the shared folder may be seen late
+_REST: Final = 5  # times as long as a comparison took
+_TOLD_CHARACTERS: Final = 300  # of each part of a problem; a caller shows no more
+_TELL_SECONDS: Final = 15.0
+_FIRST_TOLD_SECONDS: Final = 2.0
+_LONGEST_TOLD: Final = 500
+_MOST_MISSED: Final = 8
+_MOST_NAMED: Final = 512  # nodes whose names all others get to know
+_FILES_OF_A_NODE: Final = 2  # its link, and its call
+_OWN_FILES: Final = 128
+_KIND: Final = re.compile(r"[a-z][a-z0-9-]{1,40}")
+
+
+class Lead:
+    """Node 0 while it waits for the others."""
+
+    def __init__(self, meeting: Meeting, listener: socket.socket) -> None:
+        self._meeting = meeting
+        self._address = str(listener.getsockname()[0])
+        self._guests = Guests(listener, nnodes=meeting.topology.nnodes, has_token=bool(meeting.token))
+        self._problems = [*meeting.problems, *_too_few_files(meeting.topology.nnodes)]
+        self._found: list[Problem] = []
+        self._seen: set[str] = set()  # marks
+        self._differ_since = self._compare_at = 0.0
+        self._compared = -1  # version of the guests
+        self._round: Round | None = None
+        self._round_version = 0
+        self._told: object = None
+        self._told_at = time.monotonic() - _TELL_SECONDS + _FIRST_TOLD_SECONDS
+
+    def wait(self) -> Peers:
+        """Until all are there and agree; closes the listener."""
+        try:
+            while True:
+                self._meeting.look(self._waiting_for)
+                self._guests.step(self._heard, LOOK_SECONDS if self._round is None else CALLING_SECONDS)
+                self._tell_who_is_missing()
+                peers = self._judge()
+                if peers is not None:
+                    return peers
+        except (RunStopped, PeerLostError) as error:
+            self._guests.tell_all("stop" if isinstance(error, RunStopped) else "lost", why=str(error)[:_LONGEST_TOLD])
+            self._guests.see_off()
+            raise
+        finally:
+            self._guests.close()
+
+    def _heard(self, guest: Guest, message: Message) -> None:
+        if guest.hello is not None:
+            if message["type"] == "stop":
+                raise RunStopped(f"{guest.name} was asked to stop before any rank was started [stopped-early]")
+            if message["type"] == "reached" and self._round is not None:
+                self._round.hear(guest.hello["node_rank"], message)
+            return
+        if message["type"] == "refused":
+            kind = str(message.get("why"))
+            raise TurnedAway("it refuses this node", kind if _KIND.fullmatch(kind) else "node-refused")
+        hello, nonce = message.get("hello"), message.get("nonce")
+        if message["type"] != "hello" or hello_is_wrong(hello) or not isinstance(nonce, str):
+            raise NoAgent("it does not speak this protocol")
+        assert isinstance(hello, dict)
+        nonces, token = (guest.nonce, nonce), self._meeting.token
+        if token and not is_proof(message.get("proof"), proof(token, role="node", nonces=nonces, content=hello)):
+            self._turn_away(
+                guest, "token-refused", "it does not know the token of this job", "give every node the same DSF_TOKEN"
+            )
+        if hello["job"] != self._meeting.hello["job"]:
+            self._turn_away(guest, "other-job", "another job listens here", "give every job a --master_port of its own")
+        self._guests.let_in(
+            guest, hello | {"ahead": ahead(hello["clock"], sent=guest.challenged_at, received=time.time())}
+        )
+        signed = proof(token, role="lead", nonces=nonces, content={}) if token else ""
+        guest.link.pass_on(as_line("welcome", proof=signed))
+
+    def _turn_away(self, guest: Guest, kind: str, reason: str, fix: str) -> NoReturn:
+        guest.link.send("nogo", problems=[Problem(kind=kind, reason=reason, fix=fix).to_dict()])
+        raise TurnedAway(reason, kind)
+
+    def _judge(self) -> Peers | None:
+        present = self._guests.present
+        hellos = [self._meeting.hello, *(guest.hello for guest in present if guest.hello)]
+        is_full = len(hellos) >= self._meeting.topology.nnodes
+        if self._round_version != self._guests.version:
+            self._round = None
+        now = time.monotonic()
+        # Nobody is refused for a node that has gone since.
+        if now > self._compare_at or (self._compared != self._guests.version and (is_full or self._found)):
+            self._compare(hellos)
+        errors = [*self._problems, *(problem for problem in self._found if problem.severity == "error")]
+        if not errors:
+            self._differ_since = 0.0
+            return self._meet(present) if len(hellos) == self._meeting.topology.nnodes else None
+        self._differ_since = self._differ_since or now
+        # A node that has just died is still among them: only those that speak again count.
+        alive = all(guest.link.heard_at > self._differ_since for guest in present)
+        if alive and (is_full or now - self._differ_since > _SETTLE_SECONDS):
+            self._refuse(errors)
+        return None
+
+    def _compare(self, hellos: Sequence[Mapping[str, Any]]) -> None:
+        """It takes a while with a thousand nodes, and reads a shared folder: while nodes come, now and then is
+        enough.
+        """
+        began = time.monotonic()
+        self._compared, self._found = self._guests.version, disagreements(hellos, seen=self._seen)
+        now = time.monotonic()
+        self._compare_at = now + max(_COMPARE_SECONDS, _REST * (now - began))
+
+    def _meet(self, present: Sequence[Guest]) -> Peers | None:
+        """All are there and agree; where they have looked at themselves, they call each other first."""
+        hellos = [self._meeting.hello, *(guest.hello or {} for guest in present)]
+        if not all("look" in hello for hello in hellos) or not all("echo" in hello for hello in hellos[1:]):
+            return self._go(present)
+        if self._round is None:
+            self._round_version = self._guests.version
+            self._round = self._begin_round(present)
+            return None
+        if not self._round.is_over:
+            return None
+        if problems := self._round.problems():
+            self._refuse(problems)
+        return self._go(present)
+
+    def _begin_round(self, present: Sequence[Guest]) -> Round:
+        topology, here = self._meeting.topology, f"0 ({self._meeting.hello['host']})"
+        try:
+            port = self._meeting.answer_at(self._address)
+            self._meeting.answer_at(self._address, topology.master_port)
+        except OSError as error:
+            self._refuse(
+                [
+                    Problem(
+                        kind="port-not-usable",
+                        file=f"node {here}",
+                        key="--master_port",
+                        value=topology.master_port,
+                        reason=f"nobody can meet there: {(error.strerror or str(error)).lower()}",
+                        fix="give all nodes another --master_port",
+                    )
+                ]
+            )
+        places = {0: Place(here, present[0].local_address, port)}
+        for guest in present:
+            assert guest.hello is not None
+            node, place = guest.hello["node_rank"], guest.hello["echo"]
+            places[node] = Place(f"{node} ({guest.hello['host']})", *place)
+        found = Round(places, master=(topology.master_addr, topology.master_port))
+        for guest in present:
+            assert guest.hello is not None
+            try:
+                guest.link.pass_on(as_line("reach", **found.order(guest.hello["node_rank"])))
+            except LinkLost as lost:
+                self._guests.part(guest, lost)
+        return found
+
+    def _go(self, present: Sequence[Guest]) -> Peers:
+        for problem in self._found:  # no errors: they have all been refused
+            write(sys.stderr, f"{problem.severity}: {problem}\n")
+        hosts = {0: str(self._meeting.hello["host"])}
+        hosts |= {guest.hello["node_rank"]: guest.hello["host"] for guest in present if guest.hello}
+        self._meeting.local_address = present[0].local_address
+        self._meeting.close()  # ranks listen there next
+        links = {guest.hello["node_rank"]: guest.link for guest in present if guest.hello}
+        self._tell_go(hosts)
+        self._guests.close_strangers()
+        return Peers(0, links, hosts)
+
+    def _refuse(self, problems: Sequence[Problem]) -> NoReturn:
+        """Tell all what differs, as much of it as fits on a line: who has a thousand nodes reads node 0's output for
+        the rest.
+        """
+        told: list[dict[str, Any]] = []
+        room = LARGEST_LINE_BYTES // 2
+        for problem in problems:
+            said = {
+                name: value[:_TOLD_CHARACTERS] if isinstance(value, str) else value
+                for name, value in problem.to_dict().items()
+            }
+            room -= len(json.dumps(said))
+            if told and room < 0:
+                more = Problem(
+                    kind="nodes-differ",
+                    file="node 0",
+                    reason=f"{len(problems) - len(told)} more problems",
+                    fix="read its output",
+                )
+                told.append(more.to_dict())
+                break
+            told.append(said)
+        self._guests.tell_all("nogo", problems=told)
+        self._guests.see_off()
+        raise ConfigError(problems)
+
+    def _tell_go(self, hosts: Mapping[int, str]) -> None:
+        """Names are for messages: of very many nodes each is known to the others by its number."""
+        if len(hosts) > _MOST_NAMED:
+            self._guests.tell_all("go", nnodes=len(hosts))
+            return
+        longest = (LARGEST_LINE_BYTES - 4096) // _MOST_NAMED - len('"99999": "", ')
+        names = {str(node): host.encode("ascii", "replace").decode()[:longest] for node, host in hosts.items()}
+        self._guests.tell_all("go", hosts=names)
+
+    def _tell_who_is_missing(self) -> None:
+        """The others would otherwise say only that they wait, and the log of a node may be all that somebody reads."""
+        now, state = time.monotonic(), (self._guests.version, self._guests.strangers.told())
+        if state != self._told and now - self._told_at > _TELL_SECONDS and self._round is None:
+            self._told, self._told_at = state, now
+            self._guests.tell_all("waiting", text=self._waiting_for()[:_LONGEST_TOLD])
+
+    def _waiting_for(self) -> str:
+        topology = self._meeting.topology
+        here = {0, *(guest.hello["node_rank"] for guest in self._guests.present if guest.hello)}
+        absent = [rank for rank in range(topology.nnodes) if rank not in here]
+        if not absent:
+            return f"waiting for all {topology.nnodes} nodes to agree"
+        with ThreadPoolExecutor(max_workers=_MOST_MISSED) as pool:  # each asks a name server
+            told = list(
+                pool.map(
+                    lambda rank: peer_name(rank, master=topology.master_addr, names=self._meeting.names),
+                    absent[:_MOST_MISSED],
+                )
+            )
+        more = f" and {len(absent) - _MOST_MISSED} more" if len(absent) > _MOST_MISSED else ""
+        return (
+            f"waiting for {len(absent)}/{topology.nnodes} nodes: {', '.join(told)}{more}{self._guests.strangers.told()}"
+        )
+
+
+def ahead(clock: float, *, sent: float, received: float) -> float:
+    """Seconds by which a clock, read between two moments of ours, is ahead; what the way there and back may be is not
+    counted.
+    """
+    apart, unknown = clock - (sent + received) / 2, abs(received - sent) / 2
+    return max(0.0, apart - unknown) if apart > 0 else min(0.0, apart + unknown)
+
+
+def _too_few_files(nnodes: int) -> Sequence[Problem]:
+    """For the others to hear of."""
+    try:
+        require(_FILES_OF_A_NODE * nnodes + STRANGERS + _OWN_FILES, f"{nnodes} nodes")
+    except ConfigError as error:
+        return error.problems
+    return ()

@@ -1,0 +1,196 @@
+"""What must be the same on every node, and what is not: found by comparing the HELLOs of all agents before a rank
+starts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import platform
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Final
+
+import framework
+from framework.config.run_config import RunConfig
+from framework.doctor.node.across import compare_clocks, python_release
+from framework.doctor.node.need import config_hash
+from framework.doctor.node.software import hash_of_files, version_of
+from framework.doctor.node.start import differences, is_look
+from framework.errors import Problem
+from framework.launch.hosts.host_names import first_few, most_common, node_names
+from framework.launch.rendezvous.connectivity import is_place
+
+_PACKAGES: Final = ("torch", "deepspeed")
+# What every HELLO holds, and of which type.
+HELLO: Final[Mapping[str, type]] = {
+    "protocol": int,
+    "job": str,
+    "attempt": int,
+    "node_rank": int,
+    "nnodes": int,
+    "slots": int,
+    "master_port": int,
+    "host": str,
+    "hosts": str,
+    "clock": float,
+    "facts": dict,
+}
+_SAME: Final = {
+    "protocol": "agents of different versions do not understand each other; install the same everywhere",
+    "attempt": "start all nodes again",
+    "nnodes": "give every node the same --nnodes, or the same hostfile",
+    "slots": "give every node the same --num_gpus, or the same hostfile",
+    "master_port": "give every node the same --master_port",
+}
+# A HELLO is one line, and holds much else.
+_LONGEST_LIST: Final = 4096
+_COUNTED: Final = re.compile(r"[0-9]+ hosts \([0-9a-f]{16}\)")
+_ONE_HOSTFILE: Final = "copy one hostfile to every node"
+
+
+def node_facts(config: RunConfig) -> dict[str, str]:
+    """Name -> value of what has to be equal everywhere: versions, config and code."""
+    versions = {name: version_of(name) or "not installed" for name in _PACKAGES}
+    return {
+        "python": python_release(platform.python_version()),
+        **versions,
+        "config": config_hash(config),
+        "code": hash_of_files(Path(framework.__file__).parent),
+    }
+
+
+def hello_is_wrong(hello: object) -> bool:
+    """It is not what an agent sends."""
+    if not isinstance(hello, dict) or any(type(hello.get(name)) is not kind for name, kind in HELLO.items()):
+        return True
+    if "look" in hello and not is_look(hello["look"]):
+        return True
+    if not 0 <= hello["node_rank"] < hello["nnodes"]:
+        return True
+    if not math.isfinite(hello["clock"]) or not isinstance(hello.get("master_addr", ""), str):
+        return True
+    if "echo" in hello and not is_place(hello["echo"]):
+        return True
+    return not all(isinstance(value, str) for value in hello["facts"].values()) or len(hello["facts"]) > 100
+
+
+def disagreements(hellos: Sequence[Mapping[str, Any]], *, seen: set[str]) -> list[Problem]:
+    """Everything in which nodes differ, each with the node; only errors stand in the way. What many have alike is told
+    once.
+
+    Args:
+        hellos: node 0's first.
+        seen: marks of nodes that were found the last time, as `framework.doctor.node.start.differences` has it.
+    """
+    problems = list(_rank_problems(hellos))
+    for name, fix in _SAME.items():
+        problems += _differences(hellos, name, lambda hello, name=name: hello[name], fix)
+    problems += _differences(hellos, "hosts", lambda hello: hello["hosts"], _ONE_HOSTFILE, _first_difference)
+    problems += _elsewhere(hellos)
+    for fact in sorted({name for hello in hellos for name in hello["facts"]}):
+        fix = (
+            "start it with the same file and settings everywhere"
+            if fact == "config"
+            else "install the same on every node"
+        )
+        problems += _differences(hellos, fact, lambda hello, fact=fact: hello["facts"].get(fact, "nothing"), fix)
+    return _together([*problems, *_of_preflights(hellos, seen)])
+
+
+def hosts_text(names: Sequence[str]) -> str:
+    """The hosts of a hostfile for a HELLO: themselves, or as many as would not fit by number and hash."""
+    listed = ",".join(names)
+    if len(listed) <= _LONGEST_LIST:
+        return listed
+    return f"{len(names)} hosts ({hashlib.sha256(listed.encode('utf-8', 'backslashreplace')).hexdigest()[:16]})"
+
+
+def _name(hello: Mapping[str, Any]) -> str:
+    return f"{hello['node_rank']} ({hello['host']})"
+
+
+def _of_preflights(hellos: Sequence[Mapping[str, Any]], seen: set[str]) -> list[Problem]:
+    """What the nodes' own looks at themselves have to say, where they have looked (`framework.doctor.node.start`)."""
+    looked = {_name(hello): hello for hello in hellos if "look" in hello}
+    if len(looked) < 2:
+        return []
+    clocks = compare_clocks({name: hello.get("ahead", 0.0) for name, hello in looked.items()})
+    return [*differences({name: hello["look"] for name, hello in looked.items()}, seen=seen), *clocks.problems]
+
+
+def _rank_problems(hellos: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
+    by_rank = Counter(hello["node_rank"] for hello in hellos)
+    for rank, count in sorted(by_rank.items()):
+        if count > 1:
+            who = first_few([str(hello["host"]) for hello in hellos if hello["node_rank"] == rank])
+            absent = sorted(set(range(hellos[0]["nnodes"])) - set(by_rank))
+            yield Problem(
+                kind="node-rank-duplicate",
+                file=who,
+                key="node_rank",
+                value=rank,
+                reason=f"{count} nodes have the same rank" + (f", and rank {absent[0]} is missing" if absent else ""),
+                fix="give every node a rank of its own",
+            )
+
+
+def _differences(
+    hellos: Sequence[Mapping[str, Any]], name: str, value: Any, fix: str, told: Any = None
+) -> Iterator[Problem]:
+    """Of those that are not like most; with two nodes nobody can say which one is wrong, and node 0 is right."""
+    usual = most_common(value(hello) for hello in hellos)
+    others = [hello for hello in hellos if value(hello) != usual]
+    alike = [_name(hello) for hello in hellos if value(hello) == usual] if others else []
+    for hello in others:
+        its, theirs = told(value(hello), usual) if told else (value(hello), usual)
+        yield Problem(
+            kind="nodes-differ",
+            file=f"node {_name(hello)}",
+            key=name,
+            value=its,
+            fix=fix,
+            reason=f"{node_names(alike)} {'has' if len(alike) == 1 else 'have'} {theirs}",
+        )
+
+
+def _first_difference(hosts: str, usual: str) -> tuple[str, str]:
+    """Lists of hosts are long: the first place at which they differ, where both are there to be compared."""
+    lists = [text.split(",") for text in (hosts, usual)]
+    if "" in (hosts, usual) or any(_COUNTED.fullmatch(text) for text in (hosts, usual)):
+        its, theirs = (
+            text if _COUNTED.fullmatch(text) else f"{len(names)} hosts" if text else "none"
+            for text, names in zip((hosts, usual), lists, strict=True)
+        )
+        return its, theirs
+    place = next(place for place, pair in enumerate(zip_longest(*lists)) if pair[0] != pair[1])
+    its, theirs = (f"{(names[place:] or ['nothing'])[0]} as number {place + 1}" for names in lists)
+    return its, theirs
+
+
+def _elsewhere(hellos: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
+    """Nodes that look for node 0 at themselves, and have asked here only because their hostfile has this host, too."""
+    for hello in hellos[1:]:
+        if "master_addr" in hello:
+            yield Problem(
+                kind="nodes-differ",
+                file=f"node {_name(hello)}",
+                key="master_addr",
+                value=hello["master_addr"],
+                reason=f"node {_name(hellos[0])} is not there",
+                fix=f"give every node the same --master_addr, or {_ONE_HOSTFILE}",
+            )
+
+
+def _together(problems: Sequence[Problem]) -> list[Problem]:
+    """One problem for all nodes that have the same one: with a thousand nodes nobody reads a thousand lines."""
+    groups: dict[Problem, list[str]] = {}
+    for problem in problems:
+        is_of_node = problem.file.startswith("node ")
+        group = replace(problem, file="" if is_of_node else problem.file)
+        groups.setdefault(group, []).extend([problem.file.removeprefix("node ")] if is_of_node else [])
+    return [replace(problem, file=node_names(nodes)) if nodes else problem for problem, nodes in groups.items()]

@@ -1,0 +1,104 @@
+"""Which of DeepSpeed's compiled ops a run loads, and where they are kept: known from its JSON and the device alone.
+
+torch compiles an op at its first use, which takes the compiler, ninja and Python's headers. What is compiled already is
+found again, and then only ninja must be there (torch 2.15 and DeepSpeed 0.19.8 ask for it either way); an op for NVIDIA
+GPUs asks nvcc for its release each time (op_builder/builder.py `installed_cuda_version`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from framework.plan.cluster import Device
+
+_OFFLOADED: Final = ("cpu", "nvme")
+_ADAM: Final = ("adam", "adamw")
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op.
+
+    Attributes:
+        name: DeepSpeed's name, which is also that of its folder in the cache.
+        reason: what of the run config needs it.
+        needs_nvcc: whether CUDA's compiler is asked for it.
+        library: a system library that it is linked with, such as ``aio``.
+    """
+
+    name: str
+    reason: str
+    needs_nvcc: bool = False
+    library: str | None = None
+
+
+def needed_ops(ds_config: Mapping[str, Any], *, device: Device) -> tuple[Op, ...]:
+    """The ops that DeepSpeed 0.19.8 loads for this JSON; nothing for devices other than NVIDIA GPUs and processors."""
+    if device not in ("cuda", "cpu"):
+        return ()
+    named = dict(_names(ds_config, on_cpu=device == "cpu"))
+    # Built where CUDA is, every op is a CUDAOpBuilder, those for the host's optimizers and its disks as well.
+    return tuple(
+        Op(name, reason, device == "cuda", "aio" if name == "async_io" else None) for name, reason in named.items()
+    )
+
+
+def _names(ds_config: Mapping[str, Any], *, on_cpu: bool) -> Iterator[tuple[str, str]]:
+    if on_cpu:
+        yield "deepspeed_shm_comm", "ranks on processors talk through shared memory"
+    zero = ds_config.get("zero_optimization") or {}
+    devices = {key: (zero.get(key) or {}).get("device", "none") for key in ("offload_optimizer", "offload_param")}
+    yield from _of_the_optimizer(ds_config.get("optimizer") or {}, offloaded=devices["offload_optimizer"] in _OFFLOADED)
+    for key, device in devices.items():
+        if device == "nvme":
+            yield "pin_memory", f"zero.{key}.device is nvme"
+            yield "async_io", f"zero.{key}.device is nvme"
+    for key in ("zero_quantized_weights", "zero_quantized_gradients"):
+        if zero.get(key):
+            yield "quantizer", f"{key} is on"
+
+
+def _of_the_optimizer(optimizer: Mapping[str, Any], *, offloaded: bool) -> Iterator[tuple[str, str]]:
+    """As runtime/engine.py `_configure_basic_optimizer` chooses."""
+    kind = str(optimizer.get("type", "")).lower()
+    if kind in _ADAM and not (optimizer.get("params") or {}).get("torch_adam", False):
+        yield "cpu_adam" if offloaded else "fused_adam", "optimizer.implementation is deepspeed"
+    elif kind == "adagrad" and offloaded:
+        yield "cpu_adagrad", "optimizer.kind is adagrad, on the host"
+    elif kind == "lion":
+        yield "cpu_lion" if offloaded else "fused_lion", "optimizer.kind is lion"
+    elif kind == "lamb":
+        yield "fused_lamb", "optimizer.kind is lamb"
+
+
+def path_of_compilers(environment: Mapping[str, str]) -> str:
+    """Return PATH with this Python's own programs first, its ninja among them, as an active environment has it."""
+    own, path = sysconfig.get_path("scripts"), environment.get("PATH") or os.defpath
+    return path if path.split(os.pathsep)[0] == own else os.pathsep.join((own, path))
+
+
+def extensions_folder(environment: Mapping[str, str], *, torch_version: str) -> Path:
+    """Where compiled ops are kept: TORCH_EXTENSIONS_DIR, or one folder for each environment and each ninja.
+
+    torch's default folder is shared by all environments of a user, but what is built names the include paths of one of
+    them. Two environments in use would compile the same op again and again, and wait for each other's lock meanwhile.
+    So would two releases of ninja (1.11 and 1.13, say), which do not know each other's commands again: torch calls the
+    first on the path that `path_of_compilers` sets, which is the same whether or not the environment is active.
+    """
+    if environment.get("TORCH_EXTENSIONS_DIR"):
+        return Path(environment["TORCH_EXTENSIONS_DIR"])
+    ninja = shutil.which("ninja", path=path_of_compilers(environment))
+    described = f"{sys.prefix} {torch_version} {platform.python_version()} {ninja}"
+    key = hashlib.sha256(described.encode()).hexdigest()[:12]
+    home = environment.get("HOME")
+    cache = Path(environment.get("XDG_CACHE_HOME") or (Path(home) if home else Path.home()) / ".cache")
+    return cache / "torch_extensions" / f"dsf-{key}"

@@ -1,0 +1,181 @@
+"""`render`: the exact DeepSpeed JSON of a plan. Every decided value is written out: no "auto", no null, no left-out
+default.
+
+Some defaults of DeepSpeed 0.19.8 cost time on every step and are decided otherwise here: `timers.throughput` (two
+device synchronisations per micro-batch), `bf16.check_grad_overflow` (two per step), and clipping, which is 1.0 when
+left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from framework.config.base import Object, Target
+from framework.config.deepspeed_words import SCHEDULES, SHARED
+from framework.config.optimizer import SGD, Adagrad, Adam, AdamW, Lamb, Lion, optimizer_lr
+from framework.config.precision import BF16, FP16, FP32, Autocast
+from framework.config.scheduler import Constant, Cosine, OneCycle
+from framework.config.zero import STAGE3_KEYS, Zero
+from framework.errors import ConfigError, Problem
+from framework.plan.plan import Plan
+
+Json = dict[str, Any]
+# DeepSpeed's own progress line would repeat ours; `null` breaks its pipeline engine, so it is put out of reach.
+_NEVER: Final = 1_000_000_000
+
+
+def render(plan: Plan) -> Json:
+    """The DeepSpeed config of a plan, ready for `deepspeed.initialize(config=...)` or a file.
+
+    Raises:
+        ConfigError: a schedule needs the length of the run and the size of the data is not known.
+    """
+    config, layout = plan.config, plan.layout
+    decided: Json = {
+        "train_batch_size": layout.global_size,
+        "train_micro_batch_size_per_gpu": layout.micro_size,
+        "gradient_accumulation_steps": layout.accumulation_steps,
+        "gradient_clipping": float(config.training.clip_grad_norm),
+        "steps_per_print": _NEVER,
+        "wall_clock_breakdown": False,
+        "timers": {"throughput": {"enabled": False, "synchronized": False}},
+        **_precision(plan),
+        "zero_optimization": _zero(config.zero),
+        **_pipeline(plan),
+        **_optimizer(plan),
+        **_scheduler(plan),
+    }
+    for key, value in config.deepspeed.items():
+        decided[key] = _merged(decided.get(key, {}), value) if key in SHARED else value
+    return decided
+
+
+def _merged(section: Any, further: Any) -> Any:
+    """Both together; a plan has seen to it that no key is in both."""
+    if not isinstance(section, Mapping) or not isinstance(further, Mapping):
+        return further
+    return {**section, **{key: _merged(section.get(key, {}), value) for key, value in further.items()}}
+
+
+def _precision(plan: Plan) -> Json:
+    precision = plan.config.precision
+    sections: Json = {"fp16": {"enabled": False}, "bf16": {"enabled": False}, "torch_autocast": {"enabled": False}}
+    match precision:
+        case FP32():
+            pass
+        case FP16():
+            sections["fp16"] = {"enabled": True, **precision.model_dump(exclude={"dtype"})}
+        case BF16():
+            sections["bf16"] = {"enabled": True, "check_grad_overflow": precision.check_grad_overflow}
+        case Autocast():
+            section: Json = {"enabled": True, "dtype": {"bf16": "bfloat16", "fp16": "float16"}[precision.compute_dtype]}
+            if precision.lower_precision_safe_modules is not None:
+                section["lower_precision_safe_modules"] = list(precision.lower_precision_safe_modules)
+            sections["torch_autocast"] = section
+    return sections
+
+
+def _zero(zero: Zero) -> Json:
+    if zero.stage == 0:
+        return {"stage": 0}
+    section: Json = {
+        "stage": zero.stage,
+        "reduce_bucket_size": zero.reduce_bucket_size,
+        "overlap_comm": zero.stage == 3 if zero.overlap_comm is None else zero.overlap_comm,
+        "contiguous_gradients": zero.contiguous_gradients,
+        "reduce_scatter": zero.reduce_scatter,
+        "round_robin_gradients": zero.round_robin_gradients,
+    }
+    if zero.offload_optimizer.device != "none":
+        section["offload_optimizer"] = zero.offload_optimizer.model_dump()
+    if zero.stage < 3:
+        section["allgather_bucket_size"] = zero.allgather_bucket_size
+    else:
+        section |= {key: getattr(zero, key) for key in STAGE3_KEYS}
+        if zero.offload_param.device != "none":
+            section["offload_param"] = zero.offload_param.model_dump()
+    return section
+
+
+def _pipeline(plan: Plan) -> Json:
+    if plan.layout.pipe_size == 1:
+        return {}
+    return {"pipeline": {"activation_checkpoint_interval": plan.config.training.recompute_every}}
+
+
+def _optimizer(plan: Plan) -> Json:
+    optimizer, offloaded = plan.config.optimizer, plan.config.zero.offload_optimizer.device != "none"
+    if isinstance(optimizer, (Target, Object)):
+        # Built by us and handed to deepspeed.initialize; the two flags only let ZeRO accept it.
+        return {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": not offloaded}
+    params: Json = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
+    match optimizer:
+        case AdamW():  # and Adam, which DeepSpeed tells apart by adam_w_mode only
+            name = "Adam" if isinstance(optimizer, Adam) else "AdamW"
+            params |= {
+                "betas": list(optimizer.betas),
+                "eps": optimizer.eps,
+                "torch_adam": optimizer.implementation == "torch",
+                "adam_w_mode": name == "AdamW",
+            }
+        case SGD():
+            name = "SGD"
+            params |= {"momentum": optimizer.momentum, "nesterov": optimizer.nesterov}
+        case Adagrad():
+            name = "Adagrad"
+            params |= {"eps": optimizer.eps}
+        case Lion():
+            name = "Lion"
+            params |= {"betas": list(optimizer.betas)}
+        case Lamb():
+            name = "Lamb"
+            params |= {
+                "betas": list(optimizer.betas),
+                "eps": optimizer.eps,
+                "max_coeff": optimizer.max_coeff,
+                "min_coeff": optimizer.min_coeff,
+            }
+    return {
+        "optimizer": {"type": name, "params": params},
+        "zero_allow_untested_optimizer": not isinstance(optimizer, AdamW),
+    }
+
+
+def _scheduler(plan: Plan) -> Json:
+    scheduler = plan.config.scheduler
+    if isinstance(scheduler, (Constant, Cosine)):  # ours: framework/engine/schedules.py
+        return {}
+    name, theirs = SCHEDULES[type(scheduler)]
+    return {
+        "scheduler": {"type": name, "params": {their: _schedule_value(plan, ours) for ours, their in theirs.items()}}
+    }
+
+
+def _schedule_value(plan: Plan, field: str) -> Any:
+    """What the schedule says, or what stands in for it where it was left out."""
+    scheduler = plan.config.scheduler
+    given = getattr(scheduler, field)
+    if given is not None:
+        return given
+    if field == "max_lr":
+        return optimizer_lr(plan.config.optimizer)
+    if field == "second_steps" and isinstance(scheduler, OneCycle):
+        return scheduler.first_steps
+    assert field == "total_steps", field
+    return schedule_steps(plan)
+
+
+def schedule_steps(plan: Plan) -> int:
+    """Length of the schedule in steps: as configured, or the length of the run."""
+    given = getattr(plan.config.scheduler, "total_steps", None) or plan.length.total_steps
+    if given is None:
+        raise ConfigError(
+            Problem(
+                kind="run-length-unknown",
+                key="scheduler.total_steps",
+                reason="the schedule needs the number of steps, and the size of the data is only known when it is read",
+                fix="set training.max_steps, scheduler.total_steps or data.train_samples",
+            )
+        )
+    return int(given)

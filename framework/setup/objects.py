@@ -1,0 +1,175 @@
+"""What a program hands over as objects instead of naming it in the config, and the config that says so.
+
+A section of the config whose object is handed over may hold the other keys that it takes: ``data: {num_workers: 2}``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Final
+
+import torch
+
+from framework.config.base import Object
+from framework.config.data import DataObject
+from framework.config.from_python import plain_values
+from framework.config.load import config_from_values
+from framework.config.optimizer import OptimizerObject
+from framework.config.run_config import RunConfig
+from framework.data.splits import Splits, given_splits
+from framework.errors import ConfigError, Problem, UsageError
+from framework.models.layers import Layer
+
+LayerList = Sequence[torch.nn.Module] | Sequence[Layer]
+ModelSource = torch.nn.Module | LayerList | Callable[[], torch.nn.Module | LayerList]
+MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+_TAGS: Final = ("kind", "target", "object")
+
+
+@dataclass(frozen=True)
+class Objects:
+    """What was handed over from Python; None: the config names it.
+
+    Attributes:
+        model: a module or a list of layers, or a callable that builds one (at ZeRO stage 3 it is then built already
+            spread).
+        train_data, eval_data: map-style datasets; `train_data` may be the pair of both.
+        task: a Task, or a callable ``loss(outputs, targets)``.
+        optimizer: a callable that takes parameters and returns an optimizer, for example ``partial(SGD, lr=0.1)``.
+    """
+
+    model: ModelSource | None = None
+    train_data: Any = None
+    eval_data: Any = None
+    task: Any = None
+    optimizer: MakeOptimizer | None = None
+
+    @cached_property
+    def splits(self) -> Splits | None:
+        """The datasets that were handed over; looked at once, however often they are asked for.
+
+        Raises:
+            ConfigError: they are no datasets.
+        """
+        return None if self.train_data is None else given_splits(self.train_data, self.eval_data)
+
+
+def config_with_objects(values: RunConfig | Mapping[str, Any], objects: Objects) -> RunConfig:
+    """Validate a config from Python, and let the sections of handed-over objects say so.
+
+    Raises:
+        ConfigError: with every problem found.
+        UsageError: it is no config at all.
+    """
+    if objects.eval_data is not None and objects.train_data is None:
+        raise ConfigError(
+            Problem(
+                kind="train-data-not-given",
+                key="eval_data",
+                reason="it was handed over without train_data",
+                fix="hand over train_data as well",
+            )
+        )
+    if objects.train_data is not None and objects.model is None and not _names_model(values):
+        raise ConfigError(
+            Problem(
+                kind="model-not-given",
+                key="model",
+                reason="train_data was handed over, and no model",
+                fix="hand over model=..., or name one in the config's model section",
+            )
+        )
+    if isinstance(values, Mapping):
+        values = _with_sections(plain_values(values), objects)
+    return describe_objects(config_from_values(values), objects)
+
+
+def _names_model(values: RunConfig | Mapping[str, Any]) -> bool:
+    """The default model reads images of the default data: data of one's own is hardly ever meant for it."""
+    return "model" in (values.model_fields_set if isinstance(values, RunConfig) else values)
+
+
+def describe_objects(config: RunConfig, objects: Objects) -> RunConfig:
+    """The config with the sections of handed-over objects saying so."""
+    found = _sections(objects)
+    changes: dict[str, Any] = {name: Object(**found[name]) for name in ("model", "task") if name in found}
+    if "data" in found:
+        loader = {name: getattr(config.data, name) for name in ("shuffle", "num_workers", "prefetch_batches")}
+        loader["random_samples"] = getattr(config.data, "random_samples", True)
+        changes["data"] = DataObject(**found["data"], **loader)
+    if "optimizer" in found:
+        stated = config.optimizer.lr if isinstance(config.optimizer, OptimizerObject) else None
+        changes["optimizer"] = OptimizerObject(**{"lr": stated, **found["optimizer"]})
+    return config.model_copy(update=changes)
+
+
+def type_name(value: Any) -> str:
+    """Of a class or function its own name, of anything else that of its type, as ``module.name``."""
+    kind = value if inspect.isroutine(value) or inspect.isclass(value) else type(value)
+    return f"{kind.__module__ or 'builtins'}.{kind.__qualname__}"
+
+
+def _with_sections(values: dict[str, Any], objects: Objects) -> dict[str, Any]:
+    """The values with what the objects say. A section that names something else keeps that: the object takes its place
+    later.
+    """
+    for name, found in _sections(objects).items():
+        section = values.get(name, {})
+        if not isinstance(section, Mapping) or any(tag in section for tag in _TAGS):
+            continue
+        stated, rate = section.get("lr"), found.get("lr")
+        if name == "optimizer" and None not in (stated, rate) and stated != rate:
+            reason = f"the optimizer that was handed over has lr={rate:g}"
+            raise ConfigError(
+                Problem(kind="object-lr-differs", key="optimizer.lr", value=stated, reason=reason, fix="give one")
+            )
+        values[name] = {**section, **found}
+    return values
+
+
+def _sections(objects: Objects) -> dict[str, dict[str, Any]]:
+    """What stands in the config for each object."""
+    found: dict[str, dict[str, Any]] = {}
+    if objects.model is not None:
+        found["model"] = {"object": type_name(objects.model)}
+    splits = objects.splits
+    if splits is not None:
+        found["data"] = {"object": type_name(splits.train), "train_samples": len(splits.train)}
+    elif objects.eval_data is not None:
+        raise UsageError("eval_data was given without train_data; give both, or name both in the config's data section")
+    if objects.task is not None:
+        found["task"] = {"object": type_name(objects.task)}
+    if objects.optimizer is not None:
+        lr = _lr_of(objects.optimizer)
+        found["optimizer"] = {"object": type_name(objects.optimizer), "args": _plain_args(objects.optimizer)}
+        found["optimizer"] |= {} if lr is None else {"lr": lr}
+    return found
+
+
+def _plain_args(optimizer: Any) -> dict[str, Any]:
+    """What a `functools.partial` says beside the rate, as far as JSON has it: a run that goes on must say the same."""
+    keywords = optimizer.keywords if isinstance(optimizer, partial) else {}
+    return {name: _listed(value) for name, value in keywords.items() if name != "lr" and _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _listed(value: Any) -> Any:
+    return [_listed(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def _lr_of(optimizer: Any) -> float | None:
+    """The rate that a `functools.partial` says; one that is no plain number (a tensor) is the optimizer's business."""
+    lr = optimizer.keywords.get("lr") if isinstance(optimizer, partial) else None
+    if isinstance(lr, bool) or not isinstance(lr, (int, float)):
+        return None
+    return float(lr) if math.isfinite(lr) and lr >= 0 else None

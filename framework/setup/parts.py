@@ -1,0 +1,245 @@
+"""The four things a run is made of beside its numbers: model, data, task, optimizer; named in the config or handed
+over.
+
+All of them are imported here, and data and task are built, before any process group exists: what is wrong with them is
+found while nothing else waits.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sized
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from framework.config.base import Object, Target
+from framework.config.run_config import RunConfig
+from framework.data.splits import Splits, as_splits
+from framework.errors import ConfigError, Problem
+from framework.models.layers import Layer, LayeredModel, as_layers
+from framework.plan.rules.parts import vocabulary_problem
+from framework.setup.objects import MakeOptimizer, ModelSource, Objects, type_name
+from framework.setup.optimizer_groups import savable
+from framework.setup.optimizer_probe import check_optimizer, refuse_closure
+from framework.setup.targets import call_factory, call_failed, check_arguments, check_handed_over, load_target, takes
+from framework.tasks.from_callable import as_task
+from framework.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of."""
+
+    build_model: Callable[[], torch.nn.Module]
+    splits: Splits
+    task: Task
+    make_optimizer: MakeOptimizer | None = field(default=None)
+
+
+def gather_parts(config: RunConfig, objects: Objects) -> Parts:
+    """Import all four, build data and task.
+
+    Raises:
+        ConfigError: something named does not import, does not take its arguments, or is not what it should be.
+    """
+    _refuse_objects_from_files(config, objects)
+    splits = objects.splits or as_splits(call_factory(config.data.factory(), key="data"))
+    task = as_task(_load_task(config)) if objects.task is None else _given_task(objects.task)
+    _check_class_count(config, splits)
+    _check_vocabulary(config, splits)
+    make_optimizer = _optimizer_maker(config) if objects.optimizer is None else _given_optimizer(objects.optimizer)
+    if make_optimizer is not None:
+        is_given = objects.optimizer is not None
+        check_optimizer(
+            make_optimizer,
+            stage=config.zero.stage,
+            key="optimizer" if is_given else "optimizer.target",
+            value=type_name(objects.optimizer) if is_given else getattr(config.optimizer, "target", ""),
+        )
+    return Parts(
+        build_model=_model_builder(config, objects.model), splits=splits, task=task, make_optimizer=make_optimizer
+    )
+
+
+def _check_class_count(config: RunConfig, splits: Splits) -> None:
+    """Some datasets know their classes only from the files; a label out of range would fail inside a GPU kernel."""
+    found, expected = getattr(splits.train, "classes", None), getattr(config.model, "num_classes", None)
+    if isinstance(found, Sized) and expected is not None and len(found) > expected:
+        raise ConfigError(
+            Problem(
+                kind="model-data-num-classes",
+                key="model.num_classes",
+                value=expected,
+                reason=f"the training data has {len(found)} classes",
+                fix=f"set model.num_classes: {len(found)}",
+            )
+        )
+
+
+def _check_vocabulary(config: RunConfig, splits: Splits) -> None:
+    """The token file knows how many different tokens it has; one that the model lacks would fail inside a GPU
+    kernel.
+    """
+    problems = tuple(vocabulary_problem(getattr(splits.train, "vocab_size", None), config.model))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _load_task(config: RunConfig) -> Any:
+    """A task target is a loss function ``loss(outputs, targets, **args)``, or a class or function to call with the
+    args.
+
+    What takes two values besides the args is a loss. A function that would do as either is a loss where there are no
+    args.
+    """
+    section = config.task
+    if not isinstance(section, Target):
+        return call_factory(section.factory(), key="task")
+    found = load_target(section.target, key="task.target")
+    if isinstance(found, (Task, torch.nn.Module)) or not callable(found):
+        if section.args:
+            raise ConfigError(
+                Problem(
+                    kind="target-not-callable",
+                    key="task.target",
+                    value=section.target,
+                    fix="leave args out",
+                    reason=f"it is an object ({type_name(found)}), which takes no args",
+                )
+            )
+        return found
+    may_be_loss = not inspect.isclass(found) and takes(found, {}, positional=2)
+    if may_be_loss and not (section.args and takes(found, section.args)):
+        check_arguments(found, section.args, key="task", positional=2)
+        return partial(found, **section.args) if section.args else found
+    return call_factory(section.factory(), key="task")
+
+
+def _given_task(task: Any) -> Task:
+    if callable(task) and not isinstance(task, (Task, type)):
+        check_handed_over(
+            task,
+            key="task",
+            call="(outputs, targets)",
+            num_values=2,
+            fix="hand over functools.partial(...) with what else it takes",
+        )
+    return as_task(task, handed_over=True)
+
+
+def _model_builder(config: RunConfig, model: ModelSource | None) -> Callable[[], torch.nn.Module]:
+    if model is None:
+        factory = config.model.factory()
+        check_arguments(load_target(factory.path, key="model.target"), factory.kwargs, key="model")
+        return lambda: _as_module(call_factory(factory, key="model"))
+    if isinstance(model, (torch.nn.Module, list, tuple)):
+        return lambda: _as_module(model)
+    if not callable(model):
+        raise ConfigError(
+            Problem(
+                kind="model-target-result",
+                key="model",
+                value=type_name(model),
+                reason="it is neither a torch.nn.Module nor a list of layers, nor a callable that builds one",
+                fix="hand over a module, or a function that returns one",
+            )
+        )
+    check_handed_over(
+        model, key="model", call="()", fix="hand over functools.partial(...) with its arguments, or the built model"
+    )
+    return lambda: _as_module(model())
+
+
+def _as_module(model: Any) -> torch.nn.Module:
+    """A list of layers has no forward() of its own; as a `LayeredModel` it has."""
+    if isinstance(model, torch.nn.Module) and not isinstance(model, torch.nn.ModuleList):
+        return model
+    if not isinstance(model, (torch.nn.ModuleList, list, tuple)):
+        raise ConfigError(
+            Problem(
+                kind="model-target-result",
+                key="model",
+                value=type_name(model),
+                reason="it is neither a torch.nn.Module nor a list of layers",
+                fix="return a module",
+            )
+        )
+    layers = list(model)
+    if layers and all(isinstance(layer, Layer) for layer in layers):
+        try:
+            return LayeredModel(layers)
+        except ValueError as error:
+            raise ConfigError(
+                Problem(kind="layers-do-not-fit", key="model", reason=str(error), fix="mend the list")
+            ) from error
+    return LayeredModel(as_layers(model))
+
+
+def _optimizer_maker(config: RunConfig) -> MakeOptimizer | None:
+    section = config.optimizer
+    if not isinstance(section, Target):
+        return None
+    make = load_target(section.target, key="optimizer.target")
+    check_arguments(make, section.args, key="optimizer", positional=1)
+
+    def make_optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        try:
+            optimizer = make(parameters, **section.args)
+        except (Exception, SystemExit) as error:
+            raise call_failed(error, section.target, key="optimizer") from error
+        return _checked_optimizer(optimizer, key="optimizer.target", value=section.target)
+
+    return make_optimizer
+
+
+def _given_optimizer(make: Any) -> MakeOptimizer:
+    fix = "hand over a function from parameters to an optimizer, such as functools.partial(torch.optim.SGD, lr=0.1)"
+    if not callable(make):
+        built = "it is built already, over parameters that are yet to move to their device"
+        raise ConfigError(
+            Problem(
+                kind="optimizer-target-result",
+                key="optimizer",
+                value=type_name(make),
+                reason=built if isinstance(make, torch.optim.Optimizer) else "it cannot be called",
+                fix=fix,
+            )
+        )
+    check_handed_over(make, key="optimizer", call="(parameters)", num_values=1, fix=fix)
+    return lambda parameters: _checked_optimizer(make(parameters), key="optimizer", value=type_name(make))
+
+
+def _checked_optimizer(optimizer: Any, *, key: str, value: str) -> torch.optim.Optimizer:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        refuse_closure(optimizer, key=key, value=value)
+        return savable(optimizer, key=key, value=value)
+    raise ConfigError(
+        Problem(
+            kind="optimizer-target-result",
+            key=key,
+            value=value,
+            reason=f"it returned {type_name(optimizer)}, not a torch.optim.Optimizer",
+            fix="return an optimizer over the given parameters",
+        )
+    )
+
+
+def _refuse_objects_from_files(config: RunConfig, objects: Objects) -> None:
+    """A resolved config says which objects a run was given; it cannot bring them back."""
+    given = {"model": objects.model, "data": objects.train_data, "task": objects.task, "optimizer": objects.optimizer}
+    problems = [
+        Problem(
+            kind="object-not-given",
+            key=f"{key}.object",
+            value=getattr(config, key).object,
+            reason="it was handed over from Python and exists only there",
+            fix=f"hand it over again with framework.fit(..., {'train_data' if key == 'data' else key}=...)",
+        )
+        for key, given_object in given.items()
+        if given_object is None and isinstance(getattr(config, key), Object)
+    ]
+    if problems:
+        raise ConfigError(problems)

@@ -1,0 +1,315 @@
+"""A model cut into pipeline stages, before any process waits for another: its layers, what they weigh, where they are
+cut.
+
+Also started by itself (``python -m framework.setup.stages``) by the command `plan`, which does not import torch: see
+`framework.commands.stage_balance`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, Final
+
+import torch
+
+from framework.config.load import config_from_values
+from framework.config.model_kind import ModelKind
+from framework.errors import ConfigError, FrameworkError, Problem
+from framework.models.adapt import frozen_names
+from framework.models.layer_comparison import refuse_untrue_layers
+from framework.models.layers import Layer, as_layers, recipes_only, refuse_bad_ties, tells_layers
+from framework.models.parameter_groups import is_matrix
+from framework.models.survey import Surveyed, survey
+from framework.plan.balance import LayerFacts, StageTable, cut, with_seconds
+from framework.plan.cluster import Cluster
+from framework.plan.plan import Plan, make_plan
+from framework.setup.objects import Objects
+from framework.setup.parts import Parts, gather_parts
+from framework.setup.targets import summary
+from framework.setup.wiring import make_train_loader
+from framework.tasks.task import Task
+
+# Of what is found while the parts are gathered: not that this machine lacks something, but that the run cannot work.
+_WRONG_ANYWHERE: Final = frozenset(
+    {
+        "model-data-num-classes",
+        "model-data-vocab-size",
+        "text-damaged",
+        "text-one-document",
+        "text-too-short",
+        "text-without-special-tokens",
+    }
+)
+
+
+@dataclass(frozen=True)
+class CutModel:
+    """A model as layers, and the stages that run them.
+
+    Attributes:
+        layers: recipes, or built modules.
+        table: what the layers weigh and where they are cut.
+        inputs: the model's inputs of one micro-batch, on the CPU.
+        surveyed: what each layer passes on.
+        frozen: names of the weights that are not trained.
+    """
+
+    layers: tuple[Layer, ...]
+    table: StageTable
+    inputs: Any
+    surveyed: tuple[Surveyed, ...]
+    frozen: frozenset[str]
+
+
+def cut_model(plan: Plan, parts: Parts) -> CutModel:
+    """Take the model apart, weigh its layers on one micro-batch and decide where it is cut.
+
+    Raises:
+        ConfigError: it cannot be cut, a layer fails, or what crosses a cut cannot be sent.
+    """
+    seed = plan.config.run.seed
+    torch.manual_seed(seed)  # as the plain engine does before it builds the model
+    with recipes_only():
+        model = parts.build_model()
+        layers = tuple(as_layers(model))
+    try:
+        refuse_bad_ties(layers)
+    except ValueError as error:
+        raise ConfigError(
+            Problem(kind="layers-do-not-fit", key="model", reason=str(error), fix="mend the list")
+        ) from error
+    _refuse_own_forward(parts)
+    inputs = _first_inputs(plan, parts)
+    if not _is_tensors(inputs):
+        raise ConfigError(
+            Problem(
+                kind="inputs-unsendable",
+                key="parallel.pipe",
+                value=plan.config.parallel.pipe,
+                reason=f"the task hands a {type(inputs).__name__} to the model, and a pipeline's first stage takes a "
+                "tensor or a "
+                "tuple of tensors",
+                fix="let split(batch) return such inputs, or set parallel.pipe: 1",
+            )
+        )
+    in_half = plan.config.precision.dtype in ("bf16", "fp16")
+    look = partial(survey, layers, inputs, seed=seed, float_bytes=2 if in_half else 4)
+    surveyed = tuple(look())
+    frozen = _frozen(surveyed, plan)
+    if frozen:  # once more, now that the names are known: no gradient flows through what is frozen
+        surveyed = tuple(look(frozen=frozen))
+    if tells_layers(model) and not isinstance(plan.config.model, ModelKind):  # those of our own are tested
+        refuse_untrue_layers(model, inputs, seed=seed)
+    return CutModel(layers, _cut(_facts(surveyed), surveyed, plan), inputs, surveyed, frozen)
+
+
+def check_recomputed(plan: Plan, parts: Parts) -> None:
+    """With `training.recompute_every` a module that tells its layers is run by them on one device too.
+
+    Not at ZeRO stage 3, where the whole model may not fit one process's memory.
+
+    Raises:
+        ConfigError: the layers give another output than its forward().
+    """
+    config = plan.config
+    if not config.training.recompute_every or config.zero.stage == 3 or isinstance(config.model, ModelKind):
+        return
+    torch.manual_seed(config.run.seed)
+    model = parts.build_model()
+    if not tells_layers(model):
+        return
+    inputs = _first_inputs(plan, parts)
+    if _is_tensors(inputs):
+        refuse_untrue_layers(model, inputs, seed=config.run.seed)
+
+
+def cut_by_time(model: CutModel, plan: Plan, seconds: Sequence[float]) -> CutModel:
+    """The same model, cut by what its layers were measured to take.
+
+    Raises:
+        ConfigError: what crosses the new cut cannot be sent.
+    """
+    facts = with_seconds(_facts(model.surveyed), seconds)
+    return replace(model, table=_cut(facts, model.surveyed, plan))
+
+
+def cut_as_saved(model: CutModel, plan: Plan, manifest: Mapping[str, Any]) -> CutModel | None:
+    """The same model, cut as a checkpoint says that its run was by measurement; None where it had other layers or
+    stages.
+    """
+    saved, parallel = manifest.get("pipeline") or {}, plan.config.parallel
+    measured = manifest["config"].get("parallel", {}).get("partition") == parallel.partition
+    bounds, layers = saved.get("bounds"), [layer.name for layer in model.table.layers]
+    if (
+        not measured
+        or saved.get("layers") != layers
+        or not isinstance(bounds, list)
+        or len(bounds) != parallel.pipe + 1
+    ):
+        return None
+    if (bounds[0], bounds[-1]) != (0, len(layers)) or not all(type(bound) is int for bound in bounds):
+        return None
+    stages = [number for number, (start, stop) in enumerate(pairwise(bounds)) for _ in range(start, stop)]
+    explicit = replace(
+        plan, config=plan.config.model_copy(update={"parallel": parallel.model_copy(update={"stages": stages})})
+    )
+    return replace(model, table=_cut(_facts(model.surveyed), model.surveyed, explicit))
+
+
+def _cut(facts: Sequence[LayerFacts], surveyed: Sequence[Surveyed], plan: Plan) -> StageTable:
+    table = cut(facts, plan.config.parallel, same_groups=_needs_same_groups(plan))
+    if isinstance(table, Problem):
+        raise ConfigError(table)
+    problems = [
+        Problem(
+            kind="layer-output-unsendable",
+            key="parallel.pipe",
+            value=plan.config.parallel.pipe,
+            reason=f"a stage ends with layer {surveyed[stop - 1].layer.name} ({surveyed[stop - 1].kind}), and "
+            f"{surveyed[stop - 1].cannot_send}",
+            fix="change the layer, or name other stages in parallel.stages",
+        )
+        for stop in table.bounds[1:-1]
+        if surveyed[stop - 1].cannot_send
+    ]
+    if problems:
+        raise ConfigError(problems)
+    _refuse_shared_weights(table, surveyed)
+    return table
+
+
+def _facts(surveyed: Sequence[Surveyed]) -> list[LayerFacts]:
+    """What the balance is made of; weights that are not trained weigh nothing in it."""
+    return [
+        LayerFacts(
+            layer.layer.name,
+            layer.kind,
+            sum(shape.numel() for shape in layer.params.values()),
+            layer.param_bytes,
+            layer.output_bytes,
+            flops=layer.flops,
+            tied=layer.layer.tied,
+            may_start_stage=layer.layer.may_start_stage,
+            groups=frozenset("matrices" if is_matrix(shape) else "biases and norms" for shape in layer.params.values()),
+        )
+        for layer in surveyed
+    ]
+
+
+def _frozen(surveyed: Sequence[Surveyed], plan: Plan) -> frozenset[str]:
+    names = [f"{layer.place}.{name}" for layer in surveyed for name in layer.params]
+    return frozenset(frozen_names(dict.fromkeys(names), plan.config.training.freeze))
+
+
+def _refuse_shared_weights(table: StageTable, surveyed: Sequence[Surveyed]) -> None:
+    """One weight in two layers that nobody tied: each stage would train a copy, and they would drift apart."""
+    holders: dict[int, tuple[int, Surveyed]] = {}
+    for stage, (start, stop) in enumerate(pairwise(table.bounds)):
+        for layer in surveyed[start:stop]:
+            if not layer.layer.is_built or layer.layer.tied:
+                continue
+            weights = dict(layer.layer.build().named_parameters())
+            for name in layer.params:
+                other_stage, other = holders.setdefault(id(weights[name]), (stage, layer))
+                if other_stage != stage:
+                    raise ConfigError(
+                        Problem(
+                            kind="weight-on-two-stages",
+                            key="model",
+                            value=f"{layer.layer.name}.{name}",
+                            reason=f"it is a weight of {other.layer.name} on stage {other_stage} as well as of "
+                            f"{layer.layer.name} on "
+                            f"stage {stage}, and the copies would drift apart",
+                            fix="put both on one stage in parallel.stages, or build a LayeredModel with tied layers",
+                        )
+                    )
+
+
+def _refuse_own_forward(parts: Parts) -> None:
+    """The stages call their layers themselves."""
+    if type(parts.task).forward is not Task.forward:
+        raise ConfigError(
+            Problem(
+                kind="task-forward-with-pipeline",
+                key="task",
+                value=type(parts.task).__name__,
+                reason="its own forward() would not be called in a pipeline, whose stages call their layers themselves",
+                fix="move it into the model's layers, or set parallel.pipe: 1",
+            )
+        )
+
+
+def _needs_same_groups(plan: Plan) -> bool:
+    """Whether the optimizer has two parameter groups and ZeRO reduces over both."""
+    optimizer = plan.config.optimizer
+    in_groups = getattr(optimizer, "weight_decay_on", "all") == "matrices" and getattr(optimizer, "weight_decay", 0.0)
+    return bool(in_groups) and plan.config.zero.stage > 0
+
+
+def _first_inputs(plan: Plan, parts: Parts) -> Any:
+    """What the model gets in the run's first micro-batch."""
+    batches = make_train_loader(plan, parts.splits, rank=0, num_workers=0).stream(0)
+    try:
+        inputs, _ = parts.task.split(next(batches))
+    except FrameworkError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            Problem(
+                kind="first-batch-failed",
+                key="data",
+                reason=f"the first micro-batch cannot be read: {summary(error)}",
+                fix="mend the dataset, its collate_fn, or the task's split(batch)",
+            )
+        ) from error
+    finally:
+        batches.close()
+    return inputs
+
+
+def _is_tensors(inputs: Any) -> bool:
+    return all(isinstance(tensor, torch.Tensor) for tensor in (inputs if isinstance(inputs, tuple) else (inputs,)))
+
+
+def tell(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Where a model would be cut, for the command `plan`.
+
+    Args:
+        asked: ``config`` and ``cluster`` as plain values.
+
+    Returns:
+        ``lines`` and ``pipeline`` of the table; or ``missing``, what this machine lacks to know it; or ``problems``,
+        why it cannot be cut. Problems as plain values.
+    """
+    config, cluster = config_from_values(asked["config"]), Cluster(**asked["cluster"])
+    try:
+        parts = gather_parts(config, Objects())
+    except ConfigError as error:
+        told = "problems" if any(problem.kind in _WRONG_ANYWHERE for problem in error.problems) else "missing"
+        return {told: [problem.to_dict() for problem in error.problems]}
+    try:
+        table = cut_model(make_plan(config, cluster, num_train_samples=len(parts.splits.train)), parts).table
+    except ConfigError as error:
+        return {"problems": [problem.to_dict() for problem in error.problems]}
+    return {"lines": list(table.lines()), "pipeline": table.to_dict()}
+
+
+def main() -> int:
+    """Read a question from stdin and write the answer to stdout, both JSON; what user code prints goes to stderr."""
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as answer:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        with contextlib.redirect_stdout(sys.stderr):
+            told = tell(json.load(sys.stdin))
+        json.dump(told, answer)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""Files that survive a crash: new ones, hashed and flushed while they are written; small ones, replaced whole; folders,
+flushed.
+
+A reader, or a power cut, sees the old content or the new one and nothing between. What is read of a stranger's files is
+read here
+as well: no links, no pipes, and no more than was asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Final
+
+# What file systems answer that cannot flush a folder (some network and FUSE ones); their renames are as durable as they
+# get.
+_CANNOT_FLUSH_FOLDERS: Final = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
+_HASH_BLOCK: Final = 1 << 22
+_WRITE_BLOCK: Final = 1 << 23
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file holds: its size, and SHA-256 as hexadecimal digits."""
+
+    num_bytes: int
+    sha256: str
+
+
+class NewFile:
+    """A file that did not exist, hashed while it is written and flushed to disk when it is closed.
+
+    It has the methods that `torch.save` calls on a file. It is written with the operating system's own calls and
+    without a buffer, so that every failure of the disk is seen where it happens.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = _create(path)
+        self._hash, self._num_bytes = hashlib.sha256(), 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append; returns the number of bytes."""
+        rest = memoryview(data).cast("B")
+        while rest:
+            count = os.write(
+                self._descriptor, rest
+            )  # may be less than asked for, when a signal or a quota comes between
+            self._hash.update(rest[:count])
+            self._num_bytes += count
+            rest = rest[count:]
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def set_mode(self, mode: int) -> None:
+        """Set the permissions."""
+        os.fchmod(self._descriptor, mode)
+
+    def close(self) -> FileRecord:
+        """Flush to disk and close."""
+        try:
+            os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+        return FileRecord(self._num_bytes, self._hash.hexdigest())
+
+    def abandon(self) -> None:
+        """Close after a failure; what was written is somebody else's to remove."""
+        with contextlib.suppress(OSError):
+            os.close(self._descriptor)
+
+
+def _create(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+
+
+def write_new(path: Path, data: memoryview) -> None:
+    """Write a file that did not exist, and flush it to disk; its hash is `digest_of(data)`.
+
+    Raises:
+        OSError: it cannot be written; a part of it may be there.
+    """
+    descriptor = _create(path)
+    try:
+        rest = data
+        while rest:
+            rest = rest[os.write(descriptor, rest[:_WRITE_BLOCK]) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def digest_of(data: memoryview) -> str:
+    """SHA-256 as hexadecimal digits; other threads run meanwhile."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def hash_file(path: Path, *, on_read: Callable[[int], None] = lambda _: None) -> FileRecord:
+    """Size and SHA-256 of a file; `on_read` is told of the bytes so far."""
+    digest, num_bytes = hashlib.sha256(), 0
+    with path.open("rb") as stream:
+        while block := stream.read(_HASH_BLOCK):
+            digest.update(block)
+            num_bytes += len(block)
+            on_read(num_bytes)
+    return FileRecord(num_bytes, digest.hexdigest())
+
+
+def read_regular(path: Path, *, num_bytes: int) -> bytes | None:
+    """A file's first `num_bytes`; None of a link, a pipe and the like, which may lead elsewhere or keep a reader
+    waiting for ever.
+
+    Raises:
+        OSError: there is none, or the file system does not answer.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+            return None
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return None
+        with open(descriptor, "rb", closefd=False) as stream:
+            return stream.read(num_bytes)
+    finally:
+        os.close(descriptor)
+
+
+def open_own(path: Path, mode: str, *, newline: str | None = None) -> IO[Any]:
+    """Open a file of a run folder as `open` does, with text as UTF-8; nothing there is written or read through a link.
+
+    Raises:
+        OSError: it is a link or a pipe, which its text names, or what `open` raises.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        try:
+            descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO):
+                raise _irregular(path) from error
+            raise
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise _irregular(path)
+        return descriptor
+
+    is_text = "b" not in mode
+    return open(
+        path,
+        mode,
+        opener=opener,
+        newline=newline,
+        encoding="utf-8" if is_text else None,
+        errors="replace" if is_text else None,
+    )
+
+
+def make_own_folder(path: Path) -> None:
+    """Make a folder in a run folder, or see that it is one and no link to one.
+
+    Raises:
+        OSError: it is a link, which its text names, or cannot be made.
+    """
+    refuse_link(path)
+    path.mkdir(exist_ok=True)
+
+
+def refuse_link(path: Path) -> None:
+    """Raises OSError, with the path in its text, where a link has that name."""
+    if path.is_symlink():
+        raise _irregular(path)
+
+
+def _irregular(path: Path) -> OSError:
+    return OSError(
+        errno.ELOOP, f"{path} is a link or no regular file, and a run folder's own files are not reached through such"
+    )
+
+
+def replace_text(path: Path, text: str, *, mode: int | None = None) -> None:
+    """Write beside, flush to disk, rename over, and flush the folder entry; `mode`: permissions to set."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            aside.unlink()  # of an earlier process with this number
+        stream = NewFile(aside)
+        try:
+            stream.write(text.encode("utf-8"))
+            if mode is not None:
+                stream.set_mode(mode)
+        except BaseException:
+            stream.abandon()
+            raise
+        stream.close()
+        os.replace(aside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and new names in a folder survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_FLUSH_FOLDERS:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """Make the content of a file survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folders(folder: Path) -> None:
+    """Make the names of all files in a folder, and in the folders in it, survive a power cut."""
+    for path in (folder, *sorted(folder.rglob("*"))):
+        if path.is_dir():
+            sync_folder(path)

@@ -1,0 +1,94 @@
+"""A rank's own log file: what is said here stands beside DeepSpeed's messages, so that the file tells how far the rank
+came.
+
+Nothing goes anywhere before a file is given. `logging` is what DeepSpeed writes with, so both share one handler.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from framework.errors import FrameworkError, RunStopped
+from framework.system.output import visible, write
+
+_LOGGER: Final = logging.getLogger("dsf-trainer")
+_LOGGER.setLevel(logging.INFO)
+_LOGGER.propagate = False
+_LOGGER.addHandler(logging.NullHandler())  # else `logging` prints warnings by itself where there is no file yet
+_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def note(text: str) -> None:
+    """A line for the log alone."""
+    _LOGGER.info("%s", text)
+
+
+def note_warning(text: str) -> None:
+    """The same for what may have gone wrong."""
+    _LOGGER.warning("%s", text)
+
+
+def note_error(text: str) -> None:
+    """Why this rank ends, a traceback perhaps: also on ranks that leave it to another one to tell it."""
+    _LOGGER.error("%s", text)
+
+
+def say(line: str = "") -> None:
+    """Print a line. Nobody may be listening any more (``| head``, a closed terminal): no reason to lose a run."""
+    write(sys.stdout, f"{line}\n")
+    if line:
+        note(line)
+
+
+class _Visible(logging.Formatter):
+    """Whoever reads a log may do it on a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
+def write_to(handler: logging.FileHandler) -> None:
+    """From now on to this file, and no more to the one before."""
+    let_go()
+    handler.setFormatter(_Visible(_FORMAT))
+    _LOGGER.addHandler(handler)
+
+
+def let_go() -> None:
+    """No more to the file: the next run of this process has another. It is left open, for DeepSpeed's messages."""
+    for handler in list(_LOGGER.handlers):
+        if isinstance(handler, logging.FileHandler):
+            _LOGGER.removeHandler(handler)
+
+
+@contextmanager
+def noting_errors() -> Iterator[None]:
+    """What ends the run is noted on every rank, and goes on its way: one of them may have to tell it for all."""
+    try:
+        yield
+    except RunStopped as stopped:
+        note(str(stopped))
+        raise
+    except Exception as error:
+        note_error(_told(error))
+        raise
+    finally:
+        let_go()
+
+
+def _told(error: Exception) -> str:
+    """Its text where that was written for a user, with what lies behind it; for others the traceback."""
+    if not isinstance(error, FrameworkError):
+        return traceback.format_exc().rstrip()
+    told, cause = [str(error)], error.__cause__
+    while isinstance(cause, FrameworkError):  # of a data loader's worker: its text is the worker's traceback
+        told += [str(cause)] if str(cause) not in told else []
+        cause = cause.__cause__
+    if cause is not None:
+        told.append("".join(traceback.format_exception(cause)))
+    return "\n".join(told).rstrip()

@@ -1,0 +1,53 @@
+"""Writing to a stream whose reader may have left: a terminal that was closed, an ssh connection that died, a full
+disk.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import TextIO
+
+
+def visible(text: str, *, keeps: str = "\n\t") -> str:
+    """A text of unknown origin, with escapes such as ``\\x1b`` for what would steer a terminal or a page.
+
+    These are control characters, marks that turn the direction of reading, separators of lines, and bytes that are no
+    text.
+
+    Args:
+        text: a file's name, a field of a manifest, a message of another host.
+        keeps: characters that stay as they are.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keeps else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def write(stream: TextIO | None, text: str) -> None:
+    """Write at once. That nobody reads any more is no reason to end, or to end differently.
+
+    Args:
+        stream: such as `sys.stderr`; None where the process was started without.
+        text: with its line ends; its other control characters become visible.
+    """
+    if stream is None:
+        return
+    try:
+        stream.write(visible(text))
+        stream.flush()
+    except OSError:
+        leave(stream)
+
+
+def leave(stream: TextIO) -> None:
+    """Let what the stream still holds, and whatever comes, go nowhere; else it would be an error again, at the latest
+    at exit.
+    """
+    with suppress(OSError):  # a stream without a descriptor
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, stream.fileno())
+        finally:
+            os.close(nowhere)
+        stream.flush()

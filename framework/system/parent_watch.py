@@ -1,0 +1,118 @@
+"""No rank outlives its launcher: a thread looks twice a second whether the processes above this one are still there.
+
+Two are looked at: the parent, where a launcher started this process as one of several ranks, and the agent above the
+launcher, which ``DSF_AGENT=<process id>:<start time>`` names (the start time as in /proc/<pid>/stat, because ids are
+used again). When one is gone, the rank ends: at once, because a save in the writing is no loss (it has no name before
+it is complete) and whoever starts the run again needs the devices and the run folder free; only a rank that has been
+asked to stop, and may be saving for good, gets some seconds.
+
+The kernel could do it too (PR_SET_PDEATHSIG), but it acts when the *thread* that started us ends, which may be one of
+many in a launcher that lives on, and its SIGKILL would leave neither the line nor the seconds. Standard library only:
+train.py starts this before it imports anything else.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from framework.errors import EXIT_PEER_LOST, EXIT_STOPPED, ConfigError, Problem
+
+AGENT_VARIABLE: Final = "DSF_AGENT"
+_LOOK_SECONDS: Final = 0.5
+_STOPPING_SECONDS: Final = 10.0
+_START_TIME: Final = 22 - 3  # its place in /proc/<pid>/stat after the name in parentheses, which is the second
+
+
+def identity(pid: int) -> str:
+    """``<process id>:<start time>``, the value of DSF_AGENT for a process; the time is empty where there is no /proc.
+
+    Raises:
+        ProcessLookupError: there is no such process.
+    """
+    try:
+        fields = (
+            Path("/proc", str(pid), "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        )
+    except FileNotFoundError:
+        os.kill(pid, 0)
+        return f"{pid}:"
+    if fields[0] in "ZX":
+        raise ProcessLookupError(pid)  # dead, and nobody has asked how it ended
+    return f"{pid}:{fields[_START_TIME]}"
+
+
+def watch_parent(
+    environment: Mapping[str, str],
+    *,
+    is_stopping: Callable[[], bool],
+    is_over: Callable[[], bool],
+    stopping_seconds: float = _STOPPING_SECONDS,
+) -> None:
+    """Watch from now on, in a thread; nothing where no launcher started this process.
+
+    Args:
+        environment: of this process.
+        is_stopping: whether the run has been asked to stop, and may be saving.
+        is_over: whether it has stopped and saved.
+        stopping_seconds: how long a run that is stopping may go on alone.
+
+    Raises:
+        ConfigError: ``DSF_AGENT`` cannot be read.
+    """
+    parent = os.getppid() if "LOCAL_RANK" in environment else None
+    agent = _agent(environment)
+    if parent is None and agent is None:
+        return
+
+    def watch() -> None:
+        while not (lost := _lost(parent, agent)):
+            time.sleep(_LOOK_SECONDS)
+        deadline = time.monotonic() + stopping_seconds
+        while is_stopping() and not is_over() and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS / 5)
+        with suppress(OSError):
+            rank = environment.get("RANK", "0")
+            os.write(2, f"rank {rank}: the {lost} is gone, and this rank ends with it [launcher-lost]\n".encode())
+        os._exit(EXIT_STOPPED if is_over() else EXIT_PEER_LOST)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def _lost(parent: int | None, agent: str | None) -> str:
+    if parent is not None and os.getppid() != parent:
+        return f"launcher (process {parent})"
+    if agent is not None:
+        pid = agent.partition(":")[0]
+        try:
+            is_there = identity(int(pid)) == agent
+        except ProcessLookupError:
+            is_there = False
+        except OSError:
+            is_there = True  # it may not be signalled, or the table of files is full: no reason to end
+        if not is_there:
+            return f"agent (process {pid})"
+    return ""
+
+
+def _agent(environment: Mapping[str, str]) -> str | None:
+    text = environment.get(AGENT_VARIABLE)
+    if not text:
+        return None
+    pid, colon, started = text.partition(":")
+    if not (pid.isdecimal() and int(pid) and colon and (started.isdecimal() or not started)):
+        raise ConfigError(
+            Problem(
+                kind="agent-not-named",
+                key=AGENT_VARIABLE,
+                value=text,
+                reason="not <process id>:<start time>",
+                fix="leave the variable to the launcher",
+            )
+        )
+    return text

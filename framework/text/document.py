@@ -1,0 +1,335 @@
+"""Reads YAML or JSON text into plain values together with the place of every key, within fixed bounds.
+
+PyYAML composes the node tree (no Python objects are ever constructed from tags) and we build the values ourselves,
+because its loaders drop line numbers and duplicate keys, read `1e-3` as a string, and expand nested aliases without
+bound.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from framework.errors import ConfigError, Problem, show_value
+from framework.text.read_text import read_text
+
+MAX_VALUES: Final = 50_000
+MAX_DEPTH: Final = 50
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_INT: Final = re.compile(r"[-+]?(0|[1-9][0-9_]*)\Z")
+_FLOAT: Final = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?\Z")
+_MAX_DIGITS: Final = 30
+_SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+_SPECIAL: Final[Mapping[str, Any]] = {
+    "": None,
+    "~": None,
+    "null": None,
+    "Null": None,
+    "NULL": None,
+    "true": True,
+    "True": True,
+    "TRUE": True,
+    "false": False,
+    "False": False,
+    "FALSE": False,
+    ".inf": float("inf"),
+    "+.inf": float("inf"),
+    "-.inf": float("-inf"),
+    ".nan": float("nan"),
+}
+# What libyaml (or PyYAML) says -> what to do about it; anything else gets the general advice.
+_ADVICE: Final[Mapping[str, tuple[str, str]]] = {
+    "mapping values are not allowed": ("a colon that no key can have here", "check the indentation, or quote the text"),
+    "found another document": ("a second document starts here", "keep one document per file"),
+    "cannot start any token": ("this character cannot start a value", "put the text in quotes"),
+    "found undefined alias": ("the alias has no anchor", "write the value out, or quote a text that starts with *"),
+    "alphabetic or numeric": ("a * or & that starts no alias or anchor", "put the text in quotes"),
+}
+
+COMMAND_LINE: Final = "command line"
+YAML_ENDINGS: Final = (".yaml", ".yml")
+
+KeyPath = tuple[str | int, ...]
+
+
+@dataclass
+class Document:
+    """Plain values, and where each of them stands.
+
+    Attributes:
+        name: file name as the user gave it.
+        value: nested dicts, lists and scalars.
+        places: path of a key -> (line, column), both 1-based; the path of a value is the path of its key.
+        texts: path of a number or truth value -> how it is written, where that is not how it would be shown.
+    """
+
+    name: str
+    value: Any = None
+    places: dict[KeyPath, tuple[int, int]] = field(default_factory=dict)
+    texts: dict[KeyPath, str] = field(default_factory=dict)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was written but comments."""
+        return self.value is None and not self.places
+
+
+def read_document(path: Path, *, name: str) -> Document:
+    """Read a config file (at most 1 MB, UTF-8, YAML or JSON).
+
+    Raises:
+        ConfigError: it is not there, not text, too large, or not YAML/JSON; the problem names line and column.
+    """
+    return document_of(read_text(path, name=name), path, name=name)
+
+
+def document_of(text: str, path: Path, *, name: str) -> Document:
+    """The document of a text that was read from a path, whose ending says YAML or JSON."""
+    return parse_document(text.removeprefix("\ufeff"), name=name, is_json=path.suffix == ".json")
+
+
+def parse_document(text: str, *, name: str, is_json: bool = False) -> Document:
+    """Parse YAML (or JSON) text."""
+    document = Document(name)
+    value = _json_value(text, name) if is_json else None
+    try:
+        node = _compose(_json_as_yaml(text) if is_json else text, name)
+    except yaml.YAMLError as error:
+        raise ConfigError(_layout_problem(error, name) if is_json else _syntax_problem(error, name, text)) from None
+    if node is not None:
+        builder = _Builder(document)
+        document.value = builder.build(node, ())
+        if builder.problems:
+            raise ConfigError(builder.problems)
+    if is_json:
+        document.value = value
+    return document
+
+
+def _compose(text: str, name: str) -> yaml.Node | None:
+    """The node tree. A flat walk over the events comes first and stops early: composing is recursive, in C."""
+    depth = 0
+    event: Any  # PyYAML's types allow for events without a place; the parser makes none
+    for number, event in enumerate(yaml.parse(text, Loader=_LOADER)):
+        line, column = event.start_mark.line + 1, event.start_mark.column + 1
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > MAX_DEPTH:
+            raise ConfigError(too_deep(name, line))
+        if number > 4 * MAX_VALUES:
+            raise ConfigError(_too_many(name, line))
+        tag = getattr(event, "tag", None)
+        if tag is not None:
+            written = tag.replace("tag:yaml.org,2002:", "!!")
+            raise ConfigError(
+                Problem(
+                    kind="config-syntax",
+                    file=name,
+                    line=line,
+                    column=column,
+                    reason=f"the tag {written} is not allowed",
+                    fix="write a plain value; text may stand in quotes",
+                )
+            )
+    return yaml.compose(text, Loader=_LOADER)
+
+
+def compose_text(text: str, *, is_json: bool) -> yaml.Node | None:
+    """The node tree of a text that `parse_document` has read, for the places of its keys and values."""
+    return yaml.compose(_json_as_yaml(text) if is_json else text, Loader=_LOADER)
+
+
+def _json_as_yaml(text: str) -> str:
+    """JSON text that PyYAML reads with the same places: no tabs, no halves of UTF-16 pairs."""
+    return _SURROGATE.sub(r"\\u003f", text.replace("\t", " "))
+
+
+def is_setting(word: str) -> bool:
+    """Whether a word of a command line is meant as ``key=value`` (a path such as ``sweeps/lr=3.yaml`` is not)."""
+    return "=" in word and "/" not in word.partition("=")[0]
+
+
+def parse_scalar(text: str, *, name: str) -> Any:
+    """The value of one ``key=value`` override: any YAML value on one line."""
+    return parse_document(text, name=name).value
+
+
+def _syntax_problem(error: yaml.YAMLError, name: str, text: str) -> Problem:
+    mark, began = getattr(error, "problem_mark", None), getattr(error, "context_mark", None)
+    said = str(getattr(error, "problem", None) or getattr(error, "reason", None) or "not YAML")
+    reason, fix = next(
+        (advice for words, advice in _ADVICE.items() if words in said),
+        (f"not valid YAML: {said}", "check indentation, colons and quotes"),
+    )
+    if mark is None:
+        return Problem(kind="config-syntax", file=name, reason=reason, fix=fix)
+    line = dict(enumerate(text.split("\n"))).get(mark.line, "")
+    if "\t" in line[: mark.column + 1]:
+        reason, fix = "a tab stands where only spaces may", "indent with spaces"
+    elif began is not None and began.line != mark.line:
+        reason += f" (in what began in line {began.line + 1})"
+    return Problem(kind="config-syntax", file=name, line=mark.line + 1, column=mark.column + 1, reason=reason, fix=fix)
+
+
+def _layout_problem(error: yaml.YAMLError, name: str) -> Problem:
+    """Valid JSON that PyYAML cannot walk, for example a key of more than 1,024 characters."""
+    mark = getattr(error, "problem_mark", None)
+    return Problem(
+        kind="config-syntax",
+        file=name,
+        line=mark.line + 1 if mark else 0,
+        column=mark.column + 1 if mark else 0,
+        reason=f"a layout that cannot be read: {getattr(error, 'problem', None) or 'an odd character'}",
+        fix="lay it out as `python -m json.tool` does",
+    )
+
+
+def too_deep(name: str, line: int = 0) -> Problem:
+    """What is said of nesting beyond `MAX_DEPTH`."""
+    return Problem(
+        kind="config-too-deep", file=name, line=line, reason=f"nested more than {MAX_DEPTH} levels", fix="flatten it"
+    )
+
+
+def _too_many(name: str, line: int) -> Problem:
+    return Problem(
+        kind="config-too-large",
+        file=name,
+        line=line,
+        reason=f"more than {MAX_VALUES:,} values (nested aliases?)",
+        fix="make it smaller",
+    )
+
+
+def _json_value(text: str, name: str) -> Any:
+    """YAML finds the places, JSON decides the values: escapes such as \\ud83d\\ude00 differ between the two."""
+    problem = Problem(kind="config-syntax", file=name, reason="the file is empty", fix="write at least {}")
+    if not text.strip():
+        raise ConfigError(problem)
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            replace(
+                problem,
+                line=error.lineno,
+                column=error.colno,
+                reason=f"not valid JSON: {error.msg}",
+                fix="check commas, quotes and brackets; comments and trailing commas need a .yaml file",
+            )
+        ) from None
+    except RecursionError:
+        raise ConfigError(too_deep(name)) from None
+    except ValueError:  # Python reads no integer of more than 4,300 digits
+        reason = "a number of thousands of digits"
+        raise ConfigError(replace(problem, reason=reason, fix="write a smaller one")) from None
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ConfigError(
+                replace(problem, reason="half of a UTF-16 pair is no text", fix="write the character itself")
+            ) from None
+    return value
+
+
+class _Builder:
+    """Walks a node tree once, counting what it builds."""
+
+    def __init__(self, document: Document) -> None:
+        self.document = document
+        self.problems: list[Problem] = []
+        self.num_values = 0
+
+    def build(self, node: yaml.Node, path: KeyPath) -> Any:
+        self.num_values += 1
+        if self.num_values > MAX_VALUES:
+            raise ConfigError(_too_many(self.document.name, node.start_mark.line + 1))
+        if len(path) > MAX_DEPTH:
+            raise ConfigError(too_deep(self.document.name, node.start_mark.line + 1))
+        if not path:
+            self._mark(path, node)
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, path)
+        if isinstance(node, yaml.SequenceNode):
+            return [self._element(child, (*path, index)) for index, child in enumerate(node.value)]
+        assert isinstance(node, yaml.ScalarNode)
+        value = self._scalar(node)
+        if isinstance(value, (bool, int, float)) and show_value(value) != node.value:
+            self.document.texts[path] = node.value
+        return value
+
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                self._stop("config-syntax", key_node, "a key must be a word", "write key: value")
+            key = key_node.value
+            if key == "<<" and not key_node.style:  # plain: None or empty, by loader
+                self._stop("config-syntax", key_node, "merge keys (<<) are not supported", "write the keys out")
+            place = (*path, key)
+            if key in values:
+                first = self.document.places[place][0]
+                self._add(
+                    "duplicate-key",
+                    key_node,
+                    f"the key is already set in line {first}",
+                    "keep one of the two",
+                    key=".".join(map(str, place)),
+                )
+                continue
+            self._mark(place, key_node)
+            values[key] = self.build(value_node, place)
+        return values
+
+    def _element(self, node: yaml.Node, path: KeyPath) -> Any:
+        self._mark(path, node)
+        return self.build(node, path)
+
+    def _scalar(self, node: yaml.ScalarNode) -> Any:
+        text: str = node.value
+        if node.style in ("'", '"', "|", ">"):
+            return text
+        if len(text) > _MAX_DIGITS and _INT.match(text):
+            self._stop("wrong-value", node, f"a number of {len(text)} digits", "write a smaller one")
+        return _plain(text)
+
+    def _mark(self, path: KeyPath, node: yaml.Node) -> None:
+        self.document.places[path] = (node.start_mark.line + 1, node.start_mark.column + 1)
+
+    def _add(self, kind: str, node: yaml.Node, reason: str, fix: str, *, key: str = "") -> None:
+        line, column = node.start_mark.line + 1, node.start_mark.column + 1
+        self.problems.append(
+            Problem(kind=kind, file=self.document.name, line=line, column=column, key=key, reason=reason, fix=fix)
+        )
+
+    def _stop(self, kind: str, node: yaml.Node, reason: str, fix: str) -> Any:
+        self._add(kind, node, reason, fix)
+        raise ConfigError(self.problems)
+
+
+def at(value: Any, path: KeyPath) -> Any:
+    """What stands in plain values at a path that is there."""
+    for part in path:
+        value = value[part]
+    return value
+
+
+def _plain(text: str) -> Any:
+    """An unquoted scalar: null, a boolean, a number as YAML 1.2 and JSON read it, or a string."""
+    if text in _SPECIAL:
+        return _SPECIAL[text]
+    if _INT.match(text):
+        return int(text.replace("_", ""))
+    if _FLOAT.match(text):
+        return float(text.replace("_", ""))
+    return text

@@ -1,0 +1,182 @@
+"""Saves in the background: an engine of two files, ranks that are threads, and writer processes that stand still or
+die.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from framework.checkpoint.async_checkpointer import AsyncCheckpointer
+from framework.checkpoint.retention import Retention
+from framework.checkpoint.save_stream import OpenFile
+from framework.errors import StorageError
+from framework.system.files import FileRecord, NewFile
+from tests.checkpoint.small_checkpoints import CONFIG, LAYOUT
+
+SECONDS = 60.0  # a generous limit for what takes milliseconds
+
+
+class Engine:
+    """Saves two files, whose bytes are a function of the step and of the rank; the arrays change after every save."""
+
+    def __init__(self, rank: int = 0, num_bytes: int = 100_000) -> None:
+        self.rank, self.num_bytes = rank, num_bytes
+
+    def save(
+        self, folder: Path, tag: str, state: Mapping[str, Any], *, open_file: OpenFile = NewFile
+    ) -> dict[str, FileRecord]:
+        (folder / tag).mkdir(parents=True, exist_ok=True)
+        found = {}
+        for number, name in enumerate((f"model{self.rank}.pt", f"optimizer{self.rank}.pt")):
+            content = bytearray([state["step"] % 251, self.rank, number]) * (self.num_bytes // 3)
+            stream = open_file(folder / tag / name)
+            for start in range(0, len(content), 70_001):
+                stream.write(memoryview(content)[start : start + 70_001])
+            record = stream.close()
+            content[:] = bytes(len(content))
+            if record is not None:
+                found[name] = record
+        return found
+
+    def train_step(self, micro_batches: Any) -> Any: ...
+    def evaluate(self, batches: Any) -> Any: ...
+    def load(self, folder: Any, *, moved: bool) -> Any: ...
+    def close(self) -> None: ...
+
+
+def options(**given: Any) -> dict[str, Any]:
+    return {
+        "retention": Retention(100),
+        "is_main": True,
+        "gather": lambda value: [value],
+        "last_step": None,
+        "position": lambda step: {"epoch": step // 4},
+        "description": {"layout": LAYOUT, "config": CONFIG},
+        **given,
+    }
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., AsyncCheckpointer]]:
+    made: list[AsyncCheckpointer] = []
+
+    def build(engine: Engine | None = None, folder: Path = tmp_path, **given: Any) -> AsyncCheckpointer:
+        ranks = {"rank": given.pop("rank", 0), "world_size": given.pop("world_size", 1)}
+        made.append(AsyncCheckpointer(engine or Engine(), folder, **ranks, **options(**given)))
+        return made[-1]
+
+    yield build
+    for checkpointer in made:
+        if checkpointer._writer is not None:
+            os.kill(writer(checkpointer), signal.SIGCONT)
+        checkpointer.close()
+
+
+def writer(checkpointer: AsyncCheckpointer) -> int:
+    assert checkpointer._writer is not None
+    return checkpointer._writer.pid
+
+
+def stop(checkpointer: AsyncCheckpointer) -> int:
+    """The writer stands still: a disk that does not answer."""
+    os.kill(writer(checkpointer), signal.SIGSTOP)
+    return writer(checkpointer)
+
+
+def later(work: Callable[[], Any], seconds: float = 0.3) -> None:
+    threading.Timer(seconds, work).start()
+
+
+def until(holds: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, "it does not come"
+        time.sleep(0.005)
+
+
+def await_warning(capfd: pytest.CaptureFixture[str]) -> str:
+    """Until a save is said to have failed; all that was said."""
+    said: list[str] = []
+
+    def is_said() -> bool:
+        said.append(capfd.readouterr().err)
+        return "[checkpoint-not-written]" in "".join(said)
+
+    until(is_said)
+    return "".join(said)
+
+
+def is_dead(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def limit_file_size(pid: int, num_bytes: int) -> None:
+    """The kernel refuses longer files to this process: a write fails as on a full disk, though with other words."""
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+
+
+class Ranks:
+    """Two ranks, each a thread with a writer process of its own; what they gather meets at a barrier."""
+
+    def __init__(self, make: Any, **given: Any) -> None:
+        self._values: list[Any] = [None, None]
+        self.waits: list[float] = []
+        self._barrier = threading.Barrier(2, timeout=SECONDS)
+        self.all = [
+            make(Engine(rank), rank=rank, world_size=2, is_main=rank == 0, gather=self._gather(rank), **given)
+            for rank in (0, 1)
+        ]
+
+    def _gather(self, rank: int) -> Callable[[Any], list[Any]]:
+        def gather(value: Any) -> list[Any]:
+            self._values[rank] = value
+            begin = time.monotonic()
+            self._barrier.wait()
+            self.waits.append(time.monotonic() - begin)
+            found = list(self._values)
+            self._barrier.wait()
+            return found
+
+        return gather
+
+    def do(self, work: Callable[[AsyncCheckpointer], Any]) -> list[Any]:
+        """On both ranks at the same time; a rank's StorageError is its result."""
+
+        def one(checkpointer: AsyncCheckpointer) -> Any:
+            try:
+                return work(checkpointer)
+            except StorageError as error:
+                return error
+
+        with ThreadPoolExecutor(2) as threads:
+            return list(threads.map(one, self.all))
+
+
+def records(folder: Path, *, rank: int) -> list[Path]:
+    """What a rank's writer has left beside the files of the save that is under way."""
+    return list((folder / ".saving").glob(f"written-by-rank{rank}*.json"))
+
+
+def orders_of(checkpointer: AsyncCheckpointer) -> list[Mapping[str, Any]]:
+    """What its writer is told to do from here on."""
+    orders, begin = [], checkpointer._begin
+
+    def note(order: dict[str, Any]) -> None:
+        orders.append(order)
+        begin(order)
+
+    checkpointer._begin = note  # type: ignore[method-assign]
+    return orders

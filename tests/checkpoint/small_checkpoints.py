@@ -1,0 +1,98 @@
+"""Checkpoints of an engine of one file, and manifests without any file at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from framework.checkpoint.checkpointer import Checkpointer
+from framework.checkpoint.resume_point import find_checkpoint
+from framework.checkpoint.retention import Retention
+from framework.checkpoint.saved import SavedCheckpoint, list_checkpoints
+from framework.config.load import config_from_values
+from framework.system.files import FileRecord
+
+CONFIG = config_from_values({"run": {"name": "x"}}).to_dict()
+LAYOUT = {
+    "world_size": 2,
+    "data_parallel_size": 2,
+    "global_size": 8,
+    "micro_size": 4,
+    "accumulation_steps": 1,
+    "pipe_size": 1,
+}
+
+
+class OneFileEngine:
+    """Saves its step in one file; may fail, and notes what it finds where it writes."""
+
+    def __init__(self, *, fails: BaseException | None = None) -> None:
+        self.fails = fails
+        self.found: list[list[str]] = []
+
+    def save(self, folder: Path, tag: str, state: Mapping[str, Any]) -> Mapping[str, FileRecord]:
+        place = folder / tag
+        self.found.append(sorted(path.name for path in place.iterdir()) if place.exists() else [])
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "weights").write_text("half", encoding="utf-8")
+        if self.fails is not None:
+            raise self.fails
+        (place / "weights").write_text(str(state["step"]), encoding="utf-8")
+        return {}
+
+    def train_step(self, micro_batches: Iterator[Any]) -> Any: ...
+    def evaluate(self, batches: Iterable[tuple[Any, bool]]) -> Any: ...
+    def load(self, folder: Path, tag: str) -> Any: ...
+    def close(self) -> None: ...
+
+
+def make_checkpointer(
+    folder: Path,
+    *,
+    engine: OneFileEngine | None = None,
+    keep_last: int = 100,
+    is_main: bool = True,
+    last_step: int | None = None,
+) -> Checkpointer:
+    folder.parent.mkdir(parents=True, exist_ok=True)  # the run's, which no save makes
+    return Checkpointer(
+        engine or OneFileEngine(),
+        folder,
+        retention=Retention(keep_last),
+        is_main=is_main,
+        gather=lambda value: [value],
+        last_step=last_step,
+        position=lambda step: {"epoch": step // 4},
+        description={"layout": LAYOUT, "config": CONFIG, "steps_per_epoch": 4},
+    )
+
+
+def write(folder: Path, *steps: int) -> list[SavedCheckpoint]:
+    checkpointer = make_checkpointer(folder)
+    for step in steps:
+        checkpointer.save(step)
+    return list_checkpoints(folder)
+
+
+def steps(folder: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in list_checkpoints(folder)]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def find(resume: str | Path, run_checkpoints: Path) -> int | None:
+    found = find_checkpoint(str(resume), run_checkpoints=run_checkpoints)
+    return None if found is None else found.step
+
+
+def saved(config: Mapping[str, Any], **changes: Any) -> SavedCheckpoint:
+    manifest = {"format": 2, "step": 10, "layout": LAYOUT, "steps_per_epoch": 4, "config": dict(config)} | changes
+    return SavedCheckpoint(Path("runs/x/checkpoints"), "global_step10", json.loads(json.dumps(manifest)))
+
+
+def full(**sections: Any) -> dict[str, Any]:
+    return config_from_values(sections).to_dict()

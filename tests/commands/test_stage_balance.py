@@ -1,0 +1,145 @@
+"""`plan` tells where a pipeline's model would be cut, by a child that imports torch in its place."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from framework.cli import main
+from framework.commands.stage_balance import find_stage_balance
+from framework.config.load import Source, config_from_values
+from framework.plan.cluster import Cluster
+from framework.plan.plan import Plan, make_plan
+from tests.places import ROOT
+
+OWN = """
+from torch import nn
+import torch
+
+def build(width=4, size=6):
+    print("user code prints")
+    return nn.Sequential(nn.Linear(size, width), nn.ReLU(), nn.Linear(width, 2))
+
+def data():
+    return torch.utils.data.TensorDataset(torch.randn(64, 6), torch.zeros(64).long())
+
+def dies():
+    import os
+    os._exit(3)
+
+def lasts():
+    import time
+    time.sleep(60)
+"""
+CONFIG = """
+run: {name: own}
+model: {target: "own:build", args: {width: 8}}
+data: {target: "own:data"}
+parallel: {pipe: 2}
+batch: {global_size: 8, micro_size: 2}
+"""
+
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with a module of the user's and a config that names it."""
+    (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
+    (tmp_path / "own.yaml").write_text(CONFIG, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    # The working folder of these tests is not the checkout.
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return tmp_path
+
+
+def plan(**sections: Any) -> Plan:
+    values = {
+        "model": {"target": "own:build"},
+        "data": {"target": "own:data"},
+        "parallel": {"pipe": 2},
+        "batch": {"global_size": 8, "micro_size": 2},
+        **sections,
+    }
+    return make_plan(config_from_values(values), Cluster(devices_per_host=2))
+
+
+def test_every_stage_is_a_line(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    before = sorted(path.name for path in folder.iterdir())
+    assert main(["plan", "own.yaml", "--num_gpus", "2"]) == 0
+    said = capsys.readouterr()
+    # 6 x 8 + 8 parameters of four bytes; 2 samples of 8 numbers cross the cut.
+    assert said.out.splitlines()[6:8] == [
+        "stage 0: 1 layer (0), 56 parameters, 0.0 MB, 75% of the computation by its FLOPs, sends 0.00 MB per "
+        "micro-batch",
+        "stage 1: 2 layers (1 .. 2), 18 parameters, 0.0 MB, 25% of the computation by its FLOPs",
+    ]
+    assert said.err == ""
+    assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == before
+
+
+def test_tools_get_what_the_run_will_write(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "own.yaml", "--num_gpus", "2", "--json", "parallel.partition=measured"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["pipeline"]["bounds"] == [0, 1, 3]
+    assert [(stage["num_params"], stage["output_bytes"]) for stage in told["pipeline"]["stages"]] == [
+        (56, 64),
+        (18, None),
+    ]
+    (found,) = [one for one in told["findings"] if one["kind"] == "stages-measured-at-start"]
+    assert (found["severity"], found["file"]) == ("note", "command line")
+
+
+def test_what_cannot_be_cut_is_refused_with_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "own.yaml", "--num_gpus", "4", "parallel.pipe=4"]) == 78
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == (
+        "command line: parallel.pipe = 4: the model has only 3 layers; set parallel.pipe: 3 or less "
+        "[pipe-exceeds-layers]\n"
+    )
+    assert main(["plan", "own.yaml", "--num_gpus", "2", "model.args.size=5"]) == 78
+    line = capsys.readouterr().err
+    assert line.startswith("own.yaml:3: model = 0 (Linear): the layer fails on the output of the layer before")
+    assert line.endswith("[layer-failed]\n")
+
+
+@pytest.mark.parametrize(
+    ("sections", "words", "seconds"),
+    [
+        ({"data": {"kind": "fashion_mnist", "root": "nowhere"}}, "[dataset-not-found]", 120),
+        ({"model": {"target": "nowhere:build"}}, "[target-not-found]", 120),
+        ({"data": {"target": "own:dies"}}, "ended with code 3", 120),
+        ({"data": {"target": "own:lasts"}}, "took more than 8 s", 8),
+    ],
+)
+def test_what_this_machine_cannot_know_is_a_note(sections: dict[str, Any], words: str, seconds: float) -> None:
+    balance = find_stage_balance(plan(**sections), source=Source(), longest_seconds=seconds)
+    assert (balance.lines, balance.pipeline) == ((), None)
+    (note,) = balance.notes
+    assert (note.kind, note.severity) == ("stages-unknown", "note")
+    assert words in note.reason
+    assert "\n" not in str(note)
+
+
+def test_without_torch_the_start_of_the_run_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else real(name))
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")  # nothing is started
+    (note,) = find_stage_balance(plan(), source=Source()).notes
+    assert "torch, which is not installed" in note.reason
+    monkeypatch.setattr(importlib.util, "find_spec", real)
+    (note,) = find_stage_balance(plan(), source=Source()).notes
+    assert "/nowhere/python cannot be started" in note.reason
+
+
+def test_check_starts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("subprocess.run", None)
+    assert main(["check", "own.yaml", "--num_gpus", "2"]) == 0
+    assert "2 pipeline stages" in capsys.readouterr().out

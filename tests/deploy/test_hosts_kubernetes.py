@@ -1,0 +1,117 @@
+"""The manifest that `launch k8s` prints, executed: its command, user, volumes and policies, in pods made of
+namespaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+import signal
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import yaml
+
+from framework import cli
+from framework.engine.extensions import use_own_cache
+from tests.campaign.fault_stage import CONFIG, SAVE_EVERY, TOTAL_STEPS, last_logged
+from tests.hosts.network import Network, why_not
+from tests.kubelet.kubelet import Kubelet
+from tests.kubelet.manifest import read_manifest
+from tests.launched import series
+from tests.warm_ranks import WarmRanks
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timing,
+    pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made"),
+]
+
+IMAGE = "registry.example/dsf-trainer@sha256:" + "0" * 64
+
+
+def rendered(config: Path, *words: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert (
+            cli.main(
+                [
+                    "launch",
+                    "k8s",
+                    str(config),
+                    "--nodes",
+                    "2",
+                    "--gpus",
+                    "0",
+                    "--image",
+                    IMAGE,
+                    "--ckpt_pvc",
+                    "runs",
+                    "--config_map",
+                    "--env",
+                    "DSF_STEP_SECONDS=0.1",
+                    *words,
+                ]
+            )
+            == 0
+        )
+    return printed.getvalue()
+
+
+def image(folder: Path) -> dict[str, Path]:
+    """The operator that a first use in a pod would compile for half a minute, at every start."""
+    with patch.dict(os.environ):
+        os.environ.pop("TORCH_EXTENSIONS_DIR", None)
+        use_own_cache()
+        shutil.copytree(os.environ["TORCH_EXTENSIONS_DIR"], folder / "torch_extensions")
+    return {"/cache": folder}
+
+
+class Disturbance:
+    """A rank of pod 1 is killed in the first try; pod 0 is evicted in the second."""
+
+    def __init__(self, run: Path) -> None:
+        self._run, self._num_done = run, 0
+
+    def __call__(self, kubelet: Kubelet) -> None:
+        step = last_logged(self._run)
+        if self._num_done == 0 and step > SAVE_EVERY:
+            (rank,) = [pid for pid, words in kubelet.pod(1).host.processes().items() if "--local_rank=0" in words]
+            os.kill(rank, signal.SIGKILL)
+            self._num_done = 1
+        elif self._num_done == 1 and len(kubelet.pods) == 4 and step > 3 * SAVE_EVERY:
+            kubelet.evict(0)
+            self._num_done = 2
+
+
+def test_a_rendered_job_survives_a_killed_rank_and_an_eviction(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    values = {key: value for key, value in CONFIG.items() if key != "run"} | {"run": {"name": "run"}}
+    config.write_text(yaml.safe_dump(values))
+    manifest = read_manifest(rendered(config, "--name", "demo"))
+    claim, unbroken = tmp_path / "claim", tmp_path / "unbroken"
+    claim.mkdir()
+    with WarmRanks() as warm:
+        job = warm.start(["--config", str(config), f"run.output_dir={unbroken}"], num_ranks=2, folder=tmp_path / "said")
+        assert set(job.wait(300)) == {0}, job.said()
+
+    with Network(None) as network:
+        kubelet = Kubelet(
+            network, manifest, volumes={"runs": claim}, image=image(tmp_path / "cache"), publish_after=1.0
+        )
+        result = kubelet.run(timeout=600, meanwhile=Disturbance(claim / "run"))
+        assert result == "Complete", kubelet.said()
+        told = [
+            (pod.index, pod.exit_code, pod.verdict)
+            for pod in sorted(kubelet.pods, key=lambda pod: (pod.started, pod.index))
+        ]
+        assert sorted(told[:2]) == [(0, 76, "Count"), (1, 137, "Count")], kubelet.said()
+        assert sorted(told[2:4]) == [(0, 75, "Ignore"), (1, 75, "Ignore")], kubelet.said()
+        assert sorted(told[4:]) == [(0, 0, "Succeeded"), (1, 0, "Succeeded")], kubelet.said()
+        messages = [pod.message for pod in kubelet.pods]
+        assert all("node 1 (demo-1) rank 1: killed by SIGKILL" in message for message in messages[:2])
+        assert all("stopped on request" in message for message in messages[2:4])
+    assert series(claim / "run", "train/loss") == series(unbroken / "run", "train/loss")
+    assert max(series(claim / "run", "train/loss")) == TOTAL_STEPS

@@ -1,0 +1,127 @@
+"""Who reaches whom, and who sees whose files."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from framework.doctor.node.links import Echo, Reached, call, call_all, existing, mark, mark_path, unseen
+from tests.ports import free_ports
+
+
+@contextmanager
+def server(answer: bytes) -> Iterator[int]:
+    """Takes every connection, as a proxy does."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            peer, _ = listening.accept()
+            with peer:
+                peer.recv(64)
+                peer.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield listening.getsockname()[1]
+
+
+def test_an_echo_answers_many_times_until_it_is_closed() -> None:
+    echo = Echo(0)
+    assert [each.reason for each in call_all([("127.0.0.1", echo.port)] * 5, token="t")] == [""] * 5
+    echo.close()
+    assert call("127.0.0.1", echo.port, token="t").reason == "connection refused"
+
+
+def test_a_port_that_is_taken() -> None:
+    echo = Echo(0)
+    with pytest.raises(OSError, match="in use"):
+        Echo(echo.port)
+    echo.close()
+
+
+def test_an_echo_answers_at_its_address_alone_and_leaves_its_port_free() -> None:
+    """The ranks listen there next, and not all of them take a port that waits for late packets (TIME_WAIT)."""
+    echo = Echo(0, address="127.0.0.2")
+    assert call("127.0.0.2", echo.port, token="t").reason == ""
+    assert call("127.0.0.1", echo.port, token="t").reason == "connection refused"
+    echo.close()
+    deadline = time.monotonic() + 20  # TIME_WAIT is a minute
+    while not is_free("127.0.0.2", echo.port):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_free(address: str, port: int) -> bool:
+    with socket.socket() as next_one:
+        try:
+            next_one.bind((address, port))
+        except OSError:
+            return False
+        return True
+
+
+def test_every_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ranks do: the first may be one on which nobody listens."""
+    echo = Echo(0, address="127.0.0.2")
+    found = [
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, echo.port)) for address in ("127.0.0.9", "127.0.0.2")
+    ]
+    really = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest: found if host == "node-0" else really(host, *rest))
+    assert call("node-0", echo.port, token="t") == Reached("127.0.0.2")
+    echo.close()
+
+
+def test_whoever_else_answers_is_no_answer() -> None:
+    with server(b"HTTP/1.1 400 Bad Request") as port:
+        assert call("127.0.0.1", port, token="t").reason == "something else answers there"
+
+
+def test_a_call_that_is_given_the_port_it_calls_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody listens, the kernel may choose the very port that is called for the caller's own end: it answers
+    itself.
+    """
+
+    def create_connection(address: tuple[str, int], timeout: float) -> socket.socket:
+        itself = socket.socket()
+        itself.settimeout(timeout)
+        itself.bind(address)
+        itself.connect(address)
+        return itself
+
+    monkeypatch.setattr(socket, "create_connection", create_connection)
+    assert call("127.0.0.1", free_ports(1), token="x").reason == "connection refused"
+
+
+def test_silence_ends() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        assert call("127.0.0.1", listening.getsockname()[1], token="t", seconds=0.2).reason == "no answer within 0 s"
+
+
+def test_names_that_lead_nowhere_or_back() -> None:
+    assert "name is not known" in call("no-such-host.invalid", 1, token="t").reason
+    assert call("localhost", 1, token="t").is_loopback
+
+
+def test_marks_are_seen_and_go_with_their_block(tmp_path: Path) -> None:
+    with mark(tmp_path, "t", 0), mark(tmp_path, "t", 1):
+        assert unseen(tmp_path, "t", [0, 1], seconds=5) == []
+        assert unseen(tmp_path, "t", [0, 1, 2], seconds=0.1) == [2]
+        assert unseen(tmp_path, "other", [0], seconds=0.1) == [0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_mark_that_comes_late_is_waited_for(tmp_path: Path) -> None:
+    threading.Timer(0.3, mark_path(tmp_path, "t", 1).write_text, ["t"]).start()
+    assert unseen(tmp_path, "t", [1], seconds=30) == []
+
+
+def test_the_nearest_folder_that_is_there(tmp_path: Path) -> None:
+    assert existing(tmp_path / "runs" / "a") == tmp_path
+    (tmp_path / "file").touch()
+    assert existing(tmp_path / "file" / "a") == tmp_path

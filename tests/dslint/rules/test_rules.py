@@ -1,0 +1,120 @@
+"""Every rule: configs that break only it, near misses, and fixes that work."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from framework.dslint import rules
+from framework.dslint.rules import ALL, apply_rules
+from tests.dslint.rules.cases import CASES, GONE, Case
+from tests.dslint.rules.fixes import alternatives, mended
+from tests.places import ROOT
+
+BREAKING = [(kind, case) for kind, (breaks, _) in CASES.items() for case in breaks]
+FINE = [(kind, case) for kind, (_, fine) in CASES.items() for case in fine]
+DEEPSPEED = Path(getattr(find_spec("deepspeed"), "origin", None) or "/nowhere").parent
+
+
+@pytest.mark.parametrize(("kind", "case"), BREAKING, ids=lambda value: str(getattr(value, "change", value)))
+def test_a_config_breaks_its_rule_and_no_other(kind: str, case: Case) -> None:
+    found = apply_rules(case.facts())
+    assert {problem.kind for problem in found} == {kind, *case.beside}, [str(problem) for problem in found]
+    for problem in found:
+        assert problem.key, problem
+        assert problem.reason, problem
+        assert problem.fix, problem
+        assert len(str(problem)) < 330, problem
+
+
+@pytest.mark.parametrize(("kind", "case"), FINE, ids=lambda value: str(getattr(value, "change", value)))
+def test_a_near_miss_does_not(kind: str, case: Case) -> None:
+    assert kind not in {problem.kind for problem in apply_rules(case.facts())}
+
+
+@pytest.mark.parametrize(("kind", "case"), FINE, ids=lambda value: str(getattr(value, "change", value)))
+def test_no_rule_finds_an_error_in_a_near_miss(kind: str, case: Case) -> None:
+    assert [str(problem) for problem in apply_rules(case.facts()) if problem.severity == "error"] == []
+
+
+def functions() -> dict[str, Any]:
+    """Every function of the package that is a rule."""
+    found = {}
+    for module in vars(rules).values():
+        if inspect.ismodule(module) and module.__name__.startswith(f"{rules.__name__}."):
+            for name, function in inspect.getmembers(module, inspect.isfunction):
+                is_rule = list(inspect.signature(function).parameters) == ["facts"] and not name.startswith("_")
+                if is_rule and function.__module__ == module.__name__:
+                    found[f"{module.__name__}.{name}"] = function
+    return found
+
+
+def kinds_of(function: Any) -> set[str]:
+    """Kinds in the source of a rule; two rules share a helper that names theirs."""
+    source = inspect.getsource(inspect.unwrap(function))
+    if "_peak(" in source:
+        return {"warmup-decay-peak" if "Decay" in source else "warmup-peak"}
+    return set(re.findall(r"(?:error|warning|note|say)\(\s*facts, \"([a-z0-9-]+)\"", source))
+
+
+def test_every_rule_is_listed_and_has_one_kind_of_its_own() -> None:
+    assert set(functions().values()) == set(ALL)
+    assert len(ALL) == len(set(ALL))
+    assert [rule.__name__ for rule in ALL if len(kinds_of(rule)) != 1] == []
+    kinds = [next(iter(kinds_of(rule))) for rule in ALL]
+    assert [kind for kind, count in Counter(kinds).items() if count > 1] == []
+    assert set(kinds) == set(CASES)
+    assert [kind for kind, (breaks, fine) in CASES.items() if not breaks or not fine] == []
+
+
+@pytest.mark.skipif(not DEEPSPEED.exists(), reason="needs an installed DeepSpeed")
+@pytest.mark.parametrize("rule", ALL, ids=lambda rule: rule.__name__)
+def test_every_docstring_cites_a_file_of_deepspeed_and_a_name_or_words_in_it(rule: Any) -> None:
+    text = rule.__doc__ or ""
+    files = re.findall(r"(?:\w+/)*\w+\.py", text)
+    assert files, "no file"
+    assert files[0].startswith("deepspeed/"), "the first file is written from the package on"
+    sources = []
+    for name in files:
+        inside = DEEPSPEED / name.removeprefix("deepspeed/")
+        paths = [inside] if inside.exists() else list(DEEPSPEED.rglob(f"*/{name}"))
+        assert paths, f"no file {name}"
+        sources.append("\n".join(path.read_text(encoding="utf-8") for path in paths[:3]))
+    symbols = re.findall(r"`([^`]+)`", text)
+    assert symbols, "no symbol"
+    everything = "\n".join(sources)
+    joined = re.sub(r"[\"']\s*\n\s*f?[\"']", "", everything)  # strings that continue on the next line
+    for symbol in symbols:
+        if re.fullmatch(r"[\w]+", symbol):
+            assert re.search(rf"\b{symbol}\b", everything), f"{symbol} is not in {files}"
+    for words in re.findall(r"\"([^\"]{12,})\"", text):
+        pieces = [piece.strip(" .") for piece in words.split("...")]
+        assert all(piece in joined for piece in pieces if piece), f"{words!r} is not in {files}"
+
+
+def test_every_setting_that_a_fix_names_mends_the_config() -> None:
+    tried = set()
+    for kind, case in BREAKING:
+        for problem in apply_rules(case.facts()):
+            for changes in alternatives(problem.fix):
+                if any(case.facts().written(key) != key for key, value in changes if value == GONE):
+                    continue  # the file spells it otherwise
+                left = apply_rules(case.facts(mended(case, changes)))
+                still = [str(other) for other in left if (other.kind, other.key) == (kind, problem.key)]
+                assert still == [], f"{problem} is still there after {changes}"
+                tried.add((kind, str(changes)))
+    assert len(tried) > 100
+
+
+def test_the_readme_counts_them() -> None:
+    assert f"the keys together against {len(ALL)} rules" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_plain_config_has_nothing_to_say_against_it() -> None:
+    assert apply_rules(Case({}).facts()) == []

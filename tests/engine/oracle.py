@@ -1,0 +1,58 @@
+"""Plain PyTorch, one process, no DeepSpeed, nothing of ours but the model class and the data: what engines are held
+against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from framework.data.digits import build
+from framework.data.order import epoch_order
+from framework.models.lenet import LeNet
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def digit_batches(*, global_size: int, num_steps: int, seed: int = 0) -> list[Batch]:
+    """Whole global batches of the digits in the order of the first epochs."""
+    train = build(28).train
+    steps_per_epoch = len(train) // global_size
+    batches = []
+    for step in range(num_steps):
+        epoch, position = divmod(step, steps_per_epoch)
+        order = epoch_order(len(train), seed=seed, epoch=epoch, shuffle=True)
+        samples = [train[int(index)] for index in order[position * global_size : (position + 1) * global_size]]
+        batches.append(
+            (torch.stack([image for image, _ in samples]), torch.tensor([int(label) for _, label in samples]))
+        )
+    return batches
+
+
+def plain_losses(
+    batches: list[Batch],
+    *,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
+    clip: float = 1.0,
+    lr_of_step: Callable[[int], float] | None = None,
+    seed: int = 0,
+) -> list[float]:
+    """Loss of every step: the dozen lines that anyone would write."""
+    torch.manual_seed(seed)
+    model = LeNet(num_classes=10, in_channels=1, image_size=28)
+    optimizer = make_optimizer(model.parameters())
+    losses = []
+    for step, (images, labels) in enumerate(batches):
+        if lr_of_step is not None:
+            optimizer.param_groups[0]["lr"] = lr_of_step(step)
+        loss = nn.functional.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses

@@ -1,0 +1,122 @@
+"""Plain PyTorch in one process, for any config: what a pipeline is held against. No DeepSpeed, no layer list, no
+Trainer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from framework.config.base import Target
+from framework.config.load import config_from_values
+from framework.data.batches import WholeBatch
+from framework.data.order import epoch_order
+from framework.data.sample_seed import SeededBatches, SeededSamples
+from framework.data.splits import as_splits
+from framework.setup.targets import call_factory, load_target
+from framework.tasks.from_callable import as_task
+
+_OPTIMIZERS: dict[str, Callable[[Any, Any], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters, section: torch.optim.AdamW(parameters, section.lr, weight_decay=section.weight_decay),
+    "sgd": lambda parameters, section: torch.optim.SGD(parameters, section.lr, momentum=section.momentum),
+}
+
+
+def plain_run(
+    values: Mapping[str, Any], *, micro_size: int, num_steps: int, together: int = 1, ranks: int = 1
+) -> tuple[list[float], dict[str, float], nn.Module]:
+    """Losses of all steps, metrics over the evaluation data, and the trained model.
+
+    `together`: as many data-parallel ranks whose micro-batches batch norm sees as one. `ranks`: as many that see their
+    own, and of which the first one's running statistics are those of the model.
+    """
+    config = config_from_values(values)
+    splits = as_splits(call_factory(config.data.factory(), key="data"))
+    task = as_task(call_factory(config.task.factory(), key="task"))
+    torch.manual_seed(config.run.seed)
+    made = call_factory(config.model.factory(), key="model")
+    model: nn.Module = nn.Sequential(*made) if isinstance(made, list) else made
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(re.fullmatch(pattern, name) for pattern in config.training.freeze))
+    optimizer = _optimizer(model, config.optimizer)
+    losses = []
+    for step in range(num_steps):
+        micro_batches = _micro_batches(config, splits.train, step, micro_size, together)
+        optimizer.zero_grad()
+        total = 0.0
+        for number, batch in enumerate(micro_batches):
+            _keep_statistics(model, changing=number < len(micro_batches) // ranks)
+            inputs, targets = task.split(batch)
+            loss = task.loss(task.forward(model, inputs), targets) / len(micro_batches)
+            loss.backward()
+            total += loss.item()
+        nn.utils.clip_grad_norm_(model.parameters(), config.training.clip_grad_norm)
+        optimizer.step()
+        losses.append(total)
+    return losses, _evaluate(model, task, splits.evaluation), model
+
+
+def _keep_statistics(model: nn.Module, *, changing: bool) -> None:
+    """Let running statistics follow the batches that come now, or stay as they are."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = 0.1 if changing else 0.0
+
+
+def _optimizer(model: nn.Module, section: Any) -> torch.optim.Optimizer:
+    if isinstance(section, Target):
+        made: torch.optim.Optimizer = load_target(section.target, key="optimizer")(
+            list(model.parameters()), **section.args
+        )
+        return made
+    return _OPTIMIZERS[section.kind](_groups(model, section), section)
+
+
+def _groups(model: nn.Module, section: Any) -> list[dict[str, Any]]:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if section.weight_decay_on == "all":
+        return [{"params": trained}]
+    vectors = [parameter for parameter in trained if parameter.ndim < 2]
+    return [{"params": [p for p in trained if p.ndim >= 2]}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def _micro_batches(config: Any, dataset: Any, step: int, micro_size: int, together: int) -> list[Any]:
+    """The step's samples in order, an equal slice for each rank, cut into micro-batches."""
+    size = config.batch.global_size
+    epoch, position = divmod(step, len(dataset) // size)
+    order = epoch_order(len(dataset), seed=config.run.seed, epoch=epoch, shuffle=True)
+    slices = order[position * size : (position + 1) * size].view(together, -1, micro_size)
+    return [_read(config, dataset, epoch, slices[:, number].flatten().tolist()) for number in range(slices.shape[1])]
+
+
+def _read(config: Any, dataset: Any, epoch: int, indices: list[int]) -> Any:
+    if config.data.has_random_samples():
+        samples = SeededSamples(dataset, seed=config.run.seed).__getitems__([(epoch, index) for index in indices])
+        return _collated(samples, dataset)
+    return _collated([dataset[index] for index in indices], dataset)
+
+
+def _collated(samples: Any, dataset: Any = None) -> Any:
+    if hasattr(dataset, "collate_fn"):
+        return dataset.collate_fn(samples)
+    return samples.fields if isinstance(samples, WholeBatch) else default_collate(samples)
+
+
+def _evaluate(model: nn.Module, task: Any, dataset: Any) -> dict[str, float]:
+    """Every sample once, in one batch."""
+    model.eval()
+    with torch.no_grad():
+        inputs, targets = task.split(_collated(SeededBatches(dataset).__getitems__(list(range(len(dataset)))), dataset))
+        ratios = task.measure(task.forward(model, inputs), targets)
+    sums = {name: float(ratio.total) / float(ratio.count) for name, ratio in ratios.items()}
+    return {**sums, **task.derive(sums)}
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """All tensors in a result."""
+    return [value] if isinstance(value, Tensor) else [tensor for part in value for tensor in tensors_of(part)]

@@ -1,0 +1,92 @@
+"""What one rank of a real job meets is told in one line, whichever rank it is; the traceback is in its log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.warm_ranks import WarmRanks
+
+pytestmark = pytest.mark.slow
+
+PARTS = "tests.jobs.failing_parts"
+CONFIG = f"""
+run: {{name: fails}}
+model: {{target: "torch.nn:Linear", args: {{in_features: 3, out_features: 2}}}}
+data: {{target: "{PARTS}:rows"}}
+task: {{target: "torch.nn:CrossEntropyLoss"}}
+batch: {{global_size: 8, micro_size: 4}}
+training: {{max_steps: 4, log_every: 1}}
+evaluation: {{every_steps: 2}}
+monitors: {{tensorboard: false}}
+"""
+DAMAGED = "there/dog/7.jpg: cannot be read as an image; replace it [image-damaged]"
+KILLED = (
+    "rank 1: a worker that reads the data is killed by signal: Killed: the host, or the memory limit of this job, has "
+    "no "
+    "room for it: set data.num_workers or data.prefetch_batches lower [data-worker-ended]"
+)
+FULL = (
+    "rank 1: the device has no memory left (2.00 GiB were asked for, 1.06 GiB of 79.15 GiB are free); set a smaller "
+    "batch.micro_size (batch.global_size may stay), training.recompute_every, a higher zero.stage or "
+    "zero.offload_optimizer "
+    "[out-of-memory]"
+)
+WORKERS = "data.num_workers=1"
+
+
+def data(name: str, **arguments: str) -> str:
+    args = ", ".join(f"{key}: {value}" for key, value in arguments.items())
+    return f"data={{target: '{PARTS}:{name}', args: {{{args}}}}}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "line", "behind", "code"),
+    [
+        pytest.param([f"task.target={PARTS}:loss_without_memory"], FULL, "OutOfMemoryError: CUDA", 70, id="memory"),
+        pytest.param([data("unreadable")], DAMAGED, "OSError: image file is truncated", 70, id="sample"),
+        pytest.param(
+            [data("unreadable"), WORKERS], DAMAGED, "OSError: image file is truncated", 70, id="sample-of-worker"
+        ),
+        pytest.param(
+            [data("unreadable_in_evaluation"), WORKERS], DAMAGED, "is truncated", 70, id="evaluation-of-worker"
+        ),
+        pytest.param(
+            [data("unreadable", how="problem"), WORKERS],
+            "data.root = there: it is torn [dataset-torn]",
+            "worker",
+            78,
+            id="problem-of-worker",
+        ),
+        pytest.param(
+            [data("unreadable", how="killed"), WORKERS], KILLED, "DataLoader worker (pid", 70, id="worker-killed"
+        ),
+    ],
+)
+def test_it_is_one_line(
+    tmp_path: Path, warm: WarmRanks, settings: list[str], line: str, behind: str, code: int
+) -> None:
+    (tmp_path / "fails.yaml").write_text(CONFIG, encoding="utf-8")
+    job = warm.start(["--config", "fails.yaml", *settings], num_ranks=2, folder=tmp_path)
+    codes = job.wait(120)
+    assert codes == [76, code], job.said()
+    assert job.said(1).splitlines() == [line]
+    assert "Traceback" not in job.said(0)
+    log = (tmp_path / "runs/fails/logs/rank1.log").read_text(encoding="utf-8")
+    assert line in log
+    assert "Traceback" in log
+    assert behind in log
+
+
+def test_what_all_ranks_meet_is_told_once(tmp_path: Path, warm: WarmRanks) -> None:
+    (tmp_path / "fails.yaml").write_text(CONFIG, encoding="utf-8")
+    arguments = ["--config", "fails.yaml", data("unreadable", rank="all"), WORKERS]
+    job = warm.start(arguments, num_ranks=2, folder=tmp_path)
+    job.wait(120)
+    assert job.said(0).splitlines()[-1] == DAMAGED
+    # A rank that comes to its sample after rank 0 has ended cannot ask it any more, and tells it too. Torch may
+    # complain that the store has gone.
+    said = job.said(1)
+    assert said.count("image-damaged") == said.splitlines().count(DAMAGED) <= 1
+    assert "Traceback" not in said

@@ -1,0 +1,106 @@
+"""Compiled ops have a folder for each environment and each ninja: sharing one, they would be compiled at every
+start.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils import cpp_extension
+
+import framework.engine
+from framework.engine.extensions import failure_of_compiler, refusing_what_does_not_compile, use_own_cache
+from framework.errors import ConfigError
+
+SCRIPTS = sysconfig.get_path("scripts")
+
+
+def cache(monkeypatch: pytest.MonkeyPatch, path: str) -> str:
+    with monkeypatch.context() as patch:
+        patch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+        patch.setenv("PATH", path)
+        use_own_cache()
+        assert os.environ["PATH"].split(os.pathsep)[0] == sysconfig.get_path("scripts"), "where torch looks for ninja"
+        return os.environ.pop("TORCH_EXTENSIONS_DIR")
+
+
+def test_each_ninja_has_its_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("own", "system", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "ninja").write_text("#!/bin/sh\n")
+        (tmp_path / name / "ninja").chmod(0o755)
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path / "none"))
+    first, second = (cache(monkeypatch, str(tmp_path / name)) for name in ("system", "other"))
+    assert first != second
+    assert first == cache(monkeypatch, f"{tmp_path / 'system'}:{tmp_path / 'other'}")
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path / "own"))
+    assert cache(monkeypatch, str(tmp_path / "system")) not in (first, second)
+
+
+def test_it_does_not_matter_whether_the_environment_is_active(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its programs on PATH the op was compiled again, for minutes and without a word."""
+    assert (
+        cache(monkeypatch, f"{SCRIPTS}:/usr/bin")
+        == cache(monkeypatch, "/usr/bin")
+        == cache(monkeypatch, f"/usr/bin:{SCRIPTS}")
+    )
+
+
+def test_torchs_library_is_found_in_a_path_with_a_blank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The words for the linker are joined by blanks, and torch leaves this one without quotes."""
+    monkeypatch.setattr(torch, "__path__", ["/my project/torch"])
+    monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", "/my project/torch/lib")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/somewhere")
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    for _ in range(2):
+        use_own_cache()
+    words = shlex.split(" ".join(cpp_extension._prepare_ldflags([], False, False, False, False)))
+    assert "-L/my project/torch/lib" in words
+
+
+BUILT = """Error building extension 'shm_comm': [1/2] c++ -MMD -c shm.cpp -o shm.o
+FAILED: [code=1] shm.o
+c++ -MMD -c shm.cpp -o shm.o
+shm.cpp:3:10: fatal error: Python.h: No such file or directory
+    3 | #include <Python.h>
+compilation terminated.
+ninja: build stopped: subcommand failed.
+"""
+
+
+def test_a_compilers_own_words_are_the_reason() -> None:
+    problem = failure_of_compiler(RuntimeError(BUILT))
+    assert str(problem).startswith(
+        "shm_comm: it does not compile: shm.cpp:3:10: fatal error: Python.h: No such file or directory; repair that"
+    )
+    assert str(problem).endswith("[op-not-loadable]")
+    assert failure_of_compiler(RuntimeError("something else")) is None
+    with pytest.raises(ConfigError, match=r"fatal error: Python\.h"), refusing_what_does_not_compile():
+        raise RuntimeError(BUILT)
+    with pytest.raises(RuntimeError, match="something else"), refusing_what_does_not_compile():
+        raise RuntimeError("something else")
+
+
+def test_torch_does_not_remark_on_cuda(caplog: pytest.LogCaptureFixture) -> None:
+    """Every rank of a machine with nvcc and without a GPU wrote it on the first screen."""
+    assert framework.engine.__doc__
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    with caplog.at_level(logging.WARNING, logger=logger.name):
+        logger.addHandler(caplog.handler)
+        logger.warning("No CUDA runtime is found, using CUDA_HOME='%s'", "/usr/local")
+        logger.warning("another remark")
+        logger.removeHandler(caplog.handler)
+    assert {record.getMessage() for record in caplog.records} == {"another remark"}
+
+
+def test_the_users_own_folder_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/somewhere")
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    use_own_cache()
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == "/somewhere"

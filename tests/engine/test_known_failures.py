@@ -1,0 +1,85 @@
+"""torch's own words for memory that is not there and workers that are gone, and what becomes of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from framework.engine.known_failures import known_failure, telling_of_known_failures
+from framework.errors import TrainingError
+from tests.jobs.failing_parts import NO_MEMORY
+
+STEP = (
+    "set a smaller batch.micro_size (batch.global_size may stay), training.recompute_every, a higher zero.stage or "
+    "zero.offload_optimizer"
+)
+DEAD = "DataLoader worker (pid 17) is killed by signal: "
+SHARED = (
+    f"{DEAD}Bus error. It is possible that dataloader's workers are out of shared memory. Please try to raise your "
+    "shared "
+    "memory limit."
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (torch.OutOfMemoryError(NO_MEMORY), f"left (2.00 GiB were asked for, 1.06 GiB of 79.15 GiB are free); {STEP} "),
+        (
+            RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ..."),
+            f"has no memory left; {STEP} [out-of-memory]",
+        ),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "[out-of-memory]"),
+        (MemoryError(), "the host has no memory left for this process; set a smaller batch.micro_size"),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: you tried "
+                "to "
+                "allocate 8000 bytes. Error code 12 (Cannot allocate memory)"
+            ),
+            "[out-of-host-memory]",
+        ),
+        (OSError(12, "Cannot allocate memory"), "[out-of-host-memory]"),
+        (RuntimeError(SHARED), "is killed by signal: Bus error: /dev/shm is full: "),
+        (RuntimeError(f"{DEAD}Killed. "), "is killed by signal: Killed: the host, or the memory limit of this job"),
+        (RuntimeError(f"{DEAD}Segmentation fault. "), "data.num_workers=0 shows where [data-worker-ended]"),
+        (
+            RuntimeError("DataLoader worker (pid(s) 17, 18) exited unexpectedly"),
+            "data exited unexpectedly: the code that reads",
+        ),
+    ],
+)
+def test_what_is_known_has_a_way_out(error: Exception, said: str) -> None:
+    with pytest.raises(TrainingError) as told, telling_of_known_failures():
+        raise error
+    assert said in str(told.value)
+    assert str(told.value).startswith("rank 0: ")
+    assert str(told.value).count("\n") == 0
+    assert told.value.exit_code == 70
+    assert told.value.__cause__ is error
+
+
+def test_the_signal_is_named_also_where_torch_has_forgotten_it() -> None:
+    error = RuntimeError("DataLoader worker (pid(s) 17) exited unexpectedly")
+    error.__cause__ = RuntimeError(f"{DEAD}Killed. ")
+    assert "killed by signal: Killed" in known_failure(error)
+
+
+def test_an_evaluation_has_a_batch_size_of_its_own() -> None:
+    scope = {"__name__": "framework.engine.some_engine", "torch": torch}
+    exec("def evaluate(): raise torch.OutOfMemoryError('CUDA out of memory.')", scope)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        scope["evaluate"]()  # type: ignore[operator]
+    assert (
+        known_failure(raised.value)
+        == "the device has no memory left; set a smaller evaluation.batch_size [out-of-memory]"
+    )
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("shapes"), RuntimeError("server: out of memory"), KeyError(), OSError(2, "No")]
+)
+def test_what_is_not_known_stays_as_it_is(error: Exception) -> None:
+    with pytest.raises(type(error)) as same, telling_of_known_failures():
+        raise error
+    assert same.value is error

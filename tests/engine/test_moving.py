@@ -1,0 +1,228 @@
+"""A checkpoint goes to any other number of ranks, ZeRO stage and number of pipeline stages, and the run goes on as if
+unbroken.
+
+The state that an engine holds is read by DeepSpeed's own functions, before the save and after the move, and must be
+equal to the bit. Plain engines and pipelines run in jobs of their own.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.test_pipeline import GPT, text
+from tests.launched import ROOT, run_ranks, series, train_cases
+
+__all__ = ["text"]  # a fixture
+pytestmark = pytest.mark.slow
+
+NUM_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the work is done."""
+
+    ranks: int
+    stage: int
+    pipe: int = 1
+    dtype: str = "fp32"
+    more: str = ""
+
+    @property
+    def name(self) -> str:
+        said = [
+            f"r{self.ranks}",
+            f"z{self.stage}",
+            f"p{self.pipe}" if self.pipe > 1 else "",
+            self.dtype if self.dtype != "fp32" else "",
+            self.more,
+        ]
+        return "-".join(filter(None, said))
+
+
+PLAIN = [Layout(ranks, stage) for ranks in (1, 2, 4) for stage in (0, 1, 2, 3)]
+PIPED = [Layout(2, 0, 2), Layout(2, 1, 2), Layout(4, 1, 2), Layout(4, 0, 2)]
+# Half precision, and optimizer state in host memory.
+HALF = [
+    Layout(2, 0, dtype="bf16"),
+    Layout(2, 0, dtype="fp16"),
+    Layout(2, 2, dtype="fp16"),
+    Layout(1, 3, dtype="fp16"),
+    Layout(2, 3, dtype="bf16"),
+    Layout(1, 0, dtype="bf16", more="fused"),
+    Layout(2, 0, 2, dtype="fp16"),
+    Layout(2, 2, more="offload"),
+    Layout(2, 3, dtype="bf16", more="offload"),
+]
+MEETS_HALF = [Layout(1, 2), Layout(2, 0), Layout(2, 3), Layout(2, 1, 2), *HALF]
+LAYOUTS = [*PLAIN, *PIPED, *HALF]
+MORE = {
+    "": {},
+    "fused": {"optimizer": {"kind": "adamw", "implementation": "deepspeed"}},
+    "offload": {"zero": {"offload_optimizer": {"device": "cpu"}}},
+}
+LOSS_SCALE = {"initial_scale_power": 10, "loss_scale_window": 2}  # doubled once in three steps
+KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def meet(source: Layout, target: Layout, *, exhaustive: bool) -> bool:
+    """Whether a checkpoint of the one is moved into the other: three, of a plain one with ``--exhaustive`` all."""
+    if {source, target}.isdisjoint(HALF):
+        distance = LAYOUTS.index(target) - LAYOUTS.index(source)
+        return source != target and (exhaustive or distance % (len(PLAIN) + len(PIPED)) in (1, 6, 11))
+    if source not in MEETS_HALF or target not in MEETS_HALF:
+        return False
+    distance = MEETS_HALF.index(target) - MEETS_HALF.index(source)
+    return distance % len(MEETS_HALF) in (1, 5, 9)
+
+
+def config(layout: Layout, folder: Path, text: Path, **sections: Any) -> dict[str, Any]:
+    return {
+        "run": {"name": layout.name, "output_dir": str(folder)},
+        **GPT,
+        "model": {**GPT["model"], "num_layers": 2},  # few weights: reading each of them back is a collective
+        "data": {**GPT["data"], "path": str(text)},
+        "precision": {"dtype": layout.dtype} | (LOSS_SCALE if layout.dtype == "fp16" else {}),
+        "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "weight_decay_on": "matrices"}
+        | MORE[layout.more].get("optimizer", {"kind": "adamw"}),
+        "scheduler": {"kind": "warmup", "warmup_steps": 4, "curve": "linear"},
+        "batch": {"global_size": 8, "micro_size": 1},
+        "zero": {"stage": layout.stage} | MORE[layout.more].get("zero", {}),
+        "parallel": {"pipe": layout.pipe},
+        "training": {"max_steps": NUM_STEPS, "log_every": 1},
+        "evaluation": {"at_end": False},
+        "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
+        **sections,
+    }
+
+
+def run_jobs(cases: dict[Layout, dict[str, Any]], folder: Path) -> None:
+    """One job for each number of ranks, plain engines and pipelines apart."""
+    for ranks in (1, 2, 4):
+        for piped in (False, True):
+            jobs = [case for layout, case in cases.items() if (layout.ranks, layout.pipe > 1) == (ranks, piped)]
+            if jobs:
+                file = folder / f"cases-{ranks}-{piped}.json"
+                file.write_text(json.dumps(jobs), encoding="utf-8")
+                run_ranks(ROOT / "tests/jobs/move_cases.py", str(file), num_ranks=ranks, cwd=folder)
+
+
+def test_contributing_says_how_many_moves_there_are() -> None:
+    every, some = (
+        sum(meet(source, target, exhaustive=exhaustive) for source in LAYOUTS for target in LAYOUTS)
+        for exhaustive in (True, False)
+    )
+    assert f"every move between layouts: {every} instead of {some}\n" in (ROOT / "CONTRIBUTING.md").read_text(
+        encoding="utf-8"
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in every layout, and the state that it was written from."""
+    folder = tmp_path_factory.mktemp("trained")
+    run_jobs(
+        {
+            layout: {
+                "config": config(layout, folder, text),
+                "trains": True,
+                "loads": [(str(folder / layout.name), str(folder / f"{layout.name}.pt"))],
+            }
+            for layout in LAYOUTS
+        },
+        folder,
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def moved(trained: Path, text: Path, exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every checkpoint, moved into other layouts: with ``--exhaustive`` into all."""
+    folder = tmp_path_factory.mktemp("moved")
+    run_jobs(
+        {
+            target: {
+                "config": config(target, folder, text),
+                "trains": False,
+                "loads": [
+                    (str(trained / source.name), str(folder / f"{source.name}-{target.name}.pt"))
+                    for source in LAYOUTS
+                    if meet(source, target, exhaustive=exhaustive)
+                ],
+            }
+            for target in LAYOUTS
+        },
+        folder,
+    )
+    return folder
+
+
+@pytest.mark.parametrize("source", LAYOUTS, ids=lambda layout: layout.name)
+def test_weights_and_moments_are_equal_after_every_move(
+    source: Layout, trained: Path, moved: Path, exhaustive: bool
+) -> None:
+    truth = torch.load(trained / f"{source.name}.pt", weights_only=True)
+    assert truth["step"] == NUM_STEPS
+    targets = [target for target in LAYOUTS if meet(source, target, exhaustive=exhaustive)]
+    assert len(targets) >= 3
+    for target in targets:
+        found = torch.load(moved / f"{source.name}-{target.name}.pt", weights_only=True)
+        assert found["step"] == NUM_STEPS
+        states = [name for name in truth["state"] if not name.endswith(" model")]
+        assert sorted(states) == sorted(name for name in found["state"] if not name.endswith(" model"))
+        assert len(states) > 50
+        for name in states:
+            assert torch.equal(found["state"][name], truth["state"][name]), f"{target.name}: {name}"
+        for name, value in found["state"].items():
+            if name.endswith(" model"):
+                whole = truth["state"].get(name.replace(" model", " fp32"))
+                assert whole is None or torch.equal(value, whole.to(KINDS[target.dtype])), f"{target.name}: {name}"
+        if source.dtype == target.dtype == "fp16":
+            assert found["loss_scale"] == truth["loss_scale"] != 2.0**10, target.name
+
+
+GOES_ON = [
+    (Layout(2, 2), Layout(1, 3)),
+    (Layout(1, 0), Layout(2, 2)),
+    (Layout(2, 3), Layout(2, 1)),
+    (Layout(2, 1, 2), Layout(2, 3)),
+    (Layout(1, 3), Layout(2, 1, 2)),
+    (Layout(4, 3), Layout(2, 0)),
+    (Layout(4, 1, 2), Layout(1, 1)),
+    (Layout(2, 0), Layout(2, 0, 2)),
+]
+
+
+@pytest.fixture(scope="module")
+def gone_on(trained: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gone-on")
+    longer = {"training": {"max_steps": 8, "log_every": 1}, "checkpoint": {"at_end": False}}
+    for ranks in (1, 2):
+        for piped in (False, True):
+            runs = []
+            for source, target in GOES_ON:
+                if (target.ranks, target.pipe > 1) == (ranks, piped):
+                    sections = {**longer, "checkpoint": {"at_end": False, "resume": str(trained / source.name)}}
+                    run = {"name": f"{source.name}-{target.name}", "output_dir": str(folder)}
+                    runs.append(config(target, folder, text, **sections) | {"run": run})
+            if runs:
+                train_cases(runs, num_ranks=ranks, folder=folder)
+    train_cases([config(Layout(1, 0), folder, text, **longer)], num_ranks=1, folder=folder)
+    return folder
+
+
+@pytest.mark.parametrize(("source", "target"), GOES_ON, ids=lambda layout: layout.name)
+def test_the_run_goes_on_with_the_next_samples_as_if_unbroken(source: Layout, target: Layout, gone_on: Path) -> None:
+    unbroken = series(gone_on / "r1-z0", "train/loss")
+    found = series(gone_on / f"{source.name}-{target.name}", "train/loss")
+    assert sorted(found) == [4, 5, 6, 7, 8]
+    for step, loss in found.items():
+        assert loss == pytest.approx(unbroken[step], abs=1e-5), step
+    rates, expected = (series(gone_on / name, "train/lr") for name in (f"{source.name}-{target.name}", "r1-z0"))
+    assert all(rates[step] == pytest.approx(expected[step]) for step in rates)

@@ -1,0 +1,37 @@
+"""Between two logging points nothing of ours reads a value from the device: not a read more than in a bare DeepSpeed
+loop.
+
+Where gradients are clipped (`clip1`) a moving average of the weights is kept as well.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.launched import ROOT, torchrun
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def reads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
+    folder: Path = tmp_path_factory.mktemp("reads")
+    done = torchrun(ROOT / "tests/jobs/count_syncs.py", str(folder / "reads.json"), num_ranks=1, cwd=folder)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, dict[str, int]] = json.loads((folder / "reads.json").read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.mark.parametrize("clip", ["clip0", "clip1"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_no_read_more_than_deepspeed_itself(
+    reads: dict[str, dict[str, int]], stage: int, dtype: str, clip: str
+) -> None:
+    counted = reads[f"{dtype}-z{stage}-{clip}"]
+    assert counted["ours"] == counted["bare"]
+    # torch's Adam reads its step counter, a host tensor, once per parameter: the counter counts.
+    assert counted["bare"] > 0

@@ -1,0 +1,119 @@
+"""Ranks that do not meet: torch's own errors, each from a real attempt, become one line with the address."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from framework.engine.rendezvous import check_environment, telling_where_ranks_meet
+from framework.errors import ConfigError, PeerLostError
+from tests.launched import torchrun
+from tests.places import ROOT
+from tests.ports import free_ports
+
+pytestmark = [pytest.mark.slow, pytest.mark.timing]
+
+GOOD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+SOON = timedelta(seconds=1)
+
+
+def meet(monkeypatch: pytest.MonkeyPatch, *, rank: int, host: str = "127.0.0.1", port: int) -> str:
+    """What a rank of two says that goes there alone."""
+    for name, value in (GOOD | {"RANK": str(rank), "MASTER_ADDR": host, "MASTER_PORT": str(port)}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(PeerLostError) as told, telling_where_ranks_meet():
+        TCPStore(host, port, 2, is_master=rank == 0, timeout=SOON)
+    assert told.value.exit_code == 76
+    assert told.value.is_of_one_rank
+    line = str(told.value)
+    assert "\n" not in line
+    assert line.startswith(f"rank {rank} of 2: ")
+    return line
+
+
+@pytest.fixture
+def free_port() -> int:
+    return free_ports(1)
+
+
+def test_rank_0_waits_alone(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
+    line = meet(monkeypatch, rank=0, port=free_port)
+    assert f"only 1 of 2 ranks came to 127.0.0.1:{free_port} within" in line
+    assert line.endswith("[rendezvous-incomplete]")
+
+
+def test_no_rank_0_is_there(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
+    line = meet(monkeypatch, rank=1, port=free_port)
+    assert f"no rank 0 answers at 127.0.0.1:{free_port}" in line
+    assert line.endswith("[rendezvous-unreachable]")
+
+
+def test_a_name_that_nobody_has(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
+    line = meet(monkeypatch, rank=1, host="nobody.invalid", port=free_port)
+    assert f"no rank 0 answers at nobody.invalid:{free_port}" in line
+
+
+def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_ports(1)
+    with socket.socket() as taken:
+        taken.bind(("", port))
+        taken.listen()
+        line = meet(monkeypatch, rank=0, port=port)
+    assert f"port {port} on {socket.gethostname()} is in use" in line
+    assert line.endswith("[rendezvous-port-in-use]")
+
+
+def test_ranks_that_meet_and_cannot_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo's own words, as two hosts that call themselves 127.0.0.1 get them."""
+    for name, value in GOOD.items():
+        monkeypatch.setenv(name, value)
+    said = "Gloo connectFullMesh failed with [../third_party/gloo/gloo/transport/tcp/pair.cc:144] no error"
+    line = r"^rank 1 of 2: .*127\.0\.0\.1:29500 cannot .*GLOO_SOCKET_IFNAME.*\[rendezvous-failed\]$"
+    with pytest.raises(PeerLostError, match=line), telling_where_ranks_meet():
+        raise RuntimeError(said)
+
+
+def test_what_has_nothing_to_do_with_it_stays_as_it_is() -> None:
+    with pytest.raises(RuntimeError, match=r"^out of memory$"), telling_where_ranks_meet():
+        raise RuntimeError("out of memory")
+
+
+def test_an_environment_that_is_whole_is_taken() -> None:
+    check_environment(GOOD)
+    check_environment({})  # no launcher: one process
+
+
+@pytest.mark.parametrize(
+    ("changed", "key"),
+    [
+        ({"RANK": "2"}, "RANK = 2"),
+        ({"RANK": "x"}, "RANK = x"),
+        ({"WORLD_SIZE": None}, "WORLD_SIZE: "),
+        ({"MASTER_ADDR": None}, "MASTER_ADDR: "),
+        ({"MASTER_ADDR": " "}, "MASTER_ADDR = "),
+        ({"MASTER_PORT": None}, "MASTER_PORT: "),
+        ({"MASTER_PORT": "tcp://10.0.0.1:80"}, "MASTER_PORT = tcp"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT = 0: "),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT = 65536"),
+    ],
+)
+def test_an_environment_in_which_ranks_cannot_meet_is_refused(changed: dict[str, str | None], key: str) -> None:
+    environment = {name: value for name, value in (GOOD | changed).items() if value is not None}
+    with pytest.raises(ConfigError) as refused:
+        check_environment(environment)
+    assert str(refused.value).startswith(key)
+    assert str(refused.value).endswith("[rendezvous-environment]")
+    assert len(refused.value.problems) == 1
+
+
+def test_four_runs_of_one_script_meet_anew_each_time(tmp_path: Path) -> None:
+    """In torchrun's store, which outlives a group, the second or third run found the addresses of the first."""
+    done = torchrun(ROOT / "tests/jobs/many_fits.py", "4", num_ranks=2, cwd=tmp_path, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    losses = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("loss ")]
+    assert len(losses) == 4, done.stdout
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)

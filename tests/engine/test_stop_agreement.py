@@ -1,0 +1,164 @@
+"""Ranks as threads with one store: they stop after the same step, whoever was asked, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+
+import pytest
+from torch.distributed import HashStore, PrefixStore, TCPStore
+from torch.distributed.distributed_c10d import Store
+
+from framework.engine import stop_agreement
+from framework.engine.stop_agreement import StopAgreement
+from framework.errors import PeerLostError
+from framework.system.stop_request import StopRequest
+
+pytestmark = pytest.mark.timing
+
+LOOK_SECONDS, LONG = 0.02, 30.0
+
+
+class Rank:
+    """Trains by sleeping. Ranks may be some steps apart, as those are that only queue work for their device."""
+
+    def __init__(
+        self, number: int, store: Store, *, ranks: int, steps: int, step_seconds: float, patience: float = LONG
+    ) -> None:
+        self.request = StopRequest()
+        self.request.training_begins()
+        self.agreement = StopAgreement(
+            self.request,
+            store=store,
+            rank=number,
+            world_size=ranks,
+            step=0,
+            look_seconds=LOOK_SECONDS,
+            patience_seconds=patience,
+        )
+        self.step, self.signal, self._steps, self._step_seconds = 0, "", steps, step_seconds
+        self.error: Exception | None = None
+        self.thread = threading.Thread(target=self._train)
+
+    def _train(self) -> None:
+        try:
+            self.agreement.start()
+            while self.step < self._steps:
+                self.signal = self.agreement.signal_after(self.step)
+                if self.signal:
+                    break
+                time.sleep(self._step_seconds * random.uniform(0.5, 1.5))
+                self.step += 1
+            self.agreement.leave()
+        except PeerLostError as error:
+            self.error = error
+        finally:
+            self.agreement.close()
+
+
+def job(*, ranks: int = 3, steps: int = 10_000, step_seconds: float = 0.002, patience: float = LONG) -> list[Rank]:
+    store = PrefixStore("job", HashStore())
+    return [
+        Rank(n, store, ranks=ranks, steps=steps, step_seconds=step_seconds, patience=patience) for n in range(ranks)
+    ]
+
+
+def join(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        rank.thread.join(60)
+        assert not rank.thread.is_alive()
+
+
+@pytest.mark.parametrize("asked", [(0,), (2,), (0, 1, 2)])
+@pytest.mark.parametrize("step_seconds", [0.0005, 0.05])
+def test_all_stop_after_the_same_step(asked: tuple[int, ...], step_seconds: float) -> None:
+    ranks = job(step_seconds=step_seconds)
+    for rank in ranks:
+        rank.thread.start()
+    time.sleep(0.3)
+    for number in asked:
+        ranks[number].request.receive(signal.SIGUSR1)
+    join(ranks)
+    assert {rank.signal for rank in ranks} == {"SIGUSR1"}
+    assert len({rank.step for rank in ranks}) == 1
+    assert 0 < ranks[0].step < 10_000
+
+
+def test_a_request_before_the_first_step_stops_there() -> None:
+    ranks = job(steps=100_000)
+    ranks[1].request.receive(signal.SIGTERM)
+    for rank in ranks:
+        rank.thread.start()
+    join(ranks)
+    assert {rank.signal for rank in ranks} == {"SIGTERM"}
+    assert len({rank.step for rank in ranks}) == 1
+
+
+def test_without_a_request_all_train_to_the_end() -> None:
+    ranks = job(steps=50)
+    for rank in ranks:
+        rank.thread.start()
+    join(ranks)
+    assert [(rank.step, rank.signal) for rank in ranks] == [(50, "")] * 3
+
+
+@pytest.mark.slow
+def test_requests_at_any_instant_around_the_end_leave_nobody_waiting() -> None:
+    draw = random.Random(3)
+    for _ in range(25):
+        ranks = job(steps=40)
+        for rank in ranks:
+            rank.thread.start()
+        time.sleep(draw.uniform(0.05, 0.12))
+        ranks[draw.randrange(3)].request.receive(signal.SIGTERM)
+        join(ranks)
+        assert len({(rank.step, rank.signal) for rank in ranks}) == 1, "some stopped and some finished"
+        assert all(rank.error is None for rank in ranks)
+
+
+def test_a_rank_that_is_gone_is_told_of_by_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(stop_agreement.os, "_exit", ended.append)
+    first, second, _ = ranks = job(patience=0.6)
+    for rank in ranks[:2]:  # the third never comes
+        rank.thread.start()
+    second.request.receive(signal.SIGTERM)
+    join([first, second])
+    if second.agreement._giving_up is not None:
+        second.agreement._giving_up.join(LONG)  # later it would end these tests
+    for rank in (first, second):
+        assert isinstance(rank.error, PeerLostError)
+        assert rank.error.exit_code == 76
+        assert "[peer-lost]" in str(rank.error)
+    assert ended in ([], [76]), "the one that was asked may be in a collective: then its thread ends the process"
+
+
+def test_one_that_was_asked_and_waits_in_a_collective_ends(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(stop_agreement.os, "_exit", ended.append)
+    rank = job(patience=0.3)[0]
+    rank.agreement.start()
+    rank.request.receive(signal.SIGTERM)
+    deadline = time.monotonic() + LONG
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.01)
+    rank.agreement.close()
+    assert ended == [76]
+    assert capfd.readouterr().err.count("[peer-lost]") == 1
+
+
+def test_a_store_that_is_gone_does_not_disturb_until_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(stop_agreement.os, "_exit", ended.append)
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, is_master=False)
+    rank = Rank(1, client, ranks=2, steps=300, step_seconds=0.002, patience=0.3)
+    rank.thread.start()
+    time.sleep(0.1)
+    del server
+    join([rank])
+    assert (rank.step, rank.signal, ended) == (300, "", [])

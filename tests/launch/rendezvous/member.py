@@ -1,0 +1,42 @@
+"""A real node agent for the tests, with any script for its ranks: member.py JSON, see `main`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from framework.errors import FrameworkError
+from framework.launch.hosts.devices import LocalDevices
+from framework.launch.hosts.topology import Topology
+from framework.launch.node import Terms, run_node
+from framework.launch.stop_requests import StopRequests
+
+
+def main() -> int:
+    """``{"topology": {...}, "terms": {...}, "facts": {...}, "script": PATH, "arguments": [...]}``"""
+    given = json.loads(sys.argv[1])
+    terms = given["terms"]
+    requests = StopRequests()
+    if "life_line" in terms:
+        requests.hold(terms.pop("life_line"))
+    try:
+        with requests.heeding_signals():
+            return run_node(
+                Topology(**given["topology"]),
+                script=Path(given["script"]),
+                arguments=given["arguments"],
+                devices=LocalDevices("cpu", 0),
+                environment=os.environ,
+                terms=Terms(**terms),
+                facts=given["facts"],
+                requests=requests,
+            )
+    except FrameworkError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

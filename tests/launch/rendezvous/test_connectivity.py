@@ -1,0 +1,153 @@
+"""Whether nodes reach each other: who calls whom, what is tried again, and what is told of failures."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from framework.doctor.node.links import Echo, Reached
+from framework.launch.rendezvous.connectivity import Calls, Place, Round, is_place, targets_of
+
+UNKNOWN = "no-such-host.invalid"
+
+
+def until(holds: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails is not tried again."""
+    monkeypatch.setattr("framework.launch.rendezvous.connectivity._AGAIN_FOR_SECONDS", 0.0)
+
+
+def round_of(count: int, *, master: tuple[str, int] = (UNKNOWN, 1)) -> Round:
+    places = {
+        node: Place(f"{node} (h{node})", f"10.0.{node // 250}.{node % 250}", 5000 + node) for node in range(count)
+    }
+    return Round(places, master=master)
+
+
+@pytest.fixture
+def reaches_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node 0 does; the nodes of these tests are only told of."""
+    monkeypatch.setattr(
+        "framework.launch.rendezvous.connectivity.call_all",
+        lambda targets, **terms: [Reached(host) for host, _ in targets],
+    )
+
+
+@pytest.mark.usefixtures("reaches_all")
+@pytest.mark.parametrize("count", [2, 64, 65, 1000])
+def test_all_call_each_other_or_their_neighbours(count: int) -> None:
+    job = round_of(count, master=("node-0", 29500))
+    for node in (0, 1, count - 1):
+        targets = job.order(node)["targets"]
+        ports = [port - 5000 for _, port in targets[:-1]]
+        assert targets[-1] == ("node-0", 29500)
+        expected = (
+            [other for other in range(count) if other != node]
+            if count <= 64
+            else [(node + n) % count for n in range(1, 9)]
+        )
+        assert sorted(ports) == sorted(expected)
+
+
+def test_calls_that_are_answered_later_are_no_failures() -> None:
+    with socket.socket() as later:
+        later.bind(("127.0.0.1", 0))
+        port = later.getsockname()[1]
+        calls = Calls([("127.0.0.1", port)], token="t")
+        time.sleep(0.2)
+    echo: list[Echo] = []
+    threading.Timer(0.3, lambda: echo.append(Echo(port, address="127.0.0.1"))).start()
+    until(lambda: calls.is_over)
+    assert calls.failed == {}
+    assert calls.told() == {"token": "t", "failed": []}
+    echo[0].close()
+
+
+@pytest.mark.usefixtures("at_once")
+def test_what_fails_is_told() -> None:
+    calls = Calls([(UNKNOWN, 1)], token="t")
+    until(lambda: calls.is_over)
+    ((number, address, reason),) = calls.told()["failed"]
+    assert (number, address) == (0, "")
+    assert "name is not known" in reason
+
+
+@pytest.mark.usefixtures("reaches_all")
+def test_a_node_behind_a_firewall_is_one_line() -> None:
+    """From either side: nobody reaches it, or it reaches nobody."""
+    job = round_of(9)
+    token = job.order(1)["token"]
+    for node in range(1, 9):
+        place = [port - 5000 for _, port in job.order(node)["targets"][:-1]]
+        job.hear(node, {"token": token, "failed": [[place.index(5), "10.0.0.5", "no answer"]] if node != 5 else []})
+    until(lambda: job.is_over)
+    (problem,) = job.problems()
+    assert (problem.kind, problem.key) == ("port-not-reached", "node 5 (h5)")
+    assert problem.file == "nodes 1 (h1), 2 (h2), 3 (h3) and 4 more"
+    assert problem.reason == "not reached from there at 10.0.0.5: no answer"
+
+    job = round_of(9)
+    token = job.order(1)["token"]
+    for node in range(1, 9):
+        job.hear(
+            node, {"token": token, "failed": [[number, "", "no answer"] for number in range(8)] if node == 5 else []}
+        )
+    until(lambda: job.is_over)
+    (problem,) = job.problems()
+    assert problem.file == "node 5 (h5)"
+    assert problem.key == "node 6 (h6), node 7 (h7), node 8 (h8) and 5 more"
+
+
+@pytest.mark.usefixtures("reaches_all")
+def test_a_name_that_leads_back() -> None:
+    job = round_of(2, master=("node-0", 29500))
+    job.hear(1, {"token": job.order(1)["token"], "failed": [[1, "127.0.1.1", "connection refused"]]})
+    until(lambda: job.is_over)
+    (problem,) = job.problems()
+    assert (problem.kind, problem.file, problem.key) == ("name-loopback", "node 1 (h1)", "node-0:29500")
+
+
+@pytest.mark.usefixtures("reaches_all")
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"token": "other", "failed": []},
+        {"failed": None},
+        {"failed": [[2, "", "x"]]},
+        {"failed": [[-1, "", "x"]]},
+        {"failed": [[0, "not an address", "x"]]},
+        {"failed": [[0, "", 1]]},
+        {"failed": [[True, "", "x"]]},
+        {"failed": [0]},
+    ],
+)
+def test_an_answer_of_another_shape_is_none(answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("framework.launch.rendezvous.connectivity._ROUND_SECONDS", 0.05)
+    job = round_of(2)
+    job.hear(1, {"token": job.order(1)["token"]} | answer)
+    until(lambda: job.is_over)
+    (problem,) = job.problems()
+    assert problem.file == "node 1 (h1)"
+    assert "has not ended" in problem.reason
+
+
+@pytest.mark.parametrize(
+    "place", [None, [], ["a"], ["a", 0], ["a", 65536], ["a", True], ["", 1], [1, 1], ["a" * 300, 1]]
+)
+def test_what_is_no_place(place: object) -> None:
+    assert not is_place(place)
+    assert targets_of({"targets": [place]}) == []
+    assert targets_of({"targets": [["a", 1]] * 100}) == []
+    assert targets_of({"targets": [["a", 1]]}) == [("a", 1)]

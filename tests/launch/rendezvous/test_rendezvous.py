@@ -1,0 +1,448 @@
+"""Agents meet: a wrong topology is refused on every node with the name, and strangers on the port cost nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import psutil
+import pytest
+
+from framework.doctor.node.start import _TOLD
+from framework.errors import ConfigError, FrameworkError
+from framework.launch.hosts.topology import Topology
+from framework.launch.rendezvous.addresses import peer_name
+from framework.launch.rendezvous.handshake import disagreements, hello_is_wrong
+from framework.launch.rendezvous.member import Caller
+from framework.launch.rendezvous.peers import Peers
+from framework.launch.rendezvous.rendezvous import meet
+from framework.launch.rendezvous.session import Meeting
+from framework.launch.stop_requests import StopRequests
+from tests.launch.rendezvous.members import Members, ended, reset
+from tests.ports import free_ports
+
+pytestmark = pytest.mark.timing
+
+HELLO = {
+    "protocol": 2,
+    "job": "",
+    "attempt": 0,
+    "node_rank": 0,
+    "nnodes": 2,
+    "slots": 1,
+    "master_port": 29500,
+    "host": "a",
+    "hosts": "",
+    "clock": 1.0,
+    "facts": {"torch": "2.15"},
+}
+
+
+def refused(members: Members, *, kinds: tuple[str, ...]) -> list[str]:
+    """What the agents said, all of which ended with 78 in seconds and named every problem."""
+    ends = [ended(process) for process in members.processes]
+    assert [code for code, _ in ends] == [78] * len(ends), ends
+    assert time.monotonic() - members.started_at < 30
+    for _, said in ends:
+        assert {f"[{kind}]" for kind in kinds} <= {line.split()[-1] for line in said.splitlines()}, said
+    return [said for _, said in ends]
+
+
+def test_everything_that_differs_is_told_at_once_on_every_node(members: Members) -> None:
+    members.start(0, facts={"torch": "2.15", "config": "aa"})
+    members.start(1, facts={"torch": "2.14", "config": "bb"}, slots=2)
+    for said in refused(members, kinds=("nodes-differ",)):
+        for key, values in {"torch": '"2.14": .* has 2.15', "config": "bb: .* has aa", "slots": "2: .* has 1"}.items():
+            assert re.search(rf"node 1 \(.*\): {key} = {values}", said)
+    assert not list(members.folder.glob("*.json"))
+
+
+@pytest.mark.slow
+def test_nodes_that_think_of_different_numbers_of_nodes(members: Members) -> None:
+    members.start(0)
+    members.start(1, nnodes=3)
+    for said in refused(members, kinds=("nodes-differ",)):
+        assert re.search(r"node 1 \(.*\): nnodes = 3: node 0 \(.*\) has 2", said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [(0, 0), (0, 1, 1)])
+def test_a_rank_that_is_there_twice_is_refused(members: Members, ranks: tuple[int, ...]) -> None:
+    members.nnodes = len(ranks)
+    for rank in ranks:
+        members.start(rank)
+    for said in refused(members, kinds=("node-rank-duplicate",)):
+        missing = set(range(len(ranks))) - set(ranks)
+        assert f"2 nodes have the same rank, and rank {missing.pop()} is missing" in said
+
+
+def own_address() -> str:
+    """An address of this machine that is no loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # documentation addresses; nothing is sent
+        except OSError:
+            pytest.skip("this machine has no address but loopback")
+        address: str = probe.getsockname()[0]
+        return address
+
+
+@pytest.mark.slow
+def test_the_machine_at_master_addr_has_to_be_node_0(members: Members) -> None:
+    """Swapped ranks: who has node 0's address tells whoever calls, and both end."""
+    address = own_address()
+    members.start(1, master_addr=address)
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            caller = socket.create_connection((address, members.port + 1), timeout=1)
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.3)
+    with caller:
+        caller.settimeout(20)
+        caller.sendall(json.dumps({"type": "hello", "hello": HELLO, "nonce": "n"}).encode() + b"\n")
+        answers = [json.loads(line) for line in read_until_closed(caller).splitlines()]
+    assert [answer["type"] for answer in answers] == ["challenge", "nogo"]
+    assert answers[1]["problems"][0]["kind"] == "node-rank-swapped"
+    refused(members, kinds=("node-rank-swapped",))
+
+
+@pytest.mark.slow
+def test_who_is_missing_is_told_and_the_wait_ends(members: Members) -> None:
+    code, said = ended(members.start(0, terms={"wait_seconds": 6}))
+    assert code == 76
+    assert said.count("waiting for 1/2 nodes: node 1") == 2  # after some seconds, and at the end
+    assert "[rendezvous-timeout]" in said
+
+
+@pytest.mark.slow
+def test_a_wait_for_node_0_says_why(members: Members) -> None:
+    code, said = ended(members.start(1, master_addr="no-such-host.invalid", terms={"wait_seconds": 4}))
+    assert code == 76
+    # A name server may be silent for longer than this.
+    assert re.search(
+        rf"waiting for node 0: no-such-host\.invalid:{members.port + 1} \((no DNS record|no answer yet)\)", said
+    )
+
+
+@pytest.mark.slow
+def test_a_request_before_any_rank_ends_every_node(members: Members) -> None:
+    members.nnodes = 3  # the third never comes
+    processes = [members.start(rank) for rank in (0, 1)]
+    assert processes[0].stderr is not None
+    assert any("waiting for 1/3 nodes: node 2" in line for line in processes[0].stderr)  # once node 1 is there
+    processes[1].send_signal(signal.SIGTERM)
+    for process in processes:
+        code, said = ended(process)
+        assert code == 75
+        assert "[stopped-early]" in said
+
+
+# -------------------------------------------------------------------------------------------------- tokens, strangers
+
+
+@pytest.mark.slow
+def test_a_shared_token_lets_nodes_in_whoever_starts_first(members: Members) -> None:
+    members.start(1, "exit=0", terms={"token": "s3cret"})
+    time.sleep(1.5)
+    members.start(0, "exit=0", terms={"token": "s3cret"})
+    for process in members.processes:
+        code, said = ended(process)
+        assert code == 0
+        assert "s3cret" not in said
+
+
+@pytest.mark.slow
+def test_a_wrong_token_is_turned_away_alone(members: Members) -> None:
+    lead = members.start(0, "exit=0", terms={"token": "s3cret"})
+    stranger = members.start(1, "exit=0", terms={"token": "wrong"})
+    code, said = ended(stranger)
+    assert code == 78
+    assert "[token-refused]" in said
+    assert lead.poll() is None
+    members.start(1, "exit=0", terms={"token": "s3cret"})
+    assert ended(lead)[0] == 0
+
+
+@pytest.mark.slow
+def test_another_job_is_turned_away_alone(members: Members) -> None:
+    lead = members.start(0, "exit=0", terms={"job_id": "mine"})
+    code, said = ended(members.start(1, "exit=0", terms={"job_id": "other"}))
+    assert code == 78
+    assert "another job listens here" in said
+    members.start(1, "exit=0", terms={"job_id": "mine"})
+    assert ended(lead)[0] == 0
+
+
+@pytest.fixture
+def strangers(members: Members) -> Iterator[list[socket.socket]]:
+    """Connections to node 0, which is up."""
+    members.start(0, "exit=0")
+    connections: list[socket.socket] = []
+    deadline = time.monotonic() + 30
+    while len(connections) < 6:
+        try:
+            connections.append(socket.create_connection(("127.0.0.1", members.port + 1), timeout=20))
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    yield connections
+    for connection in connections:
+        connection.close()
+
+
+@pytest.mark.slow
+def test_strangers_do_not_keep_nodes_from_meeting(members: Members, strangers: list[socket.socket]) -> None:
+    garbage, endless, nested, liar, slow, gone = strangers
+    garbage.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    nested.sendall(b"[" * 60_000 + b"\n")
+    liar.sendall(json.dumps({"type": "hello", "hello": {**HELLO, "node_rank": "0"}, "nonce": "n"}).encode() + b"\n")
+    slow.sendall(b'{"type":')
+    gone.close()
+    with pytest.raises(OSError, match=r"reset|[Bb]roken pipe"):  # the agent reads no more than it needs
+        endless.sendall(b"x" * (64 << 20))
+    for connection in (garbage, nested, liar):
+        assert read_until_closed(connection).count(b"\n") == 1  # the challenge
+    members.start(1, "exit=0")
+    assert [ended(process)[0] for process in members.processes] == [0, 0]
+
+
+@pytest.mark.slow
+def test_a_slow_stranger_is_cut_off(members: Members, strangers: list[socket.socket]) -> None:
+    begun = time.monotonic()
+    strangers[0].sendall(b"{")
+    read_until_closed(strangers[0])
+    assert 5 < time.monotonic() - begun < 20
+
+
+@pytest.mark.slow
+def test_a_port_of_the_ranks_that_is_in_use_is_told_to_all(members: Members) -> None:
+    with socket.socket() as other:
+        other.bind(("", members.port))
+        other.listen()
+        for rank in (0, 1):
+            members.start(rank)
+        for said in refused(members, kinds=("port-not-usable",)):
+            assert f"--master_port = {members.port}: ranks cannot meet there" in said
+
+
+@pytest.mark.slow
+def test_a_port_of_another_program_is_refused(members: Members) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", members.port + 1))
+        other.listen()
+        members.start(0)
+        refused(members, kinds=("port-not-usable",))
+
+
+def read_until_closed(connection: socket.socket) -> bytes:
+    content = b""
+    try:
+        while part := connection.recv(65_536):
+            content += part
+    except ConnectionError:
+        pass
+    return content
+
+
+# ---------------------------------------------------------------------------------------------------- pure functions
+
+
+def test_equal_nodes_agree() -> None:
+    assert disagreements([HELLO, {**HELLO, "node_rank": 1, "host": "b", "clock": 9.0}], seen=set()) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        None,
+        [],
+        {},
+        {**HELLO, "slots": "1"},
+        {**HELLO, "nnodes": True},
+        {**HELLO, "facts": {"a": 1}},
+        {**HELLO, "clock": float("nan")},
+        {**HELLO, "node_rank": 2},
+        {**HELLO, "echo": ["a", 0]},
+        {**HELLO, "master_addr": 1},
+    ],
+)
+def test_what_is_no_hello(wrong: object) -> None:
+    assert hello_is_wrong(wrong)
+    assert not hello_is_wrong(HELLO)
+
+
+@pytest.mark.parametrize(
+    ("rank", "master", "names", "expected"),
+    [
+        (1, "demo-0.no-such-host.invalid", (), "demo-1.no-such-host.invalid (no DNS record)"),
+        (2, "127.0.0.1", (), "node 2"),
+        (1, "x", ("x", "me@localhost"), "me@localhost (127.0.0.1, not connected)"),
+    ],
+)
+def test_the_name_of_a_peer(rank: int, master: str, names: tuple[str, ...], expected: str) -> None:
+    got = peer_name(rank, master=master, names=names)
+    assert got in (
+        expected,
+        expected.replace("127.0.0.1", "::1"),
+        expected.replace("no DNS record", "no answer from DNS"),
+    )
+
+
+# ---------------------------------------------------------------------------------------------- agents on threads of
+# ours
+
+
+def meeting(
+    node_rank: int,
+    port: int,
+    *,
+    address: str = "127.0.0.1",
+    nnodes: int = 2,
+    names: Sequence[str] = (),
+    look: bool = True,
+    **terms: Any,
+) -> Meeting:
+    hello = HELLO | {"node_rank": node_rank, "nnodes": nnodes, "host": f"h{node_rank}", "hosts": ",".join(names)}
+    hello |= {"look": {name: kind() for name, kind in _TOLD.items()}} if look else {}
+    return Meeting(Topology(nnodes, 1, node_rank, address, port), port + 1, hello, StopRequests(), names=names, **terms)
+
+
+def is_listened_at(port: int) -> bool:
+    found = psutil.Process().net_connections("tcp")
+    return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in found)
+
+
+def all_met(*meetings: Meeting) -> list[Peers | FrameworkError]:
+    """How each of them ended; the first listens before the others call."""
+
+    def one(each: Meeting) -> Peers | FrameworkError:
+        try:
+            return meet(each)
+        except FrameworkError as error:
+            return error
+
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(one, meetings[0])
+        deadline = time.monotonic() + 20
+        while not is_listened_at(meetings[0].port) and not first.done():  # who calls before calls again a second later
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        ends = [each.result() for each in [first, *(pool.submit(one, each) for each in meetings[1:])]]
+    for end in ends:
+        if isinstance(end, Peers):
+            end.close()
+    return ends
+
+
+def test_nodes_that_reach_each_other_meet_and_answer_nobody_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_ports(2)
+    opened: list[int] = []
+
+    def answer_at(self: Meeting, address: str, port: int = 0) -> int:
+        opened.append(really(self, address, port))
+        return opened[-1]
+
+    really = Meeting.answer_at
+    monkeypatch.setattr(Meeting, "answer_at", answer_at)
+    assert all(isinstance(end, Peers) for end in all_met(*(meeting(rank, port, nnodes=3) for rank in range(3))))
+    assert len(opened) == 4  # one port of each node, and that of the ranks
+    for number in opened:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", number), timeout=20)
+
+
+@pytest.mark.slow
+def test_a_node_that_is_not_reached_is_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A firewall that lets node 1 call, and nobody call node 1."""
+    monkeypatch.setattr("framework.launch.rendezvous.connectivity._AGAIN_FOR_SECONDS", 0.2)
+    port = free_ports(2)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        behind = meeting(1, port)
+        behind.answer_at = lambda address, port=0: closed.getsockname()[1]  # type: ignore[method-assign]
+        ends = all_met(meeting(0, port), behind)
+    for end in ends:
+        assert isinstance(end, ConfigError)
+        assert [(each.kind, each.file, each.key) for each in end.problems] == [
+            ("port-not-reached", "node 0 (h0)", "node 1 (h1)")
+        ]
+
+
+@pytest.mark.slow
+def test_two_that_take_themselves_for_the_place_of_node_0_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hostfiles in another order: each finds itself at the first place; nobody would ever call the other."""
+    monkeypatch.setattr("framework.launch.rendezvous.member._KEEPER_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr("framework.launch.rendezvous.member.is_loopback", lambda host: False)
+    port = free_ports(2)
+    names = ("127.0.0.2", "127.0.0.3")
+    first, second = (
+        meeting(0, port, address=names[0], names=names),
+        meeting(1, port, address=names[1], names=names[::-1]),
+    )
+    ends = all_met(first, second)
+    for end in ends:
+        assert isinstance(end, ConfigError)
+        assert [each.key for each in end.problems][:2] == ["hosts", "master_addr"]
+    assert "node 0 (h0) has 127.0.0.2 as number 1" in str(ends[1])
+    assert "[node-rank-swapped]" in str(ends[1])
+
+
+def test_a_refusal_is_heard_although_the_port_of_who_refused_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes of rank 0: the one that listens refuses and ends, and the other must not take its place and wait for
+    ever.
+    """
+    here = meeting(0, free_ports(2), deadline_seconds=10.0)
+    problem = {"kind": "node-rank-duplicate", "reason": "two of them", "fix": "one"}
+    listener = socket.create_server(("127.0.0.1", here.port))
+    listener.setblocking(False)
+    heard: list[socket.socket] = []
+
+    def step(self: Caller) -> Peers | None:
+        peers = really(self)
+        if not heard:
+            with suppress(BlockingIOError):
+                heard.append(listener.accept()[0])
+                heard[0].sendall(b'{"type": "challenge", "nonce": "n"}\n')
+        elif self.is_heard and listener.fileno() >= 0:
+            heard[0].settimeout(20)
+            assert b'"hello"' in heard[0].recv(65_536)
+            said = ({"type": "welcome", "proof": ""}, {"type": "nogo", "problems": [problem]})
+            heard[0].sendall(b"".join(json.dumps(message).encode() + b"\n" for message in said))
+            reset(heard[0])
+            listener.close()
+        return peers
+
+    really = Caller.step
+    monkeypatch.setattr(Caller, "step", step)
+    with pytest.raises(ConfigError, match=r"two of them.*\[node-rank-duplicate\]"):
+        meet(here)
+
+
+@pytest.mark.slow
+def test_node_0_ends_the_wait_and_the_others_say_why(capsys: pytest.CaptureFixture[str]) -> None:
+    """Who gives up first must not be who is blamed."""
+    port = free_ports(2)
+    ends = all_met(meeting(0, port, nnodes=3, deadline_seconds=4.5), meeting(1, port, nnodes=3, deadline_seconds=3.0))
+    first, second = map(str, ends)
+    assert re.search(r"within 4 s; waiting for 1/3 nodes: node 2 \[rendezvous-timeout\]", first)
+    assert second == f"node 0: {first}"
+    assert "gone again" not in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_who_refuses_the_challenge_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    port = free_ports(2)
+    ends = all_met(meeting(0, port, token="one", deadline_seconds=4.0), meeting(1, port, deadline_seconds=60.0))
+    assert isinstance(ends[1], ConfigError)
+    assert "turned away: 127.0.0.1 (token-refused)" in str(ends[0])
+    assert "[token-refused]" in capsys.readouterr().err

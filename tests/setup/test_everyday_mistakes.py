@@ -1,0 +1,45 @@
+"""What people forget or misname when they call `fit`: refused before anything is started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import framework
+from framework.errors import ConfigError
+
+TABLE = TensorDataset(torch.zeros(8, 3), torch.zeros(8, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"train_data": TABLE}, "model: train_data was handed over, and no model; hand over model=..., or name one"),
+        ({"eval_data": TABLE, "model": torch.nn.Linear(3, 2)}, "eval_data: it was handed over without train_data"),
+        (
+            {"scheduler": 1},
+            "scheduler: fit() takes no such argument; set the section scheduler in the config [unknown-argument]",
+        ),
+        ({"callbacks": []}, "callbacks: fit() takes no such argument; there are none"),
+        ({"collate_fn": len}, "give the dataset a method collate_fn(samples)"),
+        ({"epochs": 3}, "set training.max_epochs in the config"),
+        ({"seed": 3}, "set run.seed in the config"),
+        ({"train_dta": TABLE}, "did you mean 'train_data'?"),
+        ({"frobnicate": 1}, "known: config, model, train_data"),
+    ],
+)
+def test_it_is_refused_in_one_line(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        framework.fit({}, **given)
+    assert said in str(caught.value)
+    assert str(caught.value).count("\n") == 0
+
+
+def test_what_does_not_say_what_it_is_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^fit = Linear, list: only the config is taken by its place.*\[unknown-argument\]$"
+    ):
+        framework.fit({}, torch.nn.Linear(3, 2), [])  # type: ignore[arg-type]

@@ -1,0 +1,154 @@
+"""What is found wrong before any process group exists: with real configs, and a process group that fails the test."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import framework
+from framework.config.load import config_from_values, load_with_source
+from framework.data.text_windows import TextWindows
+from framework.data.token_files import SpecialTokens
+from framework.data.tokens import Tokens
+from framework.errors import FrameworkError
+from framework.setup import prepared
+from framework.setup.objects import Objects
+from framework.setup.prepared import prepare
+
+DATA = TensorDataset(torch.randn(64, 3), torch.arange(64) % 2)
+
+
+@pytest.fixture(autouse=True)
+def _no_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(deepspeed, "init_distributed", lambda **_: pytest.fail("a process group was started"))
+
+
+def refused(config: Any, **objects: Any) -> FrameworkError:
+    given = {"model": torch.nn.Linear(3, 2), "train_data": DATA} | objects
+    before = sorted(Path().rglob("*"))
+    with pytest.raises(FrameworkError) as caught:
+        framework.fit(config, **given)
+    assert sorted(Path().rglob("*")) == before
+    return caught.value
+
+
+@pytest.mark.parametrize("resume", ["nowhere", "empty", "file", "empty/checkpoints/global_step5"])
+def test_a_checkpoint_that_is_not_there(resume: str) -> None:
+    Path("empty").mkdir()
+    Path("file").touch()
+    error = refused({"checkpoint": {"resume": resume}})
+    assert error.exit_code == 78
+    reason = "there is no finished checkpoint" if resume in ("empty", "file") else "there is no such folder"
+    assert str(error).startswith(f"checkpoint.resume = {resume}: {reason}; name a .../global_step<N> folder")
+
+
+NET = "import torch\n\nclass Net(torch.nn.Linear):\n    def __init__(self, width=3):\n        super().__init__(width, 2)\n"  # noqa: E501
+WRONG = {
+    "no-dataset": ("data: {kind: fashion_mnist, root: nowhere}", "[dataset-not-found]"),
+    "no-module": ("model: {target: 'nowhere.at_all:Net'}", "[target-not-found]"),
+    "bad-module": ("model: {target: 'broken_net:Net'}", "[target-import-failed]"),
+    "bad-name": ("model: {target: 'fine_net:Nett'}", "[target-not-found]"),
+    "bad-arguments": ("model: {target: 'fine_net:Net', args: {wide: 3}}", "[target-args]"),
+    "no-checkpoint": ("checkpoint: {resume: nowhere}", "[checkpoint-not-found]"),
+    "no-weights": ("checkpoint: {init_weights: nowhere}", "[weights-not-found]"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input_in_a_file_is_one_line_with_its_place(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As train.py finds it; tests/test_train_script.py has what it finds before it imports torch."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("broken_net.py").write_text("import torch\n\nwidth = 1 / 0\n")
+    Path("fine_net.py").write_text(NET)
+    section, kind = WRONG[case]
+    Path("x.yaml").write_text(f"run: {{name: x}}\n{section}\n")
+    config, source = load_with_source("x.yaml")
+    before = {*Path().rglob("*")}
+    with pytest.raises(framework.ConfigError) as caught:
+        prepare(config, source=source)
+    assert str(caught.value).startswith("x.yaml:2: ")
+    assert str(caught.value).endswith(kind)
+    assert str(caught.value).count("\n") == 0
+    assert {path for path in Path().rglob("*") if "__pycache__" not in path.parts} == before
+    for name in ("broken_net", "fine_net"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("output_dir", "reason"),
+    [
+        ("/proc/x", "No such file or directory"),
+        ("file", "Not a directory"),
+        ("file/below", "Not a directory"),
+        ("link", "No such file or directory"),
+    ],
+)
+def test_an_output_folder_that_cannot_be_made(output_dir: str, reason: str) -> None:
+    Path("file").touch()
+    Path("link").symlink_to("nowhere")
+    error = refused({"run": {"output_dir": output_dir, "name": "x"}})
+    assert error.exit_code == 74
+    assert str(error) == (
+        f"run.output_dir: {output_dir}/x cannot be used as run folder ({reason}); set run.output_dir to a folder "
+        "you can write to [run-folder-unusable]"
+    )
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_an_output_folder_without_permission() -> None:
+    Path("closed").mkdir(mode=0o500)
+    assert "(Permission denied)" in str(refused({"run": {"output_dir": "closed"}}))
+
+
+def test_a_builder_that_needs_arguments() -> None:
+    assert "[object-args]" in str(refused({}, model=torch.nn.Linear))
+
+
+def test_nothing_is_left_in_a_folder_that_can_be_used(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    prepare(config_from_values({"data": {"kind": "digits"}, "run": {"output_dir": "runs/deep/er"}}))
+    assert [path.name for path in tmp_path.rglob("*")] == ["runs"]
+
+
+def test_ranks_compare_a_text_that_was_handed_over() -> None:
+    """Its size is the same, its tokens are others."""
+
+    def essence(last: int) -> dict[str, Any]:
+        tokens = Tokens(np.array([1, 2, 3, last, 8] * 20, dtype=np.uint16), np.arange(0, 101, 5))
+        windows = TextWindows(tokens, sequence_length=4, vocab_size=9, special=SpecialTokens(end=8))
+        model = torch.nn.Embedding(9, 9)
+        config = framework.RunConfig.model_validate({"batch": {"global_size": 4}, "task": {"kind": "causal_lm"}})
+        return prepare(config, objects=Objects(model=model, train_data=windows)).essence()
+
+    one, same, other = essence(4), essence(4), essence(5)
+    assert one == same
+    assert {name for name in one if one[name] != other[name]} == {"checksum of the train text"}
+
+
+def test_ranks_tell_what_they_have_found_of_first_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that sees a checkpoint already, which the others do not see yet, needs none; what all of them do is agreed on
+    later.
+    """
+    torch.save(torch.nn.Linear(3, 2).state_dict(), tmp_path / "first.pt")
+    config = framework.RunConfig.model_validate({"checkpoint": {"init_weights": "first.pt"}})
+
+    def looked() -> prepared.Prepared:
+        return prepare(config, objects=Objects(model=torch.nn.Linear(3, 2), train_data=DATA))
+
+    one = looked()
+    monkeypatch.setattr(prepared, "find_checkpoint", lambda *arguments, **options: "global_step7")
+    other = looked()
+    assert one.essence() == other.essence()
+    assert (one.told_weights(), other.told_weights()) == ("2 tensors are found there", "no weights are read")
+    assert one.without_weights().told_weights() == other.without_weights().told_weights()

@@ -1,0 +1,88 @@
+"""Lines for a reader that has left."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from framework.errors import show_value
+from framework.system.output import visible, write
+from tests.places import ROOT
+
+
+@pytest.mark.parametrize("unbuffered", [True, False])
+def test_a_reader_that_left_changes_nothing(unbuffered: bool) -> None:
+    program = """
+import sys
+from framework.errors import show_value
+from framework.system.output import visible, write
+for _ in range(3):
+    write(sys.stdout, "a line\\n")
+    write(sys.stderr, "a line\\n")
+print("and what others print")
+sys.exit(75)
+"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = ["-u"] if unbuffered else []
+    command = [sys.executable, *words, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=writer, timeout=60, check=False)
+    os.close(writer)
+    assert done.returncode == 75
+
+
+@pytest.mark.parametrize(("words", "code"), [(["--config", "nowhere.yaml"], 78), ([], 64)], ids=str)
+def test_a_rank_ends_as_if_it_were_read(words: list[str], code: int) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-u", str(ROOT / "train.py"), *words]
+    done = subprocess.run(command, stdout=writer, stderr=writer, timeout=60, check=False)
+    os.close(writer)
+    assert done.returncode == code
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which refuses every byte")
+def test_a_full_disk_neither() -> None:
+    with Path("/dev/full").open("w") as stream:
+        write(stream, "a line\n")
+        write(stream, "a line\n")
+
+
+def test_what_is_written_is_there_at_once() -> None:
+    stream = io.StringIO()
+    write(stream, "a line\n")
+    write(None, "a process may have no stderr\n")
+    assert stream.getvalue() == "a line\n"
+
+
+STEERING = (
+    "\x00",
+    "\x07",
+    "\b",
+    "\r",
+    "\x1b[2J",
+    "\x7f",
+    "\x85",
+    "\x9b2J",
+    "\u2028",
+    "\u2029",
+    *map(chr, range(0x202A, 0x202F)),
+    *map(chr, range(0x2066, 0x206A)),
+    "\udc9b",
+    "\ufeff",
+)
+
+
+@pytest.mark.parametrize("text", STEERING, ids=ascii)
+def test_what_would_steer_a_terminal_is_visible(text: str) -> None:
+    stream = io.StringIO()
+    write(stream, f"a{text}b \N{SNOWMAN}\tc\n")
+    shown = text.encode("unicode_escape", "surrogatepass").decode()
+    assert stream.getvalue() == f"a{shown}b \N{SNOWMAN}\tc\n"
+    assert visible(f"{text}\n", keeps="") == shown + "\\n"
+    assert show_value(f"a{text}b").isprintable()
