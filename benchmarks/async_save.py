@@ -106,7 +106,7 @@ def _measure(folder: Path, *, rounds: int, hidden: int) -> dict[str, Any]:
         times["async_blocked"].append(blocked)
         times["async_written"].append(written)
     behind.close()
-    return _told(times, num_bytes=num_bytes, first_blocked=first_blocked)
+    return _reported(times, num_bytes=num_bytes, first_blocked=first_blocked)
 
 
 def _save_behind(checkpointer: AsyncCheckpointer, folder: Path, step: int) -> tuple[float, float]:
@@ -143,7 +143,7 @@ def _write_plainly(path: Path, files: list[bytes]) -> None:
         os.close(descriptor)
 
 
-def _told(times: dict[str, list[float]], *, num_bytes: int, first_blocked: float) -> dict[str, Any]:
+def _reported(times: dict[str, list[float]], *, num_bytes: int, first_blocked: float) -> dict[str, Any]:
     blocked = [mine / other for mine, other in zip(times["async_blocked"], times["sync"], strict=True)]
     bandwidth = [plain / mine for plain, mine in zip(times["plain_write"], times["async_written"], strict=True)]
     return {

@@ -143,8 +143,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
     setting, where = found["setting"], found["machine"]
     axes.set_title(
         f"ResNet-50, {setting['global_size']} images of {setting['image_size']} x {setting['image_size']} per step; a "
-        "device "
-        f"is one CPU core\nmedian of {setting['repeats']} launches, error bars from fastest to slowest; "
+        f"device is one CPU core\nmedian of {setting['repeats']} launches, error bars from fastest to slowest; "
         f"{where['processor']}, "
         f"{where['cores']} cores, load {found['load_average_before']} to {found['load_average_after']}",
         fontsize=10,

@@ -32,11 +32,11 @@ from framework.engine.metrics import mean_over_ranks
 from framework.engine.plain_engine import build_engine
 from framework.engine.stop_agreement import agreed_stops
 from framework.setup.prepared import Prepared, prepare
-from framework.setup.wiring import make_agenda, make_monitors, make_train_loader
+from framework.setup.wiring import make_monitors, make_schedule, make_train_loader
 from framework.system.stop_request import StopRequest
-from framework.train.cadence import Cadence
+from framework.train.cadence import Every
 from framework.train.monitors.base import Monitor, Point
-from framework.train.trainer import Agenda, Trainer
+from framework.train.trainer import Schedule, Trainer
 
 LOG_EVERY = 10
 
@@ -113,7 +113,7 @@ class Ours:
         self._engine = build_engine(
             plan, ds_config=prepared.ds_config, model=prepared.parts.build_model(), task=prepared.parts.task
         )
-        self._agenda = make_agenda(plan)
+        self._agenda = make_schedule(plan)
         self._loader = make_train_loader(prepared.plan, prepared.parts.splits, rank=rank())
         self._config, self._folder = plan.config, folder
         self._monitors: list[Monitor] = []
@@ -131,13 +131,13 @@ class Ours:
             )
 
     def run(self, start: int, end: int) -> None:
-        agenda = Agenda(
+        agenda = Schedule(
             end,
             self._agenda.steps_per_epoch,
             self._agenda.samples_per_step,
-            log=Cadence(LOG_EVERY),
-            evaluate=Cadence(),
-            save=Cadence(),
+            log=Every(LOG_EVERY),
+            evaluate=Every(),
+            save=Every(),
         )
         Trainer(
             self._engine,

@@ -19,8 +19,7 @@ def main() -> int:
         print(
             f"{sys.executable} has no package {error.name}: this is not the environment of dsf-trainer; "
             "source .venv/bin/activate, call ./launch.sh instead of python -m framework, or pip install -e . in the "
-            "checkout "
-            "[package-missing]",
+            "checkout [package-missing]",
             file=sys.stderr,
         )
         return EXIT_CONFIG

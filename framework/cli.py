@@ -124,9 +124,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     """argparse takes positional words in one run only; settings may also stand behind options."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(words)
-    strangers = [word for word in rest if word.startswith("-") or not hasattr(arguments, "words")]
-    if strangers:
-        parser.error(f"unrecognized arguments: {' '.join(strangers)}")
+    unexpected_files = [word for word in rest if word.startswith("-") or not hasattr(arguments, "words")]
+    if unexpected_files:
+        parser.error(f"unrecognized arguments: {' '.join(unexpected_files)}")
     if rest:
         arguments.words += rest
     return arguments

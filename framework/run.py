@@ -13,16 +13,16 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from framework.checkpoint.checkpointer import clear_unfinished
-from framework.checkpoint.layout_change import check_movable, has_moved, told_move
+from framework.checkpoint.layout_change import check_movable, describe_resharding, needs_resharding
 from framework.checkpoint.names import CHECKPOINTS, size_of, tag_of
-from framework.checkpoint.resumable import check_reachable, check_resumable, told_changes, told_versions
+from framework.checkpoint.resumable import check_reachable, check_resumable, describe_changes, describe_versions
 from framework.checkpoint.resume_point import set_aside_later
 from framework.checkpoint.saved import SavedCheckpoint
 from framework.config.load import Source
 from framework.config.run_config import RunConfig
 from framework.data.token_files import keep_tokenizer
 from framework.engine import random_state
-from framework.engine.data_errors import ToldData
+from framework.engine.data_errors import ExplainedData
 from framework.engine.distributed import (
     from_rank0,
     process_group,
@@ -32,14 +32,14 @@ from framework.engine.distributed import (
 )
 from framework.engine.environment import describe_environment
 from framework.engine.failed_batches import explaining_failed_batches
-from framework.engine.known_failures import telling_of_known_failures
+from framework.engine.known_failures import explaining_known_failures
 from framework.engine.layer_times import time_layers
-from framework.engine.lost_peers import telling_of_lost_peers
+from framework.engine.lost_peers import explaining_lost_peers
 from framework.engine.plain_engine import use_matmul_precision
 from framework.engine.stop_agreement import agreed_stops
 from framework.errors import RunStopped
 from framework.plan.plan import Plan
-from framework.report.summary import RunResult, tell_end, tell_next, tell_start
+from framework.report.summary import RunResult, print_end, print_next, print_start
 from framework.setup.assemble import assemble_engine
 from framework.setup.fit_arguments import refuse_unknown_arguments
 from framework.setup.objects import MakeOptimizer, ModelSource, Objects, config_with_objects
@@ -48,14 +48,14 @@ from framework.setup.stages import cut_as_saved, cut_by_time
 from framework.setup.start_point import agreed_weights, choose_together, on_rank0
 from framework.setup.wiring import (
     description,
-    make_agenda,
     make_checkpointer,
     make_eval_loader,
     make_monitors,
+    make_schedule,
     make_train_loader,
 )
 from framework.system.early_exits import refusing_exits
-from framework.system.log import noting_errors, say
+from framework.system.log import noting_errors, print_line
 from framework.system.stop_request import StopRequest
 from framework.system.uncaught import end_in_one_line
 from framework.train.best import BestSoFar
@@ -119,7 +119,7 @@ def fit_loaded(config: RunConfig, source: Source, request: StopRequest, *, words
         prepared = prepare(config, source=source)
     result = _run(prepared, request)
     if os.environ.get("RANK", "0") == "0":
-        tell_next(prepared.plan, words, environment=os.environ)
+        print_next(prepared.plan, words, environment=os.environ)
     return result
 
 
@@ -128,26 +128,26 @@ def _run(prepared: Prepared, request: StopRequest) -> RunResult:
     with noting_errors():
         folder = RunFolder(config.run.folder)
         with (
-            telling_of_lost_peers(),
+            explaining_lost_peers(),
             explaining_failed_batches(folder.logs),
-            telling_of_known_failures(),
+            explaining_known_failures(),
             process_group(config.run.backend),
         ):
             end_in_one_line()
-            refuse_different_ranks(prepared.essence())
+            refuse_different_ranks(prepared.fingerprint())
             try:
                 start = choose_together(folder, config)
                 prepared = agreed_weights(_measured(prepared, start), start)
                 word = from_rank0(on_rank0(lambda: _open_folder(folder, prepared, start)))
                 if word:
-                    folder.await_fresh(word)
+                    folder.wait_until_visible(word)
                 quiet_deepspeed(folder.logs / f"rank{rank()}.log")
                 use_matmul_precision(prepared.plan)
                 result, stopped = _fit(prepared, folder, start, request)
             finally:
                 folder.close()
         if stopped:  # here, where all ranks have left the group in good order
-            raise RunStopped(_told_stop(result, stopped, prepared.plan))
+            raise RunStopped(_describe_stop(result, stopped, prepared.plan))
     return result
 
 
@@ -158,20 +158,20 @@ def _fit(
     engine = assemble_engine(prepared)
     # Other dropout masks on every rank, and where the states of the ranks are not resumed.
     random_state.seed_everything(random_state.seed_of(config.run.seed, rank=rank(), step=start.step if start else 0))
-    agenda = make_agenda(plan, tokens_per_sample=getattr(splits.train, "tokens_per_sample", None))
+    agenda = make_schedule(plan, tokens_per_sample=getattr(splits.train, "tokens_per_sample", None))
     described = description(plan, splits, pipeline=prepared.pipeline())
     start_step = 0
     best = BestSoFar(config.checkpoint.keep_best, best_is=config.checkpoint.best_is)
     if start is not None:
-        moved = has_moved(start, description=described)
+        moved = needs_resharding(start, description=described)
         if moved and rank() == 0:
-            said = told_move(start, description=described)
-            say(f"resume: {start.path} was written in another layout ({said}) and is moved into this one")
+            stated = describe_resharding(start, description=described)
+            print_line(f"resume: {start.path} was written in another layout ({stated}) and is moved into this one")
         state = engine.load(start, moved=moved)
         start_step = int(state["step"])
         best.restore(state)
     if rank() == 0:
-        tell_start(
+        print_start(
             plan,
             folder.path,
             start_step=start_step,
@@ -194,8 +194,8 @@ def _fit(
         trainer = Trainer(
             engine,
             agenda=agenda,
-            train_data=ToldData(make_train_loader(plan, splits, rank=rank())),
-            eval_data=ToldData(eval_loader) if eval_loader is not None else None,
+            train_data=ExplainedData(make_train_loader(plan, splits, rank=rank())),
+            eval_data=ExplainedData(eval_loader) if eval_loader is not None else None,
             monitors=monitors,
             save=checkpointer.save,
             start_step=start_step,
@@ -216,11 +216,11 @@ def _fit(
         best.found,
     )
     if rank() == 0 and not outcome.stopped:
-        tell_end(result, plan, environment=os.environ)
+        print_end(result, plan, environment=os.environ)
     return result, outcome.stopped
 
 
-def _told_stop(result: RunResult, stopped: str, plan: Plan) -> str:
+def _describe_stop(result: RunResult, stopped: str, plan: Plan) -> str:
     if result.step == result.start_step:
         return f"{stopped}: stopped before the first step: nothing new to save [stopped]"
     saved = result.folder / CHECKPOINTS / tag_of(result.step)
@@ -241,7 +241,7 @@ def _measured(prepared: Prepared, start: SavedCheckpoint | None) -> Prepared:
         return prepared
     if start is not None and (as_saved := cut_as_saved(cut, plan, start.manifest)):
         if rank() == 0:
-            say("resume: the pipeline is cut as it was measured at the first start")
+            print_line("resume: the pipeline is cut as it was measured at the first start")
         return replace(prepared, cut=as_saved)
     seconds = from_rank0(
         on_rank0(
@@ -271,15 +271,15 @@ def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint |
         check_reachable(start, total_steps=plan.length.total_steps or 0)
     continues = start is not None and start.folder.resolve() == folder.checkpoints.resolve()
     moved = folder.open(fresh=not continues)
-    _tell_resume(start, plan, folder)
+    _report_resume(start, plan, folder)
     if continues:
         for removed in clear_unfinished(folder.checkpoints):
-            say(f"removed {folder.checkpoints}/{removed}, which an interrupted save or deletion left")
+            print_line(f"removed {folder.checkpoints}/{removed}, which an interrupted save or deletion left")
     if moved is not None:
-        say(f"{folder.path} held an earlier run; it is now {moved}")
+        print_line(f"{folder.path} held an earlier run; it is now {moved}")
     if start is not None and continues:
         for replaced in set_aside_later(start):
-            say(
+            print_line(
                 f"the steps after {start.step} are taken again; an earlier checkpoint of them is now {replaced} "
                 f"({size_of(replaced) / 1e9:.3f} GB; it stays until somebody deletes it)"
             )
@@ -295,19 +295,23 @@ def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint |
     return folder.word
 
 
-def _tell_resume(start: SavedCheckpoint | None, plan: Plan, folder: RunFolder) -> None:
+def _report_resume(start: SavedCheckpoint | None, plan: Plan, folder: RunFolder) -> None:
     """Where the run starts from, and what is not as it was there."""
     if plan.config.checkpoint.resume == "auto":
-        say(f"resume: auto: {f'from {start.path}' if start else f'no checkpoint in {folder.path}, starting afresh'}")
+        print_line(
+            f"resume: auto: {f'from {start.path}' if start else f'no checkpoint in {folder.path}, starting afresh'}"
+        )
     elif start is not None:
-        say(f"resume: from {start.path}")
+        print_line(f"resume: from {start.path}")
     if start is not None:
-        for change in told_changes(start, config=plan.config.to_dict()):
-            say(f"resume: changed since the save, and applied: {change}")
-        if versions := told_versions(start, versions=describe_environment()["versions"]):
-            say(f"note: other releases wrote this checkpoint ({versions}); an unbroken run may differ in the last bits")
+        for change in describe_changes(start, config=plan.config.to_dict()):
+            print_line(f"resume: changed since the save, and applied: {change}")
+        if versions := describe_versions(start, versions=describe_environment()["versions"]):
+            print_line(
+                f"note: other releases wrote this checkpoint ({versions}); an unbroken run may differ in the last bits"
+            )
         for note in _changed_schedule(start, plan):
-            say(f"note: {note}")
+            print_line(f"note: {note}")
 
 
 def _changed_schedule(start: SavedCheckpoint, plan: Plan) -> Iterator[str]:
@@ -317,6 +321,5 @@ def _changed_schedule(start: SavedCheckpoint, plan: Plan) -> Iterator[str]:
     if ends_with_run and before is not None and before != now:
         yield (
             f"the {scheduler.kind} schedule now ends at step {now} instead of {before}, so the learning rate goes on "
-            "from "
-            f"another point of its curve; scheduler.total_steps={before} keeps it"
+            f"from another point of its curve; scheduler.total_steps={before} keeps it"
         )

@@ -40,7 +40,7 @@ def _train(request: StopRequest, arguments: argparse.Namespace) -> None:
 
     job = load_job(arguments.config, arguments.overrides, deepspeed_config=arguments.deepspeed_config)
     if AGENT_VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":  # else the launcher has told them
-        job.tell_notes()
+        job.print_notes()
     make_plan(
         job.config, Cluster.from_environment(os.environ), source=job.source
     )  # before the seconds that torch takes to import
@@ -66,7 +66,7 @@ def exit_code() -> int:
         if speaks or error.is_of_one_rank:
             write(sys.stderr, f"{error}\n")
         else:
-            _leave_the_word(request)
+            _let_the_other_report(request)
         return error.exit_code
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "deepspeed", "numpy", "pydantic", "yaml"):
@@ -75,14 +75,14 @@ def exit_code() -> int:
         if speaks:
             write(sys.stderr, f"{missing_package(error.name, what='training')}\n")
         else:
-            _leave_the_word(request)
+            _let_the_other_report(request)
         return EXIT_CONFIG
     except Exception:
         write(sys.stderr, traceback.format_exc())
         return EXIT_TRAINING
 
 
-def _leave_the_word(request: StopRequest) -> None:
+def _let_the_other_report(request: StopRequest) -> None:
     """A launcher ends all ranks when the first one ends: the one that speaks is given the time to, or until we are to
     end.
     """

@@ -46,11 +46,11 @@ def run_ranks(script: Path, *arguments: str, num_ranks: int, cwd: Path, timeout:
     """
     from tests.warm_ranks import session_ranks  # which imports this file
 
-    said = cwd / f"said-{len(list(cwd.iterdir()))}"
-    job = session_ranks().start([*arguments], num_ranks=num_ranks, folder=said, script=script, cwd=cwd)
+    stated = cwd / f"said-{len(list(cwd.iterdir()))}"
+    job = session_ranks().start([*arguments], num_ranks=num_ranks, folder=stated, script=script, cwd=cwd)
     codes = job.wait(timeout)
-    assert not any(codes), f"job failed ({codes}):\n{job.said()[-12000:]}"
-    return job.said()
+    assert not any(codes), f"job failed ({codes}):\n{job.stated()[-12000:]}"
+    return job.stated()
 
 
 def train_cases(

@@ -140,18 +140,18 @@ def test_without_a_reader_an_unfit_machine_stays_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "stated"),
     [
         (["-m", "framework", "check", str(QUICKSTART)], "source .venv/bin/activate, call ./launch.sh"),
         (["train.py", "--config", str(QUICKSTART)], "pip install -e '.[train]'"),
     ],
     ids=["command", "script"],
 )
-def test_another_python_than_the_environments_is_told_in_one_line(command: list[str], said: str) -> None:
+def test_another_python_than_the_environments_is_told_in_one_line(command: list[str], stated: str) -> None:
     """-S: a Python that has no packages, as the system's own."""
     done = subprocess.run([sys.executable, "-S", *command], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (78, "", 1)
-    assert said in done.stderr
+    assert stated in done.stderr
 
 
 def test_a_run_whose_end_nobody_saw_is_no_success() -> None:
@@ -189,7 +189,7 @@ def write(path: Path, text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "stated"),
     [
         (["chekc"], "invalid choice: 'chekc'"),
         (["check"], "the following arguments are required"),
@@ -208,11 +208,11 @@ def write(path: Path, text: str) -> str:
     ],
     ids=str,
 )
-def test_usage_ends_with_64_and_one_line(words: list[str], said: str, capsys: Capture) -> None:
+def test_usage_ends_with_64_and_one_line(words: list[str], stated: str, capsys: Capture) -> None:
     assert call(*words) == 64
     out, err = capsys.readouterr()
     assert out == ""
-    assert said in err
+    assert stated in err
     assert err.count("\n") == 1
 
 
@@ -253,8 +253,7 @@ def test_overrides_and_paths_with_an_equals_sign(tmp_path: Path, capsys: Capture
     assert call("check", path, "batch.global_size=7", "--num_gpus", "2") == 2
     assert capsys.readouterr().err == (
         "command line: batch.global_size = 7: 7 samples cannot be split evenly over 2 devices; set batch.global_size: "
-        "6 or 8 "
-        "[batch-not-divisible]\n"
+        "6 or 8 [batch-not-divisible]\n"
     )
 
 

@@ -80,10 +80,10 @@ def test_the_tables_of_stages_are_what_is_printed() -> None:
         r"^\| `([a-z:|\\]+)`.*\| ([a-z0-9 .]+) \(([\d,]+)\), ([a-z0-9 .]+) \(([\d,]+)\) \|$", PAGE, re.MULTILINE
     )
     assert [row[0] for row in rows] == ["parameters", "uniform", "type:linear\\|conv"]
-    for partition, *told in rows:
+    for partition, *reported in rows:
         lines = lines_for("parallel.partition=" + partition.replace("\\", ""))
         shown = [re.search(r"layers \((.*?)\), ([\d,]+) parameters", line) for line in lines]
-        assert [part for found in shown if found for part in found.groups()] == told
+        assert [part for found in shown if found for part in found.groups()] == reported
     (setting,) = re.findall(r"^`parallel.stages: (\[.*?\])`", PAGE, re.MULTILINE)
     assert "\n".join(lines_for(f"parallel.stages={setting}")) in PAGE
 

@@ -1,4 +1,5 @@
-"""The house: imports run one way, the light half never touches torch, and deepspeed is imported by the engine and its files alone.
+"""The house: imports run one way, the light half never touches torch, and deepspeed is imported by the engine and its
+files alone.
 
 The walk reads the source, so an import inside a function counts as well; what stands under `if TYPE_CHECKING:` does
 not.

@@ -75,7 +75,7 @@ def start(warm: WarmRanks, folder: Path) -> Job:
 def unbroken(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("unbroken")
     job = start(warm, folder)
-    assert job.wait(SECONDS) == [0, 0], job.said()
+    assert job.wait(SECONDS) == [0, 0], job.stated()
     return folder / "stops"
 
 
@@ -96,14 +96,14 @@ def ask(job: Job, run: Path, when: str, number: int, *ranks: int) -> int:
         until(lambda: logged(run) >= before + 3, lives=lambda: not job.is_over())
     job.signal(number, *ranks)
     codes = job.wait(SECONDS)
-    assert codes == [75, 75], job.said()
+    assert codes == [75, 75], job.stated()
     line = r"^(\w+): stopped after step (\d+) of 48; .*global_step\2 is complete; .* \[stopped\]$"
-    told = re.findall(line, job.said(), re.MULTILINE)
-    assert len(told) == 1, job.said()
-    assert told[0][0] == signal.Signals(number).name
-    assert newest(run) == int(told[0][1]) > before
-    assert "Traceback" not in job.said()
-    return int(told[0][1])
+    reported = re.findall(line, job.stated(), re.MULTILINE)
+    assert len(reported) == 1, job.stated()
+    assert reported[0][0] == signal.Signals(number).name
+    assert newest(run) == int(reported[0][1]) > before
+    assert "Traceback" not in job.stated()
+    return int(reported[0][1])
 
 
 def test_stopped_again_and_again_a_run_ends_as_the_unbroken_one(
@@ -112,17 +112,17 @@ def test_stopped_again_and_again_a_run_ends_as_the_unbroken_one(
     run = tmp_path / "stops"
     first = start(warm, tmp_path)
     ask(first, run, "step", TERM, 1)
-    assert f"resume: auto: no checkpoint in {run}, starting afresh\n" in first.said()
+    assert f"resume: auto: no checkpoint in {run}, starting afresh\n" in first.stated()
     ask(start(warm, tmp_path), run, "step", INT, 0, 1)
     reached = ask(start(warm, tmp_path), run, "save", USR1, 0)
     early = start(warm, tmp_path)
     until(lambda: all(map(listens, early.pids)), lives=lambda: not early.is_over())
     early.signal(TERM, 0, 1)
-    assert early.wait(SECONDS) == [75, 75], early.said()
-    assert early.said().count("SIGTERM: stopped before the first step: nothing new to save [stopped]") == 2
+    assert early.wait(SECONDS) == [75, 75], early.stated()
+    assert early.stated().count("SIGTERM: stopped before the first step: nothing new to save [stopped]") == 2
     last = start(warm, tmp_path)
-    assert last.wait(SECONDS) == [0, 0], last.said()
-    assert f"resume: auto: from {run}/checkpoints/global_step{reached}\n" in last.said()
+    assert last.wait(SECONDS) == [0, 0], last.stated()
+    assert f"resume: auto: from {run}/checkpoints/global_step{reached}\n" in last.stated()
     log = (run / "logs" / "rank1.log").read_text(encoding="utf-8")
     assert f"dsf-trainer: SIGUSR1: stopped after step {reached} of {TOTAL_STEPS}; " in log
     assert f"dsf-trainer: step {TOTAL_STEPS}/{TOTAL_STEPS}  epoch " in log
@@ -134,14 +134,14 @@ def test_a_second_request_ends_a_rank_that_cannot_stop(warm: WarmRanks, tmp_path
     until(lambda: logged(tmp_path / "stops") >= 3, lives=lambda: not job.is_over())
     job.signal(signal.SIGSTOP, 1)  # as a rank that hangs
     job.signal(TERM, 0)
-    until(lambda: "stopping after a step that all ranks agree on" in job.said(0), lives=lambda: not job.is_over())
+    until(lambda: "stopping after a step that all ranks agree on" in job.stated(0), lives=lambda: not job.is_over())
     time.sleep(2.5)
     assert not job.is_over()
     job.signal(TERM, 0)
     until(lambda: job.codes()[0] is not None, lives=lambda: True)
     job.signal(KILL, 1)
     assert job.wait(SECONDS) == [143, -9]
-    assert "rank 0: SIGTERM again: ending at once" in job.said(0)
+    assert "rank 0: SIGTERM again: ending at once" in job.stated(0)
 
 
 def launched(name: str, folder: Path, *, num_workers: int = 0) -> subprocess.Popen[str]:
@@ -152,8 +152,8 @@ def launched(name: str, folder: Path, *, num_workers: int = 0) -> subprocess.Pop
         str(write_config(folder, num_workers=num_workers)),
     ]
     env = job_environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin")
-    with (folder / "said.txt").open("w") as said:
-        return subprocess.Popen(command, cwd=folder, env=env, stdout=said, stderr=subprocess.STDOUT, text=True)
+    with (folder / "said.txt").open("w") as stated:
+        return subprocess.Popen(command, cwd=folder, env=env, stdout=stated, stderr=subprocess.STDOUT, text=True)
 
 
 def descendants(process: psutil.Process) -> list[psutil.Process]:
@@ -174,9 +174,9 @@ def test_torchrun_asks_all_ranks(tmp_path: Path) -> None:
     until(lambda: logged(run) >= 3, lives=lambda: job.poll() is None)
     job.send_signal(TERM)
     assert job.wait(SECONDS) != 0
-    said = (tmp_path / "said.txt").read_text(encoding="utf-8")
-    assert f"SIGTERM: stopped after step {newest(run)} of 48" in said
-    assert "again" not in said
+    stated = (tmp_path / "said.txt").read_text(encoding="utf-8")
+    assert f"SIGTERM: stopped after step {newest(run)} of 48" in stated
+    assert "again" not in stated
 
 
 def test_deepspeed_asks_one_rank_after_the_other_and_workers_leave_it_to_them(unbroken: Path, tmp_path: Path) -> None:
@@ -187,10 +187,10 @@ def test_deepspeed_asks_one_rank_after_the_other_and_workers_leave_it_to_them(un
     launch = psutil.Process(job.pid).children()[0]
     launch.send_signal(TERM)
     assert job.wait(SECONDS) == 1, "launch.py ends with 1 whatever the ranks said"
-    said = (tmp_path / "said.txt").read_text(encoding="utf-8")
-    assert f"SIGTERM: stopped after step {newest(run)} of 48" in said
-    assert "again" not in said
-    assert "Traceback" not in said
+    stated = (tmp_path / "said.txt").read_text(encoding="utf-8")
+    assert f"SIGTERM: stopped after step {newest(run)} of 48" in stated
+    assert "again" not in stated
+    assert "Traceback" not in stated
 
     job = launched("deepspeed", tmp_path, num_workers=1)
     stopped = newest(run)
@@ -202,5 +202,5 @@ def test_deepspeed_asks_one_rank_after_the_other_and_workers_leave_it_to_them(un
     _, left = psutil.wait_procs(ranks, timeout=GONE_SECONDS)
     job.wait(SECONDS)
     assert not left
-    said = (tmp_path / "said.txt").read_text(encoding="utf-8")
-    assert f"the launcher (process {launch.pid}) is gone" in said
+    stated = (tmp_path / "said.txt").read_text(encoding="utf-8")
+    assert f"the launcher (process {launch.pid}) is gone" in stated

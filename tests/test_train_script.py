@@ -92,9 +92,9 @@ def test_wrong_input_is_one_line_and_leaves_nothing_behind(tmp_path: Path, case:
     before = sorted(path.name for path in tmp_path.iterdir())
     overrides, code, expected = WRONG[case]
     done = start([sys.executable, str(ROOT / "train.py"), "--config", "start.yaml", *overrides], tmp_path)
-    told = [line for line in done.stderr.splitlines() if "[kind" in line or expected in line]
+    reported = [line for line in done.stderr.splitlines() if "[kind" in line or expected in line]
     assert done.returncode == code, done.stdout + done.stderr
-    assert len(told) == 1
+    assert len(reported) == 1
     assert "Traceback" not in done.stdout + done.stderr
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == before
 

@@ -97,17 +97,17 @@ class TorchrunJob:
                     os.kill(pid, signal.SIGKILL)
             self._launcher.wait(60)
             raise TimeoutError(
-                f"the job had not ended after {seconds:.0f} s; it said:\n{self.said()[-4000:]}"
+                f"the job had not ended after {seconds:.0f} s; it said:\n{self.stated()[-4000:]}"
             ) from None
 
-    def left_alive(self, *, patience_seconds: float = 5.0) -> list[int]:
+    def left_alive(self, *, wait_seconds: float = 5.0) -> list[int]:
         """Ranks that have outlived the launcher."""
-        deadline = time.monotonic() + patience_seconds
+        deadline = time.monotonic() + wait_seconds
         while (alive := [pid for pid in self._pids.values() if _is_train(pid)]) and time.monotonic() < deadline:
             time.sleep(0.1)
         return alive
 
-    def said(self) -> str:
+    def stated(self) -> str:
         """What the ranks have printed. The launcher's own words, a traceback of its own among them, are not in it."""
         return "".join(path.read_text(errors="replace") for path in sorted((self._folder / "ranks").rglob("std*.log")))
 

@@ -124,14 +124,14 @@ class WarmRanks:
     def _listen(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            said = json.loads(line)
+            stated = json.loads(line)
             with self._changed:
-                if "pids" in said:
-                    for pid in said["pids"]:
+                if "pids" in stated:
+                    for pid in stated["pids"]:
                         self._codes.pop(pid, None)  # of an earlier process of this number
-                    self._pids.append(said["pids"])
-                elif "code" in said:
-                    self._codes[said["pid"]] = said["code"]
+                    self._pids.append(stated["pids"])
+                elif "code" in stated:
+                    self._codes[stated["pid"]] = stated["code"]
                 else:
                     self._is_ready = True
                 self._changed.notify_all()
@@ -197,10 +197,10 @@ class Job:
         for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{self._port}_*"):
             buffer.unlink(missing_ok=True)  # 66 MiB for each rank that was killed
         if is_late:
-            raise TimeoutError(f"the job had not ended after {seconds:.0f} s; it said:\n{self.said()[-4000:]}")
+            raise TimeoutError(f"the job had not ended after {seconds:.0f} s; it said:\n{self.stated()[-4000:]}")
         return [code for code in codes if code is not None]
 
-    def said(self, rank: int | None = None) -> str:
+    def stated(self, rank: int | None = None) -> str:
         """What a rank, or all ranks, have printed."""
         ranks = range(len(self._pids)) if rank is None else [rank]
         return "".join((self._folder / f"rank{number}.txt").read_text(errors="replace") for number in ranks)

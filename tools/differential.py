@@ -70,8 +70,8 @@ def report_of(result: Comparison, *, seed: int, seconds: float) -> dict[str, Any
 
 def _processor() -> str:
     """Its name, where the system tells."""
-    told = Path("/proc/cpuinfo")
-    lines = told.read_text(encoding="utf-8").splitlines() if told.exists() else []
+    reported = Path("/proc/cpuinfo")
+    lines = reported.read_text(encoding="utf-8").splitlines() if reported.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
 

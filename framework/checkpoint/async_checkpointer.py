@@ -51,12 +51,12 @@ class AsyncCheckpointer(Checkpointer):
         try:
             self._writer: WriterProcess | None = WriterProcess(self._staged.descriptor)
         except OSError as error:
-            told = StorageError(
+            reported = StorageError(
                 f"checkpoint.mode = async: rank {rank} cannot start the process that writes checkpoints: "
                 f"{error.strerror or error}; use checkpoint.mode=sync [checkpoint-writer]"
             )
-            told.is_of_one_rank = True
-            raise told from error
+            reported.is_of_one_rank = True
+            raise reported from error
 
     def save(self, step: int, metrics: Mapping[str, float] | None = None) -> bool:
         """Copy the state; it is written, and becomes ``global_step<step>``, while training goes on.
@@ -78,11 +78,11 @@ class AsyncCheckpointer(Checkpointer):
         )
         if failure:
             self._on_main(lambda: discard(self._folder))
-            self._tell(step, failure)
+            self._report(step, failure)
             return False
         ticket = self._gather(uuid.uuid4().hex if self._is_main else "")[0]
         self._step = step
-        self._begin(self._order(tag, ticket, self._said(state, metrics or {})))
+        self._begin(self._order(tag, ticket, self._stated(state, metrics or {})))
         if step == self._last_step:
             self._settle()
         return True
@@ -111,7 +111,7 @@ class AsyncCheckpointer(Checkpointer):
         # What does not pass through memory is written already, such as DeepSpeed's copies of state on NVMe.
         self._written = dict(self._engine.save(self._folder / SAVING, tag, state, open_file=self._staged.open) or {})
 
-    def _order(self, tag: str, ticket: str, said: Mapping[str, Any]) -> dict[str, Any]:
+    def _order(self, tag: str, ticket: str, stated: Mapping[str, Any]) -> dict[str, Any]:
         """What the writer is to do; rank 0's publishes as well. The ticket tells this save from all others."""
         root = self._folder / SAVING / tag
         files = [(file.path.relative_to(root).as_posix(), file.offset, file.num_bytes) for file in self._staged.files]
@@ -127,10 +127,10 @@ class AsyncCheckpointer(Checkpointer):
         if not self._is_main:
             return order
         return order | {
-            "said": said,
+            "said": stated,
             "retention": asdict(self._retention),
             "world_size": self._world_size,
-            "warns": said["step"] != self._last_step,
+            "warns": stated["step"] != self._last_step,
         }
 
     def _begin(self, order: Mapping[str, Any]) -> None:
@@ -143,7 +143,7 @@ class AsyncCheckpointer(Checkpointer):
                 self._writer.send(**order)
                 return
             except OSError as error:
-                self._bury()
+                self._reap()
                 if is_last_try:
                     self._state, self._failure = (
                         "dead",
@@ -159,12 +159,12 @@ class AsyncCheckpointer(Checkpointer):
             self._mention_waiting(step, due=due)
         failure = next(filter(None, self._await_all("writing", lambda: self._failure)), "")
         if self._is_main:
-            self._give_word(failure)
-        failure, is_told = self._await_all("written", lambda: self._conclusion(failure), is_mine=self._is_main)[0]
+            self._confirm(failure)
+        failure, is_reported = self._await_all("written", lambda: self._conclusion(failure), is_mine=self._is_main)[0]
         self._step = None
         if failure:
             self._on_main(lambda: discard(self._folder))
-            self._tell(step, failure, is_told=is_told, is_final=is_final)
+            self._report(step, failure, is_reported=is_reported, is_final=is_final)
 
     def _await_all(self, state: State, found: Callable[[], Any], *, is_mine: bool = True) -> list[Any]:
         """What every rank has found when no writer is in this state any more; a rank whose writer cannot be waits for
@@ -180,7 +180,7 @@ class AsyncCheckpointer(Checkpointer):
             if not any(waits for waits, _ in everyone):
                 return [what for _, what in everyone]
 
-    def _give_word(self, failure: str) -> None:
+    def _confirm(self, failure: str) -> None:
         """Rank 0's writer is to publish, or to give up."""
         if self._state == "written" and self._writer is not None:
             with suppress(OSError):  # it may be over, or dead: its answer tells
@@ -197,9 +197,9 @@ class AsyncCheckpointer(Checkpointer):
         answer = self._writer.answer(timeout)
         self._state, self._failure = answer["state"], answer.get("failure", "")
         if self._state == "dead":
-            self._bury()
+            self._reap()
 
-    def _bury(self) -> None:
+    def _reap(self) -> None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -215,6 +215,5 @@ class AsyncCheckpointer(Checkpointer):
             self._has_waited = True
             warn(
                 f"checkpoint.mode = async: step {due} is to be saved while step {step} is still being written: "
-                "training waits "
-                "for it, now and from here on without a word; save less often [checkpoint-waits]"
+                "training waits for it, now and from here on without a word; save less often [checkpoint-waits]"
             )

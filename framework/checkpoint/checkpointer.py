@@ -102,7 +102,7 @@ class Checkpointer:
                     lambda: publish(
                         self._folder,
                         tag,
-                        said=self._said(state, metrics or {}),
+                        stated=self._stated(state, metrics or {}),
                         records=self._records,
                         retention=self._retention,
                     )
@@ -111,7 +111,7 @@ class Checkpointer:
         )
         if failure:
             self._on_main(lambda: discard(self._folder))
-            self._tell(step, failure)
+            self._report(step, failure)
         return not failure
 
     def finish(self, *, is_final: bool = False) -> None:
@@ -124,21 +124,21 @@ class Checkpointer:
     def close(self) -> None:
         """Let go of everything. Not collective: also called on a rank that has failed."""
 
-    def _said(self, state: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:
+    def _stated(self, state: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:
         """What the manifest says beside its files."""
         # JSON knows no NaN and no infinity.
         measured = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         return {**state, **self._description, "saved_at": now, "metrics": measured}
 
-    def _tell(self, step: int, failure: str, *, is_told: bool = False, is_final: bool = False) -> None:
+    def _report(self, step: int, failure: str, *, is_reported: bool = False, is_final: bool = False) -> None:
         """A save has failed: a warning, unless it has been given, or an error where no other save follows."""
         if step == self._last_step or is_final:
             raise StorageError(
                 f"{failure_of(self._folder, step, failure)}; free space or check permissions, then resume with "
                 "checkpoint.resume=auto [checkpoint-not-written]"
             )
-        if self._is_main and not is_told:
+        if self._is_main and not is_reported:
             warn_of_failure(self._folder, step, failure)
 
     def _write(self, tag: str, state: Mapping[str, Any]) -> str:
@@ -161,7 +161,7 @@ class Checkpointer:
             work()
         except OSError as error:
             failure = error.strerror or str(error)
-        return next((said for said in self._gather(failure) if said), "")
+        return next((stated for stated in self._gather(failure) if stated), "")
 
     def _on_main(self, work: Callable[[], None]) -> None:
         if self._is_main:

@@ -60,7 +60,7 @@ def warn_of_failure(folder: Path, step: int, failure: str) -> None:
 
 
 def publish(
-    folder: Path, tag: str, *, said: Mapping[str, Any], records: Mapping[str, FileRecord], retention: Retention
+    folder: Path, tag: str, *, stated: Mapping[str, Any], records: Mapping[str, FileRecord], retention: Retention
 ) -> None:
     """All files of ``.saving/<tag>`` are written: describe them, flush them, give the checkpoint its name, delete old
     ones.
@@ -77,7 +77,7 @@ def publish(
     """
     written, target = folder / SAVING / tag, folder / tag
     files = {name: asdict(record) for name, record in sorted(_all_records(written, records).items())}
-    replace_text(written / MANIFEST, seal({"format": FORMAT, **said, "files": files}))
+    replace_text(written / MANIFEST, seal({"format": FORMAT, **stated, "files": files}))
     sync_folders(written)
     aside = folder / f"{LEAVING}{tag}"
     if target.exists():  # the same step, saved again after a resume
@@ -85,7 +85,7 @@ def publish(
     written.rename(target)
     sync_folder(folder)
     replace_text(folder / LATEST, tag)
-    _tidy(folder, aside, retention=retention, newest=int(said["step"]))
+    _tidy(folder, aside, retention=retention, newest=int(stated["step"]))
 
 
 def _all_records(written: Path, records: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
@@ -126,7 +126,7 @@ def _tidy(folder: Path, replaced: Path, *, retention: Retention, newest: int) ->
         if replaced.exists():
             shutil.rmtree(replaced)
         checkpoints = list_checkpoints(folder)
-        if absence := retention.told_absence(checkpoints, newest=newest):
+        if absence := retention.describe_absence(checkpoints, newest=newest):
             warn(absence)
         for old in retention.superfluous(checkpoints, newest=newest):
             _delete(folder, old)

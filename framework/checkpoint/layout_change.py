@@ -18,7 +18,7 @@ _OFFLOADS: Final = ("offload_optimizer", "offload_param")
 _NOT_IN_NVME_FILES: Final = frozenset({"nvme_path", "pin_memory", "pipeline_read", "pipeline_write"})
 
 
-def has_moved(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]) -> bool:
+def needs_resharding(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]) -> bool:
     """Whether a checkpoint lies on disk in another way than this run would write it.
 
     Args:
@@ -28,7 +28,7 @@ def has_moved(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]) ->
     return not checkpoint.verified or _arrangement(checkpoint.manifest) != _arrangement(description)
 
 
-def told_move(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]) -> str:
+def describe_resharding(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]) -> str:
     """What is different in the layout, as ``key: before -> now``; of a checkpoint without a manifest, which layout it
     has.
     """
@@ -48,7 +48,7 @@ def check_movable(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]
     Raises:
         ConfigError: kind ``resume-nvme-moved``.
     """
-    if not has_moved(checkpoint, description=description):
+    if not needs_resharding(checkpoint, description=description):
         return
     for manifest, reason in (
         (checkpoint.manifest, f"the checkpoint {checkpoint.path} holds"),
@@ -63,8 +63,7 @@ def check_movable(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]
                         key="checkpoint.resume",
                         value=str(checkpoint.path),
                         reason=f"{reason} state on NVMe (zero.{section}), which can be resumed in the very same "
-                        "layout only: "
-                        f"{told_move(checkpoint, description=description)}",
+                        f"layout only: {describe_resharding(checkpoint, description=description)}",
                         fix="restore ranks, zero, parallel and precision, or take the weights alone with "
                         "checkpoint.init_weights"
                         if manifest is description

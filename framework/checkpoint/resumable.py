@@ -53,8 +53,7 @@ def _other_steps(checkpoint: SavedCheckpoint, global_size: int) -> Problem | Non
             key="batch.global_size",
             value=global_size,
             reason=f"the checkpoint {checkpoint.path} counts {checkpoint.manifest['samples']:,} samples in "
-            f"{checkpoint.step:,} "
-            "steps, so its steps were not all alike, and its place in the data cannot be told",
+            f"{checkpoint.step:,} steps, so its steps were not all alike, and its place in the data cannot be told",
             fix="take the weights alone with checkpoint.init_weights",
         )
     if saved not in (None, global_size):
@@ -72,24 +71,25 @@ def _other_steps(checkpoint: SavedCheckpoint, global_size: int) -> Problem | Non
 def _other_data(checkpoint: SavedCheckpoint, steps_per_epoch: int, data: Mapping[str, Any]) -> Problem | None:
     """The order of the samples is a function of how many there are. An older checkpoint says less, and is believed."""
     saved = checkpoint.manifest
-    said = ""
+    stated = ""
     if saved.get("steps_per_epoch", steps_per_epoch) != steps_per_epoch:
-        said = (
+        stated = (
             f"its epochs had {saved['steps_per_epoch']} steps and now they have {steps_per_epoch}: the training data "
-            "has "
-            "another size"
+            "has another size"
         )
     elif _differ(saved, data, "num_train_samples"):
-        said = f"its training data had {saved['num_train_samples']:,} samples and now has {data['num_train_samples']:,}"
+        stated = (
+            f"its training data had {saved['num_train_samples']:,} samples and now has {data['num_train_samples']:,}"
+        )
     elif _differ(saved, data, "data_sha256"):
-        said = "its training data had other tokens, by the checksums of their files"
-    if not said:
+        stated = "its training data had other tokens, by the checksums of their files"
+    if not stated:
         return None
     return Problem(
         kind="resume-data-differs",
         key="checkpoint.resume",
         value=str(checkpoint.path),
-        reason=f"{said}, so its place in the data means other samples",
+        reason=f"{stated}, so its place in the data means other samples",
         fix="restore the data, or start afresh under another run.name",
     )
 
@@ -138,7 +138,7 @@ def check_reachable(checkpoint: SavedCheckpoint, *, total_steps: int) -> None:
         )
 
 
-def told_changes(checkpoint: SavedCheckpoint, *, config: Mapping[str, Any]) -> list[str]:
+def describe_changes(checkpoint: SavedCheckpoint, *, config: Mapping[str, Any]) -> list[str]:
     """What has changed since the save and holds from now on, as ``key: before -> now``; and what becomes of an average.
 
     Args:
@@ -149,22 +149,22 @@ def told_changes(checkpoint: SavedCheckpoint, *, config: Mapping[str, Any]) -> l
         return []
     saved = completed(checkpoint.manifest["config"])
     before, now = flat(saved), flat(config)
-    said = [
+    stated = [
         f"{key}: {show_value(before.get(key))} -> {show_value(now.get(key))}"
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key) and rule_of(key) == "applied" and not key.startswith(_EMA)
     ]
     kept, keeps = (one.get("training", {}).get("ema") for one in (saved, config))
     if keeps and not kept:
-        said.append(f"{_EMA}: the moving average begins with the weights of step {checkpoint.step}")
+        stated.append(f"{_EMA}: the moving average begins with the weights of step {checkpoint.step}")
     elif kept and not keeps:
-        said.append(f"{_EMA}: the moving average of the weights is dropped")
+        stated.append(f"{_EMA}: the moving average of the weights is dropped")
     elif kept != keeps:
-        said.append(f"{_EMA}: {_inline(kept)} -> {_inline(keeps)}")
-    return said
+        stated.append(f"{_EMA}: {_inline(kept)} -> {_inline(keeps)}")
+    return stated
 
 
-def told_versions(checkpoint: SavedCheckpoint, *, versions: Mapping[str, str | None]) -> str:
+def describe_versions(checkpoint: SavedCheckpoint, *, versions: Mapping[str, str | None]) -> str:
     """Which releases wrote it, where they are not those that go on; empty where they are the same, or nobody knows."""
     saved = checkpoint.versions
     changed = [name for name in _VERSIONS if saved.get(name) and saved[name] != versions.get(name)]

@@ -17,7 +17,7 @@ from framework.checkpoint.names import (
     own_names,
     replaced_names,
 )
-from framework.checkpoint.saved import SavedCheckpoint, list_checkpoints, read_checkpoint, whats_wrong
+from framework.checkpoint.saved import SavedCheckpoint, diagnose, list_checkpoints, read_checkpoint
 from framework.checkpoint.unverified import find_raw, refused
 from framework.errors import ConfigError, Problem, StorageError, show_value
 from framework.system.files import replace_text
@@ -39,7 +39,7 @@ def newest_at(path: str, *, key: str, allow_unverified: bool = False) -> SavedCh
         ConfigError: there is one without a manifest, and nobody asked for that; kind ``checkpoint-unverified``.
         StorageError: the manifest of the newest checkpoint is damaged, or storage does not answer.
     """
-    with telling_of_storage(key, path):
+    with explaining_storage_errors(key, path):
         found = _at(path, key=key, allow_unverified=allow_unverified)
         damaged = _unreadable(_searched(path, found), known=found, key=key)
     newer = [damaged[step] for step in sorted(damaged, reverse=True) if step > found[0].step]
@@ -53,10 +53,10 @@ def newest_at(path: str, *, key: str, allow_unverified: bool = False) -> SavedCh
 
 def absence_at(path: str, *, key: str) -> str:
     """Why there is no finished checkpoint at a path where `newest_at` has found none."""
-    with telling_of_storage(key, path):
+    with explaining_storage_errors(key, path):
         if not Path(path).exists():
             return "there is no such folder"
-        wrong = [_told(named, key=key) for named in _bearing_a_name(Path(path))]
+        wrong = [_reported(named, key=key) for named in _bearing_a_name(Path(path))]
     return f"there is no finished checkpoint: {wrong[-1]}" if wrong else "there is no finished checkpoint"
 
 
@@ -81,7 +81,7 @@ def find_checkpoint(resume: str, *, run_checkpoints: Path, allow_unverified: boo
         if found is None:
             raise _not_found(resume)
         return found
-    with telling_of_storage(_RESUME, resume):
+    with explaining_storage_errors(_RESUME, resume):
         found = next(reversed(list_checkpoints(run_checkpoints)), None)
         damaged = {} if found else _unreadable(run_checkpoints, known=(), key=_RESUME)
     if damaged:
@@ -114,7 +114,7 @@ def find_sound_checkpoint(
     """
     if resume == "never":
         return None, []
-    with telling_of_storage(_RESUME, resume):
+    with explaining_storage_errors(_RESUME, resume):
         candidates = (
             list(reversed(list_checkpoints(run_checkpoints)))
             if resume == "auto"
@@ -146,10 +146,10 @@ def find_sound_checkpoint(
 
 
 def _none_sound(resume: str, refused: Mapping[int, str]) -> StorageError:
-    told = "; ".join(refused[step] for step in sorted(refused, reverse=True))
+    reported = "; ".join(refused[step] for step in sorted(refused, reverse=True))
     return StorageError(
         f"{_RESUME} = {resume}: {'no checkpoint is sound' if resume == 'auto' else 'the checkpoint is damaged'}: "
-        f"{told}; "
+        f"{reported}; "
         "restore it from a copy, name another one, or start afresh with checkpoint.resume=never [checkpoint-damaged]"
     )
 
@@ -187,24 +187,26 @@ def _unreadable(folder: Path | None, *, known: Sequence[SavedCheckpoint], key: s
     """
     tags = {checkpoint.tag for checkpoint in known}
     return (
-        {step: _told(path, key=key) for step, path in named_folders(folder) if path.name not in tags} if folder else {}
+        {step: _reported(path, key=key) for step, path in named_folders(folder) if path.name not in tags}
+        if folder
+        else {}
     )
 
 
-def _told(path: Path, *, key: str) -> str:
-    said = f"{path}{': ' if path.is_symlink() else '/'}{whats_wrong(path)}"
+def _reported(path: Path, *, key: str) -> str:
+    stated = f"{path}{': ' if path.is_symlink() else '/'}{diagnose(path)}"
     if find_raw(path) is None:
-        return said
+        return stated
     how = (
         f"{key}={path} with checkpoint.allow_unverified=true"
         if key.startswith("checkpoint.")
         else f"{path} --allow-unverified"
     )
-    return f"{said} ({how} reads it without one)"
+    return f"{stated} ({how} reads it without one)"
 
 
 @contextlib.contextmanager
-def telling_of_storage(key: str, value: str) -> Iterator[None]:
+def explaining_storage_errors(key: str, value: str) -> Iterator[None]:
     """A file system that does not answer is one line; `key` is what the user gave the path for."""
     try:
         yield

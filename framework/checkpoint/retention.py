@@ -52,7 +52,7 @@ class Retention:
         sign = 1 if self.best_is == "max" else -1
         return max(known, key=lambda entry: (sign * entry[0], entry[1]))[2] if known else None
 
-    def told_absence(self, checkpoints: Sequence[SavedCheckpoint], *, newest: int) -> str:
+    def describe_absence(self, checkpoints: Sequence[SavedCheckpoint], *, newest: int) -> str:
         """What there is to say at the first save of a run, where the metric was not measured at its step; else
         nothing.
         """
@@ -62,8 +62,7 @@ class Retention:
         known = ", ".join(sorted(own[0].manifest.get("metrics") or {})) or "nothing"
         return (
             f"checkpoint.keep_best = {self.best}: it was not measured at step {own[0].step}, where {known} was; until "
-            "a "
-            "checkpoint has it none is deleted: evaluate at the steps that are saved, or name another metric "
+            "a checkpoint has it none is deleted: evaluate at the steps that are saved, or name another metric "
             "[metric-not-measured]"
         )
 

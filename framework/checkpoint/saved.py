@@ -67,7 +67,7 @@ class SavedCheckpoint:
             return sorted(irregular(self.path))
         work = Verification(self.path, self.records)
         try:
-            return sorted([*self.strangers(), *work.damage()])
+            return sorted([*self.unexpected_files(), *work.damage()])
         finally:
             work.close()
 
@@ -76,13 +76,13 @@ class SavedCheckpoint:
         """Its files, as they were written."""
         return {name: FileRecord(**record) for name, record in self.manifest["files"].items()}
 
-    def strangers(self) -> list[str]:
+    def unexpected_files(self) -> list[str]:
         """A line for each file too many: DeepSpeed finds some of its files by pattern, so that it would be read as
         well.
         """
-        return sorted(self._strangers())
+        return sorted(self._unexpected_files())
 
-    def _strangers(self) -> Iterator[str]:
+    def _unexpected_files(self) -> Iterator[str]:
         expected = {*self.manifest["files"], MANIFEST}
         for place, folders, names in os.walk(self.path):
             for name in (*folders, *names):
@@ -108,7 +108,7 @@ def list_checkpoints(folder: Path) -> list[SavedCheckpoint]:
     """
     found = []
     for _, path in named_folders(folder):
-        with contextlib.suppress(OSError):  # `whats_wrong` tells it
+        with contextlib.suppress(OSError):  # `diagnose` tells it
             found.append(read_checkpoint(path))
     return [checkpoint for checkpoint in found if checkpoint is not None]
 
@@ -131,7 +131,7 @@ def read_checkpoint(path: Path) -> SavedCheckpoint | None:
     return SavedCheckpoint(path.parent, path.name, manifest) if manifest is not None else None
 
 
-def whats_wrong(path: Path) -> str:
+def diagnose(path: Path) -> str:
     """Why a folder with the name of a checkpoint is none that can be read: what of it, and the reason."""
     try:
         if path.is_symlink():

@@ -36,12 +36,12 @@ class SharedVerification:
     """
 
     def __init__(
-        self, *, rank: int, gather: Gather, from_rank0: Callable[[Any], Any], say: Callable[[str], None]
+        self, *, rank: int, gather: Gather, from_rank0: Callable[[Any], Any], print_line: Callable[[str], None]
     ) -> None:
         """Takes a rank's number, two collectives (every rank's value on all; rank 0's on all), and where progress is
         told.
         """
-        self._rank, self._gather, self._from_rank0, self._say = rank, gather, from_rank0, say
+        self._rank, self._gather, self._from_rank0, self._print_line = rank, gather, from_rank0, print_line
 
     def ask(self, checkpoint: SavedCheckpoint) -> list[str]:
         """Rank 0: what is not as it was written, as `SavedCheckpoint.damage` tells it."""
@@ -71,7 +71,7 @@ class SharedVerification:
         work = Verification(checkpoint.path, mine, num_sharing=len(neighbours))
         try:
             self._meet_until_done(work, checkpoint, times_read=len(hosts) / len(sharing))
-            own = work.damage() + (checkpoint.strangers() if sharing[0] == self._rank else [])
+            own = work.damage() + (checkpoint.unexpected_files() if sharing[0] == self._rank else [])
         finally:
             work.close()
         return sorted({line for lines in self._gather(own) for line in lines})
@@ -85,5 +85,5 @@ class SharedVerification:
             is_done = all(done for done, _ in states)
             if self._rank == 0 and not is_done and beat % _BEATS_PER_LINE == 0:
                 read = sum(num_bytes for _, num_bytes in states)
-                self._say(f"{checkpoint.path}: {read / 1e9:.1f} of {total / 1e9:.1f} GB are verified")
+                self._print_line(f"{checkpoint.path}: {read / 1e9:.1f} of {total / 1e9:.1f} GB are verified")
             beat += 1

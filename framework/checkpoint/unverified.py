@@ -97,8 +97,7 @@ def refused(path: Path, *, key: str) -> ConfigError:
             key=key,
             value=str(path),
             reason="it has no manifest (DeepSpeed wrote it by itself, or the manifest is lost), so nothing tells "
-            "whether its files "
-            "are whole, or whose they are",
+            "whether its files are whole, or whose they are",
             fix=f"{word} reads it nevertheless, as weights only",
         )
     )

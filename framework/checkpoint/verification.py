@@ -37,7 +37,7 @@ class Verification:
 
     def damage(self) -> list[str]:
         """What is not as it was written, a line for each file."""
-        return [said for line in self._lines if (said := line.result())]
+        return [stated for line in self._lines if (stated := line.result())]
 
     def close(self) -> None:
         """Stop reading."""

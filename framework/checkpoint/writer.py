@@ -85,19 +85,19 @@ def publish_when_all_have_written(order: Mapping[str, Any], listen: Listen) -> N
     """
     folder, records = Path(order["folder"]), dict[str, FileRecord]()
     for rank in range(order["world_size"]):
-        told = _await_record(_record({**order, "rank": rank}), rank, listen)
-        if told["failure"]:
-            raise _NotWrittenError(told["failure"])
-        records |= {name: FileRecord(**record) for name, record in told["files"].items()}
-    publish(folder, order["tag"], said=order["said"], records=records, retention=Retention(**order["retention"]))
+        reported = _await_record(_record({**order, "rank": rank}), rank, listen)
+        if reported["failure"]:
+            raise _NotWrittenError(reported["failure"])
+        records |= {name: FileRecord(**record) for name, record in reported["files"].items()}
+    publish(folder, order["tag"], stated=order["said"], records=records, retention=Retention(**order["retention"]))
 
 
 def _await_record(path: Path, rank: int, listen: Listen) -> Mapping[str, Any]:
     pause, deadline = _SHORTEST_PAUSE_SECONDS, float("inf")
     while True:
         with suppress(FileNotFoundError):
-            told: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            return told
+            reported: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            return reported
         message = listen(pause)
         if message.get("word") == GIVE_UP:
             raise _NotWrittenError(message["failure"])
@@ -133,17 +133,17 @@ class Writer:
     def _save(self, order: Mapping[str, Any]) -> None:
         try:
             self._write(order)
-            self._tell(state="written")
+            self._report(state="written")
             if order["rank"] == 0:
                 publish_when_all_have_written(order, self._listen)
-                self._tell(state="published")
+                self._report(state="published")
         except (OSError, _NotWrittenError) as error:
             failure = getattr(error, "strerror", None) or str(error)
             if order["rank"] != 0:
                 note_failure(order, failure)
             elif order["warns"]:
                 warn_of_failure(Path(order["folder"]), order["said"]["step"], failure)
-            self._tell(state="failed", failure=failure)
+            self._report(state="failed", failure=failure)
 
     def _write(self, order: Mapping[str, Any]) -> None:
         """From memory that is mapped once: finding its pages anew takes half as long as hashing them."""
@@ -156,7 +156,7 @@ class Writer:
             )
         write_files(order, self._memory)
 
-    def _tell(self, **answer: str) -> None:
+    def _report(self, **answer: str) -> None:
         try:
             self._channel.send(**answer)
         except ConnectionError:  # the rank is gone: what is written and recorded stays so

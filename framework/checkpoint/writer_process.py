@@ -66,7 +66,7 @@ class WriterProcess:
             TimeoutError: none within `timeout` seconds.
         """
         answer = self._channel.receive(timeout)
-        return answer if answer is not None else {"state": "dead", "failure": self._obituary()}
+        return answer if answer is not None else {"state": "dead", "failure": self._exit_reason()}
 
     def close(self) -> None:
         """End it: at once where it waits, or kill it."""
@@ -77,7 +77,7 @@ class WriterProcess:
             self._process.kill()
             self._process.wait()
 
-    def _obituary(self) -> str:
+    def _exit_reason(self) -> str:
         with suppress(subprocess.TimeoutExpired):
             code = self._process.wait(_END_SECONDS)
             how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"

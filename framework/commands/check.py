@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.commands.check_report import as_github, as_json, as_text
-from framework.commands.verdict import Against, Verdict, check_document, check_file, find_gpu
+from framework.commands.verdict import CheckContext, Verdict, check_document, check_file, find_gpu
 from framework.errors import EXIT_OK, EXIT_PROBLEMS, ConfigError, StorageError, UsageError
 from framework.plan.cluster import Cluster
 from framework.system.output import visible, write
@@ -61,7 +61,7 @@ def run_check(arguments: argparse.Namespace, *, find_cluster: FindCluster) -> in
     _refuse_odd_words(arguments, files)
     _refuse_unknown_release(arguments.deepspeed)
     try:
-        against = Against(
+        against = CheckContext(
             find_cluster(arguments),
             find_gpu(arguments.gpu),
             arguments.deepspeed,
@@ -69,14 +69,14 @@ def run_check(arguments: argparse.Namespace, *, find_cluster: FindCluster) -> in
             arguments.data_elsewhere,
         )
     except ConfigError as error:  # the hostfile
-        return _tell([Verdict("", tuple(error.problems))], arguments.format)
+        return _report([Verdict("", tuple(error.problems))], arguments.format)
     if arguments.resolve:
         return _resolve(files[0], settings, against, arguments)
     failures = [
         failed for file in files if arguments.fix and (failed := _fix(file, against, arguments.format)) is not None
     ]
     verdicts = [check_file(file, settings, against) for file in files]
-    code = _tell(verdicts, arguments.format)
+    code = _report(verdicts, arguments.format)
     for failure in failures:
         write(sys.stderr, f"{failure}\n")
     return failures[0].exit_code if failures else code
@@ -103,7 +103,7 @@ def _refuse_unknown_release(release: str | None) -> None:
         load_table(release)
 
 
-def _tell(verdicts: Sequence[Verdict], format_: str, *, on_stdout: bool = True) -> int:
+def _report(verdicts: Sequence[Verdict], format_: str, *, on_stdout: bool = True) -> int:
     if format_ == "json":
         print(as_json(verdicts))
     elif format_ == "github":
@@ -116,7 +116,7 @@ def _tell(verdicts: Sequence[Verdict], format_: str, *, on_stdout: bool = True) 
     return EXIT_OK if all(verdict.is_fine for verdict in verdicts) else EXIT_PROBLEMS
 
 
-def _fix(file: str, against: Against, format_: str) -> StorageError | None:
+def _fix(file: str, against: CheckContext, format_: str) -> StorageError | None:
     """Mend one file; what cannot be read is for the check after it to tell."""
     from framework.commands.check_fix import fix_file
 
@@ -132,7 +132,7 @@ def _fix(file: str, against: Against, format_: str) -> StorageError | None:
     return None
 
 
-def _resolve(file: str, settings: Iterable[str], against: Against, arguments: argparse.Namespace) -> int:
+def _resolve(file: str, settings: Iterable[str], against: CheckContext, arguments: argparse.Namespace) -> int:
     from framework.commands.check_fix import write_file
     from framework.dslint.auto_values import resolve
     from framework.dslint.judge import read_deepspeed_json
@@ -146,18 +146,18 @@ def _resolve(file: str, settings: Iterable[str], against: Against, arguments: ar
         world_size = against.cluster.world_size if against.cluster is not None else None
         found = resolve(document, stated, world_size=world_size, release=against.release)
         if found.problems:
-            return _tell([Verdict(file, found.problems)], arguments.format)
+            return _report([Verdict(file, found.problems)], arguments.format)
         name = arguments.output or file
         judged = replace(_with_world(against, stated), reader="deepspeed")
         verdict = check_document(parse_hjson(found.text, name=name), judged)
     except ConfigError as error:
-        return _tell([Verdict(file, tuple(error.problems))], arguments.format)
+        return _report([Verdict(file, tuple(error.problems))], arguments.format)
     if arguments.output is None:
         print(found.text, end="" if found.text.endswith("\n") else "\n")
     else:
         write_file(Path(arguments.output), found.text, name=arguments.output)
     verdict = replace(verdict, problems=(*found.notes, *verdict.problems))
-    return _tell([verdict], arguments.format, on_stdout=arguments.output is not None)
+    return _report([verdict], arguments.format, on_stdout=arguments.output is not None)
 
 
 def _stated(settings: Iterable[str]) -> Iterable[tuple[str, Any]]:
@@ -169,7 +169,7 @@ def _stated(settings: Iterable[str]) -> Iterable[tuple[str, Any]]:
             yield name, text
 
 
-def _with_world(against: Against, stated: dict[str, Any]) -> Against:
+def _with_world(against: CheckContext, stated: dict[str, Any]) -> CheckContext:
     """The number of devices may be said as an argument too."""
     world = stated.get("world_size", stated.get("num_processes"))
     if against.cluster is not None or not isinstance(world, int):

@@ -87,5 +87,5 @@ def write_file(path: Path, text: str, *, name: str) -> None:
         mode = real.stat().st_mode & 0o7777 if real.exists() else None
         replace_text(real, text, mode=mode)
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a loop of links, in Python 3.12 and older
-        said = getattr(error, "strerror", None) or error
-        raise StorageError(f"{name}: cannot be written ({said}) [file-not-written]") from error
+        stated = getattr(error, "strerror", None) or error
+        raise StorageError(f"{name}: cannot be written ({stated}) [file-not-written]") from error

@@ -11,7 +11,7 @@ from framework.errors import Problem
 
 def as_text(verdicts: Sequence[Verdict]) -> tuple[list[str], list[str]]:
     """Lines for stdout (what is fine) and stderr (what is not)."""
-    fine = [f"{verdict.file}: {verdict.praise}" for verdict in verdicts if verdict.is_fine]
+    fine = [f"{verdict.file}: {verdict.summary}" for verdict in verdicts if verdict.is_fine]
     found = [
         _line(problem) if problem.severity == "error" else f"{problem.severity}: {_line(problem)}"
         for verdict in verdicts

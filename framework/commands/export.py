@@ -202,9 +202,9 @@ def _metadata(checkpoint: SavedCheckpoint, ties: Mapping[str, str], *, weights: 
     names.
     """
     config = checkpoint.manifest["config"]
-    said = {"source": f"{config['run']['name']}/{checkpoint.tag}", "step": str(checkpoint.step), "dtype": dtype}
-    said |= {"weights": weights} if weights != "trained" else {}
-    return said | ({TIES: json.dumps(ties)} if ties else {})
+    stated = {"source": f"{config['run']['name']}/{checkpoint.tag}", "step": str(checkpoint.step), "dtype": dtype}
+    stated |= {"weights": weights} if weights != "trained" else {}
+    return stated | ({TIES: json.dumps(ties)} if ties else {})
 
 
 def _refuse_taken(out: Path, *, force: bool) -> None:

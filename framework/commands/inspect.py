@@ -27,7 +27,7 @@ from framework.checkpoint.names import (
     replaced_folders,
     size_of,
 )
-from framework.checkpoint.saved import SavedCheckpoint, read_checkpoint, whats_wrong
+from framework.checkpoint.saved import SavedCheckpoint, diagnose, read_checkpoint
 from framework.checkpoint.unverified import find_raw, irregular, read_names, refused
 from framework.errors import EXIT_OK, EXIT_STORAGE, ConfigError, Problem, StorageError, counted, printable, show_value
 from framework.train.best import best_in
@@ -102,7 +102,7 @@ def _raw(path: Path, *, as_json: bool, allowed: bool) -> tuple[str, bool]:
         text = _json([{"path": str(folder), "verified": False, "damage": damage, **asdict(names)}])
     else:
         lines = [
-            *(f"{label:<{_WIDTH}}{said}" for label, said in rows.items() if said),
+            *(f"{label:<{_WIDTH}}{stated}" for label, stated in rows.items() if stated),
             *(f"damaged    {line}" for line in damage),
         ]
         text = "\n".join(map(printable, lines))
@@ -144,7 +144,7 @@ def _inspect(path: Path, *, verify: bool) -> Inspected:
     except OSError:
         checkpoint = None
     if checkpoint is None:
-        return Inspected(path, None, (whats_wrong(path),))
+        return Inspected(path, None, (diagnose(path),))
     return Inspected(path, checkpoint, tuple(checkpoint.damage()) if verify else None)
 
 
@@ -160,8 +160,8 @@ def _lines(one: Inspected) -> Iterator[str]:
     rows["verified"] = _verdict(one)
     for label, text in rows.items():
         yield f"{label:<{_WIDTH}}{text}"
-    for said in one.damage or ():
-        yield f"damaged    {said}"
+    for stated in one.damage or ():
+        yield f"damaged    {stated}"
 
 
 def _verdict(one: Inspected) -> str:
@@ -212,15 +212,15 @@ def _place(manifest: Mapping[str, Any]) -> str:
 def _layout(manifest: Mapping[str, Any]) -> str:
     config, layout = manifest["config"], manifest.get("layout", {})
     ranks, stages = layout.get("world_size"), layout.get("pipe_size", 1)
-    said = [counted(ranks, "rank")] if ranks else []
-    said += [f"{stages} pipeline stages x {layout['data_parallel_size']} data-parallel"] if stages > 1 else []
-    said += [f"ZeRO stage {config['zero']['stage']}", str(config["precision"]["dtype"])]
+    stated = [counted(ranks, "rank")] if ranks else []
+    stated += [f"{stages} pipeline stages x {layout['data_parallel_size']} data-parallel"] if stages > 1 else []
+    stated += [f"ZeRO stage {config['zero']['stage']}", str(config["precision"]["dtype"])]
     if layout:
-        said.append(
+        stated.append(
             f"{layout['global_size']:,} samples per step = {layout['micro_size']} x {layout['accumulation_steps']} "
             f"accumulation x {layout['data_parallel_size']}"
         )
-    return ", ".join(said)
+    return ", ".join(stated)
 
 
 def _pipeline(pipeline: Mapping[str, Any] | None) -> str:
@@ -259,9 +259,11 @@ def _written(checkpoint: SavedCheckpoint) -> str:
     """When it was saved; of an older release, which does not say so, the date of the file: a copy may have another
     one.
     """
-    said = checkpoint.manifest.get("saved_at")
+    stated = checkpoint.manifest.get("saved_at")
     when = (
-        datetime.fromisoformat(said) if said else datetime.fromtimestamp((checkpoint.path / MANIFEST).stat().st_mtime)
+        datetime.fromisoformat(stated)
+        if stated
+        else datetime.fromtimestamp((checkpoint.path / MANIFEST).stat().st_mtime)
     )
     return when.astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
 
@@ -296,15 +298,15 @@ def _table(found: list[Inspected]) -> Iterator[str]:
     """A line for each checkpoint of a run, and one more for each damaged file."""
     latest = latest_tag(found[0].path.parent)
     for one in found:
-        said = [f"{one.path.name:<20}"]
+        stated = [f"{one.path.name:<20}"]
         if one.checkpoint is not None:
             size, metrics = _size(sum(_sizes(one.checkpoint).values())), _metrics(one.checkpoint.manifest)
-            said += [f"{size:>10}", _written(one.checkpoint), metrics]
-        said += [
+            stated += [f"{size:>10}", _written(one.checkpoint), metrics]
+        stated += [
             "latest" if one.path.name == latest else "",
             "" if one.damage is None else "damaged" if one.damage else "sound",
         ]
-        yield "  ".join(filter(None, said))
+        yield "  ".join(filter(None, stated))
         yield from (f"  damaged: {one.path.name}/{line}" for line in one.damage or ())
     for path in replaced_folders(found[0].path.parent):
         yield f"{path.name:<20}  {_size(size_of(path)):>10}  set aside by a resume from an earlier step"
@@ -312,13 +314,17 @@ def _table(found: list[Inspected]) -> Iterator[str]:
 
 def _as_json(one: Inspected) -> dict[str, Any]:
     """The manifest without its list of files, whose sizes are summed up, and the verdict."""
-    said: dict[str, Any] = {"path": str(one.path), "verified": one.damage is not None, "damage": list(one.damage or ())}
+    stated: dict[str, Any] = {
+        "path": str(one.path),
+        "verified": one.damage is not None,
+        "damage": list(one.damage or ()),
+    }
     if one.checkpoint is None:
-        return said
+        return stated
     manifest = {name: value for name, value in one.checkpoint.manifest.items() if name not in ("files", "sha256")}
     files = one.checkpoint.manifest["files"]
     return (
-        said
+        stated
         | manifest
         | {"num_files": len(files), "num_bytes": _sizes(one.checkpoint), "written": _written(one.checkpoint)}
     )

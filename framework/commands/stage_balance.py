@@ -73,17 +73,17 @@ def find_stage_balance(plan: Plan, *, source: Source, longest_seconds: float = _
 
 def _read(plan: Plan, done: subprocess.CompletedProcess[str], source: Source) -> StageBalance:
     try:
-        told = json.loads(done.stdout)
+        reported = json.loads(done.stdout)
     except ValueError:
-        said = done.stderr.strip().splitlines()
+        stated = done.stderr.strip().splitlines()
         return _unknown(
-            plan, f"looking at the model ended with code {done.returncode}{f': {said[-1]}' if said else ''}"
+            plan, f"looking at the model ended with code {done.returncode}{f': {stated[-1]}' if stated else ''}"
         )
-    if "problems" in told:
-        raise ConfigError(source.locate(Problem.from_dict(each)) for each in told["problems"])
-    if "missing" in told:
-        return _unknown(plan, str(source.locate(Problem.from_dict(told["missing"][0]))))
-    return StageBalance(tuple(told["lines"]), told["pipeline"], tuple(_may_change(plan)))
+    if "problems" in reported:
+        raise ConfigError(source.locate(Problem.from_dict(each)) for each in reported["problems"])
+    if "missing" in reported:
+        return _unknown(plan, str(source.locate(Problem.from_dict(reported["missing"][0]))))
+    return StageBalance(tuple(reported["lines"]), reported["pipeline"], tuple(_may_change(plan)))
 
 
 def _unknown(plan: Plan, reason: str) -> StageBalance:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Against:
+class CheckContext:
     """What files are judged against.
 
     Attributes:
@@ -55,7 +55,7 @@ class Verdict:
 
     file: str
     problems: tuple[Problem, ...]
-    praise: str = ""
+    summary: str = ""
 
     @property
     def is_fine(self) -> bool:
@@ -78,7 +78,7 @@ def find_gpu(name: str | None) -> GpuKind | None:
     return GPU_KINDS[name.lower()]
 
 
-def check_file(file: str, overrides: Sequence[str], against: Against) -> Verdict:
+def check_file(file: str, overrides: Sequence[str], against: CheckContext) -> Verdict:
     """Judge one file. It is read once: it may be a pipe, which can be read only once."""
     try:
         text = read_text(Path(file), name=file)
@@ -100,7 +100,7 @@ def _deepspeed_json(text: str, file: str) -> HjsonDocument | None:
     return parse_deepspeed_json(text, Path(file), name=file)
 
 
-def check_document(document: HjsonDocument, against: Against) -> Verdict:
+def check_document(document: HjsonDocument, against: CheckContext) -> Verdict:
     """Judge DeepSpeed JSON that was read."""
     from framework.dslint.judge import assumption, foreign_problem
     from framework.dslint.keys import load_table
@@ -125,7 +125,7 @@ def check_document(document: HjsonDocument, against: Against) -> Verdict:
     return Verdict(document.name, (*notes, *sorted(found, key=_place)), f"fine for {first}DeepSpeed {table.release}")
 
 
-def _check_run_config(file: str, overrides: Sequence[str], against: Against, text: str) -> Verdict:
+def _check_run_config(file: str, overrides: Sequence[str], against: CheckContext, text: str) -> Verdict:
     from framework.commands.target_search import missing_targets
     from framework.config.load import Source, load_with_source
     from framework.dslint.judge import assumption, foreign_problem, judge_passed_alone, judge_rendered
@@ -144,15 +144,15 @@ def _check_run_config(file: str, overrides: Sequence[str], against: Against, tex
             return Verdict(file, (foreign,))
         passed = document.value.get("deepspeed") if isinstance(document.value, dict) else None
         further = judge_passed_alone(passed, release=against.release)
-        told = sorted(_all(error.problems, _errors_of_known(document, overrides, against)), key=_place)
-        found = _all(told, map(Source(document).locate, further))
+        reported = sorted(_all(error.problems, _errors_of_known(document, overrides, against)), key=_place)
+        found = _all(reported, map(Source(document).locate, further))
         return Verdict(file, (*assumption(document, as_run_config=True), *found))
     problems = [*source.notes(), *plan.findings, *map(source.locate, missing_targets(config))]
     problems += judge_rendered(plan, source=source, release=against.release, gpu=against.gpu)
     return Verdict(file, (*_release_note(file, against), *problems), one_line(plan))
 
 
-def _errors_of_known(document: Document, overrides: Sequence[str], against: Against) -> list[Problem]:
+def _errors_of_known(document: Document, overrides: Sequence[str], against: CheckContext) -> list[Problem]:
     """What can be said beside the sections that cannot be read."""
     from framework.config.load import load_known
     from framework.plan.partial import errors_of_known
@@ -164,7 +164,7 @@ def _errors_of_known(document: Document, overrides: Sequence[str], against: Agai
     return errors_of_known(config, unknown, against.cluster, source=source)
 
 
-def _release_note(file: str, against: Against) -> Iterator[Problem]:
+def _release_note(file: str, against: CheckContext) -> Iterator[Problem]:
     """Not every patch has a table."""
     from framework.dslint.keys import load_table
 
@@ -188,5 +188,5 @@ def _place(problem: Problem) -> tuple[str, int, int]:
 
 def _all(found: Sequence[Problem], further: Iterable[Problem]) -> tuple[Problem, ...]:
     """Both, each key once."""
-    told = {problem.key for problem in found}
-    return (*found, *(problem for problem in further if problem.key not in told))
+    reported = {problem.key for problem in found}
+    return (*found, *(problem for problem in further if problem.key not in reported))

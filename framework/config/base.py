@@ -83,6 +83,9 @@ class Section(BaseModel):
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         schema = handler.resolve_ref_schema(handler(core_schema))
+        if "description" in schema:
+            paragraphs = schema["description"].split("\n\n")
+            schema["description"] = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
         for name, sentence in _field_sentences(cls).items():
             if name in schema.get("properties", {}):
                 schema["properties"][name].setdefault("description", sentence)

@@ -21,7 +21,7 @@ def run_schema() -> dict[str, Any]:
     for name in from_python:  # a file cannot ask for an object that was handed over
         del schema["$defs"][name]
     for section in schema["$defs"].values():
-        _say_kind(section)
+        _describe_kind(section)
     for section in (schema, *schema["$defs"].values()):
         for field in section["properties"].values():
             field.pop("title", None)  # the key in capitals: editors would show it above the sentence
@@ -74,7 +74,7 @@ def _moved(schema: Any) -> Any:
     return [_moved(item) for item in schema] if isinstance(schema, list) else schema
 
 
-def _say_kind(section: dict[str, Any]) -> None:
+def _describe_kind(section: dict[str, Any]) -> None:
     """The key that tells the members of a union apart must be written, and its sentence is the class's."""
     for key in TAG_KEYS:
         tag = section["properties"].get(key, {})

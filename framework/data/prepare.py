@@ -71,8 +71,7 @@ def main(words: Sequence[str]) -> int:
         many = f" and {len(windows) - 1} others" if len(windows) > 1 else ""
         print(
             f"note: {windows[0]}{many}: lines end with a carriage return, which is now part of the text; dos2unix "
-            "takes it away "
-            "[text-carriage-returns]",
+            "takes it away [text-carriage-returns]",
             file=sys.stderr,
         )
     print(f"{out}: {describe(meta)}\nuse it with data: {{kind: text, path: {out}}}")

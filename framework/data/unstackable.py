@@ -35,8 +35,7 @@ def _look(values: list[Any], *, place: str) -> Problem | None:
             key="data",
             reason=(
                 f"samples cannot be stacked into a batch: {place or 'the sample'} is {shapes[0]} in sample 0 of the "
-                "batch and "
-                f"{shapes[at]} in sample {at}"
+                f"batch and {shapes[at]} in sample {at}"
             ),
             fix=_PADDING,
         )

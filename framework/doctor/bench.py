@@ -80,8 +80,8 @@ def judge(result: Result) -> Iterator[Check]:
     """Rows for a person, and who is slow."""
     for row in result["all_reduce"]:
         took = f"{row['bytes'] >> 20} MiB in {row['seconds'] * 1e3:.2f} ms"
-        said = f"{took}: algorithm {_speed(row['algorithm'])}, bus {_speed(row['bus'])}"
-        yield Check("all-reduce", said, (), {"all_reduce": row})
+        stated = f"{took}: algorithm {_speed(row['algorithm'])}, bus {_speed(row['bus'])}"
+        yield Check("all-reduce", stated, (), {"all_reduce": row})
     if result["pairs"]:
         yield _pairs(result["pairs"])
     for row in result["storage"]:
@@ -91,8 +91,8 @@ def judge(result: Result) -> Iterator[Check]:
             )
             yield Check("storage", f"{row['host']}: not measured", (problem,))
         else:
-            said = f"{row['host']}: writes {_speed(row['write'])} with fsync, reads {_speed(row['read'])}"
-            yield Check("storage", said, (), {"storage": row})
+            stated = f"{row['host']}: writes {_speed(row['write'])} with fsync, reads {_speed(row['read'])}"
+            yield Check("storage", stated, (), {"storage": row})
 
 
 def _pairs(rows: Sequence[Mapping[str, Any]]) -> Check:
@@ -131,8 +131,8 @@ def _pairs(rows: Sequence[Mapping[str, Any]]) -> Check:
     ]
     last = min(rows, key=lambda row: float(row["bytes_per_second"]))
     slowest = f"; slowest {last['a']} and {last['b']}: {_speed(last['bytes_per_second'])}" if len(rows) > 1 else ""
-    said = f"{len(rows)} measured, {_speed(typical)} each way{slowest}"
-    return Check("pairs", said, tuple(problems), {"pairs": [dict(row) for row in rows]})
+    stated = f"{len(rows)} measured, {_speed(typical)} each way{slowest}"
+    return Check("pairs", stated, tuple(problems), {"pairs": [dict(row) for row in rows]})
 
 
 def _speed(bytes_per_second: float) -> str:

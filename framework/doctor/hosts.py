@@ -160,10 +160,10 @@ def _network(remotes: Sequence[Remote], asked: Wanted, token: str) -> Check:
         for (to, port), values in zip(plan[index], reached, strict=True):
             problems += _about_call(remotes[index].name, remotes[to].name, port, Reached(**values))
     count = sum(map(len, plan.values()))
-    said = (
+    stated = (
         f"{count} connections, every one answered" if not problems else f"{len(problems)} of {count} connections fail"
     )
-    return Check("network", said, tuple(problems))
+    return Check("network", stated, tuple(problems))
 
 
 def _targets(index: int, remotes: Sequence[Remote], opened: Sequence[Sequence[Any]]) -> list[tuple[int, int]]:
@@ -190,8 +190,7 @@ def _about_call(caller: str, called: str, port: int, reached: Reached) -> Iterat
             key=f"{called}:{port}",
             reason=reached.reason,
             fix=f"let {caller} connect to {called} ({reached.address or 'no address'}) at every port: firewall, "
-            "security "
-            "group, network policy, service mesh",
+            "security group, network policy, service mesh",
         )
 
 
@@ -230,5 +229,5 @@ def _shared_folder(remotes: Sequence[Remote], asked: Wanted, token: str) -> Chec
         others = [remotes[number].name for number in unseen]
         if others:
             refuse(remote, f"what {first_few(others)} wrote is not seen here")
-    said = f"{folder} is seen by all" if not problems else f"{folder} is not the same folder everywhere"
-    return Check("run folder", said, tuple(problems))
+    stated = f"{folder} is seen by all" if not problems else f"{folder} is not the same folder everywhere"
+    return Check("run folder", stated, tuple(problems))

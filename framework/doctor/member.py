@@ -94,7 +94,7 @@ class Member:
 
     def _bench(self, order: Order) -> dict[str, Any]:
         os.environ.update(order["variables"])
-        found = run_ranks(order, _here(order), told=sys.stdin)
+        found = run_ranks(order, _here(order), reported=sys.stdin)
         return found | {"result": json.loads(found["result"]) if found["result"] else None}
 
 

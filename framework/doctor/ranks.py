@@ -22,7 +22,7 @@ _MODULE: Final = "framework.engine.link_bench"
 RESULT: Final = "@link_bench "
 
 
-def run_ranks(order: Mapping[str, Any], cluster: Cluster, *, told: IO[str]) -> dict[str, Any]:
+def run_ranks(order: Mapping[str, Any], cluster: Cluster, *, reported: IO[str]) -> dict[str, Any]:
     """The result where rank 0 is here, and the reason where it did not go well.
 
     Args:
@@ -56,7 +56,7 @@ def run_ranks(order: Mapping[str, Any], cluster: Cluster, *, told: IO[str]) -> d
                             stderr=stream,
                         )
                     )
-            reason = _wait(started, seconds=float(order["seconds"]), told=told)
+            reason = _wait(started, seconds=float(order["seconds"]), reported=reported)
         finally:
             for process in started:
                 with suppress(ProcessLookupError):
@@ -70,7 +70,7 @@ def run_ranks(order: Mapping[str, Any], cluster: Cluster, *, told: IO[str]) -> d
     return {"reason": reason, "result": lines[0] if lines else None}
 
 
-def _wait(started: list[subprocess.Popen[bytes]], *, seconds: float, told: IO[str]) -> str:
+def _wait(started: list[subprocess.Popen[bytes]], *, seconds: float, reported: IO[str]) -> str:
     """Empty when all ended well; the number of the first that did not; or why nobody waits any longer."""
     deadline = time.monotonic() + seconds
     while None in [process.poll() for process in started]:
@@ -79,6 +79,6 @@ def _wait(started: list[subprocess.Popen[bytes]], *, seconds: float, told: IO[st
             return str(failed[0])
         if time.monotonic() > deadline:
             return f"not finished after {seconds:.0f} s"
-        if select.select([told], [], [], 0.1)[0]:  # no order comes in between, so it is the end
+        if select.select([reported], [], [], 0.1)[0]:  # no order comes in between, so it is the end
             return "nobody waits for the result"
     return next((str(number) for number, process in enumerate(started) if process.returncode), "")

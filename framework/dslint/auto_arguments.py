@@ -61,7 +61,7 @@ _OTHER_NAMES: Final[Mapping[str, str]] = {
     "per_gpu_train_batch_size": "per_device_train_batch_size",
 }
 # A number that stands in the file tells the argument. The Trainer refuses the two to differ, but for ZeRO's own.
-_TOLD_BY: Final[Mapping[str, tuple[str, ...]]] = {
+_STATED_BY: Final[Mapping[str, tuple[str, ...]]] = {
     "learning_rate": ("optimizer.params.lr", "scheduler.params.warmup_max_lr"),
     "per_device_train_batch_size": ("train_micro_batch_size_per_gpu",),
     "gradient_accumulation_steps": ("gradient_accumulation_steps",),
@@ -133,10 +133,10 @@ class Arguments:
         """
         if name in self.given:
             return self.given[name]
-        for path in _TOLD_BY.get(name, ()):
-            told = self._in_file(path)
-            if told != "auto" and _is(told, _wanted(name)):  # what is of another type is for the lint to name
-                return told
+        for path in _STATED_BY.get(name, ()):
+            reported = self._in_file(path)
+            if reported != "auto" and _is(reported, _wanted(name)):  # what is of another type is for the lint to name
+                return reported
         if name not in _DEFAULTS:
             raise UnknownArgumentError(name)
         default = _DEFAULTS[name][1]
@@ -152,10 +152,10 @@ class Arguments:
     def mismatches(self) -> Iterator[tuple[str, Any, str, Any]]:
         """Key, its value, argument and what was given, wherever file and command line say two things."""
         for name, stated in self.given.items():
-            for path in _TOLD_BY.get(name, ()) if name not in _MAY_DIFFER else ():
-                told = self._in_file(path)
-                if told not in (None, "auto") and told != stated:
-                    yield path, told, name, stated
+            for path in _STATED_BY.get(name, ()) if name not in _MAY_DIFFER else ():
+                reported = self._in_file(path)
+                if reported not in (None, "auto") and reported != stated:
+                    yield path, reported, name, stated
 
     def _in_file(self, path: str) -> Any:
         value: Any = self.in_file

@@ -102,7 +102,7 @@ class _Filler:
     ) -> None:
         self.arguments, self.table, self.keys, self.values = arguments, table, keys, values
         self.notes: list[Problem] = []
-        self.told: set[str] = set()
+        self.reported: set[str] = set()
         self.problems = [_mismatch(*found) for found in arguments.mismatches()]
         steps = arguments.given.get("gradient_accumulation_steps", 1)
         if steps != 1 and "gradient_accumulation_steps" not in values:
@@ -195,8 +195,8 @@ class _Filler:
 
     def _note_assumed(self, path: str, value: Any) -> None:
         """Say each default once, at the first key that it decides."""
-        new = {name: default for name, default in self.arguments.take_assumed() if name not in self.told}
-        self.told.update(new)
+        new = {name: default for name, default in self.arguments.take_assumed() if name not in self.reported}
+        self.reported.update(new)
         if new:
             listed = " and ".join(f"{name}={show_value(default)}" for name, default in new.items())
             many = "s" if len(new) > 1 else ""

@@ -130,11 +130,11 @@ def _filled(reading: Reading, name: str, found: Values) -> Values:
             "scheduler.params", 'cycle_min_lr and cycle_max_lr have no default that "auto" could mean', "write both"
         )
     stand_ins = {"total_steps": "the length of the run", "max_lr": "the optimizer's rate"}
-    told = [
+    reported = [
         f"{key} is {stand_in}"
         for key, stand_in in stand_ins.items()
         if f"scheduler.{key}" in reading.comments and key not in found
     ]
-    if told:
-        reading.comments["scheduler.kind"] = f'"auto" in the file, so left out: {" and ".join(told)}'
+    if reported:
+        reading.comments["scheduler.kind"] = f'"auto" in the file, so left out: {" and ".join(reported)}'
     return found

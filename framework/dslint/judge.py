@@ -174,7 +174,7 @@ def judge_rendered(
     Raises:
         UsageError: there is no table of that release.
     """
-    from framework.dslint.translate import in_own_words
+    from framework.dslint.translate import to_run_config_keys
 
     config, topology = plan.config, Topology.from_cluster(plan.cluster, gpu)
     found = lint(Document("", _rendering(plan)), release=release, topology=topology)
@@ -184,8 +184,8 @@ def judge_rendered(
         on_purpose = lint(Document("", _rendering(plain)), topology=Topology.from_cluster(plan.cluster))
         known = {(problem.kind, problem.key) for problem in on_purpose}
         wanted = [p for p in wanted if p.severity == "error" or (p.kind, p.key) not in known]
-    told = [in_own_words(problem, config) for problem in wanted]
-    return told if source is None else [source.locate(problem) for problem in told]
+    reported = [to_run_config_keys(problem, config) for problem in wanted]
+    return reported if source is None else [source.locate(problem) for problem in reported]
 
 
 def judge_passed_through(
@@ -206,11 +206,11 @@ def judge_passed_alone(passed: Any, *, release: str | None = None) -> list[Probl
     if not isinstance(passed, dict):
         return []
     from framework.config.run_config import RunConfig
-    from framework.dslint.translate import in_own_words
+    from framework.dslint.translate import to_run_config_keys
 
     found = key_problems(Document("", passed), release=release)
     alone = RunConfig().model_copy(update={"deepspeed": passed})
-    return [in_own_words(problem, alone) for problem in found]
+    return [to_run_config_keys(problem, alone) for problem in found]
 
 
 def _rendering(plan: Plan) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from framework.dslint.torch_parameters import (
     OPTIMIZERS,
     SCHEDULERS,
     WITHOUT_MOMENTUM,
-    says_no,
+    mismatch,
 )
 from framework.errors import Problem
 from framework.text.typos import nearest
@@ -63,8 +63,11 @@ def _missing(name: str, params: Mapping[str, Any]) -> Iterator[Problem]:
     for needed in NEEDED.get(name, ()):
         if needed not in params:
             yield Problem(kind="missing-key", key=f"scheduler.params.{needed}", reason=f"{name} needs it", fix="add it")
-    told = params.get("total_steps") is not None or None not in (params.get("epochs"), params.get("steps_per_epoch"))
-    if name == "OneCycleLR" and not told:
+    reported = params.get("total_steps") is not None or None not in (
+        params.get("epochs"),
+        params.get("steps_per_epoch"),
+    )
+    if name == "OneCycleLR" and not reported:
         yield Problem(
             kind="missing-key",
             key="scheduler.params.total_steps",
@@ -76,7 +79,7 @@ def _missing(name: str, params: Mapping[str, Any]) -> Iterator[Problem]:
 def _limits(section: str, params: Mapping[str, Any], wanted: Mapping[str, str]) -> Iterator[Problem]:
     """torch/optim: "Invalid learning rate" and its like."""
     for name, value in params.items():
-        found = says_no(value, wanted[name]) if name in wanted and value != "auto" else None
+        found = mismatch(value, wanted[name]) if name in wanted and value != "auto" else None
         if found is not None:
             kind, reason, fix = found
             yield Problem(kind=kind, key=f"{section}.params.{name}", value=value, reason=reason, fix=fix)
@@ -85,7 +88,7 @@ def _limits(section: str, params: Mapping[str, Any], wanted: Mapping[str, str]) 
 def _betas(name: str, params: Mapping[str, Any]) -> Iterator[Problem]:
     """DeepSpeed's own types: its kernels take two, and torch's Adam behind them asks both to be below 1."""
     if name.lower() in DEEPSPEED_OPTIMIZERS and isinstance(params.get("betas"), list):
-        found = says_no(params["betas"], "pair 0..<1")
+        found = mismatch(params["betas"], "pair 0..<1")
         is_typed = all(isinstance(beta, (int, float)) for beta in params["betas"])  # else the key table speaks
         if found is not None and is_typed:
             yield Problem(

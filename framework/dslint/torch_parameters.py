@@ -4,7 +4,7 @@ them.
 Adam, AdamW and Adagrad stand in the key tables, because DeepSpeed has types of these names.
 
 A value is described in a few words: ``number>=0``, ``whole>=1``, ``flag``, ``0..1`` (both ends), ``0..<1``, ``pair``
-(two of what follows), ``choice a b``; ``null`` before them says that null is taken too. `says_no` reads them.
+(two of what follows), ``choice a b``; ``null`` before them says that null is taken too. `mismatch` reads them.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ WITHOUT_MOMENTUM: Final = frozenset({"ASGD", "Adadelta", "Adafactor", "Adagrad",
 _LIMITS: Final[Mapping[str, str]] = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
 
 
-def says_no(value: Any, wanted: str) -> tuple[str, str, str] | None:
+def mismatch(value: Any, wanted: str) -> tuple[str, str, str] | None:
     """Kind, reason and fix where a value is not what is wanted; None where it is.
 
     Args:
@@ -145,7 +145,7 @@ def says_no(value: Any, wanted: str) -> tuple[str, str, str] | None:
         return _etas(value)
     if wanted == "rate":  # a list has one for each group of parameters
         values = value if isinstance(value, list) and value else [value]
-        return next((found for item in values if (found := says_no(item, "number"))), None)
+        return next((found for item in values if (found := mismatch(item, "number"))), None)
     if wanted == "wholes":
         if isinstance(value, list) and all(_is_whole(item) for item in value):
             return None
@@ -186,8 +186,8 @@ def _number(value: Any, wanted: str) -> tuple[str, str, str] | None:
 def _pair(value: Any, wanted: str) -> tuple[str, str, str] | None:
     if not isinstance(value, list) or len(value) != 2:
         return "wrong-value", "not two numbers", "write two numbers"
-    first = says_no(value[0], wanted)
-    return first or says_no(value[1], wanted.removeprefix("null "))
+    first = mismatch(value[0], wanted)
+    return first or mismatch(value[1], wanted.removeprefix("null "))
 
 
 def _etas(value: Any) -> tuple[str, str, str] | None:

@@ -33,7 +33,7 @@ _PRECISIONS: Final = frozenset({"fp16", "bf16", "bfloat16", "torch_autocast"})
 _KEY: Final = re.compile(r"(?<![\w.])[a-z_0-9]+(?:\.[a-z_0-9]+)*(?![\w(])")
 
 
-def in_own_words(problem: Problem, config: RunConfig) -> Problem:
+def to_run_config_keys(problem: Problem, config: RunConfig) -> Problem:
     """The same problem with every DeepSpeed key under the name that a run config gives it."""
     key = own_key(problem.key, config)
     value = _value(config, key) if key.partition(".")[0] != "deepspeed" else problem.value

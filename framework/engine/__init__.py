@@ -6,9 +6,9 @@ import logging
 _REMARKS = ("No CUDA runtime is found", "Setting accelerator to CPU")
 
 
-def _says_something_new(record: logging.LogRecord) -> bool:
+def _is_new_warning(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith(_REMARKS)
 
 
 for _name in ("torch.utils.cpp_extension", "DeepSpeed"):
-    logging.getLogger(_name).addFilter(_says_something_new)
+    logging.getLogger(_name).addFilter(_is_new_warning)

@@ -13,24 +13,24 @@ from deepspeed.pipe import PipelineModule
 
 from framework.checkpoint.save_stream import OpenFile
 from framework.checkpoint.saved import SavedCheckpoint
-from framework.checkpoint.state.checkpoint_engine import SafeFiles, keeping_copies
+from framework.checkpoint.state.checkpoint_engine import AtomicCheckpointEngine, keeping_copies
 from framework.checkpoint.state.optimizer_shards import Names, OptimizerViews, opened, stepped_groups
 from framework.checkpoint.state.reader import StoredState
 from framework.checkpoint.state.shard_map import STATE_KEY
 from framework.engine import random_state
-from framework.engine.distributed import gather, is_first_to_tell
+from framework.engine.distributed import claims_error_report, gather
 from framework.engine.known_failures import known_failure
-from framework.engine.lost_peers import failure_of_nccl, tells_of_lost_peer
+from framework.engine.lost_peers import failure_of_nccl, is_lost_peer
 from framework.engine.workarounds.grad_scaler import restore_scaler, scaler_state
 from framework.engine.workarounds.nvme_state import complete_nvme_state
-from framework.engine.workarounds.restored_options import telling_kept_options
+from framework.engine.workarounds.restored_options import reporting_restored_options
 from framework.errors import StorageError, in_one_line
 from framework.system.files import FileRecord, NewFile
 
 
 def save_bytes(
     engine: deepspeed.DeepSpeedEngine,
-    files: SafeFiles,
+    files: AtomicCheckpointEngine,
     folder: Path,
     tag: str,
     state: Mapping[str, Any],
@@ -73,7 +73,7 @@ def load_bytes(engine: deepspeed.DeepSpeedEngine, folder: Path, tag: str) -> Map
         StorageError: the files are missing or damaged.
     """
     try:
-        with telling_kept_options(engine):
+        with reporting_restored_options(engine):
             path, client_state = engine.load_checkpoint(str(folder), tag=tag)
             if path is not None:
                 complete_nvme_state(engine, folder, tag)
@@ -81,7 +81,7 @@ def load_bytes(engine: deepspeed.DeepSpeedEngine, folder: Path, tag: str) -> Map
     except StorageError as error:
         raise _by_whom(_not_loaded(folder / tag, str(error))) from error
     except Exception as error:
-        if tells_of_lost_peer(error) or failure_of_nccl(error) or known_failure(error):  # no word of the files
+        if is_lost_peer(error) or failure_of_nccl(error) or known_failure(error):  # no word of the files
             raise
         raise _by_whom(_not_loaded(folder / tag, in_one_line(error, longest=300))) from error
     if saved is None:
@@ -119,7 +119,7 @@ def _move_in(engine: deepspeed.DeepSpeedEngine, checkpoint: SavedCheckpoint, *, 
             view.values.copy_(stored.read(view.name, view.key, view.start, view.values.numel()))
         views.set_step(stored.step)
         if checkpoint.verified:
-            with telling_kept_options(engine):
+            with reporting_restored_options(engine):
                 views.set_groups(stored.group_of)
         views.set_loss_scale(stored.loss_scale)
         _fill_weights(engine, stored, names)
@@ -212,14 +212,13 @@ def _fill_weights(engine: deepspeed.DeepSpeedEngine, stored: StoredState, names:
 def _not_loaded(place: Path, reason: str) -> StorageError:
     return StorageError(
         f"{place}: the checkpoint cannot be loaded: {reason}; if the model's code has not changed, the files are "
-        "damaged: "
-        "resume from another one [checkpoint-not-loaded]"
+        "damaged: resume from another one [checkpoint-not-loaded]"
     )
 
 
-def _by_whom(told: StorageError) -> StorageError:
+def _by_whom(reported: StorageError) -> StorageError:
     """Some files are read by one rank only, and the others wait for it in DeepSpeed's next collective. To be asked
     once.
     """
-    told.is_of_one_rank = is_first_to_tell(str(told))
-    return told
+    reported.is_of_one_rank = claims_error_report(str(reported))
+    return reported

@@ -22,7 +22,7 @@ _OF_A_SAVE: Final = timedelta(hours=2)
 
 
 @contextmanager
-def waiting_for_disks() -> Iterator[None]:
+def collective_timeout() -> Iterator[None]:
     """What ranks begin to wait for in this block may take longer; a group that waits longer anyway is left alone."""
     before = [(backend, backend.options._timeout) for backend in _backends() if backend.options._timeout < _OF_A_SAVE]
     for backend, _ in before:
@@ -36,7 +36,7 @@ def waiting_for_disks() -> Iterator[None]:
 
 def gather_from_disks(value: Any) -> list[Any]:
     """Every rank's value, in the order of ranks, where one of them may be busy with files. Collective."""
-    with waiting_for_disks():
+    with collective_timeout():
         return gather(value)
 
 

@@ -21,7 +21,7 @@ import torch.distributed
 from deepspeed.accelerator import get_accelerator
 
 from framework.engine.extensions import refusing_what_does_not_compile, use_own_cache
-from framework.engine.rendezvous import INIT_METHOD, check_environment, telling_where_ranks_meet
+from framework.engine.rendezvous import INIT_METHOD, check_environment, explaining_rendezvous
 from framework.engine.workarounds.shared_buffers import remove_dead_buffers, remove_own_buffers
 from framework.errors import ConfigError, Problem, StorageError, counted
 from framework.system.files import make_own_folder, open_own
@@ -126,7 +126,7 @@ def process_group(backend: str | None) -> Iterator[None]:
     use_own_cache()
     if os.environ.get("LOCAL_RANK", "0") == "0":
         remove_dead_buffers()
-    with telling_where_ranks_meet(), refusing_what_does_not_compile(), contextlib.redirect_stdout(io.StringIO()):
+    with explaining_rendezvous(), refusing_what_does_not_compile(), contextlib.redirect_stdout(io.StringIO()):
         # Into the bin: DeepSpeed prints that its ops were built, on every rank.
         deepspeed.init_distributed(
             dist_backend=backend or get_accelerator().communication_backend_name(),
@@ -170,13 +170,13 @@ def from_rank0(value: Any) -> Any:
     return box[0]
 
 
-def refuse_different_ranks(essence: Mapping[str, Any]) -> None:
+def refuse_different_ranks(fingerprint: Mapping[str, Any]) -> None:
     """Compare what must be the same on every rank. Collective.
 
     Raises:
         ConfigError: on all ranks, naming what differs and the first rank on which it does.
     """
-    everyone = gather(dict(essence))
+    everyone = gather(dict(fingerprint))
     problems = [
         Problem(
             kind="ranks-differ",
@@ -193,7 +193,7 @@ def refuse_different_ranks(essence: Mapping[str, Any]) -> None:
         raise ConfigError(problems[:1])
 
 
-def is_first_to_tell(text: str, *, patience_seconds: float = 3.0) -> bool:
+def claims_error_report(text: str, *, wait_seconds: float = 3.0) -> bool:
     """Whether this rank should tell of a failure that others may have met as well: rank 0 always, else the first of the
     others.
 
@@ -211,7 +211,7 @@ def is_first_to_tell(text: str, *, patience_seconds: float = 3.0) -> bool:
                 time.sleep(_LOOK_SECONDS)
             return True
         store.add(f"{key}-asked", 1)
-        deadline = time.monotonic() + patience_seconds
+        deadline = time.monotonic() + wait_seconds
         while time.monotonic() < deadline:  # no `wait`: torch writes pages about one that times out
             if store.check([key]):
                 time.sleep(

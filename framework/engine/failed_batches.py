@@ -18,8 +18,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from framework.engine.distributed import is_first_to_tell
-from framework.engine.lost_peers import tells_of_lost_peer
+from framework.engine.distributed import claims_error_report
+from framework.engine.lost_peers import is_lost_peer
 from framework.errors import FrameworkError, TrainingError, in_one_line, printable
 
 _ENGINES: Final = ("framework.engine.plain_engine", "framework.engine.pipeline_engine")
@@ -37,15 +37,15 @@ def explaining_failed_batches(logs: Path) -> Iterator[None]:
     try:
         yield
     except _EXPLAINED as error:
-        if isinstance(error, (FrameworkError, torch.OutOfMemoryError)) or tells_of_lost_peer(error):
+        if isinstance(error, (FrameworkError, torch.OutOfMemoryError)) or is_lost_peer(error):
             raise
         rank = os.environ.get("RANK", "0")
         line = explain_failed_batch(error)
         if not line:
             raise
-        told = TrainingError(f"rank {rank}: {line} (traceback: {logs}/rank{rank}.log) [batch-failed]")
-        told.is_of_one_rank = is_first_to_tell("batch-failed")
-        raise told from error
+        reported = TrainingError(f"rank {rank}: {line} (traceback: {logs}/rank{rank}.log) [batch-failed]")
+        reported.is_of_one_rank = claims_error_report("batch-failed")
+        raise reported from error
 
 
 def explain_failed_batch(error: BaseException) -> str:

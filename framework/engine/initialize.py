@@ -12,10 +12,10 @@ import torch
 
 from framework.checkpoint.save_stream import OpenFile
 from framework.checkpoint.saved import SavedCheckpoint
-from framework.checkpoint.state.checkpoint_engine import use_safe_files
+from framework.checkpoint.state.checkpoint_engine import use_atomic_files
 from framework.checkpoint.state.optimizer_shards import Names
 from framework.engine.checkpoint_bytes import load_bytes, move_in, save_bytes
-from framework.engine.collective_timeout import waiting_for_disks
+from framework.engine.collective_timeout import collective_timeout
 from framework.engine.device_batches import HALF, DeviceBatches
 from framework.engine.distributed import device
 from framework.engine.ema import WeightAverage
@@ -141,14 +141,14 @@ class EngineFiles:
     ) -> None:
         """`names` tells the plain names of what the engine holds; they are asked for when they are needed."""
         self._engine, self._names, self._average = engine, names, average
-        self._files = use_safe_files(engine)
+        self._files = use_atomic_files(engine)
 
     def save(
         self, folder: Path, tag: str, state: Mapping[str, Any], *, open_file: OpenFile
     ) -> Mapping[str, FileRecord]:
         """Write ``folder/tag``; returns what this rank wrote. Collective."""
         share_buffers(self._engine)  # so that a run that is resumed, where all have what is saved, is the unbroken one
-        with waiting_for_disks() if open_file is NewFile else nullcontext():
+        with collective_timeout() if open_file is NewFile else nullcontext():
             return save_bytes(self._engine, self._files, folder, tag, state, names=self._names(), open_file=open_file)
 
     def load(self, checkpoint: SavedCheckpoint, *, moved: bool) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-from framework.engine.distributed import is_first_to_tell
+from framework.engine.distributed import claims_error_report
 from framework.engine.extensions import failure_of_compiler
 from framework.errors import TrainingError, printable
 from framework.system.early_exits import refusing_exits
@@ -33,8 +33,7 @@ _SMALLER_STEPS: Final = (
 )
 _SMALLER_ON_HOST: Final = (
     "set a smaller batch.micro_size, data.num_workers or data.prefetch_batches, fewer ranks on this host, no "
-    "zero.offload_*, or "
-    "raise the memory limit of the job (ulimit -v, Slurm --mem, resources of the pod)"
+    "zero.offload_*, or raise the memory limit of the job (ulimit -v, Slurm --mem, resources of the pod)"
 )
 _SMALLER_EVALUATION: Final = "set a smaller evaluation.batch_size"
 
@@ -46,25 +45,24 @@ _WAYS_OUT: Final = {
     "Killed": "the host, or the memory limit of this job, has no room for it: set data.num_workers or "
     "data.prefetch_batches lower",
     "Bus error": "/dev/shm is full: give the container a larger one (docker --shm-size, an emptyDir of medium "
-    "Memory), or set "
-    "data.num_workers or data.prefetch_batches lower",
+    "Memory), or set data.num_workers or data.prefetch_batches lower",
 }
 _NO_WAY_OUT_KNOWN: Final = "the code that reads the data has ended its process: data.num_workers=0 shows where"
 
 
 @contextmanager
-def telling_of_known_failures() -> Iterator[None]:
+def explaining_known_failures() -> Iterator[None]:
     """Where such a failure leaves the block it does so as a TrainingError, with the torch error as its cause."""
     try:
-        with refusing_exits(speaks=is_first_to_tell):
+        with refusing_exits(speaks=claims_error_report):
             yield
     except (RuntimeError, MemoryError, OSError) as error:
         line = known_failure(error)
         if not line:
             raise
-        told = TrainingError(f"rank {os.environ.get('RANK', '0')}: {line}")
-        told.is_of_one_rank = is_first_to_tell(line.rpartition("[")[2])
-        raise told from error
+        reported = TrainingError(f"rank {os.environ.get('RANK', '0')}: {line}")
+        reported.is_of_one_rank = claims_error_report(line.rpartition("[")[2])
+        raise reported from error
 
 
 def known_failure(error: BaseException) -> str:
@@ -92,8 +90,8 @@ def _is_out_of_host_memory(error: BaseException) -> bool:
     )
 
 
-def _numbers(said: str) -> str:
-    asked, free = _ASKED.search(said), _FREE.search(said)
+def _numbers(stated: str) -> str:
+    asked, free = _ASKED.search(stated), _FREE.search(stated)
     parts = [f"{asked[1]} were asked for"] if asked else []
     parts += [f"{free[2]} of {free[1]} are free"] if free else []
     return f" ({', '.join(parts)})" if parts else ""

@@ -28,27 +28,31 @@ _CPP_TRACE: Final = "Exception raised from"
 _LONGEST: Final = 300
 
 
-def tells_of_lost_peer(error: BaseException) -> bool:
+def is_lost_peer(error: BaseException) -> bool:
     """Whether this is a collective that another rank did not live to take part in."""
-    said = str(error)
+    stated = str(error)
     if isinstance(error, torch.distributed.DistBackendError):
-        return _REMOTE.search(said) is not None
+        return _REMOTE.search(stated) is not None
     # A worker's error is told by the rank as a RuntimeError with the worker's whole traceback, whatever is in it.
-    is_glooey = isinstance(error, RuntimeError) and _GLOO.search(said) is not None and not said.startswith("Caught ")
+    is_glooey = (
+        isinstance(error, RuntimeError) and _GLOO.search(stated) is not None and not stated.startswith("Caught ")
+    )
     return is_glooey or isinstance(error, torch.distributed.DistError)
 
 
 def failure_of_nccl(error: BaseException) -> TrainingError | None:
     """What to tell of a collective that NCCL itself refuses on this rank; None where it is something else."""
-    if not isinstance(error, torch.distributed.DistBackendError) or tells_of_lost_peer(error):
+    if not isinstance(error, torch.distributed.DistBackendError) or is_lost_peer(error):
         return None
-    told = TrainingError(f"{_this_rank()}: NCCL fails: {_reason(str(error))}; NCCL_DEBUG=WARN tells more [nccl-failed]")
-    told.is_of_one_rank = True
-    return told
+    reported = TrainingError(
+        f"{_this_rank()}: NCCL fails: {_reason(str(error))}; NCCL_DEBUG=WARN tells more [nccl-failed]"
+    )
+    reported.is_of_one_rank = True
+    return reported
 
 
 @contextmanager
-def telling_of_lost_peers() -> Iterator[None]:
+def explaining_lost_peers() -> Iterator[None]:
     """A rank that waits in vain for one that has failed says so in one line: the reason is what that other rank
     said.
     """
@@ -57,23 +61,23 @@ def telling_of_lost_peers() -> Iterator[None]:
     except RuntimeError as error:
         if (of_nccl := failure_of_nccl(error)) is not None:
             raise of_nccl from error
-        if not tells_of_lost_peer(error):
+        if not is_lost_peer(error):
             raise
         happened = _WHAT_HAPPENED.search(str(error))
-        told = PeerLostError(
+        reported = PeerLostError(
             f"{_this_rank()}: another rank has ended or cannot be reached any more "
             f"({happened[0] if happened else type(error).__name__}); what that one said last tells why [peer-lost]"
         )
-        told.is_of_one_rank = True
-        raise told from error
+        reported.is_of_one_rank = True
+        raise reported from error
 
 
-def _reason(said: str) -> str:
+def _reason(stated: str) -> str:
     """NCCL's last words, which come last; before them are a place in its sources, its release, and advice to read
     them.
     """
-    said = said.split(_CPP_TRACE, 1)[0]
-    words = " ".join(said.rpartition(_LAST_WORDS)[2].split()) or " ".join(said.split())
+    stated = stated.split(_CPP_TRACE, 1)[0]
+    words = " ".join(stated.rpartition(_LAST_WORDS)[2].split()) or " ".join(stated.split())
     return printable(words[:_LONGEST])
 
 

@@ -280,8 +280,7 @@ def _refusal(reason: str, host_bytes: int | None) -> ConfigError:
             key="zero.stage",
             value=3,
             reason=f"the model does not fit into the host memory that is free for it ({(host_bytes or 0) / 1e9:.1f} "
-            "GB) and cannot be "
-            f"built in pieces: {reason}",
+            f"GB) and cannot be built in pieces: {reason}",
             fix="initialise weights in the constructor of their own module, or start on hosts with more memory",
         )
     )

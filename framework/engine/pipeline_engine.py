@@ -22,13 +22,13 @@ import torch
 from framework.checkpoint.save_stream import OpenFile
 from framework.checkpoint.saved import SavedCheckpoint
 from framework.engine.device_batches import DeviceBatches, place
-from framework.engine.distributed import device, is_first_to_tell, rank
+from framework.engine.distributed import claims_error_report, device, rank
 from framework.engine.ema import WeightAverage
 from framework.engine.initialize import EngineFiles, MakeOptimizer, device_batches, initialize
 from framework.engine.metrics import EvalSums, engine_metrics
 from framework.engine.stages_module import Adapt, StagesModule
 from framework.engine.workarounds.grad_norm import keep_norm
-from framework.engine.workarounds.grad_scaler import may_have_been_skipped, scale_fp16_loss, telling_of_overflow
+from framework.engine.workarounds.grad_scaler import explaining_overflow, may_have_been_skipped, scale_fp16_loss
 from framework.engine.workarounds.module_buffers import share_buffers
 from framework.errors import FrameworkError, TrainingError
 from framework.models.layers import Layer
@@ -146,7 +146,7 @@ class PipelineEngine:
         targets.
         """
         lr = float(self.engine.get_lr()[0])
-        with telling_of_overflow(self.engine), self._telling():
+        with explaining_overflow(self.engine), self._explaining():
             loss = self.engine.train_batch(self._halves(micro_batches))
         return _Step(self, loss.detach().clone(), lr, may_have_been_skipped(self.engine))
 
@@ -157,7 +157,7 @@ class PipelineEngine:
         if isinstance(batches, Sized) and not (self.engine.is_first_stage() or self.engine.is_last_stage()):
             batches = [(None, True)] * len(batches)  # a stage between others needs their number only
         try:
-            with self._telling(), self._average.in_evaluation():
+            with self._explaining(), self._average.in_evaluation():
                 for chunk in _with_last_alone(batches, size=_EVAL_CHUNK * self.engine.num_stages):
                     self._evaluate_alike(chunk)
         finally:
@@ -205,12 +205,12 @@ class PipelineEngine:
             )
 
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _explaining(self) -> Iterator[None]:
         """What fails in a stage fails on its ranks alone, one of which must tell it."""
         try:
             yield
         except FrameworkError as error:
-            error.is_of_one_rank = error.is_of_one_rank or is_first_to_tell(str(error))
+            error.is_of_one_rank = error.is_of_one_rank or claims_error_report(str(error))
             raise
         except Exception as error:
             add_note = getattr(error, "add_note", None)  # since Python 3.11

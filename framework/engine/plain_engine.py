@@ -22,7 +22,7 @@ from framework.engine.ema import WeightAverage
 from framework.engine.initialize import EngineFiles, MakeOptimizer, device_batches, initialize
 from framework.engine.metrics import EvalSums, engine_metrics, mean_over_ranks
 from framework.engine.workarounds.grad_norm import keep_norm
-from framework.engine.workarounds.grad_scaler import may_have_been_skipped, scale_fp16_loss, telling_of_overflow
+from framework.engine.workarounds.grad_scaler import explaining_overflow, may_have_been_skipped, scale_fp16_loss
 from framework.engine.workarounds.module_buffers import share_buffers
 from framework.plan.plan import Plan
 from framework.system.files import FileRecord, NewFile
@@ -82,7 +82,7 @@ class PlainEngine:
             inputs, targets = self._batches.split(task, next(micro_batches))
             loss = task.loss(task.forward(engine, inputs), targets)
             engine.backward(loss)
-            with telling_of_overflow(engine):
+            with explaining_overflow(engine):
                 engine.step()
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None

@@ -94,7 +94,7 @@ def _number(value: Any) -> Any:
 
 
 @contextmanager
-def telling_where_ranks_meet() -> Iterator[None]:
+def explaining_rendezvous() -> Iterator[None]:
     """What goes wrong while the process group is joined becomes one line that names the address, or what NCCL says."""
     try:
         yield
@@ -104,37 +104,34 @@ def telling_where_ranks_meet() -> Iterator[None]:
         is_network = isinstance(error, torch.distributed.DistError) and not isinstance(
             error, torch.distributed.DistBackendError
         )
-        told = PeerLostError(_reason(str(error), is_network=is_network))
-        told.is_of_one_rank = True
-        if not told.args[0]:
+        reported = PeerLostError(_reason(str(error), is_network=is_network))
+        reported.is_of_one_rank = True
+        if not reported.args[0]:
             raise
-        raise told from error
+        raise reported from error
 
 
-def _reason(said: str, *, is_network: bool) -> str:
+def _reason(stated: str, *, is_network: bool) -> str:
     rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     place = f"rank {rank} of {world_size}"
-    if _IN_USE.search(said):
+    if _IN_USE.search(stated):
         return (
             f"{place}: port {port} on {socket.gethostname()} is in use, by another job, one that is still ending or a "
-            "second "
-            "rank 0; choose another with --master_port [rendezvous-port-in-use]"
+            "second rank 0; choose another with --master_port [rendezvous-port-in-use]"
         )
-    if joined := _JOINED.search(said):
+    if joined := _JOINED.search(stated):
         return (
-            f"{place}: only {joined[1]} of {joined[2]} ranks came to {host}:{port}{_waited(said)}; look at what the "
-            "others "
-            "said, and whether every node was started with its own --node_rank [rendezvous-incomplete]"
+            f"{place}: only {joined[1]} of {joined[2]} ranks came to {host}:{port}{_waited(stated)}; look at what the "
+            "others said, and whether every node was started with its own --node_rank [rendezvous-incomplete]"
         )
     if is_network and rank != "0":
         return (
-            f"{place}: no rank 0 answers at {host}:{port}{_waited(said)}; check that MASTER_ADDR is its host, that it "
-            "was "
-            "started and that no firewall is between [rendezvous-unreachable]"
+            f"{place}: no rank 0 answers at {host}:{port}{_waited(stated)}; check that MASTER_ADDR is its host, that "
+            "it was started and that no firewall is between [rendezvous-unreachable]"
         )
-    if is_network or "gloo" in said.lower() or "nccl" in said.lower():
-        why = " ".join(said.split("Exception raised from", 1)[0].split())[:160]
+    if is_network or "gloo" in stated.lower() or "nccl" in stated.lower():
+        why = " ".join(stated.split("Exception raised from", 1)[0].split())[:160]
         return (
             f"{place}: the ranks that met at {host}:{port} cannot connect to each other ({why}); "
             "check the network interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) [rendezvous-failed]"
@@ -142,8 +139,8 @@ def _reason(said: str, *, is_network: bool) -> str:
     return ""
 
 
-def _waited(said: str) -> str:
-    waited = _WAITED.search(said)
+def _waited(stated: str) -> str:
+    waited = _WAITED.search(stated)
     if waited is None:
         return ""
     seconds = int(waited[1]) / (1000 if waited[2].startswith("m") else 1)

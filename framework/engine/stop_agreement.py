@@ -22,15 +22,15 @@ import torch.distributed
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from framework.engine.distributed import gather
-from framework.engine.lost_peers import tells_of_lost_peer
+from framework.engine.lost_peers import is_lost_peer
 from framework.errors import EXIT_PEER_LOST, PeerLostError, RunStopped
-from framework.system.stop_request import StopRequest, tell
+from framework.system.stop_request import StopRequest, announce
 from framework.system.warn import warn
 
 _LOOK_SECONDS: Final = 0.25
 _RANKS_PER_LOOK: Final = 512  # more of them look less often: one thread at rank 0 answers all
 # Threads answer within a second. Who has not after this long is gone, and the launcher's patience is 20 to 30 seconds.
-_PATIENCE_SECONDS: Final = 12.0
+_WAIT_SECONDS: Final = 12.0
 _numbers = itertools.count()
 
 
@@ -55,8 +55,7 @@ def agreed_stops(request: StopRequest, *, start_step: int) -> Iterator[Callable[
     if store is None:
         warn(
             f"process groups of {torch.distributed.get_backend()} have no store: requests to stop cannot be agreed "
-            "on, and "
-            "are not followed [stop-not-agreed]"
+            "on, and are not followed [stop-not-agreed]"
         )
         yield lambda step: ""
         return
@@ -78,7 +77,7 @@ def _asked_so_far(request: StopRequest) -> str:
     try:
         return next((signal for signal in gather(request.signal) if signal), "")
     except RuntimeError as error:
-        if not (request.signal and tells_of_lost_peer(error)):
+        if not (request.signal and is_lost_peer(error)):
             raise
         raise RunStopped(f"{request.signal}: stopped before the first step: nothing new to save [stopped]") from error
 
@@ -95,11 +94,11 @@ class StopAgreement:
         world_size: int,
         step: int,
         look_seconds: float = _LOOK_SECONDS,
-        patience_seconds: float = _PATIENCE_SECONDS,
+        wait_seconds: float = _WAIT_SECONDS,
     ) -> None:
         self._request, self._store, self._rank, self._world_size = request, store, rank, world_size
         self._look_seconds = look_seconds * max(1.0, world_size / _RANKS_PER_LOOK)
-        self._patience_seconds = patience_seconds
+        self._wait_seconds = wait_seconds
         self._changed = threading.Condition()
         self._step, self._posted, self._decided = step, -1, -1
         self._asked = ""
@@ -122,14 +121,14 @@ class StopAgreement:
             self._step = step
             if self._posted < 0 or step < self._posted:
                 return ""
-            if not self._changed.wait_for(lambda: self._decided >= 0, timeout=self._patience_seconds):
+            if not self._changed.wait_for(lambda: self._decided >= 0, timeout=self._wait_seconds):
                 raise _lost(self._rank)
             return self._asked if step >= self._decided else ""
 
     def leave(self) -> None:
         """This rank has trained to its end or stopped: a request that still comes need not wait for it."""
         self._closing.set()
-        self._thread.join(self._patience_seconds)
+        self._thread.join(self._wait_seconds)
         if self._posted < 0 and not self._thread.is_alive():
             with suppress(RuntimeError):
                 self._post()
@@ -175,13 +174,13 @@ class StopAgreement:
         """Asked to stop, and perhaps by a launcher that has seen a rank die: then this one waits for it in a
         collective.
         """
-        self._giving_up = threading.Timer(self._patience_seconds, self._give_up)
+        self._giving_up = threading.Timer(self._wait_seconds, self._give_up)
         self._giving_up.daemon = True
         self._giving_up.start()
 
     def _give_up(self) -> None:
         if self._decided < 0 and not self._closing.is_set():
-            tell(str(_lost(self._rank)))
+            announce(str(_lost(self._rank)))
             os._exit(EXIT_PEER_LOST)
 
 

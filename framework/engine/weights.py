@@ -15,7 +15,7 @@ import deepspeed
 import torch
 import torch.distributed
 
-from framework.checkpoint.resume_point import newest_at, telling_of_storage
+from framework.checkpoint.resume_point import explaining_storage_errors, newest_at
 from framework.checkpoint.saved import SavedCheckpoint
 from framework.checkpoint.state.exported_weights import PICKLED, is_exported, read_exported
 from framework.checkpoint.state.lazy_weights import LazyWeights, shapes_of
@@ -38,7 +38,7 @@ def find_weights(path: str, *, allow_unverified: bool = False) -> LazyWeights | 
         ConfigError: there is nothing of that kind, or a checkpoint without a manifest that is not allowed.
         StorageError: the files are damaged.
     """
-    with telling_of_storage(_KEY, path):
+    with explaining_storage_errors(_KEY, path):
         if (found := _read_files(Path(path))) is not None:
             return found
     checkpoint = newest_at(path, key=_KEY, allow_unverified=allow_unverified)

@@ -28,7 +28,7 @@ from framework.errors import (
 )
 from framework.launch.hosts.host_names import first_few
 from framework.launch.oom_kills import OomKills
-from framework.launch.print_settings import say
+from framework.launch.print_settings import print_line
 from framework.launch.ranks import RankEnd, Ranks
 from framework.launch.rendezvous.peers import Failure, Peers
 from framework.launch.stop_requests import StopRequests
@@ -97,8 +97,8 @@ class _Attempt:
     node_rank: int
     grace_seconds: float
     codes: list[int] = field(default_factory=list)
-    stop_told: bool = False
-    kill_told: bool = False
+    stop_sent: bool = False
+    kill_sent: bool = False
     kill_at: float | None = None
     stopping: bool = False
     ending_since: float | None = None
@@ -112,7 +112,7 @@ class _Attempt:
         except OSError as error:  # no more processes, no memory for one, an environment that is too large
             self.codes.append(EXIT_TRAINING)
             what = f"{self.peers.name(self.node_rank)}: a rank could not be started ({error.strerror})"
-            self.peers.tell_failure(what, code=EXIT_TRAINING)
+            self.peers.send_failure(what, code=EXIT_TRAINING)
             self._end_ranks()
 
     def watch(self) -> None:
@@ -123,12 +123,12 @@ class _Attempt:
             for end in sorted(self.ranks.poll(), key=lambda end: end.code == EXIT_PEER_LOST):
                 self._ended(end)
             self._ask()
-            self._heed()
+            self._take_request()
 
     def conclude(self) -> AttemptResult:
         """Tell the others, and wait for how they ended."""
         code = self._own_code()
-        self.peers.tell_ended(code)
+        self.peers.send_ended(code)
         confirm_until: float | None = None
         while not self.peers.all_ended and not self.peers.is_cut_off:
             self.peers.poll(_LOOK_SECONDS)
@@ -152,10 +152,10 @@ class _Attempt:
             return
         if code == EXIT_STOPPED:
             if not self.peers.stop:
-                self.peers.tell_stop(f"rank {end.rank} stopped")
+                self.peers.send_stop(f"rank {end.rank} stopped")
             return
         self.begun_to_end = self.begun_to_end or time.monotonic()
-        self.peers.tell_failure(f"{self.peers.name(self.node_rank)} rank {end.rank}: {self._how(code)}", code=code)
+        self.peers.send_failure(f"{self.peers.name(self.node_rank)} rank {end.rank}: {self._how(code)}", code=code)
         self._end_ranks()
 
     def _how(self, code: int) -> str:
@@ -164,23 +164,23 @@ class _Attempt:
     def _ask(self) -> None:
         """Pass on what this agent was asked."""
         self.requests.look()
-        if self.requests.asked and not self.stop_told:
-            self.stop_told = True
-            self.peers.tell_stop(self.requests.asked)
-        if self.requests.insists and not self.kill_told:
-            self.kill_told = True
-            self.peers.tell_kill()
+        if self.requests.asked and not self.stop_sent:
+            self.stop_sent = True
+            self.peers.send_stop(self.requests.asked)
+        if self.requests.insists and not self.kill_sent:
+            self.kill_sent = True
+            self.peers.send_kill()
 
-    def _heed(self) -> None:
+    def _take_request(self) -> None:
         """Do to the ranks what was asked anywhere."""
         now = time.monotonic()
         if self.peers.failures:
             self._end_ranks()
-        elif self.peers.stop or self.stop_told:  # a signal that has come since `_ask` is for the next look
+        elif self.peers.stop or self.stop_sent:  # a signal that has come since `_ask` is for the next look
             self._stop_ranks(now)
-            if self.peers.killed or self.kill_told:
+            if self.peers.killed or self.kill_sent:
                 self._give_up("killed at the second request to stop")
-                say("second request to stop: all ranks are killed")
+                print_line("second request to stop: all ranks are killed")
             elif self.kill_at is not None and now > self.kill_at:
                 self._give_up(f"did not stop within {self._grace():.0f} s, and was killed")
         if self.ending_since is not None and now - self.ending_since > _ENDING_SECONDS:
@@ -195,14 +195,14 @@ class _Attempt:
         why = self.peers.stop or self.requests.asked
         # Ranks name at their end what they got: Ctrl-C here is theirs, too. Where it is ignored, it is ignored by both.
         self.ranks.signal(signal.SIGINT if self.requests.asked == signal.SIGINT.name else signal.SIGTERM)
-        say(
+        print_line(
             f"{why}: asking {self.ranks.num_running} ranks to stop, with {self._grace():.0f} s to save; once more "
             "kills them"
         )
 
     def _give_up(self, what: str) -> None:
         code = 128 + signal.SIGKILL
-        self.peers.tell_failure(f"{self.peers.name(self.node_rank)}: {what}", code=code)
+        self.peers.send_failure(f"{self.peers.name(self.node_rank)}: {what}", code=code)
         self.ending_since = time.monotonic() - _ENDING_SECONDS
         self.ranks.signal(signal.SIGKILL)
 
@@ -258,9 +258,9 @@ def how_ended(code: int, *, lacked_memory: bool = False) -> str:
     return f"ended with {code}" + (f" ({meaning})" if meaning else "")
 
 
-def tell_end(line: str) -> None:
+def print_end(line: str) -> None:
     """The last line, for people and for ``kubectl describe``."""
-    say(line)
+    print_line(line)
     write_termination_log(line)
 
 

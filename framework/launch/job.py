@@ -42,7 +42,7 @@ class Job:
         """Of train.py."""
         return ["--config", self.config_path, *deepspeed_words(self.deepspeed_config), *self.overrides]
 
-    def tell_notes(self) -> None:
+    def print_notes(self) -> None:
         """What is allowed in the file, and seldom meant."""
         for note in self.source.notes():
             write(sys.stderr, f"{note.severity}: {note}\n")
@@ -75,14 +75,14 @@ def warn_of_unused(devices: LocalDevices) -> None:
         write(sys.stderr, f"{problem.severity}: {problem}\n")
 
 
-def refuse_too_few(job: Job, devices: LocalDevices, *, num_ranks: int, said_by: str, where: str = "") -> None:
+def refuse_too_few(job: Job, devices: LocalDevices, *, num_ranks: int, stated_by: str, where: str = "") -> None:
     """DeepSpeed would start more ranks than there are devices, and the surplus die with "invalid device ordinal".
 
     Args:
         job: what they would run.
         devices: of this machine.
         num_ranks: on it.
-        said_by: who asks for so many: an option, a key of the run config, a variable.
+        stated_by: who asks for so many: an option, a key of the run config, a variable.
         where: for the fix, such as `` on every node``.
 
     Raises:
@@ -92,10 +92,10 @@ def refuse_too_few(job: Job, devices: LocalDevices, *, num_ranks: int, said_by: 
         return
     problem = Problem(
         kind="too-few-devices",
-        key=said_by,
+        key=stated_by,
         value=num_ranks,
-        file="command line" if said_by.startswith("-") else "",
+        file="command line" if stated_by.startswith("-") else "",
         reason=f"this machine has {devices.count} {devices.kind} devices for it",
         fix=f"at most {devices.count}{where}, or DS_ACCELERATOR=cpu to try it on processors",
     )
-    raise ConfigError(job.source.locate(problem) if said_by.startswith("run.") else problem)
+    raise ConfigError(job.source.locate(problem) if stated_by.startswith("run.") else problem)

@@ -23,12 +23,12 @@ from framework.launch.deepspeed_command import (
 )
 from framework.launch.hosts.devices import LocalDevices, find_devices
 from framework.launch.hosts.host_filter import Chosen, choose_hosts, is_this_machine, who_chose
-from framework.launch.hosts.topology import Said, Topology, described, slots_here
+from framework.launch.hosts.topology import Setting, Topology, described, slots_here
 from framework.launch.job import Job, load_job, refuse_too_few, warn_of_unused
-from framework.launch.node import Terms, grace_seconds, require_deepspeed, run_node
+from framework.launch.node import NodeOptions, grace_seconds, require_deepspeed, run_node
 from framework.launch.node import main as be_a_node
 from framework.launch.options import LaunchOptions, parse
-from framework.launch.print_settings import tell
+from framework.launch.print_settings import show_settings
 from framework.launch.stop_requests import StopRequests
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
@@ -51,7 +51,7 @@ def launch(argv: Sequence[str]) -> int:
         from framework.launch.ssh import launch_over_ssh
 
         return launch_over_ssh(options)
-    with StopRequests().heeding_signals() as requests:
+    with StopRequests().handling_signals() as requests:
         return _launch_here(options, requests, alone=alone)
 
 
@@ -86,7 +86,7 @@ def _launch_here(options: LaunchOptions, requests: StopRequests, *, alone: Chose
     sources |= {"slots": ranks.source, "master_port": "--master_port" if options.master_port else "a free one"}
     sources |= {"master_addr": "--master_addr"} if options.master_addr else {}
     topology = Topology(1, num_ranks, 0, options.master_addr or "127.0.0.1", port, sources)
-    tell(topology, as_shell_line(command, added))
+    show_settings(topology, as_shell_line(command, added))
     if options.dry_run:
         return EXIT_OK
     require_deepspeed()
@@ -101,7 +101,7 @@ def _launch_here(options: LaunchOptions, requests: StopRequests, *, alone: Chose
         environment={**os.environ, **added},
         facts={},
         requests=requests,
-        terms=Terms(grace_seconds=grace_seconds(options.grace_seconds)),
+        terms=NodeOptions(grace_seconds=grace_seconds(options.grace_seconds)),
     )
 
 
@@ -136,7 +136,7 @@ def _refuse_what_hosts_would_refuse(options: LaunchOptions) -> None:
     read_token(options.token_file)
 
 
-def check(options: LaunchOptions, devices: LocalDevices) -> tuple[Job, Said]:
+def check(options: LaunchOptions, devices: LocalDevices) -> tuple[Job, Setting]:
     """The job, and its number of ranks with who decided it, after everything that can be known beforehand has been
     checked.
 
@@ -145,25 +145,25 @@ def check(options: LaunchOptions, devices: LocalDevices) -> tuple[Job, Said]:
         UsageError: the number of ranks must be given.
     """
     job = load_job(options.config, options.overrides, deepspeed_config=options.deepspeed_config)
-    job.tell_notes()
+    job.print_notes()
     ranks = _ranks(options, job.config, devices)
     num_ranks = int(ranks.value)
     cluster = Cluster(devices_per_host=num_ranks, device=devices.kind)
     plan_with_text(job.config, cluster, source=job.source, data_elsewhere=options.dry_run)
-    refuse_too_few(job, devices, num_ranks=num_ranks, said_by=ranks.source)
+    refuse_too_few(job, devices, num_ranks=num_ranks, stated_by=ranks.source)
     return job, ranks
 
 
-def _ranks(options: LaunchOptions, config: RunConfig, devices: LocalDevices) -> Said:
+def _ranks(options: LaunchOptions, config: RunConfig, devices: LocalDevices) -> Setting:
     """As many as the flag says, else the config, else the devices.
 
     Raises:
         UsageError: nobody can tell.
     """
     if options.num_gpus:
-        return Said("slots", str(options.num_gpus), options.num_gpus_flag)
+        return Setting("slots", str(options.num_gpus), options.num_gpus_flag)
     if config.run.world_size:
-        return Said("slots", str(config.run.world_size), "run.world_size")
+        return Setting("slots", str(config.run.world_size), "run.world_size")
     here = slots_here(devices)
     if here is None:
         kind = os.environ.get("DS_ACCELERATOR") or devices.kind
@@ -172,14 +172,16 @@ def _ranks(options: LaunchOptions, config: RunConfig, devices: LocalDevices) -> 
     return _fitting(here, config, devices) if options.fit_batch else here
 
 
-def _fitting(here: Said, config: RunConfig, devices: LocalDevices) -> Said:
+def _fitting(here: Setting, config: RunConfig, devices: LocalDevices) -> Setting:
     """The most ranks that the run can be split over; all of them where it can over none, so that it is said why."""
     for count in range(int(here.value), 0, -1):
         with suppress(ConfigError):
             make_plan(config, Cluster(devices_per_host=count, device=devices.kind))
             if count == int(here.value):
                 return here
-            return Said("slots", str(count), f"of {here.value} {here.source}: the most that divide batch.global_size")
+            return Setting(
+                "slots", str(count), f"of {here.value} {here.source}: the most that divide batch.global_size"
+            )
     return here
 
 

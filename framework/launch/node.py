@@ -30,9 +30,9 @@ from framework.launch.hosts.hostfile import Host, read_hostfile
 from framework.launch.hosts.topology import Topology, resolve_topology, slots_here
 from framework.launch.job import Job, load_job, refuse_too_few, warn_of_unused
 from framework.launch.options import GRACE_SECONDS, WAIT_SECONDS, parse_node, seconds
-from framework.launch.print_settings import say, tell
+from framework.launch.print_settings import print_line, show_settings
 from framework.launch.rendezvous.messages import PROTOCOL
-from framework.launch.rendezvous.session import Meeting
+from framework.launch.rendezvous.session import Session
 from framework.launch.stop_requests import StopRequests, read_order
 from framework.plan.cluster import Cluster
 from framework.plan.token_folder import plan_with_text
@@ -53,7 +53,7 @@ def _not_looking() -> AbstractContextManager[Mapping[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Terms:
+class NodeOptions:
     """How a node meets the others and ends: seconds, ports, a shared secret, the hosts, a preflight."""
 
     grace_seconds: float = GRACE_SECONDS
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
         FrameworkError: nothing has been started.
     """
     # From here on: process 1 of a container never gets a signal that it does not handle, and would train on.
-    with StopRequests().heeding_signals() as requests:
+    with StopRequests().handling_signals() as requests:
         try:
             return _main(argv, requests)
         except FrameworkError as error:
@@ -108,19 +108,19 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
     topology = topology if topology.nnodes > 1 else _with_own_port(topology)
     job = check_node(found.config, found.words, topology, devices, deepspeed_config=found.deepspeed_config)
     if not found.from_stdin:  # who started it through ssh has told them, once for all hosts
-        job.tell_notes()
+        job.print_notes()
     warn_of_unused(devices)
     script = find_train_script()
     added = node_environment(os.environ, device=devices.kind, topology=topology)
     command = node_command(topology, job.arguments, script=script, devices=devices.chosen, hostfile=found.hostfile)
     if found.from_stdin and topology.nnodes == 1:
-        say(f"ranks meet at port {topology.master_port}")  # which this host has found
+        print_line(f"ranks meet at port {topology.master_port}")  # which this host has found
     if found.dry_run or not found.from_stdin:
-        tell(topology, as_shell_line(command.words, added, before=command.before))
+        show_settings(topology, as_shell_line(command.words, added, before=command.before))
     if found.dry_run:
         return EXIT_OK
     require_deepspeed()
-    terms = Terms(
+    terms = NodeOptions(
         grace_seconds=grace_seconds(found.grace_seconds),
         wait_seconds=found.wait_seconds,
         control_port=found.control_port or topology.master_port + 1,
@@ -164,7 +164,7 @@ def check_node(
         source=job.source,
         data_elsewhere=topology.nnodes > 1,
     )
-    refuse_too_few(job, devices, num_ranks=topology.slots, said_by=topology.sources["slots"], where=" on every node")
+    refuse_too_few(job, devices, num_ranks=topology.slots, stated_by=topology.sources["slots"], where=" on every node")
     return job
 
 
@@ -175,7 +175,7 @@ def run_node(
     arguments: Sequence[str],
     devices: LocalDevices,
     environment: Mapping[str, str],
-    terms: Terms,
+    terms: NodeOptions,
     facts: Mapping[str, str],
     requests: StopRequests,
 ) -> int:
@@ -193,12 +193,12 @@ def run_node(
     Raises:
         ConfigError, PeerLostError, RunStopped: no rank was started.
     """
-    from framework.launch.agent import run_attempt, tell_end  # psutil comes with the train extra only
+    from framework.launch.agent import print_end, run_attempt  # psutil comes with the train extra only
     from framework.launch.ranks import Ranks
     from framework.launch.rendezvous.rendezvous import meet
 
     several = topology.nnodes > 1
-    meeting = Meeting(
+    meeting = Session(
         topology,
         terms.control_port,
         _hello(topology, terms, facts),
@@ -212,7 +212,9 @@ def run_node(
         meeting.hello = {**meeting.hello, **look}
         peers = meet(meeting)
     if several:
-        say(f"all {topology.nnodes} nodes are here and agree; starting {topology.slots} ranks of {topology.world_size}")
+        print_line(
+            f"all {topology.nnodes} nodes are here and agree; starting {topology.slots} ranks of {topology.world_size}"
+        )
         environment = {**environment, **network_environment(environment, meeting.local_address)}
     else:
         requests.refuse_start()  # several heed requests while they meet, and tell each other of those that come after
@@ -227,7 +229,7 @@ def run_node(
     result = run_attempt(
         ranks, peers=peers, requests=requests, node_rank=topology.node_rank, grace_seconds=terms.grace_seconds
     )
-    tell_end(result.line)
+    print_end(result.line)
     return result.code
 
 
@@ -253,7 +255,7 @@ def _port_problems(topology: Topology) -> Sequence[Problem]:
     return ()
 
 
-def _hello(topology: Topology, terms: Terms, facts: Mapping[str, str]) -> dict[str, Any]:
+def _hello(topology: Topology, terms: NodeOptions, facts: Mapping[str, str]) -> dict[str, Any]:
     """What this node says about itself; `hello.HELLO` has the types."""
     from framework.launch.rendezvous.handshake import hosts_text
 
@@ -285,8 +287,8 @@ def _preflight(job: Job, topology: Topology, devices: LocalDevices, environment:
     def look() -> Iterator[Mapping[str, Any]]:
         with look_before_start(
             job.config, cluster, {**environment, **chosen}, rank=topology.node_rank, warn=_warn
-        ) as told:
-            yield {"look": told}
+        ) as reported:
+            yield {"look": reported}
 
     return look
 

@@ -10,7 +10,7 @@ from framework.launch.hosts.topology import Topology
 from framework.system.output import write
 
 
-def values_told(topology: Topology) -> list[str]:
+def values_shown(topology: Topology) -> list[str]:
     """Every value that was decided, and where it came from."""
     values = {
         "nnodes": topology.nnodes,
@@ -27,12 +27,12 @@ def values_told(topology: Topology) -> list[str]:
     return [*rows, f"{'world size':<12}{topology.world_size} = {nodes} x {ranks}"]
 
 
-def tell(topology: Topology, plain: str, *further: str) -> None:
+def show_settings(topology: Topology, plain: str, *further: str) -> None:
     """Print the values, the command that could be pasted, and whatever else there is to know."""
-    for line in [*values_told(topology), f"plain command: {plain}", *further]:
+    for line in [*values_shown(topology), f"plain command: {plain}", *further]:
         write(sys.stdout, f"launch: {line}\n")
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """One line of the launcher."""
     write(sys.stderr, f"launch: {text}\n")

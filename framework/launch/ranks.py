@@ -84,7 +84,7 @@ class Ranks:
     def poll(self) -> list[RankEnd]:
         """Those that ended since; all that ended meanwhile are in one answer."""
         if os.getpid() == 1:
-            _reap_strangers({process.pid for process in self._running.values()})
+            _reap_orphans({process.pid for process in self._running.values()})
         codes = {rank: process.poll() for rank, process in self._running.items()}
         ended = [RankEnd(rank, shell_code(code)) for rank, code in codes.items() if code is not None]
         for end in ended:
@@ -160,7 +160,7 @@ def _is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def _reap_strangers(ours: set[int]) -> None:
+def _reap_orphans(ours: set[int]) -> None:
     """As process 1 of a container we are the parent of every orphan."""
     deadline = time.monotonic() + 0.05
     while time.monotonic() < deadline:

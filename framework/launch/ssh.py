@@ -28,7 +28,7 @@ from framework.launch.hosts.topology import DEFAULT_PORT, Topology
 from framework.launch.job import deepspeed_words
 from framework.launch.node import check_node, grace_seconds, read_token
 from framework.launch.options import LaunchOptions
-from framework.launch.print_settings import tell
+from framework.launch.print_settings import show_settings
 from framework.launch.ssh_agents import Agents
 from framework.system import open_files
 
@@ -75,7 +75,7 @@ _OPTIONS: Final = (
 )
 _ASKS: Final = re.compile(r"(-o)?\s*batchmode[\s=]+(?!yes)", re.IGNORECASE)
 # Commands of agents that are printed.
-_TOLD: Final = 3
+_REPORTED: Final = 3
 _NO_PLAIN: Final = "none; DeepSpeed's launcher has no words for these hosts, devices, folder or Python"
 # Three pipes to every ssh, and some for this process itself.
 _FILES_PER_HOST: Final = 3
@@ -100,14 +100,14 @@ def launch_over_ssh(options: LaunchOptions) -> int:
         LocalDevices("unknown", 0),
         deepspeed_config=options.deepspeed_config,
     )
-    job.tell_notes()
+    job.print_notes()
     commands = [
         (item.host, ssh_command(item.host, agent_command(options, item, node, topology), ssh_args=options.ssh_args))
         for node, item in enumerate(chosen)
     ]
     plain = hosts_command(options, topology, chosen, job.arguments, script=find_train_script())
     line = as_shell_line(plain.words, plain.variables, before=plain.before) if plain else _NO_PLAIN
-    tell(topology, line, *_agents_told(commands, all_of_them=options.verbose))
+    show_settings(topology, line, *_agents_reported(commands, all_of_them=options.verbose))
     if options.dry_run:
         return EXIT_OK
     # Nobody has to think of a secret: the life line carries one to every host.
@@ -142,9 +142,9 @@ def _places(options: LaunchOptions) -> tuple[tuple[Chosen, ...], Topology]:
     return chosen, Topology(len(chosen), len(chosen[0].devices), 0, master, options.master_port or port, sources)
 
 
-def _agents_told(commands: Sequence[tuple[Host, Sequence[str]]], *, all_of_them: bool) -> list[str]:
+def _agents_reported(commands: Sequence[tuple[Host, Sequence[str]]], *, all_of_them: bool) -> list[str]:
     """What is started on the hosts. Only this process can start it: the rest goes over its standard input."""
-    shown = commands if all_of_them or len(commands) <= _TOLD + 1 else commands[:_TOLD]
+    shown = commands if all_of_them or len(commands) <= _REPORTED + 1 else commands[:_REPORTED]
     rows = [f"agent on {host.name}: {shlex.join(command)}" for host, command in shown]
     left = len(commands) - len(shown)
     return rows + ([f"and {left} more agents; --verbose prints them all"] if left else [])

@@ -17,7 +17,7 @@ from typing import IO, Final, TextIO
 from framework.errors import EXIT_OK, EXIT_PEER_LOST, EXIT_STOPPED, ConfigError, Problem
 from framework.launch.hosts.host_names import first_few
 from framework.launch.options import GRACE_SECONDS
-from framework.launch.print_settings import say
+from framework.launch.print_settings import print_line
 from framework.launch.rendezvous.messages import readable
 from framework.launch.stop_requests import StopRequests
 from framework.system.output import write
@@ -25,12 +25,12 @@ from framework.system.output import write
 _LOOK_SECONDS: Final = 0.2
 _LARGEST_LINE_BYTES: Final = 1 << 16
 # After the first host has ended for bad, the agents have ended the others within 20 s by themselves.
-_PATIENCE_SECONDS: Final = 30.0
+_WAIT_SECONDS: Final = 30.0
 # What an agent has left behind there may hold the other end of its output.
 _DRAIN_SECONDS: Final = 2.0
 _LEAVE_SECONDS: Final = 5.0
 # Hosts that are told one by one when all is over.
-_TOLD: Final = 4
+_REPORTED: Final = 4
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ def job_code(ends: Sequence[HostEnd]) -> int:
     return next(iter(causes or lost or codes), EXIT_OK)
 
 
-def ends_told(ends: Sequence[HostEnd]) -> str:
+def ends_reported(ends: Sequence[HostEnd]) -> str:
     """Who ended how, the first one first; of many hosts those that ended alike together."""
-    if len(ends) <= _TOLD:
+    if len(ends) <= _REPORTED:
         return ", ".join(f"{end.host} ended with {end.code}" for end in ends)
     alike: dict[int, list[str]] = {}
     for end in ends:
@@ -82,7 +82,7 @@ class Agents:
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._streams: dict[IO[bytes], tuple[str, TextIO, bytearray]] = {}
         self._ends: list[HostEnd] = []
-        self._told = ""
+        self._reported = ""
         self._ended_badly = False
         self._give_up_at = math.inf
         self._drained_at = math.inf
@@ -90,7 +90,7 @@ class Agents:
 
     def run(self) -> int:
         """Start them, hand on what they say and what is asked of them; returns the exit code of the job."""
-        with StopRequests().heeding_signals() as requests:
+        with StopRequests().handling_signals() as requests:
             try:
                 self._start()
                 while not self._is_over():
@@ -100,7 +100,7 @@ class Agents:
             finally:
                 self._let_go()
         code = job_code(self._ends)
-        say(f"{ends_told(self._ends)}; the job ends with {code}")
+        print_line(f"{ends_reported(self._ends)}; the job ends with {code}")
         return code
 
     def _is_over(self) -> bool:
@@ -132,7 +132,7 @@ class Agents:
             assert process.stderr is not None
             self._streams[process.stdout] = (name, sys.stdout, bytearray())
             self._streams[process.stderr] = (name, sys.stderr, bytearray())
-            self._say_to(process, self._order)
+            self._send_to(process, self._order)
 
     def _pass_on_output(self) -> None:
         if not self._streams:
@@ -161,34 +161,34 @@ class Agents:
             del self._running[node]
             # 255 is ssh's own: not reached, refused, or cut off.
             if code == 255 or code < 0:
-                say(f"{name}: ssh ended with {code}; the host was not reached, or was lost")
+                print_line(f"{name}: ssh ended with {code}; the host was not reached, or was lost")
                 code = EXIT_PEER_LOST
             self._ends.append(HostEnd(name, code))
             if code != EXIT_OK and not self._ended_badly:
                 self._ended_badly = True
                 # Agents that have met know already; those that still wait for this host do not.
-                self._tell_all(b"stop\n" if code == EXIT_STOPPED else b"lost\n")
-                if not self._told:
+                self._send_to_all(b"stop\n" if code == EXIT_STOPPED else b"lost\n")
+                if not self._reported:
                     saving = self._grace_seconds if code == EXIT_STOPPED else 0.0
-                    self._give_up_at = time.monotonic() + saving + _PATIENCE_SECONDS
+                    self._give_up_at = time.monotonic() + saving + _WAIT_SECONDS
 
     def _pass_on_request(self, requests: StopRequests) -> None:
         wish = "kill" if requests.insists else "stop" if requests.asked else ""
-        if wish and wish != self._told:
-            self._told = wish
+        if wish and wish != self._reported:
+            self._reported = wish
             saving = self._grace_seconds if wish == "stop" else 0.0
-            self._give_up_at = time.monotonic() + saving + _PATIENCE_SECONDS
-            say(
+            self._give_up_at = time.monotonic() + saving + _WAIT_SECONDS
+            print_line(
                 f"{requests.asked}: passing it on to {len(self._running)} hosts"
                 + ("; once more kills" if wish == "stop" else "")
             )
-            self._tell_all(wish.encode() + b"\n")
+            self._send_to_all(wish.encode() + b"\n")
 
-    def _tell_all(self, words: bytes) -> None:
+    def _send_to_all(self, words: bytes) -> None:
         for process in self._running.values():
-            self._say_to(process, words)
+            self._send_to(process, words)
 
-    def _say_to(self, process: subprocess.Popen[bytes], words: bytes) -> None:
+    def _send_to(self, process: subprocess.Popen[bytes], words: bytes) -> None:
         assert process.stdin is not None
         with suppress(OSError):
             process.stdin.write(words)

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Final
 
 from framework.errors import RunStopped, UsageError
-from framework.system.stop_signals import NOTICES, Insistence, heeded, put_back
+from framework.system.stop_signals import NOTICES, Insistence, handled, put_back
 
 _LOOK_SECONDS: Final = 0.2
 _LAUNCHER_GONE: Final = "the launcher is gone"
@@ -73,9 +73,9 @@ class StopRequests:
             raise RunStopped(f"stopped on request ({self.asked}) before any rank was started [stopped-early]")
 
     @contextmanager
-    def heeding_signals(self) -> Iterator[StopRequests]:
+    def handling_signals(self) -> Iterator[StopRequests]:
         """Count signals meanwhile."""
-        before = {number: signal.getsignal(number) for number in heeded()}
+        before = {number: signal.getsignal(number) for number in handled()}
         for number in before:
             signal.signal(number, self._receive)
         try:

@@ -52,8 +52,8 @@ def refuse_untrue_layers(model: nn.Module, inputs: Any, *, seed: int, key: str =
             return tree_flatten(run(own.eval(), values))
 
     try:
-        own, told = outputs(_forward), outputs(_in_turn)
-        difference = _difference(own, told)
+        own, reported = outputs(_forward), outputs(_in_turn)
+        difference = _difference(own, reported)
         is_noise = bool(difference) and bool(_difference(own, outputs(_forward)))
     except Exception:  # whatever code for another device raises here
         return
@@ -101,11 +101,11 @@ def _few(inputs: Any) -> Any:
     return few if isinstance(inputs, tuple) else few[0]
 
 
-def _difference(own: tuple[list[Any], Any], told: tuple[list[Any], Any]) -> str:
+def _difference(own: tuple[list[Any], Any], reported: tuple[list[Any], Any]) -> str:
     """In words; empty where there is none, and where they say different things: ``(logits, None)`` of a forward() that
     may be given targets, a dict, logits of the last position only."""
-    outputs, others = ([leaf for leaf in leaves if isinstance(leaf, Tensor)] for leaves, _ in (own, told))
-    is_same_form = own[1] == told[1]
+    outputs, others = ([leaf for leaf in leaves if isinstance(leaf, Tensor)] for leaves, _ in (own, reported))
+    is_same_form = own[1] == reported[1]
     if not is_same_form and (len(outputs) != 1 or len(others) != 1 or outputs[0].shape != others[0].shape):
         return ""
     for one, other in zip(outputs, others, strict=True):

@@ -141,8 +141,8 @@ def as_layers(model: Any, *, key: str = "model") -> list[Layer]:
     """
     if isinstance(model, LayeredModel):
         return model.layers()
-    if tells_layers(model):
-        return _told(model, key=key)
+    if lists_layers(model):
+        return _reported(model, key=key)
     if isinstance(model, (nn.Sequential, nn.ModuleList, list, tuple)) and not _has_own_forward(model):
         pairs = list(_children(model) if isinstance(model, nn.Module) else ((str(n), m) for n, m in enumerate(model)))
         if pairs and all(isinstance(module, nn.Module) for _, module in pairs):
@@ -151,12 +151,12 @@ def as_layers(model: Any, *, key: str = "model") -> list[Layer]:
     raise ConfigError(Problem(kind="model-not-layered", key=key, value=type(model).__name__, reason=reason, fix=fix))
 
 
-def tells_layers(model: Any) -> bool:
+def lists_layers(model: Any) -> bool:
     """Whether a module has a method `layers()` beside a forward() of its own; a submodule of that name, which is
     common, is a part of it and no method."""
-    told = getattr(model, "layers", None)
+    reported = getattr(model, "layers", None)
     is_own = isinstance(model, nn.Module) and not isinstance(model, LayeredModel)
-    return is_own and callable(told) and not isinstance(told, nn.Module)
+    return is_own and callable(reported) and not isinstance(reported, nn.Module)
 
 
 def _has_own_forward(model: Any) -> bool:
@@ -165,19 +165,21 @@ def _has_own_forward(model: Any) -> bool:
 
 def _why_not_layered(model: Any) -> tuple[str, str]:
     """The reason, and the way to make it cuttable."""
-    tell = "give it a method layers() that returns its (name, module) pairs in the order in which forward() calls them"
+    advice = (
+        "give it a method layers() that returns its (name, module) pairs in the order in which forward() calls them"
+    )
     if isinstance(model, nn.Module) and isinstance(getattr(model, "layers", None), nn.Module):
         kind = type(model.layers).__name__
         return (
             f"its attribute layers is a {kind}, and nobody but its forward() knows how that is run",
-            f"name the {kind} otherwise (self.blocks), and {tell}",
+            f"name the {kind} otherwise (self.blocks), and {advice}",
         )
     if _has_own_forward(model):
-        return "it has a forward() of its own, which may do more than call its modules in turn", tell
+        return "it has a forward() of its own, which may do more than call its modules in turn", advice
     if not isinstance(model, (nn.Sequential, nn.ModuleList, list, tuple)):
         return (
             "it is not a sequence of layers, so nobody but its forward() knows where it can be cut",
-            f"make it an nn.Sequential, return a list of layers, or {tell}",
+            f"make it an nn.Sequential, return a list of layers, or {advice}",
         )
     kinds = [type(item) for item in model]
     if not kinds:
@@ -196,7 +198,7 @@ def _why_not_layered(model: Any) -> tuple[str, str]:
     )
 
 
-def _told(model: nn.Module, *, key: str) -> list[Layer]:
+def _reported(model: nn.Module, *, key: str) -> list[Layer]:
     """What a module's own `layers()` says, if it leaves no weight out."""
     wrong = "does not return (name, module) pairs"
     pairs: list[tuple[str, Any]] = []
@@ -216,9 +218,9 @@ def _told(model: nn.Module, *, key: str) -> list[Layer]:
                 fix='return [("stem", self.stem), ...]',
             )
         )
-    told = {id(tensor) for _, module in pairs for tensor in (*module.parameters(), *module.buffers())}
+    reported = {id(tensor) for _, module in pairs for tensor in (*module.parameters(), *module.buffers())}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if id(tensor) not in told:
+        if id(tensor) not in reported:
             raise ConfigError(
                 Problem(
                     kind="model-layers-incomplete",

@@ -187,8 +187,7 @@ def refuse_bad_tie(first: Layer, first_module: nn.Module, layer: Layer, module: 
                     key="model",
                     value=value,
                     reason=f"its {name} has the shape {tuple(own[name].shape)}, and that of {first.name}, to which it "
-                    "is tied, "
-                    f"{tuple(weights[name].shape)}",
+                    f"is tied, {tuple(weights[name].shape)}",
                     fix="build both alike",
                 )
             )

@@ -215,12 +215,12 @@ def stages_complaint(parallel: Parallel, *, num_layers: int | None, names: Seque
         return None
     stages, key = list(parallel.stages), "parallel.stages"
     if num_layers is not None and len(stages) != num_layers:
-        told = f": {', '.join(names)}" if names else ""
+        reported = f": {', '.join(names)}" if names else ""
         return _refused(
             "stages-differ-from-layers",
             key,
             stages,
-            f"it names {len(stages)} layers and the model has {num_layers}{told}",
+            f"it names {len(stages)} layers and the model has {num_layers}{reported}",
             "write one stage for each",
         )
     if sorted(stages) != stages or set(stages) != set(range(parallel.pipe)):

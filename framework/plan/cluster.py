@@ -59,8 +59,7 @@ class Cluster:
                     reason=f"the job was planned for {planned} ranks ({PLANNED_VARIABLE}), and the launcher started "
                     f"{world_size}",
                     fix="check that every node was given the same hostfile and that it can be read there: without one "
-                    "the deepspeed "
-                    "launcher lets each node train alone",
+                    "the deepspeed launcher lets each node train alone",
                 )
             )
         local = next(

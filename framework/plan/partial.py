@@ -46,7 +46,9 @@ def errors_of_known(config: RunConfig, unknown: Set[str], cluster: Cluster | Non
     except _UnknownError:
         where = cast(Cluster, _Known(None))
     findings = [*(rule(known, where) for rule in ALL), overruled(known, source), _layout(known, where)]
-    return [source.locate(found) for told in findings for found in _until_unknown(told) if found.severity == "error"]
+    return [
+        source.locate(found) for reported in findings for found in _until_unknown(reported) if found.severity == "error"
+    ]
 
 
 def _layout(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
@@ -55,8 +57,8 @@ def _layout(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
         yield layout
 
 
-def _until_unknown(told: Iterable[Problem]) -> Iterator[Problem]:
+def _until_unknown(reported: Iterable[Problem]) -> Iterator[Problem]:
     try:
-        yield from told
+        yield from reported
     except _UnknownError:
         return

@@ -14,7 +14,7 @@ from framework.errors import counted
 from framework.plan.balance import StageTable
 from framework.plan.cluster import RANKS_ON_CPU
 from framework.plan.plan import Plan
-from framework.system.log import say
+from framework.system.log import print_line
 from framework.text.document import is_setting
 from framework.train.best import Best
 
@@ -48,7 +48,7 @@ class RunResult:
     best: Best | None = None
 
 
-def tell_start(
+def print_start(
     plan: Plan, folder: Path, *, start_step: int, stages: StageTable | None = None, evaluates: bool = True
 ) -> None:
     """One line on what is about to happen, the plan's warnings and notes, and the balance of the stages.
@@ -56,18 +56,20 @@ def tell_start(
     `evaluates` says whether there is evaluation data, which the plan does not know.
     """
     for finding in plan.findings:
-        say(f"{finding.severity}: {finding}")
+        print_line(f"{finding.severity}: {finding}")
     expected, found = plan.config.data.num_train_samples(), plan.length.num_train_samples
     if expected is not None and expected != found:
-        say(f"note: {found:,} training samples found ({expected:,} expected); steps and schedule follow what was found")
+        print_line(
+            f"note: {found:,} training samples found ({expected:,} expected); steps and schedule follow what was found"
+        )
     if not evaluates:
         for line in _without_evaluation_data(plan):
-            say(line)
+            print_line(line)
     for line in stages.lines() if stages else ():
-        say(line)
+        print_line(line)
     begin = f"from step {start_step} " if start_step else ""
     steps = counted(plan.length.total_steps or 0, "step")
-    say(
+    print_line(
         f"training {plan.config.run.name} {begin}on {plan.cluster}: {steps}, {plan.layout}, "
         f"ZeRO {plan.config.zero.stage}, {plan.config.precision.dtype} -> {folder}"
     )
@@ -83,18 +85,17 @@ def _without_evaluation_data(plan: Plan) -> Iterator[str]:
     if metric.startswith("eval/"):
         yield (
             f"warning: checkpoint.keep_best = {metric}: there is no evaluation data, so it is never measured, and no "
-            "checkpoint "
-            "is deleted [no-evaluation-data]"
+            "checkpoint is deleted [no-evaluation-data]"
         )
 
 
-def tell_end(result: RunResult, plan: Plan, *, environment: Mapping[str, str]) -> None:
+def print_end(result: RunResult, plan: Plan, *, environment: Mapping[str, str]) -> None:
     """The summary: what was reached, how fast, where it is."""
-    say()
+    print_line()
     if result.step == result.start_step:
-        say(f"{plan.config.run.name}: nothing left to do, step {result.step} was reached before")
+        print_line(f"{plan.config.run.name}: nothing left to do, step {result.step} was reached before")
     else:
-        say(f"{plan.config.run.name}: finished after {counted(result.step, 'step')}")
+        print_line(f"{plan.config.run.name}: finished after {counted(result.step, 'step')}")
     rows = [
         (f"final {name}", f"{value:.4f}") for name, value in sorted(result.metrics.items()) if name.startswith("eval/")
     ]
@@ -110,10 +111,10 @@ def tell_end(result: RunResult, plan: Plan, *, environment: Mapping[str, str]) -
         rows.append(("TensorBoard", f"{_tensorboard(environment)} --logdir {shlex.quote(str(result.folder.parent))}"))
     width = max(len(label) for label, _ in rows)
     for label, text in rows:
-        say(f"  {label:<{width}}  {text}")
+        print_line(f"  {label:<{width}}  {text}")
 
 
-def tell_next(plan: Plan, words: Sequence[str], *, environment: Mapping[str, str]) -> None:
+def print_next(plan: Plan, words: Sequence[str], *, environment: Mapping[str, str]) -> None:
     """What to try next, for whoever started from the command line: a command that can be pasted.
 
     Args:
@@ -130,14 +131,14 @@ def tell_next(plan: Plan, words: Sequence[str], *, environment: Mapping[str, str
     }  # the new run has nothing to resume
     words = [word for word in words if not (is_setting(word) and word.partition("=")[0] in replaced)]
     if plan.cluster.num_hosts > 1:  # who starts several hosts, and how, is not known here
-        say(f"try next: the same command with {' '.join(changed)}")
+        print_line(f"try next: the same command with {' '.join(changed)}")
         return
     python = _program(Path(sys.executable).name, environment)
     door = f"{environment[DOOR]} train" if DOOR in environment else f"{python} -m framework launch"
     implied = config.run.world_size or (RANKS_ON_CPU if plan.cluster.device == "cpu" else None)
     ranks = plan.cluster.world_size
     where = [] if ranks == implied else ["--num_gpus", str(ranks)]
-    say(f"try next: {door} {shlex.join([*words, *where, *changed])}")
+    print_line(f"try next: {door} {shlex.join([*words, *where, *changed])}")
 
 
 def _tensorboard(environment: Mapping[str, str]) -> str:

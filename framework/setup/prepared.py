@@ -49,7 +49,7 @@ class Prepared:
     weights: LazyWeights | None = None
     weights_of: SavedCheckpoint | None = None
 
-    def essence(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """What must be the same on every rank, or collectives would hang or mix different runs."""
         splits = self.parts.splits
         sizes: dict[str, Any] = {"training samples": len(splits.train)}
@@ -58,7 +58,7 @@ class Prepared:
         sizes |= {f"checksum of the {name} text": found for name, found in sums.items() if found}
         return sizes | {f"config.{name}": section for name, section in self.plan.config.to_dict().items()}
 
-    def told_weights(self) -> str:
+    def describe_weights(self) -> str:
         """What this rank has found for a fresh start, before the ranks met: a file system may not show all of them the
         same yet.
         """

@@ -24,7 +24,7 @@ from framework.config.model_kind import ModelKind
 from framework.errors import ConfigError, FrameworkError, Problem
 from framework.models.adapt import frozen_names
 from framework.models.layer_comparison import refuse_untrue_layers
-from framework.models.layers import Layer, as_layers, recipes_only, refuse_bad_ties, tells_layers
+from framework.models.layers import Layer, as_layers, lists_layers, recipes_only, refuse_bad_ties
 from framework.models.parameter_groups import is_matrix
 from framework.models.survey import Surveyed, survey
 from framework.plan.balance import LayerFacts, StageTable, cut, with_seconds
@@ -94,8 +94,7 @@ def cut_model(plan: Plan, parts: Parts) -> CutModel:
                 key="parallel.pipe",
                 value=plan.config.parallel.pipe,
                 reason=f"the task hands a {type(inputs).__name__} to the model, and a pipeline's first stage takes a "
-                "tensor or a "
-                "tuple of tensors",
+                "tensor or a tuple of tensors",
                 fix="let split(batch) return such inputs, or set parallel.pipe: 1",
             )
         )
@@ -105,7 +104,7 @@ def cut_model(plan: Plan, parts: Parts) -> CutModel:
     frozen = _frozen(surveyed, plan)
     if frozen:  # once more, now that the names are known: no gradient flows through what is frozen
         surveyed = tuple(look(frozen=frozen))
-    if tells_layers(model) and not isinstance(plan.config.model, ModelKind):  # those of our own are tested
+    if lists_layers(model) and not isinstance(plan.config.model, ModelKind):  # those of our own are tested
         refuse_untrue_layers(model, inputs, seed=seed)
     return CutModel(layers, _cut(_facts(surveyed), surveyed, plan), inputs, surveyed, frozen)
 
@@ -123,7 +122,7 @@ def check_recomputed(plan: Plan, parts: Parts) -> None:
         return
     torch.manual_seed(config.run.seed)
     model = parts.build_model()
-    if not tells_layers(model):
+    if not lists_layers(model):
         return
     inputs = _first_inputs(plan, parts)
     if _is_tensors(inputs):
@@ -225,8 +224,7 @@ def _refuse_shared_weights(table: StageTable, surveyed: Sequence[Surveyed]) -> N
                             key="model",
                             value=f"{layer.layer.name}.{name}",
                             reason=f"it is a weight of {other.layer.name} on stage {other_stage} as well as of "
-                            f"{layer.layer.name} on "
-                            f"stage {stage}, and the copies would drift apart",
+                            f"{layer.layer.name} on stage {stage}, and the copies would drift apart",
                             fix="put both on one stage in parallel.stages, or build a LayeredModel with tied layers",
                         )
                     )
@@ -278,7 +276,7 @@ def _is_tensors(inputs: Any) -> bool:
     return all(isinstance(tensor, torch.Tensor) for tensor in (inputs if isinstance(inputs, tuple) else (inputs,)))
 
 
-def tell(asked: Mapping[str, Any]) -> dict[str, Any]:
+def describe(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Where a model would be cut, for the command `plan`.
 
     Args:
@@ -292,8 +290,8 @@ def tell(asked: Mapping[str, Any]) -> dict[str, Any]:
     try:
         parts = gather_parts(config, Objects())
     except ConfigError as error:
-        told = "problems" if any(problem.kind in _WRONG_ANYWHERE for problem in error.problems) else "missing"
-        return {told: [problem.to_dict() for problem in error.problems]}
+        reported = "problems" if any(problem.kind in _WRONG_ANYWHERE for problem in error.problems) else "missing"
+        return {reported: [problem.to_dict() for problem in error.problems]}
     try:
         table = cut_model(make_plan(config, cluster, num_train_samples=len(parts.splits.train)), parts).table
     except ConfigError as error:
@@ -306,8 +304,8 @@ def main() -> int:
     with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as answer:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         with contextlib.redirect_stdout(sys.stderr):
-            told = tell(json.load(sys.stdin))
-        json.dump(told, answer)
+            reported = describe(json.load(sys.stdin))
+        json.dump(reported, answer)
     return 0
 
 

@@ -12,10 +12,10 @@ from framework.checkpoint.shared_verification import SharedVerification
 from framework.checkpoint.state.raw import describe_raw, warn_of
 from framework.config.run_config import RunConfig
 from framework.engine.distributed import from_rank0, gather, rank
-from framework.engine.lost_peers import tells_of_lost_peer
+from framework.engine.lost_peers import is_lost_peer
 from framework.errors import FrameworkError, StorageError, TrainingError, in_one_line
 from framework.setup.prepared import Prepared
-from framework.system.log import say
+from framework.system.log import print_line
 from framework.train.run_folder import RunFolder
 
 
@@ -30,7 +30,7 @@ def on_rank0(work: Callable[[], Any]) -> Any:
     except OSError as error:
         return StorageError(f"the run folder cannot be used: {error} [run-folder-unusable]")
     except Exception as error:
-        if tells_of_lost_peer(error):
+        if is_lost_peer(error):
             raise
         traceback.print_exc()  # and the other ranks wait for an answer
         return TrainingError(f"rank 0 failed before the first step: {in_one_line(error, longest=300)} [rank0-failed]")
@@ -45,7 +45,7 @@ def agreed_weights(prepared: Prepared, start: SavedCheckpoint | None) -> Prepare
     """
     if start is not None:
         return prepared.without_weights()
-    everyone = gather(prepared.told_weights())
+    everyone = gather(prepared.describe_weights())
     for number, other in enumerate(everyone):
         if other != everyone[0]:
             path = prepared.plan.config.checkpoint.init_weights
@@ -79,7 +79,7 @@ def with_verified_weights(prepared: Prepared) -> Prepared:
 
 
 def _verification() -> SharedVerification:
-    return SharedVerification(rank=rank(), gather=gather, from_rank0=from_rank0, say=say)
+    return SharedVerification(rank=rank(), gather=gather, from_rank0=from_rank0, print_line=print_line)
 
 
 def choose_together(folder: RunFolder, config: RunConfig) -> SavedCheckpoint | None:
@@ -99,15 +99,15 @@ def choose_start(
     folder: RunFolder, config: RunConfig, *, damage_of: Callable[[SavedCheckpoint], list[str]] = SavedCheckpoint.damage
 ) -> SavedCheckpoint | None:
     """Take the run's folder if there is one, and decide where the run starts from."""
-    folder.hold_if_there()
+    folder.lock_if_exists()
     start, damaged = find_sound_checkpoint(
         config.checkpoint.resume,
         run_checkpoints=folder.checkpoints,
         allow_unverified=config.checkpoint.allow_unverified,
         damage_of=damage_of,
     )
-    for said in damaged:
-        say(f"warning: {said}; an earlier checkpoint is taken [checkpoint-damaged]")
+    for stated in damaged:
+        print_line(f"warning: {stated}; an earlier checkpoint is taken [checkpoint-damaged]")
     if start is not None:
         start = describe_raw(start)
         warn_of(start, resumed=True)

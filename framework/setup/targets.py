@@ -159,8 +159,8 @@ def check_handed_over(function: Any, *, key: str, call: str, fix: str, num_value
 
 def summary(error: BaseException) -> str:
     """An exception in one line, with the innermost place in the code."""
-    said = error.msg if isinstance(error, SyntaxError) and error.filename else str(error)
-    text = " ".join(said.split())[:300]
+    stated = error.msg if isinstance(error, SyntaxError) and error.filename else str(error)
+    text = " ".join(stated.split())[:300]
     return f"{type(error).__name__}{f': {text}' if text else ''}{_place(error)}"
 
 

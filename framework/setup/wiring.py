@@ -21,37 +21,37 @@ from framework.engine.distributed import gather, rank
 from framework.engine.environment import describe_environment
 from framework.engine.protocol import Engine
 from framework.plan.plan import Plan
-from framework.train.cadence import Cadence
+from framework.train.cadence import Every
 from framework.train.monitors.base import Monitor
 from framework.train.monitors.console import make_console
 from framework.train.monitors.csv_file import CsvFile
 from framework.train.monitors.jsonl_file import JsonlFile
 from framework.train.monitors.tensorboard_events import TensorBoardEvents
-from framework.train.trainer import Agenda
+from framework.train.trainer import Schedule
 
 # Logged losses in a row that may be infinite in fp16: the dynamic loss scale has found its level long before.
 _IN_FP16: Final = 4
 
 
-def make_agenda(plan: Plan, *, tokens_per_sample: int | None = None) -> Agenda:
+def make_schedule(plan: Plan, *, tokens_per_sample: int | None = None) -> Schedule:
     """What happens when, in steps; `tokens_per_sample` where the training data is text."""
     config, length = plan.config, plan.length
     if not length.steps_per_epoch or not length.total_steps:
         raise AssertionError("prepare() plans with the real size of the data")
     evaluation, checkpoint = config.evaluation, config.checkpoint
-    return Agenda(
+    return Schedule(
         total_steps=length.total_steps,
         steps_per_epoch=length.steps_per_epoch,
         samples_per_step=plan.layout.global_size,
         tokens_per_step=plan.layout.global_size * tokens_per_sample if tokens_per_sample else None,
-        log=Cadence(config.training.log_every, at_end=True),
-        evaluate=Cadence.of(
+        log=Every(config.training.log_every, at_end=True),
+        evaluate=Every.of(
             every_steps=evaluation.every_steps,
             every_epochs=evaluation.every_epochs,
             at_end=evaluation.at_end,
             steps_per_epoch=length.steps_per_epoch,
         ),
-        save=Cadence.of(
+        save=Every.of(
             every_steps=checkpoint.every_steps,
             every_epochs=checkpoint.every_epochs,
             at_end=checkpoint.at_end,

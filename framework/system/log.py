@@ -38,7 +38,7 @@ def note_error(text: str) -> None:
     _LOGGER.error("%s", text)
 
 
-def say(line: str = "") -> None:
+def print_line(line: str = "") -> None:
     """Print a line. Nobody may be listening any more (``| head``, a closed terminal): no reason to lose a run."""
     write(sys.stdout, f"{line}\n")
     if line:
@@ -75,20 +75,20 @@ def noting_errors() -> Iterator[None]:
         note(str(stopped))
         raise
     except Exception as error:
-        note_error(_told(error))
+        note_error(_reported(error))
         raise
     finally:
         let_go()
 
 
-def _told(error: Exception) -> str:
+def _reported(error: Exception) -> str:
     """Its text where that was written for a user, with what lies behind it; for others the traceback."""
     if not isinstance(error, FrameworkError):
         return traceback.format_exc().rstrip()
-    told, cause = [str(error)], error.__cause__
+    reported, cause = [str(error)], error.__cause__
     while isinstance(cause, FrameworkError):  # of a data loader's worker: its text is the worker's traceback
-        told += [str(cause)] if str(cause) not in told else []
+        reported += [str(cause)] if str(cause) not in reported else []
         cause = cause.__cause__
     if cause is not None:
-        told.append("".join(traceback.format_exception(cause)))
-    return "\n".join(told).rstrip()
+        reported.append("".join(traceback.format_exception(cause)))
+    return "\n".join(reported).rstrip()

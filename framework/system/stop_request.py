@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Literal, NoReturn
 
 from framework.errors import EXIT_STOPPED
-from framework.system.stop_signals import NOTICES, SIGNALS, Insistence, heeded, put_back
+from framework.system.stop_signals import NOTICES, SIGNALS, Insistence, handled, put_back
 
 Verdict = Literal["noted", "nothing to save", "now", "known"]
 
@@ -88,7 +88,7 @@ class StopRequest:
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for number in heeded():
+        for number in handled():
             signal.signal(number, lambda number, frame: None)  # the thread sees it
         _leave_children_alone()
         threading.Thread(target=self._attend, args=(reader,), name="stop-requests", daemon=True).start()
@@ -107,7 +107,7 @@ class StopRequest:
             if verdict == "now":
                 _end(EXIT_STOPPED if self.is_over else 128 + number, f"{name} again: ending at once [stopped-at-once]")
         if verdict == "noted" and not self.is_over and os.environ.get("LOCAL_RANK", "0") == "0":
-            tell(f"{name}: stopping after a step that all ranks agree on; once more ends at once")
+            announce(f"{name}: stopping after a step that all ranks agree on; once more ends at once")
 
     @contextmanager
     def handling(self) -> Iterator[None]:
@@ -116,7 +116,7 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.getsignal(number) for number in heeded()}
+        before = {number: signal.getsignal(number) for number in handled()}
 
         def handle(number: int, _frame: FrameType | None) -> None:
             if self.receive(number) == "now":
@@ -131,14 +131,14 @@ class StopRequest:
             put_back(before)
 
 
-def tell(line: str) -> None:
+def announce(line: str) -> None:
     """Write a line to stderr past Python's buffers, which another thread may hold."""
     with suppress(OSError):
         os.write(2, f"{line}\n".encode())
 
 
 def _end(code: int, line: str) -> NoReturn:
-    tell(f"{_rank()}{line}")
+    announce(f"{_rank()}{line}")
     os._exit(code)
 
 
@@ -156,7 +156,7 @@ def _leave_children_alone() -> None:
 
 def _hold() -> None:
     """Before a fork: a signal to the child waits until the child is no rank any more."""
-    _held.before = signal.pthread_sigmask(signal.SIG_BLOCK, heeded())
+    _held.before = signal.pthread_sigmask(signal.SIG_BLOCK, handled())
 
 
 def _let_go() -> None:
@@ -166,7 +166,7 @@ def _let_go() -> None:
 def _be_no_rank() -> None:
     """After a fork: the child shares the pipe, and a signal to it must not be taken for one to the rank."""
     signal.set_wakeup_fd(-1)
-    for number in heeded():
+    for number in handled():
         # Requests to a whole process group are the rank's to answer. SIGTERM stays: `multiprocessing` ends children
         # with it.
         signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)

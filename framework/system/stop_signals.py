@@ -34,7 +34,7 @@ class Insistence:
         return now - self._meant_at > _SAME_REQUEST_SECONDS
 
 
-def heeded() -> list[signal.Signals]:
+def handled() -> list[signal.Signals]:
     """All but those that whoever started this process has ignored for good reason."""
     return [
         number for number in SIGNALS if number not in _MAY_BE_IGNORED or signal.getsignal(number) is not signal.SIG_IGN

@@ -165,10 +165,10 @@ def parse_scalar(text: str, *, name: str) -> Any:
 
 def _syntax_problem(error: yaml.YAMLError, name: str, text: str) -> Problem:
     mark, began = getattr(error, "problem_mark", None), getattr(error, "context_mark", None)
-    said = str(getattr(error, "problem", None) or getattr(error, "reason", None) or "not YAML")
+    stated = str(getattr(error, "problem", None) or getattr(error, "reason", None) or "not YAML")
     reason, fix = next(
-        (advice for words, advice in _ADVICE.items() if words in said),
-        (f"not valid YAML: {said}", "check indentation, colons and quotes"),
+        (advice for words, advice in _ADVICE.items() if words in stated),
+        (f"not valid YAML: {stated}", "check indentation, colons and quotes"),
     )
     if mark is None:
         return Problem(kind="config-syntax", file=name, reason=reason, fix=fix)

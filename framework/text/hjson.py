@@ -255,8 +255,8 @@ class _Reader:
         if self.misleading is not None:
             word = _WORD.match(self.document.text, self.misleading)
             if word is not None and word[0] in _FOREIGN:
-                said = f"{word[0]} is no word of JSON: as text without quotes it runs to the end of its line"
-                raise ScanError(self.misleading, said, f"write {_FOREIGN[word[0]]}")
+                stated = f"{word[0]} is no word of JSON: as text without quotes it runs to the end of its line"
+                raise ScanError(self.misleading, stated, f"write {_FOREIGN[word[0]]}")
             line = self.scanner.place(self.misleading)[0]
             fix += f", or put the text of line {line} in quotes: without them it runs to the end of its line"
         raise ScanError(opening, reason, fix)

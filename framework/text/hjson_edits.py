@@ -18,7 +18,7 @@ from framework.errors import ConfigError
 from framework.system.output import visible
 from framework.text.document import KeyPath, at
 from framework.text.hjson import HjsonDocument, parse_hjson
-from framework.text.hjson_splices import Cutter, spliced
+from framework.text.hjson_splices import TextEditor, spliced
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def apply_edits(document: HjsonDocument, edits: Sequence[Edit]) -> str:
         _check_fits(document, edit)
     for first, second in _neighbours(edits):
         assert not clash(first, second), f"{first} and {second} overlap"
-    cutter = Cutter(document)
+    cutter = TextEditor(document)
     for edit in edits:
         _cut(cutter, edit)
     splices = cutter.splices()
@@ -160,7 +160,7 @@ def _neighbours(edits: Sequence[Edit]) -> Iterator[tuple[Edit, Edit]]:
         )
 
 
-def _cut(cutter: Cutter, edit: Edit) -> None:
+def _cut(cutter: TextEditor, edit: Edit) -> None:
     if isinstance(edit, RenameKey):
         cutter.rename(edit.path, edit.name)
     elif isinstance(edit, MoveMember):

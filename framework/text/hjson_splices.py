@@ -59,7 +59,7 @@ def spliced(text: str, splices: Iterable[Splice]) -> str:
     return "".join([*parts, text[done:]])
 
 
-class Cutter(TextLayout):
+class TextEditor(TextLayout):
     """Collects edits and turns them into splices."""
 
     def __init__(self, document: HjsonDocument) -> None:

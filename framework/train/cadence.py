@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Cadence:
+class Every:
     """Steps at which something happens.
 
     Attributes:
@@ -18,10 +18,10 @@ class Cadence:
     at_end: bool = False
 
     @staticmethod
-    def of(*, every_steps: int | None, every_epochs: int | None, at_end: bool, steps_per_epoch: int) -> Cadence:
+    def of(*, every_steps: int | None, every_epochs: int | None, at_end: bool, steps_per_epoch: int) -> Every:
         """From a config section; steps win over epochs."""
         steps = every_steps or (every_epochs or 0) * steps_per_epoch
-        return Cadence(every_steps=steps, at_end=at_end)
+        return Every(every_steps=steps, at_end=at_end)
 
     def is_due(self, step: int, *, total_steps: int) -> bool:
         """Whether it happens after this step (counted from 1)."""

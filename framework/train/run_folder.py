@@ -56,7 +56,7 @@ class RunFolder:
         """Where every rank keeps its log."""
         return self.path / "logs"
 
-    def hold_if_there(self) -> None:
+    def lock_if_exists(self) -> None:
         """Keep other runs out before anything is looked for in it: one that is about to end may yet save. Makes
         nothing.
 
@@ -86,13 +86,13 @@ class RunFolder:
                 self._remove_what_was_made()
             raise self._unusable(error) from error
 
-    def await_fresh(self, word: str, *, patience_seconds: float = _LONGEST_DELAY_SECONDS) -> None:
+    def wait_until_visible(self, word: str, *, wait_seconds: float = _LONGEST_DELAY_SECONDS) -> None:
         """Wait until this host sees the folder with this word, and no more the one that bore its name before.
 
         A network file system goes by what it has seen for up to a minute: logs and checkpoints would end in the earlier
         run's.
         """
-        deadline = time.monotonic() + patience_seconds
+        deadline = time.monotonic() + wait_seconds
         while True:
             with contextlib.suppress(OSError):
                 next(self.path.parent.iterdir(), None)  # makes it look again
@@ -101,8 +101,7 @@ class RunFolder:
             if time.monotonic() > deadline:
                 warn(
                     f"{self.path}: this host does not see the folder that rank 0 has made: all hosts must share the "
-                    "run folder "
-                    "[run-folder-not-shared]"
+                    "run folder [run-folder-not-shared]"
                 )
                 return
             time.sleep(_LOOK_SECONDS)
@@ -197,12 +196,12 @@ class RunFolder:
         except OSError as error:
             lost = "it was removed or renamed" if error.errno in _GONE else ""
         if lost:
-            told = StorageError(
+            reported = StorageError(
                 f"{self.path}: the run folder was lost while the run was writing to it ({lost}); what it held goes "
                 "on with checkpoint.resume once it is back under its name [run-folder-lost]"
             )
-            told.is_of_one_rank = True
-            raise told
+            reported.is_of_one_rank = True
+            raise reported
 
     def close(self) -> None:
         """Let go of the folder."""
@@ -227,8 +226,7 @@ class RunFolder:
                 raise
             warn(
                 f"{self.path}: its file system has no locks ({error.strerror}): nothing keeps a second run of the "
-                "same name "
-                "from writing there [run-folder-not-locked]"
+                "same name from writing there [run-folder-not-locked]"
             )
             busy = False
         if busy:

@@ -28,7 +28,7 @@ class SkippedSteps:
         )  # what a checkpoint has brought is told at the first point
         self._scale: float | None = None
         self._steps_in_row = self._points_in_row = 0
-        self._is_told = False
+        self._is_reported = False
 
     def note(self, step: int, metrics: Mapping[str, float], *, is_last: bool) -> None:
         """Look at a logged point. On all ranks alike.
@@ -50,8 +50,8 @@ class SkippedSteps:
         of_all = is_last and self._steps_in_row == step
         if of_all or (self._points_in_row > _ALLOWED_POINTS and self._steps_in_row >= _ALLOWED_STEPS):
             raise TrainingError(f"{self._what(step)}, and nothing is trained; {_ADVICE} [every-step-skipped]")
-        if self._steps_in_row > _UNTOLD_STEPS and not self._is_told:
-            self._is_told = True
+        if self._steps_in_row > _UNTOLD_STEPS and not self._is_reported:
+            self._is_reported = True
             warn(f"{self._what(step)}; {_ADVICE} [every-step-skipped]", is_of_all_ranks=True)
 
     def _what(self, step: int) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from framework.engine.protocol import Engine, StepResult
 from framework.errors import StorageError, TrainingError
 from framework.system.warn import warn
-from framework.train.cadence import Cadence
+from framework.train.cadence import Every
 from framework.train.monitors.base import Monitor, Point
 from framework.train.skipped_steps import SkippedSteps
 from framework.train.throughput import Stopwatch
@@ -29,7 +29,7 @@ class TrainData(Protocol):
 
 
 @dataclass(frozen=True)
-class Agenda:
+class Schedule:
     """Length of the run and what happens when.
 
     Attributes:
@@ -45,9 +45,9 @@ class Agenda:
     total_steps: int
     steps_per_epoch: int
     samples_per_step: int
-    log: Cadence
-    evaluate: Cadence
-    save: Cadence
+    log: Every
+    evaluate: Every
+    save: Every
     not_finite_allowed: int = 0
     tokens_per_step: int | None = None
 
@@ -78,7 +78,7 @@ class Trainer:
         self,
         engine: Engine,
         *,
-        agenda: Agenda,
+        agenda: Schedule,
         train_data: TrainData,
         eval_data: Iterable[tuple[Any, bool]] | None = None,
         monitors: Sequence[Monitor] = (),
@@ -159,8 +159,7 @@ class Trainer:
             if self._not_finite:
                 warn(
                     f"step {self._outcome.step}: its loss is not finite, and it is not saved; earlier checkpoints are "
-                    "untouched "
-                    "[loss-not-finite]",
+                    "untouched [loss-not-finite]",
                     is_of_all_ranks=True,
                 )
             else:
@@ -209,17 +208,16 @@ class Trainer:
         yield from self._stopwatch.timed(stream)
         error = TrainingError(
             f"step {self._outcome.step + 1}: the training data ended before the run did; every number below "
-            "len(dataset) "
-            "must give a sample, and __getitem__ must not raise StopIteration [training-data-ended]"
+            "len(dataset) must give a sample, and __getitem__ must not raise StopIteration [training-data-ended]"
         )
         error.is_of_one_rank = True
         raise error
 
-    def _due(self, cadence: Cadence) -> bool:
+    def _due(self, cadence: Every) -> bool:
         return cadence.is_due(self._outcome.step, total_steps=self._agenda.total_steps)
 
     def _log(self, metrics: Mapping[str, float]) -> None:
-        self._tell({**metrics, **self._stopwatch.read()})
+        self._report({**metrics, **self._stopwatch.read()})
         self._not_finite = 0 if math.isfinite(metrics.get("train/loss", 0.0)) else self._not_finite + 1
         is_last = self._outcome.step == self._agenda.total_steps
         if self._not_finite > self._agenda.not_finite_allowed or (self._not_finite and is_last):
@@ -230,16 +228,15 @@ class Trainer:
         loss, repeated = self._outcome.metrics["train/loss"], f", as {self._not_finite} logged losses in a row"
         return TrainingError(
             f"step {self._outcome.step}: train/loss = {loss}{repeated if self._not_finite > 1 else ''}: training has "
-            "diverged; "
-            "lower optimizer.lr, set training.clip_grad_norm, or start again from an earlier checkpoint "
+            "diverged; lower optimizer.lr, set training.clip_grad_norm, or start again from an earlier checkpoint "
             "[loss-not-finite]"
         )
 
     def _evaluate(self, eval_data: Iterable[tuple[Any, bool]]) -> None:
         with self._stopwatch.excluded():
-            self._tell(self._engine.evaluate(eval_data))
+            self._report(self._engine.evaluate(eval_data))
 
-    def _tell(self, metrics: Mapping[str, float]) -> None:
+    def _report(self, metrics: Mapping[str, float]) -> None:
         self._outcome.metrics.update(metrics)
         self._measured.update(metrics)
         epoch = self._outcome.step / self._agenda.steps_per_epoch

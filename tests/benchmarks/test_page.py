@@ -52,7 +52,7 @@ def test_the_trainer_over_a_bare_loop() -> None:
 
 
 def test_memory_of_export() -> None:
-    told = [
+    reported = [
         [
             name,
             *(
@@ -63,4 +63,4 @@ def test_memory_of_export() -> None:
         ]
         for name, case in results("export_memory")["cases"].items()
     ]
-    assert [[row[0].replace("`", ""), *row[1:]] for row in rows("Memory of `export`")] == told
+    assert [[row[0].replace("`", ""), *row[1:]] for row in rows("Memory of `export`")] == reported

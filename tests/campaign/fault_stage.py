@@ -52,7 +52,7 @@ class Seen:
 
     codes: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
-    said: str = ""
+    stated: str = ""
     orphans: list[str] = field(default_factory=list)
 
 
@@ -147,8 +147,8 @@ class Stage:
     def add_bystander(self, host: str, command: Sequence[str], *, says: str) -> None:
         """Start a program that is no part of the job, and wait until it says something."""
         started = self.hosts[host].start(command, cwd=ROOT)
-        while says not in started.said():
-            assert started.poll() is None, started.said()
+        while says not in started.stated():
+            assert started.poll() is None, started.stated()
             time.sleep(0.02)
         self._bystanders |= self.hosts[host].processes().keys()
 
@@ -164,8 +164,8 @@ class Stage:
         deadline = time.monotonic() + seconds
         while not holds():
             over = all(command.poll() is not None for command in self.commands.values())
-            assert not over, f"the job ended before {what}:\n{self.said()}"
-            assert time.monotonic() < deadline, f"no {what} after {seconds:.0f} s:\n{self.said()}"
+            assert not over, f"the job ended before {what}:\n{self.stated()}"
+            assert time.monotonic() < deadline, f"no {what} after {seconds:.0f} s:\n{self.stated()}"
             time.sleep(0.002)
 
     def until_step(self, step: int) -> None:
@@ -176,7 +176,7 @@ class Stage:
         """Wait for the last step; a full disk may keep its line from being written, and then for the job's end."""
         deadline = time.monotonic() + START_SECONDS
         while self.last_step() < TOTAL_STEPS and any(each.poll() is None for each in self.commands.values()):
-            assert time.monotonic() < deadline, self.said()
+            assert time.monotonic() < deadline, self.stated()
             time.sleep(0.02)
 
     def until_saving(self) -> None:
@@ -186,16 +186,16 @@ class Stage:
 
     def until_said(self, text: str) -> None:
         """Wait for words of any command."""
-        self.until(lambda: text in self.said(), repr(text))
+        self.until(lambda: text in self.stated(), repr(text))
 
     def last_step(self) -> int:
         """The last that was logged."""
         return last_logged(self.run)
 
-    def said(self) -> str:
+    def stated(self) -> str:
         """Of all commands, with the host in front."""
         return "\n".join(
-            f"{host}| {line}" for host, command in self.commands.items() for line in command.said().splitlines()
+            f"{host}| {line}" for host, command in self.commands.items() for line in command.stated().splitlines()
         )
 
     def logged(self) -> str:
@@ -236,7 +236,7 @@ class Stage:
         for host, command in self.commands.items():
             if (code := command.poll()) is not None and self.hosts[host].is_alive():
                 seen.codes[host] = code
-        seen.said = self.said()
+        seen.stated = self.stated()
         return seen
 
     def _left(self) -> list[str]:
@@ -269,7 +269,7 @@ class Stage:
         self.nodes()
         seen = self.see(limit=START_SECONDS)
         if set(seen.codes.values()) != {0}:
-            return [f"the resumed run ended with {seen.codes}: {seen.said[-1500:]}"]
+            return [f"the resumed run ended with {seen.codes}: {seen.stated[-1500:]}"]
         return differences(unbroken, self.run, num_steps=TOTAL_STEPS)
 
 
@@ -286,6 +286,6 @@ def unbroken_run(folder: Path) -> Path:
     with Stage(folder / "unbroken") as stage:
         stage.nodes()
         seen = stage.see(limit=START_SECONDS)
-        assert set(seen.codes.values()) == {0}, seen.said
+        assert set(seen.codes.values()) == {0}, seen.stated
         shutil.copytree(stage.run, folder / "unbroken-run")
     return folder / "unbroken-run"

@@ -117,7 +117,7 @@ class Campaign:
             )
         run = self._run_to_end(case, folder)
         self._found.finished[case] += 1
-        self._found.wrong += [f"{case}: {said}" for said in differences(unbroken, run, num_steps=TOTAL_STEPS)]
+        self._found.wrong += [f"{case}: {stated}" for stated in differences(unbroken, run, num_steps=TOTAL_STEPS)]
         if not self._found.wrong:
             shutil.rmtree(folder)
 
@@ -131,7 +131,7 @@ class Campaign:
         job = self._start(case, folder)
         codes = job.wait(JOB_SECONDS)
         if any(codes):
-            raise SystemExit(f"{case}: the run in {folder} ended with {codes}:\n{job.said()[-3000:]}")
+            raise SystemExit(f"{case}: the run in {folder} ended with {codes}:\n{job.stated()[-3000:]}")
         return folder / case
 
     def _kill_once(self, case: str, folder: Path) -> bool:
@@ -146,7 +146,7 @@ class Campaign:
         if not self._await(aim)(job, run, began):
             if any(codes := job.wait(JOB_SECONDS)):
                 self._found.wrong.append(
-                    f"{case}: a run that nobody had killed ended with {codes}: {job.said()[-1500:]}"
+                    f"{case}: a run that nobody had killed ended with {codes}: {job.stated()[-1500:]}"
                 )
             return False
         # Both before and after: a rank that is left may begin a save that its dead peer will never take part in.
@@ -196,8 +196,8 @@ class Campaign:
             self._found.wrong.append(
                 f"{case}: step {step} is the newest after {self._found.kills[-1]}, and {least} was saved"
             )
-        if "Traceback" in job.said():
-            self._found.wrong.append(f"{case}: a rank that was left ended with a traceback: {job.said()[-2500:]}")
+        if "Traceback" in job.stated():
+            self._found.wrong.append(f"{case}: a rank that was left ended with a traceback: {job.stated()[-2500:]}")
 
     def _await_save(self, job: AnyJob, run: Path, began: float) -> bool:
         """Wait for one of the next saves to begin, and for a part of the time that a save takes."""

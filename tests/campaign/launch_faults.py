@@ -62,16 +62,16 @@ def run_case(case: Case, folder: Path, *, unbroken: Path | None) -> Row:
         except AssertionError as error:
             wrong.append(f"the fault could not be brought about: {str(error)[-3000:]}")
         seen = stage.see()
-        seen.said += f"\n{stage.logged()}" if case.in_logs else ""
+        seen.stated += f"\n{stage.logged()}" if case.in_logs else ""
         wrong += judge(case, seen)
         differs = [] if unbroken is None else _finish(case, stage, unbroken)
         resumed = "not looked at" if unbroken is None else "no" if differs else "yes"
-        found = re.search(f"[^\n]*(?:{case.culprit})[^\n]*", seen.said)
+        found = re.search(f"[^\n]*(?:{case.culprit})[^\n]*", seen.stated)
         return Row(
             case.name,
             case.what,
-            told(case.codes),
-            told({host: {code} for host, code in seen.codes.items()}),
+            reported(case.codes),
+            reported({host: {code} for host, code in seen.codes.items()}),
             round(seen.seconds, 1),
             found[0].partition("| ")[2] if found else "",
             len(seen.orphans),
@@ -85,7 +85,7 @@ def _finish(case: Case, stage: Stage, unbroken: Path) -> list[str]:
     stage.clear()
     case.repair(stage)
     differs = stage.resume_and_compare(unbroken)
-    return [said for said in differs if case.same_metrics or ": other metrics:" not in said]
+    return [stated for stated in differs if case.same_metrics or ": other metrics:" not in stated]
 
 
 def judge(case: Case, seen: Seen) -> list[str]:
@@ -94,19 +94,19 @@ def judge(case: Case, seen: Seen) -> list[str]:
     if seen.codes.keys() < case.codes.keys() or any(
         seen.codes[host] not in codes for host, codes in case.codes.items()
     ):
-        wrong.append(f"exit codes {seen.codes}, not {case.codes}: {seen.said[-4000:]}")
+        wrong.append(f"exit codes {seen.codes}, not {case.codes}: {seen.stated[-4000:]}")
     if case.stops and seen.seconds > case.limit:
         wrong.append(f"nodes ran for {seen.seconds:.1f} s after the fault")
     if seen.orphans:
         wrong.append(f"left running: {seen.orphans}")
-    if not re.search(case.culprit, seen.said):
-        wrong.append(f"nothing that was said matches {case.culprit!r}: {seen.said[-4000:]}")
-    if "Traceback" in seen.said:
-        wrong.append(f"a traceback: {seen.said[-6000:]}")
+    if not re.search(case.culprit, seen.stated):
+        wrong.append(f"nothing that was said matches {case.culprit!r}: {seen.stated[-4000:]}")
+    if "Traceback" in seen.stated:
+        wrong.append(f"a traceback: {seen.stated[-6000:]}")
     return wrong
 
 
-def told(codes: dict[str, set[int]]) -> str:
+def reported(codes: dict[str, set[int]]) -> str:
     return ", ".join(f"{host} {' or '.join(map(str, sorted(wanted)))}" for host, wanted in codes.items())
 
 
@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows.append(run_case(case, Path(folder) / case.name, unbroken=unbroken))
             print(
                 f"{rows[-1].name}: {rows[-1].seen}, {rows[-1].seconds} s, resumed {rows[-1].resumed}\n  "
-                f"{rows[-1].culprit}" + "".join(f"\n  WRONG: {said}" for said in rows[-1].wrong),
+                f"{rows[-1].culprit}" + "".join(f"\n  WRONG: {stated}" for stated in rows[-1].wrong),
                 file=sys.stderr,
                 flush=True,
             )

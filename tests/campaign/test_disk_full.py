@@ -35,7 +35,7 @@ def mounted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def told(mounted: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def reported(mounted: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     results = tmp_path_factory.mktemp("told") / "told"
     # A rank that waits for one that has failed would wait longer than this.
     done = torchrun(
@@ -48,8 +48,8 @@ def told(mounted: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
     }
 
 
-def test_every_save_is_written_or_leaves_the_ones_before(told: dict[str, Any]) -> None:
-    saves, there = told["0"]["fills-up"]["saves"], list[int]()
+def test_every_save_is_written_or_leaves_the_ones_before(reported: dict[str, Any]) -> None:
+    saves, there = reported["0"]["fills-up"]["saves"], list[int]()
     assert [save["step"] for save in saves] == [SAVE_EVERY * (number + 1) for number in range(len(CYCLES))]
     assert len(saves) >= 20
     for save in saves:
@@ -60,41 +60,41 @@ def test_every_save_is_written_or_leaves_the_ones_before(told: dict[str, Any]) -
         assert save["hidden"] == [], save
 
 
-def test_a_save_fails_where_it_must_and_only_there(told: dict[str, Any]) -> None:
-    for save in told["0"]["fills-up"]["saves"]:
+def test_a_save_fails_where_it_must_and_only_there(reported: dict[str, Any]) -> None:
+    for save in reported["0"]["fills-up"]["saves"]:
         if save["state"] == "free" and save["value"] is None:
             assert save["written"], save
         elif save["value"] in (0, 4096, 8192) or save["state"] in ("read-only", "rank0-write", "rank1-write"):
             assert not save["written"], save
-    outcomes = [save["written"] for save in told["0"]["fills-up"]["saves"] if (save["value"] or 0) >= 65_536]
+    outcomes = [save["written"] for save in reported["0"]["fills-up"]["saves"] if (save["value"] or 0) >= 65_536]
     assert True in outcomes
     assert False in outcomes
 
 
-def test_the_run_ends_well_on_every_rank(told: dict[str, Any]) -> None:
+def test_the_run_ends_well_on_every_rank(reported: dict[str, Any]) -> None:
     for rank in ("0", "1"):
-        assert told[rank]["fills-up"]["step"] == SAVE_EVERY * len(CYCLES)
-        assert told[rank]["fills-up"]["exit_code"] == 0
+        assert reported[rank]["fills-up"]["step"] == SAVE_EVERY * len(CYCLES)
+        assert reported[rank]["fills-up"]["exit_code"] == 0
 
 
-def test_each_failed_save_is_one_warning(told: dict[str, Any]) -> None:
-    num_failed = sum(not save["written"] for save in told["0"]["fills-up"]["saves"])
-    warnings = [line for line in told["printed"].splitlines() if "[checkpoint-not-written]" in line]
+def test_each_failed_save_is_one_warning(reported: dict[str, Any]) -> None:
+    num_failed = sum(not save["written"] for save in reported["0"]["fills-up"]["saves"])
+    warnings = [line for line in reported["printed"].splitlines() if "[checkpoint-not-written]" in line]
     assert len(warnings) == num_failed
     assert any("(Read-only file system)" in line for line in warnings)
     assert all("training goes on" in line for line in warnings)
 
 
-def test_nothing_ends_in_a_traceback(told: dict[str, Any]) -> None:
-    assert "Traceback" not in told["printed"], told["printed"][-6000:]
-    assert "--- Logging error ---" not in told["printed"]
+def test_nothing_ends_in_a_traceback(reported: dict[str, Any]) -> None:
+    assert "Traceback" not in reported["printed"], reported["printed"][-6000:]
+    assert "--- Logging error ---" not in reported["printed"]
 
 
-def test_the_last_save_is_an_error_on_every_rank(told: dict[str, Any]) -> None:
+def test_the_last_save_is_an_error_on_every_rank(reported: dict[str, Any]) -> None:
     for rank in ("0", "1"):
-        assert told[rank]["last-fails"]["exit_code"] == 74
+        assert reported[rank]["last-fails"]["exit_code"] == 74
         assert (
             "global_step6: the checkpoint cannot be written (No space left on device)"
-            in told[rank]["last-fails"]["error"]
+            in reported[rank]["last-fails"]["error"]
         )
-        assert "[checkpoint-not-written]" in told[rank]["last-fails"]["error"]
+        assert "[checkpoint-not-written]" in reported[rank]["last-fails"]["error"]

@@ -5,7 +5,7 @@ writes.
 from __future__ import annotations
 
 from tests.campaign.fault_cases import CASES
-from tests.campaign.launch_faults import told
+from tests.campaign.launch_faults import reported
 from tests.places import ROOT
 
 
@@ -15,7 +15,7 @@ def test_the_page_has_every_case_with_its_exit_codes() -> None:
         [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")
     ]
     written = {row[0]: row[2] for row in rows if row[0] != "case"}
-    expected = {case.name: told(case.codes) for case in CASES}
+    expected = {case.name: reported(case.codes) for case in CASES}
     assert written == expected
 
 

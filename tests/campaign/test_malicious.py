@@ -88,15 +88,15 @@ def start(warm: WarmRanks, values: dict[str, Any], folder: Path) -> tuple[list[i
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
     job = warm.start(["--config", str(folder / "run.yaml")], num_ranks=2, folder=folder / "said")
-    return job.wait(120), job.said()
+    return job.wait(120), job.stated()
 
 
 @pytest.fixture(scope="module")
 def sources(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("sources")
     for case in SOURCES:
-        codes, said = start(warm, config(case, folder), folder / f"start-{case}")
-        assert codes == [0, 0], said
+        codes, stated = start(warm, config(case, folder), folder / f"start-{case}")
+        assert codes == [0, 0], stated
     return {case: folder / case / "checkpoints" / f"global_step{STEPS}" for case in SOURCES}
 
 
@@ -107,13 +107,13 @@ def first_files(checkpoint: Path) -> list[str]:
     return sorted(kinds.values())
 
 
-def refused(codes: list[int], said: str, *, marker: Path, kind: str, place: str) -> None:
-    assert not marker.exists(), f"code of the file was run: {said}"
-    assert "Traceback" not in said, said
-    lines = [line for line in said.splitlines() if kind in line]
-    assert len(lines) >= 1, said
-    assert place in lines[0], said
-    assert set(codes) & {74, 78}, (codes, said)
+def refused(codes: list[int], stated: str, *, marker: Path, kind: str, place: str) -> None:
+    assert not marker.exists(), f"code of the file was run: {stated}"
+    assert "Traceback" not in stated, stated
+    lines = [line for line in stated.splitlines() if kind in line]
+    assert len(lines) >= 1, stated
+    assert place in lines[0], stated
+    assert set(codes) & {74, 78}, (codes, stated)
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
@@ -133,9 +133,9 @@ def test_no_file_of_a_checkpoint_runs_code_when_it_is_resumed(
         assert found is not None
         assert found.damage() == []
         values = config(case, folder, training={"max_steps": STEPS + 2}, checkpoint={"resume": str(checkpoint)})
-        codes, said = start(warm, values, folder)
-        refused(codes, said, marker=marker, kind="[checkpoint-not-loaded]", place=checkpoint.name)
-        assert name in next(line for line in said.splitlines() if "[checkpoint-not-loaded]" in line), said
+        codes, stated = start(warm, values, folder)
+        refused(codes, stated, marker=marker, kind="[checkpoint-not-loaded]", place=checkpoint.name)
+        assert name in next(line for line in stated.splitlines() if "[checkpoint-not-loaded]" in line), stated
 
 
 @pytest.mark.parametrize("case", SOURCES)
@@ -148,8 +148,8 @@ def test_no_file_of_a_checkpoint_runs_code_when_its_weights_are_taken(
         repickle(path, marker)
     reseal(checkpoint)
     values = config(case, tmp_path, run={"name": "taken"}, checkpoint={"init_weights": str(checkpoint)})
-    codes, said = start(warm, values, tmp_path / "start")
-    refused(codes, said, marker=marker, kind="[weights-not-read]", place=checkpoint.name)
+    codes, stated = start(warm, values, tmp_path / "start")
+    refused(codes, stated, marker=marker, kind="[weights-not-read]", place=checkpoint.name)
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
@@ -159,8 +159,8 @@ def test_a_file_of_weights_runs_no_code(
     file, marker = tmp_path / "weights.pt", tmp_path / "marker"
     shutil.copy(next(sources["zero0"].glob("mp_rank_*")), file)
     FORGERIES[forgery](file, marker)
-    codes, said = start(warm, config("zero0", tmp_path, checkpoint={"init_weights": str(file)}), tmp_path / "start")
-    refused(codes, said, marker=marker, kind="[weights-not-read]", place="weights.pt")
+    codes, stated = start(warm, config("zero0", tmp_path, checkpoint={"init_weights": str(file)}), tmp_path / "start")
+    refused(codes, stated, marker=marker, kind="[weights-not-read]", place="weights.pt")
 
 
 def test_the_gadget_works_where_pickle_is_trusted(tmp_path: Path) -> None:

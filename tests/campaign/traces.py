@@ -41,7 +41,7 @@ def _is_named(saving: Path) -> bool:
 def differences(unbroken: Path, run: Path, *, num_steps: int) -> list[str]:
     """What is not the same at the end of two runs."""
     ends = [next(reversed(list_checkpoints(folder / "checkpoints"))) for folder in (unbroken, run)]
-    found = [f"{run}: {said}" for said in ends[1].damage()]
+    found = [f"{run}: {stated}" for stated in ends[1].damage()]
     files, others = (
         {name: record for name, record in end.manifest["files"].items() if name.endswith(".pt")} for end in ends
     )
@@ -49,7 +49,7 @@ def differences(unbroken: Path, run: Path, *, num_steps: int) -> list[str]:
         found.append(f"{run}: other files: {sorted(others)}")
     for name in sorted(files.keys() & others.keys()):
         if files[name] != others[name]:
-            found += [f"{run}: {name}: {said}" for said in _other_values(ends[0].path / name, ends[1].path / name)]
+            found += [f"{run}: {name}: {stated}" for stated in _other_values(ends[0].path / name, ends[1].path / name)]
     rows, other_rows = (_rows(folder) for folder in (unbroken, run))
     if len(rows) < num_steps or ends[0].step != num_steps or not files:
         found.append(f"{unbroken}: the unbroken run itself is not whole")

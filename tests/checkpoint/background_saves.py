@@ -106,14 +106,14 @@ def until(holds: Callable[[], Any]) -> None:
 
 def await_warning(capfd: pytest.CaptureFixture[str]) -> str:
     """Until a save is said to have failed; all that was said."""
-    said: list[str] = []
+    stated: list[str] = []
 
     def is_said() -> bool:
-        said.append(capfd.readouterr().err)
-        return "[checkpoint-not-written]" in "".join(said)
+        stated.append(capfd.readouterr().err)
+        return "[checkpoint-not-written]" in "".join(stated)
 
     until(is_said)
-    return "".join(said)
+    return "".join(stated)
 
 
 def is_dead(pid: int) -> bool:

@@ -43,9 +43,9 @@ class TestWriting:
         assert checkpointer.save(7, {"train/loss": 0.5, "eval/loss": float("nan")})
         checkpointer.finish()
         (sync,), (found,) = list_checkpoints(tmp_path / "sync"), list_checkpoints(tmp_path / "async")
-        said = ("saved_at", "sha256")  # a second may pass between the two
-        assert {name: value for name, value in found.manifest.items() if name not in said} == {
-            name: value for name, value in sync.manifest.items() if name not in said
+        stated = ("saved_at", "sha256")  # a second may pass between the two
+        assert {name: value for name, value in found.manifest.items() if name not in stated} == {
+            name: value for name, value in sync.manifest.items() if name not in stated
         }
         assert list(found.manifest) == list(sync.manifest)
         assert found.damage() == []
@@ -76,9 +76,9 @@ class TestWriting:
             assert checkpointer.save(step)
         checkpointer.finish()
         assert steps(tmp_path) == [1, 2, 3]
-        said = capfd.readouterr().err
-        assert said.count("[checkpoint-waits]") == 1
-        assert "step 2 is to be saved while step 1 is still being written" in said
+        stated = capfd.readouterr().err
+        assert stated.count("[checkpoint-waits]") == 1
+        assert "step 2 is to be saved while step 1 is still being written" in stated
 
     def test_memory_is_used_again_and_grows(self, make: Any, tmp_path: Path) -> None:
         engine = Engine(num_bytes=300)
@@ -148,11 +148,11 @@ class TestFailing:
         limit_file_size(writer(checkpointer), 150_000)
         checkpointer._engine.num_bytes = 600_000
         assert checkpointer.save(2)
-        said = await_warning(capfd)  # though the ranks have not met again
+        stated = await_warning(capfd)  # though the ranks have not met again
         checkpointer._await_answer(SECONDS)  # it is told to people first
         assert checkpointer._state == "failed"
-        assert f"{tmp_path}/global_step2: the checkpoint cannot be written (File too large)" in said
-        assert "training goes on" in said
+        assert f"{tmp_path}/global_step2: the checkpoint cannot be written (File too large)" in stated
+        assert "training goes on" in stated
         limit_file_size(writer(checkpointer), resource.RLIM_INFINITY)
         checkpointer.save(3)
         checkpointer.finish()
@@ -171,12 +171,12 @@ class TestFailing:
         os.kill(first, signal.SIGKILL)
         assert checkpointer.save(3)
         assert writer(checkpointer) != first
-        said = capfd.readouterr().err
+        stated = capfd.readouterr().err
         assert (
             "global_step2: the checkpoint cannot be written (the process that writes checkpoints was killed by signal "
-            "9)" in said
+            "9)" in stated
         )
-        assert said.count("[checkpoint-not-written]") == 1
+        assert stated.count("[checkpoint-not-written]") == 1
         checkpointer.finish()
         assert steps(tmp_path) == [1, 3]
         os.kill(writer(checkpointer), signal.SIGKILL)  # while it has nothing to do: nobody need know
@@ -259,9 +259,9 @@ class TestFailing:
                 os.kill(pid, signal.SIGCONT)
             checkpointer.finish()
             reason = {"full": "No space left on device", "read-only": "Read-only file system"}[state]
-            said = capfd.readouterr().err
-            assert f"global_step2: the checkpoint cannot be written ({reason})" in said
-            assert said.count("[checkpoint-not-written]") == 1
+            stated = capfd.readouterr().err
+            assert f"global_step2: the checkpoint cannot be written ({reason})" in stated
+            assert stated.count("[checkpoint-not-written]") == 1
             if state == "read-only":
                 subprocess.run(["mount", "-o", "remount,rw", mounted], check=True)
             engine.num_bytes = 100_000

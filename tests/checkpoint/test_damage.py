@@ -273,8 +273,8 @@ def test_a_checkpoint_whose_manifest_is_damaged_is_set_aside_with_the_later_ones
 
 
 def test_there_are_as_many_changes_as_the_readme_says() -> None:
-    (said,) = re.findall(r"of (\d+) changes to the bytes", (ROOT / "README.md").read_text(encoding="utf-8"))
-    assert int(said) == NUM_SEEDS * len(MUTATIONS)
+    (stated,) = re.findall(r"of (\d+) changes to the bytes", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert int(stated) == NUM_SEEDS * len(MUTATIONS)
 
 
 def test_the_damage_is_named(sound: Path, tmp_path: Path) -> None:

@@ -141,15 +141,15 @@ class WriterHere:
             self.append(message)
 
     def __init__(self, memory: int) -> None:
-        self._told = self._Told()
-        self._writer = Writer(self._told, memory)  # type: ignore[arg-type]
+        self._reported = self._Told()
+        self._writer = Writer(self._reported, memory)  # type: ignore[arg-type]
 
     def send(self, **order: Any) -> None:
         if "tag" in order:
             self._writer._save(order)
 
     def answer(self, timeout: float | None = None) -> dict[str, Any]:
-        return self._told.popleft()
+        return self._reported.popleft()
 
     def close(self) -> None: ...
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from framework.checkpoint.layout_change import has_moved, told_move
+from framework.checkpoint.layout_change import describe_resharding, needs_resharding
 from tests.checkpoint.small_checkpoints import LAYOUT, full, saved
 
 
@@ -29,10 +29,10 @@ class TestMoving:
         self, layout: dict[str, Any], sections: dict[str, Any], pipeline: dict[str, Any] | None, moved: bool
     ) -> None:
         now = {"layout": LAYOUT | layout, "config": full(**sections), "pipeline": pipeline}
-        assert has_moved(saved(full()), description=now) is moved
+        assert needs_resharding(saved(full()), description=now) is moved
 
     @pytest.mark.parametrize(
-        ("stage", "changed", "said"),
+        ("stage", "changed", "stated"),
         [
             (1, {"round_robin_gradients": True}, "zero.round_robin_gradients: false -> true"),
             (2, {"offload_optimizer": {"device": "cpu"}}, "zero.offload_optimizer.device: none -> cpu"),
@@ -61,20 +61,20 @@ class TestMoving:
         ],
     )
     def test_only_what_decides_where_numbers_lie_is_a_move(
-        self, stage: int, changed: dict[str, Any], said: str
+        self, stage: int, changed: dict[str, Any], stated: str
     ) -> None:
         before = saved(full(zero={"stage": stage}))
         now = {"layout": LAYOUT, "config": full(zero={"stage": stage} | changed)}
-        assert has_moved(before, description=now) is bool(said)
-        assert told_move(before, description=now) == said
+        assert needs_resharding(before, description=now) is bool(stated)
+        assert describe_resharding(before, description=now) == stated
 
     def test_what_is_different_is_told(self) -> None:
         now = {"layout": LAYOUT | {"world_size": 4}, "config": full(zero={"stage": 2}, precision={"dtype": "bf16"})}
-        told = told_move(saved(full()), description=now)
-        assert told == "ranks: 2 -> 4, precision.dtype: fp32 -> bf16, zero.stage: 0 -> 2"
+        reported = describe_resharding(saved(full()), description=now)
+        assert reported == "ranks: 2 -> 4, precision.dtype: fp32 -> bf16, zero.stage: 0 -> 2"
 
     def test_so_has_a_pipeline_that_is_cut_elsewhere(self) -> None:
         before = saved(full(), pipeline=self.PIPELINE)
         here = {"layout": LAYOUT, "config": full(), "pipeline": {**self.PIPELINE, "bounds": (0, 2, 4)}}
-        assert not has_moved(before, description=here)
-        assert has_moved(before, description={**here, "pipeline": {**self.PIPELINE, "bounds": (0, 1, 4)}})
+        assert not needs_resharding(before, description=here)
+        assert needs_resharding(before, description={**here, "pipeline": {**self.PIPELINE, "bounds": (0, 1, 4)}})

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from framework.checkpoint.layout_change import check_movable, has_moved
-from framework.checkpoint.resumable import check_resumable, told_changes, told_versions
+from framework.checkpoint.layout_change import check_movable, needs_resharding
+from framework.checkpoint.resumable import check_resumable, describe_changes, describe_versions
 from framework.checkpoint.resume_point import find_sound_checkpoint
 from framework.checkpoint.saved import read_checkpoint, seal
 from framework.commands.inspect import run_inspect
@@ -89,9 +89,9 @@ def resumes(folder: Path) -> bool:
             judge()
         except ConfigError:
             continue
-    has_moved(checkpoint, description=description)
-    told_changes(checkpoint, config=CONFIG)
-    told_versions(checkpoint, versions={})
+    needs_resharding(checkpoint, description=description)
+    describe_changes(checkpoint, config=CONFIG)
+    describe_versions(checkpoint, versions={})
     return True
 
 

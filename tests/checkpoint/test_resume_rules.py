@@ -13,7 +13,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from framework.checkpoint.resumable import check_resumable, told_changes, told_versions
+from framework.checkpoint.resumable import check_resumable, describe_changes, describe_versions
 from framework.checkpoint.resume_rules import RULES, rule_of
 from framework.checkpoint.saved import SavedCheckpoint
 from framework.config.explain import members_of
@@ -62,8 +62,8 @@ def test_the_page_has_the_table() -> None:
     rows = re.findall(
         r"^\| (applied|refused|irrelevant) \| (.*) \|", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE
     )
-    told = {key: rule for rule, cell in rows for key in re.findall(r"`([a-z_.]+)`", cell)}
-    assert told == RULES
+    reported = {key: rule for rule, cell in rows for key in re.findall(r"`([a-z_.]+)`", cell)}
+    assert reported == RULES
 
 
 def checkpoint(**sections: Any) -> SavedCheckpoint:
@@ -151,7 +151,7 @@ def test_an_older_release_did_not_note_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "said"),
+    ("before", "now", "stated"),
     [
         ({}, {}, []),
         ({}, {"run": {"name": "other"}, "monitors": {"csv": False}, "checkpoint": {"resume": "auto"}}, []),
@@ -176,12 +176,12 @@ def test_an_older_release_did_not_note_them() -> None:
         ),
     ],
 )
-def test_what_is_applied_is_said(before: dict[str, Any], now: dict[str, Any], said: list[str]) -> None:
-    assert told_changes(checkpoint(**before), config=config(**now)) == said
+def test_what_is_applied_is_said(before: dict[str, Any], now: dict[str, Any], stated: list[str]) -> None:
+    assert describe_changes(checkpoint(**before), config=config(**now)) == stated
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "said"),
+    ("before", "now", "stated"),
     [
         ({"torch": "2.15.0", "deepspeed": "0.19.8"}, {"torch": "2.15.0", "deepspeed": "0.19.8"}, ""),
         (
@@ -194,18 +194,18 @@ def test_what_is_applied_is_said(before: dict[str, Any], now: dict[str, Any], sa
         ({}, {"torch": "2.15.0"}, ""),
     ],
 )
-def test_other_releases_are_named(before: dict[str, str], now: dict[str, str | None], said: str) -> None:
+def test_other_releases_are_named(before: dict[str, str], now: dict[str, str | None], stated: str) -> None:
     plain = checkpoint()
     saved = SavedCheckpoint(plain.folder, plain.tag, {**plain.manifest, "versions": before})
-    assert told_versions(saved, versions=now) == said
-    assert told_versions(plain, versions=now) == ""
+    assert describe_versions(saved, versions=now) == stated
+    assert describe_versions(plain, versions=now) == ""
 
 
 DATA = {"num_train_samples": 1437, "data_sha256": "aa"}
 
 
 @pytest.mark.parametrize(
-    ("saved", "now", "said"),
+    ("saved", "now", "stated"),
     [
         (DATA, DATA, ""),
         (DATA, DATA | {"num_train_samples": 1400}, "its training data had 1,437 samples and now has 1,400"),
@@ -215,12 +215,12 @@ DATA = {"num_train_samples": 1437, "data_sha256": "aa"}
     ],
 )
 def test_other_training_data_is_refused_where_an_epoch_has_as_many_steps(
-    saved: dict[str, Any], now: dict[str, Any], said: str
+    saved: dict[str, Any], now: dict[str, Any], stated: str
 ) -> None:
     plain = checkpoint()
     start = SavedCheckpoint(plain.folder, plain.tag, {**plain.manifest, **saved})
-    with pytest.raises(ConfigError) if said else nullcontext() as caught:
+    with pytest.raises(ConfigError) if stated else nullcontext() as caught:
         check_resumable(start, config=config(), global_size=8, steps_per_epoch=4, data=now)
     if caught is not None:
         assert [problem.kind for problem in caught.value.problems] == ["resume-data-differs"]
-        assert said in str(caught.value)
+        assert stated in str(caught.value)

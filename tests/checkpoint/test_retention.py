@@ -60,13 +60,13 @@ def test_the_best_is_kept_the_newest_of_equals(best: str, best_is: Any, gone: li
 
 def test_a_metric_that_was_not_measured_is_told_once_with_those_that_were() -> None:
     retention = Retention(3, best="eval/acc")
-    told = retention.told_absence([saved(10, loss=0.5, accuracy=0.2), saved(20)], newest=10)
-    assert told.startswith(
+    reported = retention.describe_absence([saved(10, loss=0.5, accuracy=0.2), saved(20)], newest=10)
+    assert reported.startswith(
         "checkpoint.keep_best = eval/acc: it was not measured at step 10, where eval/accuracy, eval/loss was; until "
     )
-    assert retention.told_absence([saved(10), saved(20)], newest=20) == ""
-    assert retention.told_absence([saved(10, acc=0.5)], newest=10) == ""
-    assert Retention(3).told_absence([saved(10)], newest=10) == ""
+    assert retention.describe_absence([saved(10), saved(20)], newest=20) == ""
+    assert retention.describe_absence([saved(10, acc=0.5)], newest=10) == ""
+    assert Retention(3).describe_absence([saved(10)], newest=10) == ""
 
 
 def test_a_value_that_is_no_number_is_nobodys_best() -> None:

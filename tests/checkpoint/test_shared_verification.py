@@ -24,7 +24,7 @@ class Ranks:
     """Threads that stand for ranks, and their two collectives."""
 
     def __init__(self, count: int, *, per_host: int = 0) -> None:
-        self.count, self.num_meetings, self.said = count, 0, list[str]()
+        self.count, self.num_meetings, self.stated = count, 0, list[str]()
         self._per_host, self._barrier, self._values = per_host or count, threading.Barrier(count), [None] * count
 
     def run(self, work: Callable[[int, SharedVerification], Any]) -> list[Any]:
@@ -37,7 +37,7 @@ class Ranks:
             rank=rank,
             gather=lambda value: self._gather(rank, value),
             from_rank0=lambda value: self._gather(rank, value)[0],
-            say=self.said.append,
+            print_line=self.stated.append,
         )
 
     def _gather(self, rank: int, value: Any) -> list[Any]:
@@ -92,10 +92,10 @@ def test_every_file_is_read_once_and_damage_told_to_all(
     data[10] ^= 1
     (newest.path / "weights.pt").write_bytes(data)
     (newest.path / "stranger").touch()
-    told = Ranks(4, per_host=per_host).run(lambda _, shared: shared.verify(newest, on_every_host=on_every_host))
+    reported = Ranks(4, per_host=per_host).run(lambda _, shared: shared.verify(newest, on_every_host=on_every_host))
     assert dict(reads) == dict.fromkeys(newest.records, times)
-    assert told == [newest.damage()] * 4
-    assert len(told[0]) == 2
+    assert reported == [newest.damage()] * 4
+    assert len(reported[0]) == 2
 
 
 def test_ranks_meet_while_they_read(newest: SavedCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_ranks_meet_while_they_read(newest: SavedCheckpoint, monkeypatch: pytest
 
     monkeypatch.setattr(verification, "hash_file", read_after_three_meetings)
     assert ranks.run(lambda _, shared: shared.verify(newest)) == [[], []]
-    assert ranks.said[0].startswith(f"{newest.path}: 0.0 of 0.0 GB are verified")
+    assert ranks.stated[0].startswith(f"{newest.path}: 0.0 of 0.0 GB are verified")
 
 
 def test_rank_0_asks_for_one_after_the_other(newest: SavedCheckpoint, reads: Counter[str]) -> None:

@@ -100,13 +100,13 @@ class TestRanks:
         ranks = Ranks(make)
         limit_file_size(writer(ranks.all[1]), 50_000)
         ranks.do(lambda one: one.save(1))
-        said = await_warning(capfd)
+        stated = await_warning(capfd)
         limit_file_size(writer(ranks.all[1]), resource.RLIM_INFINITY)
         ranks.do(lambda one: one.save(2))
         ranks.do(lambda one: one.finish())
-        said += capfd.readouterr().err
-        assert said.count("[checkpoint-not-written]") == 1
-        assert "global_step1: the checkpoint cannot be written (File too large)" in said
+        stated += capfd.readouterr().err
+        assert stated.count("[checkpoint-not-written]") == 1
+        assert "global_step1: the checkpoint cannot be written (File too large)" in stated
         assert steps(tmp_path) == [2]
 
     @pytest.mark.parametrize("victim", [0, 1])
@@ -124,9 +124,9 @@ class TestRanks:
             return written
 
         assert ranks.do(go_on) == [True, True]
-        said = capfd.readouterr().err
-        assert said.count("[checkpoint-not-written]") == 1
-        assert "was killed by signal 9" in said
+        stated = capfd.readouterr().err
+        assert stated.count("[checkpoint-not-written]") == 1
+        assert "was killed by signal 9" in stated
         assert steps(tmp_path) == [2]
 
     def test_what_a_slow_disk_has_taken_after_all_stays_written(
@@ -149,8 +149,8 @@ class TestRanks:
     def test_the_last_save_is_an_error_on_every_rank(self, make: Any, tmp_path: Path) -> None:
         ranks = Ranks(make, last_step=1)
         limit_file_size(writer(ranks.all[1]), 10)
-        told = ranks.do(lambda one: one.save(1))
-        assert [type(error) for error in told] == [StorageError, StorageError]
+        reported = ranks.do(lambda one: one.save(1))
+        assert [type(error) for error in reported] == [StorageError, StorageError]
         assert names(tmp_path) == []
 
 
@@ -201,7 +201,7 @@ class TestIdentity:
         for step in (1, 2):
             ranks.do(lambda one, step=step: one.save(step))
         ranks.do(lambda one: one.finish())
-        first, second = zip(*([order["ticket"] for order in told] for told in orders), strict=True)
+        first, second = zip(*([order["ticket"] for order in reported] for reported in orders), strict=True)
         assert len({*first}) == len({*second}) == 1
         assert first != second
 

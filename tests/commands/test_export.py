@@ -86,9 +86,9 @@ class TestRealCheckpoints:
     def test_the_file_says_where_it_comes_from(self, tied: Path, tmp_path: Path) -> None:
         export(str(tied), tmp_path / "out", dtype="bf16")
         with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as opened:
-            said = opened.metadata()
-        assert json.loads(said.pop(TIES)) == {"there.weight": "here.weight"}
-        assert said == {"format": "pt", "source": "tied-z3/global_step2", "step": "2", "dtype": "bf16"}
+            stated = opened.metadata()
+        assert json.loads(stated.pop(TIES)) == {"there.weight": "here.weight"}
+        assert stated == {"format": "pt", "source": "tied-z3/global_step2", "step": "2", "dtype": "bf16"}
 
     def test_the_users_own_module_takes_it(self, tied: Path, tmp_path: Path) -> None:
         export(str(tied), tmp_path / "out")
@@ -144,7 +144,7 @@ class TestRealCheckpoints:
         assert set(read_shards(tmp_path / "shards")) == set(expected) - {"net.there_proj.weight"}
 
     @pytest.mark.parametrize(
-        ("names", "said"),
+        ("names", "stated"),
         [
             ({"scale": "scale"}, r"lacks \S+ and \d+ more"),
             (dict.fromkeys((*TiedNet().state_dict(), "more"), "x"), r"gives \S+ and \S+ one name, x"),
@@ -153,11 +153,11 @@ class TestRealCheckpoints:
         ],
     )
     def test_names_that_are_not_whole_are_refused(
-        self, names: Any, said: str, tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, names: Any, stated: str, tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(TiedNet, "hf_names", lambda self: names)
         with pytest.raises(
-            ConfigError, match=rf"--hf: hf_names\(\) of TiedNet ({said}).*; mend it, .* \[hf-names-wrong\]"
+            ConfigError, match=rf"--hf: hf_names\(\) of TiedNet ({stated}).*; mend it, .* \[hf-names-wrong\]"
         ):
             export(str(tied), tmp_path / "out", hf=True, trust=str(tied))
         assert list(tmp_path.iterdir()) == []
@@ -233,7 +233,7 @@ def test_runs_start_from_an_export_as_from_the_checkpoint(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "stated"),
     [
         (["one"], "the following arguments are required: OUT"),
         (["one", "two", "--dtype", "int8"], "invalid choice: 'int8'"),
@@ -241,10 +241,10 @@ def test_runs_start_from_an_export_as_from_the_checkpoint(
         (["one", "two", "--shard-size", "5 parsecs"], "5 parsecs is not a size"),
     ],
 )
-def test_a_wrong_command_line_is_one_line(words: list[str], said: str) -> None:
+def test_a_wrong_command_line_is_one_line(words: list[str], stated: str) -> None:
     with pytest.raises(UsageError) as caught:
         main(words)
-    assert said in str(caught.value)
+    assert stated in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -273,10 +273,10 @@ def test_an_export_that_is_ended_leaves_nothing_for_long(
         while not list(tmp_path.glob(".out.*")) and process.poll() is None:
             time.sleep(0.001)
         process.send_signal(number)
-        printed, said = process.communicate(timeout=120)
+        printed, stated = process.communicate(timeout=120)
     assert process.returncode == code
     assert printed == b""  # DeepSpeed, when it is imported, would tell which device it found
-    assert b"Traceback" not in said
+    assert b"Traceback" not in stated
     assert len(list(tmp_path.glob(".out.*"))) == left
     assert not out.exists()
     if left:
@@ -333,7 +333,7 @@ class TestForeignFiles:
         (folder / INDEX).write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
 
     @pytest.mark.parametrize(
-        ("content", "said"),
+        ("content", "stated"),
         [
             ("{", "it is not an index of shards"),
             ("[" * 100_000, "it is not an index of shards"),
@@ -345,11 +345,11 @@ class TestForeignFiles:
             ({"weight_map": {"a": "two.safetensors"}}, "FileNotFoundError"),
         ],
     )
-    def test_an_index_that_cannot_be_followed(self, content: Any, said: str, tmp_path: Path) -> None:
+    def test_an_index_that_cannot_be_followed(self, content: Any, stated: str, tmp_path: Path) -> None:
         self.write_index(tmp_path, content)
         with pytest.raises(StorageError) as caught:
             read_exported(tmp_path)
-        assert said in str(caught.value)
+        assert stated in str(caught.value)
         assert str(caught.value).endswith("[weights-not-read]")
         assert "\n" not in str(caught.value)
 

@@ -233,7 +233,7 @@ def test_what_is_printed_is_what_the_plain_module_says(name: str, runs: Path, ca
 @pytest.mark.slow
 def test_all_layouts_write_the_same(runs: Path, capsys: Capture) -> None:
     """They trained with the same seed on the same batches, up to rounding: greedily they say the same for a while."""
-    said = []
+    stated = []
     for name in ("z0", "z3", "pipe-z0", "pipe-z1"):
         main(
             [
@@ -247,18 +247,18 @@ def test_all_layouts_write_the_same(runs: Path, capsys: Capture) -> None:
                 "8",
             ]
         )
-        said.append(capsys.readouterr().out)
-    assert len(set(said[:2])) == 1
-    assert len(set(said[2:])) == 1
+        stated.append(capsys.readouterr().out)
+    assert len(set(stated[:2])) == 1
+    assert len(set(stated[2:])) == 1
 
 
 @pytest.mark.slow
 def test_a_seed_names_a_sample_on_the_command_line(runs: Path, capsys: Capture) -> None:
-    said = []
+    stated = []
     for seed in ("1", "1", "2"):
         assert main(["generate", str(runs / "z3"), "--seed", seed, "--max-new-tokens", "50"]) == 0
-        said.append(capsys.readouterr().out)
-    assert said[0] == said[1] != said[2]
+        stated.append(capsys.readouterr().out)
+    assert stated[0] == stated[1] != stated[2]
 
 
 def _read(terminal: int) -> bytes:
@@ -281,11 +281,11 @@ def test_a_command_of_its_own_and_a_terminal(runs: Path) -> None:
         stderr=subprocess.PIPE,
     )
     os.close(other_end)
-    said = b"".join(iter(lambda: _read(terminal), b""))
+    stated = b"".join(iter(lambda: _read(terminal), b""))
     assert job.wait(timeout=120) == 0
     assert job.stderr is not None
     assert job.stderr.read() == b""
-    text = said.decode(errors="replace").replace("\r\n", "\n")
+    text = stated.decode(errors="replace").replace("\r\n", "\n")
     assert text.startswith("x")
     assert len(text) > 100
     assert not [character for character in text if not character.isprintable() and character not in "\n\t"]
@@ -307,20 +307,20 @@ def test_a_run_keeps_its_tokenizer(runs: Path, capsys: Capture, monkeypatch: pyt
     """The token folder may move; without what the run has kept, the tokenizer can be named."""
     words = ["generate", str(runs / "bpe"), "--temperature", "0", "--max-new-tokens", "8"]
     assert main(words) == 0
-    said, kept = capsys.readouterr().out, runs / "bpe/tokenizer"
+    stated, kept = capsys.readouterr().out, runs / "bpe/tokenizer"
     (runs / "tokens").rename(runs / "elsewhere")
     try:
         assert main(words) == 0
-        assert capsys.readouterr().out == said
+        assert capsys.readouterr().out == stated
         monkeypatch.chdir(runs / "bpe/checkpoints")
         assert main(["generate", "global_step15", *words[2:]]) == 0, (
             "the run is above the folder that it is asked for in"
         )
-        assert capsys.readouterr().out == said
+        assert capsys.readouterr().out == stated
         kept.rename(runs / "kept")
         for named in (runs / "kept", runs / "elsewhere/tokenizer.json"):
             assert main([*words, "--tokenizer", str(named)]) == 0
-            assert capsys.readouterr().out == said
+            assert capsys.readouterr().out == stated
         assert main([*words, "--tokenizer", "bytes"]) == 0
         assert main([*words, "--tokenizer", "nowhere"]) == 78
         assert "--tokenizer = nowhere: there is no such file or folder" in capsys.readouterr().err
@@ -394,7 +394,7 @@ def test_there_is_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "stated"),
     [
         ([], "the following arguments are required: CHECKPOINT"),
         (["x", "--temperature", "-1"], "'-1' is not a temperature from 0 up"),
@@ -405,8 +405,8 @@ def test_there_is_nothing(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_usage_ends_with_64_and_one_line(words: list[str], said: str, capsys: Capture) -> None:
+def test_usage_ends_with_64_and_one_line(words: list[str], stated: str, capsys: Capture) -> None:
     assert main(["generate", *words]) == 64
     err = capsys.readouterr().err
-    assert said in err
+    assert stated in err
     assert err.count("\n") == 1

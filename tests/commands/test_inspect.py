@@ -32,12 +32,12 @@ def inspect(capsys: pytest.CaptureFixture[str], *words: Any) -> tuple[int, str]:
 
 def test_a_sound_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (checkpoint,) = write(tmp_path, 1200)
-    code, said = inspect(capsys, checkpoint.path)
+    code, stated = inspect(capsys, checkpoint.path)
     assert code == 0
-    assert "step       1,200" in said
-    assert "ZeRO stage 0, fp32" in said
-    assert "files      1, 4 bytes: rest 4 bytes" in said
-    assert said.endswith("verified   every file is as it was written\n")
+    assert "step       1,200" in stated
+    assert "ZeRO stage 0, fp32" in stated
+    assert "files      1, 4 bytes: rest 4 bytes" in stated
+    assert stated.endswith("verified   every file is as it was written\n")
 
 
 def reseal(checkpoint: SavedCheckpoint, **change: Any) -> None:
@@ -55,19 +55,19 @@ def test_the_best_so_far_and_the_average(tmp_path: Path, capsys: pytest.CaptureF
         best={"metric": "eval/loss", "value": 0.25, "step": 900, "best_is": "min"},
         config=config | {"training": {"ema": {"decay": 0.999}}},
     )
-    code, said = inspect(capsys, checkpoint.path)
+    code, stated = inspect(capsys, checkpoint.path)
     assert code == 0
-    assert "best       eval/loss 0.2500 at step 900\naverage    of the weights, decay 0.999\n" in said
+    assert "best       eval/loss 0.2500 at step 900\naverage    of the weights, decay 0.999\n" in stated
 
 
 def test_metrics_that_are_not_finite_are_no_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpointer(tmp_path).save(10, {"train/loss": 0.5, "eval/perplexity": math.inf, "eval/loss": math.nan})
     expected = "train/loss 0.5, eval/perplexity inf, eval/loss nan"
-    code, said = inspect(capsys, tmp_path / "global_step10")
-    assert (code, f"metrics    {expected}\n" in said) == (0, True)
+    code, stated = inspect(capsys, tmp_path / "global_step10")
+    assert (code, f"metrics    {expected}\n" in stated) == (0, True)
     write(tmp_path, 20)
-    code, said = inspect(capsys, tmp_path)  # as a table
-    assert (code, f"  {expected}  sound\n" in said) == (0, True)
+    code, stated = inspect(capsys, tmp_path)  # as a table
+    assert (code, f"  {expected}  sound\n" in stated) == (0, True)
 
 
 def test_when_it_was_saved_is_told_by_the_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,12 +85,12 @@ def test_when_it_was_saved_is_told_by_the_manifest(tmp_path: Path, capsys: pytes
 def test_a_damaged_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (checkpoint,) = write(tmp_path, 10)
     (checkpoint.path / "weights").write_text("11", encoding="utf-8")
-    code, said = inspect(capsys, checkpoint.path)
+    code, stated = inspect(capsys, checkpoint.path)
     assert code == 74
-    assert "verified   1 file is not as written" in said
-    assert "damaged    weights: its content has changed since it was written" in said
-    code, said = inspect(capsys, checkpoint.path, "--no-verify")
-    assert (code, "verified   no (--no-verify)" in said) == (0, True)
+    assert "verified   1 file is not as written" in stated
+    assert "damaged    weights: its content has changed since it was written" in stated
+    code, stated = inspect(capsys, checkpoint.path, "--no-verify")
+    assert (code, "verified   no (--no-verify)" in stated) == (0, True)
 
 
 def test_a_run_lists_its_checkpoints_oldest_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,9 +98,9 @@ def test_a_run_lists_its_checkpoints_oldest_first(tmp_path: Path, capsys: pytest
     (checkpoints[1].path / "weights").unlink()
     (tmp_path / "checkpoints" / "global_step30").mkdir()
     (tmp_path / "checkpoints" / "global_step20.replaced").mkdir()
-    code, said = inspect(capsys, tmp_path)
+    code, stated = inspect(capsys, tmp_path)
     assert code == 74
-    lines = said.splitlines()
+    lines = stated.splitlines()
     assert [line.split()[0] for line in lines if line.startswith("global")] == [
         "global_step9",
         "global_step20",
@@ -121,9 +121,9 @@ def test_a_manifest_that_was_changed_is_damage(change: str, tmp_path: Path, caps
     file = checkpoint.path / "manifest.json"
     text = file.read_text(encoding="utf-8").replace('"epoch": 2', '"epoch": 3') if change == "changed" else change
     file.write_text(text, encoding="utf-8")
-    code, said = inspect(capsys, tmp_path)
+    code, stated = inspect(capsys, tmp_path)
     assert code == 74
-    assert "damaged    manifest.json: it has changed since it was written, or is of another release" in said
+    assert "damaged    manifest.json: it has changed since it was written, or is of another release" in stated
 
 
 @pytest.mark.parametrize(
@@ -149,17 +149,17 @@ def test_a_manifest_that_was_sealed_anew_is_one_line(
     (checkpoint,) = write(tmp_path, 10)
     reseal(checkpoint, **change)
     for words in ([], ["--json"], ["--no-verify"]):
-        code, said = inspect(capsys, checkpoint.path, *words)
+        code, stated = inspect(capsys, checkpoint.path, *words)
         assert code == 74
-        assert "manifest.json: " in said
-        assert "Traceback" not in said
+        assert "manifest.json: " in stated
+        assert "Traceback" not in stated
 
 
 def test_json_for_tools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path, 9, 20)
     (tmp_path / "global_step9" / "manifest.json").unlink()
-    code, said = inspect(capsys, tmp_path, "--json")
-    first, second = json.loads(said)
+    code, stated = inspect(capsys, tmp_path, "--json")
+    first, second = json.loads(stated)
     assert code == 74
     assert first == {
         "path": str(tmp_path / "global_step9"),
@@ -173,10 +173,10 @@ def test_json_for_tools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path, reason in ((tmp_path, "there is no checkpoint"), (tmp_path / "nowhere", "there is no such folder")):
-        code, said = inspect(capsys, path)
+        code, stated = inspect(capsys, path)
         assert code == 78
-        assert said.startswith(f"inspect = {path}: {reason}; name a")
-        assert said.endswith("[checkpoint-not-found]\n")
+        assert stated.startswith(f"inspect = {path}: {reason}; name a")
+        assert stated.endswith("[checkpoint-not-found]\n")
 
 
 def test_it_needs_no_torch(tmp_path: Path) -> None:
@@ -195,14 +195,14 @@ def test_one_that_was_set_aside_is_read_and_says_how_to_get_it_back(
 ) -> None:
     start = write(tmp_path, 10, 20)[0]
     (aside,) = set_aside_later(start)
-    code, said = inspect(capsys, aside)
+    code, stated = inspect(capsys, aside)
     assert code == 0
-    assert "step       20" in said
+    assert "step       20" in stated
     assert (
         f"replaced   set aside by a resume from an earlier step; mv {aside} {tmp_path}/global_step20 brings it back"
-        in said
+        in stated
     )
-    assert said.endswith("verified   every file is as it was written\n")
+    assert stated.endswith("verified   every file is as it was written\n")
     write(tmp_path, 30)
     assert "\nglobal_step20.replaced  " in inspect(capsys, tmp_path)[1]
 
@@ -213,10 +213,10 @@ def test_a_manifest_that_storage_does_not_give_out_hides_no_other(
 ) -> None:
     old, _ = write(tmp_path, 10, 20)
     refuse_to_open(monkeypatch, old.path / "manifest.json", number)
-    code, said = inspect(capsys, tmp_path)
+    code, stated = inspect(capsys, tmp_path)
     assert code == 74
-    assert f"  damaged: global_step10/manifest.json: it cannot be read: {os.strerror(number)}\n" in said
-    assert "sound" in said.splitlines()[-1]
+    assert f"  damaged: global_step10/manifest.json: it cannot be read: {os.strerror(number)}\n" in stated
+    assert "sound" in stated.splitlines()[-1]
 
 
 @pytest.mark.parametrize("command", ["inspect", "generate"])
@@ -225,7 +225,7 @@ def test_a_name_that_no_file_can_have_is_one_line(
 ) -> None:
     long = str(tmp_path / ("x" * 300))
     assert main([command, long]) == 74
-    said = capsys.readouterr()
-    assert (said.out, said.err.count("\n")) == ("", 1)
-    assert "File name too long" in said.err
-    assert said.err.endswith("[checkpoint-not-read]\n")
+    stated = capsys.readouterr()
+    assert (stated.out, stated.err.count("\n")) == ("", 1)
+    assert "File name too long" in stated.err
+    assert stated.err.endswith("[checkpoint-not-read]\n")

@@ -73,34 +73,34 @@ def plan(**sections: Any) -> Plan:
 def test_every_stage_is_a_line(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     before = sorted(path.name for path in folder.iterdir())
     assert main(["plan", "own.yaml", "--num_gpus", "2"]) == 0
-    said = capsys.readouterr()
+    stated = capsys.readouterr()
     # 6 x 8 + 8 parameters of four bytes; 2 samples of 8 numbers cross the cut.
-    assert said.out.splitlines()[6:8] == [
+    assert stated.out.splitlines()[6:8] == [
         "stage 0: 1 layer (0), 56 parameters, 0.0 MB, 75% of the computation by its FLOPs, sends 0.00 MB per "
         "micro-batch",
         "stage 1: 2 layers (1 .. 2), 18 parameters, 0.0 MB, 25% of the computation by its FLOPs",
     ]
-    assert said.err == ""
+    assert stated.err == ""
     assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == before
 
 
 def test_tools_get_what_the_run_will_write(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "own.yaml", "--num_gpus", "2", "--json", "parallel.partition=measured"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["pipeline"]["bounds"] == [0, 1, 3]
-    assert [(stage["num_params"], stage["output_bytes"]) for stage in told["pipeline"]["stages"]] == [
+    reported = json.loads(capsys.readouterr().out)
+    assert reported["pipeline"]["bounds"] == [0, 1, 3]
+    assert [(stage["num_params"], stage["output_bytes"]) for stage in reported["pipeline"]["stages"]] == [
         (56, 64),
         (18, None),
     ]
-    (found,) = [one for one in told["findings"] if one["kind"] == "stages-measured-at-start"]
+    (found,) = [one for one in reported["findings"] if one["kind"] == "stages-measured-at-start"]
     assert (found["severity"], found["file"]) == ("note", "command line")
 
 
 def test_what_cannot_be_cut_is_refused_with_its_place(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "own.yaml", "--num_gpus", "4", "parallel.pipe=4"]) == 78
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err == (
+    stated = capsys.readouterr()
+    assert stated.out == ""
+    assert stated.err == (
         "command line: parallel.pipe = 4: the model has only 3 layers; set parallel.pipe: 3 or less "
         "[pipe-exceeds-layers]\n"
     )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from framework.checkpoint.resumable import check_resumable, told_changes
+from framework.checkpoint.resumable import check_resumable, describe_changes
 from framework.checkpoint.resume_point import find_sound_checkpoint
 from framework.checkpoint.saved import SavedCheckpoint, list_checkpoints, seal
 from framework.cli import main
@@ -69,7 +69,7 @@ def test_no_command_calls_what_a_manifest_names(section: str, tmp_path: Path) ->
     config = config_from_values({"run": {"name": "x"}}).to_dict()
     with pytest.raises(ConfigError, match=r"\[resume-config-differs\]"):
         check_resumable(found, config=config, global_size=8, steps_per_epoch=4, data={})
-    told_changes(found, config=config)
+    describe_changes(found, config=config)
     assert not sentinel.exists()
 
 

@@ -145,11 +145,9 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
             f":1: optimizer.kind = adamW: there is no such kind; did you mean 'adamw'? known: {OPTIMIZERS} "
             "[unknown-kind]",
             ":2: scheduler.kind = WarmupLR: there is no such kind; did you mean 'warmup'? known: constant, cosine, "
-            "warmup, "
-            "warmup_decay, warmup_cosine, one_cycle, lr_range_test [unknown-kind]",
+            "warmup, warmup_decay, warmup_cosine, one_cycle, lr_range_test [unknown-kind]",
             ":3: precision.dtype = bfloat16: there is no such kind; did you mean 'bf16'? known: fp32, fp16, bf16, "
-            "autocast "
-            "[unknown-kind]",
+            "autocast [unknown-kind]",
         ],
     ),
     "number as kind": (
@@ -242,8 +240,7 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
             "[removed-deepspeed-key]",
             ":5: deepspeed.² = 1: DeepSpeed reads no such key and would ignore it; remove it [unknown-deepspeed-key]",
             ":4: deepspeed.wandb.enabled = auto: DeepSpeed drops it and takes its default; write the value, or remove "
-            "the key "
-            "[auto-in-deepspeed]",
+            "the key [auto-in-deepspeed]",
             ":4: deepspeed.wandb.team = null: DeepSpeed wants a value or no key; remove the key [null-in-deepspeed]",
         ],
     ),
@@ -257,8 +254,7 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
         "run: {name: x\nbatch: {}\n",
         [
             ":2: not valid YAML: did not find expected ',' or '}' (in what began in line 1); check indentation, "
-            "colons and quotes "
-            "[config-syntax]"
+            "colons and quotes [config-syntax]"
         ],
     ),
     "two colons": (
@@ -387,8 +383,7 @@ JSON: Final[dict[str, tuple[str | bytes, list[str]]]] = {
         '{"run": {}, "' + "k" * 2000 + '": 1}',
         [
             ":1: a layout that cannot be read: did not find expected ',' or '}'; lay it out as `python -m json.tool` "
-            "does "
-            "[config-syntax]"
+            "does [config-syntax]"
         ],
     ),
 }

@@ -325,8 +325,8 @@ def test_a_run_that_is_told_to_end_leaves_nothing(number: signal.Signals, code: 
         time.sleep(0.01)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
-    said = [line for line in errors.splitlines() if not line.startswith("writing tokens: ")]  # every ten seconds
-    assert (process.returncode, said) == (code, [])
+    stated = [line for line in errors.splitlines() if not line.startswith("writing tokens: ")]  # every ten seconds
+    assert (process.returncode, stated) == (code, [])
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 

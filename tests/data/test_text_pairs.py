@@ -278,8 +278,7 @@ def test_one_document_has_no_other(tmp_path: Path) -> None:
         build(str(tmp_path / "out"))
     assert [str(problem) for problem in caught.value.problems] == [
         f"data.path = {show_value(str(tmp_path / 'out'))}: the {name} text is one document, and half of the pairs "
-        "need another "
-        "one; prepare more files, or with --split-at-blank-lines [text-one-document]"
+        "need another one; prepare more files, or with --split-at-blank-lines [text-one-document]"
         for name in ("training", "evaluation")
     ]
 

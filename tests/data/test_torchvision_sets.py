@@ -159,7 +159,7 @@ def test_folders_that_a_failed_download_has_made_are_removed(
     assert "refused" in ask(1)
     assert sorted(tmp_path.rglob("*")) == before
     with ThreadPoolExecutor(4) as pool:  # they remove folders under each other's feet, and may leave one that is empty
-        assert all("dataset-download-failed" in told for told in pool.map(ask, range(4)))
+        assert all("dataset-download-failed" in reported for reported in pool.map(ask, range(4)))
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 

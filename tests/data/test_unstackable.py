@@ -17,7 +17,7 @@ def zeros(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("samples", "said", "kind"),
+    ("samples", "stated", "kind"),
     [
         (
             [(zeros(3), 0), (zeros(3), 1), (zeros(5), 1)],
@@ -41,10 +41,10 @@ def zeros(*shape: int) -> torch.Tensor:
         ([(np.array([{}]), 0)], "an array of objects of shape (1,)", "sample-type"),
     ],
 )
-def test_the_difference_is_named(samples: list[Any], said: str, kind: str) -> None:
+def test_the_difference_is_named(samples: list[Any], stated: str, kind: str) -> None:
     with pytest.raises(ConfigError) as caught:
         collate(samples)
-    assert said in str(caught.value)
+    assert stated in str(caught.value)
     assert str(caught.value).endswith(f"[{kind}]")
     assert str(caught.value).count("\n") == 0
 

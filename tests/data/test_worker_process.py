@@ -31,13 +31,13 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("is_there", "said"), [(True, "stays\n"), (False, "")])
-def test_a_worker_goes_when_its_rank_has_gone_before_it_could_look(is_there: bool, said: str) -> None:
+@pytest.mark.parametrize(("is_there", "stated"), [(True, "stays\n"), (False, "")])
+def test_a_worker_goes_when_its_rank_has_gone_before_it_could_look(is_there: bool, stated: str) -> None:
     rank = os.getpid() if is_there else 2**22  # beyond what a process may have
     done = subprocess.run(
         [sys.executable, "-c", LATE, str(rank)], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    assert done.stdout == said, done.stderr
+    assert done.stdout == stated, done.stderr
     assert done.returncode == (0 if is_there else 1)
 
 

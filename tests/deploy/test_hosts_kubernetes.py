@@ -95,21 +95,21 @@ def test_a_rendered_job_survives_a_killed_rank_and_an_eviction(tmp_path: Path) -
     claim.mkdir()
     with WarmRanks() as warm:
         job = warm.start(["--config", str(config), f"run.output_dir={unbroken}"], num_ranks=2, folder=tmp_path / "said")
-        assert set(job.wait(300)) == {0}, job.said()
+        assert set(job.wait(300)) == {0}, job.stated()
 
     with Network(None) as network:
         kubelet = Kubelet(
             network, manifest, volumes={"runs": claim}, image=image(tmp_path / "cache"), publish_after=1.0
         )
         result = kubelet.run(timeout=600, meanwhile=Disturbance(claim / "run"))
-        assert result == "Complete", kubelet.said()
-        told = [
+        assert result == "Complete", kubelet.stated()
+        reported = [
             (pod.index, pod.exit_code, pod.verdict)
             for pod in sorted(kubelet.pods, key=lambda pod: (pod.started, pod.index))
         ]
-        assert sorted(told[:2]) == [(0, 76, "Count"), (1, 137, "Count")], kubelet.said()
-        assert sorted(told[2:4]) == [(0, 75, "Ignore"), (1, 75, "Ignore")], kubelet.said()
-        assert sorted(told[4:]) == [(0, 0, "Succeeded"), (1, 0, "Succeeded")], kubelet.said()
+        assert sorted(reported[:2]) == [(0, 76, "Count"), (1, 137, "Count")], kubelet.stated()
+        assert sorted(reported[2:4]) == [(0, 75, "Ignore"), (1, 75, "Ignore")], kubelet.stated()
+        assert sorted(reported[4:]) == [(0, 0, "Succeeded"), (1, 0, "Succeeded")], kubelet.stated()
         messages = [pod.message for pod in kubelet.pods]
         assert all("node 1 (demo-1) rank 1: killed by SIGKILL" in message for message in messages[:2])
         assert all("stopped on request" in message for message in messages[2:4])

@@ -43,18 +43,18 @@ def ask(host: Host, *words: str) -> dict[str, Any]:
     return found
 
 
-def told(found: dict[str, Any]) -> set[tuple[str, str]]:
+def reported(found: dict[str, Any]) -> set[tuple[str, str]]:
     return {(each["id"], each["node"]) for each in found["findings"] if each["severity"] == "error"}
 
 
 @needs_hosts
 def test_hosts_in_good_order(network: Network) -> None:
     found = ask(network.hosts[0], "run.output_dir=/shared")
-    assert told(found) == set()
+    assert reported(found) == set()
     assert [node["node"] for node in found["nodes"]] == ["node-0", "node-1", "node-2"]
-    said = {each["name"]: each["found"] for each in found["across"]}
-    assert said["network"] == "10 connections, every one answered"
-    assert said["run folder"] == "/shared is seen by all"
+    stated = {each["name"]: each["found"] for each in found["across"]}
+    assert stated["network"] == "10 connections, every one answered"
+    assert stated["run folder"] == "/shared is seen by all"
     assert not network.hosts[1].processes()
 
 
@@ -72,8 +72,8 @@ def test_everything_that_is_wrong_between_hosts_is_told_at_once(network: Network
             "print('taken', flush=True); time.sleep(600)",
         ]
     )
-    while "taken" not in taken.said():
-        assert taken.poll() is None, taken.said()
+    while "taken" not in taken.stated():
+        assert taken.poll() is None, taken.stated()
         time.sleep(0.02)
     try:
         found = ask(first, "run.output_dir=/tmp/runs", "model={target: 'my_nets:Net'}")
@@ -83,7 +83,7 @@ def test_everything_that_is_wrong_between_hosts_is_told_at_once(network: Network
         third.run(["sh", "-c", "printf 'class Net: pass\n' > /tmp/project/my_nets.py"])
     not_shared = {("run-folder-not-shared", host.name) for host in (first, second, third)}
     others = {("code-differs", "node-2"), ("name-loopback", "node-1"), ("port-not-usable", "node-0")}
-    assert told(found) == not_shared | others
+    assert reported(found) == not_shared | others
 
 
 @needs_hosts
@@ -93,7 +93,7 @@ def test_a_host_that_is_gone(network: Network) -> None:
         found = ask(network.hosts[0], "run.output_dir=/shared", "--ssh_args", "-o ConnectTimeout=2")
     finally:
         network.heal(network.hosts[2])
-    assert told(found) == {("host-unreachable", "node-2")}
+    assert reported(found) == {("host-unreachable", "node-2")}
     assert {each["name"] for each in found["across"]} >= {"network", "run folder"}, (
         "the others are compared all the same"
     )

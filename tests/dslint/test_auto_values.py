@@ -117,9 +117,9 @@ def test_defaults_are_the_trainers_and_are_told_once_each() -> None:
     values = json.loads(found.text)
     assert values["optimizer"]["params"] == {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
     assert (values["train_batch_size"], values["gradient_clipping"], values["bf16"]) == (8, 1.0, {"enabled": False})
-    said = [note.reason for note in found.notes]
-    assert sum("learning_rate=5e-05" in reason for reason in said) == 1
-    assert any("adam_beta1=0.9 and adam_beta2=0.999" in reason for reason in said)
+    stated = [note.reason for note in found.notes]
+    assert sum("learning_rate=5e-05" in reason for reason in stated) == 1
+    assert any("adam_beta1=0.9 and adam_beta2=0.999" in reason for reason in stated)
     assert {note.severity for note in found.notes} == {"note"}
 
 
@@ -198,7 +198,7 @@ def test_comments_and_layout_stay() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "stated"),
     [
         ({"hiden_size": 3}, "hiden_size: not an argument of the Trainer; did you mean hidden_size?"),
         ({"hidden_size": "big"}, "hidden_size=big: not a whole number of 1 or more"),
@@ -212,10 +212,10 @@ def test_comments_and_layout_stay() -> None:
     ],
     ids=str,
 )
-def test_settings_that_mean_nothing(settings: dict[str, Any], said: str) -> None:
+def test_settings_that_mean_nothing(settings: dict[str, Any], stated: str) -> None:
     with pytest.raises(UsageError) as caught:
         resolve(parse_hjson(json.dumps(DOCUMENTED), name="x"), settings)
-    assert said in str(caught.value)
+    assert stated in str(caught.value)
 
 
 @pytest.mark.parametrize("odd", ["x", "10", [], True, -1, 10**40, None, {}])

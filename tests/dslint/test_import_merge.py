@@ -92,7 +92,7 @@ def test_what_is_left_out_of_the_run_is_told(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "run.yaml").write_text("{}\n")
     ds = {"train_batch_size": 60, "amp": {"enabled": False}, "fp16": {"enabled": False, "hysteresis": 3}}
     (tmp_path / "ds.json").write_text(json.dumps(ds, indent=1))
-    load_job(str(tmp_path / "run.yaml"), [], deepspeed_config=str(tmp_path / "ds.json")).tell_notes()
+    load_job(str(tmp_path / "run.yaml"), [], deepspeed_config=str(tmp_path / "ds.json")).print_notes()
     amp, hysteresis = capsys.readouterr().err.splitlines()
     assert amp.startswith(f"note: {tmp_path / 'ds.json'}:3: amp: left out of this run: ")
     assert hysteresis.startswith(
@@ -118,10 +118,10 @@ def test_train_py_takes_deepspeeds_own_options(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "is_told"), [({}, True), ({"RANK": "1"}, False), ({"DSF_AGENT": identity(os.getpid())}, False)]
+    ("environment", "is_reported"), [({}, True), ({"RANK": "1"}, False), ({"DSF_AGENT": identity(os.getpid())}, False)]
 )
 def test_a_start_without_our_launcher_tells_once_what_is_left_out(
-    tmp_path: Path, environment: dict[str, str], is_told: bool
+    tmp_path: Path, environment: dict[str, str], is_reported: bool
 ) -> None:
     (tmp_path / "ds.json").write_text('{"train_batch_size": 60, "amp": {"enabled": false}}')
     (tmp_path / "run.yaml").write_text("run: {name: x}\n")
@@ -136,7 +136,7 @@ def test_a_start_without_our_launcher_tells_once_what_is_left_out(
         check=False,
     )
     assert done.returncode == 78, "60 samples do not go to 7 ranks"
-    assert ("ds.json:1: amp: left out of this run" in done.stderr) is is_told
+    assert ("ds.json:1: amp: left out of this run" in done.stderr) is is_reported
 
 
 def test_deepspeeds_base64_text_is_read_as_a_file_is() -> None:

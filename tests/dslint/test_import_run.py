@@ -290,7 +290,7 @@ def test_no_key_is_dropped_in_silence(keys: list[tuple[str, Any]], stage: int) -
     if isinstance(found, list):
         assert found
         return
-    said = " ".join(found.left_out)
+    stated = " ".join(found.left_out)
     before, after = Facts(values), Facts(rendered(found.values))
     for written, value in leaves(values):
         known = load_table().get(written)
@@ -298,7 +298,7 @@ def test_no_key_is_dropped_in_silence(keys: list[tuple[str, Any]], stage: int) -
             known is None
             or value in (None, "auto")
             or written.startswith((*OURS, "optimizer", "scheduler"))
-            or written in said
+            or written in stated
         ):
             continue
         path, default = known.path, None if known.default is MISSING else known.default

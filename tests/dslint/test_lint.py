@@ -139,7 +139,7 @@ def test_values_from_python_have_no_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "severity", "said"),
+    ("text", "kind", "severity", "stated"),
     [
         ('{"gradient_cliping": 1}', "unknown-key", "error", "drops it in silence; did you mean gradient_clipping?"),
         ('{"bf16": {"enabld": true}}', "unknown-key", "error", "refuses it; did you mean bf16.enabled?"),
@@ -155,10 +155,10 @@ def test_values_from_python_have_no_file() -> None:
         ('{"disable_allgather": true}', "inert-key", "warning", "does nothing with it"),
     ],
 )
-def test_one_key_is_one_problem_of_its_kind(text: str, kind: str, severity: str, said: str) -> None:
+def test_one_key_is_one_problem_of_its_kind(text: str, kind: str, severity: str, stated: str) -> None:
     problem = only(text)
     assert (problem.kind, problem.severity) == (kind, severity)
-    assert said in str(problem)
+    assert stated in str(problem)
 
 
 def test_both_names_of_a_key() -> None:
@@ -218,8 +218,8 @@ def test_several_problems_come_at_once() -> None:
 
 def test_nothing_is_said_twice() -> None:
     text = '{"train_batch_size": 8, "gradient_clipping": 1.0, "zero_optimization": {"stage": true, "stag": 1}, "amp": true}'  # noqa: E501
-    said = [str(problem) for problem in found(text)]
-    assert len(said) == len(set(said))
+    stated = [str(problem) for problem in found(text)]
+    assert len(stated) == len(set(stated))
 
 
 def test_every_duplicate_key_is_told() -> None:
@@ -238,17 +238,17 @@ def test_what_is_no_object(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "severity", "said"),
+    ("text", "severity", "stated"),
     [
         ('{"gradient_accumulation_steps": "auto"}', "error", "breaks on it"),
         ('{"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}', "warning", "takes its default"),
         ('{"prescale_gradients": "auto"}', "warning", "takes the text for true"),
     ],
 )
-def test_auto_is_told_once_by_what_becomes_of_it(text: str, severity: str, said: str) -> None:
+def test_auto_is_told_once_by_what_becomes_of_it(text: str, severity: str, stated: str) -> None:
     problem = only(text)
     assert (problem.kind, problem.severity) == ("auto-value", severity)
-    assert said in problem.reason
+    assert stated in problem.reason
 
 
 def test_auto_where_deepspeed_knows_the_word() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from framework.commands.verdict import Against, Verdict, check_document
+from framework.commands.verdict import CheckContext, Verdict, check_document
 from framework.dslint.readers import FILLED, Reader
 from framework.text.hjson import parse_hjson
 from tests.dslint.rules.cases import merged
@@ -71,7 +71,7 @@ FILES: list[str] = [
 
 
 def judged(text: str, reader: Reader | None = None) -> Verdict:
-    return check_document(parse_hjson(text, name="x.json"), Against(reader=reader))
+    return check_document(parse_hjson(text, name="x.json"), CheckContext(reader=reader))
 
 
 def errors(text: str, reader: Reader | None = None) -> list[tuple[str, str]]:
@@ -81,10 +81,10 @@ def errors(text: str, reader: Reader | None = None) -> list[tuple[str, str]]:
 def test_a_file_that_says_auto_is_the_trainers_and_that_is_said() -> None:
     verdict = judged(json.dumps(autos("optimizer.params.lr", "train_batch_size")))
     assert verdict.is_fine
-    assert verdict.praise == "fine for Hugging Face's Trainer and DeepSpeed 0.19.8"
+    assert verdict.summary == "fine for Hugging Face's Trainer and DeepSpeed 0.19.8"
     (note,) = [problem for problem in verdict.problems if problem.kind == "reader-assumed"]
     assert "--for accelerate" in note.fix
-    assert judged(json.dumps(PLAIN)).praise == "fine for DeepSpeed 0.19.8"
+    assert judged(json.dumps(PLAIN)).summary == "fine for DeepSpeed 0.19.8"
     own_word = merged(PLAIN, {"data_types": {"keep_in_fp32_modules": "auto"}})
     assert not errors(json.dumps(own_word)), "DeepSpeed's own word names no other reader"
 

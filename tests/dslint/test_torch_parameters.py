@@ -16,7 +16,7 @@ from framework.dslint.lint import lint
 from framework.dslint.rules.optimizer import TORCH_OPTIMIZERS
 from framework.dslint.rules.scheduler import TORCH_SCHEDULES
 from framework.dslint.target import Topology
-from framework.dslint.torch_parameters import NEEDED, OPTIMIZERS, SCHEDULERS, says_no
+from framework.dslint.torch_parameters import NEEDED, OPTIMIZERS, SCHEDULERS, mismatch
 from framework.text.document import Document
 
 torch = pytest.importorskip("torch")
@@ -228,5 +228,5 @@ def test_whole_numbers_beyond_64_bits_are_refused() -> None:
 
 
 def test_numbers_that_are_none_are_no_numbers() -> None:
-    assert says_no(float("nan"), "number>=0") is not None
-    assert says_no(float("inf"), "number") is not None
+    assert mismatch(float("nan"), "number>=0") is not None
+    assert mismatch(float("inf"), "number") is not None

@@ -217,12 +217,12 @@ def test_fp16_that_diverged_ends_and_is_not_saved(one_rank: Path, name: str) -> 
     """A loss scale, fixed or not, skips such steps for ever; DeepSpeed's own end of it is an exception without a
     kind.
     """
-    said = (one_rank / f"diverging-{name}.error").read_text(encoding="utf-8")
-    assert DIVERGING[name][1] in said
-    assert said.endswith("[loss-not-finite]")
+    stated = (one_rank / f"diverging-{name}.error").read_text(encoding="utf-8")
+    assert DIVERGING[name][1] in stated
+    assert stated.endswith("[loss-not-finite]")
     assert not list((one_rank / f"diverging-{name}/checkpoints").glob("global_step*"))
     log = (one_rank / f"diverging-{name}/logs/rank0.log").read_text(encoding="utf-8")
-    assert log.count(f"ERROR dsf-trainer: {said}\n") == 1
+    assert log.count(f"ERROR dsf-trainer: {stated}\n") == 1
     assert "dsf-trainer: step 4/20  epoch 0.18  loss nan" in log or name == "dynamic"
 
 

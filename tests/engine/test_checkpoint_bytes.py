@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed
 
-from framework.checkpoint.state.checkpoint_engine import SafeFiles
+from framework.checkpoint.state.checkpoint_engine import AtomicCheckpointEngine
 from framework.engine.checkpoint_bytes import save_bytes
 from framework.system.files import FileRecord, hash_file
 
@@ -45,7 +45,7 @@ class Copying:
 
 @pytest.mark.usefixtures("_one_rank")
 @pytest.mark.parametrize(
-    ("why", "said"),
+    ("why", "stated"),
     [
         ("missing", "No such file or directory"),
         ("in the way", "File exists"),
@@ -53,7 +53,7 @@ class Copying:
         ("", ""),
     ],
 )
-def test_a_copy_that_fails_waits_until_all_ranks_have_met(why: str, said: str, tmp_path: Path) -> None:
+def test_a_copy_that_fails_waits_until_all_ranks_have_met(why: str, stated: str, tmp_path: Path) -> None:
     swapped, copied = tmp_path / "swapped", tmp_path / "checkpoints/global_step1/offloaded_tensors/rank0"
     if why != "missing":
         swapped.mkdir()
@@ -65,12 +65,12 @@ def test_a_copy_that_fails_waits_until_all_ranks_have_met(why: str, said: str, t
     engine, copytree = Copying(swapped), shutil.copytree
 
     def save() -> Mapping[str, FileRecord]:
-        return save_bytes(engine, SafeFiles(), tmp_path / "checkpoints", "global_step1", {}, names={})  # type: ignore[arg-type]
+        return save_bytes(engine, AtomicCheckpointEngine(), tmp_path / "checkpoints", "global_step1", {}, names={})  # type: ignore[arg-type]
 
     if why:
-        with pytest.raises(OSError, match=said) as caught:
+        with pytest.raises(OSError, match=stated) as caught:
             save()
-        assert said in caught.value.strerror
+        assert stated in caught.value.strerror
     else:
         assert save() == {"offloaded_tensors/rank0/0.tensor.swp": hash_file(swapped / "0.tensor.swp")}
         assert (copied / "0.tensor.swp").read_bytes() == b"abc"

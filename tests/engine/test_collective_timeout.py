@@ -14,7 +14,7 @@ import torch.distributed
 
 from framework.config.load import config_from_values
 from framework.engine import initialize
-from framework.engine.collective_timeout import gather_from_disks, waiting_for_disks
+from framework.engine.collective_timeout import collective_timeout, gather_from_disks
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
 from framework.setup.wiring import make_checkpointer
@@ -40,10 +40,10 @@ def limits(groups: list[torch.distributed.ProcessGroup]) -> list[timedelta]:
 
 
 def test_all_groups_wait_longer_and_only_there(groups: list[torch.distributed.ProcessGroup]) -> None:
-    with waiting_for_disks():
+    with collective_timeout():
         assert limits(groups) == [timedelta(hours=2), timedelta(hours=2), LONG]
     assert limits(groups) == [SHORT, SHORT, LONG]
-    with pytest.raises(OSError, match="full"), waiting_for_disks():
+    with pytest.raises(OSError, match="full"), collective_timeout():
         raise OSError("full")
     assert limits(groups) == [SHORT, SHORT, LONG]
     assert gather_from_disks(5) == [5]

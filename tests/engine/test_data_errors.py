@@ -24,14 +24,12 @@ monitors: {{tensorboard: false}}
 DAMAGED = "there/dog/7.jpg: cannot be read as an image; replace it [image-damaged]"
 KILLED = (
     "rank 1: a worker that reads the data is killed by signal: Killed: the host, or the memory limit of this job, has "
-    "no "
-    "room for it: set data.num_workers or data.prefetch_batches lower [data-worker-ended]"
+    "no room for it: set data.num_workers or data.prefetch_batches lower [data-worker-ended]"
 )
 FULL = (
     "rank 1: the device has no memory left (2.00 GiB were asked for, 1.06 GiB of 79.15 GiB are free); set a smaller "
     "batch.micro_size (batch.global_size may stay), training.recompute_every, a higher zero.stage or "
-    "zero.offload_optimizer "
-    "[out-of-memory]"
+    "zero.offload_optimizer [out-of-memory]"
 )
 WORKERS = "data.num_workers=1"
 
@@ -70,9 +68,9 @@ def test_it_is_one_line(
     (tmp_path / "fails.yaml").write_text(CONFIG, encoding="utf-8")
     job = warm.start(["--config", "fails.yaml", *settings], num_ranks=2, folder=tmp_path)
     codes = job.wait(120)
-    assert codes == [76, code], job.said()
-    assert job.said(1).splitlines() == [line]
-    assert "Traceback" not in job.said(0)
+    assert codes == [76, code], job.stated()
+    assert job.stated(1).splitlines() == [line]
+    assert "Traceback" not in job.stated(0)
     log = (tmp_path / "runs/fails/logs/rank1.log").read_text(encoding="utf-8")
     assert line in log
     assert "Traceback" in log
@@ -84,9 +82,9 @@ def test_what_all_ranks_meet_is_told_once(tmp_path: Path, warm: WarmRanks) -> No
     arguments = ["--config", "fails.yaml", data("unreadable", rank="all"), WORKERS]
     job = warm.start(arguments, num_ranks=2, folder=tmp_path)
     job.wait(120)
-    assert job.said(0).splitlines()[-1] == DAMAGED
+    assert job.stated(0).splitlines()[-1] == DAMAGED
     # A rank that comes to its sample after rank 0 has ended cannot ask it any more, and tells it too. Torch may
     # complain that the store has gone.
-    said = job.said(1)
-    assert said.count("image-damaged") == said.splitlines().count(DAMAGED) <= 1
-    assert "Traceback" not in said
+    stated = job.stated(1)
+    assert stated.count("image-damaged") == stated.splitlines().count(DAMAGED) <= 1
+    assert "Traceback" not in stated

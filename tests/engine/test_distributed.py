@@ -15,7 +15,7 @@ import torch
 import torch.distributed
 
 from framework.engine import distributed
-from framework.engine.distributed import check_device_of_rank, is_first_to_tell, process_group
+from framework.engine.distributed import check_device_of_rank, claims_error_report, process_group
 from framework.errors import ConfigError
 
 
@@ -91,11 +91,11 @@ def test_without_a_launcher_the_scripts_device_stays(
 
 def test_torchs_warning_of_barriers_is_not_shown(host: Accelerator, group: None) -> None:
     """Its own words, from its source: on one GPU they would be what a beginner sees first."""
-    (said,) = re.findall(r'"(barrier\(\): .*)"', inspect.getsource(inspect.unwrap(torch.distributed.barrier)))
+    (stated,) = re.findall(r'"(barrier\(\): .*)"', inspect.getsource(inspect.unwrap(torch.distributed.barrier)))
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
         with process_group(None):
-            warnings.warn(said, stacklevel=1)
+            warnings.warn(stated, stacklevel=1)
             warnings.warn("something else", stacklevel=1)
     assert [str(one.message) for one in shown] == ["something else"]
 
@@ -103,7 +103,7 @@ def test_torchs_warning_of_barriers_is_not_shown(host: Accelerator, group: None)
 class TestWhoTells:
     """Three ranks, each a thread with the group's store."""
 
-    def tells(self, monkeypatch: pytest.MonkeyPatch, *ranks: int, patience_seconds: float = 0.3) -> set[int]:
+    def tells(self, monkeypatch: pytest.MonkeyPatch, *ranks: int, wait_seconds: float = 0.3) -> set[int]:
         store, own, found = torch.distributed.HashStore(), threading.local(), set[int]()
         store.set_timeout(timedelta(seconds=5))
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
@@ -113,7 +113,7 @@ class TestWhoTells:
 
         def meet(rank: int) -> None:
             own.rank = rank
-            if is_first_to_tell("it is torn", patience_seconds=patience_seconds):
+            if claims_error_report("it is torn", wait_seconds=wait_seconds):
                 found.add(rank)
 
         threads = [threading.Thread(target=meet, args=(rank,)) for rank in ranks]
@@ -125,7 +125,7 @@ class TestWhoTells:
 
     @pytest.mark.slow
     def test_rank_0_tells_what_all_meet(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert self.tells(monkeypatch, 2, 1, 0, patience_seconds=30.0) == {0}
+        assert self.tells(monkeypatch, 2, 1, 0, wait_seconds=30.0) == {0}
 
     @pytest.mark.slow
     def test_one_of_the_others_tells_what_rank_0_does_not_meet(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,4 +135,4 @@ class TestWhoTells:
 
 def test_before_the_ranks_have_met_every_one_tells() -> None:
     assert "RANK" not in os.environ
-    assert is_first_to_tell("it is torn")
+    assert claims_error_report("it is torn")

@@ -40,7 +40,7 @@ class Wrong(nn.Linear):
 
 
 @pytest.mark.parametrize(
-    ("model", "inputs", "targets", "said"),
+    ("model", "inputs", "targets", "stated"),
     [
         (Added(3, 2), [X, X], Y, "list of (float32 [4, 3], float32 [4, 3]); samples ((a, b), target) hand it one list"),
         (nn.Linear(3, 2), X, Y.double(), "targets float64 [4]; class numbers are int64"),
@@ -56,11 +56,11 @@ class Wrong(nn.Linear):
     ],
 )
 @pytest.mark.parametrize("task", [Classification(), as_task(nn.CrossEntropyLoss())], ids=["kind", "callable"])
-def test_the_batch_is_shown(task: Task, model: nn.Module, inputs: Any, targets: Any, said: str) -> None:
+def test_the_batch_is_shown(task: Task, model: nn.Module, inputs: Any, targets: Any, stated: str) -> None:
     with pytest.raises(TrainingError) as caught, explaining_failed_batches(Path("logs")):
         _SCOPE["train_step"](task, model, inputs, targets)
     line = str(caught.value)
-    assert said in line
+    assert stated in line
     assert line.startswith("rank 0: ")
     assert line.endswith("(traceback: logs/rank0.log) [batch-failed]")
     assert line.count("\n") == 0
@@ -91,12 +91,12 @@ monitors: {tensorboard: false}
 """)
     job = warm.start(["--config", "fails.yaml"], num_ranks=2, folder=tmp_path)
     codes = job.wait(120)
-    assert codes[0] == 70, job.said()
+    assert codes[0] == 70, job.stated()
     assert (
-        job.said(0)
+        job.stated(0)
         .splitlines()[-1]
         .endswith("it was given float32 [4, 3] (traceback: runs/fails/logs/rank0.log) [batch-failed]")
     )
-    assert job.said(1).count("[batch-failed]") <= 1  # a rank that fails after rank 0 has ended cannot ask it any more
-    assert "Traceback" not in job.said()
+    assert job.stated(1).count("[batch-failed]") <= 1  # a rank that fails after rank 0 has ended cannot ask it any more
+    assert "Traceback" not in job.stated()
     assert "Traceback" in (tmp_path / "runs/fails/logs/rank0.log").read_text(encoding="utf-8")

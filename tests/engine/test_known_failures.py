@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from framework.engine.known_failures import known_failure, telling_of_known_failures
+from framework.engine.known_failures import explaining_known_failures, known_failure
 from framework.errors import TrainingError
 from tests.jobs.failing_parts import NO_MEMORY
 
@@ -16,13 +16,12 @@ STEP = (
 DEAD = "DataLoader worker (pid 17) is killed by signal: "
 SHARED = (
     f"{DEAD}Bus error. It is possible that dataloader's workers are out of shared memory. Please try to raise your "
-    "shared "
-    "memory limit."
+    "shared memory limit."
 )
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "stated"),
     [
         (torch.OutOfMemoryError(NO_MEMORY), f"left (2.00 GiB were asked for, 1.06 GiB of 79.15 GiB are free); {STEP} "),
         (
@@ -34,8 +33,7 @@ SHARED = (
         (
             RuntimeError(
                 "[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: you tried "
-                "to "
-                "allocate 8000 bytes. Error code 12 (Cannot allocate memory)"
+                "to allocate 8000 bytes. Error code 12 (Cannot allocate memory)"
             ),
             "[out-of-host-memory]",
         ),
@@ -49,14 +47,14 @@ SHARED = (
         ),
     ],
 )
-def test_what_is_known_has_a_way_out(error: Exception, said: str) -> None:
-    with pytest.raises(TrainingError) as told, telling_of_known_failures():
+def test_what_is_known_has_a_way_out(error: Exception, stated: str) -> None:
+    with pytest.raises(TrainingError) as reported, explaining_known_failures():
         raise error
-    assert said in str(told.value)
-    assert str(told.value).startswith("rank 0: ")
-    assert str(told.value).count("\n") == 0
-    assert told.value.exit_code == 70
-    assert told.value.__cause__ is error
+    assert stated in str(reported.value)
+    assert str(reported.value).startswith("rank 0: ")
+    assert str(reported.value).count("\n") == 0
+    assert reported.value.exit_code == 70
+    assert reported.value.__cause__ is error
 
 
 def test_the_signal_is_named_also_where_torch_has_forgotten_it() -> None:
@@ -80,6 +78,6 @@ def test_an_evaluation_has_a_batch_size_of_its_own() -> None:
     "error", [RuntimeError("shapes"), RuntimeError("server: out of memory"), KeyError(), OSError(2, "No")]
 )
 def test_what_is_not_known_stays_as_it_is(error: Exception) -> None:
-    with pytest.raises(type(error)) as same, telling_of_known_failures():
+    with pytest.raises(type(error)) as same, explaining_known_failures():
         raise error
     assert same.value is error

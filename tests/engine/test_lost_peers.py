@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
-from framework.engine.lost_peers import telling_of_lost_peers, tells_of_lost_peer
-from framework.engine.rendezvous import telling_where_ranks_meet
+from framework.engine.lost_peers import explaining_lost_peers, is_lost_peer
+from framework.engine.rendezvous import explaining_rendezvous
 from framework.errors import PeerLostError, TrainingError
 
 DUPLICATE = (
@@ -29,8 +29,7 @@ STORE = (
 )
 WAITED = (
     "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, Timeout(ms)=600000) "
-    "ran for "
-    "600012 milliseconds before timing out."
+    "ran for 600012 milliseconds before timing out."
 )
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:29822"
 OF_WORKER = (
@@ -53,14 +52,14 @@ OF_WORKER = (
     ids=["nccl", "nccl-store", "nccl-waited", "gloo", "network", "store"],
 )
 def test_another_rank_is_gone(error: RuntimeError) -> None:
-    assert tells_of_lost_peer(error)
+    assert is_lost_peer(error)
     with (
-        pytest.raises(PeerLostError, match=r"another rank has ended .*\[peer-lost\]$") as told,
-        telling_of_lost_peers(),
+        pytest.raises(PeerLostError, match=r"another rank has ended .*\[peer-lost\]$") as reported,
+        explaining_lost_peers(),
     ):
         raise error
-    assert told.value.is_of_one_rank
-    assert told.value.exit_code == 76
+    assert reported.value.is_of_one_rank
+    assert reported.value.exit_code == 76
 
 
 @pytest.mark.parametrize(
@@ -75,33 +74,32 @@ def test_another_rank_is_gone(error: RuntimeError) -> None:
 )
 def test_connections_of_others_are_no_ranks(error: Exception) -> None:
     """What a data set reads over a network ends with such words as well; its traceback is the only trace of it."""
-    assert not tells_of_lost_peer(error)
-    with pytest.raises(type(error)) as same, telling_of_lost_peers():
+    assert not is_lost_peer(error)
+    with pytest.raises(type(error)) as same, explaining_lost_peers():
         raise error
     assert same.value is error
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-@pytest.mark.parametrize("telling", [telling_of_lost_peers, telling_where_ranks_meet], ids=["later", "at-first"])
+@pytest.mark.parametrize("telling", [explaining_lost_peers, explaining_rendezvous], ids=["later", "at-first"])
 def test_what_nccl_refuses_here_is_told_in_its_last_words(
     monkeypatch: pytest.MonkeyPatch, rank: str, telling: object
 ) -> None:
     """It would be the same at the next start: no 76, after which schedulers try again."""
     monkeypatch.setenv("RANK", rank)
-    with pytest.raises(TrainingError) as told, telling():  # type: ignore[operator]
+    with pytest.raises(TrainingError) as reported, telling():  # type: ignore[operator]
         raise DistBackendError(DUPLICATE)
-    assert str(told.value) == (
+    assert str(reported.value) == (
         f"rank {rank}: NCCL fails: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000; "
-        "NCCL_DEBUG=WARN tells "
-        "more [nccl-failed]"
+        "NCCL_DEBUG=WARN tells more [nccl-failed]"
     )
-    assert told.value.exit_code == 70
-    assert told.value.is_of_one_rank
-    assert isinstance(told.value.__cause__, DistBackendError)
+    assert reported.value.exit_code == 70
+    assert reported.value.is_of_one_rank
+    assert isinstance(reported.value.__cause__, DistBackendError)
 
 
 def test_nccl_without_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TrainingError, match=r"NCCL fails: no backend for it; NCCL_DEBUG"), telling_of_lost_peers():
+    with pytest.raises(TrainingError, match=r"NCCL fails: no backend for it; NCCL_DEBUG"), explaining_lost_peers():
         raise DistBackendError("no backend\nfor it")
 
 
@@ -109,5 +107,5 @@ def test_a_rank_that_nccl_lost_while_they_met_is_no_missing_rank_0(monkeypatch: 
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "there", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     line = r"met at there:29500 cannot connect .*\[rendezvous-failed\]$"
-    with pytest.raises(PeerLostError, match=line), telling_where_ranks_meet():
+    with pytest.raises(PeerLostError, match=line), explaining_rendezvous():
         raise DistBackendError(REMOTE)

@@ -36,14 +36,14 @@ class Layout:
 
     @property
     def name(self) -> str:
-        said = [
+        stated = [
             f"r{self.ranks}",
             f"z{self.stage}",
             f"p{self.pipe}" if self.pipe > 1 else "",
             self.dtype if self.dtype != "fp32" else "",
             self.more,
         ]
-        return "-".join(filter(None, said))
+        return "-".join(filter(None, stated))
 
 
 PLAIN = [Layout(ranks, stage) for ranks in (1, 2, 4) for stage in (0, 1, 2, 3)]

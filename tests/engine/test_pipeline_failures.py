@@ -94,7 +94,7 @@ def launched(launcher: str, arguments: list[str], folder: Path) -> tuple[set[int
 def started(warm: WarmRanks, arguments: list[str], folder: Path) -> tuple[set[int], str]:
     """Exit codes and output of the ranks."""
     job = warm.start(arguments, num_ranks=2, folder=folder)
-    return set(job.wait(120)), job.said()
+    return set(job.wait(120)), job.stated()
 
 
 @pytest.mark.parametrize(
@@ -104,11 +104,13 @@ def test_the_whole_job_ends_and_says_why(tmp_path: Path, warm: WarmRanks, name: 
     (tmp_path / "fails.yaml").write_text(CONFIG, encoding="utf-8")
     harm, begin = HARMS[name], time.time()
     arguments = ["--config", "fails.yaml", *harm.settings]
-    codes, said = started(warm, arguments, tmp_path) if launcher == "warm" else launched(launcher, arguments, tmp_path)
-    assert codes <= ({1} if launcher == "torchrun" else harm.codes), said
-    assert harm.words in said, said
-    assert time.time() - harmed_at(tmp_path, begin + 30) < SOON_SECONDS, said
-    assert "finished after" not in said
+    codes, stated = (
+        started(warm, arguments, tmp_path) if launcher == "warm" else launched(launcher, arguments, tmp_path)
+    )
+    assert codes <= ({1} if launcher == "torchrun" else harm.codes), stated
+    assert harm.words in stated, stated
+    assert time.time() - harmed_at(tmp_path, begin + 30) < SOON_SECONDS, stated
+    assert "finished after" not in stated
     assert left_running(tmp_path) == []
 
 

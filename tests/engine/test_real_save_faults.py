@@ -31,14 +31,14 @@ def test_every_call_of_a_real_save_may_go_wrong(stage: int, tmp_path: Path, exha
         timeout=900,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert len(told["calls"]) > 80
-    assert set(told["calls"]) >= {"open", "write", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir"}
+    reported = json.loads(done.stdout.splitlines()[-1])
+    assert len(reported["calls"]) > 80
+    assert set(reported["calls"]) >= {"open", "write", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir"}
     for kind in kinds:
-        outcomes = told["outcomes"][kind]
-        assert len(outcomes) == len(told["calls"])
+        outcomes = reported["outcomes"][kind]
+        assert len(outcomes) == len(reported["calls"])
         assert {reached for _, reached in outcomes} <= {20, 30}
         assert all(reached == 30 for written, reached in outcomes if written), "what was reported as saved is there"
         if kind != "short":  # a write that is cut short is gone on with
-            assert outcomes[told["calls"].index("open")] == [False, 20]
+            assert outcomes[reported["calls"].index("open")] == [False, 20]
             assert sum(not written for written, _ in outcomes) > 80

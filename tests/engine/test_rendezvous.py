@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from framework.engine.rendezvous import check_environment, telling_where_ranks_meet
+from framework.engine.rendezvous import check_environment, explaining_rendezvous
 from framework.errors import ConfigError, PeerLostError
 from tests.launched import torchrun
 from tests.places import ROOT
@@ -25,11 +25,11 @@ def meet(monkeypatch: pytest.MonkeyPatch, *, rank: int, host: str = "127.0.0.1",
     """What a rank of two says that goes there alone."""
     for name, value in (GOOD | {"RANK": str(rank), "MASTER_ADDR": host, "MASTER_PORT": str(port)}).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(PeerLostError) as told, telling_where_ranks_meet():
+    with pytest.raises(PeerLostError) as reported, explaining_rendezvous():
         TCPStore(host, port, 2, is_master=rank == 0, timeout=SOON)
-    assert told.value.exit_code == 76
-    assert told.value.is_of_one_rank
-    line = str(told.value)
+    assert reported.value.exit_code == 76
+    assert reported.value.is_of_one_rank
+    line = str(reported.value)
     assert "\n" not in line
     assert line.startswith(f"rank {rank} of 2: ")
     return line
@@ -71,14 +71,14 @@ def test_ranks_that_meet_and_cannot_connect(monkeypatch: pytest.MonkeyPatch) -> 
     """gloo's own words, as two hosts that call themselves 127.0.0.1 get them."""
     for name, value in GOOD.items():
         monkeypatch.setenv(name, value)
-    said = "Gloo connectFullMesh failed with [../third_party/gloo/gloo/transport/tcp/pair.cc:144] no error"
+    stated = "Gloo connectFullMesh failed with [../third_party/gloo/gloo/transport/tcp/pair.cc:144] no error"
     line = r"^rank 1 of 2: .*127\.0\.0\.1:29500 cannot .*GLOO_SOCKET_IFNAME.*\[rendezvous-failed\]$"
-    with pytest.raises(PeerLostError, match=line), telling_where_ranks_meet():
-        raise RuntimeError(said)
+    with pytest.raises(PeerLostError, match=line), explaining_rendezvous():
+        raise RuntimeError(stated)
 
 
 def test_what_has_nothing_to_do_with_it_stays_as_it_is() -> None:
-    with pytest.raises(RuntimeError, match=r"^out of memory$"), telling_where_ranks_meet():
+    with pytest.raises(RuntimeError, match=r"^out of memory$"), explaining_rendezvous():
         raise RuntimeError("out of memory")
 
 

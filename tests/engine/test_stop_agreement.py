@@ -36,7 +36,7 @@ class Rank:
             world_size=ranks,
             step=0,
             look_seconds=LOOK_SECONDS,
-            patience_seconds=patience,
+            wait_seconds=patience,
         )
         self.step, self.signal, self._steps, self._step_seconds = 0, "", steps, step_seconds
         self.error: Exception | None = None

@@ -266,7 +266,7 @@ def test_a_file_of_weights_starts_a_pipeline_that_is_cut_elsewhere(piped: Path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "stated"),
     [
         ("other-model", "it lacks blocks.0.mlp.down.bias and 14 more"),
         ("one-layer-less", "it has blocks.2.attention.key.bias, which the model has not"),
@@ -274,9 +274,9 @@ def test_a_file_of_weights_starts_a_pipeline_that_is_cut_elsewhere(piped: Path, 
         ("missing", "nowhere: there is nothing at that path"),
     ],
 )
-def test_weights_that_do_not_fit_end_the_run_before_it_starts(name: str, said: str, piped_again: Path) -> None:
+def test_weights_that_do_not_fit_end_the_run_before_it_starts(name: str, stated: str, piped_again: Path) -> None:
     error = (piped_again / f"{name}.error").read_text(encoding="utf-8")
-    assert said in error
+    assert stated in error
     assert "\n" not in error
     assert not (piped_again / name).exists()
 

@@ -91,9 +91,9 @@ def test_both_ends_of_a_pipeline_see_the_same_draws_of_a_collate_fn(piped: Path)
 
 
 def test_a_weight_without_dimensions_is_refused_at_stage_3(plain: Path) -> None:
-    told = (plain / "scaled-z3.error").read_text(encoding="utf-8")
-    assert told.startswith("zero.stage = 3: the model has a weight without dimensions")
-    assert told.endswith("[scalar-weight]")
+    reported = (plain / "scaled-z3.error").read_text(encoding="utf-8")
+    assert reported.startswith("zero.stage = 3: the model has a weight without dimensions")
+    assert reported.endswith("[scalar-weight]")
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -128,14 +128,14 @@ def test_a_derived_metric_that_is_a_tensor_is_logged_and_saved(plain: Path) -> N
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_run_that_skips_every_step_does_not_end_well(stage: int, plain: Path) -> None:
     """DeepSpeed skips them and says nothing; the loss is a number all the time."""
-    told = (plain / f"rootless-z{stage}.error").read_text(encoding="utf-8")
-    assert told.startswith("step 20: each of the last 20 steps was skipped")
-    assert told.endswith("[every-step-skipped]")
+    reported = (plain / f"rootless-z{stage}.error").read_text(encoding="utf-8")
+    assert reported.startswith("step 20: each of the last 20 steps was skipped")
+    assert reported.endswith("[every-step-skipped]")
 
 
 def test_at_stage_0_the_same_model_ends_at_its_first_save(plain: Path) -> None:
-    told = (plain / "rootless-z0.error").read_text(encoding="utf-8")
-    assert told.endswith("[loss-not-finite]")
+    reported = (plain / "rootless-z0.error").read_text(encoding="utf-8")
+    assert reported.endswith("[loss-not-finite]")
 
 
 def test_other_runs_ended_well(plain: Path, piped: Path) -> None:

@@ -33,7 +33,7 @@ class Mount:
     tmpfs_bytes: int | None = None
     read_only: bool = False
 
-    def told(self) -> dict[str, Any]:
+    def reported(self) -> dict[str, Any]:
         """For init.py."""
         what = {"bind": str(self.bind)} if self.bind is not None else {"tmpfs_bytes": self.tmpfs_bytes}
         return what | {"read_only": self.read_only}
@@ -77,7 +77,7 @@ class Host:
             "root": str(self._folder / "root"),
             "shm_bytes": shm_bytes,
             "log": str(self.log),
-            "mounts": {path: mount.told() for path, mount in (mounts or {}).items()},
+            "mounts": {path: mount.reported() for path, mount in (mounts or {}).items()},
             "command": [*command],
             "environment": dict(environment or {}),
             "cwd": cwd,
@@ -131,9 +131,9 @@ class Host:
         self.write_names()
         self._process.stdin.write(json.dumps(self._spec) + "\n")
         self._process.stdin.flush()
-        if (said := self._process.stdout.readline()) != "ready\n":
+        if (stated := self._process.stdout.readline()) != "ready\n":
             self.kill()
-            raise HostError(f"{self.name}: {said.strip() or 'it ended at once'}")
+            raise HostError(f"{self.name}: {stated.strip() or 'it ended at once'}")
 
     def _plug_in(self) -> None:
         mac = "02:00:00:00:{:02x}:{:02x}".format(*divmod(self.port, 256))
@@ -187,11 +187,11 @@ class Host:
         """Run a command here to its end; what it printed, stderr too, is in `stdout`."""
         started = self.start(command, **how)
         try:
-            return subprocess.CompletedProcess([*command], started.wait(timeout), started.said(), "")
+            return subprocess.CompletedProcess([*command], started.wait(timeout), started.stated(), "")
         except subprocess.TimeoutExpired:
             started.signal(signal.SIGKILL)
             raise AssertionError(
-                f"{self.name}: {shlex.join(command)} runs after {timeout} s:\n{started.said()}"
+                f"{self.name}: {shlex.join(command)} runs after {timeout} s:\n{started.stated()}"
             ) from None
 
     def processes(self, *, services: bool = False) -> dict[int, list[str]]:
@@ -288,7 +288,7 @@ class Command:
         assert code is not None
         return code
 
-    def said(self) -> str:
+    def stated(self) -> str:
         """Everything that it has printed."""
         return self.output.read_text(encoding="utf-8", errors="replace")
 

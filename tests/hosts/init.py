@@ -61,17 +61,17 @@ def _be_first(order: int) -> None:
             os.setuid(uid)  # the capabilities go with it
             kernel.die_with_parent()  # which a change of user takes back
             kernel.gain_nothing()
-        said = os.dup(1)
-        os.set_inheritable(said, False)
+        stated = os.dup(1)
+        os.set_inheritable(stated, False)
         os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.setsid()
-        os.write(said, b"ready\n")
+        os.write(stated, b"ready\n")
         if spec["command"]:
             os.chdir(spec["cwd"])
             os.execvpe(spec["command"][0], spec["command"], spec["environment"])
-        os.close(said)
+        os.close(stated)
         _reap()
     except BaseException as error:
         os.write(1, f"error: {error!r}\n".encode())

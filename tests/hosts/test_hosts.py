@@ -55,7 +55,7 @@ def _until(holds: object) -> bool:
     return bool(is_so)
 
 
-def _said(host: Host, script: str) -> str:
+def _stated(host: Host, script: str) -> str:
     done = host.run(["sh", "-c", script])
     assert done.returncode == 0, done.stdout
     return done.stdout.strip()
@@ -63,29 +63,29 @@ def _said(host: Host, script: str) -> str:
 
 def test_each_host_has_its_own_name_and_address(network: Network) -> None:
     for host in network.hosts:
-        assert _said(host, "hostname") == host.name
-        assert host.address in _said(host, "ip -4 -o addr show eth0")
-        assert _said(host, f"getent hosts {host.name}").split() == [host.address, host.name]
+        assert _stated(host, "hostname") == host.name
+        assert host.address in _stated(host, "ip -4 -o addr show eth0")
+        assert _stated(host, f"getent hosts {host.name}").split() == [host.address, host.name]
 
 
 def test_each_host_has_its_own_processes_and_folders(network: Network) -> None:
     first, second = network.hosts
-    _said(first, "touch /tmp/mine /dev/shm/mine /run/mine")
-    assert _said(second, "ls /tmp /dev/shm /run | grep -c mine || true") == "0"
+    _stated(first, "touch /tmp/mine /dev/shm/mine /run/mine")
+    assert _stated(second, "ls /tmp /dev/shm /run | grep -c mine || true") == "0"
     assert not Path("/tmp/mine").exists()
-    assert _said(second, "df --output=size -B1 /dev/shm | tail -1").strip() == str(1 << 20)
-    assert _said(first, "echo $$") != str(os.getpid())
-    assert str(os.getpid()) not in _said(first, "ls /proc").split()
+    assert _stated(second, "df --output=size -B1 /dev/shm | tail -1").strip() == str(1 << 20)
+    assert _stated(first, "echo $$") != str(os.getpid())
+    assert str(os.getpid()) not in _stated(first, "ls /proc").split()
     assert first.processes() == {}
 
 
 def test_names_come_and_go_while_programs_run(network: Network) -> None:
     first, second = network.hosts
     network.publish("late", "10.77.9.9")
-    assert _said(second, "getent hosts late").startswith("10.77.9.9")
+    assert _stated(second, "getent hosts late").startswith("10.77.9.9")
     first.know("late", "10.77.9.8")
-    assert _said(first, "getent hosts late").startswith("10.77.9.8")
-    assert _said(second, "getent hosts late").startswith("10.77.9.9")
+    assert _stated(first, "getent hosts late").startswith("10.77.9.8")
+    assert _stated(second, "getent hosts late").startswith("10.77.9.9")
     first.know("late", None)
     network.publish("late", None)
     for host in network.hosts:
@@ -146,7 +146,7 @@ def test_small_and_read_only_file_systems(tmp_path: Path) -> None:
         )
         assert "No space left" in host.run(["sh", "-c", "head -c 2000000 /dev/zero > /small/x"]).stdout
         assert "Read-only" in host.run(["touch", "/frozen/x"]).stdout
-        _said(host, "echo shared > /checkpoints/all/x")
+        _stated(host, "echo shared > /checkpoints/all/x")
         assert (tmp_path / "x").read_text() == "shared\n"
 
 
@@ -154,7 +154,7 @@ def test_small_and_read_only_file_systems(tmp_path: Path) -> None:
 def test_plain_ssh_between_hosts(network: Network) -> None:
     for host in network.hosts:
         host.start_sshd()
-    assert _said(network.hosts[0], "ssh node-1 'hostname; echo $SSH_CONNECTION'").split()[0] == "node-1"
+    assert _stated(network.hosts[0], "ssh node-1 'hostname; echo $SSH_CONNECTION'").split()[0] == "node-1"
     assert network.hosts[0].run(["ssh", "node-1", "exit 77"]).returncode == 77
 
 

@@ -96,7 +96,7 @@ class FailingWrites:
         return write
 
 
-def save_in(disk: Disk, told: list[dict[str, Any]], cycles: list[tuple[str, int | None]]) -> Callable[..., Any]:
+def save_in(disk: Disk, reported: list[dict[str, Any]], cycles: list[tuple[str, int | None]]) -> Callable[..., Any]:
     """Checkpointer.save, on a disk in the state of the step's cycle."""
     real = Checkpointer.save
 
@@ -115,14 +115,14 @@ def save_in(disk: Disk, told: list[dict[str, Any]], cycles: list[tuple[str, int 
             else:
                 written = real(self, step, *more, **options)
         except FrameworkError as error:
-            told.append({"step": step, "state": state, "value": value, "raised": str(error)})
+            reported.append({"step": step, "state": state, "value": value, "raised": str(error)})
             raise
         finally:
             if rank() == 0 and state == "read-only":
                 disk.unbind(folder)
         if rank() == 0:
             sound, damaged = find_sound_checkpoint("auto", run_checkpoints=folder)
-            told.append(
+            reported.append(
                 {
                     "step": step,
                     "state": state,
@@ -162,15 +162,15 @@ def main() -> None:
     outcome: dict[str, Any] = {}
     with process_group(None):
         for name, cycles in cases.items():
-            told: list[dict[str, Any]] = []
-            Checkpointer.save = save_in(disk, told, cycles)  # type: ignore[method-assign]
+            reported: list[dict[str, Any]] = []
+            Checkpointer.save = save_in(disk, reported, cycles)  # type: ignore[method-assign]
             ended: dict[str, Any] = {"error": "", "exit_code": 0}
             try:
                 ended["step"] = framework.fit(config(name, mounted, len(cycles))).step
             except FrameworkError as error:
                 ended |= {"error": str(error), "exit_code": error.exit_code}
             Checkpointer.save = real  # type: ignore[method-assign]
-            outcome[name] = {"saves": told, **ended}
+            outcome[name] = {"saves": reported, **ended}
             if rank() == 0:
                 disk.leave(None)
             barrier()

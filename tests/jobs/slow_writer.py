@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed
 
-from framework.engine.collective_timeout import gather_from_disks, waiting_for_disks
+from framework.engine.collective_timeout import collective_timeout, gather_from_disks
 
 LIMIT, LONGER = timedelta(seconds=1), 2.5
 
@@ -16,7 +16,7 @@ LIMIT, LONGER = timedelta(seconds=1), 2.5
 def main() -> None:
     torch.distributed.init_process_group("gloo")  # to find each other they may take longer
     torch.distributed.group.WORLD._get_backend(torch.device("cpu"))._set_default_timeout(LIMIT)
-    with waiting_for_disks():
+    with collective_timeout():
         if torch.distributed.get_rank() == 0:
             time.sleep(LONGER)
         torch.distributed.barrier()

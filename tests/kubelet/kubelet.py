@@ -83,7 +83,7 @@ class Kubelet:
             self.step()
             if meanwhile is not None:
                 meanwhile(self)
-            assert time.monotonic() < deadline, f"the job runs after {timeout} s:\n{self.said()}"
+            assert time.monotonic() < deadline, f"the job runs after {timeout} s:\n{self.stated()}"
             time.sleep(_LOOK_SECONDS)
         return self.result
 
@@ -112,7 +112,7 @@ class Kubelet:
         self.pod(index).conditions.add("DisruptionTarget")
         self.delete(index)
 
-    def said(self) -> str:
+    def stated(self) -> str:
         """Logs of all pods, for the messages of tests."""
         return "\n".join(
             f"--- pod {pod.index} ({pod.exit_code}) ---\n{pod.host.log.read_text()[-3000:]}" for pod in self.pods
@@ -254,9 +254,9 @@ class Kubelet:
         self._judge(pod)
 
     def _message(self, pod: Pod) -> str:
-        said = pod.host.termination_log.read_text(encoding="utf-8", errors="replace")
+        stated = pod.host.termination_log.read_text(encoding="utf-8", errors="replace")
         policy = self._manifest.job.spec.template.spec.containers[0].terminationMessagePolicy
-        if not said and policy == "FallbackToLogsOnError" and pod.exit_code:
+        if not stated and policy == "FallbackToLogsOnError" and pod.exit_code:
             lines = pod.host.log.read_text(encoding="utf-8", errors="replace").splitlines()[-_MESSAGE_LINES:]
-            said = "\n".join(lines)[-_MESSAGE_BYTES:]
-        return said
+            stated = "\n".join(lines)[-_MESSAGE_BYTES:]
+        return stated

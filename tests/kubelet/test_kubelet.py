@@ -116,7 +116,7 @@ def test_pods_know_who_they_are_and_find_each_other(network: Network, tmp_path: 
         if (tmp_path / "not-yet").exists():
             job.publish_now()
 
-    assert job.run(timeout=60, meanwhile=name_them) == "Complete", job.said()
+    assert job.run(timeout=60, meanwhile=name_them) == "Complete", job.stated()
     assert [(tmp_path / str(index)).read_text() for index in (0, 1)] == ["0 demo-0\n", "1 demo-1\n"]
     assert (tmp_path / "shm").read_text().strip() == "8"
     assert (tmp_path / "0").stat().st_uid == 1000

@@ -47,9 +47,9 @@ def alone(members: Members) -> Members:
     ],
 )
 def test_the_code_of_the_first_failure_comes_back(alone: Members, actions: list[str], code: int, line: str) -> None:
-    got, said = ended(alone.start(0, *actions))
+    got, stated = ended(alone.start(0, *actions))
     assert got == code
-    assert re.search(line, said.splitlines()[-1])
+    assert re.search(line, stated.splitlines()[-1])
     ranks = alone.ready(2)
     assert gone([rank[name] for rank in ranks.values() for name in ("pid", "worker")], folder=alone.folder, timeout=1)
 
@@ -61,10 +61,10 @@ def test_a_request_reaches_every_rank_once(alone: Members, name: str) -> None:
     alone.ready(2)
     process.send_signal(signal.Signals[name])
     process.send_signal(signal.Signals[name])  # `timeout` sends it twice
-    code, said = ended(process)
+    code, stated = ended(process)
     assert code == 75
-    assert re.search(rf"{name} at node 0 \(.*\): asking 2 ranks to stop, with 30 s to save", said)
-    assert "stopped on request" in said.splitlines()[-1]
+    assert re.search(rf"{name} at node 0 \(.*\): asking 2 ranks to stop, with 30 s to save", stated)
+    assert "stopped on request" in stated.splitlines()[-1]
     assert alone.signals(0) == alone.signals(1) == ["SIGINT" if name == "SIGINT" else "SIGTERM"]
 
 
@@ -78,9 +78,9 @@ def test_a_second_request_kills(alone: Members) -> None:
     time.sleep(2.2)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    code, said = ended(process)
+    code, stated = ended(process)
     assert code == 137
-    assert "killed at the second request to stop" in said.splitlines()[-1]
+    assert "killed at the second request to stop" in stated.splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -88,24 +88,24 @@ def test_who_does_not_stop_in_time_is_killed(alone: Members) -> None:
     process = alone.start(0, "1:ignore", terms={"grace_seconds": 1})
     alone.ready(2)
     process.send_signal(signal.SIGTERM)
-    code, said = ended(process)
+    code, stated = ended(process)
     assert code == 137
-    assert "did not stop within 1 s, and was killed" in said.splitlines()[-1]
+    assert "did not stop within 1 s, and was killed" in stated.splitlines()[-1]
 
 
 def test_a_rank_that_stops_by_itself_stops_the_others(alone: Members) -> None:
     process = alone.start(0, "1:exit=75", "wait")
-    code, said = ended(process)
+    code, stated = ended(process)
     assert code == 75
-    assert "rank 1 stopped" in said.splitlines()[-1]
+    assert "rank 1 stopped" in stated.splitlines()[-1]
     assert alone.signals(0) == ["SIGTERM"]
 
 
 def test_the_last_line_is_in_the_termination_log(alone: Members, tmp_path: Path) -> None:
     log = tmp_path / "termination"
-    code, said = ended(alone.start(0, "1:exit=70", "wait", environment={"DSF_TERMINATION_LOG": str(log)}))
+    code, stated = ended(alone.start(0, "1:exit=70", "wait", environment={"DSF_TERMINATION_LOG": str(log)}))
     assert code == 70
-    assert f"launch: {log.read_text()}" == said.splitlines()[-1] + "\n"
+    assert f"launch: {log.read_text()}" == stated.splitlines()[-1] + "\n"
 
 
 def test_the_termination_log_takes_any_file_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,13 +179,13 @@ def test_a_rank_is_given_what_deepspeed_gives_it(alone: Members, tmp_path: Path)
 def test_process_1_reaps_what_is_not_its_own() -> None:
     program = """
 import os
-from framework.launch.ranks import _reap_strangers
+from framework.launch.ranks import _reap_orphans
 strangers = []
 for _ in range(3):
     strangers.append(os.fork())
     if not strangers[-1]: os._exit(3)
 for pid in strangers: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-for _ in strangers: _reap_strangers(set())  # each look is short
+for _ in strangers: _reap_orphans(set())  # each look is short
 print(sum(os.path.exists(f"/proc/{pid}") for pid in strangers))
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -200,10 +200,10 @@ def test_two_nodes_train_and_confirm_to_each_other(members: Members) -> None:
     members.slots = 2
     processes = [members.start(rank, "exit=0") for rank in (0, 1)]
     for process in processes:
-        code, said = ended(process)
+        code, stated = ended(process)
         assert code == 0
-        assert "all 2 nodes are here and agree; starting 2 ranks of 4" in said
-        assert said.splitlines()[-1] == "launch: finished: 2 nodes, every rank ended with 0"
+        assert "all 2 nodes are here and agree; starting 2 ranks of 4" in stated
+        assert stated.splitlines()[-1] == "launch: finished: 2 nodes, every rank ended with 0"
     ranks = members.ready(4)
     for number, rank in ranks.items():
         environment = rank["environment"]
@@ -230,9 +230,9 @@ def test_a_killed_rank_ends_all_nodes(members: Members) -> None:
     ends = [ended(process) for process in processes]
     assert time.monotonic() - begun < 20
     assert [code for code, _ in ends] == [137 if rank == culprit else 76 for rank in (0, 1)]
-    for _, said in ends:
+    for _, stated in ends:
         assert re.search(
-            rf"node {culprit} \(.*\) rank {culprit}: killed by SIGKILL .*; 2 nodes stopped in", said.splitlines()[-1]
+            rf"node {culprit} \(.*\) rank {culprit}: killed by SIGKILL .*; 2 nodes stopped in", stated.splitlines()[-1]
         )
 
 
@@ -243,9 +243,9 @@ def test_a_request_anywhere_stops_all_nodes(members: Members, asked: int) -> Non
     members.ready(2)
     processes[asked].send_signal(signal.SIGTERM)
     for process in processes:
-        code, said = ended(process)
+        code, stated = ended(process)
         assert code == 75
-        assert re.search(rf"SIGTERM at node {asked} \(.*\)\): 2 nodes stopped", said.splitlines()[-1])
+        assert re.search(rf"SIGTERM at node {asked} \(.*\)\): 2 nodes stopped", stated.splitlines()[-1])
     assert members.signals(0) == members.signals(1) == ["SIGTERM"]
 
 
@@ -255,9 +255,9 @@ def test_a_killed_agent_is_a_lost_node(members: Members, killed: int) -> None:
     processes = [members.start(rank) for rank in (0, 1)]
     ranks = members.ready(2)
     processes[killed].kill()
-    code, said = ended(processes[1 - killed])
+    code, stated = ended(processes[1 - killed])
     assert code == 76
-    assert re.search(rf"node {killed} \(.*\): lost: ", said.splitlines()[-1])
+    assert re.search(rf"node {killed} \(.*\): lost: ", stated.splitlines()[-1])
     assert gone([rank["pid"] for rank in ranks.values()], folder=members.folder)
 
 
@@ -267,10 +267,10 @@ def test_an_agent_that_is_silent_for_15_seconds_is_lost(members: Members) -> Non
     members.ready(2)
     begun = time.monotonic()
     processes[1].send_signal(signal.SIGSTOP)
-    code, said = ended(processes[0])
+    code, stated = ended(processes[0])
     assert time.monotonic() - begun < 30  # and two for the ranks to end: 17 on a machine that has nothing else to do
     assert code == 76
-    assert "lost: silent for 15 s" in said.splitlines()[-1]
+    assert "lost: silent for 15 s" in stated.splitlines()[-1]
 
 
 @pytest.mark.slow

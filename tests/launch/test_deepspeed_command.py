@@ -75,5 +75,7 @@ def test_an_installed_copy_starts_its_own(tmp_path: Path) -> None:
     refused = run(str(script), "--config", "none.yaml")
     assert (refused.returncode, refused.stderr.count("\n")) == (78, 1)
     assert "[config-not-found]" in refused.stderr
-    told = run("-c", f"import sys; sys.path[0] = {str(script.parent)!r}; import framework; print(framework.__file__)")
-    assert told.stdout.strip() == str(site / "framework/__init__.py")
+    reported = run(
+        "-c", f"import sys; sys.path[0] = {str(script.parent)!r}; import framework; print(framework.__file__)"
+    )
+    assert reported.stdout.strip() == str(site / "framework/__init__.py")

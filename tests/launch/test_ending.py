@@ -82,9 +82,9 @@ def test_a_rank_that_does_not_listen_yet_is_no_failure(alone: Members) -> None:
     process = alone.start(0, "0:deaf", "wait")
     alone.ready(2)
     process.send_signal(signal.SIGTERM)
-    code, said = ended(process)
+    code, stated = ended(process)
     assert code == EXIT_STOPPED
-    last = said.splitlines()[-1]
+    last = stated.splitlines()[-1]
     assert last.startswith("launch: stopped on request (SIGTERM at node 0 (")
     assert last.endswith("; what was saved, if anything, the ranks said above")
 
@@ -113,9 +113,9 @@ def test_a_request_is_told_before_it_is_heeded(tmp_path: Path, monkeypatch: pyte
 def test_who_kills_a_rank_by_hand_has_not_asked_to_stop(alone: Members) -> None:
     process = alone.start(0, "0:deaf", "wait")
     os.kill(alone.ready(2)[0]["pid"], signal.SIGTERM)
-    code, said = ended(process)
+    code, stated = ended(process)
     assert code == 128 + signal.SIGTERM
-    assert "rank 0: killed by SIGTERM" in said.splitlines()[-1]
+    assert "rank 0: killed by SIGTERM" in stated.splitlines()[-1]
 
 
 def test_a_node_heeds_requests_before_it_reads_its_order(tmp_path: Path) -> None:

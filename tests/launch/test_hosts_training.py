@@ -58,7 +58,7 @@ def alone(shared: Path) -> dict[int, dict[int, float]]:
         for ranks in (2, 3):
             words = ["--config", str(ROOT / CONFIG), f"run.output_dir={shared}", f"run.name=alone-{ranks}", *SETTINGS]
             job = warm.start(words, num_ranks=ranks, folder=shared / f"said-{ranks}")
-            assert set(job.wait(SECONDS)) == {0}, job.said()
+            assert set(job.wait(SECONDS)) == {0}, job.stated()
     return {ranks: series(shared / f"alone-{ranks}", "train/loss") for ranks in (2, 3)}
 
 
@@ -68,7 +68,7 @@ def settings(name: str) -> list[str]:
 
 def ended(*commands: Command) -> None:
     codes = [command.wait(SECONDS) for command in commands]
-    assert set(codes) == {0}, f"{codes}\n" + "\n".join(command.said()[-3000:] for command in commands)
+    assert set(codes) == {0}, f"{codes}\n" + "\n".join(command.stated()[-3000:] for command in commands)
     for command in commands:
         assert command.host.processes() == {}
 
@@ -107,7 +107,7 @@ def test_launch_node_on_each_host(network: Network, shared: Path, alone: dict[in
     ended(*commands)
     assert series(shared / "node", "train/loss") == alone[2]
     for command_ in commands:
-        assert "finished: 2 nodes, every rank ended with 0" in command_.said()
+        assert "finished: 2 nodes, every rank ended with 0" in command_.stated()
 
 
 def test_launch_over_ssh_on_three_hosts(network: Network, shared: Path, alone: dict[int, dict[int, float]]) -> None:
@@ -118,7 +118,7 @@ def test_launch_over_ssh_on_three_hosts(network: Network, shared: Path, alone: d
     started = network.hosts[0].start(command, cwd=ROOT)
     ended(started)
     assert series(shared / "ssh", "train/loss") == alone[3]
-    assert f"{address(2)}: launch: finished: 3 nodes" in started.said()
-    assert f"launch: master_addr {address(0)} (the first host)" in started.said()
+    assert f"{address(2)}: launch: finished: 3 nodes" in started.stated()
+    assert f"launch: master_addr {address(0)} (the first host)" in started.stated()
     for host in network.hosts:
         assert host.processes() == {}

@@ -76,9 +76,9 @@ def test_what_will_be_compiled_is_announced(
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setattr(local, "run_node", lambda *_, **__: 0)
-    said = "compiling DeepSpeed's deepspeed_shm_comm: half a minute or more each, once on this machine\n"
+    stated = "compiling DeepSpeed's deepspeed_shm_comm: half a minute or more each, once on this machine\n"
     assert local.launch([config, "--num_gpus", "2"]) == 0
-    assert said in capsys.readouterr().err
+    assert stated in capsys.readouterr().err
     compiled = tmp_path / "cache/deepspeed_shm_comm/deepspeed_shm_comm.so"
     compiled.parent.mkdir(parents=True)
     compiled.touch()
@@ -204,9 +204,9 @@ def test_default_is_every_gpu_or_two_ranks_on_cpu(config: str) -> None:
 @pytest.mark.parametrize(("count", "taken"), [(1, 1), (6, 6), (7, 6), (8, 8), (9, 8), (16, 15)])
 def test_the_quickstart_fits_any_number_of_devices(count: int, taken: int) -> None:
     options = LaunchOptions(str(ROOT / "ds_configs/quickstart.yaml"), fit_batch=True)
-    _, said = check(options, LocalDevices("cuda", count))
-    assert int(said.value) == taken
-    assert (f"of {count} cuda devices here: the most that divide batch.global_size" == said.source) == (taken < count)
+    _, stated = check(options, LocalDevices("cuda", count))
+    assert int(stated.value) == taken
+    assert (f"of {count} cuda devices here: the most that divide batch.global_size" == stated.source) == (taken < count)
 
 
 def test_a_batch_that_fits_no_device_says_why(config: str) -> None:
@@ -337,7 +337,7 @@ def test_dry_run_prints_a_command_and_starts_nothing(
 
 
 @pytest.mark.parametrize(
-    ("words", "devices", "told"),
+    ("words", "devices", "reported"),
     [
         (["--num_gpus", "2"], FOUR_GPUS, "slots       2 (--num_gpus)"),
         (["--nproc_per_node", "2"], FOUR_GPUS, "slots       2 (--nproc_per_node)"),
@@ -351,13 +351,13 @@ def test_every_value_has_its_source(
     config: str,
     words: list[str],
     devices: LocalDevices,
-    told: str,
+    reported: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(local, "find_devices", lambda environment: devices)
     assert local.launch([config, "--dry_run", *words]) == 0
-    assert told in capsys.readouterr().out
+    assert reported in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -376,9 +376,9 @@ def test_a_hostfile_of_this_machine_alone_needs_no_ssh(
     hosts = tmp_path / "hosts"
     hosts.write_text(f"{name} slots=4\n")
     assert local.launch([config, "-H", str(hosts)]) == 0
-    said = capsys.readouterr().out
-    assert f"launch: nnodes      1 ({hosts}: this machine, without ssh)\nlaunch: slots       4 ({hosts})\n" in said
-    assert "(a free one)" in said
+    stated = capsys.readouterr().out
+    assert f"launch: nnodes      1 ({hosts}: this machine, without ssh)\nlaunch: slots       4 ({hosts})\n" in stated
+    assert "(a free one)" in stated
     hosts.write_text(f"{name} slots=4\nworker-1 slots=4\n")
     which = f"{name}:1,3"
     if not is_loopback_name(bare(name)):
@@ -395,9 +395,9 @@ def test_devices_that_are_named_are_the_machines(
     (tmp_path / "hosts").write_text(f"{socket.gethostname()} slots=2\n")
     words = [config, "-H", str(tmp_path / "hosts"), "--dry_run"]
     assert local.launch([*words, "--master_addr", "10.0.0.5"]) == 0
-    said = capsys.readouterr().out
-    assert "--include localhost:4,5" in said
-    assert "--master_addr 10.0.0.5" in said
+    stated = capsys.readouterr().out
+    assert "--include localhost:4,5" in stated
+    assert "--master_addr 10.0.0.5" in stated
     assert local.launch([*words, "--include", f"{socket.gethostname()}:0,1"]) == 0
     assert "--include localhost:0,1" in capsys.readouterr().out
 

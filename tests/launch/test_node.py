@@ -69,8 +69,8 @@ def nodes(folder: Path, *words: str) -> list[subprocess.Popen[str]]:
 
 
 def ended(*processes: subprocess.Popen[str]) -> list[tuple[int, str]]:
-    said = [process.communicate(timeout=TIMEOUT_SECONDS)[0] for process in processes]
-    return [(process.returncode, text) for process, text in zip(processes, said, strict=True)]
+    stated = [process.communicate(timeout=TIMEOUT_SECONDS)[0] for process in processes]
+    return [(process.returncode, text) for process, text in zip(processes, stated, strict=True)]
 
 
 @pytest.mark.slow
@@ -79,10 +79,10 @@ def test_two_nodes_learn_what_two_local_ranks_learn(tmp_path: Path, config: str)
         ("local", [start(tmp_path, config, "--num_gpus", "2", "run.name=local")]),
         ("nodes", nodes(tmp_path, config, "run.name=nodes")),
     ):
-        for code, said in ended(*processes):
-            assert code == 0, said
+        for code, stated in ended(*processes):
+            assert code == 0, stated
             assert re.fullmatch(
-                rf"launch: finished: {len(processes)} nodes?, every rank ended with 0", said.splitlines()[-1]
+                rf"launch: finished: {len(processes)} nodes?, every rank ended with 0", stated.splitlines()[-1]
             )
         assert len(series(tmp_path / "runs" / name, "train/loss")) == 8
     runs = [series(tmp_path / "runs" / name, "train/loss") for name in ("local", "nodes")]
@@ -196,17 +196,17 @@ def test_the_plain_command_is_what_a_shell_can_run(
         "data.num_classes=10",
     ]
     main([config, *data, "run.output_dir=$HOME;x", *words, "--dry_run"])
-    said = capsys.readouterr().out
-    assert len(said) < 1500
-    line = said.splitlines()[-1].removeprefix("launch: plain command: ")
-    tell = f"{sys.executable} -c 'import json,sys; print(json.dumps(sys.argv[1:]))'"
+    stated = capsys.readouterr().out
+    assert len(stated) < 1500
+    line = stated.splitlines()[-1].removeprefix("launch: plain command: ")
+    show_settings = f"{sys.executable} -c 'import json,sys; print(json.dumps(sys.argv[1:]))'"
     line = line.replace(str(Path(sys.executable).with_name("deepspeed")), "deepspeed")
-    script = f'deepspeed() {{ {tell} "$@"; cat "${{1#--hostfile=}}"; }}\n{line}'
+    script = f'deepspeed() {{ {show_settings} "$@"; cat "${{1#--hostfile=}}"; }}\n{line}'
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
-    told, *listed = done.stdout.splitlines()
+    reported, *listed = done.stdout.splitlines()
     assert listed == hosts
-    assert json.loads(told)[-1] == "run.output_dir=$HOME;x"
-    assert [word.partition("=")[2] for word in json.loads(told) if word.startswith("--include=")] == (
+    assert json.loads(reported)[-1] == "run.output_dir=$HOME;x"
+    assert [word.partition("=")[2] for word in json.loads(reported) if word.startswith("--include=")] == (
         [include] if include else []
     )
 
@@ -243,8 +243,8 @@ def test_a_node_alone_takes_a_free_port_and_leaves_a_given_one_to_its_ranks(
         port = taken.getsockname()[1]
         monkeypatch.setattr("framework.launch.hosts.topology.DEFAULT_PORT", port)
         assert main([config, "--nnodes", "1", "--dry_run"]) == 0
-        (said,) = re.findall(r"master_port (\d+) \(a free one\)", capsys.readouterr().out)
-        assert int(said) != port
+        (stated,) = re.findall(r"master_port (\d+) \(a free one\)", capsys.readouterr().out)
+        assert int(stated) != port
         assert main([config, "--nnodes", "1", "--dry_run", "--master_port", str(port)]) == 0
         assert f"master_port {port} (--master_port)" in capsys.readouterr().out
         monkeypatch.setenv("MASTER_PORT", str(port))
@@ -261,9 +261,11 @@ def test_one_of_several_nodes_does_not_train_alone(
         launch([config, "--dry_run"])
 
 
-@pytest.mark.parametrize(("words", "told"), [(["--nnodes", "2"], "name a run config"), (["a=1"], "a=1 is a setting")])
-def test_a_wrong_command_line(words: list[str], told: str) -> None:
-    with pytest.raises(UsageError, match=f"launch node: .*{told}"):
+@pytest.mark.parametrize(
+    ("words", "reported"), [(["--nnodes", "2"], "name a run config"), (["a=1"], "a=1 is a setting")]
+)
+def test_a_wrong_command_line(words: list[str], reported: str) -> None:
+    with pytest.raises(UsageError, match=f"launch node: .*{reported}"):
         main(words)
 
 

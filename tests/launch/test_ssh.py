@@ -24,7 +24,7 @@ from framework.launch.hosts.topology import Topology
 from framework.launch.local import launch
 from framework.launch.options import LaunchOptions, parse_node
 from framework.launch.ssh import agent_command, launch_over_ssh, passed_on, split_ssh_args, ssh_command
-from framework.launch.ssh_agents import HostEnd, ends_told, job_code
+from framework.launch.ssh_agents import HostEnd, ends_reported, job_code
 from tests.launch.rendezvous.members import ROOT, Members, ended, heed_signals
 
 pytestmark = pytest.mark.timing
@@ -48,7 +48,7 @@ commands = [(name.rpartition("@")[2], ssh_command(Host(name, 1), [sys.executable
             for name, program in programs]
 sys.exit(Agents(commands, {"environment": {"A": "secret"}}).run())
 """
-IMPATIENT = "import framework.launch.ssh_agents as ssh; ssh._PATIENCE_SECONDS = 1.0\n" + PROGRAM
+IMPATIENT = "import framework.launch.ssh_agents as ssh; ssh._WAIT_SECONDS = 1.0\n" + PROGRAM
 SAYS = "import sys, json; print(json.loads(sys.stdin.readline())['environment']['A'] == 'secret'); sys.exit({})"
 # Ends as an agent does when it is asked, or when its life line is cut.
 WAITS = """
@@ -192,10 +192,10 @@ def test_an_agent_without_its_launcher_stops_its_ranks(members: Members) -> None
     assert process.stdin is not None
     process.stdin.close()
     process.stdin = None
-    code, said = ended(process)
+    code, stated = ended(process)
     assert code == 75
-    assert "the launcher is gone at node 0" in said
-    assert "with 15 s to save" in said
+    assert "the launcher is gone at node 0" in stated
+    assert "with 15 s to save" in stated
 
 
 # ------------------------------------------------------------------------------------------------------------ words
@@ -307,7 +307,7 @@ def test_the_environment_is_not_on_the_command_line(path: str) -> None:
 # ---------------------------------------------------------------------------------------------- what is said before
 
 
-def told(capsys: pytest.CaptureFixture[str], folder: Path, lines: Sequence[str], *words: str) -> list[str]:
+def reported(capsys: pytest.CaptureFixture[str], folder: Path, lines: Sequence[str], *words: str) -> list[str]:
     """Of a dry run on these hosts."""
     (folder / "hosts").write_text("".join(f"{line}\n" for line in lines))
     data = "{kind: synthetic_images, image_size: 28, channels: 1, num_classes: 10}"
@@ -354,9 +354,9 @@ def told(capsys: pytest.CaptureFixture[str], folder: Path, lines: Sequence[str],
 def test_every_value_has_its_source(
     words: list[str], expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = told(capsys, tmp_path, ["a slots=4", "b slots=4"], *words)
+    stated = reported(capsys, tmp_path, ["a slots=4", "b slots=4"], *words)
     assert [
-        line.replace(str(tmp_path / "hosts"), "HOSTS") for line in said if line.split()[0] in str(expected)
+        line.replace(str(tmp_path / "hosts"), "HOSTS") for line in stated if line.split()[0] in str(expected)
     ] == expected
 
 
@@ -386,7 +386,7 @@ def test_every_value_has_its_source(
 def test_the_plain_command_for_hosts(
     hosts: list[str], words: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (line,) = [line for line in told(capsys, tmp_path, hosts, *words) if line.startswith("plain command: ")]
+    (line,) = [line for line in reported(capsys, tmp_path, hosts, *words) if line.startswith("plain command: ")]
     before, _, command = line.removeprefix("plain command: ").rpartition(" && ")
     words_told = shlex.split(command)
     start = next(index for index, word in enumerate(words_told) if word.endswith("deepspeed"))
@@ -405,7 +405,7 @@ def test_ranks_of_one_host_meet_at_home(tmp_path: Path, capsys: pytest.CaptureFi
     """
     for ssh_args in ([], ["--ssh_args", "-o HostName=203.0.113.7"]):
         (agent,) = [
-            line for line in told(capsys, tmp_path, ["a slots=2"], *ssh_args) if line.startswith("agent on a: ")
+            line for line in reported(capsys, tmp_path, ["a slots=2"], *ssh_args) if line.startswith("agent on a: ")
         ]
         words = shlex.split(shlex.split(agent)[-1])
         found = parse_node(words[words.index("node") + 1 :])
@@ -416,20 +416,20 @@ def test_ranks_of_one_host_meet_at_home(tmp_path: Path, capsys: pytest.CaptureFi
 def test_what_the_plain_command_cannot_say_is_said(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = told(capsys, tmp_path, ["[fd00::1] slots=2"], *words)
-    assert [line for line in said if line.startswith("plain command: none; DeepSpeed's launcher has no words for")]
+    stated = reported(capsys, tmp_path, ["[fd00::1] slots=2"], *words)
+    assert [line for line in stated if line.startswith("plain command: none; DeepSpeed's launcher has no words for")]
 
 
 def test_a_thousand_hosts_are_told_in_a_few_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hosts = [f"worker-{number} slots=4" for number in range(1000)]
-    said = told(capsys, tmp_path, hosts)
-    assert len(said) == 10
-    assert [line.split()[:3] for line in said[6:9]] == [["agent", "on", f"worker-{number}:"] for number in range(3)]
-    assert said[9] == "and 997 more agents; --verbose prints them all"
-    assert len(told(capsys, tmp_path, hosts, "--verbose")) == 1006
+    stated = reported(capsys, tmp_path, hosts)
+    assert len(stated) == 10
+    assert [line.split()[:3] for line in stated[6:9]] == [["agent", "on", f"worker-{number}:"] for number in range(3)]
+    assert stated[9] == "and 997 more agents; --verbose prints them all"
+    assert len(reported(capsys, tmp_path, hosts, "--verbose")) == 1006
 
 
 def test_the_ends_of_many_hosts_are_told_together() -> None:
     ends = [HostEnd("d", 137), *(HostEnd(f"h{number}", 76) for number in range(997)), HostEnd("a", 0), HostEnd("b", 0)]
-    assert ends_told(ends) == "d ended with 137, h0, h1, h2 and 994 more ended with 76, a, b ended with 0"
-    assert ends_told(ends[-2:]) == "a ended with 0, b ended with 0"
+    assert ends_reported(ends) == "d ended with 137, h0, h1, h2 and 994 more ended with 76, a, b ended with 0"
+    assert ends_reported(ends[-2:]) == "a ended with 0, b ended with 0"

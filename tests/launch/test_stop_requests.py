@@ -57,7 +57,7 @@ def test_an_agent_hears_what_its_ranks_would_heed(number: signal.Signals, heard:
     """
     before = signal.signal(number, signal.SIG_IGN)
     try:
-        with StopRequests().heeding_signals() as requests:
+        with StopRequests().handling_signals() as requests:
             signal.raise_signal(number)
             assert (requests.asked == number.name) == heard
         assert signal.getsignal(number) is signal.SIG_IGN

@@ -12,8 +12,8 @@ from tests.launched import ROOT, run_ranks
 
 @pytest.mark.slow
 def test_two_ranks_are_one_batch_norm_over_the_joined_batch(tmp_path: Path) -> None:
-    said = run_ranks(ROOT / "tests/jobs/sync_batch_norm.py", num_ranks=2, cwd=tmp_path)
-    assert said.count(": same") == 12
+    stated = run_ranks(ROOT / "tests/jobs/sync_batch_norm.py", num_ranks=2, cwd=tmp_path)
+    assert stated.count(": same") == 12
 
 
 def test_alone_it_is_ordinary_batch_norm() -> None:

@@ -145,8 +145,8 @@ def test_an_explicit_stage_may_not_begin_where_it_cannot() -> None:
 
 def test_what_was_not_timed_is_estimated_by_its_flops() -> None:
     layers = [replace(layer, flops=flops) for layer, flops in zip(facts(9, 1, 1), (10, 20, 10), strict=True)]
-    said = list(StageTable(tuple(layers), (0, 1, 3)).lines())
-    assert [line.split(", ")[3] for line in said] == [
+    stated = list(StageTable(tuple(layers), (0, 1, 3)).lines())
+    assert [line.split(", ")[3] for line in stated] == [
         "25% of the computation by its FLOPs",
         "75% of the computation by its FLOPs",
     ]

@@ -109,8 +109,7 @@ def test_nothing_given() -> None:
             Batch(global_size=64, micro_size=8, accumulation_steps=2),
             8,
             "64 is not micro_size 8 x accumulation_steps 2 x 8 devices; set batch.global_size: 128, or leave one of "
-            "the three "
-            "out, or use 4 devices",
+            "the three out, or use 4 devices",
         ),
     ],
 )

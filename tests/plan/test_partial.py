@@ -38,12 +38,12 @@ EVERY_CASE = [
 
 
 def test_a_section_that_no_rule_reads_hides_nothing() -> None:
-    told = 0
+    reported = 0
     for values, cluster in EVERY_CASE:
         found = told_of(values | {"monitors": UNREADABLE}, cluster)
         assert found == told_of_all(values, cluster), values
-        told += len(found)
-    assert told > 40
+        reported += len(found)
+    assert reported > 40
 
 
 def test_a_section_that_cannot_be_read_is_held_against_nobody() -> None:

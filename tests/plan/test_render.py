@@ -297,8 +297,7 @@ def test_a_schedule_without_an_end_is_refused(kind: str) -> None:
         rendered(values)
     assert str(caught.value) == (
         "scheduler.total_steps: the schedule needs the number of steps, and the size of the data is only known when "
-        "it is "
-        "read; set training.max_steps, scheduler.total_steps or data.train_samples [run-length-unknown]"
+        "it is read; set training.max_steps, scheduler.total_steps or data.train_samples [run-length-unknown]"
     )
     for fix in ({"training": {"max_steps": 9}}, {"data": {"target": "a:b", "train_samples": 1200}}):
         assert "scheduler" in rendered({**values, **fix})

@@ -19,7 +19,7 @@ def plan_of(values: dict[str, Any], devices: int = 1) -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("steps", "said"),
+    ("steps", "stated"),
     [
         (20, "20 steps = 0.04 epochs of 468"),
         (1, "1 step = less than 0.01 epochs of 468"),
@@ -29,10 +29,10 @@ def plan_of(values: dict[str, Any], devices: int = 1) -> Plan:
         (936, "936 steps = 2 epochs of 468"),
     ],
 )
-def test_fractions_of_epochs_have_two_digits(steps: int, said: str) -> None:
+def test_fractions_of_epochs_have_two_digits(steps: int, stated: str) -> None:
     plan = plan_of(FASHION | {"training": {"max_steps": steps}})
-    assert rows(plan)["length"] == f"{said}, 96 samples left out of each"
-    assert one_line(plan).endswith(f"data-parallel, {said}, 96 samples left out of each")
+    assert rows(plan)["length"] == f"{stated}, 96 samples left out of each"
+    assert one_line(plan).endswith(f"data-parallel, {stated}, 96 samples left out of each")
 
 
 def test_a_length_that_is_not_known_yet_is_said_once() -> None:
@@ -43,7 +43,7 @@ def test_a_length_that_is_not_known_yet_is_said_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("zero", "devices", "said"),
+    ("zero", "devices", "stated"),
     [
         ({}, 2, "stage 0: nothing is spread"),
         ({"stage": 1}, 1, "stage 1: optimizer state is spread over 1 rank"),
@@ -59,8 +59,8 @@ def test_a_length_that_is_not_known_yet_is_said_once() -> None:
         ),
     ],
 )
-def test_what_is_spread_and_where_it_rests(zero: dict[str, Any], devices: int, said: str) -> None:
-    assert rows(plan_of({"zero": zero}, devices))["ZeRO"] == said
+def test_what_is_spread_and_where_it_rests(zero: dict[str, Any], devices: int, stated: str) -> None:
+    assert rows(plan_of({"zero": zero}, devices))["ZeRO"] == stated
 
 
 def test_one_device_is_no_devices() -> None:

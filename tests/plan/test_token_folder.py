@@ -18,7 +18,7 @@ from framework.launch.node import check_node
 from framework.launch.options import LaunchOptions
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
-from framework.setup.stages import tell
+from framework.setup.stages import describe
 
 CONFIG = """
 run: {name: text}
@@ -100,9 +100,9 @@ def test_what_is_wrong_with_the_text_is_found_before_the_run(capsys: pytest.Capt
     capsys.readouterr()
     for command, code in (("check", 2), ("plan", 78)):
         assert main([command, f"{name}.yaml", *settings]) == code
-        said = capsys.readouterr()
-        assert said.out == ""
-        lines = [line for line in said.err.splitlines() if words in line]
+        stated = capsys.readouterr()
+        assert stated.out == ""
+        lines = [line for line in stated.err.splitlines() if words in line]
         assert lines
         assert all(line.endswith(f"[{kind}]") for line in lines)
         assert lines[0].startswith("command line: " if settings else f"{name}.yaml:")
@@ -177,8 +177,8 @@ def test_the_child_of_plan_tells_what_is_wrong_from_what_is_missing() -> None:
     asked = {"config": config.to_dict(), "cluster": {"devices_per_host": 2}}
     assert make_plan(config, Cluster(devices_per_host=2)) is not None
     truncated()
-    (problem,) = tell(asked)["problems"]
+    (problem,) = describe(asked)["problems"]
     assert problem["kind"] == "text-damaged"
     Path("tokens").rename("elsewhere")
-    (problem,) = tell(asked)["missing"]
+    (problem,) = describe(asked)["missing"]
     assert problem["kind"] == "text-not-found"

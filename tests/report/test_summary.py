@@ -14,7 +14,7 @@ from framework.config.load import config_from_values
 from framework.launch.options import parse
 from framework.plan.cluster import Cluster
 from framework.plan.plan import Plan, make_plan
-from framework.report.summary import RunResult, tell_end, tell_next, tell_start
+from framework.report.summary import RunResult, print_end, print_next, print_start
 from framework.train.best import Best
 
 HERE = {"PATH": str(Path(sys.executable).parent)}  # an activated environment
@@ -36,7 +36,7 @@ def result(**changes: Any) -> RunResult:
 
 
 def test_the_start_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    tell_start(plan(training={"max_epochs": 10}), Path("runs/night"), start_step=0)
+    print_start(plan(training={"max_epochs": 10}), Path("runs/night"), start_step=0)
     assert capsys.readouterr().out == (
         "training night on 2 devices: 110 steps, 120 samples per step = 60 x 1 accumulation x 2 data-parallel, "
         "ZeRO 0, fp32 -> runs/night\n"
@@ -44,13 +44,13 @@ def test_the_start_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_resumed_start_says_from_where(capsys: pytest.CaptureFixture[str]) -> None:
-    tell_start(plan(training={"max_steps": 1}), Path("runs/night"), start_step=1)
+    print_start(plan(training={"max_steps": 1}), Path("runs/night"), start_step=1)
     assert "training night from step 1 on 2 devices: 1 step, " in capsys.readouterr().out
 
 
 def test_warnings_and_another_size_of_the_data_come_first(capsys: pytest.CaptureFixture[str]) -> None:
     scheduler = {"kind": "cosine", "warmup_steps": 500}
-    tell_start(plan(1200, scheduler=scheduler), Path("runs/night"), start_step=0)
+    print_start(plan(1200, scheduler=scheduler), Path("runs/night"), start_step=0)
     warning, note, start = capsys.readouterr().out.splitlines()
     assert warning.startswith("warning: scheduler.warmup_steps = 500: ")
     assert warning.endswith("[warmup-too-long]")
@@ -71,8 +71,7 @@ def test_warnings_and_another_size_of_the_data_come_first(capsys: pytest.Capture
             {"checkpoint": {"keep_best": "eval/accuracy"}},
             [
                 "warning: checkpoint.keep_best = eval/accuracy: there is no evaluation data, so it is never measured, "
-                "and no checkpoint "
-                "is deleted [no-evaluation-data]"
+                "and no checkpoint is deleted [no-evaluation-data]"
             ],
         ),
     ],
@@ -80,14 +79,14 @@ def test_warnings_and_another_size_of_the_data_come_first(capsys: pytest.Capture
 def test_what_needs_evaluation_data_that_is_not_there_is_told(
     sections: dict[str, Any], lines: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tell_start(plan(**sections), Path("runs/night"), start_step=0, evaluates=False)
+    print_start(plan(**sections), Path("runs/night"), start_step=0, evaluates=False)
     assert capsys.readouterr().out.splitlines()[:-1] == lines
-    tell_start(plan(**sections), Path("runs/night"), start_step=0, evaluates=True)
+    print_start(plan(**sections), Path("runs/night"), start_step=0, evaluates=True)
     assert capsys.readouterr().out.count("\n") == 1
 
 
 def test_the_end_shows_results_and_place(capsys: pytest.CaptureFixture[str]) -> None:
-    tell_end(result(), plan(), environment=HERE)
+    print_end(result(), plan(), environment=HERE)
     assert capsys.readouterr().out.splitlines() == [
         "",
         "night: finished after 110 steps",
@@ -101,7 +100,7 @@ def test_the_end_shows_results_and_place(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_best_so_far_is_told_with_its_step(capsys: pytest.CaptureFixture[str]) -> None:
-    tell_end(result(best=Best("eval/accuracy", 0.99, 77)), plan(), environment=HERE)
+    print_end(result(best=Best("eval/accuracy", 0.99, 77)), plan(), environment=HERE)
     assert "  best eval/accuracy   0.9900 at step 77\n" in capsys.readouterr().out
 
 
@@ -110,7 +109,7 @@ SECOND = "precision.dtype=autocast run.name=second"
 
 
 @pytest.mark.parametrize(
-    ("words", "sections", "device", "environment", "told"),
+    ("words", "sections", "device", "environment", "reported"),
     [
         (["a.yaml"], {}, "cpu", DOOR, f"./launch.sh train a.yaml {SECOND}"),
         (
@@ -151,7 +150,7 @@ def test_what_to_try_next_can_be_pasted(
     sections: dict[str, Any],
     device: Any,
     environment: dict[str, str],
-    told: str,
+    reported: str,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -159,15 +158,15 @@ def test_what_to_try_next_can_be_pasted(
     monkeypatch.chdir(tmp_path)
     values = {"batch": {"global_size": 120}} | sections
     made = make_plan(config_from_values(values), Cluster(devices_per_host=2, device=device))
-    tell_next(made, words, environment=environment)
-    assert capsys.readouterr().out == f"try next: {told}\n"
-    request = parse(shlex.split(told)[2 if "DSF_DOOR" in environment else 4 :])
-    assert [request.config, *request.overrides] == [*words, *told.split()[-2:]]
+    print_next(made, words, environment=environment)
+    assert capsys.readouterr().out == f"try next: {reported}\n"
+    request = parse(shlex.split(reported)[2 if "DSF_DOOR" in environment else 4 :])
+    assert [request.config, *request.overrides] == [*words, *reported.split()[-2:]]
 
 
 def test_of_several_hosts_only_the_settings_are_known(capsys: pytest.CaptureFixture[str]) -> None:
     made = make_plan(config_from_values({}), Cluster(num_hosts=2, devices_per_host=2))
-    tell_next(made, ["a.yaml"], environment=DOOR)
+    print_next(made, ["a.yaml"], environment=DOOR)
     assert capsys.readouterr().out == f"try next: the same command with {SECOND}\n"
 
 
@@ -178,15 +177,15 @@ def test_tensorboard_is_named_as_the_shell_finds_it(
     programs = Path(sys.executable).parent
     monkeypatch.chdir(tmp_path)
     for shell, name in ((str(tmp_path), f"{programs}/tensorboard"), (str(programs), "tensorboard")):
-        tell_end(result(), plan(), environment={"DSF_SHELL_PATH": shell, "PATH": str(programs)})
+        print_end(result(), plan(), environment={"DSF_SHELL_PATH": shell, "PATH": str(programs)})
         assert f"  TensorBoard          {name} --logdir runs\n" in capsys.readouterr().out
     monkeypatch.chdir(programs.parent)
-    tell_end(result(), plan(), environment={"PATH": ""})
+    print_end(result(), plan(), environment={"PATH": ""})
     assert f"  TensorBoard          {programs.name}/tensorboard --logdir runs\n" in capsys.readouterr().out
 
 
 def test_a_run_that_was_over_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    tell_end(
+    print_end(
         result(step=9, start_step=9, metrics={}, samples_per_sec=0.0),
         plan(monitors={"tensorboard": False}),
         environment=HERE,
@@ -199,18 +198,18 @@ def test_a_run_that_was_over_says_so(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_the_throughput_of_text_is_told_in_tokens_too(capsys: pytest.CaptureFixture[str]) -> None:
-    tell_end(result(tokens_per_sec=3160493.8), plan(), environment=HERE)
+    print_end(result(tokens_per_sec=3160493.8), plan(), environment=HERE)
     assert "  throughput           12,346 samples/s = 3,160,494 tokens/s\n" in capsys.readouterr().out
 
 
 def test_the_command_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
-    tell_end(result(folder=Path("my runs/night")), plan(), environment=HERE)
+    print_end(result(folder=Path("my runs/night")), plan(), environment=HERE)
     assert "tensorboard --logdir 'my runs'\n" in capsys.readouterr().out
 
 
 def test_nobody_listens_any_more() -> None:
     """As after `| head`: the reader is gone, and neither a line nor the flush at exit may fail the run."""
-    code = "from framework.system.log import say\nfor _ in range(9): say('x' * 9999)\nimport sys; sys.stdout.flush()"
+    code = "from framework.system.log import print_line\nfor _ in range(9): print_line('x' * 9999)\nimport sys; sys.stdout.flush()"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.close()
@@ -220,9 +219,9 @@ def test_nobody_listens_any_more() -> None:
 
 def test_what_to_try_next_sets_each_key_once_and_resumes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     made = make_plan(config_from_values({"run": {"name": "second"}}), Cluster(devices_per_host=1, device="cpu"))
-    tell_next(made, ["a.yaml", "run.name=second", "checkpoint.resume=auto", "optimizer.lr=0.1"], environment=DOOR)
-    said = capsys.readouterr().out
-    assert said.count("run.name=") == 1
-    assert "run.name=third" in said
-    assert "checkpoint.resume" not in said
-    assert "optimizer.lr=0.1" in said
+    print_next(made, ["a.yaml", "run.name=second", "checkpoint.resume=auto", "optimizer.lr=0.1"], environment=DOOR)
+    stated = capsys.readouterr().out
+    assert stated.count("run.name=") == 1
+    assert "run.name=third" in stated
+    assert "checkpoint.resume" not in stated
+    assert "optimizer.lr=0.1" in stated

@@ -15,7 +15,7 @@ TABLE = TensorDataset(torch.zeros(8, 3), torch.zeros(8, dtype=torch.long))
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "stated"),
     [
         ({"train_data": TABLE}, "model: train_data was handed over, and no model; hand over model=..., or name one"),
         ({"eval_data": TABLE, "model": torch.nn.Linear(3, 2)}, "eval_data: it was handed over without train_data"),
@@ -31,10 +31,10 @@ TABLE = TensorDataset(torch.zeros(8, 3), torch.zeros(8, dtype=torch.long))
         ({"frobnicate": 1}, "known: config, model, train_data"),
     ],
 )
-def test_it_is_refused_in_one_line(given: dict[str, Any], said: str) -> None:
+def test_it_is_refused_in_one_line(given: dict[str, Any], stated: str) -> None:
     with pytest.raises(ConfigError) as caught:
         framework.fit({}, **given)
-    assert said in str(caught.value)
+    assert stated in str(caught.value)
     assert str(caught.value).count("\n") == 0
 
 

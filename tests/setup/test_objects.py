@@ -134,10 +134,10 @@ class TestSections:
     def test_the_rate_of_an_optimizer_that_does_not_tell_it(self) -> None:
         by_hand: Callable[..., Any] = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
         assert taken({"optimizer": {"lr": 0.1}}, optimizer=by_hand).optimizer.lr == 0.1  # type: ignore[union-attr]
-        told = partial(torch.optim.SGD, lr=0.1)
-        assert taken({"optimizer": {"lr": 0.1}}, optimizer=told).optimizer.lr == 0.1  # type: ignore[union-attr]
+        reported = partial(torch.optim.SGD, lr=0.1)
+        assert taken({"optimizer": {"lr": 0.1}}, optimizer=reported).optimizer.lr == 0.1  # type: ignore[union-attr]
         line = "optimizer.lr = 0.2: the optimizer that was handed over has lr=0.1; give one [object-lr-differs]"
-        assert refused({"optimizer": {"lr": 0.2}}, optimizer=told) == line
+        assert refused({"optimizer": {"lr": 0.2}}, optimizer=reported) == line
 
 
 @pytest.mark.parametrize(

@@ -124,14 +124,14 @@ def test_nothing_is_left_in_a_folder_that_can_be_used(tmp_path: Path) -> None:
 def test_ranks_compare_a_text_that_was_handed_over() -> None:
     """Its size is the same, its tokens are others."""
 
-    def essence(last: int) -> dict[str, Any]:
+    def fingerprint(last: int) -> dict[str, Any]:
         tokens = Tokens(np.array([1, 2, 3, last, 8] * 20, dtype=np.uint16), np.arange(0, 101, 5))
         windows = TextWindows(tokens, sequence_length=4, vocab_size=9, special=SpecialTokens(end=8))
         model = torch.nn.Embedding(9, 9)
         config = framework.RunConfig.model_validate({"batch": {"global_size": 4}, "task": {"kind": "causal_lm"}})
-        return prepare(config, objects=Objects(model=model, train_data=windows)).essence()
+        return prepare(config, objects=Objects(model=model, train_data=windows)).fingerprint()
 
-    one, same, other = essence(4), essence(4), essence(5)
+    one, same, other = fingerprint(4), fingerprint(4), fingerprint(5)
     assert one == same
     assert {name for name in one if one[name] != other[name]} == {"checksum of the train text"}
 
@@ -149,6 +149,6 @@ def test_ranks_tell_what_they_have_found_of_first_weights(tmp_path: Path, monkey
     one = looked()
     monkeypatch.setattr(prepared, "find_checkpoint", lambda *arguments, **options: "global_step7")
     other = looked()
-    assert one.essence() == other.essence()
-    assert (one.told_weights(), other.told_weights()) == ("2 tensors are found there", "no weights are read")
-    assert one.without_weights().told_weights() == other.without_weights().told_weights()
+    assert one.fingerprint() == other.fingerprint()
+    assert (one.describe_weights(), other.describe_weights()) == ("2 tensors are found there", "no weights are read")
+    assert one.without_weights().describe_weights() == other.without_weights().describe_weights()

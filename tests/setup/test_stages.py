@@ -392,7 +392,7 @@ def test_ranks_compare_the_text_and_not_only_its_size(tmp_path: Path) -> None:
     for word in ("one", "two", "two"):
         Path("a.txt").write_text(f"{word} three\n" * 400, encoding="utf-8")
         prepare_text(["a.txt"], "tokens")
-        seen.append(prepare(framework.RunConfig.model_validate(config)).essence())
+        seen.append(prepare(framework.RunConfig.model_validate(config)).fingerprint())
         Path("tokens").rename(tmp_path / f"before-{len(seen)}")
     differing = {name for name in seen[0] if seen[0][name] != seen[1][name]}
     assert differing == {"checksum of the train text", "checksum of the evaluation text"}

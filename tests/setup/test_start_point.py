@@ -15,25 +15,27 @@ from framework.setup.start_point import agreed_weights
 class Found:
     """A prepared run of one rank, as far as its first weights go."""
 
-    def __init__(self, told: str) -> None:
-        self.told, self.plan, self.weights_of = told, self, None
+    def __init__(self, reported: str) -> None:
+        self.reported, self.plan, self.weights_of = reported, self, None
         self.config = config_from_values({"checkpoint": {"init_weights": "first.pt"}})
 
-    def told_weights(self) -> str:
-        return self.told
+    def describe_weights(self) -> str:
+        return self.reported
 
     def without_weights(self) -> Found:
         return Found("none")
 
 
-def agreed(monkeypatch: pytest.MonkeyPatch, *told: str, start: Any = None) -> Any:
-    monkeypatch.setattr(start_point, "gather", lambda own: [*told])
-    found: Any = Found(told[0])
+def agreed(monkeypatch: pytest.MonkeyPatch, *reported: str, start: Any = None) -> Any:
+    monkeypatch.setattr(start_point, "gather", lambda own: [*reported])
+    found: Any = Found(reported[0])
     return agreed_weights(found, start)
 
 
 def test_all_have_found_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert agreed(monkeypatch, "2 tensors are found there", "2 tensors are found there").told.startswith("2 tensors")
+    assert agreed(monkeypatch, "2 tensors are found there", "2 tensors are found there").reported.startswith(
+        "2 tensors"
+    )
 
 
 def test_one_that_sees_other_files_ends_all_with_a_code_that_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,4 +47,6 @@ def test_one_that_sees_other_files_ends_all_with_a_code_that_is_tried_again(monk
 
 
 def test_a_resumed_run_reads_none_whatever_a_rank_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert agreed(monkeypatch, "2 tensors are found there", "no weights are read", start="global_step7").told == "none"
+    assert (
+        agreed(monkeypatch, "2 tensors are found there", "no weights are read", start="global_step7").reported == "none"
+    )

@@ -198,23 +198,20 @@ def test_a_factory_is_called_with_its_arguments() -> None:
             "good:Net",
             {"widht": 5},
             "model.args = {widht: 5}: got an unexpected keyword argument 'widht'; it takes (width: int = 3, *, depth: "
-            "int = 1) -> "
-            "None [target-args]",
+            "int = 1) -> None [target-args]",
         ),
         ("good:NET", {}, "model.target = a Net: it cannot be called; name a class or a function [target-not-callable]"),
         (
             "good:Net",
             {"width": -1},
             "model.target = good:Net: calling it failed: ValueError: width must be positive (HERE/good.py:12); check "
-            "model.args and "
-            "the code [target-failed]",
+            "model.args and the code [target-failed]",
         ),
         (
             "good:leave",
             {},
             "model.target = good:leave: calling it failed: SystemExit: 0 (HERE/good.py:15); check model.args and the "
-            "code "
-            "[target-failed]",
+            "code [target-failed]",
         ),
     ],
 )

@@ -26,7 +26,7 @@ def ask(_name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("leave", "said"),
+    ("leave", "stated"),
     [
         (lambda: sys.exit(), "SystemExit: None"),
         (lambda: sys.exit(0), "SystemExit: 0"),
@@ -35,10 +35,10 @@ def ask(_name: str) -> None:
         (lambda: ask(""), "SystemExit: 2"),
     ],
 )
-def test_an_exit_is_an_error_with_the_place_of_the_call(leave: Callable[[], object], said: str) -> None:
+def test_an_exit_is_an_error_with_the_place_of_the_call(leave: Callable[[], object], stated: str) -> None:
     with pytest.raises(TrainingError, match=r"\[exit-called\]$") as caught, refusing_exits():
         leave()
-    assert said in str(caught.value)
+    assert stated in str(caught.value)
     assert f"{__file__}:" in str(caught.value)
     assert caught.value.exit_code == EXIT_TRAINING
 
@@ -151,11 +151,11 @@ def test_every_part_of_a_run_that_exits_is_named(tmp_path: Path) -> None:
     assert done.returncode == EXIT_TRAINING, done.stderr
     lines = enumerate(SCRIPT.splitlines(), 1)
     places = {name: number for number, line in lines for name in PARTS.get(line.rpartition("# in ")[2], ())}
-    told = [line for line in done.stdout.splitlines() if "[exit-called]" in line]
-    assert [line.split()[0] for line in told] == ["optimizer", "builder", "task", "data", "worker"], (
+    reported = [line for line in done.stdout.splitlines() if "[exit-called]" in line]
+    assert [line.split()[0] for line in reported] == ["optimizer", "builder", "task", "data", "worker"], (
         done.stdout + done.stderr
     )
-    for line in told:
+    for line in reported:
         name, place = line.split()[:2]
         assert place == f"{tmp_path / 'mine.py'}:{places[name]}:", line
     last = [line for line in done.stderr.splitlines() if "[exit-called]" in line]

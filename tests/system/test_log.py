@@ -31,8 +31,8 @@ def lines(log: Path) -> list[str]:
 
 
 def test_what_is_said_and_warned_of_is_also_in_the_log(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rank_log.say("training night")
-    rank_log.say()
+    rank_log.print_line("training night")
+    rank_log.print_line()
     warn("a disk\nis 90 % full [disk]")
     LogLines(220).write(Point(11, 1.0, 0.0, {"train/loss": 0.5, "eval/accuracy": 0.25, "time/step_ms": 1.0}))
     assert capsys.readouterr() == ("training night\n\n", "warning: a disk is 90 % full [disk]\n")
@@ -43,13 +43,13 @@ def test_what_is_said_and_warned_of_is_also_in_the_log(log: Path, capsys: pytest
     ]
 
 
-@pytest.mark.parametrize(("rank", "said"), [("0", "warning: all of us [x]\n"), ("3", "")])
+@pytest.mark.parametrize(("rank", "stated"), [("0", "warning: all of us [x]\n"), ("3", "")])
 def test_a_warning_of_all_ranks_is_said_by_one_and_noted_by_all(
-    log: Path, rank: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    log: Path, rank: str, stated: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", rank)
     warn("all of us [x]", is_of_all_ranks=True)
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == stated
     assert lines(log) == ["WARNING dsf-trainer: all of us [x]"]
 
 

@@ -56,9 +56,9 @@ def test_a_rank_whose_launcher_is_killed_says_so_and_ends() -> None:
     launcher.kill()
     rank.wait(GONE_SECONDS)
     assert launcher.stderr is not None
-    said = launcher.stderr.read()
+    stated = launcher.stderr.read()
     assert (
-        said == f"rank 1: the launcher (process {launcher.pid}) is gone, and this rank ends with it [launcher-lost]\n"
+        stated == f"rank 1: the launcher (process {launcher.pid}) is gone, and this rank ends with it [launcher-lost]\n"
     )
     launcher.communicate()
 
@@ -90,9 +90,9 @@ def test_the_agent_is_watched_above_a_launcher_that_lives() -> None:
     time.sleep(1.0)
     assert rank.is_running()
     agent.send_signal(signal.SIGKILL)  # and not waited for: a zombie is no agent
-    _, said = launcher.communicate(timeout=GONE_SECONDS)
+    _, stated = launcher.communicate(timeout=GONE_SECONDS)
     agent.wait()
-    assert f"rank 0: the agent (process {agent.pid}) is gone" in said
+    assert f"rank 0: the agent (process {agent.pid}) is gone" in stated
     assert launcher.returncode == 76
 
 

@@ -164,9 +164,9 @@ def listening(setting: str = "", *, before: str = "", **environment: str) -> sub
 def test_before_the_first_step_a_process_ends_at_once_although_it_waits_in_c() -> None:
     process = listening()
     process.send_signal(TERM)
-    _, said = process.communicate(timeout=30)
+    _, stated = process.communicate(timeout=30)
     assert process.returncode == 75
-    assert said == "SIGTERM: stopped before the first step: nothing new to save [stopped]\n"
+    assert stated == "SIGTERM: stopped before the first step: nothing new to save [stopped]\n"
 
 
 def test_twice_while_training_ends_with_the_number_of_the_signal() -> None:
@@ -177,9 +177,9 @@ def test_twice_while_training_ends_with_the_number_of_the_signal() -> None:
     time.sleep(4.0)
     assert process.poll() is None
     process.send_signal(INT)
-    _, said = process.communicate(timeout=30)
+    _, stated = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert said == "rank 1: SIGINT again: ending at once [stopped-at-once]\n"
+    assert stated == "rank 1: SIGINT again: ending at once [stopped-at-once]\n"
 
 
 def test_once_all_is_saved_a_request_changes_nothing() -> None:

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from framework.system.stop_signals import SIGNALS, Insistence, heeded, put_back
+from framework.system.stop_signals import SIGNALS, Insistence, handled, put_back
 
 IGNORED_BY_SHELLS = (signal.SIGINT, signal.SIGHUP)
 
@@ -14,10 +14,10 @@ IGNORED_BY_SHELLS = (signal.SIGINT, signal.SIGHUP)
 def test_only_what_shells_ignore_stays_ignored() -> None:
     before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
     try:
-        assert set(heeded()) == set(SIGNALS) - set(IGNORED_BY_SHELLS)
+        assert set(handled()) == set(SIGNALS) - set(IGNORED_BY_SHELLS)
         for number in IGNORED_BY_SHELLS:
             signal.signal(number, signal.SIG_DFL)
-        assert set(heeded()) == set(SIGNALS)
+        assert set(handled()) == set(SIGNALS)
     finally:
         put_back(before)
     assert {number: signal.getsignal(number) for number in SIGNALS} == before

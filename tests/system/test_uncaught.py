@@ -37,7 +37,7 @@ def test_a_refusal_is_one_line_and_its_exit_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "options", "environment", "said"),
+    ("text", "options", "environment", "stated"),
     [
         (ATEXIT + LOAD, (), {"DSF_TRACEBACK": "1"}, "Traceback"),
         (ATEXIT + LOAD, ("-i",), {}, "Traceback"),
@@ -47,10 +47,10 @@ def test_a_refusal_is_one_line_and_its_exit_code(tmp_path: Path) -> None:
     ids=["switch", "interactive", "own-hook", "another-error"],
 )
 def test_it_stays_out_of_the_way(
-    tmp_path: Path, text: str, options: tuple[str, ...], environment: dict[str, str], said: str
+    tmp_path: Path, text: str, options: tuple[str, ...], environment: dict[str, str], stated: str
 ) -> None:
     done = script(tmp_path, text, *options, **environment)
-    assert said in done.stdout + done.stderr
+    assert stated in done.stdout + done.stderr
     assert "exit handlers ran" in done.stdout
     assert done.returncode == (0 if options else 1), done.stderr
 

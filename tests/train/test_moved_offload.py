@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from framework.checkpoint.layout_change import check_movable, has_moved
+from framework.checkpoint.layout_change import check_movable, needs_resharding
 from framework.checkpoint.saved import SavedCheckpoint
 from framework.config.load import config_from_values
 from framework.errors import ConfigError
@@ -21,8 +21,8 @@ def description(*, ranks: int = 2, **zero: Any) -> dict[str, Any]:
     return {"layout": {"world_size": ranks, "pipe_size": 1, "global_size": 8}, "config": config}
 
 
-def checkpoint(said: dict[str, Any]) -> SavedCheckpoint:
-    return SavedCheckpoint(Path("run/checkpoints"), "global_step4", {"step": 4, **said})
+def checkpoint(stated: dict[str, Any]) -> SavedCheckpoint:
+    return SavedCheckpoint(Path("run/checkpoints"), "global_step4", {"step": 4, **stated})
 
 
 @pytest.mark.parametrize("offload", [{"offload_optimizer": NVME}, {"offload_param": NVME}])
@@ -38,9 +38,9 @@ def test_nvme_is_not_moved(offload: dict[str, Any], other: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("offload", [{"offload_optimizer": NVME}, {"offload_param": NVME}])
 def test_nvme_is_resumed_where_it_was(offload: dict[str, Any]) -> None:
-    said = description(**offload)
-    assert not has_moved(checkpoint(said), description=said)
-    check_movable(checkpoint(said), description=said)
+    stated = description(**offload)
+    assert not needs_resharding(checkpoint(stated), description=stated)
+    check_movable(checkpoint(stated), description=stated)
 
 
 def test_nvme_is_resumed_on_another_drive_and_with_other_buffers() -> None:
@@ -48,7 +48,7 @@ def test_nvme_is_resumed_on_another_drive_and_with_other_buffers() -> None:
     there = description(offload_optimizer=NVME)
     elsewhere = {**NVME, "nvme_path": "/scratch/nvme0", "pipeline_read": True, "pin_memory": False}
     here = description(offload_optimizer=elsewhere, reduce_bucket_size=1000)
-    assert not has_moved(checkpoint(there), description=here)
+    assert not needs_resharding(checkpoint(there), description=here)
     check_movable(checkpoint(there), description=here)
     with pytest.raises(ConfigError, match=r"zero.sub_group_size: 1000000000 -> 5"):
         check_movable(checkpoint(there), description=description(offload_optimizer=NVME, sub_group_size=5))
@@ -56,5 +56,5 @@ def test_nvme_is_resumed_on_another_drive_and_with_other_buffers() -> None:
 
 def test_host_memory_is_moved() -> None:
     source, target = description(offload_optimizer=CPU), description(ranks=4)
-    assert has_moved(checkpoint(source), description=target)
+    assert needs_resharding(checkpoint(source), description=target)
     check_movable(checkpoint(source), description=target)

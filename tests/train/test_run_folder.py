@@ -125,12 +125,12 @@ def test_another_host_waits_until_it_sees_the_new_folder(
         finished_run(seen.path)
         Timer(0.6, lambda: shutil.copy(folder.path / ".lock", seen.path / ".lock")).start()
         begin = time.monotonic()
-        seen.await_fresh(folder.word, patience_seconds=30)
+        seen.wait_until_visible(folder.word, wait_seconds=30)
         assert 0.5 < time.monotonic() - begin < 20
-        seen.await_fresh("another word", patience_seconds=0.1)
+        seen.wait_until_visible("another word", wait_seconds=0.1)
         assert capsys.readouterr().err.count("[run-folder-not-shared]") == 1
         monkeypatch.setattr("framework.train.run_folder._LOOK_SECONDS", 3600.0)  # on one host nobody waits
-        RunFolder(folder.path).await_fresh(folder.word)
+        RunFolder(folder.path).wait_until_visible(folder.word)
 
 
 @pytest.mark.parametrize("is_there", [True, False])
@@ -183,14 +183,14 @@ def test_an_empty_folder_is_used_as_it_is(tmp_path: Path, content: list[str]) ->
 
 def test_it_is_held_before_it_is_looked_into(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    RunFolder(path).hold_if_there()
+    RunFolder(path).lock_if_exists()
     assert not path.exists()
     with another_run(path), pytest.raises(StorageError, match="run-folder-busy"):
-        RunFolder(path).hold_if_there()
+        RunFolder(path).lock_if_exists()
     for fresh in (False, True):
         (path / "metrics.jsonl").touch()
         folder = RunFolder(path)
-        folder.hold_if_there()
+        folder.lock_if_exists()
         for _ in range(2):
             with pytest.raises(StorageError, match="run-folder-busy"):
                 RunFolder(path).open(fresh=True)
@@ -207,7 +207,7 @@ def test_a_folder_that_cannot_be_held_is_one_line(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(fcntl, "flock", stale)
     with pytest.raises(StorageError, match=r"\(Stale file handle\).*\[run-folder-unusable\]"):
-        RunFolder(tmp_path / "run").hold_if_there()
+        RunFolder(tmp_path / "run").lock_if_exists()
 
 
 def test_somebodys_own_folder_is_neither_renamed_nor_written_to(tmp_path: Path) -> None:
@@ -432,15 +432,15 @@ def test_a_run_whose_folder_is_removed_ends_with_74_and_makes_none(tmp_path: Pat
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=job_environment()
     ) as job:
         assert job.stdout is not None
-        said = []
+        stated = []
         for line in job.stdout:
-            said.append(line)
+            stated.append(line)
             if "step" in line and "loss" in line:
                 break
         else:
-            pytest.fail("".join(said))
+            pytest.fail("".join(stated))
         shutil.rmtree(tmp_path / "runs" / "lost")
-        said.append(job.stdout.read())
-    assert job.wait() == 74, said
-    assert "[run-folder-lost]" in said[-1]
+        stated.append(job.stdout.read())
+    assert job.wait() == 74, stated
+    assert "[run-folder-lost]" in stated[-1]
     assert not (tmp_path / "runs" / "lost").exists()

@@ -36,8 +36,7 @@ def test_one_warning_where_many_steps_in_a_row_were_skipped(capsys: pytest.Captu
     run("xxxxx----------xxxxx-----xxxxx", log_every=5)
     assert capsys.readouterr().err.splitlines() == [
         "warning: step 10: each of the last 5 steps was skipped, because its gradients were not finite; look for a "
-        "root, a norm or "
-        "a division at zero in the model or the loss, or lower optimizer.lr [every-step-skipped]"
+        "root, a norm or a division at zero in the model or the loss, or lower optimizer.lr [every-step-skipped]"
     ]
     run("x----", log_every=5)
     run("x----x----x", log_every=1)

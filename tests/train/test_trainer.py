@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from framework.errors import StorageError, TrainingError
-from framework.train.cadence import Cadence
+from framework.train.cadence import Every
 from framework.train.monitors.base import Monitor, Point
-from framework.train.trainer import Agenda, Outcome, Trainer
+from framework.train.trainer import Outcome, Schedule, Trainer
 
 EVAL_DATA = [("batch", True)]
 
@@ -108,13 +108,13 @@ class Memory:
             raise self._fails_to_close
 
 
-def agenda(total_steps: int = 6, **changes: Any) -> Agenda:
+def agenda(total_steps: int = 6, **changes: Any) -> Schedule:
     cadences: dict[str, Any] = {
-        "log": Cadence(2, at_end=True),
-        "evaluate": Cadence(3, at_end=True),
-        "save": Cadence(3, at_end=True),
+        "log": Every(2, at_end=True),
+        "evaluate": Every(3, at_end=True),
+        "save": Every(3, at_end=True),
     }
-    return Agenda(total_steps, steps_per_epoch=4, samples_per_step=8, **(cadences | changes))
+    return Schedule(total_steps, steps_per_epoch=4, samples_per_step=8, **(cadences | changes))
 
 
 @dataclass
@@ -125,7 +125,7 @@ class Run:
 
 
 def make_run(
-    plan: Agenda | None = None,
+    plan: Schedule | None = None,
     *,
     engine: RecordingEngine | None = None,
     data: Numbers | None = None,
@@ -226,7 +226,7 @@ def test_a_run_that_is_over_does_nothing_and_closes_its_monitors(start_step: int
 
 
 def test_without_evaluation_data_or_saving_nothing_is_read_for_them() -> None:
-    run = make_run(agenda(3, log=Cadence(100)), eval_data=None, saves=False)
+    run = make_run(agenda(3, log=Every(100)), eval_data=None, saves=False)
     run.fit()
     assert run.engine.events == ["train 1", "train 2", "train 3"]
 

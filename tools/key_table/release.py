@@ -121,9 +121,9 @@ def _from_models() -> Iterator[tuple[str, Entry]]:
     weights = importlib.import_module("deepspeed.inference.config").WeightQuantConfig
     roots["WeightQuantConfig"] = weights
     nested = {field_model.__name__ for model in roots.values() for field_model in _models_in(model)}
-    strangers = set(roots) - set(MODELS) - nested
-    if strangers:
-        raise SystemExit(f"no section is known for the models {sorted(strangers)}: add them to MODELS")
+    unexpected_files = set(roots) - set(MODELS) - nested
+    if unexpected_files:
+        raise SystemExit(f"no section is known for the models {sorted(unexpected_files)}: add them to MODELS")
     for name, section in MODELS.items():
         if name in roots:
             yield from entries_of(roots[name], section)

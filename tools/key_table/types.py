@@ -77,9 +77,9 @@ def optimizers() -> Iterator[tuple[str, Entry]]:
     """Types of optimizers, each with what its classes take."""
     config = importlib.import_module("deepspeed.runtime.config")
     known = set(config.DEEPSPEED_OPTIMIZERS)
-    strangers = known - {name.lower() for name in OPTIMIZERS}
-    if strangers:
-        raise SystemExit(f"unknown optimizer types {sorted(strangers)}: add them to OPTIMIZERS")
+    unexpected_files = known - {name.lower() for name in OPTIMIZERS}
+    if unexpected_files:
+        raise SystemExit(f"unknown optimizer types {sorted(unexpected_files)}: add them to OPTIMIZERS")
     names = [name for name in OPTIMIZERS if name.lower() in known]
     source = "runtime/engine.py:DeepSpeedEngine._configure_basic_optimizer"
     yield (

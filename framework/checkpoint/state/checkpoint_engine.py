@@ -1,5 +1,5 @@
-"""`SafeFiles`: what DeepSpeed's engines call to write and read the files of a checkpoint (its `CheckpointEngine`
-interface).
+"""`AtomicCheckpointEngine`: what DeepSpeed's engines call to write and read the files of a checkpoint (its
+`CheckpointEngine` interface).
 
 Writing: every file is new, hashed as it is written and flushed to disk. A failure is kept and told at the end, on the
 rank
@@ -45,12 +45,12 @@ _NO_MEMORY: Final = re.compile(
 )
 
 
-class SafeFiles(CheckpointEngine):  # type: ignore[misc]
+class AtomicCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """The files of one save after the other."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.name = "SafeFiles"
+        self.name = "AtomicCheckpointEngine"
         self._root = Path()
         self._records: dict[str, FileRecord] = {}
         self._failure: OSError | None = None
@@ -137,7 +137,7 @@ def _write(state: Any, path: Path, open_file: OpenFile) -> FileRecord | None:
         cause = error if isinstance(error, OSError) else error.__context__
         if isinstance(error, RuntimeError) and isinstance(cause, OSError):
             raise cause from error
-        if isinstance(error, (RuntimeError, MemoryError)) and _tells_of_memory(error):
+        if isinstance(error, (RuntimeError, MemoryError)) and _is_out_of_memory(error):
             raise OSError(
                 errno.ENOMEM, f"no memory for a copy of what goes into {path.name}: {in_one_line(error)}"
             ) from error
@@ -153,7 +153,7 @@ def _largest_on_device(value: Any) -> int:
     return max(map(_largest_on_device, values), default=0)
 
 
-def _tells_of_memory(error: Exception) -> bool:
+def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _NO_MEMORY.search(str(error)) is not None
 
 
@@ -186,7 +186,7 @@ def read_file(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> A
 
 
 @contextlib.contextmanager
-def keeping_copies(files: SafeFiles) -> Iterator[None]:
+def keeping_copies(files: AtomicCheckpointEngine) -> Iterator[None]:
     """DeepSpeed copies the files of its NVMe swapper with `shutil.copytree`, past its checkpoint engine. Every rank
     flushes and
     hashes its own: rank 0 alone would take longer than the others wait. A failure on one rank waits for `end` as all
@@ -209,9 +209,9 @@ def keeping_copies(files: SafeFiles) -> Iterator[None]:
         shutil.copytree = copytree
 
 
-def use_safe_files(engine: deepspeed.DeepSpeedEngine) -> SafeFiles:
+def use_atomic_files(engine: deepspeed.DeepSpeedEngine) -> AtomicCheckpointEngine:
     """Give an engine safe files; the script that DeepSpeed puts beside a checkpoint is copied through them as well."""
-    files, copy = SafeFiles(), engine._copy_recovery_script
+    files, copy = AtomicCheckpointEngine(), engine._copy_recovery_script
     engine.checkpoint_engine = files
     engine._copy_recovery_script = lambda save_path: files.keep_failure(lambda: copy(save_path))
     return files

@@ -52,8 +52,7 @@ def warn_of(checkpoint: SavedCheckpoint, *, resumed: bool = False) -> None:
         return
     text = (
         f"{checkpoint.path}: DeepSpeed {checkpoint.manifest['versions']['deepspeed']} wrote it without a manifest: "
-        "nothing "
-        "tells whether its files are whole"
+        "nothing tells whether its files are whole"
     )
     if resumed:
         text += (

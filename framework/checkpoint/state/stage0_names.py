@@ -38,8 +38,8 @@ def names_by_shape(content: Mapping[str, Any]) -> list[list[str]]:
     if sum(len(set(members)) for members in groups) != len(group_of):
         return []  # two groups hold weights of one shape
     found = [[name for name, shape in shapes.items() if group_of.get(shape) == number] for number in range(len(groups))]
-    told = [[shapes[name] for name in names] for names in found]
-    return found if told == groups and _are_copies(optimizer.get("fp32_groups", ()), found, weights) else []
+    reported = [[shapes[name] for name in names] for names in found]
+    return found if reported == groups and _are_copies(optimizer.get("fp32_groups", ()), found, weights) else []
 
 
 def _are_copies(

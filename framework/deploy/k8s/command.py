@@ -134,20 +134,17 @@ def _notes(request: K8sRequest) -> list[str]:
     if request.nodes > 1 and not request.queue and not request.scheduler:
         found.append(
             "without a queue some pods may wait for ever while others hold their GPUs; --queue Q (Kueue) or a gang "
-            "scheduler, "
-            "--scheduler volcano, starts all or none [k8s-no-gang]"
+            "scheduler, --scheduler volcano, starts all or none [k8s-no-gang]"
         )
     if request.runtime:
         found.append(
             f"retries are those of the runtime {request.runtime}, which knows no exit codes; leave --runtime out for "
-            "one that does "
-            "[k8s-runtime-retries]"
+            "one that does [k8s-runtime-retries]"
         )
     if request.rdma and request.user != 0:
         found.append(
             "RDMA pins memory: the container runtime of the nodes must set LimitMEMLOCK=infinity, for IPC_LOCK does "
-            "nothing "
-            "for a user other than root [k8s-memlock]"
+            "nothing for a user other than root [k8s-memlock]"
         )
     return found
 

@@ -117,8 +117,8 @@ def _devices(nodes: Mapping[str, Facts]) -> Check:
                     )
                 )
     count = len(owner)
-    said = f"{count} different GPUs" if count and not problems else "equal" if not problems else "differ"
-    return Check("devices", said, tuple(problems))
+    stated = f"{count} different GPUs" if count and not problems else "equal" if not problems else "differ"
+    return Check("devices", stated, tuple(problems))
 
 
 def _variables(nodes: Mapping[str, Facts]) -> Check:

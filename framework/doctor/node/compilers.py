@@ -108,11 +108,11 @@ def _about_nvcc(ops: list[Op], environment: Mapping[str, str]) -> Iterator[Probl
     nvcc = _cuda_home(environment) / "bin" / "nvcc"
     fix = f"install the CUDA {cuda} toolkit and set CUDA_HOME, or set optimizer.implementation: torch"
     try:
-        told = subprocess.run([nvcc, "-V"], capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
+        reported = subprocess.run([nvcc, "-V"], capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         yield _lacking(str(nvcc), ops, fix)
         return
-    release = re.search(r"release (\d+)\.(\d+)", told)
+    release = re.search(r"release (\d+)\.(\d+)", reported)
     if release and release[1] != cuda.partition(".")[0] and environment.get("DS_SKIP_CUDA_CHECK") != "1":
         yield Problem(
             kind="nvcc-release",

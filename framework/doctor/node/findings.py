@@ -27,7 +27,7 @@ class Check:
     """
 
     name: str
-    said: str
+    stated: str
     problems: tuple[Problem, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -41,7 +41,7 @@ class Check:
         return {
             "name": self.name,
             "status": self.status,
-            "found": self.said,
+            "found": self.stated,
             "facts": dict(self.facts),
             "problems": [each.to_dict() for each in self.problems],
         }
@@ -157,11 +157,11 @@ def count_text(problems: Iterable[Problem]) -> str:
 
 
 def _row(check: Check, *, indent: str = "  ") -> str:
-    return f"{indent}{check.status:<8} {check.name:<{_WIDTH}} {check.said}"
+    return f"{indent}{check.status:<8} {check.name:<{_WIDTH}} {check.stated}"
 
 
 def _brief(check: Check) -> dict[str, Any]:
-    return {"name": check.name, "status": check.status, "found": check.said}
+    return {"name": check.name, "status": check.status, "found": check.stated}
 
 
 def _finding(problem: Problem) -> dict[str, Any]:

@@ -47,17 +47,17 @@ def check_devices(need: Need, environment: Mapping[str, str]) -> Check:
         unused = unused_gpus(found, environment)
         problems = (_too_few(0, ranks, need.cluster.device),) if wrong else (unused,) if unused else ()
         on = "processors" if found.kind == "cpu" else f"{found.kind} devices, which nobody counts"
-        said = f"{counted(ranks, 'rank')} on {on}"
-        return Check("devices", f"no accelerator, {said}" if found.kind == "cpu" else said, problems, facts)
+        stated = f"{counted(ranks, 'rank')} on {on}"
+        return Check("devices", f"no accelerator, {stated}" if found.kind == "cpu" else stated, problems, facts)
     rows = ask_nvidia_smi("gpu", _PER_GPU, environment) if found.kind == "cuda" else []
     used = _chosen(rows, found.chosen)[:ranks]
     problems_found = list(_about(used, ask_nvidia_smi("compute-apps", _PER_PROCESS, environment)) if used else ())
     if found.count < ranks:
         problems_found.insert(0, _too_few(found.count, ranks, found.kind))
     names = sorted({row["name"] for row in used})
-    said = f"{ranks} of {found.count} {found.kind}{f': {chr(32).join(names)}' if names else ''}"
+    stated = f"{ranks} of {found.count} {found.kind}{f': {chr(32).join(names)}' if names else ''}"
     return Check(
-        "devices", said, tuple(problems_found), facts | {"gpus": [row["uuid"] for row in used], "gpu_names": names}
+        "devices", stated, tuple(problems_found), facts | {"gpus": [row["uuid"] for row in used], "gpu_names": names}
     )
 
 

@@ -27,5 +27,5 @@ def check_inputs(need: Need) -> Check:
                     fix="name a path that every node has, or bring it there",
                 )
             )
-    said = ", ".join(str(path) for _, path in need.inputs)
-    return Check("inputs", said or "nothing is read from files that the config names", tuple(problems))
+    stated = ", ".join(str(path) for _, path in need.inputs)
+    return Check("inputs", stated or "nothing is read from files that the config names", tuple(problems))

@@ -124,12 +124,12 @@ def _asked(address: str, port: int, *, token: str, seconds: float) -> str:
         with connect(address, port, seconds=seconds) as peer:
             peer.settimeout(seconds)
             peer.sendall(token.encode())
-            said = peer.recv(_LONGEST_TOKEN).decode(errors="replace")
+            stated = peer.recv(_LONGEST_TOKEN).decode(errors="replace")
     except TimeoutError:
         return f"no answer within {seconds:.0f} s"
     except OSError as error:
         return (error.strerror or str(error)).lower()
-    return "" if said == token else "something else answers there"
+    return "" if stated == token else "something else answers there"
 
 
 def call_all(targets: Sequence[tuple[str, int]], *, token: str, seconds: float = _CALL_SECONDS) -> list[Reached]:

@@ -136,15 +136,15 @@ def check_cores(need: Need, environment: Mapping[str, str]) -> Check:
     """Threads of all ranks against the cores that this process may use."""
     ranks, cores = need.cluster.devices_per_host, min(usable_cores(), _quota())
     text = environment.get("OMP_NUM_THREADS", "").partition(",")[0]
-    said = f"{cores} for {ranks} rank{'s' if ranks > 1 else ''}"
+    stated = f"{cores} for {ranks} rank{'s' if ranks > 1 else ''}"
     threads = int(text) if text.isdecimal() else 0
     if not threads:
-        return Check("cores", said)
-    said = f"{said} x OMP_NUM_THREADS={threads}"
+        return Check("cores", stated)
+    stated = f"{stated} x OMP_NUM_THREADS={threads}"
     if need.cluster.device == "cpu" and ranks * threads > cores and threads > 1:
         return Check(
             "cores",
-            said,
+            stated,
             (
                 Problem(
                     kind="too-many-threads",
@@ -157,7 +157,7 @@ def check_cores(need: Need, environment: Mapping[str, str]) -> Check:
                 ),
             ),
         )
-    return Check("cores", said)
+    return Check("cores", stated)
 
 
 def _quota() -> int:
@@ -206,8 +206,8 @@ def check_name(need: Need, environment: Mapping[str, str]) -> Check:
                 fix="give it the host's own address in /etc/hosts, or set GLOO_SOCKET_IFNAME",
             )
         )
-    said = f"{name} is {', '.join(addresses) or 'not known'}"
-    return Check("host name", said, tuple(problems), {"hostname": name, "addresses": addresses})
+    stated = f"{name} is {', '.join(addresses) or 'not known'}"
+    return Check("host name", stated, tuple(problems), {"hostname": name, "addresses": addresses})
 
 
 def check_user(environment: Mapping[str, str]) -> Check:

@@ -51,8 +51,8 @@ def check_versions(need: Need) -> Check:
     others = sorted(re.split("[<>=]", each)[0] for each in wanted)
     all_of_them = versions | {name: found for name in others if name not in versions and (found := version_of(name))}
     versions.setdefault("torch", "none")
-    said = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return Check("versions", said, tuple(problems), {"versions": all_of_them | versions | _of_nccl()})
+    stated = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return Check("versions", stated, tuple(problems), {"versions": all_of_them | versions | _of_nccl()})
 
 
 def check_code(need: Need) -> Check:
@@ -62,9 +62,9 @@ def check_code(need: Need) -> Check:
         place = _place_of(module)
         if place is not None:
             hashes[module] = hash_of_files(place)
-    said = ", ".join(f"{name} {value}" for name, value in hashes.items())
+    stated = ", ".join(f"{name} {value}" for name, value in hashes.items())
     config = f"config {need.config_hash}, " if need.config_hash else ""
-    return Check("code", f"{config}{said}", (), {"code": hashes, "config": need.config_hash})
+    return Check("code", f"{config}{stated}", (), {"code": hashes, "config": need.config_hash})
 
 
 def hash_of_files(place: Path) -> str:

@@ -28,7 +28,7 @@ from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
 
 # Name -> what it holds; the facts that are compared, and where this node left its mark.
-_TOLD: Final[Mapping[str, type]] = {
+_REPORTED: Final[Mapping[str, type]] = {
     "versions": dict,
     "code": dict,
     "config": str,
@@ -87,36 +87,36 @@ def look_before_start(
     ]
     for problem in found:
         warn(problem)
-    told = {name: kind() for name, kind in _TOLD.items()} | {
-        name: node.facts[name] for name in _TOLD if name in node.facts
+    reported = {name: kind() for name, kind in _REPORTED.items()} | {
+        name: node.facts[name] for name in _REPORTED if name in node.facts
     }
-    told["refused"] = [_brief(problem) for problem in found if problem.severity == "error"][:_MOST_ERRORS]
+    reported["refused"] = [_brief(problem) for problem in found if problem.severity == "error"][:_MOST_ERRORS]
     folder, token = existing(need.checkpoints or Path.cwd()), secrets.token_hex(8)
     with ExitStack() as stack:
         if need.saves:
             with suppress(OSError):  # that it cannot be written to has been told above
                 stack.enter_context(mark(folder, token, rank))
-                told["mark"] = str(mark_path(folder, token, rank))
-        yield told
+                reported["mark"] = str(mark_path(folder, token, rank))
+        yield reported
 
 
 def _brief(problem: Problem) -> list[str]:
     """Kind, what was found, and the fix."""
-    said = str(replace(problem, file="", fix="")).removesuffix(f" [{problem.kind}]")
-    return [problem.kind, said, problem.fix]
+    stated = str(replace(problem, file="", fix="")).removesuffix(f" [{problem.kind}]")
+    return [problem.kind, stated, problem.fix]
 
 
-def is_look(told: object) -> bool:
+def is_look(reported: object) -> bool:
     """Whether this is what `look_before_start` yields, and no larger than one of those is."""
-    if not isinstance(told, dict) or any(type(told.get(name)) is not kind for name, kind in _TOLD.items()):
+    if not isinstance(reported, dict) or any(type(reported.get(name)) is not kind for name, kind in _REPORTED.items()):
         return False
-    texts: list[object] = [told["config"], told["device"], told["mark"]]
+    texts: list[object] = [reported["config"], reported["device"], reported["mark"]]
     for name in ("versions", "code", "variables"):
-        texts += [*told[name].keys(), *told[name].values()]
-    texts += [*told["gpus"], *told["gpu_names"]]
-    if any(type(each) is not list or len(each) != 3 for each in told["refused"]):
+        texts += [*reported[name].keys(), *reported[name].values()]
+    texts += [*reported["gpus"], *reported["gpu_names"]]
+    if any(type(each) is not list or len(each) != 3 for each in reported["refused"]):
         return False
-    texts += [text for each in told["refused"] for text in each]
+    texts += [text for each in reported["refused"] for text in each]
     return len(texts) <= _MOST_ENTRIES and all(isinstance(text, str) and len(text) <= _LONGEST_TEXT for text in texts)
 
 
@@ -129,20 +129,20 @@ def differences(nodes: Mapping[str, Mapping[str, Any]], *, seen: set[str]) -> li
     """
     found = [problem for check in compare(nodes) for problem in check.problems]
     problems = [each for each in found if each.severity != "error" or (each.kind, each.key) not in _IN_HELLO]
-    for name, told in nodes.items():
+    for name, reported in nodes.items():
         problems += [
-            Problem(kind=kind, file=f"node {name}", reason=said, fix=fix) for kind, said, fix in told["refused"]
+            Problem(kind=kind, file=f"node {name}", reason=stated, fix=fix) for kind, stated, fix in reported["refused"]
         ]
     here, *others = nodes.items()
-    absent = _absent({told["mark"] for _, told in others if told["mark"]}, seen)
-    for name, told in others:
-        if told["mark"] in absent:
+    absent = _absent({reported["mark"] for _, reported in others if reported["mark"]}, seen)
+    for name, reported in others:
+        if reported["mark"] in absent:
             problems.append(
                 Problem(
                     kind="run-folder-not-shared",
                     file=f"node {name}",
                     key="run.output_dir",
-                    value=str(Path(told["mark"]).parent),
+                    value=str(Path(reported["mark"]).parent),
                     reason=f"what it wrote there is not seen by node {here[0]}",
                     fix="set run.output_dir to a folder that all nodes share: every rank saves its part of a "
                     "checkpoint there",

@@ -36,14 +36,14 @@ def check_run_folder(need: Need, *, counts_replaced: bool = False) -> Check:
         return Check("run folder", str(need.run_folder), (problem,), facts)
     free = _free(place)
     sizes = list(map(size_of, _saved(need.checkpoints)))
-    said = f"{need.run_folder}: {size_text(free)} free" + (
+    stated = f"{need.run_folder}: {size_text(free)} free" + (
         f", a checkpoint takes {size_text(max(sizes))}" if sizes else ""
     )
     if replaced := replaced_folders(need.checkpoints) if counts_replaced else []:
-        said += (
+        stated += (
             f", {size_text(sum(map(size_of, replaced)))} in {len(replaced)} that a resume has set aside (*.replaced)"
         )
-    return Check("run folder", said, tuple(_about_room(need, free, sizes)), facts)
+    return Check("run folder", stated, tuple(_about_room(need, free, sizes)), facts)
 
 
 def _about_room(need: Need, free: int, sizes: Sequence[int]) -> Iterator[Problem]:
@@ -142,13 +142,13 @@ def check_offload(need: Need) -> Check:
     """Folders that state is offloaded to."""
     if not need.nvme_folders:
         return Check("offload", "nothing is offloaded to disk")
-    problems, said = [], []
+    problems, stated = [], []
     for folder in need.nvme_folders:
         place, problem = _probed(
             folder, kind="nvme-path", severity="error", fix="set nvme_path to a folder on a local drive"
         )
         problems += [problem] if problem else []
-        said.append(f"{folder}: {size_text(_free(place))} free")
+        stated.append(f"{folder}: {size_text(_free(place))} free")
         if problem is None and is_remote(place):
             problems.append(
                 Problem(
@@ -160,7 +160,7 @@ def check_offload(need: Need) -> Check:
                     fix="set nvme_path to a local drive",
                 )
             )
-    return Check("offload", "; ".join(said), tuple(problems))
+    return Check("offload", "; ".join(stated), tuple(problems))
 
 
 def file_system(folder: Path) -> str:

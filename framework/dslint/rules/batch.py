@@ -147,8 +147,8 @@ def sequence_parallel_fraction(facts: Facts) -> Iterator[Problem]:
     total, micro, steps = facts.whole(GLOBAL), facts.whole(MICRO), facts.whole(STEPS)
     if world and sequence and sequence > 0 and not facts.given("data_parallel_size") and world % sequence:
         is_taken = total is None or _fits(total, micro, steps, world / sequence)
-        say = warning if is_taken else error
-        yield say(
+        report = warning if is_taken else error
+        yield report(
             facts,
             "sequence-parallel-fraction",
             "sequence_parallel_size",

@@ -39,8 +39,8 @@ def optimizer_offload_without_zero(facts: Facts) -> Iterator[Problem]:
     On GPUs the CPU kernel then meets GPU tensors in the first step; on CPU machines nothing is offloaded.
     """
     if facts.stage == 0 and facts.offloads_optimizer:
-        say = warning if facts.topology.device == "cpu" else error
-        yield say(
+        report = warning if facts.topology.device == "cpu" else error
+        yield report(
             facts,
             "offload-without-zero",
             f"{_OPTIMIZER}.device",

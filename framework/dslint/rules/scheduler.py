@@ -156,9 +156,9 @@ def warmup_of_no_steps(facts: Facts) -> Iterator[Problem]:
     """
     steps = facts.whole("scheduler.params.warmup_num_steps")
     if facts.text("scheduler.type") in _WARMUPS and steps is not None and steps < 1:
-        say = error if facts.since("0.19.3") else warning
-        reason = "a warm-up has one step at least" if say is error else "this release takes 2 instead"
-        yield say(
+        report = error if facts.since("0.19.3") else warning
+        reason = "a warm-up has one step at least" if report is error else "this release takes 2 instead"
+        yield report(
             facts,
             "warmup-without-steps",
             "scheduler.params.warmup_num_steps",

@@ -86,7 +86,7 @@ def restore_scaler(engine: deepspeed.DeepSpeedEngine, states: Sequence[Mapping[s
 
 
 @contextmanager
-def telling_of_overflow(engine: deepspeed.DeepSpeedEngine) -> Iterator[None]:
+def explaining_overflow(engine: deepspeed.DeepSpeedEngine) -> Iterator[None]:
     """DeepSpeed ends a run whose gradients overflow at the smallest loss scale, with a plain exception. On all ranks
     alike.
     """

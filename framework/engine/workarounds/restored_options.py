@@ -22,7 +22,7 @@ _Groups = list[dict[str, Any]]
 
 
 @contextmanager
-def telling_kept_options(engine: deepspeed.DeepSpeedEngine) -> Iterator[None]:
+def reporting_restored_options(engine: deepspeed.DeepSpeedEngine) -> Iterator[None]:
     """Name what stands in the groups of the engine's optimizer after a load and is not what it was built with."""
     built = _plain(engine)
     yield

@@ -11,7 +11,7 @@ from typing import Any, Final
 # What ssh, sockets and DeepSpeed take without a second meaning: no leading dash, no shell, no space.
 _NAME: Final = re.compile(r"(?=.{1,253}$)(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 _LOOPBACK: Final = re.compile(r"localhost(\..*)?|127(\.[0-9]{1,3}){3}|::1", re.IGNORECASE)
-_TOLD: Final = 3
+_REPORTED: Final = 3
 
 
 def bare(name: str) -> str:
@@ -46,7 +46,7 @@ def is_loopback_name(name: str) -> bool:
     return bool(_LOOPBACK.fullmatch(name))
 
 
-def first_few(names: Sequence[str], *, most: int = _TOLD) -> str:
+def first_few(names: Sequence[str], *, most: int = _REPORTED) -> str:
     """``a, b, c and 997 more``; one more than that is named as well."""
     if len(names) <= most + 1:
         return ", ".join(names)
@@ -69,5 +69,5 @@ def odd_ones(counts: Mapping[str, int]) -> str:
     usual = most_common(counts.values()) if counts else 0
     first = [name for name, count in counts.items() if count == usual][:1]
     odd = [name for name, count in counts.items() if count != usual]
-    names = counts if len(counts) <= _TOLD + 1 else [*first, *odd]
+    names = counts if len(counts) <= _REPORTED + 1 else [*first, *odd]
     return first_few([f"{name} {counts[name]}" for name in names])

@@ -55,7 +55,7 @@ class Topology:
 
 
 @dataclass(frozen=True)
-class Said:
+class Setting:
     """One value that somebody gives; a guess is inferred, and gives way without a word."""
 
     name: str
@@ -69,7 +69,7 @@ def resolve_topology(
     environment: Mapping[str, str],
     *,
     hosts: Sequence[Host] = (),
-    default_slots: Said | None = None,
+    default_slots: Setting | None = None,
     spelled: Mapping[str, str] | None = None,
 ) -> Topology:
     """This node's place.
@@ -92,16 +92,16 @@ def resolve_topology(
         )
     problems: list[Problem] = []
     words = _FLAGS | dict(spelled or {})
-    said = [Said(name, bare(str(value)), words[name]) for name, value in flags.items() if value is not None]
-    given = {item.name for item in said}
+    stated = [Setting(name, bare(str(value)), words[name]) for name, value in flags.items() if value is not None]
+    given = {item.name for item in stated}
     offered = [*_from_hosts(hosts), *described(environment)]
     problems += _contradictions([item for item in offered if item.name not in given and not item.is_guess])
     if not {"nnodes", "node_rank"} <= given:
         problems += _slurm_problems(environment)
-    said += [item for item in offered if not item.is_guess] + [item for item in offered if item.is_guess]
-    said += [default_slots] if default_slots else []
-    chosen: dict[str, Said] = {}
-    for item in said:
+    stated += [item for item in offered if not item.is_guess] + [item for item in offered if item.is_guess]
+    stated += [default_slots] if default_slots else []
+    chosen: dict[str, Setting] = {}
+    for item in stated:
         chosen.setdefault(item.name, item)
     problems += [problem for item in chosen.values() if (problem := _wrong(item))]
     if problems:
@@ -109,27 +109,27 @@ def resolve_topology(
     return _complete(chosen)
 
 
-def slots_here(devices: LocalDevices) -> Said | None:
+def slots_here(devices: LocalDevices) -> Setting | None:
     """Ranks that this machine is good for, one to a device; None where devices are of a kind that nobody counts."""
     if devices.count:
         among = "" if devices.chosen is None else ", of those that are visible"
-        return Said("slots", str(devices.count), f"{devices.kind} devices here{among}", is_guess=True)
-    return Said("slots", str(RANKS_ON_CPU), "default on CPU", is_guess=True) if devices.kind == "cpu" else None
+        return Setting("slots", str(devices.count), f"{devices.kind} devices here{among}", is_guess=True)
+    return Setting("slots", str(RANKS_ON_CPU), "default on CPU", is_guess=True) if devices.kind == "cpu" else None
 
 
-def described(environment: Mapping[str, str]) -> list[Said]:
+def described(environment: Mapping[str, str]) -> list[Setting]:
     """What the environment says about nodes, the most explicit first."""
-    said = (item for read in _READERS for item in read(environment) if item.value)
-    return [replace(item, value=bare(item.value)) if item.name == "master_addr" else item for item in said]
+    stated = (item for read in _READERS for item in read(environment) if item.value)
+    return [replace(item, value=bare(item.value)) if item.name == "master_addr" else item for item in stated]
 
 
-def _complete(chosen: dict[str, Said]) -> Topology:
+def _complete(chosen: dict[str, Setting]) -> Topology:
     """With what may be left out: all of it for a single node, nothing but the port for several."""
     nnodes = chosen.get("nnodes")
     single = nnodes is not None and int(nnodes.value) == 1
     defaults = {"master_port": str(DEFAULT_PORT)} | ({"node_rank": "0", "master_addr": "127.0.0.1"} if single else {})
     for name, value in defaults.items():
-        chosen.setdefault(name, Said(name, value, "default"))
+        chosen.setdefault(name, Setting(name, value, "default"))
     missing = [name for name in _FLAGS if name not in chosen]
     if missing:
         raise ConfigError([_absent(name) for name in missing])
@@ -168,7 +168,7 @@ def _absent(name: str) -> Problem:
     )
 
 
-def _wrong(item: Said) -> Problem | None:
+def _wrong(item: Setting) -> Problem | None:
     """What is wrong with a value by itself."""
 
     def refuse(reason: str, fix: str) -> Problem:
@@ -187,9 +187,9 @@ def _wrong(item: Said) -> Problem | None:
     return None
 
 
-def _contradictions(said: Sequence[Said]) -> Iterator[Problem]:
+def _contradictions(stated: Sequence[Setting]) -> Iterator[Problem]:
     for name in _FLAGS:
-        values = [item for item in said if item.name == name]
+        values = [item for item in stated if item.name == name]
         other = next((item for item in values if item.value != values[0].value), None)
         if other:
             yield Problem(
@@ -210,40 +210,40 @@ def _place(source: str) -> str:
 # order
 
 
-def _from_hosts(hosts: Sequence[Host]) -> Iterator[Said]:
+def _from_hosts(hosts: Sequence[Host]) -> Iterator[Setting]:
     if hosts:
-        yield Said("nnodes", str(len(hosts)), "hostfile")
-        yield Said("slots", str(cluster_of(hosts).devices_per_host), "hostfile")
-        yield Said("master_addr", hosts[0].name.rpartition("@")[2], "hostfile", is_guess=True)
+        yield Setting("nnodes", str(len(hosts)), "hostfile")
+        yield Setting("slots", str(cluster_of(hosts).devices_per_host), "hostfile")
+        yield Setting("master_addr", hosts[0].name.rpartition("@")[2], "hostfile", is_guess=True)
 
 
-def _plain(prefix: str = "", **names: str) -> Callable[[Mapping[str, str]], Iterator[Said]]:
+def _plain(prefix: str = "", **names: str) -> Callable[[Mapping[str, str]], Iterator[Setting]]:
     """A reader of variables that hold one value each."""
 
-    def read(environment: Mapping[str, str]) -> Iterator[Said]:
+    def read(environment: Mapping[str, str]) -> Iterator[Setting]:
         for name, variable in names.items():
             value = environment.get(prefix + variable, "").strip()
             if not (name == "slots" and value in ("auto", "gpu", "cpu")):  # as torchrun: count the devices
-                yield Said(name, value, prefix + variable)
+                yield Setting(name, value, prefix + variable)
 
     return read
 
 
-def _slurm(environment: Mapping[str, str]) -> Iterator[Said]:
+def _slurm(environment: Mapping[str, str]) -> Iterator[Setting]:
     """Only inside a step of `srun`: in an interactive allocation the same variables describe nodes that run nothing."""
     if not {"SLURM_STEP_ID", "SLURM_NODEID"} <= environment.keys():
         return
     for variable in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"):
         if variable in environment:
-            yield Said("nnodes", environment[variable], variable)
+            yield Setting("nnodes", environment[variable], variable)
             break
-    yield Said("node_rank", environment["SLURM_NODEID"], "SLURM_NODEID")
+    yield Setting("node_rank", environment["SLURM_NODEID"], "SLURM_NODEID")
     for variable in ("SLURM_STEP_NODELIST", "SLURM_NODELIST"):
         if variable in environment:
-            yield Said("master_addr", first_of_nodelist(environment[variable]), variable, is_guess=True)
+            yield Setting("master_addr", first_of_nodelist(environment[variable]), variable, is_guess=True)
             break
     for variable in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
-        yield Said("slots", environment.get(variable, "").rpartition(":")[2], variable, is_guess=True)
+        yield Setting("slots", environment.get(variable, "").rpartition(":")[2], variable, is_guess=True)
 
 
 def _slurm_problems(environment: Mapping[str, str]) -> Iterator[Problem]:
@@ -267,42 +267,44 @@ def first_of_nodelist(text: str) -> str:
     return match[1] + (match[2] or "") + (match[3] or "")
 
 
-def _skypilot(environment: Mapping[str, str]) -> Iterator[Said]:
+def _skypilot(environment: Mapping[str, str]) -> Iterator[Setting]:
     yield from _plain("SKYPILOT_", nnodes="NUM_NODES", node_rank="NODE_RANK")(environment)
     addresses = environment.get("SKYPILOT_NODE_IPS", "").split()
-    yield Said("master_addr", addresses[0] if addresses else "", "SKYPILOT_NODE_IPS", is_guess=True)
-    yield Said("slots", environment.get("SKYPILOT_NUM_GPUS_PER_NODE", ""), "SKYPILOT_NUM_GPUS_PER_NODE", is_guess=True)
+    yield Setting("master_addr", addresses[0] if addresses else "", "SKYPILOT_NODE_IPS", is_guess=True)
+    yield Setting(
+        "slots", environment.get("SKYPILOT_NUM_GPUS_PER_NODE", ""), "SKYPILOT_NUM_GPUS_PER_NODE", is_guess=True
+    )
 
 
-def _dstack(environment: Mapping[str, str]) -> Iterator[Said]:
+def _dstack(environment: Mapping[str, str]) -> Iterator[Setting]:
     yield from _plain("DSTACK_", nnodes="NODES_NUM", node_rank="NODE_RANK")(environment)
-    yield Said("master_addr", environment.get("DSTACK_MASTER_NODE_IP", ""), "DSTACK_MASTER_NODE_IP", is_guess=True)
-    yield Said("slots", environment.get("DSTACK_GPUS_PER_NODE", ""), "DSTACK_GPUS_PER_NODE", is_guess=True)
+    yield Setting("master_addr", environment.get("DSTACK_MASTER_NODE_IP", ""), "DSTACK_MASTER_NODE_IP", is_guess=True)
+    yield Setting("slots", environment.get("DSTACK_GPUS_PER_NODE", ""), "DSTACK_GPUS_PER_NODE", is_guess=True)
 
 
-def _volcano(environment: Mapping[str, str]) -> Iterator[Said]:
+def _volcano(environment: Mapping[str, str]) -> Iterator[Setting]:
     """A job of one task kind; with several, which of them trains is not written anywhere."""
     lists = [name for name in environment if re.fullmatch(r"VC_[A-Z0-9_]+_HOSTS", name)]
     if len(lists) == 1:
         hosts = [host for host in re.split(r"[,\s]+", environment[lists[0]]) if host]
         counted = lists[0].replace("_HOSTS", "_NUM")
         number = environment.get(counted)
-        yield Said("nnodes", number, counted) if number else Said("nnodes", str(len(hosts)), lists[0])
-        yield Said("node_rank", environment.get("VC_TASK_INDEX", ""), "VC_TASK_INDEX")
-        yield Said("master_addr", hosts[0] if hosts else "", lists[0], is_guess=True)
+        yield Setting("nnodes", number, counted) if number else Setting("nnodes", str(len(hosts)), lists[0])
+        yield Setting("node_rank", environment.get("VC_TASK_INDEX", ""), "VC_TASK_INDEX")
+        yield Setting("master_addr", hosts[0] if hosts else "", lists[0], is_guess=True)
 
 
-def _pytorchjob(environment: Mapping[str, str]) -> Iterator[Said]:
+def _pytorchjob(environment: Mapping[str, str]) -> Iterator[Setting]:
     """Kubeflow's operator before 1.7 counts pods, later ones ranks, and then PET_NNODES counts the pods.
 
     A launcher's processes have LOCAL_RANK, and never come here.
     """
     if not environment.get("PET_NNODES"):
-        yield Said("nnodes", environment.get("WORLD_SIZE", ""), "WORLD_SIZE")
-    yield Said("node_rank", environment.get("RANK", ""), "RANK")
+        yield Setting("nnodes", environment.get("WORLD_SIZE", ""), "WORLD_SIZE")
+    yield Setting("node_rank", environment.get("RANK", ""), "RANK")
 
 
-_READERS: Final[Sequence[Callable[[Mapping[str, str]], Iterator[Said]]]] = (
+_READERS: Final[Sequence[Callable[[Mapping[str, str]], Iterator[Setting]]]] = (
     _plain(
         nnodes="NNODES",
         slots="NPROC_PER_NODE",

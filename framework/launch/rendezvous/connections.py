@@ -15,10 +15,10 @@ from contextlib import suppress
 from typing import Any, Final
 
 from framework.launch.hosts.host_names import first_few
-from framework.launch.print_settings import say
-from framework.launch.rendezvous.messages import PROTOCOL, Link, LinkLost, Message, as_line, readable
+from framework.launch.print_settings import print_line
+from framework.launch.rendezvous.messages import PROTOCOL, ConnectionLost, Link, Message, as_line, readable
 from framework.launch.rendezvous.peers import BEAT_SECONDS
-from framework.launch.rendezvous.session import HANDSHAKE_SECONDS, LOOK_SECONDS, STRANGERS
+from framework.launch.rendezvous.session import HANDSHAKE_SECONDS, LOOK_SECONDS, SPARE_CONNECTIONS
 
 _ALIVE_SECONDS: Final = 3 * BEAT_SECONDS
 _AT_ONCE: Final = 256  # accepted, before those that are there already are heard again
@@ -27,7 +27,7 @@ _SEE_OFF_SECONDS: Final = 2.0
 _MOST_REMEMBERED: Final = 1000
 
 
-class TurnedAway(LinkLost):
+class TurnedAway(ConnectionLost):
     """A caller that is none of this job, with the kind of the problem that it was told."""
 
     def __init__(self, reason: str, kind: str) -> None:
@@ -35,7 +35,7 @@ class TurnedAway(LinkLost):
         self.kind = kind
 
 
-class Strangers:
+class Rejections:
     """Who was turned away: each address is told once with each reason, and then when it is the tenth time, the
     hundredth...
     """
@@ -44,7 +44,7 @@ class Strangers:
         self._counts: dict[tuple[str, str], int] = {}
         self._refused: dict[str, str] = {}  # address -> kind
 
-    def add(self, address: str, how: LinkLost) -> None:
+    def add(self, address: str, how: ConnectionLost) -> None:
         """One more; whoever scans ports must not fill the log."""
         if isinstance(how, TurnedAway) and (address in self._refused or len(self._refused) < _MOST_REMEMBERED):
             self._refused[address] = how.kind
@@ -53,21 +53,21 @@ class Strangers:
             key = ("other addresses", "")
         count = self._counts[key] = self._counts.get(key, 0) + 1
         if count == 1:
-            say(f"a connection from {address} was turned away: {how}")
+            print_line(f"a connection from {address} was turned away: {how}")
         elif str(count).strip("0") == "1":
-            say(f"{count} connections from {key[0]} were turned away" + (f": {key[1]}" if key[1] else ""))
+            print_line(f"{count} connections from {key[0]} were turned away" + (f": {key[1]}" if key[1] else ""))
 
-    def forgive(self, address: str) -> None:
+    def clear(self, address: str) -> None:
         """Somebody from there was let in."""
         self._refused.pop(address, None)
 
-    def told(self) -> str:
+    def reported(self) -> str:
         """``; turned away: 10.0.0.3 (token-refused)``, or nothing: only of those that may be nodes of this job."""
         refused = [f"{address} ({kind})" for address, kind in self._refused.items()]
         return f"; turned away: {first_few(refused)}" if refused else ""
 
 
-class Guest:
+class Client:
     """A connection to node 0, before and after its HELLO."""
 
     def __init__(self, connection: socket.socket, address: str) -> None:
@@ -88,7 +88,7 @@ class Guest:
         )
 
 
-class Guests:
+class Clients:
     """All connections to node 0.
 
     Attributes:
@@ -99,21 +99,21 @@ class Guests:
     def __init__(self, listener: socket.socket, *, nnodes: int, has_token: bool) -> None:
         listener.setblocking(False)
         self._listener, self._has_token = listener, has_token
-        self._most = nnodes + STRANGERS
-        self._guests: list[Guest] = []
+        self._most = nnodes + SPARE_CONNECTIONS
+        self._clients: list[Client] = []
         self._beaten_at = self._accept_at = 0.0
-        self._said_no_files = False
+        self._reported_no_files = False
         self.version = 0
-        self.strangers = Strangers()
+        self.rejections = Rejections()
 
     @property
-    def present(self) -> list[Guest]:
+    def present(self) -> list[Client]:
         """The nodes among them."""
-        return [guest for guest in self._guests if guest.hello]
+        return [client for client in self._clients if client.hello]
 
-    def step(self, heard: Callable[[Guest, Message], None], seconds: float) -> None:
-        """Let in who calls, and hear who speaks, for at most so long; `heard` raises LinkLost for who has to go."""
-        waiting: list[Any] = [guest.link for guest in self._guests]
+    def step(self, heard: Callable[[Client, Message], None], seconds: float) -> None:
+        """Let in who calls, and hear who speaks, for at most so long; `heard` raises ConnectionLost for who has to go."""
+        waiting: list[Any] = [client.link for client in self._clients]
         if time.monotonic() >= self._accept_at:
             waiting.append(self._listener)
         ready = readable(waiting, seconds)
@@ -122,49 +122,49 @@ class Guests:
         now = time.monotonic()
         beats = now - self._beaten_at > BEAT_SECONDS
         self._beaten_at = now if beats else self._beaten_at
-        for guest in list(self._guests):
+        for client in list(self._clients):
             try:
-                for message in guest.link.receive() if guest.link in ready else ():
-                    heard(guest, message)
-                if guest.hello and beats:
-                    guest.link.pass_on(as_line("beat"))
-                silent = now - (guest.link.heard_at if guest.hello else guest.link.opened_at)
-                if silent > (_ALIVE_SECONDS if guest.hello else HANDSHAKE_SECONDS):
-                    raise LinkLost(f"silent for {silent:.0f} s")
-            except LinkLost as lost:
-                self.part(guest, lost)
+                for message in client.link.receive() if client.link in ready else ():
+                    heard(client, message)
+                if client.hello and beats:
+                    client.link.pass_on(as_line("beat"))
+                silent = now - (client.link.heard_at if client.hello else client.link.opened_at)
+                if silent > (_ALIVE_SECONDS if client.hello else HANDSHAKE_SECONDS):
+                    raise ConnectionLost(f"silent for {silent:.0f} s")
+            except ConnectionLost as lost:
+                self.part(client, lost)
 
-    def let_in(self, guest: Guest, hello: dict[str, Any]) -> None:
+    def let_in(self, client: Client, hello: dict[str, Any]) -> None:
         """It is a node of this job."""
-        guest.hello = hello
+        client.hello = hello
         self.version += 1
-        self.strangers.forgive(guest.link.name)
+        self.rejections.clear(client.link.name)
 
-    def part(self, guest: Guest, how: LinkLost) -> None:
+    def part(self, client: Client, how: ConnectionLost) -> None:
         """Close a connection and tell of it."""
-        self._guests.remove(guest)
-        guest.link.close()
-        if guest.hello:
+        self._clients.remove(client)
+        client.link.close()
+        if client.hello:
             self.version += 1
-            say(f"{guest.name} is gone again: {how}")
+            print_line(f"{client.name} is gone again: {how}")
         else:
-            self.strangers.add(guest.link.name, how)
+            self.rejections.add(client.link.name, how)
 
-    def tell_all(self, kind: str, **content: Any) -> None:
+    def send_to_all(self, kind: str, **content: Any) -> None:
         """All nodes and whoever else is there."""
         line = as_line(kind, **content)
-        for guest in list(self._guests):
+        for client in list(self._clients):
             try:
-                guest.link.pass_on(line)
-            except LinkLost as lost:
-                self.part(guest, lost)
+                client.link.pass_on(line)
+            except ConnectionLost as lost:
+                self.part(client, lost)
 
     def see_off(self) -> None:
         """Let the nodes hang up first: who closes a connection with beats unread in it takes back what is still on its
         way.
         """
         until = time.monotonic() + _SEE_OFF_SECONDS
-        links = [guest.link for guest in self.present]
+        links = [client.link for client in self.present]
         while links and (left := until - time.monotonic()) > 0:
             ready = readable(links, min(left, LOOK_SECONDS))
             for link in list(links):
@@ -172,14 +172,14 @@ class Guests:
                     link.push()
                     if link in ready:
                         link.receive()
-                except LinkLost:
+                except ConnectionLost:
                     links.remove(link)
 
-    def close_strangers(self) -> None:
+    def close_unknown(self) -> None:
         """Only nodes are left."""
-        for guest in [guest for guest in self._guests if not guest.hello]:
-            self._guests.remove(guest)
-            guest.link.close()
+        for client in [client for client in self._clients if not client.hello]:
+            self._clients.remove(client)
+            client.link.close()
 
     def close(self) -> None:
         """Nobody else is let in."""
@@ -199,21 +199,21 @@ class Guests:
             self._enter(connection, str(address[0]))
 
     def _enter(self, connection: socket.socket, address: str) -> None:
-        if len(self._guests) >= self._most:
+        if len(self._clients) >= self._most:
             connection.close()
-            self.strangers.add(address, LinkLost("there are more connections than nodes"))
+            self.rejections.add(address, ConnectionLost("there are more connections than nodes"))
             return
         with suppress(OSError):  # whoever called is gone again
-            guest = Guest(connection, address)
+            client = Client(connection, address)
             try:
-                guest.link.send("challenge", protocol=PROTOCOL, nonce=guest.nonce, token=self._has_token)
-                self._guests.append(guest)
-            except LinkLost:
-                guest.link.close()
+                client.link.send("challenge", protocol=PROTOCOL, nonce=client.nonce, token=self._has_token)
+                self._clients.append(client)
+            except ConnectionLost:
+                client.link.close()
 
     def _wait_for_files(self, error: OSError) -> None:
         """Who calls waits at the port until somebody else has gone."""
         self._accept_at = time.monotonic() + _NO_FILES_SECONDS
-        if not self._said_no_files:
-            self._said_no_files = True
-            say(f"node 0 cannot let anybody else in: {(error.strerror or str(error)).lower()}; raise ulimit -n")
+        if not self._reported_no_files:
+            self._reported_no_files = True
+            print_line(f"node 0 cannot let anybody else in: {(error.strerror or str(error)).lower()}; raise ulimit -n")

@@ -55,7 +55,7 @@ class Calls:
             time.sleep(_AGAIN_SECONDS if waiting else 0)
         self.is_over = True
 
-    def told(self) -> dict[str, Any]:
+    def reported(self) -> dict[str, Any]:
         """For node 0."""
         return {
             "token": self.token,
@@ -171,8 +171,7 @@ class Round:
 
 _LET_THEM: Final = (
     "let the nodes connect to each other at every port (firewall, security group, network policy, service mesh), or "
-    "start with "
-    "--no_preflight where ranks use another network"
+    "start with --no_preflight where ranks use another network"
 )
 
 
@@ -192,27 +191,32 @@ def _grouped(failures: Sequence[tuple[int, int, Reached]], key: Callable[[int, i
     return list(groups.values())
 
 
-def is_place(told: object) -> bool:
+def is_place(reported: object) -> bool:
     """Whether this is an address and a port."""
     return (
-        isinstance(told, list)
-        and len(told) == 2
-        and isinstance(told[0], str)
-        and 0 < len(told[0]) <= _LONGEST_TEXT
-        and type(told[1]) is int
-        and 0 < told[1] < 1 << 16
+        isinstance(reported, list)
+        and len(reported) == 2
+        and isinstance(reported[0], str)
+        and 0 < len(reported[0]) <= _LONGEST_TEXT
+        and type(reported[1]) is int
+        and 0 < reported[1] < 1 << 16
     )
 
 
 def targets_of(message: Message) -> list[Target]:
     """Whom a node is asked to call; none where it is asked in another shape."""
-    told = message.get("targets")
-    if not isinstance(told, list) or len(told) > _MOST_TARGETS or not all(map(is_place, told)):
+    reported = message.get("targets")
+    if not isinstance(reported, list) or len(reported) > _MOST_TARGETS or not all(map(is_place, reported)):
         return []
-    return [(host, port) for host, port in told]
+    return [(host, port) for host, port in reported]
 
 
-def _is_failure(told: object, num_targets: int) -> bool:
-    if not isinstance(told, list) or len(told) != 3 or type(told[0]) is not int or not 0 <= told[0] < num_targets:
+def _is_failure(reported: object, num_targets: int) -> bool:
+    if (
+        not isinstance(reported, list)
+        or len(reported) != 3
+        or type(reported[0]) is not int
+        or not 0 <= reported[0] < num_targets
+    ):
         return False
-    return isinstance(told[2], str) and (told[1] == "" or is_address(told[1]))
+    return isinstance(reported[2], str) and (reported[1] == "" or is_address(reported[1]))

@@ -13,12 +13,12 @@ from typing import Any, Final, NoReturn
 
 from framework.errors import ConfigError, PeerLostError, Problem, RunStopped
 from framework.launch.rendezvous.addresses import peer_name
-from framework.launch.rendezvous.connections import Guest, Guests, TurnedAway
+from framework.launch.rendezvous.connections import Client, Clients, TurnedAway
 from framework.launch.rendezvous.connectivity import Place, Round
-from framework.launch.rendezvous.handshake import disagreements, hello_is_wrong
+from framework.launch.rendezvous.handshake import disagreements, validate_handshake
 from framework.launch.rendezvous.messages import (
     LARGEST_LINE_BYTES,
-    LinkLost,
+    ConnectionLost,
     Message,
     NoAgent,
     as_line,
@@ -26,17 +26,17 @@ from framework.launch.rendezvous.messages import (
     proof,
 )
 from framework.launch.rendezvous.peers import Peers
-from framework.launch.rendezvous.session import CALLING_SECONDS, LOOK_SECONDS, STRANGERS, Meeting
+from framework.launch.rendezvous.session import CALLING_SECONDS, LOOK_SECONDS, SPARE_CONNECTIONS, Session
 from framework.system.open_files import require
 from framework.system.output import write
 
 _SETTLE_SECONDS: Final = 5.0  # so that all disagreements are told at once, and a node that is being replaced can go
 _COMPARE_SECONDS: Final = 2.0  # also when nobody came: a mark in the shared folder may be seen late
 _REST: Final = 5  # times as long as a comparison took
-_TOLD_CHARACTERS: Final = 300  # of each part of a problem; a caller shows no more
-_TELL_SECONDS: Final = 15.0
-_FIRST_TOLD_SECONDS: Final = 2.0
-_LONGEST_TOLD: Final = 500
+_REPORTED_CHARACTERS: Final = 300  # of each part of a problem; a caller shows no more
+_REPORT_SECONDS: Final = 15.0
+_FIRST_REPORT_SECONDS: Final = 2.0
+_LONGEST_REPORT: Final = 500
 _MOST_MISSED: Final = 8
 _MOST_NAMED: Final = 512  # nodes whose names all others get to know
 _FILES_OF_A_NODE: Final = 2  # its link, and its call
@@ -44,13 +44,13 @@ _OWN_FILES: Final = 128
 _KIND: Final = re.compile(r"[a-z][a-z0-9-]{1,40}")
 
 
-class Lead:
+class Coordinator:
     """Node 0 while it waits for the others."""
 
-    def __init__(self, meeting: Meeting, listener: socket.socket) -> None:
+    def __init__(self, meeting: Session, listener: socket.socket) -> None:
         self._meeting = meeting
         self._address = str(listener.getsockname()[0])
-        self._guests = Guests(listener, nnodes=meeting.topology.nnodes, has_token=bool(meeting.token))
+        self._clients = Clients(listener, nnodes=meeting.topology.nnodes, has_token=bool(meeting.token))
         self._problems = [*meeting.problems, *_too_few_files(meeting.topology.nnodes)]
         self._found: list[Problem] = []
         self._seen: set[str] = set()  # marks
@@ -58,66 +58,70 @@ class Lead:
         self._compared = -1  # version of the guests
         self._round: Round | None = None
         self._round_version = 0
-        self._told: object = None
-        self._told_at = time.monotonic() - _TELL_SECONDS + _FIRST_TOLD_SECONDS
+        self._reported: object = None
+        self._reported_at = time.monotonic() - _REPORT_SECONDS + _FIRST_REPORT_SECONDS
 
     def wait(self) -> Peers:
         """Until all are there and agree; closes the listener."""
         try:
             while True:
                 self._meeting.look(self._waiting_for)
-                self._guests.step(self._heard, LOOK_SECONDS if self._round is None else CALLING_SECONDS)
-                self._tell_who_is_missing()
+                self._clients.step(self._heard, LOOK_SECONDS if self._round is None else CALLING_SECONDS)
+                self._report_missing()
                 peers = self._judge()
                 if peers is not None:
                     return peers
         except (RunStopped, PeerLostError) as error:
-            self._guests.tell_all("stop" if isinstance(error, RunStopped) else "lost", why=str(error)[:_LONGEST_TOLD])
-            self._guests.see_off()
+            self._clients.send_to_all(
+                "stop" if isinstance(error, RunStopped) else "lost", why=str(error)[:_LONGEST_REPORT]
+            )
+            self._clients.see_off()
             raise
         finally:
-            self._guests.close()
+            self._clients.close()
 
-    def _heard(self, guest: Guest, message: Message) -> None:
-        if guest.hello is not None:
+    def _heard(self, client: Client, message: Message) -> None:
+        if client.hello is not None:
             if message["type"] == "stop":
-                raise RunStopped(f"{guest.name} was asked to stop before any rank was started [stopped-early]")
+                raise RunStopped(f"{client.name} was asked to stop before any rank was started [stopped-early]")
             if message["type"] == "reached" and self._round is not None:
-                self._round.hear(guest.hello["node_rank"], message)
+                self._round.hear(client.hello["node_rank"], message)
             return
         if message["type"] == "refused":
             kind = str(message.get("why"))
             raise TurnedAway("it refuses this node", kind if _KIND.fullmatch(kind) else "node-refused")
         hello, nonce = message.get("hello"), message.get("nonce")
-        if message["type"] != "hello" or hello_is_wrong(hello) or not isinstance(nonce, str):
+        if message["type"] != "hello" or validate_handshake(hello) or not isinstance(nonce, str):
             raise NoAgent("it does not speak this protocol")
         assert isinstance(hello, dict)
-        nonces, token = (guest.nonce, nonce), self._meeting.token
+        nonces, token = (client.nonce, nonce), self._meeting.token
         if token and not is_proof(message.get("proof"), proof(token, role="node", nonces=nonces, content=hello)):
             self._turn_away(
-                guest, "token-refused", "it does not know the token of this job", "give every node the same DSF_TOKEN"
+                client, "token-refused", "it does not know the token of this job", "give every node the same DSF_TOKEN"
             )
         if hello["job"] != self._meeting.hello["job"]:
-            self._turn_away(guest, "other-job", "another job listens here", "give every job a --master_port of its own")
-        self._guests.let_in(
-            guest, hello | {"ahead": ahead(hello["clock"], sent=guest.challenged_at, received=time.time())}
+            self._turn_away(
+                client, "other-job", "another job listens here", "give every job a --master_port of its own"
+            )
+        self._clients.let_in(
+            client, hello | {"ahead": ahead(hello["clock"], sent=client.challenged_at, received=time.time())}
         )
         signed = proof(token, role="lead", nonces=nonces, content={}) if token else ""
-        guest.link.pass_on(as_line("welcome", proof=signed))
+        client.link.pass_on(as_line("welcome", proof=signed))
 
-    def _turn_away(self, guest: Guest, kind: str, reason: str, fix: str) -> NoReturn:
-        guest.link.send("nogo", problems=[Problem(kind=kind, reason=reason, fix=fix).to_dict()])
+    def _turn_away(self, client: Client, kind: str, reason: str, fix: str) -> NoReturn:
+        client.link.send("nogo", problems=[Problem(kind=kind, reason=reason, fix=fix).to_dict()])
         raise TurnedAway(reason, kind)
 
     def _judge(self) -> Peers | None:
-        present = self._guests.present
-        hellos = [self._meeting.hello, *(guest.hello for guest in present if guest.hello)]
+        present = self._clients.present
+        hellos = [self._meeting.hello, *(client.hello for client in present if client.hello)]
         is_full = len(hellos) >= self._meeting.topology.nnodes
-        if self._round_version != self._guests.version:
+        if self._round_version != self._clients.version:
             self._round = None
         now = time.monotonic()
         # Nobody is refused for a node that has gone since.
-        if now > self._compare_at or (self._compared != self._guests.version and (is_full or self._found)):
+        if now > self._compare_at or (self._compared != self._clients.version and (is_full or self._found)):
             self._compare(hellos)
         errors = [*self._problems, *(problem for problem in self._found if problem.severity == "error")]
         if not errors:
@@ -125,7 +129,7 @@ class Lead:
             return self._meet(present) if len(hellos) == self._meeting.topology.nnodes else None
         self._differ_since = self._differ_since or now
         # A node that has just died is still among them: only those that speak again count.
-        alive = all(guest.link.heard_at > self._differ_since for guest in present)
+        alive = all(client.link.heard_at > self._differ_since for client in present)
         if alive and (is_full or now - self._differ_since > _SETTLE_SECONDS):
             self._refuse(errors)
         return None
@@ -135,17 +139,17 @@ class Lead:
         enough.
         """
         began = time.monotonic()
-        self._compared, self._found = self._guests.version, disagreements(hellos, seen=self._seen)
+        self._compared, self._found = self._clients.version, disagreements(hellos, seen=self._seen)
         now = time.monotonic()
         self._compare_at = now + max(_COMPARE_SECONDS, _REST * (now - began))
 
-    def _meet(self, present: Sequence[Guest]) -> Peers | None:
+    def _meet(self, present: Sequence[Client]) -> Peers | None:
         """All are there and agree; where they have looked at themselves, they call each other first."""
-        hellos = [self._meeting.hello, *(guest.hello or {} for guest in present)]
+        hellos = [self._meeting.hello, *(client.hello or {} for client in present)]
         if not all("look" in hello for hello in hellos) or not all("echo" in hello for hello in hellos[1:]):
             return self._go(present)
         if self._round is None:
-            self._round_version = self._guests.version
+            self._round_version = self._clients.version
             self._round = self._begin_round(present)
             return None
         if not self._round.is_over:
@@ -154,7 +158,7 @@ class Lead:
             self._refuse(problems)
         return self._go(present)
 
-    def _begin_round(self, present: Sequence[Guest]) -> Round:
+    def _begin_round(self, present: Sequence[Client]) -> Round:
         topology, here = self._meeting.topology, f"0 ({self._meeting.hello['host']})"
         try:
             port = self._meeting.answer_at(self._address)
@@ -173,90 +177,89 @@ class Lead:
                 ]
             )
         places = {0: Place(here, present[0].local_address, port)}
-        for guest in present:
-            assert guest.hello is not None
-            node, place = guest.hello["node_rank"], guest.hello["echo"]
-            places[node] = Place(f"{node} ({guest.hello['host']})", *place)
+        for client in present:
+            assert client.hello is not None
+            node, place = client.hello["node_rank"], client.hello["echo"]
+            places[node] = Place(f"{node} ({client.hello['host']})", *place)
         found = Round(places, master=(topology.master_addr, topology.master_port))
-        for guest in present:
-            assert guest.hello is not None
+        for client in present:
+            assert client.hello is not None
             try:
-                guest.link.pass_on(as_line("reach", **found.order(guest.hello["node_rank"])))
-            except LinkLost as lost:
-                self._guests.part(guest, lost)
+                client.link.pass_on(as_line("reach", **found.order(client.hello["node_rank"])))
+            except ConnectionLost as lost:
+                self._clients.part(client, lost)
         return found
 
-    def _go(self, present: Sequence[Guest]) -> Peers:
+    def _go(self, present: Sequence[Client]) -> Peers:
         for problem in self._found:  # no errors: they have all been refused
             write(sys.stderr, f"{problem.severity}: {problem}\n")
         hosts = {0: str(self._meeting.hello["host"])}
-        hosts |= {guest.hello["node_rank"]: guest.hello["host"] for guest in present if guest.hello}
+        hosts |= {client.hello["node_rank"]: client.hello["host"] for client in present if client.hello}
         self._meeting.local_address = present[0].local_address
         self._meeting.close()  # ranks listen there next
-        links = {guest.hello["node_rank"]: guest.link for guest in present if guest.hello}
-        self._tell_go(hosts)
-        self._guests.close_strangers()
+        links = {client.hello["node_rank"]: client.link for client in present if client.hello}
+        self._send_go(hosts)
+        self._clients.close_unknown()
         return Peers(0, links, hosts)
 
     def _refuse(self, problems: Sequence[Problem]) -> NoReturn:
         """Tell all what differs, as much of it as fits on a line: who has a thousand nodes reads node 0's output for
         the rest.
         """
-        told: list[dict[str, Any]] = []
+        reported: list[dict[str, Any]] = []
         room = LARGEST_LINE_BYTES // 2
         for problem in problems:
-            said = {
-                name: value[:_TOLD_CHARACTERS] if isinstance(value, str) else value
+            stated = {
+                name: value[:_REPORTED_CHARACTERS] if isinstance(value, str) else value
                 for name, value in problem.to_dict().items()
             }
-            room -= len(json.dumps(said))
-            if told and room < 0:
+            room -= len(json.dumps(stated))
+            if reported and room < 0:
                 more = Problem(
                     kind="nodes-differ",
                     file="node 0",
-                    reason=f"{len(problems) - len(told)} more problems",
+                    reason=f"{len(problems) - len(reported)} more problems",
                     fix="read its output",
                 )
-                told.append(more.to_dict())
+                reported.append(more.to_dict())
                 break
-            told.append(said)
-        self._guests.tell_all("nogo", problems=told)
-        self._guests.see_off()
+            reported.append(stated)
+        self._clients.send_to_all("nogo", problems=reported)
+        self._clients.see_off()
         raise ConfigError(problems)
 
-    def _tell_go(self, hosts: Mapping[int, str]) -> None:
+    def _send_go(self, hosts: Mapping[int, str]) -> None:
         """Names are for messages: of very many nodes each is known to the others by its number."""
         if len(hosts) > _MOST_NAMED:
-            self._guests.tell_all("go", nnodes=len(hosts))
+            self._clients.send_to_all("go", nnodes=len(hosts))
             return
         longest = (LARGEST_LINE_BYTES - 4096) // _MOST_NAMED - len('"99999": "", ')
         names = {str(node): host.encode("ascii", "replace").decode()[:longest] for node, host in hosts.items()}
-        self._guests.tell_all("go", hosts=names)
+        self._clients.send_to_all("go", hosts=names)
 
-    def _tell_who_is_missing(self) -> None:
+    def _report_missing(self) -> None:
         """The others would otherwise say only that they wait, and the log of a node may be all that somebody reads."""
-        now, state = time.monotonic(), (self._guests.version, self._guests.strangers.told())
-        if state != self._told and now - self._told_at > _TELL_SECONDS and self._round is None:
-            self._told, self._told_at = state, now
-            self._guests.tell_all("waiting", text=self._waiting_for()[:_LONGEST_TOLD])
+        now, state = time.monotonic(), (self._clients.version, self._clients.rejections.reported())
+        if state != self._reported and now - self._reported_at > _REPORT_SECONDS and self._round is None:
+            self._reported, self._reported_at = state, now
+            self._clients.send_to_all("waiting", text=self._waiting_for()[:_LONGEST_REPORT])
 
     def _waiting_for(self) -> str:
         topology = self._meeting.topology
-        here = {0, *(guest.hello["node_rank"] for guest in self._guests.present if guest.hello)}
+        here = {0, *(client.hello["node_rank"] for client in self._clients.present if client.hello)}
         absent = [rank for rank in range(topology.nnodes) if rank not in here]
         if not absent:
             return f"waiting for all {topology.nnodes} nodes to agree"
         with ThreadPoolExecutor(max_workers=_MOST_MISSED) as pool:  # each asks a name server
-            told = list(
+            reported = list(
                 pool.map(
                     lambda rank: peer_name(rank, master=topology.master_addr, names=self._meeting.names),
                     absent[:_MOST_MISSED],
                 )
             )
         more = f" and {len(absent) - _MOST_MISSED} more" if len(absent) > _MOST_MISSED else ""
-        return (
-            f"waiting for {len(absent)}/{topology.nnodes} nodes: {', '.join(told)}{more}{self._guests.strangers.told()}"
-        )
+        rejected = self._clients.rejections.reported()
+        return f"waiting for {len(absent)}/{topology.nnodes} nodes: {', '.join(reported)}{more}{rejected}"
 
 
 def ahead(clock: float, *, sent: float, received: float) -> float:
@@ -270,7 +273,7 @@ def ahead(clock: float, *, sent: float, received: float) -> float:
 def _too_few_files(nnodes: int) -> Sequence[Problem]:
     """For the others to hear of."""
     try:
-        require(_FILES_OF_A_NODE * nnodes + STRANGERS + _OWN_FILES, f"{nnodes} nodes")
+        require(_FILES_OF_A_NODE * nnodes + SPARE_CONNECTIONS + _OWN_FILES, f"{nnodes} nodes")
     except ConfigError as error:
         return error.problems
     return ()

@@ -64,7 +64,7 @@ def node_facts(config: RunConfig) -> dict[str, str]:
     }
 
 
-def hello_is_wrong(hello: object) -> bool:
+def validate_handshake(hello: object) -> bool:
     """It is not what an agent sends."""
     if not isinstance(hello, dict) or any(type(hello.get(name)) is not kind for name, kind in HELLO.items()):
         return True
@@ -140,14 +140,14 @@ def _rank_problems(hellos: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
 
 
 def _differences(
-    hellos: Sequence[Mapping[str, Any]], name: str, value: Any, fix: str, told: Any = None
+    hellos: Sequence[Mapping[str, Any]], name: str, value: Any, fix: str, reported: Any = None
 ) -> Iterator[Problem]:
     """Of those that are not like most; with two nodes nobody can say which one is wrong, and node 0 is right."""
     usual = most_common(value(hello) for hello in hellos)
     others = [hello for hello in hellos if value(hello) != usual]
     alike = [_name(hello) for hello in hellos if value(hello) == usual] if others else []
     for hello in others:
-        its, theirs = told(value(hello), usual) if told else (value(hello), usual)
+        its, theirs = reported(value(hello), usual) if reported else (value(hello), usual)
         yield Problem(
             kind="nodes-differ",
             file=f"node {_name(hello)}",

@@ -11,32 +11,41 @@ from contextlib import suppress
 from typing import Any, Final
 
 from framework.errors import MISSING, ConfigError, PeerLostError, Problem, RunStopped
-from framework.launch.print_settings import say
+from framework.launch.print_settings import print_line
+from framework.launch.rendezvous.address_holder import AddressHolder
 from framework.launch.rendezvous.addresses import Dial, PortInUse, is_loopback, listen_at
 from framework.launch.rendezvous.connectivity import Calls, targets_of
-from framework.launch.rendezvous.keeper import Keeper
-from framework.launch.rendezvous.messages import Link, LinkLost, Message, NoAgent, as_line, is_proof, proof, readable
+from framework.launch.rendezvous.messages import (
+    ConnectionLost,
+    Link,
+    Message,
+    NoAgent,
+    as_line,
+    is_proof,
+    proof,
+    readable,
+)
 from framework.launch.rendezvous.peers import BEAT_SECONDS, SILENCE_SECONDS, Peers
-from framework.launch.rendezvous.session import CALLING_SECONDS, HANDSHAKE_SECONDS, LOOK_SECONDS, Meeting
+from framework.launch.rendezvous.session import CALLING_SECONDS, HANDSHAKE_SECONDS, LOOK_SECONDS, Session
 
 _NO_AGENT_SECONDS: Final = 20.0
-_KEEPER_AFTER_SECONDS: Final = 5.0
+_HOLDER_AFTER_SECONDS: Final = 5.0
 # Node 0 keeps the deadline and says why, so that nobody else is the first to leave.
 _AFTER_DEADLINE_SECONDS: Final = 30.0
 _MOST_VISITS: Final = 64
-_LONGEST_TOLD: Final = 500
+_LONGEST_REPORT: Final = 500
 _LONGEST_TOKEN: Final = 64
 
 
-class Caller:
+class Member:
     """A node on its way to node 0."""
 
-    def __init__(self, meeting: Meeting, *, visited: str = "") -> None:
+    def __init__(self, meeting: Session, *, visited: str = "") -> None:
         """Call node 0.
 
         Args:
             meeting: this node's.
-            visited: a host that is asked once instead, because node 0 may be there; what `Keeper` does.
+            visited: a host that is asked once instead, because node 0 may be there; what `AddressHolder` does.
         """
         self._meeting = meeting
         self._visited = visited
@@ -50,7 +59,7 @@ class Caller:
         self._waits = "waiting for the others"
         self._calls: Calls | None = None
         self._beaten_at = self._no_agent_since = self._next_dial_at = 0.0
-        self._keeper: Keeper | None = None
+        self._address_holder: AddressHolder | None = None
 
     def wait(self) -> Peers:
         """Until node 0 has spoken."""
@@ -68,7 +77,7 @@ class Caller:
             self._meeting.look(self._waiting_for, deadline=deadline)
         except RunStopped:
             if self._link is not None:
-                with suppress(LinkLost):
+                with suppress(ConnectionLost):
                     self._link.send("stop", why=self._meeting.requests.asked)
             raise
         return self.move(LOOK_SECONDS)
@@ -80,7 +89,7 @@ class Caller:
             return None
         try:
             return self._listen(self._link, seconds)
-        except LinkLost as lost:
+        except ConnectionLost as lost:
             self._why = str(lost)
             self._note_no_agent(lost)
             self.close()
@@ -102,10 +111,10 @@ class Caller:
         self._link, self._welcomed_at, self._challenge, self._calls = None, None, "", None
 
     def _call(self, seconds: float) -> None:
-        if self._keeper is not None:
-            if not self._keeper.step():
-                say(f"{self._where} has another address by now")
-                self._keeper = None
+        if self._address_holder is not None:
+            if not self._address_holder.step():
+                print_line(f"{self._where} has another address by now")
+                self._address_holder = None
             return
         if self._dial is None and time.monotonic() >= self._next_dial_at:
             self._dial = Dial(self._where, self._meeting.port)
@@ -122,7 +131,7 @@ class Caller:
         if self._link is not None:
             return
         self._no_agent_since = 0.0  # nothing listens there, so no other program does
-        is_late = time.monotonic() - self._meeting.started_at > _KEEPER_AFTER_SECONDS
+        is_late = time.monotonic() - self._meeting.started_at > _HOLDER_AFTER_SECONDS
         if self._meeting.topology.node_rank and is_late and not self._visited:
             self._keep_master_address()
 
@@ -133,13 +142,13 @@ class Caller:
             listener = None if is_loopback(where) else listen_at(where, self._meeting.port)
             if listener is None:
                 return
-            say(
+            print_line(
                 f"node {self._meeting.topology.node_rank} has the address of node 0 ({where}); waiting for somebody "
                 "to tell"
             )
             others = [name.rpartition("@")[2] for name in self._meeting.names]
-            visits = [Caller(self._meeting, visited=name) for name in others if name != where][:_MOST_VISITS]
-            self._keeper = Keeper(self._meeting, listener, visits=visits)
+            visits = [Member(self._meeting, visited=name) for name in others if name != where][:_MOST_VISITS]
+            self._address_holder = AddressHolder(self._meeting, listener, visits=visits)
 
     def _listen(self, link: Link, seconds: float) -> Peers | None:
         messages = link.receive() if readable([link], min(seconds, CALLING_SECONDS) if self._calls else seconds) else []
@@ -150,13 +159,13 @@ class Caller:
                 return peers
         now = time.monotonic()
         if self._calls is not None and self._calls.is_over:
-            link.pass_on(as_line("reached", **self._calls.told()))
+            link.pass_on(as_line("reached", **self._calls.reported()))
             self._calls = None
         if self._challenge and now - self._beaten_at > BEAT_SECONDS:
             self._beaten_at = now
             link.pass_on(as_line("beat"))
         if now - link.heard_at > (SILENCE_SECONDS if self._challenge else HANDSHAKE_SECONDS):
-            raise LinkLost("connected, but no agent answers there")
+            raise ConnectionLost("connected, but no agent answers there")
         return None
 
     def _heard(self, link: Link, message: Message) -> Peers | None:
@@ -170,11 +179,11 @@ class Caller:
         elif self._welcomed_at is None:
             return None
         elif kind == "stop":
-            raise RunStopped(f"node 0: {str(message.get('why'))[:_LONGEST_TOLD]}")
+            raise RunStopped(f"node 0: {str(message.get('why'))[:_LONGEST_REPORT]}")
         elif kind == "lost":
-            raise PeerLostError(f"node 0: {str(message.get('why'))[:_LONGEST_TOLD]}")
+            raise PeerLostError(f"node 0: {str(message.get('why'))[:_LONGEST_REPORT]}")
         elif kind == "waiting":
-            self._waits = str(message.get("text"))[:_LONGEST_TOLD]
+            self._waits = str(message.get("text"))[:_LONGEST_REPORT]
         elif kind == "reach":
             self._calls = Calls(targets_of(message), token=str(message.get("token"))[:_LONGEST_TOKEN])
         elif kind == "go":
@@ -186,7 +195,7 @@ class Caller:
         token = self._meeting.token
         if bool(challenge.get("token")) != bool(token):
             side = "asks for a token" if challenge.get("token") else "has no token, and this node has one"
-            with suppress(LinkLost):
+            with suppress(ConnectionLost):
                 link.send("refused", why="token-refused")
             self.close()
             raise ConfigError(
@@ -212,7 +221,7 @@ class Caller:
         token = self._meeting.token
         expected = proof(token, role="lead", nonces=(self._challenge, self._nonce), content={}) if token else ""
         if not is_proof(message.get("proof"), expected):
-            raise LinkLost("whoever answers there does not know the token")
+            raise ConnectionLost("whoever answers there does not know the token")
         self._welcomed_at, self._no_agent_since = time.monotonic(), 0.0
 
     def _may_refuse(self, message: Message) -> bool:
@@ -226,10 +235,10 @@ class Caller:
                 str(topology.node_rank): self._meeting.hello["host"]
             }
         if not isinstance(hosts, dict) or set(hosts) != {str(node) for node in range(topology.nnodes)}:
-            raise LinkLost("it does not speak this protocol")
+            raise ConnectionLost("it does not speak this protocol")
         return Peers(topology.node_rank, {0: link}, {int(node): str(host)[:255] for node, host in hosts.items()})
 
-    def _note_no_agent(self, lost: LinkLost) -> None:
+    def _note_no_agent(self, lost: ConnectionLost) -> None:
         """Something speaks there that is none of us: a while of that is a port in use. Silence may be a node 0 that is
         busy.
         """

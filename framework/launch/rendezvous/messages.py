@@ -32,11 +32,11 @@ class _HasDescriptor(Hashable, Protocol):
 _Waiting = TypeVar("_Waiting", bound=_HasDescriptor)
 
 
-class LinkLost(Exception):  # noqa: N818 - it is caught and told, not raised to a user
+class ConnectionLost(Exception):  # noqa: N818 - it is caught and told, not raised to a user
     """The connection is of no use any more; its text says how that came."""
 
 
-class NoAgent(LinkLost):
+class NoAgent(ConnectionLost):
     """What is at the other end is none of us."""
 
 
@@ -73,7 +73,7 @@ class Link:
         """Queue a message and send what the connection takes now.
 
         Raises:
-            LinkLost: the other end is gone, or reads nothing.
+            ConnectionLost: the other end is gone, or reads nothing.
         """
         self._queue(as_line(kind, **content))
         self.flush()
@@ -83,21 +83,21 @@ class Link:
         last words.
 
         Raises:
-            LinkLost: the other end reads nothing.
+            ConnectionLost: the other end reads nothing.
         """
         self._queue(line)
         self.push()
 
     def push(self) -> None:
         """As `flush`, and `receive` finds that the connection is gone."""
-        with suppress(LinkLost):
+        with suppress(ConnectionLost):
             self.flush()
 
     def flush(self) -> None:
         """Send what is queued, as far as it goes.
 
         Raises:
-            LinkLost: the other end is gone.
+            ConnectionLost: the other end is gone.
         """
         try:
             while self._unsent:
@@ -105,13 +105,13 @@ class Link:
         except BlockingIOError:
             return
         except OSError as error:
-            raise LinkLost(error.strerror or "the connection broke") from None
+            raise ConnectionLost(error.strerror or "the connection broke") from None
 
     def receive(self) -> list[Message]:
         """What has come since.
 
         Raises:
-            LinkLost: the other end is gone, or is none of us.
+            ConnectionLost: the other end is gone, or is none of us.
         """
         messages: list[Message] = []
         ended = self._read()
@@ -122,7 +122,7 @@ class Link:
             raise NoAgent("it sends lines without an end")
         # What was said before the end counts; the end itself is met again at the next look.
         if ended and not messages:
-            raise LinkLost(ended)
+            raise ConnectionLost(ended)
         return messages
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class Link:
     def _queue(self, line: bytes) -> None:
         self._unsent += line
         if len(self._unsent) > _LARGEST_QUEUE_BYTES:
-            raise LinkLost("it reads nothing")
+            raise ConnectionLost("it reads nothing")
 
     def _read(self) -> str:
         """Take what is there, no more than a few lines at once; returns how the connection ended, or nothing."""

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from framework.errors import EXIT_PEER_LOST
-from framework.launch.rendezvous.messages import Link, LinkLost, Message, as_line, readable
+from framework.launch.rendezvous.messages import ConnectionLost, Link, Message, as_line, readable
 
 BEAT_SECONDS: Final = 2.0
 SILENCE_SECONDS: Final = 15.0
@@ -59,7 +59,7 @@ class Peers:
         self.killed = False
         self.ended: dict[int, int] = {}
         self._untold: list[int] = []  # on node 0: those whose end has not been passed on yet
-        self._ended_told_at = 0.0
+        self._ended_reported_at = 0.0
         now = time.monotonic()
         for link in self._links.values():
             link.heard_at = now
@@ -84,24 +84,24 @@ class Peers:
         host = self._hosts[node]
         return f"node {node} ({host})" if host else f"node {node}"
 
-    def tell_stop(self, why: str) -> None:
+    def send_stop(self, why: str) -> None:
         """All ranks of all nodes are to stop."""
-        self._tell("stop", why=why)
+        self._report("stop", why=why)
 
-    def tell_kill(self) -> None:
+    def send_kill(self) -> None:
         """There is no time for a checkpoint."""
-        self._tell("kill")
+        self._report("kill")
 
-    def tell_failure(self, what: str, *, code: int) -> None:
+    def send_failure(self, what: str, *, code: int) -> None:
         """This node has failed; the others end."""
         at = time.strftime("%H:%M:%S")
-        self._tell(
+        self._report(
             "failure", **{key: value for key, value in asdict(Failure(0, what, code, at)).items() if key != "node"}
         )
 
-    def tell_ended(self, code: int) -> None:
+    def send_ended(self, code: int) -> None:
         """No rank runs here any more."""
-        self._tell("ended", code=code)
+        self._report("ended", code=code)
 
     def poll(self, seconds: float) -> None:
         """Hear what the others say, for at most so long."""
@@ -118,10 +118,10 @@ class Peers:
                 link.push()
                 self.hear(node, link.receive() if link in ready else ())
                 if time.monotonic() - link.heard_at > SILENCE_SECONDS:
-                    raise LinkLost(f"silent for {SILENCE_SECONDS:.0f} s")
-            except LinkLost as lost:
+                    raise ConnectionLost(f"silent for {SILENCE_SECONDS:.0f} s")
+            except ConnectionLost as lost:
                 self._lose(node, str(lost))
-        if self.all_ended or time.monotonic() - self._ended_told_at > _ENDED_SECONDS:
+        if self.all_ended or time.monotonic() - self._ended_reported_at > _ENDED_SECONDS:
             self._pass_on_ends()
 
     def hear(self, sender: int, messages: Sequence[Message]) -> None:
@@ -129,7 +129,7 @@ class Peers:
         try:
             for message in messages:
                 self._heard(sender, message)
-        except LinkLost as lost:
+        except ConnectionLost as lost:
             self._lose(sender, str(lost))
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ class Peers:
             link.close()
         self._links.clear()
 
-    def _tell(self, kind: str, **content: Any) -> None:
+    def _report(self, kind: str, **content: Any) -> None:
         content["node"] = self._node_rank
         # Node 0 sends what it hears back to everybody, the speaker included: all see one order.
         if self._node_rank == 0 or not self._links:
@@ -154,14 +154,14 @@ class Peers:
         while self._untold:
             nodes, self._untold = self._untold[:_MOST_ENDED], self._untold[_MOST_ENDED:]
             self._send_all("ended", {"codes": {str(node): self.ended[node] for node in nodes}})
-        self._ended_told_at = time.monotonic()
+        self._ended_reported_at = time.monotonic()
 
     def _send_all(self, kind: str, content: Mapping[str, Any]) -> None:
         line = as_line(kind, **content)
         for node, link in list(self._links.items()):
             try:
                 link.pass_on(line)
-            except LinkLost as lost:
+            except ConnectionLost as lost:
                 self._lose(node, str(lost))
 
     def _heard(self, sender: int, message: Message) -> None:
@@ -174,26 +174,26 @@ class Peers:
         # Who was asked to stop just before it heard GO has named nobody: it speaks for itself.
         node = content.setdefault("node", sender) if self._node_rank == 0 else content.get("node")
         if type(node) is not int or node not in self._hosts or (self._node_rank == 0 and node != sender):
-            raise LinkLost("it speaks for another node")
+            raise ConnectionLost("it speaks for another node")
         self._apply(kind, content)
         if self._node_rank == 0 and kind != "ended":
             self._send_all(kind, content)
 
-    def _codes(self, told: object) -> dict[int, int]:
+    def _codes(self, reported: object) -> dict[int, int]:
         """Node -> exit code, as node 0 says it."""
         nodes = {str(node): node for node in self._hosts}
         if (
-            not isinstance(told, dict)
-            or not told.keys() <= nodes.keys()
-            or any(type(code) is not int for code in told.values())
+            not isinstance(reported, dict)
+            or not reported.keys() <= nodes.keys()
+            or any(type(code) is not int for code in reported.values())
         ):
-            raise LinkLost("it does not speak this protocol")
-        return {nodes[node]: code for node, code in told.items()}
+            raise ConnectionLost("it does not speak this protocol")
+        return {nodes[node]: code for node, code in reported.items()}
 
     def _apply(self, kind: str, content: Mapping[str, Any]) -> None:
         node, why, code = content["node"], content.get("why", content.get("what", "")), content.get("code", 0)
         if not isinstance(why, str) or not isinstance(code, int):
-            raise LinkLost("it does not speak this protocol")
+            raise ConnectionLost("it does not speak this protocol")
         if kind == "stop":
             self.stop = self.stop or f"{why} at {self.name(node)}"
         elif kind == "kill":

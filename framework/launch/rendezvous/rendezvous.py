@@ -12,15 +12,15 @@ from typing import Final
 
 from framework.errors import ConfigError, Problem
 from framework.launch.rendezvous.addresses import PortInUse, listen_at, resolve
-from framework.launch.rendezvous.coordinator import Lead
-from framework.launch.rendezvous.member import Caller
+from framework.launch.rendezvous.coordinator import Coordinator
+from framework.launch.rendezvous.member import Member
 from framework.launch.rendezvous.peers import Peers
-from framework.launch.rendezvous.session import DOUBT_SECONDS, Meeting, elsewhere_problem
+from framework.launch.rendezvous.session import DOUBT_SECONDS, Session, elsewhere_problem
 
 _PORT_IN_USE_SECONDS: Final = 5.0
 
 
-def meet(meeting: Meeting) -> Peers:
+def meet(meeting: Session) -> Peers:
     """Wait for all nodes, and compare them.
 
     Raises:
@@ -32,16 +32,16 @@ def meet(meeting: Meeting) -> Peers:
     if topology.nnodes == 1:
         return Peers(0, {}, {0: str(meeting.hello["host"])})
     try:
-        return _lead_or_call(meeting) if topology.node_rank == 0 else Caller(meeting).wait()
+        return _coordinate_or_join(meeting) if topology.node_rank == 0 else Member(meeting).wait()
     finally:
         meeting.close()
 
 
-def _lead_or_call(meeting: Meeting) -> Peers:
+def _coordinate_or_join(meeting: Session) -> Peers:
     """Node 0 listens as soon as master_addr is an address of this machine; until then it asks there who listens
     instead.
     """
-    caller = Caller(meeting)
+    caller = Member(meeting)
     while True:
         try:
             # Who speaks with another node 0 hears it out: its last word lies there, perhaps, and its port is free
@@ -49,7 +49,7 @@ def _lead_or_call(meeting: Meeting) -> Peers:
             listener = None if caller.is_heard else listen_at(meeting.topology.master_addr, meeting.port)
             if listener is not None:
                 caller.close()
-                return Lead(meeting, listener).wait()
+                return Coordinator(meeting, listener).wait()
         except PortInUse as in_use:
             # Perhaps by another node 0, which will say so; not by an agent, if nobody has asked who we are by now.
             if not caller.is_heard and time.monotonic() - meeting.started_at > _PORT_IN_USE_SECONDS:

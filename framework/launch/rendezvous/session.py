@@ -10,21 +10,21 @@ from typing import Any, Final
 from framework.doctor.node.links import Echo
 from framework.errors import PeerLostError, Problem
 from framework.launch.hosts.topology import Topology
-from framework.launch.print_settings import say
+from framework.launch.print_settings import print_line
 from framework.launch.stop_requests import StopRequests
 
 HANDSHAKE_SECONDS: Final = 10.0
-STRANGERS: Final = 64  # connections beyond one per node that may wait for their handshake at once
+SPARE_CONNECTIONS: Final = 64  # connections beyond one per node that may wait for their handshake at once
 LOOK_SECONDS: Final = 0.2
 CALLING_SECONDS: Final = 0.01  # between looks for calls to other nodes that have ended, which wake nobody
 # A name may still mean the last pod of this rank: name servers keep an answer for half a minute, some of them behind
 # each other.
 DOUBT_SECONDS: Final = 120.0
-_TELL_SECONDS: Final = 15.0
+_REPORT_SECONDS: Final = 15.0
 
 
 @dataclass
-class Meeting:
+class Session:
     """One node's way to its peers.
 
     Attributes:
@@ -51,7 +51,7 @@ class Meeting:
     local_address: str = field(default="", init=False)
     echoes: dict[tuple[str, int], Echo] = field(default_factory=dict, init=False)
     started_at: float = field(default_factory=time.monotonic, init=False)
-    _told_at: float = field(default=0.0, init=False)
+    _reported_at: float = field(default=0.0, init=False)
 
     def look(self, waiting_for: Callable[[], str], *, deadline: float | None = None) -> None:
         """What every wait does: heed requests, keep the deadline, say who is missing every 15 s.
@@ -71,10 +71,10 @@ class Meeting:
             raise PeerLostError(
                 f"not all nodes came within {self.deadline_seconds:.0f} s; {waiting_for()} [rendezvous-timeout]"
             )
-        if now - self._told_at > _TELL_SECONDS:
-            if self._told_at:
-                say(waiting_for())
-            self._told_at = now if self._told_at else now - _TELL_SECONDS + 3  # the first time after 3 s
+        if now - self._reported_at > _REPORT_SECONDS:
+            if self._reported_at:
+                print_line(waiting_for())
+            self._reported_at = now if self._reported_at else now - _REPORT_SECONDS + 3  # the first time after 3 s
 
     def answer_at(self, address: str, port: int = 0) -> int:
         """Answer at a port, or at any that is free, of an address of this machine, until `close`; returns the port.
@@ -93,7 +93,7 @@ class Meeting:
         self.echoes.clear()
 
 
-def elsewhere_problem(meeting: Meeting) -> Problem:
+def elsewhere_problem(meeting: Session) -> Problem:
     """Node 0 and master_addr are not on one machine; said by either."""
     topology, host = meeting.topology, meeting.hello["host"]
     at_zero = topology.node_rank == 0

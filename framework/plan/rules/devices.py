@@ -20,8 +20,7 @@ def world_size_differs(config: RunConfig, cluster: Cluster) -> Iterator[Problem]
             value=planned,
             reason=f"the run is meant for another number of devices than the {cluster.world_size} given ({cluster})",
             fix=f"start it on {planned} (without its hostfile the deepspeed launcher lets every node train alone), or "
-            "set "
-            f"run.world_size: {cluster.world_size}",
+            f"set run.world_size: {cluster.world_size}",
         )
 
 

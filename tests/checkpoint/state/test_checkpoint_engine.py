@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.serialization import config as save_options
 
-from framework.checkpoint.state.checkpoint_engine import SafeFiles
+from framework.checkpoint.state.checkpoint_engine import AtomicCheckpointEngine
 from framework.system.files import NewFile
 
 
@@ -37,7 +37,7 @@ def test_only_small_tensors_pass_through_memory_that_is_locked_for_good(
         "lr": 0.1,
     }
     for open_file in (NewFile, Stream):
-        files = SafeFiles()
+        files = AtomicCheckpointEngine()
         files.begin(tmp_path, open_file=open_file)
         files.save(state, str(tmp_path / f"{open_file.__name__}.pt"))
         files.end()
@@ -63,7 +63,7 @@ def test_a_save_without_memory_fails_as_one_without_disk(
         raise error
 
     saving(monkeypatch, fail)
-    files = SafeFiles()
+    files = AtomicCheckpointEngine()
     files.begin(tmp_path)
     files.save({}, str(tmp_path / "model.pt"))
     with pytest.raises(OSError, match=r"no memory for a copy of what goes into model\.pt") as failed:
@@ -73,7 +73,7 @@ def test_a_save_without_memory_fails_as_one_without_disk(
 
 def test_other_failures_are_nobodys_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saving(monkeypatch, lambda: 1 / 0)
-    files = SafeFiles()
+    files = AtomicCheckpointEngine()
     files.begin(tmp_path)
     with pytest.raises(ZeroDivisionError):
         files.save({}, str(tmp_path / "model.pt"))

@@ -143,7 +143,7 @@ def test_a_run_goes_on_where_it_stopped(gone_on: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "stated"),
     [
         ("unasked", "checkpoint.allow_unverified: true reads it nevertheless, as weights only [checkpoint-unverified]"),
         (
@@ -157,9 +157,9 @@ def test_a_run_goes_on_where_it_stopped(gone_on: Path) -> None:
         ("other-batch", f"was trained with {SAMPLES} samples per step"),
     ],
 )
-def test_what_cannot_be_right_is_refused(name: str, said: str, gone_on: Path) -> None:
+def test_what_cannot_be_right_is_refused(name: str, stated: str, gone_on: Path) -> None:
     error = (gone_on / f"{name}.error").read_text(encoding="utf-8")
-    assert said in error
+    assert stated in error
     assert "\n" not in error
 
 
@@ -180,9 +180,9 @@ def test_commands_ask_for_the_flag(raw: Path, tmp_path: Path, capsys: pytest.Cap
         ["generate", str(raw / "z2")],
     ):
         assert cli(words) == 78
-        said = capsys.readouterr().err
-        assert "--allow-unverified reads it nevertheless, as weights only [checkpoint-unverified]" in said
-        assert said.count("\n") == 1
+        stated = capsys.readouterr().err
+        assert "--allow-unverified reads it nevertheless, as weights only [checkpoint-unverified]" in stated
+        assert stated.count("\n") == 1
     assert not (tmp_path / "out").exists()
     assert cli(["generate", str(raw / "z2"), "--allow-unverified"]) == 78
     assert "give --config FILE" in capsys.readouterr().err
@@ -190,10 +190,10 @@ def test_commands_ask_for_the_flag(raw: Path, tmp_path: Path, capsys: pytest.Cap
 
 def test_inspect_tells_what_the_names_say(raw: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["inspect", str(raw / "z2" / f"global_step{STEPS}"), "--allow-unverified"]) == 0
-    said = capsys.readouterr().out
-    assert "layout     2 ranks, ZeRO stage 1 or 2\n" in said
-    assert f"step       {STEPS} (its name)\n" in said
-    assert "verified   no: " in said
+    stated = capsys.readouterr().out
+    assert "layout     2 ranks, ZeRO stage 1 or 2\n" in stated
+    assert f"step       {STEPS} (its name)\n" in stated
+    assert "verified   no: " in stated
     assert cli(["inspect", str(raw / "z0-tied"), "--allow-unverified", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert (found["stages"], found["step"], found["verified"]) == ([0], None, False)
@@ -232,7 +232,7 @@ def add_a_layer(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "stated"),
     [
         (drop_a_rank, "2 ranks wrote it, and there is no optimizer file of rank 1"),
         (rename, "its name says step 7 and its files say step 3"),
@@ -242,10 +242,12 @@ def add_a_layer(folder: Path) -> Path:
         (add_a_layer, "it is a pipeline's, whose layers DeepSpeed only numbers"),
     ],
 )
-def test_damage_that_can_be_told_is_told(damage: Callable[[Path], Path], said: str, raw: Path, tmp_path: Path) -> None:
+def test_damage_that_can_be_told_is_told(
+    damage: Callable[[Path], Path], stated: str, raw: Path, tmp_path: Path
+) -> None:
     shutil.copytree(raw / "z2", tmp_path / "copy")
     folder = damage(tmp_path / "copy" / f"global_step{STEPS}")
-    with pytest.raises((StorageError, ConfigError), match=said) as caught:
+    with pytest.raises((StorageError, ConfigError), match=stated) as caught:
         export(str(folder), tmp_path / "out", allow_unverified=True)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()

@@ -47,19 +47,19 @@ def described(folder: Path) -> SavedCheckpoint:
 
 
 @pytest.mark.parametrize(
-    ("written", "said"),
+    ("written", "stated"),
     [
         (HUGE, f"{HUGE} ranks wrote it, and there is no optimizer file of rank 2"),
         (1, "1 ranks wrote it, and there are 2 optimizer"),
         (2, ""),
     ],
 )
-def test_ranks_are_not_counted_up_to_what_a_file_says(written: int, said: str, tmp_path: Path) -> None:
+def test_ranks_are_not_counted_up_to_what_a_file_says(written: int, stated: str, tmp_path: Path) -> None:
     folder = raw(tmp_path / "tag", ranks=2, dp_world_size=written)
-    if not said:
+    if not stated:
         assert described(folder).manifest["layout"]["world_size"] == written
         return
-    with pytest.raises(StorageError, match=rf"{said}.*\[checkpoint-unverified\]"):
+    with pytest.raises(StorageError, match=rf"{stated}.*\[checkpoint-unverified\]"):
         described(folder)
 
 

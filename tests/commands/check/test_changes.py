@@ -111,8 +111,7 @@ def test_resolve_says_what_is_missing_and_writes_nothing(tmp_path: Path, capsys:
     assert (printed, out.exists()) == ("", False)
     assert err.splitlines() == [
         f"{path}:2:3: train_batch_size = auto: it follows from the number of devices; give --num_gpus N, --hostfile "
-        "FILE or "
-        "world_size=N [auto-unknown]"
+        "FILE or world_size=N [auto-unknown]"
     ]
 
 
@@ -124,7 +123,7 @@ def test_what_is_resolved_is_judged(tmp_path: Path, capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "stated"),
     [
         (["run.yaml", "--resolve"], "this is a run config"),
         (["ds.json", "run.yaml", "--resolve"], "one file at a time"),
@@ -136,7 +135,7 @@ def test_what_is_resolved_is_judged(tmp_path: Path, capsys: Capture) -> None:
     ids=str,
 )
 def test_odd_words(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    words: list[str], stated: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text("run: {name: x}\n")
@@ -148,7 +147,7 @@ def test_odd_words(
     assert code == 64
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert said in err
+    assert stated in err
 
 
 def test_import_reads_as_a_release_does(tmp_path: Path, capsys: Capture) -> None:

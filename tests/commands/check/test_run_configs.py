@@ -13,7 +13,7 @@ from framework.cli import main
 Capture = pytest.CaptureFixture[str]
 
 
-def told(path: Path, text: str, capsys: Capture, *words: str) -> tuple[int, list[str]]:
+def reported(path: Path, text: str, capsys: Capture, *words: str) -> tuple[int, list[str]]:
     """Exit code and problem lines, without the name of the file."""
     path = path / "run.yaml"
     path.write_text(text)
@@ -23,40 +23,40 @@ def told(path: Path, text: str, capsys: Capture, *words: str) -> tuple[int, list
 
 def test_an_unknown_release_is_refused_whatever_is_in_the_file(tmp_path: Path, capsys: Capture) -> None:
     for text in ("{}\n", "zero: {stge: 1}\n", "deepspeed: {dump_state: true}\n"):
-        code, (line,) = told(tmp_path, text, capsys, "--deepspeed", "banana")
+        code, (line,) = reported(tmp_path, text, capsys, "--deepspeed", "banana")
         assert (code, line.startswith("no table of DeepSpeed banana: known are 0.16.9, ")) == (64, True)
 
 
 def test_a_patch_without_a_table_is_judged_by_the_next_one(tmp_path: Path, capsys: Capture) -> None:
-    code, (line,) = told(tmp_path, "{}\n", capsys, "--deepspeed", "0.18.3")
+    code, (line,) = reported(tmp_path, "{}\n", capsys, "--deepspeed", "0.18.3")
     assert (code, "no table of DeepSpeed 0.18.3, so 0.18.9 was taken" in line) == (0, True)
-    assert told(tmp_path, "{}\n", capsys, "--deepspeed", "0.19.99")[0] == 64
+    assert reported(tmp_path, "{}\n", capsys, "--deepspeed", "0.19.99")[0] == 64
 
 
 def test_typed_sections_are_judged_against_the_release(tmp_path: Path, capsys: Capture) -> None:
     """DeepSpeed 0.16.9 reads no torch_autocast; a run without autocast renders it too, switched off, which is the same
     there.
     """
-    assert told(tmp_path, "precision: {dtype: fp32}\n", capsys, "--deepspeed", "0.16.9") == (0, [])
-    code, (line,) = told(tmp_path, "precision:\n  dtype: autocast\n", capsys, "--deepspeed", "0.16.9")
+    assert reported(tmp_path, "precision: {dtype: fp32}\n", capsys, "--deepspeed", "0.16.9") == (0, [])
+    code, (line,) = reported(tmp_path, "precision:\n  dtype: autocast\n", capsys, "--deepspeed", "0.16.9")
     assert code == 2
     assert line.startswith("2:")
     assert "precision.dtype = autocast: DeepSpeed 0.16.9 reads no such key" in line
-    assert told(tmp_path, "precision: {dtype: autocast}\n", capsys, "--deepspeed", "0.17.6")[0] == 0
+    assert reported(tmp_path, "precision: {dtype: autocast}\n", capsys, "--deepspeed", "0.17.6")[0] == 0
 
 
 def test_typed_sections_are_judged_against_the_gpu(tmp_path: Path, capsys: Capture) -> None:
-    code, (line,) = told(tmp_path, "precision: {dtype: fp16}\n", capsys, "--gpu", "p100-16gb")
+    code, (line,) = reported(tmp_path, "precision: {dtype: fp16}\n", capsys, "--gpu", "p100-16gb")
     assert (code, "precision.dtype = fp16: DeepSpeed does not train fp16 on p100-16gb" in line) == (2, True)
     assert "set precision.dtype: fp32 [fp16-unsupported]" in line
-    code, (line,) = told(tmp_path, "precision: {dtype: bf16}\n", capsys, "--gpu", "t4-16gb")
+    code, (line,) = reported(tmp_path, "precision: {dtype: bf16}\n", capsys, "--gpu", "t4-16gb")
     assert (code, line.startswith("warning: "), "[bf16-emulated]" in line) == (0, True, True)
-    assert told(tmp_path, "precision: {dtype: bf16}\n", capsys, "--gpu", "h100-80gb") == (0, [])
+    assert reported(tmp_path, "precision: {dtype: bf16}\n", capsys, "--gpu", "h100-80gb") == (0, [])
 
 
 def test_a_length_that_only_the_data_tells_stops_no_judgement(tmp_path: Path, capsys: Capture) -> None:
     text = "data: {target: torch.utils.data:TensorDataset}\nscheduler: {kind: warmup_decay, warmup_steps: 10}\n"
-    code, lines = told(tmp_path, text, capsys)
+    code, lines = reported(tmp_path, text, capsys)
     assert (code, [line for line in lines if "run-length" in line]) == (0, [])
 
 
@@ -68,7 +68,7 @@ def test_all_problems_come_at_once(tmp_path: Path, capsys: Capture) -> None:
         "  wandbb: {}\n  timers.throughput: {}\n"
     )
     for wrong, expected in ((text, 5), (text.replace("stge", "stage"), 4)):
-        code, lines = told(tmp_path, wrong, capsys)
+        code, lines = reported(tmp_path, wrong, capsys)
         assert (code, len(lines)) == (2, expected), lines
         assert any("3:" in line and "deepspeed.wall_clock_breakdown = maybe" in line for line in lines)
         assert any("4:" in line and "did you mean deepspeed.flops_profiler.module_depth?" in line for line in lines)
@@ -102,14 +102,14 @@ def test_all_problems_come_at_once(tmp_path: Path, capsys: Capture) -> None:
 def test_what_deepspeed_keys_cause_is_told_in_the_words_of_the_run(
     text: str, expected: str, tmp_path: Path, capsys: Capture
 ) -> None:
-    code, lines = told(tmp_path, text, capsys)
+    code, lines = reported(tmp_path, text, capsys)
     assert code == 2
     assert [line for line in lines if expected in line], lines
 
 
 def test_deepspeeds_words_are_told_by_their_name_here(tmp_path: Path, capsys: Capture) -> None:
     text = "train_batch_size: 8\nzero_optimization: {stage: 2}\nbatch: {gradient_clipping: 1.0}\nwall_clock_breakdown: true\n"  # noqa: E501
-    code, lines = told(tmp_path, text, capsys)
+    code, lines = reported(tmp_path, text, capsys)
     assert code == 2
     fixes = [
         "batch.global_size here",
@@ -122,5 +122,5 @@ def test_deepspeeds_words_are_told_by_their_name_here(tmp_path: Path, capsys: Ca
 
 def test_accelerates_config_is_one_problem(tmp_path: Path, capsys: Capture) -> None:
     text = "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n"
-    code, (line,) = told(tmp_path, text, capsys)
+    code, (line,) = reported(tmp_path, text, capsys)
     assert (code, "[accelerate-config]" in line) == (2, True)

@@ -30,8 +30,7 @@ CASES: dict[Path, str] = {
     ),
     GOLDEN / "job-placed.yaml": (
         f"{_RUN} --nodes 2 --gpus 4 --mount data:/data:ro --mount scratch:/scratch --scheduler volcano "
-        "--priority_class high "
-        "--label team=ml --annotation k8s.v1.cni.cncf.io/networks=ib0,ib1 "
+        "--priority_class high --label team=ml --annotation k8s.v1.cni.cncf.io/networks=ib0,ib1 "
         "--topology topology.kubernetes.io/zone"
     ),
     GOLDEN / "jobset.yaml": f"{_RUN} --kind jobset --nodes 2 --gpus 4 --topology cloud.example/rack --shm 20Gi",

@@ -298,4 +298,6 @@ def test_the_page_lists_every_rule() -> None:
     kinds = {re.search(r'problem\(\s*"([a-z-]+)"', inspect.getsource(rule)) for rule in RULES}
     listed = re.findall(r"^\| `k8s-([a-z-]+)` \| (.*) \|$", page, re.MULTILINE)
     assert {found[1] for found in kinds if found} == {kind for kind, _ in listed}
-    assert [sentence for _, sentence in listed] == [str(rule.__doc__).splitlines()[0] for rule in RULES]
+    assert [sentence for _, sentence in listed] == [
+        " ".join(str(rule.__doc__).split("\n\n")[0].split()) for rule in RULES
+    ]

@@ -60,12 +60,14 @@ def test_the_schemas_of_kubernetes_take_it(path: Path) -> None:
     assert found or any(each["kind"] in _BY_MODELS for each in objects(path))
 
 
-@pytest.mark.parametrize(("nodes", "told"), [(5, False), (6, True)])
-def test_the_command_that_watches_follows_every_pod(nodes: int, told: bool, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("nodes", "reported"), [(5, False), (6, True)])
+def test_the_command_that_watches_follows_every_pod(
+    nodes: int, reported: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     """kubectl follows five pods, and refuses more unless it is asked to."""
     words = [QUICKSTART, "batch.global_size=120", "--nodes", str(nodes), *POD, "--ckpt_pvc", "runs", "--config_map"]
     assert main(["launch", "k8s", *words]) == 0
-    assert (f"--tail=-1 --max-log-requests={nodes}\n" in capsys.readouterr().out) == told
+    assert (f"--tail=-1 --max-log-requests={nodes}\n" in capsys.readouterr().out) == reported
 
 
 def test_the_schemas_see_an_unknown_key_and_a_wrong_type() -> None:

@@ -57,7 +57,7 @@ def test_no_device_where_gpus_are_planned() -> None:
 def test_devices_that_nobody_counts_are_not_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("framework.doctor.node.gpus.find_devices", lambda environment: devices.LocalDevices("cuda", 0))
     found = check_devices(Need(Cluster(device="cuda"), "nccl"), {})
-    assert (found.said, found.problems) == ("1 rank on cuda devices, which nobody counts", ())
+    assert (found.stated, found.problems) == ("1 rank on cuda devices, which nobody counts", ())
 
 
 def test_gpus_that_torch_cannot_use_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,8 +121,8 @@ def test_a_user_without_a_name(environment: dict[str, str], kinds: str) -> None:
         finally:
             os._exit(0)
     os.close(write)
-    with os.fdopen(read) as told:
-        assert told.read() == kinds
+    with os.fdopen(read) as reported:
+        assert reported.read() == kinds
     os.waitpid(child, 0)
 
 

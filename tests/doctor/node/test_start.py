@@ -15,7 +15,7 @@ import pytest
 from framework.config.load import config_from_values
 from framework.doctor.node.start import differences, is_look, look_before_start
 from framework.errors import Problem
-from framework.launch.rendezvous.handshake import disagreements, hello_is_wrong, node_facts
+from framework.launch.rendezvous.handshake import disagreements, node_facts, validate_handshake
 from framework.plan.cluster import Cluster
 
 CLUSTER = Cluster(num_hosts=2, devices_per_host=1, device="cpu")
@@ -27,12 +27,12 @@ def looks(tmp_path: Path) -> Iterator[dict[str, Any]]:
     """Two nodes, as their HELLOs bring it to node 0."""
     config = config_from_values({"run": {"name": "r", "output_dir": str(tmp_path)}})
     with ExitStack() as stack:
-        told = [
+        reported = [
             stack.enter_context(look_before_start(config, CLUSTER, ENVIRONMENT, rank=rank, warn=lambda _: None))
             for rank in (0, 1)
         ]
         assert len(list(tmp_path.iterdir())) == 2
-        yield json.loads(json.dumps({"0 (a)": told[0], "1 (b)": told[1]}))
+        yield json.loads(json.dumps({"0 (a)": reported[0], "1 (b)": reported[1]}))
     assert not list(tmp_path.iterdir()), "marks go with their block"
 
 
@@ -70,8 +70,8 @@ def test_a_hello_and_a_look_hash_alike(looks: dict[str, Any], tmp_path: Path) ->
 
 def test_a_run_that_never_saves_needs_no_shared_folder(tmp_path: Path) -> None:
     config = config_from_values({"run": {"output_dir": str(tmp_path)}, "checkpoint": {"at_end": False}})
-    with look_before_start(config, CLUSTER, ENVIRONMENT, rank=0, warn=lambda _: None) as told:
-        assert told["mark"] == ""
+    with look_before_start(config, CLUSTER, ENVIRONMENT, rank=0, warn=lambda _: None) as reported:
+        assert reported["mark"] == ""
         assert not list(tmp_path.iterdir())
 
 
@@ -103,12 +103,12 @@ def test_a_node_that_is_not_fit_tells_all_reasons_to_everybody(tmp_path: Path, l
     warned: list[Problem] = []
     with look_before_start(
         config, CLUSTER, ENVIRONMENT | {"GLOO_SOCKET_IFNAME": "^lo"}, rank=1, warn=warned.append
-    ) as told:
-        assert is_look(json.loads(json.dumps(told)))
+    ) as reported:
+        assert is_look(json.loads(json.dumps(reported)))
     severities = {each.kind: each.severity for each in warned}
     assert severities["run-folder-unwritable"] == "warning"
     assert severities["input-not-found"] == severities["interface-unknown"] == "error"
-    looks["1 (b)"] = told
+    looks["1 (b)"] = reported
     found = {each.kind: each for each in differences(looks, seen=set())}
     assert found.keys() == {"input-not-found", "interface-unknown"}
     assert str(found["interface-unknown"]).startswith("node 1 (b): GLOO_SOCKET_IFNAME = ^lo: gloo wants")
@@ -124,7 +124,7 @@ def test_what_does_not_stand_in_the_way_is_told(tmp_path: Path) -> None:
 
 
 def hello(rank: int, look: dict[str, Any] | None, **changes: Any) -> dict[str, Any]:
-    said = {
+    stated = {
         "protocol": 2,
         "job": "",
         "attempt": 0,
@@ -137,7 +137,7 @@ def hello(rank: int, look: dict[str, Any] | None, **changes: Any) -> dict[str, A
         "clock": 0.0,
         "facts": {},
     }
-    return said | changes | ({} if look is None else {"look": look})
+    return stated | changes | ({} if look is None else {"look": look})
 
 
 def test_node_0_refuses_what_the_looks_say(looks: dict[str, Any]) -> None:
@@ -157,9 +157,9 @@ def test_node_0_refuses_what_the_looks_say(looks: dict[str, Any]) -> None:
 
 def test_a_hello_with_another_look_is_a_strangers(looks: dict[str, Any]) -> None:
     (first, _) = looks.values()
-    assert not hello_is_wrong(hello(0, first))
-    assert not hello_is_wrong(hello(0, None))
-    assert hello_is_wrong(hello(0, {"versions": 3}))
+    assert not validate_handshake(hello(0, first))
+    assert not validate_handshake(hello(0, None))
+    assert validate_handshake(hello(0, {"versions": 3}))
 
 
 def test_a_folder_is_listed_once_however_many_nodes(

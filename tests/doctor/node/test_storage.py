@@ -99,7 +99,7 @@ def test_everything_that_is_kept_must_fit(
     saved.with_name("global_step5.replaced").mkdir()
     check = check_run_folder(found, counts_replaced=True)
     assert f"{num_kept} more must fit ({kept_by})" in check.problems[0].reason
-    assert "in 1 that a resume has set aside" in check.said
+    assert "in 1 that a resume has set aside" in check.stated
 
 
 def test_what_was_set_aside_is_counted_for_a_person_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,15 +111,15 @@ def test_what_was_set_aside_is_counted_for_a_person_only(tmp_path: Path, monkeyp
         (tmp_path / "checkpoints" / name / "weights").write_bytes(bytes(1000))
     counted: list[str] = []
     monkeypatch.setattr(storage, "size_of", lambda folder: counted.append(folder.name) or size_of(folder))
-    assert "set aside" not in check_run_folder(need(tmp_path)).said
+    assert "set aside" not in check_run_folder(need(tmp_path)).stated
     assert counted == ["global_step10"]
-    assert ", 2.0 KiB in 2 that a resume has set aside" in check_run_folder(need(tmp_path), counts_replaced=True).said
+    assert ", 2.0 KiB in 2 that a resume has set aside" in check_run_folder(need(tmp_path), counts_replaced=True).stated
     assert "2 that a resume has set aside" in _said_of("run folder", examine(need(tmp_path), {}, counts_replaced=True))
     assert "set aside" not in _said_of("run folder", examine(need(tmp_path), {}))
 
 
 def _said_of(name: str, node: Node) -> str:
-    return next(check.said for check in node.checks if check.name == name)
+    return next(check.stated for check in node.checks if check.name == name)
 
 
 def test_doctor_says_what_was_set_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

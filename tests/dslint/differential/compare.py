@@ -121,12 +121,12 @@ def _judge(result: Comparison, question: Question, errors: list[Problem], answer
     result.mutations.setdefault(question.mutation, Counter())[outcome] += 1
     if question.world == 1 and not refused and not is_started:
         result.not_started[_left_alone(question) or "enough were started"] += 1
-    said = f"{question.mutation} ({question.detail}), {question.world} ranks, {json.dumps(question.config)}"
+    stated = f"{question.mutation} ({question.detail}), {question.world} ranks, {json.dumps(question.config)}"
     if refused and not errors:
-        result.accepted_by_us_alone.append(f"DeepSpeed refuses at {refused}: {answer['error'][:200]}: {said}")
+        result.accepted_by_us_alone.append(f"DeepSpeed refuses at {refused}: {answer['error'][:200]}: {stated}")
     elif errors and not refused:
         unexplained = [problem for problem in errors if not _explain(problem, result, is_started)]
-        result.unexplained += [f"{problem}: {said}" for problem in unexplained]
+        result.unexplained += [f"{problem}: {stated}" for problem in unexplained]
 
 
 def _explain(problem: Problem, result: Comparison, is_started: bool) -> bool:

@@ -262,7 +262,7 @@ def ask(questions: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
 def test_deepspeed_refuses_what_breaks_and_takes_near_misses(answers: list[dict[str, Any]]) -> None:
     wrong = []
     for (kind, is_broken, case), answer in zip(QUESTIONS, answers, strict=False):
-        said = (
+        stated = (
             f"{kind}: {dict(case.change)}: asked to {case.asked}, refused at {answer['refused']!r}: {answer['error']}"
         )
         expected = case.asked if is_broken else ""
@@ -270,7 +270,7 @@ def test_deepspeed_refuses_what_breaks_and_takes_near_misses(answers: list[dict[
         if answer["refused"] != expected or (
             is_broken and not any(word in answer["error"] for word in words.split("|"))
         ):
-            wrong.append(said)
+            wrong.append(stated)
     assert wrong == []
     assert len(QUESTIONS) > 190
 

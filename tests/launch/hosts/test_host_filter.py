@@ -70,7 +70,7 @@ def test_deepspeed_chooses_the_same(hostfile: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "reported"),
     [
         ({"include": "x"}, "--include = x: the hostfile has no such host; it has a, b, c"),
         ({"include": "a:4"}, "--include = a:4: a has devices 0 to 3"),
@@ -81,10 +81,10 @@ def test_deepspeed_chooses_the_same(hostfile: str) -> None:
         ({"num_gpus": 5}, "a has slots=4"),
     ],
 )
-def test_what_is_refused(hostfile: str, options: dict[str, object], told: str) -> None:
+def test_what_is_refused(hostfile: str, options: dict[str, object], reported: str) -> None:
     with pytest.raises(ConfigError) as caught:
         choose_hosts(hostfile, **options)  # type: ignore[arg-type]
-    assert told in str(caught.value).replace('"', "")
+    assert reported in str(caught.value).replace('"', "")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from framework.errors import ConfigError, UsageError
 from framework.launch.hosts.hostfile import Host
-from framework.launch.hosts.topology import Said, Topology, described, first_of_nodelist, resolve_topology
+from framework.launch.hosts.topology import Setting, Topology, described, first_of_nodelist, resolve_topology
 
 OWN = {"NNODES": "2", "NPROC_PER_NODE": "8", "NODE_RANK": "1", "MASTER_ADDR": "a-0.a", "MASTER_PORT": "29501"}
 PET = {f"PET_{name}": value for name, value in OWN.items()}
@@ -38,7 +38,9 @@ POD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a-0.a", "MASTER_PORT": "2
 
 
 def resolve(environment: dict[str, str], *, hosts: tuple[Host, ...] = (), **flags: Any) -> Topology:
-    return resolve_topology(flags, environment, hosts=hosts, default_slots=Said("slots", "4", "devices", is_guess=True))
+    return resolve_topology(
+        flags, environment, hosts=hosts, default_slots=Setting("slots", "4", "devices", is_guess=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,7 @@ def test_a_hostfile_counts_the_nodes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "told"),
+    ("environment", "reported"),
     [
         (OWN | PET | {"PET_NODE_RANK": "0"}, "environment: NODE_RANK = 1: PET_NODE_RANK says 0"),
         (OWN | {"JOB_COMPLETION_INDEX": "0"}, "environment: NODE_RANK = 1: JOB_COMPLETION_INDEX says 0"),
@@ -128,11 +130,11 @@ def test_a_hostfile_counts_the_nodes() -> None:
         (OWN | {"PET_MASTER_ADDR": "b"}, "environment: MASTER_ADDR = a-0.a: PET_MASTER_ADDR says b"),
     ],
 )
-def test_sources_that_contradict_each_other_are_both_named(environment: dict[str, str], told: str) -> None:
+def test_sources_that_contradict_each_other_are_both_named(environment: dict[str, str], reported: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(environment)
     (problem,) = caught.value.problems
-    assert told in str(problem).replace('"', "")
+    assert reported in str(problem).replace('"', "")
     assert problem.kind == "topology-conflict"
 
 

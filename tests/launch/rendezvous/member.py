@@ -10,7 +10,7 @@ from pathlib import Path
 from framework.errors import FrameworkError
 from framework.launch.hosts.devices import LocalDevices
 from framework.launch.hosts.topology import Topology
-from framework.launch.node import Terms, run_node
+from framework.launch.node import NodeOptions, run_node
 from framework.launch.stop_requests import StopRequests
 
 
@@ -22,14 +22,14 @@ def main() -> int:
     if "life_line" in terms:
         requests.hold(terms.pop("life_line"))
     try:
-        with requests.heeding_signals():
+        with requests.handling_signals():
             return run_node(
                 Topology(**given["topology"]),
                 script=Path(given["script"]),
                 arguments=given["arguments"],
                 devices=LocalDevices("cpu", 0),
                 environment=os.environ,
-                terms=Terms(**terms),
+                terms=NodeOptions(**terms),
                 facts=given["facts"],
                 requests=requests,
             )

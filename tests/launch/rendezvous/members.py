@@ -92,8 +92,8 @@ class Members:
 
 def ended(process: subprocess.Popen[str], *, timeout: float = 60) -> tuple[int, str]:
     """Exit code, and what it said."""
-    said = process.communicate(timeout=timeout)[1]
-    return process.returncode, said
+    stated = process.communicate(timeout=timeout)[1]
+    return process.returncode, stated
 
 
 def running(pid: int, *, folder: Path) -> bool:

@@ -71,7 +71,7 @@ def test_calls_that_are_answered_later_are_no_failures() -> None:
     threading.Timer(0.3, lambda: echo.append(Echo(port, address="127.0.0.1"))).start()
     until(lambda: calls.is_over)
     assert calls.failed == {}
-    assert calls.told() == {"token": "t", "failed": []}
+    assert calls.reported() == {"token": "t", "failed": []}
     echo[0].close()
 
 
@@ -79,7 +79,7 @@ def test_calls_that_are_answered_later_are_no_failures() -> None:
 def test_what_fails_is_told() -> None:
     calls = Calls([(UNKNOWN, 1)], token="t")
     until(lambda: calls.is_over)
-    ((number, address, reason),) = calls.told()["failed"]
+    ((number, address, reason),) = calls.reported()["failed"]
     assert (number, address) == (0, "")
     assert "name is not known" in reason
 

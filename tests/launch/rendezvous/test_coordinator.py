@@ -16,16 +16,24 @@ from typing import Any
 import pytest
 
 from framework.doctor.node.links import Echo
-from framework.doctor.node.start import _TOLD
+from framework.doctor.node.start import _REPORTED
 from framework.errors import ConfigError, FrameworkError, PeerLostError, Problem, RunStopped
 from framework.launch.hosts.topology import Topology
 from framework.launch.rendezvous import connections as guests
-from framework.launch.rendezvous.connections import Guest, Guests, Strangers, TurnedAway
-from framework.launch.rendezvous.coordinator import Lead, ahead
+from framework.launch.rendezvous.connections import Client, Clients, Rejections, TurnedAway
+from framework.launch.rendezvous.coordinator import Coordinator, ahead
 from framework.launch.rendezvous.handshake import disagreements, hosts_text
-from framework.launch.rendezvous.messages import LARGEST_LINE_BYTES, Link, LinkLost, Message, NoAgent, proof, readable
+from framework.launch.rendezvous.messages import (
+    LARGEST_LINE_BYTES,
+    ConnectionLost,
+    Link,
+    Message,
+    NoAgent,
+    proof,
+    readable,
+)
 from framework.launch.rendezvous.peers import Peers
-from framework.launch.rendezvous.session import Meeting
+from framework.launch.rendezvous.session import Session
 from framework.launch.stop_requests import StopRequests
 from tests.launch.conftest import Connect
 from tests.launch.rendezvous.members import reset
@@ -41,38 +49,40 @@ def _sees_nobody_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def lead() -> Iterator[Lead]:
+def lead() -> Iterator[Coordinator]:
     """Node 0 of three."""
-    meeting = Meeting(Topology(3, 1, 0, "127.0.0.1", 29500), 29501, hello(0, nnodes=3), StopRequests())
+    meeting = Session(Topology(3, 1, 0, "127.0.0.1", 29500), 29501, hello(0, nnodes=3), StopRequests())
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield Lead(meeting, listener)
+        yield Coordinator(meeting, listener)
 
 
-def enter(lead: Lead, connect: Connect, node_rank: int) -> socket.socket:
+def enter(lead: Coordinator, connect: Connect, node_rank: int) -> socket.socket:
     """A guest that has said its HELLO; returns its end."""
     link, far = connect()
-    guest = Guest(link._connection, "test")
-    lead._guests._guests.append(guest)
-    lead._guests.let_in(guest, hello(node_rank, nnodes=3, host=f"host{node_rank}"))
+    client = Client(link._connection, "test")
+    lead._clients._clients.append(client)
+    lead._clients.let_in(client, hello(node_rank, nnodes=3, host=f"host{node_rank}"))
     far.settimeout(20)
     return far
 
 
-def test_a_node_that_dies_at_go_is_lost_to_all(lead: Lead, connect: Connect) -> None:
+def test_a_node_that_dies_at_go_is_lost_to_all(lead: Coordinator, connect: Connect) -> None:
     """All the others hear GO first, and then who is lost."""
     dying, living = enter(lead, connect, 1), enter(lead, connect, 2)
     reset(dying)
-    peers = lead._go(lead._guests.present)
+    peers = lead._go(lead._clients.present)
     while not peers.failures:
         peers.poll(0.05)
     assert peers.failures[0].what.startswith("node 1 (host1): lost: ")
     lines = living.makefile()
-    said = [json.loads(lines.readline()) for _ in range(3)]
-    said = [message for message in said if message["type"] != "beat"]
-    assert [message["type"] for message in said][:2] == ["go", "failure"]
+    stated = [json.loads(lines.readline()) for _ in range(3)]
+    stated = [message for message in stated if message["type"] != "beat"]
+    assert [message["type"] for message in stated][:2] == ["go", "failure"]
 
 
-def test_the_last_word_of_who_has_gone_is_heard(lead: Lead, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_word_of_who_has_gone_is_heard(
+    lead: Coordinator, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It comes after a look and before a beat, which finds that the connection is gone."""
     far = enter(lead, connect, 1)
 
@@ -86,14 +96,14 @@ def test_the_last_word_of_who_has_gone_is_heard(lead: Lead, connect: Connect, mo
     heard: list[str] = []
     with monkeypatch.context() as patch:
         patch.setattr("framework.launch.rendezvous.connections.readable", nothing_yet)
-        lead._guests.step(lambda guest, message: heard.append(message["type"]), 0.0)
-    while lead._guests.present:
-        lead._guests.step(lambda guest, message: heard.append(message["type"]), 0.05)
+        lead._clients.step(lambda client, message: heard.append(message["type"]), 0.0)
+    while lead._clients.present:
+        lead._clients.step(lambda client, message: heard.append(message["type"]), 0.05)
     assert heard == ["stop"]
 
 
 def test_who_refuses_lets_the_others_hang_up_first(
-    lead: Lead, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    lead: Coordinator, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their beats lie unread in its connections: closing these would take back a refusal that is still on its way."""
     monkeypatch.setattr(guests, "_SEE_OFF_SECONDS", 60.0)
@@ -132,7 +142,7 @@ def hello(node_rank: int, *, nnodes: int, **other: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("count", [1, 64, 400])
-def test_what_differs_is_told_on_one_line_however_many_nodes(lead: Lead, connect: Connect, count: int) -> None:
+def test_what_differs_is_told_on_one_line_however_many_nodes(lead: Coordinator, connect: Connect, count: int) -> None:
     """A line above the limit would be taken for nonsense, and the others would wait on for node 0."""
     far = enter(lead, connect, 1)
     hellos = [
@@ -150,24 +160,24 @@ def test_what_differs_is_told_on_one_line_however_many_nodes(lead: Lead, connect
         lead._refuse(problems)
     line = far.makefile("rb").readline()
     assert len(line) < LARGEST_LINE_BYTES
-    told = json.loads(line)["problems"]
-    assert told[0]["key"] == problems[0].key
-    if len(told) < len(problems):
-        assert told[-1]["reason"] == f"{len(problems) - len(told) + 1} more problems"
+    reported = json.loads(line)["problems"]
+    assert reported[0]["key"] == problems[0].key
+    if len(reported) < len(problems):
+        assert reported[-1]["reason"] == f"{len(problems) - len(reported) + 1} more problems"
 
 
 @pytest.mark.parametrize(("nnodes", "length"), [(512, 20), (512, 255), (513, 20), (9999, 20)])
-def test_go_is_one_line_however_many_nodes(lead: Lead, connect: Connect, nnodes: int, length: int) -> None:
+def test_go_is_one_line_however_many_nodes(lead: Coordinator, connect: Connect, nnodes: int, length: int) -> None:
     far = enter(lead, connect, 1)
-    lead._tell_go(dict.fromkeys(range(nnodes), "h" * length))
+    lead._send_go(dict.fromkeys(range(nnodes), "h" * length))
     line = far.makefile("rb").readline()
     assert len(line) < LARGEST_LINE_BYTES
-    told = json.loads(line)
+    reported = json.loads(line)
     if nnodes > 512:
-        assert told == {"type": "go", "nnodes": nnodes}
+        assert reported == {"type": "go", "nnodes": nnodes}
     else:
-        assert told["hosts"].keys() == {str(rank) for rank in range(nnodes)}
-        assert {len(name) for name in told["hosts"].values()} == {min(length, 107)}
+        assert reported["hosts"].keys() == {str(rank) for rank in range(nnodes)}
+        assert {len(name) for name in reported["hosts"].values()} == {min(length, 107)}
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -183,12 +193,12 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_nodes_are_compared_now_and_then_and_when_all_are_there(
-    lead: Lead, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    lead: Coordinator, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a thousand that come at once, each compared with all others would keep node 0 busy for minutes."""
     compared = counted(monkeypatch)
     monkeypatch.setattr("framework.launch.rendezvous.coordinator._COMPARE_SECONDS", 1e9)
-    monkeypatch.setattr(Lead, "_go", lambda self, present: None)
+    monkeypatch.setattr(Coordinator, "_go", lambda self, present: None)
     for rank in (1, 2):
         for _ in range(3):
             lead._judge()
@@ -196,13 +206,13 @@ def test_nodes_are_compared_now_and_then_and_when_all_are_there(
     for _ in range(3):
         lead._judge()
     assert compared == [1, 3]
-    lead._guests.part(lead._guests.present[0], LinkLost("gone"))
+    lead._clients.part(lead._clients.present[0], ConnectionLost("gone"))
     lead._judge()
     assert compared == [1, 3]
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "told"),
+    ("first", "second", "reported"),
     [
         ("a,b", "b,a", ("b as number 1", "a as number 1")),
         ("a,b", "a", ("nothing as number 2", "b as number 2")),
@@ -210,10 +220,10 @@ def test_nodes_are_compared_now_and_then_and_when_all_are_there(
         ("", "a,b", ("2 hosts", "none")),
     ],
 )
-def test_the_first_difference_of_hostfiles_is_told(first: str, second: str, told: tuple[str, str]) -> None:
+def test_the_first_difference_of_hostfiles_is_told(first: str, second: str, reported: tuple[str, str]) -> None:
     (problem,) = disagreements([hello(0, nnodes=2, hosts=first), hello(1, nnodes=2, hosts=second)], seen=set())
-    assert problem.value == told[0]
-    assert problem.reason == f"node 0 (llama-train-0) has {told[1]}"
+    assert problem.value == reported[0]
+    assert problem.reason == f"node 0 (llama-train-0) has {reported[1]}"
 
 
 def test_long_hostfiles_are_compared_to_their_end() -> None:
@@ -259,13 +269,15 @@ def test_what_the_way_takes_is_no_difference_of_clocks(clock: float, expected: f
 class Joining:
     """The ends of nodes that call a listening node 0, which runs on a thread."""
 
-    def __init__(self, nnodes: int, *, said: Mapping[str, Any] | None = None, **terms: Any) -> None:
-        said = said or hello(0, nnodes=nnodes)
+    def __init__(self, nnodes: int, *, stated: Mapping[str, Any] | None = None, **terms: Any) -> None:
+        stated = stated or hello(0, nnodes=nnodes)
         self.port = free_ports(2)
-        meeting = Meeting(Topology(nnodes, 1, 0, "127.0.0.1", self.port), self.port + 1, said, StopRequests(), **terms)
+        meeting = Session(
+            Topology(nnodes, 1, 0, "127.0.0.1", self.port), self.port + 1, stated, StopRequests(), **terms
+        )
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
         self.address = self.listener.getsockname()
-        self.meeting, self.lead = meeting, Lead(meeting, self.listener)
+        self.meeting, self.lead = meeting, Coordinator(meeting, self.listener)
         self.ends: list[object] = []
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -293,14 +305,14 @@ def read(link: Link, kind: str) -> Message:
         for message in link.receive() if readable([link], 0.2) else ():
             if message["type"] == kind:
                 return message
-        with suppress(LinkLost):
+        with suppress(ConnectionLost):
             link.send("beat")
     raise AssertionError(f"no {kind}")
 
 
-def join(link: Link, said: dict[str, Any]) -> None:
+def join(link: Link, stated: dict[str, Any]) -> None:
     read(link, "challenge")
-    link.send("hello", hello=said, nonce="n", proof="")
+    link.send("hello", hello=stated, nonce="n", proof="")
 
 
 def test_many_that_come_at_once_meet(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,16 +334,16 @@ def test_many_that_come_at_once_meet(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_others_hear_who_was_turned_away_and_why_node_0_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The log of any node may be the one that is read."""
-    monkeypatch.setattr("framework.launch.rendezvous.coordinator._TELL_SECONDS", 2.0)
+    monkeypatch.setattr("framework.launch.rendezvous.coordinator._REPORT_SECONDS", 2.0)
     job = Joining(3, token="right", deadline_seconds=8.0)
     good, bad, without = job.call(), job.call(), job.call()
     challenge = read(good, "challenge")
-    said = hello(1, nnodes=3)
+    stated = hello(1, nnodes=3)
     good.send(
         "hello",
-        hello=said,
+        hello=stated,
         nonce="n",
-        proof=proof("right", role="node", nonces=(challenge["nonce"], "n"), content=said),
+        proof=proof("right", role="node", nonces=(challenge["nonce"], "n"), content=stated),
     )
     join(bad, hello(2, nnodes=3))
     assert read(bad, "nogo")["problems"][0]["kind"] == "token-refused"
@@ -348,26 +360,26 @@ def test_others_hear_who_was_turned_away_and_why_node_0_gives_up(monkeypatch: py
 
 def test_strangers_are_told_once_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
     """Whoever scans ports must not fill the log of node 0."""
-    strangers = Strangers()
+    rejections = Rejections()
     for _ in range(250):
-        strangers.add("10.0.0.9", NoAgent("it does not speak this protocol"))
-    strangers.add("10.0.0.9", LinkLost("the connection was closed"))
-    strangers.add("10.0.0.8", TurnedAway("it does not know the token of this job", "token-refused"))
+        rejections.add("10.0.0.9", NoAgent("it does not speak this protocol"))
+    rejections.add("10.0.0.9", ConnectionLost("the connection was closed"))
+    rejections.add("10.0.0.8", TurnedAway("it does not know the token of this job", "token-refused"))
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 5
     assert lines[2] == "launch: 100 connections from 10.0.0.9 were turned away: it does not speak this protocol"
-    assert strangers.told() == "; turned away: 10.0.0.8 (token-refused)"
-    strangers.forgive("10.0.0.8")
-    assert strangers.told() == ""
+    assert rejections.reported() == "; turned away: 10.0.0.8 (token-refused)"
+    rejections.clear("10.0.0.8")
+    assert rejections.reported() == ""
     for number in range(3000):
-        strangers.add(f"10.1.{number // 256}.{number % 256}", LinkLost("the connection was closed"))
+        rejections.add(f"10.1.{number // 256}.{number % 256}", ConnectionLost("the connection was closed"))
     assert len(capsys.readouterr().err.splitlines()) < 1020
 
 
 def test_without_files_node_0_says_so_and_rests(capsys: pytest.CaptureFixture[str]) -> None:
     """The listener stays readable: without a rest node 0 would spin, and say nothing."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        guests = Guests(listener, nnodes=2, has_token=False)
+        guests = Clients(listener, nnodes=2, has_token=False)
         links = [socket.create_connection(listener.getsockname(), timeout=20)]
 
         lowest = os.dup(listener.fileno())  # of the descriptors that are free
@@ -381,30 +393,30 @@ def test_without_files_node_0_says_so_and_rests(capsys: pytest.CaptureFixture[st
         assert looks < 20
         assert capsys.readouterr().err.count("too many open files") == 1
         guests._accept_at = 0.0
-        guests.step(lambda guest, message: None, 5)
+        guests.step(lambda client, message: None, 5)
         assert b'"challenge"' in links[0].recv(4096)
         links[0].close()
 
 
-def looked_for(guests: Guests, *, seconds: float) -> int:
+def looked_for(guests: Clients, *, seconds: float) -> int:
     """How often node 0 looks meanwhile."""
     looks, until = 0, time.monotonic() + seconds
     while time.monotonic() < until:
-        guests.step(lambda guest, message: None, 0.2)
+        guests.step(lambda client, message: None, 0.2)
         looks += 1
     return looks
 
 
 def looked(rank: int, *, port: int = 1, **changes: Any) -> dict[str, Any]:
     """The HELLO of a node that has looked at itself, and answers at a port."""
-    look = {name: kind() for name, kind in _TOLD.items()} | changes
+    look = {name: kind() for name, kind in _REPORTED.items()} | changes
     return hello(rank, nnodes=2, clock=time.time(), look=look) | ({"echo": ["127.0.0.1", port]} if rank else {})
 
 
 @pytest.fixture
 def job() -> Iterator[Joining]:
     """Node 0 of two, which has looked at itself."""
-    job = Joining(2, said=looked(0))
+    job = Joining(2, stated=looked(0))
     yield job
     for end in job.ends:
         if isinstance(end, Peers):
@@ -469,7 +481,7 @@ def test_the_last_word_before_all_call_each_other_is_heard(job: Joining, monkeyp
     """A node that is asked to stop, and goes, while node 0 compares what all have said."""
     link, really = job.call(), job.lead._begin_round
 
-    def begin(present: Sequence[Guest]) -> Any:
+    def begin(present: Sequence[Client]) -> Any:
         link._connection.sendall(b'{"type": "stop", "why": "SIGTERM"}\n')
         reset(link._connection)
         time.sleep(0.2)
@@ -481,17 +493,17 @@ def test_the_last_word_before_all_call_each_other_is_heard(job: Joining, monkeyp
 
 
 def test_nobody_is_refused_for_a_node_that_has_gone(
-    lead: Lead, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    lead: Coordinator, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("framework.launch.rendezvous.coordinator._SETTLE_SECONDS", 0.0)
     other, gone = enter(lead, connect, 1), enter(lead, connect, 2)
-    (_, other_guest) = lead._guests.present
+    (_, other_guest) = lead._clients.present
     assert other_guest.hello is not None
     other_guest.hello["slots"] = 4
     lead._judge()  # it differs, and may yet be one that is being replaced
-    lead._guests.part(other_guest, LinkLost("gone"))
-    for guest in lead._guests.present:
-        guest.link.heard_at = time.monotonic() + 60
+    lead._clients.part(other_guest, ConnectionLost("gone"))
+    for client in lead._clients.present:
+        client.link.heard_at = time.monotonic() + 60
     assert lead._judge() is None
     assert lead._found == []
     other.close()

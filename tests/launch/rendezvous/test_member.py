@@ -12,9 +12,9 @@ import pytest
 
 from framework.errors import ConfigError, FrameworkError, PeerLostError, RunStopped
 from framework.launch.hosts.topology import Topology
-from framework.launch.rendezvous.member import Caller
+from framework.launch.rendezvous.member import Member
 from framework.launch.rendezvous.messages import Link
-from framework.launch.rendezvous.session import Meeting
+from framework.launch.rendezvous.session import Session
 from framework.launch.stop_requests import StopRequests
 from tests.launch.conftest import Connect
 from tests.launch.rendezvous.members import reset
@@ -22,10 +22,10 @@ from tests.launch.rendezvous.members import reset
 pytestmark = pytest.mark.timing
 
 
-def welcomed(link: Link, requests: StopRequests) -> Caller:
+def welcomed(link: Link, requests: StopRequests) -> Member:
     """Node 1 of two, after its handshake."""
-    meeting = Meeting(Topology(2, 1, 1, "127.0.0.1", 29500), 29501, {"host": "b", "node_rank": 1}, requests)
-    caller = Caller(meeting)
+    meeting = Session(Topology(2, 1, 1, "127.0.0.1", 29500), 29501, {"host": "b", "node_rank": 1}, requests)
+    caller = Member(meeting)
     caller._link, caller._challenge, caller._welcomed_at = link, "nonce", time.monotonic()
     return caller
 
@@ -59,12 +59,12 @@ def test_what_comes_with_go_is_heard(connect: Connect) -> None:
     """Node 0 may have much to say at once; what it says behind GO names who is to blame."""
     link, far = connect()
     caller = welcomed(link, StopRequests())
-    said = [
+    stated = [
         {"type": "go", "hosts": {"0": "a", "1": "b"}},
         {"type": "failure", "node": 0, "what": "node 0 rank 0: killed", "code": 137, "at": "x"},
         {"type": "stop", "node": 0, "why": "SIGTERM"},
     ]
-    far.sendall(b"".join(json.dumps(message).encode() + b"\n" for message in said))
+    far.sendall(b"".join(json.dumps(message).encode() + b"\n" for message in stated))
     assert select.select([link], [], [], 20)[0]
     peers = caller.step()
     assert peers is not None
@@ -97,8 +97,8 @@ def test_a_request_says_how_it_came(connect: Connect) -> None:
 def test_each_connection_has_a_nonce_and_silence_ends_a_suspicion() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        caller = Caller(
-            Meeting(Topology(2, 1, 1, "127.0.0.1", 29500), port, {"host": "b", "node_rank": 1}, StopRequests())
+        caller = Member(
+            Session(Topology(2, 1, 1, "127.0.0.1", 29500), port, {"host": "b", "node_rank": 1}, StopRequests())
         )
         seen = set()
         for _ in range(2):
@@ -117,9 +117,9 @@ def test_each_connection_has_a_nonce_and_silence_ends_a_suspicion() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("said", "code"), [(b"", None), (b"HTTP/1.1 400 Bad Request\r\n\r\n", 78)])
+@pytest.mark.parametrize(("stated", "code"), [(b"", None), (b"HTTP/1.1 400 Bad Request\r\n\r\n", 78)])
 def test_only_what_speaks_another_language_is_another_program(
-    monkeypatch: pytest.MonkeyPatch, said: bytes, code: int | None
+    monkeypatch: pytest.MonkeyPatch, stated: bytes, code: int | None
 ) -> None:
     """A node 0 that a thousand nodes call at once may be silent for a while, or have no place yet."""
     monkeypatch.setattr("framework.launch.rendezvous.member._NO_AGENT_SECONDS", 0.0)
@@ -128,21 +128,21 @@ def test_only_what_speaks_another_language_is_another_program(
         port = listener.getsockname()[1]
         hello = {"host": "b", "node_rank": 1}
         seconds = 2.0 if code is None else 20.0
-        caller = Caller(
-            Meeting(Topology(2, 1, 1, "127.0.0.1", 29500), port, hello, StopRequests(), deadline_seconds=seconds)
+        caller = Member(
+            Session(Topology(2, 1, 1, "127.0.0.1", 29500), port, hello, StopRequests(), deadline_seconds=seconds)
         )
         listener.settimeout(0.05)
-        end = end_of(caller, listener, said)
+        end = end_of(caller, listener, stated)
     assert isinstance(end, PeerLostError if code is None else ConfigError)
     assert code is None or end.exit_code == code
 
 
-def end_of(caller: Caller, listener: socket.socket, said: bytes) -> FrameworkError:
+def end_of(caller: Member, listener: socket.socket, stated: bytes) -> FrameworkError:
     """How the wait ends where whoever calls is told this, and no more."""
     while True:
         with suppress(TimeoutError):
             peer, _ = listener.accept()
-            peer.sendall(said)
+            peer.sendall(stated)
             peer.close()
         try:
             caller.step()

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framework.launch.rendezvous.messages import LARGEST_LINE_BYTES, Link, LinkLost, is_proof, proof, readable
+from framework.launch.rendezvous.messages import LARGEST_LINE_BYTES, ConnectionLost, Link, is_proof, proof, readable
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_what_was_said_before_the_end_counts(pair: tuple[Link, socket.socket]) -
     far.sendall(b'{"type": "last"}\n')
     far.close()
     assert received(link, count=1) == [{"type": "last"}]
-    with pytest.raises(LinkLost, match="closed"):
+    with pytest.raises(ConnectionLost, match="closed"):
         received(link, count=1)
 
 
@@ -75,13 +75,13 @@ def test_what_was_said_before_the_end_counts(pair: tuple[Link, socket.socket]) -
 def test_what_is_no_message_ends_the_link(pair: tuple[Link, socket.socket], content: bytes) -> None:
     link, far = pair
     far.sendall(content)
-    with pytest.raises(LinkLost, match=r"does not speak|without an end"):
+    with pytest.raises(ConnectionLost, match=r"does not speak|without an end"):
         received(link, count=1)
 
 
 def test_who_reads_nothing_is_lost(pair: tuple[Link, socket.socket]) -> None:
     link, _ = pair
-    with pytest.raises(LinkLost, match="reads nothing"):
+    with pytest.raises(ConnectionLost, match="reads nothing"):
         send_on_and_on(link)
 
 

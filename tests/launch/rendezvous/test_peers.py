@@ -40,7 +40,7 @@ def test_the_last_word_of_a_node_that_has_gone_is_heard(connect: Connect) -> Non
     far.sendall(json.dumps({"type": "failure", "node": 1, "what": "out of memory", "code": 137}).encode() + b"\n")
     reset(far)
     time.sleep(0.2)
-    peers.tell_stop("SIGTERM")
+    peers.send_stop("SIGTERM")
     poll_until(peers, lambda: peers.is_cut_off)
     assert next(failure.what for failure in peers.failures) == "out of memory"
 
@@ -54,8 +54,8 @@ def test_a_request_that_crosses_go_is_obeyed_by_all(connect: Connect) -> None:
     assert (peers.stop, peers.failures) == ("SIGTERM at node 1 (b)", [])
     listening.settimeout(20)
     lines = listening.makefile()
-    said = [json.loads(lines.readline()) for _ in range(2)]
-    assert {"type": "stop", "why": "SIGTERM", "node": 1} in said
+    stated = [json.loads(lines.readline()) for _ in range(2)]
+    assert {"type": "stop", "why": "SIGTERM", "node": 1} in stated
 
 
 def test_how_nodes_ended_is_passed_on_in_lots(connect: Connect) -> None:
@@ -65,15 +65,15 @@ def test_how_nodes_ended_is_passed_on_in_lots(connect: Connect) -> None:
     for node, (_, far) in pairs.items():
         far.sendall(json.dumps({"type": "ended", "node": node, "code": node % 2}).encode() + b"\n")
     poll_until(peers, lambda: len(peers.ended) == 30)
-    peers.tell_ended(0)
+    peers.send_ended(0)
     peers.poll(0)
     assert peers.all_ended
     peers.close()
     expected = {str(node): node % 2 for node in range(31)}
     for _, far in pairs.values():
-        said = [message for message in map(json.loads, far.makefile()) if message["type"] == "ended"]
-        assert len(said) < 5  # one in half a second
-        assert {node: code for message in said for node, code in message["codes"].items()} == expected
+        stated = [message for message in map(json.loads, far.makefile()) if message["type"] == "ended"]
+        assert len(stated) < 5  # one in half a second
+        assert {node: code for message in stated for node, code in message["codes"].items()} == expected
 
 
 def test_others_hear_of_all_ends(connect: Connect) -> None:

@@ -15,15 +15,15 @@ from typing import Any
 import psutil
 import pytest
 
-from framework.doctor.node.start import _TOLD
+from framework.doctor.node.start import _REPORTED
 from framework.errors import ConfigError, FrameworkError
 from framework.launch.hosts.topology import Topology
 from framework.launch.rendezvous.addresses import peer_name
-from framework.launch.rendezvous.handshake import disagreements, hello_is_wrong
-from framework.launch.rendezvous.member import Caller
+from framework.launch.rendezvous.handshake import disagreements, validate_handshake
+from framework.launch.rendezvous.member import Member
 from framework.launch.rendezvous.peers import Peers
 from framework.launch.rendezvous.rendezvous import meet
-from framework.launch.rendezvous.session import Meeting
+from framework.launch.rendezvous.session import Session
 from framework.launch.stop_requests import StopRequests
 from tests.launch.rendezvous.members import Members, ended, reset
 from tests.ports import free_ports
@@ -50,17 +50,17 @@ def refused(members: Members, *, kinds: tuple[str, ...]) -> list[str]:
     ends = [ended(process) for process in members.processes]
     assert [code for code, _ in ends] == [78] * len(ends), ends
     assert time.monotonic() - members.started_at < 30
-    for _, said in ends:
-        assert {f"[{kind}]" for kind in kinds} <= {line.split()[-1] for line in said.splitlines()}, said
-    return [said for _, said in ends]
+    for _, stated in ends:
+        assert {f"[{kind}]" for kind in kinds} <= {line.split()[-1] for line in stated.splitlines()}, stated
+    return [stated for _, stated in ends]
 
 
 def test_everything_that_differs_is_told_at_once_on_every_node(members: Members) -> None:
     members.start(0, facts={"torch": "2.15", "config": "aa"})
     members.start(1, facts={"torch": "2.14", "config": "bb"}, slots=2)
-    for said in refused(members, kinds=("nodes-differ",)):
+    for stated in refused(members, kinds=("nodes-differ",)):
         for key, values in {"torch": '"2.14": .* has 2.15', "config": "bb: .* has aa", "slots": "2: .* has 1"}.items():
-            assert re.search(rf"node 1 \(.*\): {key} = {values}", said)
+            assert re.search(rf"node 1 \(.*\): {key} = {values}", stated)
     assert not list(members.folder.glob("*.json"))
 
 
@@ -68,8 +68,8 @@ def test_everything_that_differs_is_told_at_once_on_every_node(members: Members)
 def test_nodes_that_think_of_different_numbers_of_nodes(members: Members) -> None:
     members.start(0)
     members.start(1, nnodes=3)
-    for said in refused(members, kinds=("nodes-differ",)):
-        assert re.search(r"node 1 \(.*\): nnodes = 3: node 0 \(.*\) has 2", said)
+    for stated in refused(members, kinds=("nodes-differ",)):
+        assert re.search(r"node 1 \(.*\): nnodes = 3: node 0 \(.*\) has 2", stated)
 
 
 @pytest.mark.slow
@@ -78,9 +78,9 @@ def test_a_rank_that_is_there_twice_is_refused(members: Members, ranks: tuple[in
     members.nnodes = len(ranks)
     for rank in ranks:
         members.start(rank)
-    for said in refused(members, kinds=("node-rank-duplicate",)):
+    for stated in refused(members, kinds=("node-rank-duplicate",)):
         missing = set(range(len(ranks))) - set(ranks)
-        assert f"2 nodes have the same rank, and rank {missing.pop()} is missing" in said
+        assert f"2 nodes have the same rank, and rank {missing.pop()} is missing" in stated
 
 
 def own_address() -> str:
@@ -118,19 +118,19 @@ def test_the_machine_at_master_addr_has_to_be_node_0(members: Members) -> None:
 
 @pytest.mark.slow
 def test_who_is_missing_is_told_and_the_wait_ends(members: Members) -> None:
-    code, said = ended(members.start(0, terms={"wait_seconds": 6}))
+    code, stated = ended(members.start(0, terms={"wait_seconds": 6}))
     assert code == 76
-    assert said.count("waiting for 1/2 nodes: node 1") == 2  # after some seconds, and at the end
-    assert "[rendezvous-timeout]" in said
+    assert stated.count("waiting for 1/2 nodes: node 1") == 2  # after some seconds, and at the end
+    assert "[rendezvous-timeout]" in stated
 
 
 @pytest.mark.slow
 def test_a_wait_for_node_0_says_why(members: Members) -> None:
-    code, said = ended(members.start(1, master_addr="no-such-host.invalid", terms={"wait_seconds": 4}))
+    code, stated = ended(members.start(1, master_addr="no-such-host.invalid", terms={"wait_seconds": 4}))
     assert code == 76
     # A name server may be silent for longer than this.
     assert re.search(
-        rf"waiting for node 0: no-such-host\.invalid:{members.port + 1} \((no DNS record|no answer yet)\)", said
+        rf"waiting for node 0: no-such-host\.invalid:{members.port + 1} \((no DNS record|no answer yet)\)", stated
     )
 
 
@@ -142,9 +142,9 @@ def test_a_request_before_any_rank_ends_every_node(members: Members) -> None:
     assert any("waiting for 1/3 nodes: node 2" in line for line in processes[0].stderr)  # once node 1 is there
     processes[1].send_signal(signal.SIGTERM)
     for process in processes:
-        code, said = ended(process)
+        code, stated = ended(process)
         assert code == 75
-        assert "[stopped-early]" in said
+        assert "[stopped-early]" in stated
 
 
 # -------------------------------------------------------------------------------------------------- tokens, strangers
@@ -156,18 +156,18 @@ def test_a_shared_token_lets_nodes_in_whoever_starts_first(members: Members) -> 
     time.sleep(1.5)
     members.start(0, "exit=0", terms={"token": "s3cret"})
     for process in members.processes:
-        code, said = ended(process)
+        code, stated = ended(process)
         assert code == 0
-        assert "s3cret" not in said
+        assert "s3cret" not in stated
 
 
 @pytest.mark.slow
 def test_a_wrong_token_is_turned_away_alone(members: Members) -> None:
     lead = members.start(0, "exit=0", terms={"token": "s3cret"})
     stranger = members.start(1, "exit=0", terms={"token": "wrong"})
-    code, said = ended(stranger)
+    code, stated = ended(stranger)
     assert code == 78
-    assert "[token-refused]" in said
+    assert "[token-refused]" in stated
     assert lead.poll() is None
     members.start(1, "exit=0", terms={"token": "s3cret"})
     assert ended(lead)[0] == 0
@@ -176,15 +176,15 @@ def test_a_wrong_token_is_turned_away_alone(members: Members) -> None:
 @pytest.mark.slow
 def test_another_job_is_turned_away_alone(members: Members) -> None:
     lead = members.start(0, "exit=0", terms={"job_id": "mine"})
-    code, said = ended(members.start(1, "exit=0", terms={"job_id": "other"}))
+    code, stated = ended(members.start(1, "exit=0", terms={"job_id": "other"}))
     assert code == 78
-    assert "another job listens here" in said
+    assert "another job listens here" in stated
     members.start(1, "exit=0", terms={"job_id": "mine"})
     assert ended(lead)[0] == 0
 
 
 @pytest.fixture
-def strangers(members: Members) -> Iterator[list[socket.socket]]:
+def rejections(members: Members) -> Iterator[list[socket.socket]]:
     """Connections to node 0, which is up."""
     members.start(0, "exit=0")
     connections: list[socket.socket] = []
@@ -201,8 +201,8 @@ def strangers(members: Members) -> Iterator[list[socket.socket]]:
 
 
 @pytest.mark.slow
-def test_strangers_do_not_keep_nodes_from_meeting(members: Members, strangers: list[socket.socket]) -> None:
-    garbage, endless, nested, liar, slow, gone = strangers
+def test_strangers_do_not_keep_nodes_from_meeting(members: Members, rejections: list[socket.socket]) -> None:
+    garbage, endless, nested, liar, slow, gone = rejections
     garbage.sendall(b"GET / HTTP/1.1\r\n\r\n")
     nested.sendall(b"[" * 60_000 + b"\n")
     liar.sendall(json.dumps({"type": "hello", "hello": {**HELLO, "node_rank": "0"}, "nonce": "n"}).encode() + b"\n")
@@ -217,10 +217,10 @@ def test_strangers_do_not_keep_nodes_from_meeting(members: Members, strangers: l
 
 
 @pytest.mark.slow
-def test_a_slow_stranger_is_cut_off(members: Members, strangers: list[socket.socket]) -> None:
+def test_a_slow_stranger_is_cut_off(members: Members, rejections: list[socket.socket]) -> None:
     begun = time.monotonic()
-    strangers[0].sendall(b"{")
-    read_until_closed(strangers[0])
+    rejections[0].sendall(b"{")
+    read_until_closed(rejections[0])
     assert 5 < time.monotonic() - begun < 20
 
 
@@ -231,8 +231,8 @@ def test_a_port_of_the_ranks_that_is_in_use_is_told_to_all(members: Members) -> 
         other.listen()
         for rank in (0, 1):
             members.start(rank)
-        for said in refused(members, kinds=("port-not-usable",)):
-            assert f"--master_port = {members.port}: ranks cannot meet there" in said
+        for stated in refused(members, kinds=("port-not-usable",)):
+            assert f"--master_port = {members.port}: ranks cannot meet there" in stated
 
 
 @pytest.mark.slow
@@ -277,8 +277,8 @@ def test_equal_nodes_agree() -> None:
     ],
 )
 def test_what_is_no_hello(wrong: object) -> None:
-    assert hello_is_wrong(wrong)
-    assert not hello_is_wrong(HELLO)
+    assert validate_handshake(wrong)
+    assert not validate_handshake(HELLO)
 
 
 @pytest.mark.parametrize(
@@ -311,10 +311,10 @@ def meeting(
     names: Sequence[str] = (),
     look: bool = True,
     **terms: Any,
-) -> Meeting:
+) -> Session:
     hello = HELLO | {"node_rank": node_rank, "nnodes": nnodes, "host": f"h{node_rank}", "hosts": ",".join(names)}
-    hello |= {"look": {name: kind() for name, kind in _TOLD.items()}} if look else {}
-    return Meeting(Topology(nnodes, 1, node_rank, address, port), port + 1, hello, StopRequests(), names=names, **terms)
+    hello |= {"look": {name: kind() for name, kind in _REPORTED.items()}} if look else {}
+    return Session(Topology(nnodes, 1, node_rank, address, port), port + 1, hello, StopRequests(), names=names, **terms)
 
 
 def is_listened_at(port: int) -> bool:
@@ -322,10 +322,10 @@ def is_listened_at(port: int) -> bool:
     return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in found)
 
 
-def all_met(*meetings: Meeting) -> list[Peers | FrameworkError]:
+def all_met(*meetings: Session) -> list[Peers | FrameworkError]:
     """How each of them ended; the first listens before the others call."""
 
-    def one(each: Meeting) -> Peers | FrameworkError:
+    def one(each: Session) -> Peers | FrameworkError:
         try:
             return meet(each)
         except FrameworkError as error:
@@ -348,12 +348,12 @@ def test_nodes_that_reach_each_other_meet_and_answer_nobody_afterwards(monkeypat
     port = free_ports(2)
     opened: list[int] = []
 
-    def answer_at(self: Meeting, address: str, port: int = 0) -> int:
+    def answer_at(self: Session, address: str, port: int = 0) -> int:
         opened.append(really(self, address, port))
         return opened[-1]
 
-    really = Meeting.answer_at
-    monkeypatch.setattr(Meeting, "answer_at", answer_at)
+    really = Session.answer_at
+    monkeypatch.setattr(Session, "answer_at", answer_at)
     assert all(isinstance(end, Peers) for end in all_met(*(meeting(rank, port, nnodes=3) for rank in range(3))))
     assert len(opened) == 4  # one port of each node, and that of the ranks
     for number in opened:
@@ -381,7 +381,7 @@ def test_a_node_that_is_not_reached_is_refused_on_all(monkeypatch: pytest.Monkey
 @pytest.mark.slow
 def test_two_that_take_themselves_for_the_place_of_node_0_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hostfiles in another order: each finds itself at the first place; nobody would ever call the other."""
-    monkeypatch.setattr("framework.launch.rendezvous.member._KEEPER_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr("framework.launch.rendezvous.member._HOLDER_AFTER_SECONDS", 0.0)
     monkeypatch.setattr("framework.launch.rendezvous.member.is_loopback", lambda host: False)
     port = free_ports(2)
     names = ("127.0.0.2", "127.0.0.3")
@@ -407,7 +407,7 @@ def test_a_refusal_is_heard_although_the_port_of_who_refused_is_free_again(monke
     listener.setblocking(False)
     heard: list[socket.socket] = []
 
-    def step(self: Caller) -> Peers | None:
+    def step(self: Member) -> Peers | None:
         peers = really(self)
         if not heard:
             with suppress(BlockingIOError):
@@ -416,14 +416,14 @@ def test_a_refusal_is_heard_although_the_port_of_who_refused_is_free_again(monke
         elif self.is_heard and listener.fileno() >= 0:
             heard[0].settimeout(20)
             assert b'"hello"' in heard[0].recv(65_536)
-            said = ({"type": "welcome", "proof": ""}, {"type": "nogo", "problems": [problem]})
-            heard[0].sendall(b"".join(json.dumps(message).encode() + b"\n" for message in said))
+            stated = ({"type": "welcome", "proof": ""}, {"type": "nogo", "problems": [problem]})
+            heard[0].sendall(b"".join(json.dumps(message).encode() + b"\n" for message in stated))
             reset(heard[0])
             listener.close()
         return peers
 
-    really = Caller.step
-    monkeypatch.setattr(Caller, "step", step)
+    really = Member.step
+    monkeypatch.setattr(Member, "step", step)
     with pytest.raises(ConfigError, match=r"two of them.*\[node-rank-duplicate\]"):
         meet(here)
 

@@ -36,8 +36,7 @@ def findings(folder: Path, text: str, *settings: str) -> list[Problem]:
 def test_what_the_command_line_asks_for_in_vain_is_refused(tmp_path: Path, key: str, wins: str, count: int) -> None:
     line = (
         f"command line: {key} = 3: {wins} is {count} and wins, so that this would be ignored; add {wins}=null, or "
-        "change that "
-        "one instead [overruled-key]"
+        "change that one instead [overruled-key]"
     )
     for settings in ([f"{key}=3"], [f"{wins}={count}", f"{key}=3"]):
         with pytest.raises(ConfigError) as caught:

@@ -18,10 +18,16 @@ from typing import Any, Final, Protocol
 
 from framework.errors import ConfigError, Problem
 from framework.launch.rendezvous.addresses import Lookup, is_address
-from framework.launch.rendezvous.messages import PROTOCOL, Link, LinkLost, readable
-from framework.launch.rendezvous.session import DOUBT_SECONDS, LOOK_SECONDS, STRANGERS, Meeting, elsewhere_problem
+from framework.launch.rendezvous.messages import PROTOCOL, ConnectionLost, Link, readable
+from framework.launch.rendezvous.session import (
+    DOUBT_SECONDS,
+    LOOK_SECONDS,
+    SPARE_CONNECTIONS,
+    Session,
+    elsewhere_problem,
+)
 
-_KEEPER_SECONDS: Final = 30.0
+_HOLDER_SECONDS: Final = 30.0
 _LOOK_UP_SECONDS: Final = 2.0
 _EVERY_ADDRESS: Final = ("0.0.0.0", "::")  # what a listener is bound to where the name has a loopback address as well
 # The kubelet gives it to every container.
@@ -38,16 +44,16 @@ class Visit(Protocol):
         """Hang up."""
 
 
-class Keeper:
+class AddressHolder:
     """A node that has node 0's address, and is not node 0."""
 
-    def __init__(self, meeting: Meeting, listener: socket.socket, *, visits: Sequence[Visit] = ()) -> None:
+    def __init__(self, meeting: Session, listener: socket.socket, *, visits: Sequence[Visit] = ()) -> None:
         self._meeting, self._listener = meeting, listener
         self._visits = list(visits)
         self._found: list[Problem] = []
         self._links: list[Link] = []
         self._greeted: list[Link] = []
-        self._told_at = 0.0
+        self._reported_at = 0.0
         self._opened_at = self._looked_up_at = time.monotonic()
         self._lookup: Lookup | None = None
         self._is_named = not is_address(meeting.topology.master_addr)
@@ -60,13 +66,13 @@ class Keeper:
         now = time.monotonic()
         waiting: list[Any] = [self._listener, *self._links]
         ready = readable(waiting, LOOK_SECONDS)
-        if self._listener in ready and len(self._links) < self._meeting.topology.nnodes + STRANGERS:
+        if self._listener in ready and len(self._links) < self._meeting.topology.nnodes + SPARE_CONNECTIONS:
             self._accept()
         for link in [link for link in self._links if link in ready]:
             try:
                 if any(message["type"] == "hello" for message in link.receive()):
                     self._greeted.append(link)
-            except LinkLost:
+            except ConnectionLost:
                 self._hang_up(link)
         if self._has_moved(now):
             self._close()
@@ -74,10 +80,12 @@ class Keeper:
         doubt = DOUBT_SECONDS if self._is_named and _OF_A_POD in os.environ else 0.0
         is_sure = now - self._meeting.started_at > doubt
         if is_sure:
-            self._tell(now)
+            self._report(now)
         for visit in list(self._visits):
             self._move(visit)
-        if (self._told_at and now - self._told_at > 2.0) or (is_sure and now - self._opened_at > _KEEPER_SECONDS):
+        if (self._reported_at and now - self._reported_at > 2.0) or (
+            is_sure and now - self._opened_at > _HOLDER_SECONDS
+        ):
             self._close()
             raise ConfigError([*self._found, self._problem])
         return True
@@ -91,12 +99,12 @@ class Keeper:
         found, self._lookup = self._lookup.addresses, None
         return bool(found) and self._listener.getsockname()[0] not in (*found, *_EVERY_ADDRESS)
 
-    def _tell(self, now: float) -> None:
+    def _report(self, now: float) -> None:
         for link in self._greeted:
             try:
                 link.send("nogo", problems=[self._problem.to_dict()])
-                self._told_at = self._told_at or now
-            except LinkLost:
+                self._reported_at = self._reported_at or now
+            except ConnectionLost:
                 self._hang_up(link)
         self._greeted = []
 
@@ -120,7 +128,7 @@ class Keeper:
             # Another job may be there; it has nothing to say about this one.
             if not any(problem.kind in ("token-refused", "other-job") for problem in error.problems):
                 self._found += error.problems
-                self._told_at = self._told_at or time.monotonic()
+                self._reported_at = self._reported_at or time.monotonic()
 
     def _accept(self) -> None:
         """Whoever called may be gone again by now."""
@@ -133,5 +141,5 @@ class Keeper:
             # No welcome: this node proves nothing, and what it says is taken where no token is asked for.
             link.send("challenge", protocol=PROTOCOL, nonce=secrets.token_hex(16), token=bool(self._meeting.token))
             self._links.append(link)
-        except LinkLost:
+        except ConnectionLost:
             link.close()

@@ -11,16 +11,16 @@ import pytest
 
 from framework.errors import ConfigError
 from framework.launch.hosts.topology import Topology
-from framework.launch.rendezvous.keeper import Keeper
-from framework.launch.rendezvous.member import Caller
-from framework.launch.rendezvous.session import Meeting
+from framework.launch.rendezvous.address_holder import AddressHolder
+from framework.launch.rendezvous.member import Member
+from framework.launch.rendezvous.session import Session
 from framework.launch.stop_requests import StopRequests
 from tests.launch.rendezvous.members import reset
 
 
-def named(name: str = "train-0.train") -> Meeting:
+def named(name: str = "train-0.train") -> Session:
     """Of node 1, where node 0 is known by name."""
-    return Meeting(Topology(2, 1, 1, name, 29500), 29501, {"host": "b", "node_rank": 1}, StopRequests())
+    return Session(Topology(2, 1, 1, name, 29500), 29501, {"host": "b", "node_rank": 1}, StopRequests())
 
 
 @pytest.fixture
@@ -30,30 +30,30 @@ def listener() -> Iterator[socket.socket]:
         yield opened
 
 
-def stepped(keeper: Keeper, until: Callable[[], bool]) -> None:
+def stepped(address_holder: AddressHolder, until: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 20
     while not until():
         assert time.monotonic() < deadline
-        assert keeper.step()
+        assert address_holder.step()
 
 
 def test_a_name_that_leads_elsewhere_by_now_is_let_go(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     """Node 0 is a pod that has come back with another address, and a name server had the old one, which is ours now."""
     addresses = ["127.0.0.1"]
     monkeypatch.setattr("framework.launch.rendezvous.addresses.resolve", lambda _: list(addresses))
-    monkeypatch.setattr("framework.launch.rendezvous.keeper._LOOK_UP_SECONDS", 0.0)
-    keeper = Keeper(named(), listener)
-    caller = Caller(named())
-    caller._keeper = keeper
+    monkeypatch.setattr("framework.launch.rendezvous.address_holder._LOOK_UP_SECONDS", 0.0)
+    address_holder = AddressHolder(named(), listener)
+    caller = Member(named())
+    caller._address_holder = address_holder
     with socket.create_connection(listener.getsockname()) as called:
         called.settimeout(20)
-        stepped(keeper, lambda: bool(keeper._links))
+        stepped(address_holder, lambda: bool(address_holder._links))
         addresses[:] = []  # no answer is no other answer
-        stepped(keeper, lambda: keeper._lookup is None)
-        assert keeper.step()
+        stepped(address_holder, lambda: address_holder._lookup is None)
+        assert address_holder.step()
         addresses[:] = ["10.0.0.9"]
         deadline = time.monotonic() + 20
-        while caller._keeper is not None:
+        while caller._address_holder is not None:
             assert time.monotonic() < deadline
             caller._call(0.0)
         assert b"nogo" not in b"".join(iter(lambda: called.recv(4096), b"")), "it calls again, and reaches node 0"
@@ -66,11 +66,11 @@ def test_a_listener_of_every_address_has_not_moved(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         "framework.launch.rendezvous.addresses.resolve", lambda name: asked.append(name) or ["127.0.1.1", "10.0.0.5"]
     )
-    monkeypatch.setattr("framework.launch.rendezvous.keeper._LOOK_UP_SECONDS", 0.0)
+    monkeypatch.setattr("framework.launch.rendezvous.address_holder._LOOK_UP_SECONDS", 0.0)
     with socket.create_server(("", 0)) as listener:
         listener.setblocking(False)
-        keeper = Keeper(named(), listener)
-        stepped(keeper, lambda: len(asked) > 3)
+        address_holder = AddressHolder(named(), listener)
+        stepped(address_holder, lambda: len(asked) > 3)
         assert listener.fileno() != -1
 
 
@@ -86,29 +86,29 @@ def test_nobody_is_told_while_a_name_server_may_have_an_old_answer(
     if in_pod:
         monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
     meeting = named(name)
-    keeper = Keeper(meeting, listener)
+    address_holder = AddressHolder(meeting, listener)
     with socket.create_connection(listener.getsockname()) as called:
         called.sendall(b'{"type": "hello"}\n')
-        stepped(keeper, lambda: bool(keeper._greeted or keeper._told_at))
-        assert bool(keeper._told_at) == at_once
-        keeper._opened_at -= 60  # longer than it waits for somebody to tell
+        stepped(address_holder, lambda: bool(address_holder._greeted or address_holder._reported_at))
+        assert bool(address_holder._reported_at) == at_once
+        address_holder._opened_at -= 60  # longer than it waits for somebody to tell
         meeting.started_at -= 121
         with pytest.raises(ConfigError, match="node-rank-swapped"):
-            stepped(keeper, lambda: False)
+            stepped(address_holder, lambda: False)
         called.settimeout(20)
         assert b"node-rank-swapped" in b"".join(iter(lambda: called.recv(4096), b""))
 
 
 def test_who_is_gone_again_costs_nothing() -> None:
-    meeting = Meeting(Topology(2, 1, 1, "127.0.0.1", 29500), 29501, {"host": "b", "node_rank": 1}, StopRequests())
+    meeting = Session(Topology(2, 1, 1, "127.0.0.1", 29500), 29501, {"host": "b", "node_rank": 1}, StopRequests())
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
-        keeper = Keeper(meeting, listener)
+        address_holder = AddressHolder(meeting, listener)
         caller = socket.create_connection(listener.getsockname())
         reset(caller)
         assert select.select([listener], [], [], 20)[0]
-        keeper.step()
+        address_holder.step()
         with socket.create_connection(listener.getsockname(), timeout=20) as second:
-            keeper.step()
+            address_holder.step()
             assert b'"challenge"' in second.recv(4096)
-        keeper.step()
+        address_holder.step()
