@@ -23,10 +23,10 @@ from typing import Any
 from benchmarks.records import RESULTS, load_average, machine, spread, write
 from framework.checkpoint.async_checkpointer import AsyncCheckpointer
 from framework.checkpoint.checkpointer import Checkpointer
+from framework.checkpoint.manifest import list_checkpoints
 from framework.checkpoint.retention import Retention
-from framework.checkpoint.saved import list_checkpoints
 from framework.config.load import config_from_values
-from framework.engine import random_state
+from framework.engine import environment as random_state
 from framework.engine.distributed import gather, process_group
 from framework.engine.plain_engine import PlainEngine, build_engine
 from framework.setup.prepared import prepare

@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 
-from framework.checkpoint.manifest import FORMAT
+from framework.checkpoint.manifest import FORMAT, seal
 from framework.checkpoint.names import MANIFEST
-from framework.checkpoint.saved import seal
 from framework.config.load import config_from_values
 from framework.system.files import hash_file
 

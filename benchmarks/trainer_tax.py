@@ -25,7 +25,7 @@ import deepspeed
 import torch
 
 from framework.config.load import config_from_values
-from framework.engine import random_state
+from framework.engine import environment as random_state
 from framework.engine.distributed import barrier, process_group, rank
 from framework.engine.environment import describe_environment
 from framework.engine.metrics import mean_over_ranks
@@ -33,10 +33,9 @@ from framework.engine.plain_engine import build_engine
 from framework.engine.stop_agreement import agreed_stops
 from framework.setup.prepared import Prepared, prepare
 from framework.setup.wiring import make_monitors, make_schedule, make_train_loader
-from framework.system.stop_request import StopRequest
-from framework.train.cadence import Every
+from framework.system.stopping import StopRequest
 from framework.train.monitors.base import Monitor, Point
-from framework.train.trainer import Schedule, Trainer
+from framework.train.trainer import Every, Schedule, Trainer
 
 LOG_EVERY = 10
 

@@ -30,7 +30,7 @@ from framework.errors import (
 )
 from framework.plan.cluster import Cluster
 from framework.system.arguments import CommandParser
-from framework.system.early_exits import refusing_exits
+from framework.system.exits import refusing_exits
 from framework.system.output import write
 
 if TYPE_CHECKING:  # a check of DeepSpeed JSON needs none of it, and importing it takes a tenth of a second
@@ -245,7 +245,7 @@ def _render(arguments: argparse.Namespace) -> int:
 
 def _missing_targets(plan: Plan, source: Source) -> list[Problem]:
     """What `check` warns of as well: code that is nowhere here."""
-    from framework.commands.target_search import missing_targets
+    from framework.commands.verdict import missing_targets
 
     return [source.locate(problem) for problem in missing_targets(plan.config)]
 
@@ -267,8 +267,7 @@ def _schema(arguments: argparse.Namespace) -> int:
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    from framework.dslint.import_run import import_document
-    from framework.dslint.import_text import run_config_text
+    from framework.dslint.import_run import import_document, run_config_text
     from framework.dslint.judge import read_deepspeed_json
 
     document = read_deepspeed_json(Path(arguments.file), name=arguments.file)

@@ -13,16 +13,22 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from framework.checkpoint.checkpointer import clear_unfinished
-from framework.checkpoint.layout_change import check_movable, describe_resharding, needs_resharding
+from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.names import CHECKPOINTS, size_of, tag_of
-from framework.checkpoint.resumable import check_reachable, check_resumable, describe_changes, describe_versions
+from framework.checkpoint.resumable import (
+    check_movable,
+    check_reachable,
+    check_resumable,
+    describe_changes,
+    describe_resharding,
+    describe_versions,
+    needs_resharding,
+)
 from framework.checkpoint.resume_point import set_aside_later
-from framework.checkpoint.saved import SavedCheckpoint
 from framework.config.load import Source
 from framework.config.run_config import RunConfig
 from framework.data.token_files import keep_tokenizer
-from framework.engine import random_state
-from framework.engine.data_errors import ExplainedData
+from framework.engine import environment as random_state
 from framework.engine.distributed import (
     from_rank0,
     process_group,
@@ -31,8 +37,7 @@ from framework.engine.distributed import (
     refuse_different_ranks,
 )
 from framework.engine.environment import describe_environment
-from framework.engine.failed_batches import explaining_failed_batches
-from framework.engine.known_failures import explaining_known_failures
+from framework.engine.failures import ExplainedData, explaining_failed_batches, explaining_known_failures
 from framework.engine.layer_times import time_layers
 from framework.engine.lost_peers import explaining_lost_peers
 from framework.engine.plain_engine import use_matmul_precision
@@ -41,8 +46,7 @@ from framework.errors import RunStopped
 from framework.plan.plan import Plan
 from framework.report.summary import RunResult, print_end, print_next, print_start
 from framework.setup.assemble import assemble_engine
-from framework.setup.fit_arguments import refuse_unknown_arguments
-from framework.setup.objects import MakeOptimizer, ModelSource, Objects, config_with_objects
+from framework.setup.objects import MakeOptimizer, ModelSource, Objects, config_with_objects, refuse_unknown_arguments
 from framework.setup.prepared import Prepared, prepare
 from framework.setup.stages import cut_as_saved, cut_by_time
 from framework.setup.start_point import agreed_weights, choose_together, on_rank0
@@ -54,14 +58,12 @@ from framework.setup.wiring import (
     make_schedule,
     make_train_loader,
 )
-from framework.system.early_exits import refusing_exits
+from framework.system.exits import end_in_one_line, refusing_exits
 from framework.system.log import noting_errors, print_line
-from framework.system.stop_request import StopRequest
-from framework.system.uncaught import end_in_one_line
+from framework.system.stopping import StopRequest
 from framework.train.best import BestSoFar
-from framework.train.monitors.base import Monitor
-from framework.train.monitors.held_folder import HeldFolder
-from framework.train.monitors.log_lines import LogLines
+from framework.train.monitors.base import HeldFolder, Monitor
+from framework.train.monitors.console import LogLines
 from framework.train.run_folder import RunFolder
 from framework.train.trainer import Trainer
 
@@ -83,7 +85,7 @@ def fit(
     later, does what it did before. The handlers that were there are put back at the end.
 
     An error that a script does not catch ends it with one line and the error's exit code; with ``DSF_TRACEBACK=1`` in
-    the environment, with a traceback (`framework.system.uncaught`).
+    the environment, with a traceback (`framework.system.exits`).
 
     Args:
         config: a RunConfig, or the same as nested dicts; sections that are left out have defaults. The section of what

@@ -14,11 +14,10 @@ from typing import NoReturn
 
 from framework.errors import EXIT_CONFIG, EXIT_OK, EXIT_TRAINING, FrameworkError, missing_package
 from framework.system.arguments import CommandParser
-from framework.system.early_exits import refusing_exits
+from framework.system.exits import SILENT_RANKS_WAIT_SECONDS, refusing_exits
 from framework.system.output import write
 from framework.system.parent_watch import AGENT_VARIABLE, watch_parent
-from framework.system.stop_request import StopRequest
-from framework.system.uncaught import SILENT_RANKS_WAIT_SECONDS
+from framework.system.stopping import StopRequest
 
 
 def _parser() -> CommandParser:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from framework.deploy.k8s.image import what_is_wrong_with_image
 from framework.deploy.k8s.request import K8sRequest
+from framework.deploy.k8s.values import what_is_wrong_with_image
 from framework.launch.environment import requirements
 from tests.places import ROOT
 

@@ -78,7 +78,6 @@ HALVES = {
     "launch.options": "hosts",
     "launch.deepspeed_command": "hosts",
     "commands.export": "torch commands",
-    "commands.export_names": "torch commands",
     "commands.generate": "torch commands",
 }
 LIGHT = (

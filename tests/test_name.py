@@ -14,7 +14,7 @@ READ_STILL = {
     "framework/checkpoint/state/shard_map.py",
     "framework/checkpoint/state/exported_weights.py",
     "framework/data/token_files.py",
-    "framework/checkpoint/saved.py",
+    "framework/checkpoint/manifest.py",
     "tests/commands/test_export.py",
     "tests/data/test_token_folder.py",
     "tests/checkpoint/test_resume_rules.py",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.plan.rules.metrics import LOGGED
+from framework.plan.rules.metrics_and_ema import LOGGED
 from tests.launched import ROOT, TIMEOUT_SECONDS, job_environment
 
 # From the first logged step to the last; a machine that does nothing else takes a tenth of it.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from framework.checkpoint.saved import SavedCheckpoint
+from framework.checkpoint.manifest import SavedCheckpoint
 from framework.config.load import config_from_values
 from framework.errors import StorageError, TrainingError
 from framework.plan.cluster import Cluster

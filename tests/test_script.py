@@ -31,7 +31,7 @@ def test_a_missing_package_is_one_line_and_no_reason_to_try_again(tmp_path: Path
 REFUSED = """
 from framework import script
 from framework.errors import ConfigError, Problem
-from framework.system.stop_request import StopRequest
+from framework.system.stopping import StopRequest
 
 def refuse(request, arguments):
     raise ConfigError(Problem(kind="wrong-value", reason="too large", fix="write less"))

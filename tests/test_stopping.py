@@ -17,7 +17,7 @@ import psutil
 import pytest
 import yaml
 
-from framework.checkpoint.saved import list_checkpoints
+from framework.checkpoint.manifest import list_checkpoints
 from tests.campaign.kills import TOTAL_STEPS, differences
 from tests.launched import ROOT, job_environment
 from tests.test_train_script import launcher

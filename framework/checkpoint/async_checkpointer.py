@@ -18,12 +18,11 @@ from typing import Any, Final, Literal
 from framework.checkpoint.checkpointer import Checkpointer
 from framework.checkpoint.commit import discard, make_room
 from framework.checkpoint.names import SAVING, tag_of
-from framework.checkpoint.staged_files import StagedFiles
-from framework.checkpoint.writer import ALL_WRITTEN, GIVE_UP
-from framework.checkpoint.writer_process import WriterProcess
+from framework.checkpoint.save_stream import StagedFiles
+from framework.checkpoint.writer import ALL_WRITTEN, GIVE_UP, WriterProcess
 from framework.errors import StorageError
 from framework.system.files import FileRecord
-from framework.system.warn import warn
+from framework.system.log import warn
 
 # After an error somewhere the ranks cannot meet any more, and nobody knows whether the others will still write.
 _LAST_SECONDS: Final = 10.0

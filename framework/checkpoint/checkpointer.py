@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from framework.checkpoint.commit import discard, failure_of, make_room, publish, warn_of_failure
+from framework.checkpoint.manifest import list_checkpoints
 from framework.checkpoint.names import LATEST, LEAVING, MANIFEST, SAVING, latest_tag, tag_of
 from framework.checkpoint.retention import Retention
-from framework.checkpoint.saved import list_checkpoints
 from framework.engine.protocol import Engine, Gather
 from framework.errors import StorageError
 from framework.system.files import FileRecord, refuse_link, replace_text

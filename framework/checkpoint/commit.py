@@ -12,10 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from framework.checkpoint.manifest import FORMAT
+from framework.checkpoint.manifest import FORMAT, SavedCheckpoint, list_checkpoints, seal
 from framework.checkpoint.names import LATEST, LEAVING, MANIFEST, SAVING, tag_of
 from framework.checkpoint.retention import Retention
-from framework.checkpoint.saved import SavedCheckpoint, list_checkpoints, seal
 from framework.system.files import (
     FileRecord,
     hash_file,
@@ -25,7 +24,7 @@ from framework.system.files import (
     sync_folder,
     sync_folders,
 )
-from framework.system.warn import warn
+from framework.system.log import warn
 
 _SCRIPTS: Final = ("zero_to_fp32.py", "zero_to_torch.py")
 

@@ -3,12 +3,137 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-from framework.checkpoint.resume_rules import must_not_differ, rule_of
-from framework.checkpoint.saved import SavedCheckpoint
-from framework.checkpoint.saved_config import completed, flat
+from framework.checkpoint.manifest import SavedCheckpoint
+from framework.config.run_config import RunConfig
 from framework.errors import MISSING, ConfigError, Problem, show_value
+
+# What becomes of a key of the run config that differs between a checkpoint and the run that goes on from it. One
+# table for all of them, because DeepSpeed restores most of what an optimizer, a schedule and a loss scale were given
+# from the checkpoint: a value that was changed in the config would be lost without a word.
+
+
+Rule = Literal["applied", "refused", "irrelevant"]
+"""applied: the new value holds from the next step on, and the run says so. refused: it must be the same. irrelevant: it
+has nothing to do with what goes on."""
+
+RULES: Final[Mapping[str, Rule]] = {
+    "run.name": "irrelevant",
+    "run.output_dir": "irrelevant",
+    "run.seed": "refused",
+    "run.world_size": "irrelevant",
+    "run.backend": "applied",
+    "model": "refused",
+    "data": "refused",
+    "data.root": "applied",
+    "data.path": "applied",
+    "data.download": "irrelevant",
+    "data.num_workers": "irrelevant",
+    "data.prefetch_batches": "irrelevant",
+    "task": "refused",
+    "batch.global_size": "refused",
+    "batch.micro_size": "applied",
+    "batch.accumulation_steps": "applied",
+    "precision.dtype": "applied",
+    "precision.matmul": "applied",
+    "precision.compute_dtype": "applied",
+    "precision.lower_precision_safe_modules": "applied",
+    "precision.check_grad_overflow": "applied",
+    "precision.loss_scale": "refused",
+    "precision.initial_scale_power": "irrelevant",
+    "precision.loss_scale_window": "refused",
+    "precision.hysteresis": "refused",
+    "precision.consecutive_hysteresis": "refused",
+    "precision.min_loss_scale": "refused",
+    "zero": "applied",
+    "parallel.pipe": "applied",
+    "parallel.partition": "applied",
+    "parallel.stages": "applied",
+    "optimizer": "refused",
+    "scheduler": "refused",
+    "training.max_epochs": "applied",
+    "training.max_steps": "applied",
+    "training.log_every": "applied",
+    "training.clip_grad_norm": "refused",
+    "training.recompute_every": "applied",
+    "training.sync_batch_norm": "applied",
+    "training.channels_last": "applied",
+    "training.freeze": "refused",
+    "training.ema": "applied",
+    "evaluation.every_epochs": "applied",
+    "evaluation.every_steps": "applied",
+    "evaluation.at_end": "applied",
+    "evaluation.batch_size": "applied",
+    "evaluation.max_samples": "applied",
+    "evaluation.weights": "applied",
+    "checkpoint.every_steps": "applied",
+    "checkpoint.every_epochs": "applied",
+    "checkpoint.at_end": "applied",
+    "checkpoint.keep_last": "applied",
+    "checkpoint.keep_every": "applied",
+    "checkpoint.keep_best": "applied",
+    "checkpoint.best_is": "applied",
+    "checkpoint.init_weights": "irrelevant",
+    "checkpoint.resume": "irrelevant",
+    "checkpoint.mode": "applied",
+    "checkpoint.allow_unverified": "irrelevant",
+    "monitors": "irrelevant",
+    "deepspeed": "refused",
+    # Of what is passed through, these measure and tell.
+    "deepspeed.comms_logger": "irrelevant",
+    "deepspeed.dump_state": "irrelevant",
+    "deepspeed.flops_profiler": "irrelevant",
+    "deepspeed.log_level": "irrelevant",
+    "deepspeed.memory_breakdown": "irrelevant",
+    "deepspeed.timers": "irrelevant",
+    "deepspeed.wall_clock_breakdown": "irrelevant",
+    "deepspeed.comet": "irrelevant",
+    "deepspeed.wandb": "irrelevant",
+}
+"""Key, or section with all that is in it and not named by itself -> what becomes of a difference."""
+
+# Compared as samples per step: any one of the three keys of `batch` may be left out.
+COMPARED_BY_LAYOUT: Final = "batch.global_size"
+# They belong to fp16, and go with it when the precision changes.
+_OF_ONE_KIND: Final = "precision."
+
+
+def rule_of(key: str) -> Rule:
+    """The rule of a dotted key; what no release knows, or no longer, is refused."""
+    parts = key.split(".")
+    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((RULES[prefix] for prefix in prefixes if prefix in RULES), "refused")
+
+
+def must_not_differ(key: str, *, saved: Mapping[str, object], now: Mapping[str, object]) -> bool:
+    """Whether a difference between two flat configs is one that no run may go on with."""
+    if key == COMPARED_BY_LAYOUT or (key.startswith(_OF_ONE_KIND) and not (key in saved and key in now)):
+        return False
+    return rule_of(key) == "refused"
+
+
+# The run config that a checkpoint was trained with, in a form that can be compared with another.
+
+
+def completed(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A saved config with the keys that an older version did not know at their defaults, which it trained with."""
+    try:
+        return RunConfig.model_validate(dict(config)).to_dict()
+    except ValueError:  # it knew a key that is gone: the comparison will name it
+        return config
+
+
+def flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted keys -> values; lists are values."""
+    if not isinstance(values, Mapping):
+        return {prefix: values}
+    return {
+        key: value
+        for name, part in values.items()
+        for key, value in flat(part, f"{prefix}.{name}" if prefix else str(name)).items()
+    }
+
 
 _EMA: Final = "training.ema"
 _OBJECT_ARGS: Final = ("optimizer.args.",)
@@ -33,7 +158,7 @@ def check_resumable(
         config: of this run, resolved.
         global_size: samples per step.
         steps_per_epoch: steps in one pass over the data.
-        data: what this run's own checkpoints say of its training data (`framework.setup.wiring.description`).
+        data: what this run's own checkpoints say of its training data (`framework.setup.assemble.description`).
 
     Raises:
         ConfigError: with one problem for every key that differs.
@@ -173,3 +298,104 @@ def describe_versions(checkpoint: SavedCheckpoint, *, versions: Mapping[str, str
 
 def _inline(settings: Mapping[str, Any]) -> str:
     return "{" + ", ".join(f"{key}: {value}" for key, value in settings.items()) + "}"
+
+
+# Whether a checkpoint lies on disk as this run would write it, or has to be moved, and what may not be. DeepSpeed
+# reads its own files back where nothing has changed that decides which numbers lie in which file; otherwise every
+# parameter is looked up by its name (`framework.checkpoint.state.reader`).
+
+
+_OFFLOADS: Final = ("offload_optimizer", "offload_param")
+# Of what lies on NVMe, DeepSpeed copies the files of a rank from the checkpoint to wherever the run has its drive.
+_NOT_IN_NVME_FILES: Final = frozenset({"nvme_path", "pin_memory", "pipeline_read", "pipeline_write"})
+
+
+def needs_resharding(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint lies on disk in another way than this run would write it.
+
+    Args:
+        checkpoint: what is resumed from.
+        description: what this run's own checkpoints say about it.
+    """
+    return not checkpoint.verified or _arrangement(checkpoint.manifest) != _arrangement(description)
+
+
+def describe_resharding(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]) -> str:
+    """What is different in the layout, as ``key: before -> now``; of a checkpoint without a manifest, which layout it
+    has.
+    """
+    before, now = _arrangement(checkpoint.manifest), _arrangement(description)
+    if not checkpoint.verified:
+        return f"{before['ranks']} ranks, ZeRO {before['zero.stage']}, {before['precision.dtype']}"
+    both = (key for key in before if None not in (before[key], now.get(key)))  # what only one has goes with the rest
+    return ", ".join(
+        f"{key}: {show_value(before[key])} -> {show_value(now[key])}" for key in both if before[key] != now[key]
+    )
+
+
+def check_movable(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]) -> None:
+    """Refuse to move what lies in the files of DeepSpeed's NVMe swapper, or has to go there: it is read and written by
+    no one else.
+
+    Raises:
+        ConfigError: kind ``resume-nvme-moved``.
+    """
+    if not needs_resharding(checkpoint, description=description):
+        return
+    for manifest, reason in (
+        (checkpoint.manifest, f"the checkpoint {checkpoint.path} holds"),
+        (description, "this run keeps"),
+    ):
+        zero = completed(manifest["config"]).get("zero") or {}
+        for section in _OFFLOADS:
+            if (zero.get(section) or {}).get("device") == "nvme":
+                raise ConfigError(
+                    Problem(
+                        kind="resume-nvme-moved",
+                        key="checkpoint.resume",
+                        value=str(checkpoint.path),
+                        reason=f"{reason} state on NVMe (zero.{section}), which can be resumed in the very same "
+                        f"layout only: {describe_resharding(checkpoint, description=description)}",
+                        fix="restore ranks, zero, parallel and precision, or take the weights alone with "
+                        "checkpoint.init_weights"
+                        if manifest is description
+                        else "restore ranks, zero, parallel and precision as they were",
+                    )
+                )
+
+
+def _arrangement(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides which numbers lie in which file of DeepSpeed's."""
+    layout, config = manifest["layout"], completed(manifest["config"])
+    bounds = (manifest.get("pipeline") or {}).get("bounds")
+    return {
+        "ranks": layout["world_size"],
+        "pipeline stages": layout["pipe_size"],
+        "cut": None if bounds is None else list(bounds),
+        "precision.dtype": (config.get("precision") or {}).get("dtype"),
+        **{f"zero.{key}": value for key, value in _spread(config.get("zero") or {}).items()},
+    }
+
+
+def _spread(zero: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of ``zero`` that decide how it flattens, cuts and places; the others are sizes of buffers, and when what
+    is sent.
+
+    DeepSpeed 0.19.8: runtime/zero/stage_1_and_2.py `_round_robin_reorder`, stage3.py `_create_fp16_sub_groups` and
+    `_create_fp32_partitions`.
+    """
+    stage = zero.get("stage", 0)
+    found: dict[str, Any] = {"stage": stage}
+    if stage in (1, 2):
+        found["round_robin_gradients"] = zero.get("round_robin_gradients")
+    if stage == 3:
+        found["sub_group_size"] = zero.get("sub_group_size")
+    for section in _OFFLOADS if stage else ():
+        offload = zero.get(section) or {}
+        found[f"{section}.device"] = offload.get("device", "none")
+        found[f"{section}.ratio"] = offload.get("ratio")
+        if offload.get("device") == "nvme":
+            found |= {
+                f"{section}.{key}": value for key, value in flat(offload).items() if key not in _NOT_IN_NVME_FILES
+            }
+    return found

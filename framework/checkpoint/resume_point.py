@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from framework.checkpoint.manifest import SavedCheckpoint, diagnose, list_checkpoints, read_checkpoint
 from framework.checkpoint.names import (
     LATEST,
     REPLACED,
@@ -17,7 +18,6 @@ from framework.checkpoint.names import (
     own_names,
     replaced_names,
 )
-from framework.checkpoint.saved import SavedCheckpoint, diagnose, list_checkpoints, read_checkpoint
 from framework.checkpoint.unverified import find_raw, refused
 from framework.errors import ConfigError, Problem, StorageError, show_value
 from framework.system.files import replace_text

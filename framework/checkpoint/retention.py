@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from framework.checkpoint.saved import SavedCheckpoint
+from framework.checkpoint.manifest import SavedCheckpoint
 
 
 @dataclass(frozen=True)

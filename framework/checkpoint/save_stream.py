@@ -4,11 +4,17 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
+import os
+import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from framework.system.files import FileRecord
+from framework.system.limits import room
 
 
 class SaveStream(Protocol):
@@ -32,3 +38,154 @@ class SaveStream(Protocol):
 
 
 OpenFile = Callable[[Path], SaveStream]
+
+
+# Files that wait in memory: written there by the training process, read there by the process that puts them on disk.
+# The memory is one anonymous file (`memfd`), mapped by both: it has no name, so nothing is left in /dev/shm however a
+# run ends, and no mount limits its size. It grows to the size of the largest save and is used again by every save
+# after it. Pages that are touched for the first time cost about eight times as much as pages that are written again.
+# Nothing refuses memory that is not there: who touches it is killed. So it is taken piece by piece, while there is
+# room for it.
+
+
+_PAGE: Final = mmap.PAGESIZE
+_GROWTH: Final = 1 << 24
+# All ranks of a host take their memory at the same time, and each sees what the others have taken before its next
+# piece.
+_PIECE: Final = 1 << 26
+
+
+@dataclass(frozen=True)
+class StagedFile:
+    """A file that waits: where it is to go, and where in the memory it lies."""
+
+    path: Path
+    offset: int
+    num_bytes: int
+
+
+class StagedFiles:
+    """The files of one save after the other."""
+
+    def __init__(self) -> None:
+        self.descriptor = _anonymous_file()
+        self.files: list[StagedFile] = []
+        self._map: mmap.mmap | None = None
+        self._capacity = self._used = self._capacity_before = 0
+        self._refusal: OSError | None = None
+
+    def clear(self) -> None:
+        """The next save's files take the place of the last one's."""
+        self.files, self._used, self._capacity_before = [], 0, self._capacity
+        self._refusal = None
+
+    def open(self, path: Path) -> _Stream:
+        """A file that goes to `path`; one at a time."""
+        self._used = -(-self._used // _PAGE) * _PAGE
+        return _Stream(self, path)
+
+    @property
+    def num_bytes(self) -> int:
+        """What the files need, with the room between them."""
+        return self._used
+
+    def append(self, data: bytes | memoryview) -> int:
+        """Copy behind what is there; returns the number of bytes.
+
+        Raises:
+            OSError: the system has no more memory to map.
+        """
+        count = memoryview(data).nbytes
+        end = self._used + count
+        if self._refusal is not None:  # torch writes once more while it closes
+            raise self._refusal
+        if end > self._capacity:
+            self._grow(end)
+        if count:
+            assert self._map is not None
+            self._map[self._used : end] = data
+        self._used = end
+        return count
+
+    def close(self) -> None:
+        """Give the memory back, as far as this process holds it. A second time does nothing."""
+        self._let_go()
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def _grow(self, least: int) -> None:
+        """A save that finds no memory fails alone: what it had taken is given back, and the next one tries again."""
+        capacity = -(-least // _GROWTH) * _GROWTH
+        try:
+            _take(self.descriptor, self._capacity, capacity)
+            self._remap(capacity)
+        except OSError as error:
+            self._refusal = error
+            if self._capacity > self._capacity_before:  # pieces that were taken earlier in this save
+                self._let_go()
+                if self._capacity_before:
+                    self._remap(self._capacity_before)
+            os.ftruncate(self.descriptor, self._capacity)
+            raise
+
+    def _let_go(self) -> None:
+        if self._map is not None:
+            self._map.close()
+        self._map, self._capacity = None, 0
+
+    def _remap(self, capacity: int) -> None:
+        """The old map goes when the new one is there."""
+        mapped = mmap.mmap(self.descriptor, capacity)
+        self._let_go()
+        self._map, self._capacity = mapped, capacity
+        if hasattr(mmap, "MADV_DONTFORK"):  # data loaders that are forked have no use for it
+            mapped.madvise(mmap.MADV_DONTFORK)
+
+
+def _take(descriptor: int, start: int, stop: int) -> None:
+    """Lengthen the file, with pages behind all of it.
+
+    Raises:
+        OSError: ENOMEM, before somebody is killed for it; some of it is taken.
+    """
+    for begin in range(start, stop, _PIECE):
+        size = min(_PIECE, stop - begin)
+        found = room()
+        if found is not None and found.num_bytes < size:
+            raise OSError(
+                errno.ENOMEM,
+                f"{found.limit} has {max(0, found.num_bytes) / 1e9:.2f} GB left beside a margin, and "
+                "checkpoint.mode: async keeps in host memory what a rank writes",
+            )
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, begin, size)
+        else:
+            os.ftruncate(descriptor, begin + size)
+
+
+class _Stream:
+    """What `torch.save` writes one file to."""
+
+    def __init__(self, staged: StagedFiles, path: Path) -> None:
+        self._staged, self._path, self._offset = staged, path, staged.num_bytes
+
+    def write(self, data: bytes | memoryview, /) -> int:
+        return self._staged.append(data)
+
+    def flush(self) -> None:
+        """Memory holds nothing back."""
+
+    def close(self) -> None:
+        """It is complete; what it holds is found out by who writes it."""
+        self._staged.files.append(StagedFile(self._path, self._offset, self._staged.num_bytes - self._offset))
+
+    def abandon(self) -> None:
+        """The save fails, and the next one begins anew."""
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("dsf-save", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:  # where there is no Linux: it never had, or has lost, its name
+        return os.dup(file.fileno())

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
+from framework.engine.protocol import Gather
 from framework.system.files import FileRecord, hash_file
+
+if TYPE_CHECKING:
+    from framework.checkpoint.manifest import SavedCheckpoint
 
 _MOST_THREADS: Final = 16
 
@@ -61,3 +66,82 @@ class Verification:
         if self._is_closed.is_set():
             raise InterruptedError
         self._done[name] = num_bytes
+
+
+# Whether a checkpoint is as it was written, found out by all ranks of a run together. A terabyte takes longer to read
+# than ranks wait for each other in a collective. So each reads its share, and all of them meet every few seconds
+# meanwhile to say how far they are.
+
+
+_BEAT_SECONDS: Final = 5.0
+_BEATS_PER_LINE: Final = 6
+
+
+def share_of(records: Mapping[str, FileRecord], *, index: int, count: int) -> dict[str, FileRecord]:
+    """The files that the one with this index of `count` reads: each has about as many bytes as any other."""
+    loads, mine = [0] * count, {}
+    for name, record in sorted(records.items(), key=lambda item: (-item[1].num_bytes, item[0])):
+        least = loads.index(min(loads))
+        loads[least] += record.num_bytes
+        if least == index:
+            mine[name] = record
+    return mine
+
+
+class SharedVerification:
+    """A checkpoint is verified by all ranks. Rank 0 asks for it, and the others help until it says that no more
+    follows.
+    """
+
+    def __init__(
+        self, *, rank: int, gather: Gather, from_rank0: Callable[[Any], Any], print_line: Callable[[str], None]
+    ) -> None:
+        """Takes a rank's number, two collectives (every rank's value on all; rank 0's on all), and where progress is
+        told.
+        """
+        self._rank, self._gather, self._from_rank0, self._print_line = rank, gather, from_rank0, print_line
+
+    def ask(self, checkpoint: SavedCheckpoint) -> list[str]:
+        """Rank 0: what is not as it was written, as `SavedCheckpoint.damage` tells it."""
+        if not checkpoint.verified:
+            return checkpoint.damage()
+        self._from_rank0(checkpoint)
+        return self.verify(checkpoint)
+
+    def end(self) -> None:
+        """Rank 0: the others are to go on."""
+        self._from_rank0(None)
+
+    def help(self) -> None:
+        """Any other rank: take part until rank 0 has enough."""
+        while (checkpoint := self._from_rank0(None)) is not None:
+            self.verify(checkpoint)
+
+    def verify(self, checkpoint: SavedCheckpoint, *, on_every_host: bool = False) -> list[str]:
+        """What is not as it was written, on every rank. Collective.
+
+        With `on_every_host` the ranks of each host read all of it among them: hosts may have a disk of their own there.
+        """
+        hosts = self._gather(socket.gethostname())
+        neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[self._rank]]
+        sharing = neighbours if on_every_host else range(len(hosts))
+        mine = share_of(checkpoint.records, index=sharing.index(self._rank), count=len(sharing))
+        work = Verification(checkpoint.path, mine, num_sharing=len(neighbours))
+        try:
+            self._meet_until_done(work, checkpoint, times_read=len(hosts) / len(sharing))
+            own = work.damage() + (checkpoint.unexpected_files() if sharing[0] == self._rank else [])
+        finally:
+            work.close()
+        return sorted({line for lines in self._gather(own) for line in lines})
+
+    def _meet_until_done(self, work: Verification, checkpoint: SavedCheckpoint, *, times_read: float) -> None:
+        total = sum(record.num_bytes for record in checkpoint.records.values()) * times_read
+        beat = 0
+        is_done = False
+        while not is_done:
+            states = self._gather((work.wait(_BEAT_SECONDS), work.done_bytes))
+            is_done = all(done for done, _ in states)
+            if self._rank == 0 and not is_done and beat % _BEATS_PER_LINE == 0:
+                read = sum(num_bytes for _, num_bytes in states)
+                self._print_line(f"{checkpoint.path}: {read / 1e9:.1f} of {total / 1e9:.1f} GB are verified")
+            beat += 1

@@ -9,10 +9,13 @@ takes 20 MB.
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
+import select
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -22,13 +25,62 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from framework.checkpoint.channel import Channel
+import framework
 from framework.checkpoint.commit import publish, warn_of_failure
 from framework.checkpoint.names import SAVING
 from framework.checkpoint.retention import Retention
 from framework.system.files import FileRecord, digest_of, replace_text, write_new
-from framework.system.orphans import die_with
-from framework.system.stop_signals import SIGNALS
+from framework.system.parent_watch import die_with
+from framework.system.stopping import SIGNALS
+
+# Messages between a rank and the process that writes its checkpoints: a line of JSON each, over a pair of sockets.
+
+
+_BLOCK: Final = 1 << 16
+
+
+class Channel:
+    """One end."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end, self._read = end, b""
+        self._poll = select.poll()  # `select.select` refuses descriptors above 1023, of which a rank may have many
+        self._poll.register(end, select.POLLIN)
+
+    def send(self, **message: Any) -> None:
+        """Send a message.
+
+        Raises:
+            OSError: nobody is at the other end.
+        """
+        self._end.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self, timeout: float | None = None) -> Mapping[str, Any] | None:
+        """The next message; None when the other end is gone.
+
+        Raises:
+            TimeoutError: none came within `timeout` seconds.
+        """
+        while b"\n" not in self._read:
+            try:
+                if not self._poll.poll(None if timeout is None else math.ceil(timeout * 1000)):
+                    raise TimeoutError
+                more = self._end.recv(_BLOCK)
+            except ConnectionError:
+                return None
+            if not more:
+                return None
+            self._read += more
+        line, self._read = self._read.split(b"\n", 1)
+        message: Mapping[str, Any] = json.loads(line)
+        return message
+
+    def close(self) -> None:
+        """The other end sees the end, even where a forked child of this process still holds a copy of this one."""
+        with suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)
+        self._end.close()
+
 
 GIVE_UP: Final = "give-up"
 ALL_WRITTEN: Final = "all-written"
@@ -183,3 +235,77 @@ def main() -> None:
     die_with(parent)
     with suppress(ConnectionError):  # the rank has gone while it was being told
         Writer(Channel(socket.socket(fileno=channel)), memory).serve()
+
+
+# The writer, as a rank sees it: a process that is started once, given orders, and replaced when it has died.
+
+
+_ROOT: Final = str(Path(framework.__file__).resolve().parents[1])
+_PROGRAM: Final = f"import sys; sys.path.insert(0, {_ROOT!r}); from framework.checkpoint.writer import main; main()"
+_END_SECONDS: Final = 5.0
+
+
+class WriterProcess:
+    """One process; it is not forked, because forks of a process that drives a GPU do not work."""
+
+    def __init__(self, memory: int) -> None:
+        """Start it.
+
+        Args:
+            memory: descriptor of the memory in which the files will wait.
+
+        Raises:
+            OSError: the system starts no process.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                # -I: nothing in the current folder or in the environment takes the place of a module.
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", "-c", _PROGRAM, str(os.getpid()), str(theirs.fileno()), str(memory)],
+                    pass_fds=(theirs.fileno(), memory),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                )
+            except OSError:
+                ours.close()
+                raise
+        self._channel = Channel(ours)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def send(self, **message: Any) -> None:
+        """Give it an order, or a word.
+
+        Raises:
+            OSError: it has died.
+        """
+        self._channel.send(**message)
+
+    def answer(self, timeout: float | None = None) -> Mapping[str, Any]:
+        """Its next answer; a failure where it has died.
+
+        Raises:
+            TimeoutError: none within `timeout` seconds.
+        """
+        answer = self._channel.receive(timeout)
+        return answer if answer is not None else {"state": "dead", "failure": self._exit_reason()}
+
+    def close(self) -> None:
+        """End it: at once where it waits, or kill it."""
+        self._channel.close()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _exit_reason(self) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(_END_SECONDS)
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+            return f"the process that writes checkpoints {how}"
+        return "the process that writes checkpoints has closed its channel"

@@ -16,9 +16,8 @@ from framework.errors import StorageError
 from framework.system.files import replace_text
 from framework.text import hjson_edits as ds_edits
 from framework.text import yaml_edits
-from framework.text.document import Document, document_of
+from framework.text.document import Document, document_of, read_text
 from framework.text.hjson_edits import unified_diff
-from framework.text.read_text import read_text
 from framework.text.yaml_edits import edited
 
 _MOST_EDITS: Final = 100

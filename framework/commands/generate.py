@@ -24,8 +24,8 @@ from typing import Any, Final
 
 import torch
 
+from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.resume_point import absence_at, newest_at
-from framework.checkpoint.saved import SavedCheckpoint
 from framework.checkpoint.unverified import KIND as UNVERIFIED
 from framework.config.data import Text, TextPairs
 from framework.config.language_models import GPT

@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
+from framework.checkpoint.manifest import SavedCheckpoint, diagnose, read_checkpoint
 from framework.checkpoint.names import (
     LAYER_FILE,
     MANIFEST,
@@ -27,7 +28,6 @@ from framework.checkpoint.names import (
     replaced_folders,
     size_of,
 )
-from framework.checkpoint.saved import SavedCheckpoint, diagnose, read_checkpoint
 from framework.checkpoint.unverified import find_raw, irregular, read_names, refused
 from framework.errors import EXIT_OK, EXIT_STORAGE, ConfigError, Problem, StorageError, counted, printable, show_value
 from framework.train.best import best_in

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
+from numbers import Integral, Real
 from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, StringConstraints
@@ -157,3 +159,39 @@ def _field_sentences(section: type[BaseModel]) -> dict[str, str]:
             if is_field and is_text and isinstance(following.value.value, str):
                 sentences[statement.target.id] = " ".join(following.value.value.split())
     return sentences
+
+
+# What every model that is known by name can say about itself without torch.
+
+
+class ModelKind(Kind):
+    """A model that the framework builds."""
+
+    has_batch_norm: ClassVar[bool] = False
+    has_convolutions: ClassVar[bool] = False
+
+    def num_layers_in_list(self) -> int:
+        """How many layers `framework.models.layers.as_layers` finds in it: what a pipeline can be cut into."""
+        raise NotImplementedError
+
+
+# Values as Python programs have them, as the plain values that a file holds: tuples, paths and numpy's numbers are
+# welcome.
+
+
+def plain_values(value: Any) -> Any:
+    """Lists for tuples, text for paths, Python's numbers for numpy's; everything else as it is.
+
+    Under ``args`` nothing is changed: that is what the user's own code is called with.
+    """
+    if isinstance(value, Mapping):
+        return {name: item if name == "args" else plain_values(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_values(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fsdecode(value)
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value

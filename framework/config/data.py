@@ -113,7 +113,7 @@ class CIFAR10(_Dataset):
 class ImageFolder(_Dataset):
     """Images in folders named after their class: ``<root>/train/<class>/*`` and ``<root>/val/<class>/*``."""
 
-    builds: ClassVar[str] = "framework.data.image_folder:build"
+    builds: ClassVar[str] = "framework.data.image_sets:build"
     kind: Literal["image_folder"] = "image_folder"
     root: str
     """Folder with the sub-folders named by `train_dir` and `eval_dir`."""

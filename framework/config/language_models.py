@@ -9,9 +9,8 @@ from typing import Any, ClassVar, Final, Literal
 from pydantic import GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
-from framework.config.base import Fraction, Positive, PositiveCount
+from framework.config.base import Fraction, ModelKind, Positive, PositiveCount
 from framework.config.data import BYTE_VOCAB_SIZE
-from framework.config.model_kind import ModelKind
 
 Size = Mapping[str, Any]
 

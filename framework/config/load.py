@@ -18,7 +18,7 @@ from framework.config.deepspeed_words import OWNED
 from framework.config.explain import explain, homes_of, numbers_for_text
 from framework.config.run_config import RunConfig, kind_of_default
 from framework.errors import ConfigError, Problem, UsageError, show_value
-from framework.system.uncaught import end_in_one_line
+from framework.system.exits import end_in_one_line
 from framework.text.document import COMMAND_LINE, Document, KeyPath, document_of, parse_document, read_document
 
 _SETTING: Final = re.compile(r"([A-Za-z_][\w-]*(?:\.[A-Za-z_][\w-]*)*)=(.*)", re.DOTALL)

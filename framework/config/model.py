@@ -6,9 +6,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Discriminator, Tag
 
-from framework.config.base import Fraction, Object, PositiveCount, Target, kind_of
+from framework.config.base import Fraction, ModelKind, Object, PositiveCount, Target, kind_of
 from framework.config.language_models import BERT, GPT
-from framework.config.model_kind import ModelKind
 
 
 class Classifier(ModelKind):
@@ -32,7 +31,7 @@ class Classifier(ModelKind):
 class LeNet(Classifier):
     """LeNet-5 (LeCun et al. 1998) with ReLU and max pooling, as used on MNIST and Fashion-MNIST."""
 
-    builds: ClassVar[str] = "framework.models.lenet:LeNet"
+    builds: ClassVar[str] = "framework.models.small_nets:LeNet"
     has_convolutions: ClassVar[bool] = True
     layers_in_list: ClassVar[int] = 12
     kind: Literal["lenet"] = "lenet"
@@ -46,7 +45,7 @@ class LeNet(Classifier):
 class SmallResNet18(Classifier):
     """ResNet-18 (He et al. 2015) for small images: a 3x3 stem without pooling, as in the Fashion-MNIST literature."""
 
-    builds: ClassVar[str] = "framework.models.small_resnet:SmallResNet18"
+    builds: ClassVar[str] = "framework.models.resnet:SmallResNet18"
     has_batch_norm: ClassVar[bool] = True
     has_convolutions: ClassVar[bool] = True
     layers_in_list: ClassVar[int] = 14
@@ -56,7 +55,7 @@ class SmallResNet18(Classifier):
 class ResNet18(Classifier):
     """torchvision's ResNet-18 (7x7 stem), untrained."""
 
-    builds: ClassVar[str] = "framework.models.torchvision_models:resnet18"
+    builds: ClassVar[str] = "framework.models.resnet:resnet18"
     has_batch_norm: ClassVar[bool] = True
     has_convolutions: ClassVar[bool] = True
     layers_in_list: ClassVar[int] = 15
@@ -68,7 +67,7 @@ class ResNet18(Classifier):
 class ResNet50(Classifier):
     """torchvision's ResNet-50 (7x7 stem), untrained."""
 
-    builds: ClassVar[str] = "framework.models.torchvision_models:resnet50"
+    builds: ClassVar[str] = "framework.models.resnet:resnet50"
     has_batch_norm: ClassVar[bool] = True
     has_convolutions: ClassVar[bool] = True
     layers_in_list: ClassVar[int] = 23
@@ -80,7 +79,7 @@ class ResNet50(Classifier):
 class MLP(Classifier):
     """Multi-layer perceptron on flattened images: linear, ReLU, dropout, repeated."""
 
-    builds: ClassVar[str] = "framework.models.mlp:MLP"
+    builds: ClassVar[str] = "framework.models.small_nets:MLP"
     kind: Literal["mlp"] = "mlp"
     image_size: PositiveCount = 28
     """Height and width of an input image in pixels."""

@@ -9,15 +9,21 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from framework.config.base import TAG_KEYS, PositiveCount, RunName, Section
-from framework.config.batch import Batch
 from framework.config.data import DataSection, Digits
 from framework.config.model import LeNet, ModelSection
 from framework.config.optimizer import AdamW, OptimizerSection
-from framework.config.parallel import Parallel
 from framework.config.precision import FP32, PrecisionSection
 from framework.config.scheduler import Constant, SchedulerSection
-from framework.config.task import Classification, TaskSection
-from framework.config.training import Checkpoint, Evaluation, Monitors, Training
+from framework.config.training import (
+    Batch,
+    Checkpoint,
+    Classification,
+    Evaluation,
+    Monitors,
+    Parallel,
+    TaskSection,
+    Training,
+)
 from framework.config.zero import Zero
 
 

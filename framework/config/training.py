@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, StringConstraints, Tag
 
-from framework.config.base import Count, NonNegative, PositiveCount, Section
+from framework.config.base import (
+    WORDS_OF_PATTERNS,
+    Count,
+    Kind,
+    NonNegative,
+    Object,
+    PositiveCount,
+    Section,
+    Target,
+    kind_of,
+)
 
 
 class EMA(Section):
@@ -106,3 +116,80 @@ class Monitors(Section):
     """``metrics.csv`` in the run folder."""
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     """On the terminal of rank 0: a bar, a line per logged step, or nothing; auto: a bar if it is a terminal."""
+
+
+# `batch`: how many samples make a step. The arithmetic is in `framework/plan/layout.py`, and only there.
+
+
+class Batch(Section):
+    """global_size = micro_size x accumulation_steps x data-parallel size; any one of the three may be left out."""
+
+    global_size: PositiveCount | None = None
+    """Samples per optimizer step, over all devices."""
+    micro_size: PositiveCount | None = None
+    """Samples per forward pass on one device."""
+    accumulation_steps: PositiveCount | None = None
+    """Forward passes per optimizer step on one device."""
+
+
+# `parallel`: how the model itself is spread over devices.
+
+
+_PARTITION: Final = r"^(uniform|parameters|measured|type:.+)$"
+WORDS_OF_PATTERNS[_PARTITION] = (
+    "not a way to cut a model",
+    lambda text: "write parameters, uniform, measured, or type:<regex of layer class names>",
+)
+
+
+class Parallel(Section):
+    """How the model itself is spread over devices."""
+
+    pipe: PositiveCount = 1
+    """Pipeline stages, each on a device of its own; every other device count is data parallel. 1: no pipeline."""
+    partition: Annotated[str, StringConstraints(pattern=_PARTITION)] = "parameters"
+    """What the stages share evenly: ``parameters`` (trainable ones), ``uniform`` (number of layers), ``type:<regex>``
+    (layers whose class name matches), ``measured`` (seconds per layer, timed on rank 0 before the run)."""
+    stages: list[Count] | None = None
+    """The stage of every layer, one number per layer in order; left out: `partition` decides."""
+
+
+# `task`: what a batch means, that is its loss and its metrics (`framework/tasks/`).
+
+
+class Classification(Kind):
+    """Cross-entropy over classes; metric: accuracy."""
+
+    builds: ClassVar[str] = "framework.tasks.classification:Classification"
+    metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
+    kind: Literal["classification"] = "classification"
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Share of the target spread evenly over all classes, in training only (Szegedy et al. 2016)."""
+
+
+class CausalLM(Kind):
+    """Cross-entropy of the next token at every position; metrics: accuracy, perplexity."""
+
+    builds: ClassVar[str] = "framework.tasks.causal_lm:CausalLM"
+    metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "perplexity")
+    kind: Literal["causal_lm"] = "causal_lm"
+
+
+class MaskedLM(Kind):
+    """BERT's pre-training: hidden tokens plus next-sentence prediction; metrics: accuracy, perplexity, one for each
+    part.
+    """
+
+    builds: ClassVar[str] = "framework.tasks.masked_lm:MaskedLM"
+    metrics: ClassVar[tuple[str, ...]] = ("loss", "mlm_loss", "accuracy", "nsp_loss", "nsp_accuracy", "perplexity")
+    kind: Literal["masked_lm"] = "masked_lm"
+
+
+TaskSection = Annotated[
+    Annotated[Classification, Tag("classification")]
+    | Annotated[CausalLM, Tag("causal_lm")]
+    | Annotated[MaskedLM, Tag("masked_lm")]
+    | Annotated[Target, Tag("target")]
+    | Annotated[Object, Tag("object")],
+    Discriminator(kind_of),
+]

@@ -2,15 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from framework.data.unstackable import unstackable
-from framework.errors import ConfigError
+from framework.errors import ConfigError, Problem
+
+# Why samples cannot be stacked into a batch: looked for only after torch has failed to, so that it costs nothing.
+
+
+_PADDING: Final = (
+    "give all samples one shape (crop, resize, pad), or give the dataset a collate_fn(samples) that pads each batch"
+)
+_NUMBERS: Final = (
+    "return tensors, numpy arrays or numbers, or give the dataset a collate_fn(samples) that makes the batch"
+)
+
+
+def unstackable(samples: Sequence[Any]) -> Problem | None:
+    """The first difference between the samples of a batch, or the first value in them that torch cannot stack; None:
+    neither.
+    """
+    return _look(list(samples), place="")
+
+
+def _look(values: list[Any], *, place: str) -> Problem | None:
+    first = values[0]
+    shapes = [_shape(value) for value in values]
+    at = next((number for number, shape in enumerate(shapes) if shape != shapes[0]), None)
+    if at is not None:
+        return Problem(
+            kind="samples-differ",
+            key="data",
+            reason=(
+                f"samples cannot be stacked into a batch: {place or 'the sample'} is {shapes[0]} in sample 0 of the "
+                f"batch and {shapes[at]} in sample {at}"
+            ),
+            fix=_PADDING,
+        )
+    if isinstance(first, Mapping):
+        parts = ((f"[{name!r}]", [value[name] for value in values]) for name in first)
+    elif isinstance(first, (tuple, list)):
+        parts = ((f"[{number}]", [value[number] for value in values]) for number in range(len(first)))
+    elif isinstance(first, (Tensor, int, float, str, bytes, np.number, np.bool_)) or (
+        isinstance(first, np.ndarray) and first.dtype.kind in "biufc"
+    ):
+        return None
+    else:
+        reason = f"samples cannot be stacked into a batch: {place or 'the sample'} is {shapes[0]}"
+        return Problem(kind="sample-type", key="data", reason=reason, fix=_NUMBERS)
+    found = (_look(part, place=f"{place or 'sample'}{name}") for name, part in parts)
+    return next((problem for problem in found if problem is not None), None)
+
+
+def _shape(value: Any) -> str:
+    """What must be the same in all samples."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        kind = "tensor" if isinstance(value, Tensor) else "array"
+        of_objects = " of objects" if isinstance(value, np.ndarray) and value.dtype.kind not in "biufc" else ""
+        return f"{'an' if kind == 'array' else 'a'} {kind}{of_objects} of shape {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"a dict with the keys {', '.join(sorted(map(str, value)))}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, (bool, int, float, np.number, np.bool_)):
+        return "a number"
+    return (
+        "None"
+        if value is None
+        else f"of type {type(value).__module__}.{type(value).__qualname__}".replace("builtins.", "")
+    )
+
 
 Collate = Callable[[Any], Any]
 

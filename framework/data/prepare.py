@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final, TextIO
 
 from framework.data.documents import (
+    FolderWriter,
     Format,
     Piece,
     Reading,
@@ -23,15 +24,15 @@ from framework.data.documents import (
     files_in_folders,
     input_size,
     is_json_lines,
+    made_aside,
     read_documents,
 )
 from framework.data.token_files import PART_WORDS, Meta
-from framework.data.token_folder import verify_token_folder
-from framework.data.token_writer import FolderWriter, made_aside
 from framework.data.tokenizer import SMALLEST_BPE, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
+from framework.data.tokens import verify_token_folder
 from framework.errors import EXIT_OK, ConfigError, Problem, StorageError
 from framework.system.arguments import CommandParser
-from framework.system.stop_signals import ending_in_good_order
+from framework.system.stopping import ending_in_good_order
 
 _BATCH_BYTES: Final = 1 << 20
 _BATCH_PIECES: Final = 1024

@@ -22,9 +22,8 @@ import torch
 from torch.utils.data import Dataset
 
 from framework.data.batches import Collate, WholeBatch
-from framework.data.order import SampleKey
-from framework.data.seed_mix import Seeds, mix, mix_int
-from framework.system.early_exits import refusing_exits
+from framework.data.order import SampleKey, Seeds, mix, mix_int
+from framework.system.exits import refusing_exits
 
 _SAMPLE_SALT: Final = 0x5A3B
 _EVALUATION_SALT: Final = 0xE7A1

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from framework.data.batches import WholeBatch
-from framework.data.seed_mix import mix, mix_int
+from framework.data.order import mix, mix_int
 from framework.data.splits import Splits
 
 _POOL_SIZE: Final = 16

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from framework.data.batches import WholeBatch
-from framework.data.seed_mix import Seeds, mix
+from framework.data.order import Seeds, mix
 from framework.data.splits import Splits
 from framework.data.text_windows import open_corpus
 from framework.data.token_files import (

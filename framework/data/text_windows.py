@@ -10,11 +10,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from framework.data.batches import WholeBatch
-from framework.data.python_sources import python_sources
 from framework.data.splits import Splits
 from framework.data.token_files import SpecialTokens, num_windows, too_short
-from framework.data.token_folder import open_token_folder
-from framework.data.tokens import Corpus, Tokens
+from framework.data.tokenizer import python_sources
+from framework.data.tokens import Corpus, Tokens, open_token_folder
 from framework.errors import ConfigError
 
 

@@ -1,6 +1,6 @@
 """What a token folder says of itself, and what text datasets ask of one. Reads ``meta.json`` and sizes; needs no numpy.
 
-`framework.data.token_folder` tells what the files are. Here stands what `check` and `plan` can know of them on a
+`framework.data.tokens` tells what the files are. Here stands what `check` and `plan` can know of them on a
 laptop.
 """
 

@@ -11,10 +11,9 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any, Final
 
-from framework.doctor.hosts import Start
+from framework.doctor.hosts import HostFailed, Remote, Start, each_of, member_command, variables
 from framework.doctor.node.findings import Check
 from framework.doctor.node.need import Need
-from framework.doctor.remote import HostFailed, Remote, each_of, member_command, variables
 from framework.errors import Problem
 from framework.launch.hosts.hostfile import Host
 from framework.system.ports import free_port

@@ -88,7 +88,7 @@ class DoctorOptions:
 
     def start(self, host: Host) -> list[str]:
         """The command that starts a member on a host."""
-        from framework.doctor.remote import member_command
+        from framework.doctor.hosts import member_command
 
         return member_command(host, ssh_args=self.ssh_args)
 

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from framework.dslint.facts import FALSE, TRUE
-from framework.dslint.key_files import variant_of
-from framework.dslint.key_history import was_off
+from framework.dslint.key_files import variant_of, was_off
 from framework.dslint.keys import Key, KeyTable, load_table
 from framework.dslint.lint import lint
 from framework.errors import Problem
@@ -29,7 +28,7 @@ from framework.text.hjson_edits import (
     clash,
     edited_value,
 )
-from framework.text.likeness import means
+from framework.text.typos import means
 
 _MOST_ROUNDS: Final = 10
 _MOST_TRIALS: Final = 50  # one edit at a time is tried only where all of them at once bring an error

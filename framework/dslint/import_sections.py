@@ -4,8 +4,11 @@ down.
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
+from framework.config.deepspeed_words import SCHEDULES
+from framework.config.optimizer import SGD, Adagrad, Adam, AdamW, Lamb, Lion
 from framework.config.precision import BF16, FP16
 from framework.config.zero import NEEDED_STAGE, OFFLOADS, STAGE3_KEYS, Zero
 from framework.dslint.import_reading import Reading, Values
@@ -112,3 +115,136 @@ def _offload(reading: Reading, name: str, stage: int) -> Values:
         for key in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write"):
             reading.idle(f"{path}.{key}", "it is for nvme")
     return {name: kept}
+
+
+# From DeepSpeed's `optimizer` and `scheduler` to ours: the parameters under our names, DeepSpeed's defaults written
+# out.
+
+
+_OPTIMIZERS: Final[Mapping[str, type[Any]]] = {"adagrad": Adagrad, "lion": Lion, "lamb": Lamb, "SGD": SGD}
+_OWN_FIELDS: Final = frozenset({"kind", "implementation"})
+# torch's names: what torch.optim takes and its defaults where DeepSpeed's table has none.
+_TORCH_DEFAULTS: Final[Mapping[str, Any]] = {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
+# What DeepSpeed takes out of the parameters before torch's own Adam sees them.
+_NOT_TORCHS: Final = frozenset({"torch_adam", "adam_w_mode", "fp32_optimizer_states"})
+# DeepSpeed's name -> our section, and our field -> DeepSpeed's parameter.
+_SCHEDULES: Final = {name: (section, names) for section, (name, names) in SCHEDULES.items()}
+
+
+def optimizer(reading: Reading) -> Values:
+    """`optimizer`: DeepSpeed's "Adam" is AdamW unless `adam_w_mode` is false; torch's own classes become targets."""
+    for key in ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "optimizer.type", "optimizer.params"):
+        reading.place(key)
+    name = reading.facts.optimizer
+    if not name or reading.is_auto("optimizer.type"):
+        reading.comments["optimizer"] = "the file names none (DeepSpeed then takes one from code); this is our default"
+        return AdamW().model_dump()
+    reading.given["optimizer.kind"] = "optimizer.type"
+    params = reading.facts.section("optimizer.params")
+    if name in ("adam", "adamw"):
+        return _adam(reading, name, params)
+    section = _OPTIMIZERS.get(name)
+    if section is not None and (name != "SGD" or params.keys() <= section.model_fields.keys()):
+        return {"kind": section.model_fields["kind"].default, **_fields(reading, section)}
+    if reading.key("optimizer.params") is not None and name.lower() in _known(reading):
+        reading.refuse("optimizer.type", f"a run config has no {name}", "use adamw, or train with DeepSpeed's own API")
+        return {}
+    return _target(reading, name, params)
+
+
+def _known(reading: Reading) -> set[str]:
+    return {variant.lower() for variant in reading.table.variants("optimizer.params")}
+
+
+def _adam(reading: Reading, name: str, params: Mapping[str, Any]) -> Values:
+    decoupled = reading.facts.flag("optimizer.params.adam_w_mode", True)
+    reading.place("optimizer.params.adam_w_mode")
+    is_torchs = reading.take("optimizer.params.torch_adam", "optimizer.implementation", True)
+    section = AdamW if name == "adamw" or decoupled else Adam
+    if is_torchs:
+        reading.place("optimizer.params.fp32_optimizer_states")
+        if not params.keys() <= section.model_fields.keys() | _NOT_TORCHS:
+            return _target(reading, section.__name__, {key: params[key] for key in params if key not in _NOT_TORCHS})
+    # torch.optim.AdamW decays by 0.01 where nothing is said, DeepSpeed's kernels by nothing.
+    decay = section.model_fields["weight_decay"].default if is_torchs else 0.0
+    implementation = "torch" if is_torchs else "deepspeed"
+    kind = section.model_fields["kind"].default
+    return {"kind": kind, **_fields(reading, section, weight_decay=decay), "implementation": implementation}
+
+
+def _fields(reading: Reading, section: type[Any], **defaults: Any) -> Values:
+    """Every parameter of one of our kinds, under the same name as DeepSpeed's."""
+    found: Values = {}
+    for name, field in section.model_fields.items():
+        if name not in _OWN_FIELDS:
+            path = f"optimizer.params.{name}"
+            known = reading.key(path)
+            if known is None and name not in _TORCH_DEFAULTS:
+                continue  # a key of ours alone: its default holds
+            theirs = known.default if known is not None else _TORCH_DEFAULTS[name]
+            found[name] = reading.take(path, f"optimizer.{name}", field.default, defaults.get(name, theirs))
+    return found
+
+
+def _target(reading: Reading, name: str, params: Mapping[str, Any]) -> Values:
+    """One of torch's own optimizers: DeepSpeed builds it from its name, we build it from its import path."""
+    if not name.isidentifier() or name.islower():
+        reading.refuse("optimizer.type", "not the name of a class in torch.optim", "write for example AdamW")
+        return {}
+    args = {}
+    for key, value in params.items():
+        if value == "auto":
+            reading.comments["optimizer"] = f'left to {name}, because the file says "auto": {key}'
+        else:
+            args[key] = value
+        reading.place(f"optimizer.params.{key}")
+    reading.given["optimizer.target"] = reading.given["optimizer.args"] = reading.given.pop("optimizer.kind")
+    return {"target": f"torch.optim:{name}", "args": args}
+
+
+def scheduler(reading: Reading) -> Values:
+    """`scheduler`: DeepSpeed's five; none is a constant rate."""
+    name = reading.facts.text("scheduler.type", "")
+    reading.place("scheduler.type")
+    reading.place("scheduler.params")
+    if not name or reading.is_auto("scheduler.type"):
+        reading.comments["scheduler"] = "the file names none; one from code, such as our cosine, does not stand in it"
+        return {"kind": "constant"}
+    if name not in _SCHEDULES:
+        reading.refuse(
+            "scheduler.type",
+            "a run config has DeepSpeed's five schedules, constant and cosine",
+            f"use {', '.join(_SCHEDULES)}",
+        )
+        return {}
+    reading.given["scheduler.kind"] = "scheduler.type"
+    section, names = _SCHEDULES[name]
+    found: Values = {"kind": section.model_fields["kind"].default}
+    for ours, theirs in names.items():
+        path = f"scheduler.params.{theirs}"
+        value = reading.take(path, f"scheduler.{ours}", section.model_fields[ours].get_default())
+        if isinstance(value, list):
+            reading.refuse(path, "a run config has one rate for all parameters", "write one number")
+        elif value is not None and not (ours == "warmup_steps" and value < 2):
+            found[ours] = value
+        elif value is not None:
+            found[ours] = 2
+            reading.comments[f"scheduler.{ours}"] = f"DeepSpeed turns {value} into 2"
+    return _filled(reading, name, found)
+
+
+def _filled(reading: Reading, name: str, found: Values) -> Values:
+    """The length of the run stands in for "auto"; the rates of a cycle have no default."""
+    if name == "OneCycle" and not {"min_lr", "max_lr"} <= found.keys():
+        reading.refuse(
+            "scheduler.params", 'cycle_min_lr and cycle_max_lr have no default that "auto" could mean', "write both"
+        )
+    stand_ins = {"total_steps": "the length of the run", "max_lr": "the optimizer's rate"}
+    reported = [
+        f"{key} is {stand_in}"
+        for key, stand_in in stand_ins.items()
+        if f"scheduler.{key}" in reading.comments and key not in found
+    ]
+    if reported:
+        reading.comments["scheduler.kind"] = f'"auto" in the file, so left out: {" and ".join(reported)}'
+    return found

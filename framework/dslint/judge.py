@@ -11,9 +11,8 @@ from framework.dslint.facts import GpuKind, Topology
 from framework.dslint.keys import load_table
 from framework.dslint.lint import key_problems, lint
 from framework.errors import Problem
-from framework.text.document import YAML_ENDINGS, Document
+from framework.text.document import YAML_ENDINGS, Document, read_text
 from framework.text.hjson import HjsonDocument, parse_hjson
-from framework.text.read_text import read_text
 
 if TYPE_CHECKING:  # importing the models of a run config would cost every check of a DeepSpeed JSON a tenth of a second
     from framework.config.load import Source

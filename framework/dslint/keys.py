@@ -17,17 +17,19 @@ from functools import cache, cached_property
 from typing import Any, Final, Literal
 
 from framework.dslint.key_files import (
+    Change,
     Entry,
+    History,
     by_number,
+    history,
     is_of_another_type,
     known_releases,
     load_entries,
     sentence_entry,
     without_variant,
 )
-from framework.dslint.key_history import Change, History, history
 from framework.errors import MISSING, UsageError, show_value
-from framework.text.likeness import ALIKE, OTHER_WORDS, WORDS_INSIDE, likeness, means
+from framework.text.typos import ALIKE, OTHER_WORDS, WORDS_INSIDE, likeness, means
 
 __all__ = ["Change", "History", "Key", "KeyTable", "history", "known_releases", "load_table"]
 

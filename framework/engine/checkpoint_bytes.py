@@ -11,15 +11,15 @@ import torch
 import torch.distributed
 from deepspeed.pipe import PipelineModule
 
+from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.save_stream import OpenFile
-from framework.checkpoint.saved import SavedCheckpoint
 from framework.checkpoint.state.checkpoint_engine import AtomicCheckpointEngine, keeping_copies
 from framework.checkpoint.state.optimizer_shards import Names, OptimizerViews, opened, stepped_groups
 from framework.checkpoint.state.reader import StoredState
 from framework.checkpoint.state.shard_map import STATE_KEY
-from framework.engine import random_state
+from framework.engine import environment as random_state
 from framework.engine.distributed import claims_error_report, gather
-from framework.engine.known_failures import known_failure
+from framework.engine.failures import known_failure
 from framework.engine.lost_peers import failure_of_nccl, is_lost_peer
 from framework.engine.workarounds.grad_scaler import restore_scaler, scaler_state
 from framework.engine.workarounds.nvme_state import complete_nvme_state

@@ -12,6 +12,8 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,9 +27,8 @@ from framework.engine.rendezvous import INIT_METHOD, check_environment, explaini
 from framework.engine.workarounds.shared_buffers import remove_dead_buffers, remove_own_buffers
 from framework.errors import ConfigError, Problem, StorageError, counted
 from framework.system.files import make_own_folder, open_own
-from framework.system.log import write_to
+from framework.system.log import warn, write_to
 from framework.system.ports import free_port
-from framework.system.warn import warn
 
 # Rank 0 mostly holds the store: ended at once, it could answer no other rank that asks who tells of a failure.
 _OTHERS_ASK_SECONDS: Final = 2.0
@@ -277,3 +278,43 @@ def _describe_single_process() -> None:
     if "RANK" in os.environ:
         return
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+
+
+# Longer waits while a checkpoint is written: one rank may have more to write than the others, on a disk that is slow
+# today. Elsewhere ranks wait for each other ten minutes (DEEPSPEED_TIMEOUT), and a collective that takes longer is
+# one that hangs. Those of a save are given two hours: the others wait in DeepSpeed's last barrier while rank 0 writes
+# what it writes for all.
+
+
+_OF_A_SAVE: Final = timedelta(hours=2)
+
+
+@contextmanager
+def collective_timeout() -> Iterator[None]:
+    """What ranks begin to wait for in this block may take longer; a group that waits longer anyway is left alone."""
+    before = [(backend, backend.options._timeout) for backend in _backends() if backend.options._timeout < _OF_A_SAVE]
+    for backend, _ in before:
+        backend._set_default_timeout(_OF_A_SAVE)
+    try:
+        yield
+    finally:
+        for backend, limit in before:
+            backend._set_default_timeout(limit)
+
+
+def gather_from_disks(value: Any) -> list[Any]:
+    """Every rank's value, in the order of ranks, where one of them may be busy with files. Collective."""
+    with collective_timeout():
+        return gather(value)
+
+
+def _backends() -> list[Any]:
+    """Of all groups of this process: DeepSpeed waits in groups of its own as well."""
+    found: dict[int, Any] = {}
+    for group in torch.distributed.distributed_c10d._world.pg_map:
+        for device in group._device_types:
+            with suppress(RuntimeError):  # a kind of device that this machine does not have
+                backend = group._get_backend(device)
+                if hasattr(backend, "_set_default_timeout") and hasattr(getattr(backend, "options", None), "_timeout"):
+                    found[id(backend)] = backend
+    return list(found.values())

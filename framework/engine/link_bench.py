@@ -26,7 +26,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-# What `framework.doctor.ranks` looks for among whatever else a rank prints.
+# What `framework.doctor.member` looks for among whatever else a rank prints.
 RESULT: Final = "@link_bench "
 _MIB: Final = 1 << 20
 _LARGEST: Final = {"gloo": 64 * _MIB, "nccl": 1024 * _MIB}

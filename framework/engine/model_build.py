@@ -25,10 +25,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from framework.engine.distributed import barrier, device, gather, rank
+from framework.engine.environment import capture, restore
 from framework.engine.initialize import refusing_scalars
-from framework.engine.random_state import capture, restore
 from framework.errors import ConfigError, Problem
-from framework.system.host_memory import room
+from framework.system.limits import room
 
 Build = Callable[[], torch.nn.Module]
 

@@ -13,8 +13,8 @@ from typing import Any
 import deepspeed
 import torch
 
+from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.save_stream import OpenFile
-from framework.checkpoint.saved import SavedCheckpoint
 from framework.checkpoint.state.optimizer_shards import names_of
 from framework.engine.device_batches import DeviceBatches, place
 from framework.engine.distributed import device

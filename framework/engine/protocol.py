@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from framework.system.files import FileRecord, NewFile
 
 if TYPE_CHECKING:
+    from framework.checkpoint.manifest import SavedCheckpoint
     from framework.checkpoint.save_stream import OpenFile
-    from framework.checkpoint.saved import SavedCheckpoint
 
 Gather = Callable[[Any], list[Any]]
 """A collective: every rank's value, in the order of ranks, on every rank."""

@@ -24,8 +24,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from framework.engine.distributed import gather
 from framework.engine.lost_peers import is_lost_peer
 from framework.errors import EXIT_PEER_LOST, PeerLostError, RunStopped
-from framework.system.stop_request import StopRequest, announce
-from framework.system.warn import warn
+from framework.system.log import warn
+from framework.system.stopping import StopRequest, announce
 
 _LOOK_SECONDS: Final = 0.25
 _RANKS_PER_LOOK: Final = 512  # more of them look less often: one thread at rank 0 answers all

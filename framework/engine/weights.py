@@ -15,10 +15,9 @@ import deepspeed
 import torch
 import torch.distributed
 
+from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.resume_point import explaining_storage_errors, newest_at
-from framework.checkpoint.saved import SavedCheckpoint
-from framework.checkpoint.state.exported_weights import PICKLED, is_exported, read_exported
-from framework.checkpoint.state.lazy_weights import LazyWeights, shapes_of
+from framework.checkpoint.state.exported_weights import PICKLED, LazyWeights, is_exported, read_exported, shapes_of
 from framework.checkpoint.state.merged_weights import MergedWeights
 from framework.errors import ConfigError, Problem, StorageError, in_one_line, show_value
 from framework.models.survey import Surveyed

@@ -26,11 +26,10 @@ from framework.errors import (
     EXIT_STORAGE,
     EXIT_TRAINING,
 )
-from framework.launch.hosts.host_names import first_few
-from framework.launch.oom_kills import OomKills
+from framework.launch.hosts.hostfile import first_few
 from framework.launch.print_settings import print_line
-from framework.launch.ranks import RankEnd, Ranks
-from framework.launch.rendezvous.peers import Failure, Peers
+from framework.launch.ranks import OomKills, RankEnd, Ranks
+from framework.launch.rendezvous.messages import Failure, Peers
 from framework.launch.stop_requests import StopRequests
 
 _LOOK_SECONDS: Final = 0.1

@@ -309,7 +309,7 @@ def network_environment(environment: Mapping[str, str], address: str) -> dict[st
     """gloo takes the address that the own name resolves to, often loopback; NCCL finds its interfaces better by
     itself.
     """
-    from framework.launch.rendezvous.addresses import interface_of
+    from framework.launch.rendezvous.connectivity import interface_of
 
     name = "" if environment.get("GLOO_SOCKET_IFNAME") else interface_of(address)
     return {"GLOO_SOCKET_IFNAME": name} if name else {}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from framework.errors import UsageError
-from framework.launch.hosts.host_names import bare, is_host
+from framework.launch.hosts.hostfile import bare, is_host
 from framework.system.arguments import CommandParser, add_option
 
 # A pod or a scheduler may give less; what starts us can say so with --grace_seconds or DSF_GRACE_SECONDS.

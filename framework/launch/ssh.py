@@ -30,7 +30,7 @@ from framework.launch.node import check_node, grace_seconds, read_token
 from framework.launch.options import LaunchOptions
 from framework.launch.print_settings import show_settings
 from framework.launch.ssh_agents import Agents
-from framework.system import open_files
+from framework.system import limits as open_files
 
 # What a run may depend on. Everything else stays here: a name like AWS_SECRET_ACCESS_KEY goes with --export only.
 _PREFIXES: Final = ("DS_", "DSF_", "NCCL_", "GLOO_", "UCX_", "FI_", "OMP_", "MKL_", "TORCH_", "PYTORCH_")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import IO, Final, TextIO
 
 from framework.errors import EXIT_OK, EXIT_PEER_LOST, EXIT_STOPPED, ConfigError, Problem
-from framework.launch.hosts.host_names import first_few
+from framework.launch.hosts.hostfile import first_few
 from framework.launch.options import GRACE_SECONDS
 from framework.launch.print_settings import print_line
 from framework.launch.rendezvous.messages import readable

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Final
 
 from framework.errors import RunStopped, UsageError
-from framework.system.stop_signals import NOTICES, Insistence, handled, put_back
+from framework.system.stopping import NOTICES, Insistence, handled, put_back
 
 _LOOK_SECONDS: Final = 0.2
 _LAUNCHER_GONE: Final = "the launcher is gone"

@@ -73,3 +73,20 @@ def draw(weight: Tensor, *, std: float, truncated: bool) -> None:
         return
     drawn = torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
     weight.copy_(nn.init.trunc_normal_(drawn, std=std, a=-2 * std, b=2 * std))
+
+
+# A convolution that draws its own weights as ResNets want them.
+
+
+class HeConv2d(nn.Conv2d):
+    """`nn.Conv2d` with He initialisation, fan-out mode (He et al. 2015, "Delving Deep into Rectifiers").
+
+    The weights are drawn in `reset_parameters`, which the constructor calls, because under ZeRO-3 the parent module no
+    longer sees them: `kaiming_normal_` on a partitioned (empty) weight only warns and leaves PyTorch's default.
+    """
+
+    def reset_parameters(self) -> None:
+        """Draw the weights from N(0, 2 / (out_channels * kernel area)); set the bias, if any, to zero."""
+        nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from math import inf
 from typing import Any, Final
 
-from framework.config.parallel import Parallel
+from framework.config.training import Parallel
 from framework.errors import Problem, counted
 
 Bounds = tuple[int, ...]

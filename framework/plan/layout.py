@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from framework.config.batch import Batch
+from framework.config.training import Batch
 from framework.errors import Problem, counted
 
 DEFAULT_MICRO_SIZE: Final = 32

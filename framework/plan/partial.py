@@ -12,7 +12,7 @@ from framework.plan.cluster import Cluster
 from framework.plan.layout import make_layout
 from framework.plan.plan import default_cluster
 from framework.plan.rules import ALL
-from framework.plan.rules.conflicts import overruled
+from framework.plan.rules.schedule import overruled
 
 
 class _UnknownError(Exception):

@@ -11,9 +11,8 @@ from framework.errors import ConfigError, Problem
 from framework.plan.cluster import Cluster
 from framework.plan.layout import Layout, implied_data_parallel_size, largest_global_size, make_layout
 from framework.plan.rules import apply_rules
-from framework.plan.rules.conflicts import overruled
-from framework.plan.rules.ema import length_for_ema
-from framework.plan.rules.schedule import length_for_schedule
+from framework.plan.rules.metrics_and_ema import length_for_ema
+from framework.plan.rules.schedule import length_for_schedule, overruled
 
 
 @dataclass(frozen=True)

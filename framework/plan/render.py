@@ -144,7 +144,7 @@ def _optimizer(plan: Plan) -> Json:
 
 def _scheduler(plan: Plan) -> Json:
     scheduler = plan.config.scheduler
-    if isinstance(scheduler, (Constant, Cosine)):  # ours: framework/engine/schedules.py
+    if isinstance(scheduler, (Constant, Cosine)):  # ours: framework/engine/initialize.py
         return {}
     name, theirs = SCHEDULES[type(scheduler)]
     return {

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from framework.checkpoint.state.lazy_weights import LazyWeights
+from framework.checkpoint.state.exported_weights import LazyWeights
 from framework.config.base import Object, Target
-from framework.engine import random_state
+from framework.engine import environment as random_state
 from framework.engine.model_build import build_model
 from framework.engine.pipeline_engine import build_pipeline
 from framework.engine.plain_engine import build_engine

@@ -22,11 +22,9 @@ from framework.errors import ConfigError, Problem
 from framework.models.layers import Layer, LayeredModel, as_layers
 from framework.plan.rules.parts import vocabulary_problem
 from framework.setup.objects import MakeOptimizer, ModelSource, Objects, type_name
-from framework.setup.optimizer_groups import savable
-from framework.setup.optimizer_probe import check_optimizer, refuse_closure
 from framework.setup.targets import call_factory, call_failed, check_arguments, check_handed_over, load_target, takes
-from framework.tasks.from_callable import as_task
-from framework.tasks.task import Task
+from framework.setup.user_optimizer import check_optimizer, refuse_closure, savable
+from framework.tasks.task import Task, as_task
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.resume_point import find_checkpoint
-from framework.checkpoint.saved import SavedCheckpoint
-from framework.checkpoint.state.lazy_weights import LazyWeights
+from framework.checkpoint.state.exported_weights import LazyWeights
 from framework.config.load import Source
 from framework.config.run_config import RunConfig
-from framework.data.identity import tokens_sha256
+from framework.data.splits import tokens_sha256
 from framework.dslint.judge import judge_passed_through
 from framework.engine.distributed import check_device, check_device_of_rank, device_name
 from framework.engine.weights import checkpoint_weights, find_weights, refuse_other_layers

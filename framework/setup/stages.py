@@ -19,14 +19,12 @@ from typing import Any, Final
 
 import torch
 
+from framework.config.base import ModelKind
 from framework.config.load import config_from_values
-from framework.config.model_kind import ModelKind
 from framework.errors import ConfigError, FrameworkError, Problem
-from framework.models.adapt import frozen_names
-from framework.models.layer_comparison import refuse_untrue_layers
+from framework.models.adapt import frozen_names, is_matrix
 from framework.models.layers import Layer, as_layers, lists_layers, recipes_only, refuse_bad_ties
-from framework.models.parameter_groups import is_matrix
-from framework.models.survey import Surveyed, survey
+from framework.models.survey import Surveyed, refuse_untrue_layers, survey
 from framework.plan.balance import LayerFacts, StageTable, cut, with_seconds
 from framework.plan.cluster import Cluster
 from framework.plan.plan import Plan, make_plan

@@ -6,10 +6,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.resume_point import find_sound_checkpoint
-from framework.checkpoint.saved import SavedCheckpoint
-from framework.checkpoint.shared_verification import SharedVerification
 from framework.checkpoint.state.raw import describe_raw, warn_of
+from framework.checkpoint.verification import SharedVerification
 from framework.config.run_config import RunConfig
 from framework.engine.distributed import from_rank0, gather, rank
 from framework.engine.lost_peers import is_lost_peer

@@ -12,22 +12,17 @@ from framework.checkpoint.checkpointer import Checkpointer
 from framework.checkpoint.retention import Retention
 from framework.config.precision import BF16, FP16, FP32, Autocast
 from framework.config.run_config import RunConfig
-from framework.data.eval_loader import EvalLoader
-from framework.data.identity import tokens_sha256
-from framework.data.splits import Splits
-from framework.data.train_loader import TrainLoader
-from framework.engine.collective_timeout import gather_from_disks
-from framework.engine.distributed import gather, rank
+from framework.data.loaders import EvalLoader, TrainLoader
+from framework.data.splits import Splits, tokens_sha256
+from framework.engine.distributed import gather, gather_from_disks, rank
 from framework.engine.environment import describe_environment
 from framework.engine.protocol import Engine
 from framework.plan.plan import Plan
-from framework.train.cadence import Every
 from framework.train.monitors.base import Monitor
 from framework.train.monitors.console import make_console
-from framework.train.monitors.csv_file import CsvFile
-from framework.train.monitors.jsonl_file import JsonlFile
+from framework.train.monitors.metric_files import CsvFile, JsonlFile
 from framework.train.monitors.tensorboard_events import TensorBoardEvents
-from framework.train.trainer import Schedule
+from framework.train.trainer import Every, Schedule
 
 # Logged losses in a row that may be infinite in fp16: the dynamic loss scale has found its level long before.
 _IN_FP16: Final = 4

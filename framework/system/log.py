@@ -7,6 +7,7 @@ Nothing goes anywhere before a file is given. `logging` is what DeepSpeed writes
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -92,3 +93,19 @@ def _reported(error: Exception) -> str:
     if cause is not None:
         reported.append("".join(traceback.format_exception(cause)))
     return "\n".join(reported).rstrip()
+
+
+# Warnings while a run goes on: one line on stderr, beside the progress on stdout, and in the rank's log.
+
+
+def warn(text: str, *, is_of_all_ranks: bool = False) -> None:
+    """Say it where somebody may still be listening; a closed terminal is no reason to end a run.
+
+    Args:
+        text: the warning, with its kind in brackets.
+        is_of_all_ranks: every rank meets it at the same time: rank 0 says it, the others only note it in their logs.
+    """
+    line = " ".join(text.split())
+    note_warning(line)
+    if not is_of_all_ranks or os.environ.get("RANK", "0") == "0":
+        write(sys.stderr, f"warning: {line}\n")

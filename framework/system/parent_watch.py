@@ -13,7 +13,9 @@ train.py starts this before it imports anything else.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -116,3 +118,18 @@ def _agent(environment: Mapping[str, str]) -> str | None:
             )
         )
     return text
+
+
+# No process outlives the one that started it. Standard library only.
+
+
+_DIE_WITH_PARENT: Final = 1  # prctl's PR_SET_PDEATHSIG
+
+
+def die_with(parent: int) -> None:
+    """The kernel kills this process when the thread that started it ends, as it does with the process `parent`; at once
+    if that is gone already. Only Linux has it: elsewhere nothing but the second holds."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

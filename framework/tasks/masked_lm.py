@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from framework.errors import ConfigError, Problem
-from framework.tasks.causal_lm import token_sums
-from framework.tasks.perplexity import perplexity_of
+from framework.tasks.causal_lm import perplexity_of, token_sums
 from framework.tasks.task import Ratio, Task
 
 _NUM_INPUTS = 3

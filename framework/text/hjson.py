@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
 
 from framework.errors import ConfigError, Problem
-from framework.text.document import MAX_DEPTH, MAX_VALUES, Document, KeyPath, too_deep
+from framework.text.document import MAX_BYTES, MAX_DEPTH, MAX_VALUES, Document, KeyPath, read_text, too_deep
 from framework.text.hjson_scan import BYTE_ORDER_MARK, ScanError, Scanner
-from framework.text.read_text import MAX_BYTES, read_text
 
 MAX_DUPLICATES: Final = 100
 MAX_KEY: Final = 1_024  # as in YAML

@@ -19,7 +19,7 @@ import yaml
 from framework.checkpoint.names import CHECKPOINTS
 from framework.errors import ConfigError, Problem, StorageError
 from framework.system.files import make_own_folder, open_own, replace_text
-from framework.system.warn import warn
+from framework.system.log import warn
 from framework.text.document import parse_scalar
 
 _LOCK: Final = ".lock"

@@ -13,11 +13,34 @@ from typing import Any, Protocol
 
 from framework.engine.protocol import Engine, StepResult
 from framework.errors import StorageError, TrainingError
-from framework.system.warn import warn
-from framework.train.cadence import Every
+from framework.system.log import warn
 from framework.train.monitors.base import Monitor, Point
-from framework.train.skipped_steps import SkippedSteps
-from framework.train.throughput import Stopwatch
+from framework.train.throughput import SkippedSteps, Stopwatch
+
+# When something is due: every so many steps, and at the end.
+
+
+@dataclass(frozen=True)
+class Every:
+    """Steps at which something happens.
+
+    Attributes:
+        every_steps: 0 for never in between.
+        at_end: also after the last step.
+    """
+
+    every_steps: int = 0
+    at_end: bool = False
+
+    @staticmethod
+    def of(*, every_steps: int | None, every_epochs: int | None, at_end: bool, steps_per_epoch: int) -> Every:
+        """From a config section; steps win over epochs."""
+        steps = every_steps or (every_epochs or 0) * steps_per_epoch
+        return Every(every_steps=steps, at_end=at_end)
+
+    def is_due(self, step: int, *, total_steps: int) -> bool:
+        """Whether it happens after this step (counted from 1)."""
+        return bool(self.every_steps and step % self.every_steps == 0) or (self.at_end and step == total_steps)
 
 
 class TrainData(Protocol):

@@ -34,8 +34,8 @@ from typing import Any
 import yaml
 
 from benchmarks.records import RESULTS, machine, write
+from framework.checkpoint.manifest import list_checkpoints
 from framework.checkpoint.resume_point import find_sound_checkpoint
-from framework.checkpoint.saved import list_checkpoints
 from tests.campaign.traces import differences, left_behind
 from tests.torchrun_ranks import TorchrunJob, TorchrunRanks
 from tests.warm_ranks import Job, WarmRanks

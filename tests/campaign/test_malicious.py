@@ -20,7 +20,7 @@ import pytest
 import torch
 import yaml
 
-from framework.checkpoint.saved import read_checkpoint, seal
+from framework.checkpoint.manifest import read_checkpoint, seal
 from framework.system.files import hash_file
 from tests.campaign.kills import CASES
 from tests.campaign.kills import config as campaign_config

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from framework.checkpoint.saved import list_checkpoints
+from framework.checkpoint.manifest import list_checkpoints
 
 # What differs between two runs of the same steps: the clock, and what is measured with it.
 _MEASURED = ("time", "throughput/", "time/", "memory/")

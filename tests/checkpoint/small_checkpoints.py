@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from framework.checkpoint.checkpointer import Checkpointer
+from framework.checkpoint.manifest import SavedCheckpoint, list_checkpoints
 from framework.checkpoint.resume_point import find_checkpoint
 from framework.checkpoint.retention import Retention
-from framework.checkpoint.saved import SavedCheckpoint, list_checkpoints
 from framework.config.load import config_from_values
 from framework.system.files import FileRecord
 

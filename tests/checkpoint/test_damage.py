@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from framework.checkpoint.checkpointer import clear_unfinished
+from framework.checkpoint.manifest import list_checkpoints, read_checkpoint, seal
 from framework.checkpoint.resume_point import find_checkpoint, find_sound_checkpoint, newest_at, set_aside_later
-from framework.checkpoint.saved import list_checkpoints, read_checkpoint, seal
 from framework.checkpoint.unverified import find_raw
 from framework.commands.inspect import run_inspect
 from framework.errors import ConfigError, StorageError

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from framework.checkpoint.manifest import list_checkpoints, seal
 from framework.checkpoint.resume_point import find_sound_checkpoint
-from framework.checkpoint.saved import list_checkpoints, seal
 from framework.config.load import config_from_values
 from framework.errors import ConfigError
 from tests.checkpoint.test_every_fault import LAYOUT, before

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from framework.checkpoint.layout_change import describe_resharding, needs_resharding
+from framework.checkpoint.resumable import describe_resharding, needs_resharding
 from tests.checkpoint.small_checkpoints import LAYOUT, full, saved
 
 

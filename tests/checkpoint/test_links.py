@@ -14,8 +14,7 @@ from framework.checkpoint.commit import make_room
 from framework.data.token_files import keep_tokenizer
 from framework.errors import StorageError
 from framework.system.files import open_own
-from framework.train.monitors.csv_file import CsvFile
-from framework.train.monitors.jsonl_file import JsonlFile
+from framework.train.monitors.metric_files import CsvFile, JsonlFile
 from framework.train.monitors.tensorboard_events import TensorBoardEvents
 from framework.train.run_folder import RunFolder
 

@@ -13,10 +13,15 @@ from typing import Any
 
 import pytest
 
-from framework.checkpoint.layout_change import check_movable, needs_resharding
-from framework.checkpoint.resumable import check_resumable, describe_changes, describe_versions
+from framework.checkpoint.manifest import read_checkpoint, seal
+from framework.checkpoint.resumable import (
+    check_movable,
+    check_resumable,
+    describe_changes,
+    describe_versions,
+    needs_resharding,
+)
 from framework.checkpoint.resume_point import find_sound_checkpoint
-from framework.checkpoint.saved import read_checkpoint, seal
 from framework.commands.inspect import run_inspect
 from framework.config.load import config_from_values
 from framework.errors import ConfigError, StorageError

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from framework.checkpoint.manifest import seal
 from framework.checkpoint.resume_point import absence_at, newest_at, set_aside_later
-from framework.checkpoint.saved import seal
 from framework.errors import ConfigError, StorageError
 from tests.checkpoint.small_checkpoints import find, names, steps, write
 

@@ -13,9 +13,8 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from framework.checkpoint.resumable import check_resumable, describe_changes, describe_versions
-from framework.checkpoint.resume_rules import RULES, rule_of
-from framework.checkpoint.saved import SavedCheckpoint
+from framework.checkpoint.manifest import SavedCheckpoint
+from framework.checkpoint.resumable import RULES, check_resumable, describe_changes, describe_versions, rule_of
 from framework.config.explain import members_of
 from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
@@ -44,7 +43,7 @@ def test_every_key_has_a_rule_of_its_own_or_of_a_whole_section() -> None:
     known = sorted(set(keys(RunConfig)))
     assert len(known) > 150
     left = [key for key in known if key not in RULES and not any(key.startswith(f"{section}.") for section in WHOLE)]
-    assert left == [], "say in framework/checkpoint/resume_rules.py what becomes of it when a run is resumed"
+    assert left == [], "say in framework/checkpoint/resumable.py what becomes of it when a run is resumed"
 
 
 def test_every_rule_is_of_a_key_that_exists() -> None:

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from framework.checkpoint import shared_verification, verification
+from framework.checkpoint import verification
+from framework.checkpoint import verification as shared_verification
+from framework.checkpoint.manifest import SavedCheckpoint, list_checkpoints
 from framework.checkpoint.resume_point import find_sound_checkpoint
-from framework.checkpoint.saved import SavedCheckpoint, list_checkpoints
-from framework.checkpoint.shared_verification import SharedVerification, share_of
+from framework.checkpoint.verification import SharedVerification, share_of
 from framework.system.files import FileRecord, hash_file
 from tests.checkpoint.test_every_fault import before
 

@@ -12,7 +12,7 @@ from tests.places import ROOT
 SCARCE = """
 import os, resource, sys
 from pathlib import Path
-from framework.checkpoint.staged_files import StagedFiles
+from framework.checkpoint.save_stream import StagedFiles
 staged = StagedFiles()
 staged.open(Path("a")).write(bytes(int(sys.argv[1])))
 before = os.fstat(staged.descriptor).st_size

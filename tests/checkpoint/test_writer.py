@@ -19,13 +19,13 @@ from typing import Any
 
 import pytest
 
-from framework.checkpoint import async_checkpointer, writer_process
+from framework.checkpoint import async_checkpointer
+from framework.checkpoint import writer as writer_process
 from framework.checkpoint.async_checkpointer import AsyncCheckpointer
-from framework.checkpoint.channel import Channel
 from framework.checkpoint.checkpointer import clear_unfinished
+from framework.checkpoint.manifest import list_checkpoints
 from framework.checkpoint.resume_point import find_sound_checkpoint
-from framework.checkpoint.saved import list_checkpoints
-from framework.checkpoint.writer import Writer, write_files
+from framework.checkpoint.writer import Channel, Writer, write_files
 from framework.errors import StorageError
 from tests.checkpoint.background_saves import (
     SECONDS,

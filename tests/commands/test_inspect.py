@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from framework.checkpoint.manifest import SavedCheckpoint, seal
 from framework.checkpoint.resume_point import set_aside_later
-from framework.checkpoint.saved import SavedCheckpoint, seal
 from framework.cli import main
 from tests.checkpoint.small_checkpoints import make_checkpointer, write
 from tests.checkpoint.test_damage import refuse_to_open

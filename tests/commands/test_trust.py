@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from framework.checkpoint.manifest import SavedCheckpoint, list_checkpoints, seal
 from framework.checkpoint.resumable import check_resumable, describe_changes
 from framework.checkpoint.resume_point import find_sound_checkpoint
-from framework.checkpoint.saved import SavedCheckpoint, list_checkpoints, seal
 from framework.cli import main
 from framework.commands import generate
-from framework.commands.export_names import hf_names
+from framework.commands.export import hf_names
 from framework.config.load import config_from_values
 from framework.errors import ConfigError, FrameworkError
 from tests.checkpoint.small_checkpoints import write

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset
 
-from framework.data.eval_loader import EvalLoader, rank_batches
+from framework.data.loaders import EvalLoader, rank_batches
 
 
 class Dice(Dataset[Any]):

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from framework.data.identity import tokens_sha256
 from framework.data.prepare import prepare
+from framework.data.splits import tokens_sha256
 from framework.data.text_windows import TextWindows, build
 from framework.data.token_files import SpecialTokens
 from framework.data.tokens import Tokens

@@ -6,8 +6,8 @@ import pytest
 import torch
 from PIL import Image
 
-from framework.data.image_folder import build
-from framework.data.train_loader import TrainLoader
+from framework.data.image_sets import build
+from framework.data.loaders import TrainLoader
 from framework.errors import ConfigError, TrainingError
 
 

@@ -19,8 +19,7 @@ from framework.cli import main
 from framework.data import documents
 from framework.data.documents import Piece
 from framework.data.prepare import Progress, prepare
-from framework.data.token_folder import open_token_folder, verify_token_folder
-from framework.data.tokens import Corpus, Tokens
+from framework.data.tokens import Corpus, Tokens, open_token_folder, verify_token_folder
 from framework.errors import ConfigError, StorageError
 from tests.data.text_samples import many_documents
 from tests.places import ROOT

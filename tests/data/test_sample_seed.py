@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from framework.data.batches import WholeBatch
-from framework.data.images import ImageTensors
+from framework.data.image_sets import ImageTensors
 from framework.data.sample_seed import SeededBatches, SeededSamples, random_state_kept, seed_generators
 
 

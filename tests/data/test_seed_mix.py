@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from framework.data.seed_mix import mix, mix_int
+from framework.data.order import mix, mix_int
 
 
 def splitmix64(state: int, count: int) -> list[int]:

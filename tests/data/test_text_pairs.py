@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from framework.data.batches import WholeBatch
-from framework.data.eval_loader import EvalLoader
+from framework.data.loaders import EvalLoader, TrainLoader
 from framework.data.prepare import prepare
 from framework.data.sample_seed import DrawsFromSeeds, SeededSamples
 from framework.data.text_pairs import TextPairs, build
 from framework.data.token_files import SpecialTokens
 from framework.data.tokens import Tokens
-from framework.data.train_loader import TrainLoader
 from framework.errors import ConfigError, show_value
 from tests.data.text_samples import SPECIAL, VOCAB_SIZE, many_documents, tokens_of
 

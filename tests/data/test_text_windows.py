@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from framework.data.loaders import TrainLoader
 from framework.data.prepare import prepare
 from framework.data.text_windows import TextWindows, build
-from framework.data.train_loader import TrainLoader
 from framework.errors import ConfigError
 from tests.data.text_samples import SPECIAL, VOCAB_SIZE, many_documents, tokens_of
 

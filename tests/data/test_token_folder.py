@@ -10,7 +10,7 @@ import pytest
 
 from framework.data.prepare import prepare
 from framework.data.token_files import read_meta
-from framework.data.token_folder import open_token_folder, verify_token_folder
+from framework.data.tokens import open_token_folder, verify_token_folder
 from framework.errors import ConfigError
 
 FIX = "make it again with python -m framework prepare"

@@ -12,8 +12,8 @@ from framework.config.language_models import BERT, GPT
 from framework.data import text_pairs
 from framework.data.prepare import prepare
 from framework.data.token_files import SpecialTokens
-from framework.data.token_folder import open_token_folder
 from framework.data.tokenizer import SMALLEST_BPE, ByteTokenizer, LibraryTokenizer, load_tokenizer, train_bpe
+from framework.data.tokens import open_token_folder
 from framework.errors import ConfigError, show_value
 
 tokenizers = pytest.importorskip(

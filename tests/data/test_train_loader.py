@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from framework.data.images import ImageTensors
-from framework.data.train_loader import TrainLoader
+from framework.data.image_sets import ImageTensors
+from framework.data.loaders import TrainLoader
 from framework.errors import ConfigError
 
 LAYOUT = {"global_size": 8, "micro_size": 2, "accumulation_steps": 2, "rank": 1, "world_size": 2}

@@ -14,7 +14,7 @@ from tests.places import ROOT
 LATE = """
 import sys
 from torch.utils.data import _utils
-from framework.data.worker_process import _leave_signals_to_rank
+from framework.data.loaders import _leave_signals_to_rank
 _utils.worker._worker_info = _utils.worker.WorkerInfo(id=0, num_workers=1, seed=0, dataset=None)
 _leave_signals_to_rank(int(sys.argv[1]), 0)
 print("stays")
@@ -22,7 +22,7 @@ print("stays")
 LOADS = """
 import multiprocessing, sys
 from torch.utils.data import DataLoader
-from framework.data.worker_process import init_of_workers
+from framework.data.loaders import init_of_workers
 
 if __name__ == "__main__":
     multiprocessing.set_start_method(sys.argv[1])

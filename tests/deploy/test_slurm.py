@@ -16,7 +16,7 @@ import pytest
 
 from framework import errors
 from framework.cli import main
-from framework.deploy import slurm_script
+from framework.deploy import slurm as slurm_script
 from tests.deploy.one_machine_slurm import OneMachineSlurm, why_not
 from tests.places import ROOT
 

@@ -14,7 +14,7 @@ from framework.cli import main
 from framework.dslint.fixes import fixed_text
 from framework.dslint.lint import lint
 from framework.text.hjson import parse_hjson
-from framework.text.likeness import means
+from framework.text.typos import means
 from tests.dslint.differential.generate import questions
 
 

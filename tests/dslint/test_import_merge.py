@@ -14,7 +14,7 @@ import pytest
 
 from framework.config.load import load_with_source
 from framework.config.run_config import RunConfig
-from framework.dslint.import_merge import with_deepspeed_config
+from framework.dslint.import_run import with_deepspeed_config
 from framework.errors import ConfigError
 from framework.launch.job import load_job
 from framework.system.parent_watch import identity

@@ -12,7 +12,7 @@ from torch import nn
 
 from framework.data.digits import build
 from framework.data.order import epoch_order
-from framework.models.lenet import LeNet
+from framework.models.small_nets import LeNet
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

@@ -19,7 +19,7 @@ from framework.data.order import epoch_order
 from framework.data.sample_seed import SeededBatches, SeededSamples
 from framework.data.splits import as_splits
 from framework.setup.targets import call_factory, load_target
-from framework.tasks.from_callable import as_task
+from framework.tasks.task import as_task
 
 _OPTIMIZERS: dict[str, Callable[[Any, Any], torch.optim.Optimizer]] = {
     "adamw": lambda parameters, section: torch.optim.AdamW(parameters, section.lr, weight_decay=section.weight_decay),

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from framework.data.digits import build
-from framework.models.lenet import LeNet
+from framework.models.small_nets import LeNet
 from tests.engine.oracle import digit_batches, plain_losses
 from tests.launched import ROOT, series, train_cases
 

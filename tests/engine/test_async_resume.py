@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from framework.checkpoint.saved import list_checkpoints
+from framework.checkpoint.manifest import list_checkpoints
 from tests.engine.test_resume import METRICS, bits
 from tests.launched import read_metrics, train_cases
 

@@ -16,8 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from framework.engine.device_batches import DeviceBatches, place
-from framework.tasks.from_callable import as_task
-from framework.tasks.task import Task
+from framework.tasks.task import Task, as_task
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 Pair = namedtuple("Pair", "image label")

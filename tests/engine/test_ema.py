@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from framework.checkpoint.saved import SavedCheckpoint, list_checkpoints
+from framework.checkpoint.manifest import SavedCheckpoint, list_checkpoints
 from framework.data.digits import build
 from framework.engine.weights import checkpoint_weights
-from framework.models.lenet import LeNet
+from framework.models.small_nets import LeNet
 from tests.engine.oracle import digit_batches
 from tests.engine.test_resume import bits
 from tests.launched import series, train_cases

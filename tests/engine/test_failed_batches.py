@@ -11,12 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from framework.engine.failed_batches import explain_failed_batch, explaining_failed_batches
-from framework.engine.known_failures import known_failure
+from framework.engine.failures import explain_failed_batch, explaining_failed_batches, known_failure
 from framework.errors import TrainingError
 from framework.tasks.classification import Classification
-from framework.tasks.from_callable import as_task
-from framework.tasks.task import Task
+from framework.tasks.task import Task, as_task
 from tests.warm_ranks import WarmRanks
 
 X, Y = torch.ones(4, 3), torch.tensor([0, 1, 1, 0])

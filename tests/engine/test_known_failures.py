@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from framework.engine.known_failures import explaining_known_failures, known_failure
+from framework.engine.failures import explaining_known_failures, known_failure
 from framework.errors import TrainingError
 from tests.jobs.failing_parts import NO_MEMORY
 

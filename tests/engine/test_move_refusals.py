@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed
 
-from framework.checkpoint.saved import SavedCheckpoint
+from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.state.optimizer_shards import names_of
 from framework.checkpoint.state.shard_map import STATE_KEY
 from framework.engine.checkpoint_bytes import move_in

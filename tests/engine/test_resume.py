@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from framework.checkpoint.saved import list_checkpoints
+from framework.checkpoint.manifest import list_checkpoints
 from framework.checkpoint.state.checkpoint_engine import read_file
 from framework.checkpoint.state.reader import StoredState
 from framework.checkpoint.state.shard_map import STATE_KEY

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from framework.config.load import config_from_values
-from framework.engine.schedules import CosineSchedule, client_schedule, cosine_factor
+from framework.engine.initialize import CosineSchedule, client_schedule, cosine_factor
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
 

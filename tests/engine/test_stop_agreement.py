@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import Store
 from framework.engine import stop_agreement
 from framework.engine.stop_agreement import StopAgreement
 from framework.errors import PeerLostError
-from framework.system.stop_request import StopRequest
+from framework.system.stopping import StopRequest
 
 pytestmark = pytest.mark.timing
 

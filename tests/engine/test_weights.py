@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+from framework.checkpoint.manifest import SavedCheckpoint, seal
 from framework.checkpoint.resume_point import find_checkpoint
-from framework.checkpoint.saved import SavedCheckpoint, seal
-from framework.checkpoint.state.lazy_weights import LazyWeights
+from framework.checkpoint.state.exported_weights import LazyWeights
 from framework.config.load import config_from_values
 from framework.data.batches import WholeBatch
 from framework.data.order import epoch_order
@@ -27,7 +27,7 @@ from framework.engine.weights import checkpoint_weights, find_weights, put_weigh
 from framework.errors import ConfigError, StorageError, show_value
 from framework.setup.targets import call_factory
 from framework.system.files import hash_file
-from framework.tasks.from_callable import as_task
+from framework.tasks.task import as_task
 from tests.checkpoint.test_every_fault import before
 from tests.engine.pipe_oracle import plain_run, tensors_of
 from tests.engine.saved_runs import read_weights

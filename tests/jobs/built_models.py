@@ -22,7 +22,7 @@ from framework.engine.distributed import gather, process_group, rank
 from framework.engine.model_build import build_model
 from framework.errors import ConfigError
 from framework.models.gpt import GPT
-from framework.models.torchvision_models import resnet18
+from framework.models.resnet import resnet18
 
 PLENTY, ONE_AT_A_TIME, TOO_LITTLE = 1 << 40, 2_600_000, 100
 

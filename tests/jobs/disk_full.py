@@ -16,8 +16,8 @@ from typing import Any
 
 import framework
 from framework.checkpoint.checkpointer import Checkpointer
+from framework.checkpoint.manifest import list_checkpoints
 from framework.checkpoint.resume_point import find_sound_checkpoint
-from framework.checkpoint.saved import list_checkpoints
 from framework.engine.distributed import barrier, process_group, rank
 from framework.errors import FrameworkError
 from framework.system import files

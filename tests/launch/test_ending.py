@@ -22,7 +22,7 @@ from framework.launch.agent import AttemptResult, run_attempt
 from framework.launch.hosts.devices import LocalDevices
 from framework.launch.hosts.topology import Topology
 from framework.launch.ranks import Ranks
-from framework.launch.rendezvous.peers import Peers
+from framework.launch.rendezvous.messages import Peers
 from framework.launch.stop_requests import StopRequests
 from tests.launch.rendezvous.members import ROOT, Members, ended, gone, heed_signals, kill_what_is_left
 

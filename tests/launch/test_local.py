@@ -19,7 +19,7 @@ from framework.launch import deepspeed_command as plain
 from framework.launch import local
 from framework.launch.deepspeed_command import added_environment, as_shell_line, local_command, usable_port
 from framework.launch.hosts.devices import LocalDevices
-from framework.launch.hosts.host_names import bare, is_loopback_name
+from framework.launch.hosts.hostfile import bare, is_loopback_name
 from framework.launch.hosts.topology import Topology
 from framework.launch.job import Job
 from framework.launch.local import check

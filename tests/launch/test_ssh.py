@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.doctor.remote import member_command
+from framework.doctor.hosts import member_command
 from framework.errors import ConfigError, UsageError
 from framework.launch.hosts.host_filter import Chosen
 from framework.launch.hosts.hostfile import Host

@@ -11,14 +11,12 @@ from torch import Tensor, nn
 
 from framework.config.training import Training
 from framework.errors import ConfigError
-from framework.models.adapt import channels_last, freeze, prepare_model
+from framework.models.adapt import channels_last, freeze, parameter_groups, prepare_model
 from framework.models.bert import BERT
 from framework.models.gpt import GPT
 from framework.models.layers import Layer, LayeredModel
-from framework.models.parameter_groups import parameter_groups
-from framework.models.small_resnet import SmallResNet18
+from framework.models.resnet import SmallResNet18, resnet18
 from framework.models.sync_batch_norm import SyncBatchNorm
-from framework.models.torchvision_models import resnet18
 
 
 def gpt() -> nn.Module:

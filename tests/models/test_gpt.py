@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from framework.models.gpt import GPT, GPTShape
+from framework.models.gpt import GPT, GPTShape, rotate
 from framework.models.layers import LayeredModel, as_layers, recipes_only
-from framework.models.rotary import rotate
 
 GPT2_LIKE: dict[str, Any] = {
     "vocab_size": 11,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from framework.errors import ConfigError
-from framework.models import layer_comparison as told_layers
-from framework.models.layer_comparison import refuse_untrue_layers
+from framework.models import survey as told_layers
+from framework.models.survey import refuse_untrue_layers
 
 
 class Scales(nn.Module):

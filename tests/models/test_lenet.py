@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from framework.models.lenet import LeNet
+from framework.models.small_nets import LeNet
 
 
 def num_parameters(model: torch.nn.Module) -> int:

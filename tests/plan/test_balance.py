@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framework.config.parallel import Parallel
+from framework.config.training import Parallel
 from framework.errors import Problem
 from framework.plan.balance import LayerFacts, StageTable, balanced, cut, with_seconds
 

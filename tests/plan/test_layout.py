@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framework.config.batch import Batch
+from framework.config.training import Batch
 from framework.errors import Problem
 from framework.plan.layout import (
     DEFAULT_MICRO_SIZE,

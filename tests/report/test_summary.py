@@ -209,7 +209,11 @@ def test_the_command_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_nobody_listens_any_more() -> None:
     """As after `| head`: the reader is gone, and neither a line nor the flush at exit may fail the run."""
-    code = "from framework.system.log import print_line\nfor _ in range(9): print_line('x' * 9999)\nimport sys; sys.stdout.flush()"
+    code = (
+        "from framework.system.log import print_line\n"
+        "for _ in range(9): print_line('x' * 9999)\n"
+        "import sys; sys.stdout.flush()"
+    )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.close()

@@ -16,8 +16,8 @@ from framework.checkpoint.state.checkpoint_engine import read_file
 from framework.config.load import config_from_values
 from framework.errors import ConfigError
 from framework.setup.objects import Objects
-from framework.setup.optimizer_groups import savable
 from framework.setup.parts import gather_parts
+from framework.setup.user_optimizer import savable
 
 
 class Rule:

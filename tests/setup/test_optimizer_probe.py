@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import optim
 
-from framework.config.from_python import plain_values
+from framework.config.base import plain_values
 from framework.config.load import config_from_values
 from framework.errors import ConfigError
 from framework.setup.objects import Objects
-from framework.setup.optimizer_probe import check_optimizer
 from framework.setup.parts import _given_optimizer, gather_parts
+from framework.setup.user_optimizer import check_optimizer
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

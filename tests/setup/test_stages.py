@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import framework
 import framework.run
-from framework.checkpoint.saved import SavedCheckpoint
+from framework.checkpoint.manifest import SavedCheckpoint
 from framework.data.prepare import prepare as prepare_text
 from framework.errors import ConfigError
 from framework.models.layers import Layer, LayeredModel

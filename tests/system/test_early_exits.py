@@ -14,9 +14,8 @@ import pytest
 
 from framework.errors import EXIT_TRAINING, TrainingError
 from framework.system.arguments import CommandParser, HelpShown
-from framework.system.early_exits import refusing_exits
-from framework.system.stop_request import StopRequest
-from framework.system.stop_signals import ending_in_good_order
+from framework.system.exits import refusing_exits
+from framework.system.stopping import StopRequest, ending_in_good_order
 from tests.launched import job_environment
 from tests.places import ROOT
 

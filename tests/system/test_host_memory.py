@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from framework.checkpoint import staged_files
-from framework.checkpoint.staged_files import StagedFiles
-from framework.system.host_memory import Room, room
+from framework.checkpoint import save_stream as staged_files
+from framework.checkpoint.save_stream import StagedFiles
+from framework.system.limits import Room, room
 
 GB = 10**9
 # Four times the margin of one GiB: 5 % of them, and so that margin is the smaller one.

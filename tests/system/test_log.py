@@ -10,9 +10,9 @@ import pytest
 
 from framework.errors import RunStopped, TrainingError
 from framework.system import log as rank_log
-from framework.system.warn import warn
+from framework.system.log import warn
 from framework.train.monitors.base import Point
-from framework.train.monitors.log_lines import LogLines
+from framework.train.monitors.console import LogLines
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timing
 
 CHILD = """
 import sys, time
-from framework.system.orphans import die_with
+from framework.system.parent_watch import die_with
 die_with(int(sys.argv[1]))
 print("up", flush=True)
 time.sleep(60)

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from framework.system.stop_request import StopRequest
+from framework.system.stopping import StopRequest
 from tests.places import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timing]
@@ -135,7 +135,7 @@ def test_elsewhere_than_in_the_main_thread_nothing_is_handled() -> None:
 
 _LISTENING = """
 import ctypes, os, signal, sys, time
-from framework.system.stop_request import StopRequest
+from framework.system.stopping import StopRequest
 {before}
 request = StopRequest()
 request.listen()

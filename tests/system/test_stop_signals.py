@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from framework.system.stop_signals import SIGNALS, Insistence, handled, put_back
+from framework.system.stopping import SIGNALS, Insistence, handled, put_back
 
 IGNORED_BY_SHELLS = (signal.SIGINT, signal.SIGHUP)
 

@@ -59,7 +59,7 @@ def test_it_stays_out_of_the_way(
 def test_torchs_hook_around_the_scripts_own_changes_nothing(tmp_path: Path) -> None:
     group = (
         "import torch.distributed\n"
-        "from framework.system.uncaught import end_in_one_line\n"
+        "from framework.system.exits import end_in_one_line\n"
         "torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)\n"
         "end_in_one_line()\n"
     )
@@ -71,7 +71,7 @@ def test_torchs_hook_around_the_scripts_own_changes_nothing(tmp_path: Path) -> N
 def test_exit_handlers_run_where_all_ranks_have_stopped_well(tmp_path: Path) -> None:
     stop = (
         "from framework.errors import RunStopped\n"
-        "from framework.system.uncaught import end_in_one_line\n"
+        "from framework.system.exits import end_in_one_line\n"
         "end_in_one_line()\n"
         "raise RunStopped('stopped after step 3')\n"
     )
@@ -80,7 +80,7 @@ def test_exit_handlers_run_where_all_ranks_have_stopped_well(tmp_path: Path) -> 
 
 
 def test_it_is_never_installed_under_pytest() -> None:
-    from framework.system.uncaught import end_in_one_line
+    from framework.system.exits import end_in_one_line
 
     before = sys.excepthook
     end_in_one_line()
@@ -111,7 +111,7 @@ def test_with_a_process_group_exit_handlers_are_left_out(tmp_path: Path) -> None
     group = (
         "import torch.distributed\n"
         "from framework.errors import PeerLostError\n"
-        "from framework.system.uncaught import end_in_one_line\n"
+        "from framework.system.exits import end_in_one_line\n"
         "end_in_one_line()\n"
         "store = torch.distributed.HashStore()\n"
         "torch.distributed.init_process_group('gloo', store=store, rank=0, world_size=1)\n"

@@ -9,7 +9,7 @@ from torch.nn.functional import mse_loss
 
 from framework.errors import ConfigError
 from framework.tasks.classification import Classification
-from framework.tasks.from_callable import as_task
+from framework.tasks.task import as_task
 
 
 def test_a_task_is_returned_as_it_is() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from framework.config.base import Kind
-from framework.config.task import CausalLM, Classification, MaskedLM
+from framework.config.training import CausalLM, Classification, MaskedLM
 from framework.tasks import causal_lm, classification, masked_lm
 from framework.tasks.task import Task
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from framework.train.cadence import Every
+from framework.train.trainer import Every
 
 
 def due(cadence: Every, *, total_steps: int) -> list[int]:

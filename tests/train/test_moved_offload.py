@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from framework.checkpoint.layout_change import check_movable, needs_resharding
-from framework.checkpoint.saved import SavedCheckpoint
+from framework.checkpoint.manifest import SavedCheckpoint
+from framework.checkpoint.resumable import check_movable, needs_resharding
 from framework.config.load import config_from_values
 from framework.errors import ConfigError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from framework.errors import TrainingError
-from framework.train.skipped_steps import SkippedSteps
+from framework.train.throughput import SkippedSteps
 
 
 def run(

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from framework.errors import StorageError, TrainingError
-from framework.train.cadence import Every
 from framework.train.monitors.base import Monitor, Point
-from framework.train.trainer import Outcome, Schedule, Trainer
+from framework.train.trainer import Every, Outcome, Schedule, Trainer
 
 EVAL_DATA = [("batch", True)]
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from framework.checkpoint.saved import SavedCheckpoint
+from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.state.files import CheckpointFiles, Stored
 from framework.checkpoint.state.optimizer_shards import EMA_KEY
 from framework.checkpoint.state.raw import describe_raw, warn_of

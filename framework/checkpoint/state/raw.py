@@ -14,12 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.names import MODEL_FILE, OPTIMIZER_FILE, SWAPPED
-from framework.checkpoint.saved import SavedCheckpoint
 from framework.checkpoint.state.checkpoint_engine import read_file
 from framework.checkpoint.unverified import KIND, RawNames, read_names
 from framework.errors import StorageError, in_one_line
-from framework.system.warn import warn
+from framework.system.log import warn
 
 _COUNTERS: Final = ("global_steps", "global_samples", "skipped_steps", "dp_world_size")
 

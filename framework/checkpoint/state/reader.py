@@ -12,8 +12,8 @@ from typing import Any, Final, TypeVar
 
 import torch
 
+from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.names import MODEL_FILE, model_file_of
-from framework.checkpoint.saved import SavedCheckpoint
 from framework.checkpoint.state.files import Piece, Place, Stored
 from framework.checkpoint.state.optimizer_shards import FP32
 from framework.checkpoint.state.shard_map import STATE_KEY, ShardMap, map_checkpoint

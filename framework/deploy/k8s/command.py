@@ -16,12 +16,12 @@ from framework.deploy.k8s.arguments import request_of
 from framework.deploy.k8s.lint import lint
 from framework.deploy.k8s.manifests import parse_manifests, read_manifests
 from framework.deploy.k8s.options import parse
-from framework.deploy.k8s.quantity import as_service_name
 from framework.deploy.k8s.render import manifest
 from framework.deploy.k8s.request import K8sRequest
+from framework.deploy.k8s.values import as_service_name
 from framework.errors import EXIT_OK, EXIT_PROBLEMS, ConfigError, Problem, UsageError, printable
-from framework.launch.submit import checked_plan, hand_out, refuse_one_start
-from framework.text.read_text import read_text
+from framework.launch.job import checked_plan, hand_out, refuse_one_start
+from framework.text.document import read_text
 
 _LOGS_AT_ONCE = 5  # `kubectl logs` follows no more pods unless it is asked to
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from framework.deploy.k8s.manifests import Part
+from framework.deploy.k8s.manifests import Part, Rule, Workload
 from framework.deploy.k8s.render import NEVER_RETRY, NOT_COUNTED
-from framework.deploy.k8s.workload import Rule, Workload
 from framework.errors import Problem
 
 _DAY_SECONDS: Final = 86_400

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from framework.deploy.k8s.job_rules import JOB_RULES
-from framework.deploy.k8s.manifests import Manifest
+from framework.deploy.k8s.manifests import Manifest, Rule, find_workloads
 from framework.deploy.k8s.network_rules import NETWORK_RULES
 from framework.deploy.k8s.pod_rules import POD_RULES
 from framework.deploy.k8s.storage_rules import STORAGE_RULES
-from framework.deploy.k8s.workload import Rule, find_workloads
 from framework.errors import Problem
 
 RULES: Final[tuple[Rule, ...]] = (*JOB_RULES, *NETWORK_RULES, *POD_RULES, *STORAGE_RULES)

@@ -7,10 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from framework.deploy.k8s.manifests import Manifest, Part
+from framework.deploy.k8s.manifests import Manifest, Part, Rule, Workload
 from framework.deploy.k8s.pod import ISTIO_LABEL, JOB_NAME_LABEL
-from framework.deploy.k8s.quantity import LONGEST_LABEL, POD_SUFFIX, is_service_name
-from framework.deploy.k8s.workload import Rule, Workload
+from framework.deploy.k8s.values import LONGEST_LABEL, POD_SUFFIX, is_service_name
 from framework.errors import Problem
 
 

@@ -6,8 +6,8 @@ import hashlib
 from pathlib import PurePosixPath
 from typing import Any, Final
 
-from framework.deploy.k8s.quantity import as_config_key, parse_quantity
 from framework.deploy.k8s.request import K8sRequest
+from framework.deploy.k8s.values import as_config_key, parse_quantity
 
 CONTAINER: Final = "node"  # as Kubeflow's torch runtimes call it
 GPU_RESOURCE: Final = "nvidia.com/gpu"

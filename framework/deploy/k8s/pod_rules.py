@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Final
 
-from framework.deploy.k8s.image import what_is_wrong_with_image
+from framework.deploy.k8s.manifests import Rule, Workload
 from framework.deploy.k8s.pod import BUDGET_ANNOTATION, GPU_RESOURCE, JOB_NAME_LABEL, JOBSET_NAME_LABEL
-from framework.deploy.k8s.variables import OF_THE_LAUNCHER, looks_like_a_secret
-from framework.deploy.k8s.workload import Rule, Workload
+from framework.deploy.k8s.values import OF_THE_LAUNCHER, looks_like_a_secret, what_is_wrong_with_image
 from framework.errors import Problem
 
 _PROGRAMS: Final = ("python", "python3", "dsf")

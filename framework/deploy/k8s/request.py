@@ -6,7 +6,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from framework.deploy.k8s.quantity import parse_quantity
+from framework.deploy.k8s.values import parse_quantity
 from framework.launch.hosts.topology import DEFAULT_PORT
 from framework.plan.cluster import Cluster
 

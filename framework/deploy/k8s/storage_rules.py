@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Final
 
-from framework.deploy.k8s.manifests import Part
+from framework.deploy.k8s.manifests import Part, Rule, Workload
 from framework.deploy.k8s.pod import CACHE_VARIABLES
-from framework.deploy.k8s.quantity import is_config_key, parse_quantity
-from framework.deploy.k8s.workload import Rule, Workload
+from framework.deploy.k8s.values import is_config_key, parse_quantity
 from framework.errors import Problem
 
 

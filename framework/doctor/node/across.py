@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from framework.doctor.node.findings import Check
 from framework.errors import Problem, Severity
-from framework.launch.hosts.host_names import most_common, node_names
+from framework.launch.hosts.hostfile import most_common, node_names
 
 Facts = Mapping[str, Any]
 # Beyond the first, logs of nodes cannot be read together; beyond the second, tokens and file times break.

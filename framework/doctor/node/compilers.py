@@ -17,7 +17,7 @@ from framework.doctor.node.findings import Check
 from framework.doctor.node.need import Need
 from framework.doctor.node.storage import file_system, is_remote
 from framework.errors import Problem
-from framework.launch.hosts.installed import package_folder, torch_text
+from framework.launch.hosts.devices import package_folder, torch_text
 from framework.plan.compiled_ops import Op, extensions_folder, path_of_compilers
 
 _SECONDS: Final = 20

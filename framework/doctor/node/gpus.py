@@ -9,12 +9,10 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from framework.doctor.node.findings import Check
+from framework.doctor.node.findings import GIB, MIB, Check, size_text
 from framework.doctor.node.need import Need
-from framework.doctor.node.sizes import GIB, MIB, size_text
 from framework.errors import ConfigError, Problem, counted
-from framework.launch.hosts.devices import find_devices, unused_gpus
-from framework.launch.hosts.installed import torch_text
+from framework.launch.hosts.devices import find_devices, torch_text, unused_gpus
 
 _SECONDS: Final = 10
 _PER_GPU: Final = (

@@ -12,7 +12,6 @@ from pathlib import Path
 from framework.doctor.node.compilers import check_ops
 from framework.doctor.node.findings import Check, Node
 from framework.doctor.node.gpus import check_devices
-from framework.doctor.node.inputs import check_inputs
 from framework.doctor.node.machine import (
     check_cores,
     check_locked_memory,
@@ -21,7 +20,7 @@ from framework.doctor.node.machine import (
     check_shared_memory,
     check_user,
 )
-from framework.doctor.node.need import Need
+from framework.doctor.node.need import Need, check_inputs
 from framework.doctor.node.software import check_code, check_versions, environment_facts
 from framework.doctor.node.storage import check_home, check_offload, check_run_folder, check_temporary
 from framework.errors import Problem

@@ -14,9 +14,8 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
 
-from framework.doctor.node.findings import Check
+from framework.doctor.node.findings import MIB, Check, size_text
 from framework.doctor.node.need import Need
-from framework.doctor.node.sizes import MIB, size_text
 from framework.errors import Problem
 from framework.launch.hosts.devices import usable_cores
 

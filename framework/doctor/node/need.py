@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,8 @@ from framework.checkpoint.names import CHECKPOINTS
 from framework.config.base import Target
 from framework.config.run_config import RunConfig
 from framework.config.scheduler import Constant
-from framework.errors import ConfigError
+from framework.doctor.node.findings import Check
+from framework.errors import ConfigError, Problem
 from framework.plan.cluster import Cluster, Device
 from framework.plan.compiled_ops import Op, needed_ops
 from framework.plan.plan import Plan
@@ -139,3 +141,27 @@ def _targets(config: RunConfig) -> list[str]:
 
 def _without_schedule(plan: Plan) -> Plan:
     return replace(plan, config=plan.config.model_copy(update={"scheduler": Constant()}))
+
+
+# What a run reads must be on every node, and readable there: data, first weights, the checkpoint that it goes on
+# from.
+
+
+def check_inputs(need: Need) -> Check:
+    """Files and folders that the config names; what is in them is for training to judge."""
+    problems = []
+    for key, path in need.inputs:
+        readable = os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0))
+        if not readable:
+            reason = "it cannot be read" if os.path.lexists(path) else "it is not on this node"
+            problems.append(
+                Problem(
+                    kind="input-not-found",
+                    key=key,
+                    value=str(path),
+                    reason=reason,
+                    fix="name a path that every node has, or bring it there",
+                )
+            )
+    stated = ", ".join(str(path) for _, path in need.inputs)
+    return Check("inputs", stated or "nothing is read from files that the config names", tuple(problems))

@@ -19,7 +19,7 @@ from framework.doctor.node.findings import Check
 from framework.doctor.node.need import Need
 from framework.errors import Problem, Severity
 from framework.launch.environment import ROOT, missing, requirements
-from framework.launch.hosts.installed import torch_text
+from framework.launch.hosts.devices import torch_text
 
 _NO_TRAINING_WITHOUT: Final = frozenset({"torch", "deepspeed", "psutil", "filelock", "setuptools", "numpy"})
 # A package with more Python than this is no project of somebody's own; its version says what it is.

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from framework.checkpoint.names import named_folders, replaced_folders, size_of
-from framework.doctor.node.findings import Check
+from framework.doctor.node.findings import GIB, MIB, Check, size_text
 from framework.doctor.node.need import Need
-from framework.doctor.node.sizes import GIB, MIB, size_text
 from framework.errors import Problem, Severity
 
 _PROBE_BYTES: Final = 1 * MIB

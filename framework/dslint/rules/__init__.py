@@ -32,18 +32,9 @@ from __future__ import annotations
 from typing import Final
 
 from framework.dslint.facts import Facts
-from framework.dslint.rules import (
-    batch,
-    compiling,
-    experts,
-    offload,
-    optimizer,
-    parallel,
-    precision,
-    scheduler,
-    silent,
-    zero,
-)
+from framework.dslint.rules import batch, offload, optimizer, parallel, precision, scheduler, silent, zero
+from framework.dslint.rules import features as compiling
+from framework.dslint.rules import features as experts
 from framework.dslint.rules.base import Rule
 from framework.errors import Problem
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import deepspeed
 
 from framework.errors import show_value
-from framework.system.warn import warn
+from framework.system.log import warn
 
 _RATES: Final = frozenset({"params", "lr", "initial_lr"})
 _CYCLED: Final = frozenset({"betas", "momentum"})

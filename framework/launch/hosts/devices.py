@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -13,8 +14,32 @@ from pathlib import Path
 from typing import Final, get_args
 
 from framework.errors import ConfigError, Problem
-from framework.launch.hosts.installed import package_folder, torch_text
 from framework.plan.cluster import Device
+
+# What is installed, read off its files: importing torch would take seconds.
+
+
+def torch_text(name: str) -> str | None:
+    """A line of torch's version.py, such as ``__version__`` or ``cuda``; None where it says None or there is no
+    torch.
+    """
+    folder = package_folder("torch")
+    try:
+        text = (folder / "version.py").read_text(encoding="utf-8") if folder else ""
+    except OSError:
+        return None
+    found = re.search(rf"^{re.escape(name)}\b[^=\n]*= *'([^']*)'", text, re.MULTILINE)
+    return found[1] if found else None
+
+
+def package_folder(name: str) -> Path | None:
+    """Where a package is installed; finding one without dots imports nothing."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    return Path(spec.origin).parent if spec and spec.origin else None
+
 
 # What hides other devices from a process, for each kind that DeepSpeed drives (its accelerators' visible_devices_envs).
 _VISIBLE: Final[Mapping[str, str]] = {

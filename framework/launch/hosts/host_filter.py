@@ -10,8 +10,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from framework.errors import ConfigError, Problem
-from framework.launch.hosts.host_names import bare, bracketed, first_few, is_host, is_loopback_name, odd_ones
-from framework.launch.hosts.hostfile import Host, read_hostfile
+from framework.launch.hosts.hostfile import (
+    Host,
+    bare,
+    bracketed,
+    first_few,
+    is_host,
+    is_loopback_name,
+    odd_ones,
+    read_hostfile,
+)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from typing import Final
 
 from framework.errors import ConfigError, Problem, UsageError
 from framework.launch.hosts.devices import LocalDevices
-from framework.launch.hosts.host_names import bare, is_host
-from framework.launch.hosts.hostfile import Host, cluster_of
+from framework.launch.hosts.hostfile import Host, bare, cluster_of, is_host
 from framework.plan.cluster import RANKS_ON_CPU
 
 DEFAULT_PORT: Final = 29500

@@ -14,10 +14,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
-from framework.launch.hosts.host_names import first_few
+from framework.launch.hosts.hostfile import first_few
 from framework.launch.print_settings import print_line
-from framework.launch.rendezvous.messages import PROTOCOL, ConnectionLost, Link, Message, as_line, readable
-from framework.launch.rendezvous.peers import BEAT_SECONDS
+from framework.launch.rendezvous.messages import (
+    BEAT_SECONDS,
+    PROTOCOL,
+    ConnectionLost,
+    Link,
+    Message,
+    as_line,
+    readable,
+)
 from framework.launch.rendezvous.session import HANDSHAKE_SECONDS, LOOK_SECONDS, SPARE_CONNECTIONS
 
 _ALIVE_SECONDS: Final = 3 * BEAT_SECONDS
@@ -112,7 +119,7 @@ class Clients:
         return [client for client in self._clients if client.hello]
 
     def step(self, heard: Callable[[Client, Message], None], seconds: float) -> None:
-        """Let in who calls, and hear who speaks, for at most so long; `heard` raises ConnectionLost for who has to go."""
+        """Accept and read connections for at most so long; `heard` raises ConnectionLost for one that has to go."""
         waiting: list[Any] = [client.link for client in self._clients]
         if time.monotonic() >= self._accept_at:
             waiting.append(self._listener)

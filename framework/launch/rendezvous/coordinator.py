@@ -12,22 +12,21 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NoReturn
 
 from framework.errors import ConfigError, PeerLostError, Problem, RunStopped
-from framework.launch.rendezvous.addresses import peer_name
 from framework.launch.rendezvous.connections import Client, Clients, TurnedAway
-from framework.launch.rendezvous.connectivity import Place, Round
+from framework.launch.rendezvous.connectivity import Place, Round, peer_name
 from framework.launch.rendezvous.handshake import disagreements, validate_handshake
 from framework.launch.rendezvous.messages import (
     LARGEST_LINE_BYTES,
     ConnectionLost,
     Message,
     NoAgent,
+    Peers,
     as_line,
     is_proof,
     proof,
 )
-from framework.launch.rendezvous.peers import Peers
 from framework.launch.rendezvous.session import CALLING_SECONDS, LOOK_SECONDS, SPARE_CONNECTIONS, Session
-from framework.system.open_files import require
+from framework.system.limits import require
 from framework.system.output import write
 
 _SETTLE_SECONDS: Final = 5.0  # so that all disagreements are told at once, and a node that is being replaced can go

@@ -22,7 +22,7 @@ from framework.doctor.node.need import config_hash
 from framework.doctor.node.software import hash_of_files, version_of
 from framework.doctor.node.start import differences, is_look
 from framework.errors import Problem
-from framework.launch.hosts.host_names import first_few, most_common, node_names
+from framework.launch.hosts.hostfile import first_few, most_common, node_names
 from framework.launch.rendezvous.connectivity import is_place
 
 _PACKAGES: Final = ("torch", "deepspeed")

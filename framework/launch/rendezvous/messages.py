@@ -13,9 +13,12 @@ import json
 import selectors
 import socket
 import time
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import Any, Final, Protocol, TypeVar
+
+from framework.errors import EXIT_PEER_LOST
 
 PROTOCOL: Final = 2
 # A HELLO with the facts of a node is some kilobytes.
@@ -175,3 +178,218 @@ def is_proof(given: object, expected: str) -> bool:
     cannot.
     """
     return isinstance(given, str) and hmac.compare_digest(given.encode("utf-8", "backslashreplace"), expected.encode())
+
+
+# The other agents of a running job: what each said, and whether they are still there. Node 0 passes everything on to
+# everybody, so all nodes know the same and decide alike. A link that closes, or is silent for 15 s, is a lost node.
+# Every message names the node it is about.
+
+
+BEAT_SECONDS: Final = 2.0
+SILENCE_SECONDS: Final = 15.0
+# How nodes ended is passed on in lots: a thousand that end together would cost a million messages.
+_ENDED_SECONDS: Final = 0.5
+_MOST_ENDED: Final = 2000  # fit on one line
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why the job ends before its end.
+
+    Attributes:
+        node: node rank.
+        what: who and how, a line: ``node 1 (demo-1) rank 3: killed by SIGKILL (137, out of memory?)``.
+        code: what that node ends with.
+        at: time of day there.
+    """
+
+    node: int
+    what: str
+    code: int
+    at: str
+
+
+class Peers:
+    """State of the job as this node knows it.
+
+    Attributes:
+        failures: in the order in which node 0 heard of them.
+        stop: who asked for a stop, and how; empty before.
+        killed: no time for a checkpoint any more.
+        ended: exit code of every node whose ranks have ended.
+    """
+
+    def __init__(self, node_rank: int, links: Mapping[int, Link], hosts: Mapping[int, str]) -> None:
+        self._node_rank = node_rank
+        self._links = dict(links)  # of node 0: to all others; elsewhere: to node 0
+        self._hosts = dict(hosts)
+        self._beaten_at = 0.0
+        self.failures: list[Failure] = []
+        self.stop = ""
+        self.killed = False
+        self.ended: dict[int, int] = {}
+        self._untold: list[int] = []  # on node 0: those whose end has not been passed on yet
+        self._ended_reported_at = 0.0
+        now = time.monotonic()
+        for link in self._links.values():
+            link.heard_at = now
+
+    @property
+    def all_ended(self) -> bool:
+        """Every node has said how it ended, or is lost."""
+        return len(self.ended) == len(self._hosts)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Nobody is left to hear from."""
+        return len(self._hosts) > 1 and not self._links
+
+    @property
+    def missing(self) -> list[str]:
+        """Nodes that have not said how they ended."""
+        return [self.name(node) for node in self._hosts if node not in self.ended]
+
+    def name(self, node: int) -> str:
+        """As people know it."""
+        host = self._hosts[node]
+        return f"node {node} ({host})" if host else f"node {node}"
+
+    def send_stop(self, why: str) -> None:
+        """All ranks of all nodes are to stop."""
+        self._report("stop", why=why)
+
+    def send_kill(self) -> None:
+        """There is no time for a checkpoint."""
+        self._report("kill")
+
+    def send_failure(self, what: str, *, code: int) -> None:
+        """This node has failed; the others end."""
+        at = time.strftime("%H:%M:%S")
+        self._report(
+            "failure", **{key: value for key, value in asdict(Failure(0, what, code, at)).items() if key != "node"}
+        )
+
+    def send_ended(self, code: int) -> None:
+        """No rank runs here any more."""
+        self._report("ended", code=code)
+
+    def poll(self, seconds: float) -> None:
+        """Hear what the others say, for at most so long."""
+        if not self._links:
+            time.sleep(seconds)
+            return
+        now = time.monotonic()
+        if now - self._beaten_at > BEAT_SECONDS:
+            self._beaten_at = now
+            self._send_all("beat", {})
+        ready = readable(self._links.values(), seconds)
+        for node, link in list(self._links.items()):
+            try:
+                link.push()
+                self.hear(node, link.receive() if link in ready else ())
+                if time.monotonic() - link.heard_at > SILENCE_SECONDS:
+                    raise ConnectionLost(f"silent for {SILENCE_SECONDS:.0f} s")
+            except ConnectionLost as lost:
+                self._lose(node, str(lost))
+        if self.all_ended or time.monotonic() - self._ended_reported_at > _ENDED_SECONDS:
+            self._pass_on_ends()
+
+    def hear(self, sender: int, messages: Sequence[Message]) -> None:
+        """Take what a node has said; one that says what none of us does is lost."""
+        try:
+            for message in messages:
+                self._heard(sender, message)
+        except ConnectionLost as lost:
+            self._lose(sender, str(lost))
+
+    def close(self) -> None:
+        """Nothing more to say."""
+        self._pass_on_ends()
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+
+    def _report(self, kind: str, **content: Any) -> None:
+        content["node"] = self._node_rank
+        # Node 0 sends what it hears back to everybody, the speaker included: all see one order.
+        if self._node_rank == 0 or not self._links:
+            self._apply(kind, content)
+        if self._node_rank or kind != "ended":
+            self._send_all(kind, content)
+
+    def _pass_on_ends(self) -> None:
+        """Node 0 tells all others what it has heard of ends since; one that reads nothing is found lost, and told as
+        well.
+        """
+        while self._untold:
+            nodes, self._untold = self._untold[:_MOST_ENDED], self._untold[_MOST_ENDED:]
+            self._send_all("ended", {"codes": {str(node): self.ended[node] for node in nodes}})
+        self._ended_reported_at = time.monotonic()
+
+    def _send_all(self, kind: str, content: Mapping[str, Any]) -> None:
+        line = as_line(kind, **content)
+        for node, link in list(self._links.items()):
+            try:
+                link.pass_on(line)
+            except ConnectionLost as lost:
+                self._lose(node, str(lost))
+
+    def _heard(self, sender: int, message: Message) -> None:
+        kind, content = str(message["type"]), {key: value for key, value in message.items() if key != "type"}
+        if kind == "beat":
+            return
+        if kind == "ended" and "codes" in content and self._node_rank:
+            self.ended |= self._codes(content["codes"])
+            return
+        # Who was asked to stop just before it heard GO has named nobody: it speaks for itself.
+        node = content.setdefault("node", sender) if self._node_rank == 0 else content.get("node")
+        if type(node) is not int or node not in self._hosts or (self._node_rank == 0 and node != sender):
+            raise ConnectionLost("it speaks for another node")
+        self._apply(kind, content)
+        if self._node_rank == 0 and kind != "ended":
+            self._send_all(kind, content)
+
+    def _codes(self, reported: object) -> dict[int, int]:
+        """Node -> exit code, as node 0 says it."""
+        nodes = {str(node): node for node in self._hosts}
+        if (
+            not isinstance(reported, dict)
+            or not reported.keys() <= nodes.keys()
+            or any(type(code) is not int for code in reported.values())
+        ):
+            raise ConnectionLost("it does not speak this protocol")
+        return {nodes[node]: code for node, code in reported.items()}
+
+    def _apply(self, kind: str, content: Mapping[str, Any]) -> None:
+        node, why, code = content["node"], content.get("why", content.get("what", "")), content.get("code", 0)
+        if not isinstance(why, str) or not isinstance(code, int):
+            raise ConnectionLost("it does not speak this protocol")
+        if kind == "stop":
+            self.stop = self.stop or f"{why} at {self.name(node)}"
+        elif kind == "kill":
+            self.killed = True
+        elif kind == "failure":
+            self.failures.append(Failure(node, why[:500], code, str(content.get("at", ""))[:20]))
+        elif kind == "ended":
+            self._end(node, code)
+
+    def _end(self, node: int, code: int) -> None:
+        self.ended[node] = code
+        if self._node_rank == 0:
+            self._untold.append(node)
+
+    def _lose(self, node: int, how: str) -> None:
+        link = self._links.pop(node, None)
+        if link is None:
+            return
+        with suppress(OSError):
+            link.close()
+        # Whoever has said its last word may leave; node 0 only when it has told everybody everything.
+        if node in self.ended and (self._node_rank == 0 or self.all_ended):
+            return
+        failure = Failure(node, f"{self.name(node)}: lost: {how}", EXIT_PEER_LOST, time.strftime("%H:%M:%S"))
+        self.failures.append(failure)
+        if node not in self.ended:
+            self._end(node, EXIT_PEER_LOST)
+        if self._node_rank == 0:
+            self._send_all("failure", asdict(failure))

@@ -11,10 +11,10 @@ import time
 from typing import Final
 
 from framework.errors import ConfigError, Problem
-from framework.launch.rendezvous.addresses import PortInUse, listen_at, resolve
+from framework.launch.rendezvous.connectivity import PortInUse, listen_at, resolve
 from framework.launch.rendezvous.coordinator import Coordinator
 from framework.launch.rendezvous.member import Member
-from framework.launch.rendezvous.peers import Peers
+from framework.launch.rendezvous.messages import Peers
 from framework.launch.rendezvous.session import DOUBT_SECONDS, Session, elsewhere_problem
 
 _PORT_IN_USE_SECONDS: Final = 5.0

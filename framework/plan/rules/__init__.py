@@ -12,7 +12,11 @@ from typing import Final
 from framework.config.run_config import RunConfig
 from framework.errors import Problem
 from framework.plan.cluster import Cluster
-from framework.plan.rules import devices, ema, metrics, model, optimizer, parts, pipe, precision, schedule, zero
+from framework.plan.rules import devices, model, optimizer, parts, pipe, schedule
+from framework.plan.rules import devices as precision
+from framework.plan.rules import metrics_and_ema as ema
+from framework.plan.rules import metrics_and_ema as metrics
+from framework.plan.rules import optimizer as zero
 from framework.plan.rules import passthrough as passed_keys
 
 Rule = Callable[[RunConfig, Cluster], Iterator[Problem]]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from framework.config.base import ModelKind
 from framework.config.language_models import BERT, GPT
-from framework.config.model_kind import ModelKind
 from framework.config.run_config import RunConfig
 from framework.errors import Problem
 from framework.plan.cluster import Cluster

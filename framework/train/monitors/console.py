@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 from framework.errors import printable
+from framework.system.log import note
 from framework.system.output import leave, write
 from framework.train.monitors.base import Monitor, Point
 
@@ -113,3 +114,21 @@ def _whoever_reads() -> Iterator[None]:
         yield
     except (OSError, SystemExit):
         leave(sys.stdout)
+
+
+# The rank's own log: a line per logged point, on every rank, so that the log of one that died says how far it came.
+
+
+class LogLines:
+    """One line per logged point, also where the terminal shows a bar or nothing."""
+
+    name = "log"
+
+    def __init__(self, total_steps: int) -> None:
+        self._total_steps = total_steps
+
+    def write(self, point: Point) -> None:
+        note(f"step {point.step}/{self._total_steps}  epoch {point.epoch:.2f}  {describe(point)}")
+
+    def close(self) -> None:
+        """The log stays open: how the run ended follows."""

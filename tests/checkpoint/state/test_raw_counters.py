@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from framework import run
-from framework.checkpoint.saved import SavedCheckpoint
+from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.state.raw import describe_raw
 from framework.config.load import config_from_values
 from framework.data.splits import Splits

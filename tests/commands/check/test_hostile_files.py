@@ -15,7 +15,7 @@ import pytest
 
 from framework.config.load import load_config
 from framework.errors import ConfigError
-from framework.text import read_text
+from framework.text import document as read_text
 from tests.places import ROOT
 
 MIB = 1 << 20

@@ -18,7 +18,7 @@ from framework import errors
 from framework.cli import main
 from framework.deploy.k8s.lint import lint
 from framework.deploy.k8s.manifests import parse_manifests
-from framework.deploy.k8s.yaml_text import write_yaml
+from framework.deploy.k8s.render import write_yaml
 from tests.deploy.k8s.cases import BASE, CASES, GOLDEN, ROOT, text_of
 
 RELEASES = ("1.29", "1.32", "1.34", "1.37")

@@ -13,7 +13,7 @@ import pytest
 
 from framework.doctor.node.compilers import check_ops
 from framework.doctor.node.need import Need
-from framework.launch.hosts.installed import package_folder, torch_text
+from framework.launch.hosts.devices import package_folder, torch_text
 from framework.plan.cluster import Cluster
 from framework.plan.compiled_ops import Op, extensions_folder, needed_ops
 from tests.doctor.node.broken import findings, programs

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from framework.dslint.facts import Topology
 from framework.dslint.keys import Key, KeyTable, load_table
 from framework.dslint.lint import lint
-from framework.dslint.target import Topology
 from framework.errors import MISSING, Problem
 from framework.text.document import Document
 from tests.dslint.differential import mutate

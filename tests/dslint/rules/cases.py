@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from framework.dslint.facts import Facts
-from framework.dslint.rules.experts import EXPERT_ACTIVATIONS, EXPERT_PRESETS
-from framework.dslint.target import GPU_KINDS, Topology
+from framework.dslint.facts import GPU_KINDS, Facts, Topology
+from framework.dslint.rules.features import EXPERT_ACTIVATIONS, EXPERT_PRESETS
 from framework.plan.cluster import Device
 
 Asked = Literal["", "parse", "autoep", "init", "step", "compile", "configure"]

@@ -18,9 +18,8 @@ from typing import Any
 
 import pytest
 
-from framework.dslint.facts import Facts
+from framework.dslint.facts import Facts, Topology
 from framework.dslint.rules import apply_rules
-from framework.dslint.target import Topology
 from tests.dslint.rules.cases import (
     BF16,
     CASES,

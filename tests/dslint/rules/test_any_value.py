@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from framework.dslint import rules
-from framework.dslint.facts import Facts
+from framework.dslint.facts import GPU_KINDS, Facts, Topology
 from framework.dslint.rules import apply_rules
-from framework.dslint.target import GPU_KINDS, Topology
 from tests.dslint.rules.cases import BASE, CASES, merged
 
 _WORDS = [

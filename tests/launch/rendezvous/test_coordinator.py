@@ -29,10 +29,10 @@ from framework.launch.rendezvous.messages import (
     Link,
     Message,
     NoAgent,
+    Peers,
     proof,
     readable,
 )
-from framework.launch.rendezvous.peers import Peers
 from framework.launch.rendezvous.session import Session
 from framework.launch.stop_requests import StopRequests
 from tests.launch.conftest import Connect

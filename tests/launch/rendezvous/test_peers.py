@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from framework.launch.rendezvous.peers import Peers
+from framework.launch.rendezvous.messages import Peers
 from tests.launch.conftest import Connect
 from tests.launch.rendezvous.members import reset
 

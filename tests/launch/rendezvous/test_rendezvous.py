@@ -18,10 +18,10 @@ import pytest
 from framework.doctor.node.start import _REPORTED
 from framework.errors import ConfigError, FrameworkError
 from framework.launch.hosts.topology import Topology
-from framework.launch.rendezvous.addresses import peer_name
+from framework.launch.rendezvous.connectivity import peer_name
 from framework.launch.rendezvous.handshake import disagreements, validate_handshake
 from framework.launch.rendezvous.member import Member
-from framework.launch.rendezvous.peers import Peers
+from framework.launch.rendezvous.messages import Peers
 from framework.launch.rendezvous.rendezvous import meet
 from framework.launch.rendezvous.session import Session
 from framework.launch.stop_requests import StopRequests

@@ -9,7 +9,7 @@ import pytest
 from framework.config.load import config_from_values
 from framework.plan.cluster import Cluster
 from framework.plan.rules import apply_rules
-from framework.plan.rules.metrics import LOGGED
+from framework.plan.rules.metrics_and_ema import LOGGED
 
 EPOCHS = {"every_epochs": 1}
 GPT = {"model": {"kind": "gpt"}, "data": {"kind": "text"}, "task": {"kind": "causal_lm"}}

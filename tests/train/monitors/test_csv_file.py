@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framework.train.monitors.csv_file import CsvFile
+from framework.train.monitors.metric_files import CsvFile
 from tests.train.monitors.points import point
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from framework.train.monitors.jsonl_file import JsonlFile
+from framework.train.monitors.metric_files import JsonlFile
 from tests.train.monitors.points import point
 
 

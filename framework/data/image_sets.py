@@ -1,0 +1,255 @@
+"""A dataset of images that fits in memory, fetched a batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.data import Dataset
+from torchvision.datasets import ImageFolder  # type: ignore[import-untyped]
+from torchvision.datasets.folder import find_classes  # type: ignore[import-untyped]
+from torchvision.transforms import v2  # type: ignore[import-untyped]
+
+from framework.data.batches import WholeBatch
+from framework.data.order import Seeds, mix
+from framework.data.splits import Splits
+from framework.errors import ConfigError, Problem, TrainingError
+
+_PADDING: Final = 4
+_NUM_OFFSETS: Final = 2 * _PADDING + 1
+
+
+class ImageTensors(Dataset[tuple[Tensor, int]]):
+    """Images held as uint8, handed out as normalised float32, a whole batch in one gather instead of one by one.
+
+    A sample is (image (C, H, W) float32, label int). `__getitems__` returns a whole batch, so an own `DataLoader` over
+    this dataset needs ``collate_fn=framework.data.batches.collate``.
+
+    With `augment`, an image is cropped at random out of itself padded by 4 black pixels, and flipped left to right half
+    of the time. Read through a training loader, both depend on (seed, epoch, sample index) alone; read directly, they
+    draw from torch's default generator.
+    """
+
+    def __init__(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        *,
+        mean: Sequence[float],
+        std: Sequence[float],
+        augment: bool = False,
+    ) -> None:
+        """Hold the images; nothing is copied.
+
+        Args:
+            images: (N, C, H, W), uint8.
+            labels: (N,), int64.
+            mean: per channel, of pixel values scaled to [0, 1].
+            std: per channel, of pixel values scaled to [0, 1]; positive.
+            augment: random crops and flips.
+
+        Raises:
+            ValueError: shapes or dtypes are not as above.
+        """
+        _check(images, labels, num_statistics=(len(mean), len(std)))
+        self.images = images
+        self.labels = labels
+        self.augment = augment
+        # (pixel / 255 - mean) / std as one multiplication and one addition.
+        self._scale = (1.0 / (255.0 * torch.tensor(std, dtype=torch.float64))).float().view(-1, 1, 1)
+        self._shift = (-torch.tensor(mean, dtype=torch.float64) / torch.tensor(std)).float().view(-1, 1, 1)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        images, labels = self.__getitems__([range(len(self))[index]]).fields
+        return images[0], int(labels[0])
+
+    def __getitems__(self, indices: Sequence[int]) -> WholeBatch:
+        """A batch: images (B, C, H, W) float32 and labels (B,) int64."""
+        if not self.augment:
+            return self._batch(self.images[torch.as_tensor(indices)], indices)
+        drawn = torch.randint(torch.iinfo(torch.int64).max, (len(indices),))
+        return self.items_from_seeds(indices, drawn.numpy().astype(np.uint64))
+
+    def items_from_seeds(self, indices: Sequence[int], seeds: Seeds) -> WholeBatch:
+        """The same batch, every sample's augmentation decided by its own seed (see `sample_seed.DrawsFromSeeds`)."""
+        images = self.images[torch.as_tensor(indices)]
+        return self._batch(_cropped_and_flipped(images, seeds) if self.augment else images, indices)
+
+    def _batch(self, images: Tensor, indices: Sequence[int]) -> WholeBatch:
+        pixels = images.float().mul_(self._scale).add_(self._shift)
+        return WholeBatch((pixels, self.labels[torch.as_tensor(indices)]))
+
+
+def _cropped_and_flipped(images: Tensor, seeds: Seeds) -> Tensor:
+    """Cut a window out of every padded image and mirror half of them, in one gather.
+
+    Args:
+        images: (B, C, H, W).
+        seeds: (B,); three independent draws are hashed out of each.
+
+    Returns:
+        (B, C, H, W) of the same dtype.
+    """
+    batch, channels, height, width = images.shape
+    top, left = (_draw(seeds, purpose=purpose, bound=_NUM_OFFSETS) for purpose in (1, 2))
+    flip = _draw(seeds, purpose=3, bound=2).bool()
+    rows = top[:, None] + torch.arange(height)
+    columns = torch.arange(width).expand(batch, width)
+    columns = left[:, None] + torch.where(flip[:, None], width - 1 - columns, columns)
+    padded = pad(images, [_PADDING] * 4)
+    return padded[
+        torch.arange(batch)[:, None, None, None],
+        torch.arange(channels)[None, :, None, None],
+        rows[:, None, :, None],
+        columns[:, None, None, :],
+    ]
+
+
+def _draw(seeds: Seeds, *, purpose: int, bound: int) -> Tensor:
+    """Integers in [0, bound), int64 of shape (B,); `purpose` tells apart the draws of one sample."""
+    return torch.from_numpy((mix(seeds, purpose) % np.uint64(bound)).astype(np.int64))
+
+
+def _check(images: Any, labels: Any, *, num_statistics: tuple[int, int]) -> None:
+    if images.dtype != torch.uint8 or images.ndim != 4:
+        raise ValueError(f"images must be uint8 of shape (N, C, H, W), not {images.dtype} {tuple(images.shape)}")
+    if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
+        raise ValueError(f"labels must be int64 of shape ({len(images)},), not {labels.dtype} {tuple(labels.shape)}")
+    if num_statistics != (images.shape[1], images.shape[1]):
+        raise ValueError(
+            f"mean and std must have one value for each of {images.shape[1]} channels, not {num_statistics}"
+        )
+
+
+# Images in folders named after their class, read and decoded as they are needed.
+
+
+# Of ImageNet's training images in [0, 1], as torchvision publishes them for its models.
+_MEAN: Final = [0.485, 0.456, 0.406]
+_STD: Final = [0.229, 0.224, 0.225]
+_RESIZE_RATIO: Final = 256 / 224
+_SHOWN_NAMES: Final = 3
+
+
+def build(
+    root: str, *, train_dir: str = "train", eval_dir: str = "val", image_size: int = 224, augment: bool = True
+) -> Splits:
+    """``<root>/<train_dir>/<class>/*`` and ``<root>/<eval_dir>/<class>/*``; classes are numbered in alphabetical order.
+
+    Args:
+        root: folder of both splits.
+        train_dir: sub-folder of the training images.
+        eval_dir: sub-folder of the evaluation images; it must hold the same classes.
+        image_size: height and width in pixels after cropping.
+        augment: random resized crops and horizontal flips while training; otherwise the shorter side is resized to
+            image_size x 256 / 224 and the centre cut out, as for evaluation.
+
+    Returns:
+        RGB images (3, image_size, image_size) float32, normalised with ImageNet's statistics. Both datasets have
+        `classes`, the list of names.
+
+    Raises:
+        ConfigError: kinds ``dataset-not-found``, ``dataset-no-classes``, ``dataset-classes-differ``,
+            ``dataset-no-images``.
+    """
+    folder = Path(root).expanduser()
+    problems = list(_problems(folder, root=root, sub_folders={"data.train_dir": train_dir, "data.eval_dir": eval_dir}))
+    if problems:
+        raise ConfigError(problems)
+    plain = _transform(image_size, augment=False)
+    return Splits(
+        train=_open(
+            folder / train_dir, root=root, transform=_transform(image_size, augment=True) if augment else plain
+        ),
+        evaluation=_open(folder / eval_dir, root=root, transform=plain),
+    )
+
+
+def _problems(folder: Path, *, root: str, sub_folders: dict[str, str]) -> Iterator[Problem]:
+    """What can be seen without listing the images."""
+    if not folder.is_dir():
+        yield Problem("dataset-not-found", f"there is no folder {folder}", "name an existing folder", "data.root", root)
+        return
+    classes: dict[str, set[str]] = {}
+    for key, name in sub_folders.items():
+        place = folder / name
+        if not place.is_dir():
+            yield Problem("dataset-not-found", f"there is no folder {place}", _layout(root, name), key, name)
+            continue
+        classes[key] = _class_names(place)
+        if not classes[key]:
+            yield Problem("dataset-no-classes", f"{place} has no sub-folders", _layout(root, name), key, name)
+    train, evaluation = (classes.get(key, set()) for key in sub_folders)
+    if train and evaluation and train != evaluation:
+        train_name, eval_name = sub_folders.values()
+        only = [
+            f"only {name} has {_names(extra)}"
+            for name, extra in ((train_name, train - evaluation), (eval_name, evaluation - train))
+            if extra
+        ]
+        # Classes are numbered by name, so a missing one shifts the labels of all that follow.
+        yield Problem(
+            "dataset-classes-differ",
+            f"training and evaluation have different classes: {', '.join(only)}",
+            "give both the same sub-folders",
+            "data.eval_dir",
+            eval_name,
+        )
+
+
+def _open(place: Path, *, root: str, transform: Any) -> ImageFolder:
+    try:
+        return ImageFolder(str(place), transform=transform, loader=_read_image)
+    except FileNotFoundError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            Problem("dataset-no-images", f"{place}: {reason}", _layout(root, place.name), "data.root", root)
+        ) from error
+
+
+def _read_image(path: str) -> Image.Image:
+    """Decode an image file to RGB; a damaged one is named, which Pillow's own messages do not do.
+
+    Raises:
+        TrainingError: the file cannot be read or decoded.
+    """
+    try:
+        with Image.open(path) as image:
+            rgb: Image.Image = image.convert("RGB")
+            return rgb
+    except (OSError, SyntaxError, ValueError) as error:  # Pillow reports broken PNG chunks as SyntaxError
+        raise TrainingError(f"{path}: cannot be read as an image ({error}); replace or remove the file") from error
+
+
+def _transform(image_size: int, *, augment: bool) -> v2.Transform:
+    """PIL image -> (3, image_size, image_size) float32. Cropping comes first, so that few pixels become floats."""
+    if augment:
+        cropped = [v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip()]
+    else:
+        cropped = [v2.Resize(round(image_size * _RESIZE_RATIO)), v2.CenterCrop(image_size)]
+    return v2.Compose([*cropped, v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(_MEAN, _STD)])
+
+
+def _class_names(place: Path) -> set[str]:
+    try:
+        return set(find_classes(str(place))[0])
+    except FileNotFoundError:
+        return set()
+
+
+def _layout(root: str, name: str) -> str:
+    return f"put images into {root}/{name}/<class>/"
+
+
+def _names(names: set[str]) -> str:
+    shown = sorted(names)[:_SHOWN_NAMES]
+    return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "")

@@ -1,0 +1,238 @@
+"""The training data of one rank, as an endless stream that can start at any optimizer step."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from framework.data.batches import collate, own_collate
+from framework.data.order import KeyedMicroBatchSampler, MicroBatchSampler, Share, mix_int
+from framework.data.sample_seed import (
+    KeyedSamples,
+    SamplesWithoutExit,
+    SeededBatches,
+    SeededCollate,
+    SeededSamples,
+    as_it_is,
+)
+from framework.errors import ConfigError, Problem
+from framework.system.parent_watch import die_with
+from framework.system.stopping import SIGNALS
+
+# What every worker of a DataLoader does first: it leaves requests to stop to its rank, and goes when its rank goes.
+
+
+def init_of_workers() -> Callable[[int], None]:
+    """A `worker_init_fn` for the workers of this process, which is a rank.
+
+    A request that goes to a whole process group (Ctrl-C, `timeout`, Slurm, the deepspeed launcher) would end the
+    workers, and the run with them, while the rank still needs their batches to reach the step that it saves. They end
+    when the rank closes their queue; if it is gone, the kernel ends them, which is sooner than torch's own look every
+    five seconds.
+    """
+    return partial(_leave_signals_to_rank, os.getpid())
+
+
+def _leave_signals_to_rank(rank: int, _worker: int) -> None:
+    """In a worker, whose rank may be gone by now."""
+    assert get_worker_info() is not None
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    # A fork server lives as long as the rank, and is the parent of its workers.
+    die_with(os.getppid() if multiprocessing.get_start_method() == "forkserver" else rank)
+
+
+_WORKER_SALT: Final = 0x3017
+
+
+class TrainLoader:
+    """Micro-batches of one rank, their content a pure function of (seed, step, rank): see `order` and `sample_seed`.
+
+    The stream has no state to save: to go on after k steps, start it at step k. One `DataLoader` iterator serves the
+    whole stream, so that its workers live through all epochs and fetch the next one's first batches ahead.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        global_size: int,
+        micro_size: int,
+        accumulation_steps: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        shuffle: bool,
+        num_workers: int = 0,
+        prefetch_batches: int = 2,
+        pin_memory: bool = False,
+        random_samples: bool = False,
+    ) -> None:
+        """Check that an epoch has a step; nothing is read yet.
+
+        Args:
+            dataset: map-style; its `collate_fn`, if it has one, makes the batches (otherwise torch's default).
+            global_size: samples per optimizer step, micro_size x accumulation_steps x world_size.
+            micro_size: samples per micro-batch.
+            accumulation_steps: micro-batches per optimizer step and rank.
+            rank: of data parallelism.
+            world_size: of data parallelism.
+            seed: `run.seed`.
+            shuffle: a new order every epoch.
+            num_workers: processes that fetch ahead; 0 fetches in this process.
+            prefetch_batches: micro-batches that each worker keeps ready.
+            pin_memory: copy batches into page-locked memory, for asynchronous transfer to the GPU.
+            random_samples: reading a sample draws random numbers, which are then seeded per (seed, epoch, index). What
+                a `collate_fn` of the dataset's own draws is seeded in any case.
+
+        Raises:
+            ConfigError: kind ``dataset-smaller-than-batch``.
+        """
+        self._share = Share(global_size, micro_size, accumulation_steps, rank, world_size)
+        self._dataset = dataset
+        self._seed = seed
+        self._shuffle = shuffle
+        self._random_samples = random_samples
+        self._fetching: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
+        if num_workers > 0:
+            self._fetching["prefetch_factor"] = prefetch_batches
+        self.steps_per_epoch: int = len(dataset) // global_size
+        if self.steps_per_epoch == 0:
+            raise ConfigError(_too_small(len(dataset), global_size=global_size))
+
+    def stream(self, start_step: int = 0) -> Generator[Any, None, None]:
+        """This rank's micro-batches from optimizer step `start_step` on, without end.
+
+        Args:
+            start_step: counted from 0 at the beginning of the run; its epoch is start_step // steps_per_epoch. Samples
+                of earlier steps are not fetched.
+
+        Returns:
+            Collated batches, `accumulation_steps` for every optimizer step. Closing the generator ends the workers;
+            torch's global random state is neither read nor changed.
+        """
+        batches = iter(self._loader(start_step))
+        try:
+            yield from batches
+        finally:
+            del batches  # the last reference: a DataLoader iterator stops its workers when it is collected
+
+    def _loader(self, start_step: int) -> DataLoader[Any]:
+        indices = MicroBatchSampler(
+            len(self._dataset), share=self._share, seed=self._seed, shuffle=self._shuffle, start_step=start_step
+        )
+        own = own_collate(self._dataset)
+        samples, is_keyed = self._dataset, self._random_samples or own is not None
+        if is_keyed:
+            samples = SeededSamples(samples, seed=self._seed) if self._random_samples else KeyedSamples(samples)
+        return DataLoader(
+            SamplesWithoutExit(SeededCollate(samples, collate=own, seed=self._seed) if own is not None else samples),
+            batch_sampler=KeyedMicroBatchSampler(indices) if is_keyed else indices,
+            collate_fn=as_it_is if own is not None else collate,
+            worker_init_fn=init_of_workers(),
+            # Without one, every iterator draws its workers' seeds from the global generator.
+            generator=torch.Generator().manual_seed(mix_int(_WORKER_SALT, self._seed, self._share.rank)),
+            **self._fetching,
+        )
+
+
+def _too_small(num_samples: int, *, global_size: int) -> Problem:
+    return Problem(
+        kind="dataset-smaller-than-batch",
+        key="batch.global_size",
+        value=global_size,
+        reason=f"the training set has {num_samples} samples, so not one batch of {global_size} can be filled",
+        fix=f"set batch.global_size to {num_samples} or less, or train on more data",
+    )
+
+
+# The evaluation data of one rank: every sample counted once over all ranks, in equally many batches on each.
+
+
+_WORKER_SEED: Final = 0
+_EVALUATION_SEED: Final = 0xE7A2  # of what a `collate_fn` draws; `run.seed` is for training
+
+
+class EvalLoader:
+    """Batches of one rank as (batch, counts).
+
+    Where `counts` is False the batch is padding: real samples, repeated only because under ZeRO-3 a forward pass is
+    collective and every rank must make equally many. Its results must not enter a metric.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        max_samples: int | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        """Divide the dataset; nothing is read yet.
+
+        Args:
+            dataset: map-style, not empty; its `collate_fn`, if it has one, makes the batches.
+            batch_size: samples per batch; a rank's last real batch may have fewer.
+            rank: of data parallelism.
+            world_size: of data parallelism.
+            max_samples: take this many at most, over all ranks, the first ones; None: all.
+            num_workers: processes that fetch ahead; they live for one iteration.
+            pin_memory: copy batches into page-locked memory.
+        """
+        self._dataset = dataset
+        num_samples = min(len(dataset), max_samples or len(dataset))
+        self._batches = rank_batches(num_samples, batch_size=batch_size, rank=rank, world_size=world_size)
+        self._fetching: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
+
+    def __len__(self) -> int:
+        """Number of batches, the same on every rank."""
+        return len(self._batches)
+
+    def __iter__(self) -> Generator[tuple[Any, bool], None, None]:
+        """One pass. The global random state is left as it was; what samples and batches draw is the same in every
+        pass.
+        """
+        own, samples = own_collate(self._dataset), SeededBatches(self._dataset)
+        loader = DataLoader(
+            SamplesWithoutExit(
+                SeededCollate(samples, collate=own, seed=_EVALUATION_SEED) if own is not None else samples
+            ),
+            batch_sampler=[list(indices) for indices, _ in self._batches],
+            collate_fn=as_it_is if own is not None else collate,
+            worker_init_fn=init_of_workers(),
+            # Without one, every iterator draws its workers' seeds from the global generator.
+            generator=torch.Generator().manual_seed(_WORKER_SEED),
+            **self._fetching,
+        )
+        for batch, (_, counts) in zip(loader, self._batches, strict=True):
+            yield batch, counts
+
+
+def rank_batches(num_samples: int, *, batch_size: int, rank: int, world_size: int) -> list[tuple[range, bool]]:
+    """The sample numbers of a rank's batches, and whether each counts.
+
+    Args:
+        num_samples: N, at least 1.
+        batch_size: samples per batch.
+        rank: from 0 to world_size - 1.
+        world_size: number of ranks.
+
+    Returns:
+        ceil(ceil(N / world_size) / batch_size) pairs. Rank r counts the samples from floor(N r / world_size) up to
+        floor(N (r + 1) / world_size). Their number differs by at most one between ranks: at most one batch is padding.
+    """
+    own = range(num_samples * rank // world_size, num_samples * (rank + 1) // world_size)
+    batches = [(own[start : start + batch_size], True) for start in range(0, len(own), batch_size)]
+    most_samples = -(-num_samples // world_size)
+    num_padding = -(-most_samples // batch_size) - len(batches)
+    return batches + [(range(min(batch_size, num_samples)), False)] * num_padding

@@ -1,0 +1,211 @@
+"""What stands in the groups of the user's own optimizer: it goes into every checkpoint, and must come back out of
+it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from framework.engine.initialize import MakeOptimizer
+from framework.errors import ConfigError, Problem
+from framework.setup.objects import type_name
+
+
+def savable(optimizer: torch.optim.Optimizer, *, key: str, value: str) -> torch.optim.Optimizer:
+    """The optimizer, its groups with Python's numbers for numpy's: a checkpoint is read as weights and plain values
+    only.
+
+    Args:
+        optimizer: as it was just made, before a schedule remembers its rates.
+        key: of the config, for the problem.
+        value: at that key.
+
+    Raises:
+        ConfigError: kind ``optimizer-group-object``: a group holds something that no checkpoint would give back. It
+            would be written into each of them, and the first to notice would be the run that is to go on.
+    """
+    for group in optimizer.param_groups:
+        for name, held in group.items():
+            if name == "params":
+                continue
+            group[name] = _plain(held)
+            if not _comes_back(group[name]):
+                reason = f"its parameter groups hold {name}, {type_name(held)}, which no checkpoint could give back"
+                raise ConfigError(
+                    Problem(
+                        kind="optimizer-group-object",
+                        key=key,
+                        value=value,
+                        reason=reason,
+                        fix="keep only numbers, text, tensors and lists of them there",
+                    )
+                )
+    return optimizer
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
+
+
+def _comes_back(value: Any) -> bool:
+    if value is None or type(value) in (bool, int, float, str):  # an enumeration is more than the number that it is
+        return True
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+        stream.seek(0)
+        torch.load(stream, map_location="cpu", weights_only=True)
+    except Exception:  # whatever pickling or its refusal raises
+        return False
+    return True
+
+
+# Steps a user's optimizer on two small matrices, to see whether it may be given what ZeRO gives it: shares of one
+# flat vector. At stages 1 to 3 DeepSpeed joins the weights of a group end to end and gives every rank a share. An
+# optimizer that looks at one number at a time takes the same step there; one that looks at rows and columns
+# (Adafactor, Muon, Shampoo) or at the norm of a weight (LARS, LAMB) silently takes another one.
+
+
+_SHAPES: Final = ((4, 6), (3, 5))
+_NUM_STEPS: Final = 3  # a first step may be the sign of the gradient alone
+_SHARE: Final = 17  # no weight ends there
+_TOLERANCE: Final = 1e-4  # of the largest change; kernels for vectors and for matrices differ in the last bits
+
+
+def check_optimizer(make: MakeOptimizer, *, stage: int, key: str, value: str) -> None:
+    """Refuse an optimizer that cannot be stepped by DeepSpeed, or not at this ZeRO stage.
+
+    Where no copy of it can be made or stepped here, as it wants a GPU or the model's own weights, or where its steps
+    are random, it is not judged.
+
+    Raises:
+        ConfigError: kind ``optimizer-needs-closure`` or ``optimizer-sees-shape``, or what `make` refuses itself.
+    """
+    weights = [_numbers(shape, seed=index) for index, shape in enumerate(_SHAPES)]
+    gradients = [
+        [_numbers(shape, seed=10 * step + index + 7) for index, shape in enumerate(_SHAPES)]
+        for step in range(_NUM_STEPS)
+    ]
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        try:
+            whole = _joined(_changes(make, weights, gradients, key=key, value=value))
+            if not stage or not torch.equal(whole, _joined(_changes(make, weights, gradients, key=key, value=value))):
+                return  # the latter draws random numbers
+        except _NotJudgedError:
+            return
+        flat, flat_gradients = _joined(weights), [_joined(each) for each in gradients]
+        reason = "its step depends on the shape of a weight"
+        try:
+            shares = [
+                _changes(make, [flat[part]], [[each[part]] for each in flat_gradients], key=key, value=value)[0]
+                for part in (slice(_SHARE), slice(_SHARE, None))
+            ]
+            if torch.allclose(torch.cat(shares), whole, rtol=0.0, atol=_TOLERANCE * float(whole.abs().max())):
+                return
+        except _NotJudgedError as error:
+            reason = f"it takes no weight that is a flat vector ({error})"
+    raise ConfigError(
+        Problem(
+            kind="optimizer-sees-shape",
+            key=key,
+            value=value,
+            reason=f"{reason}, and at zero.stage {stage} it sees shares of one flat vector of all weights",
+            fix="set zero.stage: 0, or take an optimizer that works number by number, such as AdamW, Lion or SGD",
+        )
+    )
+
+
+def refuse_closure(optimizer: torch.optim.Optimizer, *, key: str, value: str) -> None:
+    """Refuse an optimizer whose `step` asks for more than nothing: DeepSpeed calls it so.
+
+    Raises:
+        ConfigError: kind ``optimizer-needs-closure``.
+    """
+    try:
+        inspect.signature(optimizer.step).bind()
+    except TypeError as error:
+        raise _needs_closure(key, value) from error
+    except ValueError:  # no signature can be had
+        return
+
+
+class _NotJudgedError(Exception):
+    """No copy of the optimizer can be made or stepped here."""
+
+
+def _changes(
+    make: MakeOptimizer,
+    weights: Sequence[torch.Tensor],
+    gradients: Sequence[Sequence[torch.Tensor]],
+    *,
+    key: str,
+    value: str,
+) -> list[torch.Tensor]:
+    """What some steps of a new optimizer change in copies of the weights."""
+    parameters = [torch.nn.Parameter(weight.clone()) for weight in weights]
+    optimizer = _made(make, parameters)
+    for each in gradients:
+        for parameter, gradient in zip(parameters, each, strict=True):
+            parameter.grad = gradient.clone()
+        try:
+            optimizer.step()
+        except Exception as error:
+            if _takes_closure(optimizer):
+                raise _needs_closure(key, value) from error
+            raise _NotJudgedError(f"{type(error).__name__}: {error}"[:120]) from error
+    return [parameter.detach() - weight for parameter, weight in zip(parameters, weights, strict=True)]
+
+
+def _made(make: MakeOptimizer, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    try:
+        optimizer = make(parameters)
+    except ConfigError as error:
+        if any(problem.kind != "target-failed" for problem in error.problems):
+            raise
+        raise _NotJudgedError(str(error.__cause__)[:120]) from error
+    except Exception as error:
+        raise _NotJudgedError(f"{type(error).__name__}: {error}"[:120]) from error
+    held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    if sorted(held) != sorted(map(id, parameters)):
+        raise _NotJudgedError(
+            "it holds other weights than it was given"
+        )  # the model's own, perhaps, which no step may touch
+    return optimizer
+
+
+def _takes_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step succeeds with a closure, having failed without."""
+    try:
+        optimizer.step(lambda: torch.zeros(()))  # type: ignore[arg-type, return-value]
+    except Exception:  # whatever its code raises
+        return False
+    return True
+
+
+def _needs_closure(key: str, value: str) -> ConfigError:
+    return ConfigError(
+        Problem(
+            kind="optimizer-needs-closure",
+            key=key,
+            value=value,
+            reason="its step() asks for a closure that computes the loss anew, and DeepSpeed steps without one",
+            fix="take another optimizer, such as adamw",
+        )
+    )
+
+
+def _numbers(shape: tuple[int, ...], *, seed: int) -> torch.Tensor:
+    """Doubles: a small learning rate changes a float by its last bits only."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])

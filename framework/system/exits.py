@@ -1,0 +1,167 @@
+"""Errors that a script does not catch end it as they end train.py: with one line and their exit code, not a traceback
+and 1.
+
+`fit` and `load_config` see to it where nobody else has: not in an interpreter that somebody types into, a notebook or
+pytest, not where the script has a `sys.excepthook` of its own, and not with `DSF_TRACEBACK=1` in the environment. What
+a script catches, or fails with by itself, is its own business.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import inspect
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from traceback import walk_tb
+from types import TracebackType
+from typing import Any, Final, NoReturn
+
+from framework.errors import (
+    EXIT_CONFIG,
+    EXIT_STOPPED,
+    EXIT_TRAINING,
+    EXIT_USAGE,
+    FrameworkError,
+    TrainingError,
+    printable,
+)
+from framework.system.arguments import HelpShown
+from framework.system.output import write
+
+SWITCH: Final = "DSF_TRACEBACK"
+# A launcher ends all ranks when the first one ends: the one that speaks has to be given the time to.
+SILENT_RANKS_WAIT_SECONDS: Final = 2.0
+
+
+def end_in_one_line() -> None:
+    """From now on an error that nobody catches is one line and an exit code, if this process is a script's.
+
+    Called again when the process group is up: torch sets a hook of its own then, which keeps what is written until it
+    returns.
+    """
+    hook = sys.excepthook
+    if _is_known(hook) and _is_a_script() and os.environ.get(SWITCH, "") in ("", "0"):
+        sys.excepthook = _Hook(hook)
+
+
+def _is_known(hook: Any) -> bool:
+    """Python's, or torch's around that or around ours: torch keeps the hook that it found, which may be the script's
+    own.
+    """
+    is_torchs = False
+    while getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d":
+        is_torchs, hook = True, inspect.getclosurevars(hook).nonlocals.get("old_hook")
+    return hook is sys.__excepthook__ or (is_torchs and isinstance(hook, _Hook))
+
+
+def _is_a_script() -> bool:
+    typed_into = hasattr(sys, "ps1") or sys.flags.interactive or sys.flags.inspect or hasattr(builtins, "__IPYTHON__")
+    return not typed_into and hasattr(sys.modules.get("__main__"), "__file__") and "pytest" not in sys.modules
+
+
+class _Hook:
+    """A `sys.excepthook`; errors that are not meant for a user go to the one that was there before."""
+
+    def __init__(self, before: Callable[..., object]) -> None:
+        self._before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, FrameworkError) and sys.excepthook is self:
+            _end(error)
+        self._before(kind, error, trace)
+        if isinstance(error, Exception) and sys.excepthook is self and _group_is_up() and _came_through_fit(trace):
+            _leave(EXIT_TRAINING)
+
+
+def _end(error: FrameworkError) -> NoReturn:
+    if os.environ.get("LOCAL_RANK", "0") == "0" or error.is_of_one_rank:
+        write(sys.stderr, f"{error}\n")
+    else:
+        time.sleep(SILENT_RANKS_WAIT_SECONDS)
+    if error.exit_code in (EXIT_CONFIG, EXIT_USAGE) and not _group_is_up():
+        raise SystemExit(error.exit_code) from None  # nothing was started: exit handlers have nothing to wait for
+    if error.exit_code == EXIT_STOPPED and not _group_is_up():
+        with suppress(Exception):
+            # all ranks have ended well; only DeepSpeed's threads must not meet the interpreter's end
+            atexit._run_exitfuncs()
+    _leave(error.exit_code)
+
+
+def _leave(code: int) -> NoReturn:
+    """As train.py does: exit handlers would wait for ranks that are gone."""
+    write(sys.stdout, "")
+    write(sys.stderr, "")
+    os._exit(code)
+
+
+def _group_is_up() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def _came_through_fit(trace: TracebackType | None) -> bool:
+    return any(frame.f_globals.get("__name__") == "framework.run" for frame, _ in walk_tb(trace))
+
+
+# Code that calls `exit()` while it is part of a run: a failure with a place, never an end like any other.
+# `SystemExit` is no `Exception`. Nobody on its way would stop it, and a rank that ends with 0 in mid-run looks
+# finished to every launcher.
+
+
+_EXITS: Final = re.compile(
+    r"_sitebuiltins|[/\\]argparse\.py$"
+)  # `exit`, `quit`; a parser that somebody asks in mid-run
+# Of signals: a command's own, and a run's, from which a script's own is called.
+_HANDLERS: Final = frozenset({("framework.system.stopping", "end"), ("framework.system.stopping", "handle")})
+_LONGEST: Final = 200
+
+
+@contextmanager
+def refusing_exits(*, speaks: Callable[[str], bool] = lambda text: True) -> Iterator[None]:
+    """Raise a TrainingError where code in the block, a user's or a library's, would end the process.
+
+    Args:
+        speaks: whether this rank prints the error of this text; by default it does, for nobody knows of the others.
+
+    Raises:
+        TrainingError: kind ``exit-called``.
+    """
+    try:
+        yield
+    except SystemExit as end:
+        if is_asked_for(end):
+            raise
+        failed = exited(end)
+        failed.is_of_one_rank = speaks(str(failed))
+        raise failed from end
+
+
+def is_asked_for(end: SystemExit) -> bool:
+    """Whether a user asked for it: for the help of a command, or by a signal (the framework's handler, or a script's
+    own).
+    """
+    frames = (frame for frame, _ in walk_tb(end.__traceback__))
+    return isinstance(end, HelpShown) or any(
+        (each.f_globals.get("__name__"), each.f_code.co_name) in _HANDLERS for each in frames
+    )
+
+
+def exited(end: SystemExit) -> TrainingError:
+    """The error that names where `end` was raised."""
+    code = printable(" ".join(str(end.code).split()))[:_LONGEST]
+    return TrainingError(
+        f"{_place(end)}: it exits in the middle of the run (SystemExit: {code}); raise an exception there, or return "
+        "[exit-called]"
+    )
+
+
+def _place(end: SystemExit) -> str:
+    frames = traceback.extract_tb(end.__traceback__)
+    callers = [frame for frame in frames if not _EXITS.search(frame.filename)] or frames
+    return f"{callers[-1].filename}:{callers[-1].lineno}" if callers else "a part of the run"

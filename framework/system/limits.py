@@ -1,0 +1,128 @@
+"""How much memory this host, or the container that this process runs in, still has: who takes more is killed, not
+refused.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from framework.errors import ConfigError, Problem
+
+_KIB: Final = 1024
+# Larger than any machine: version 1 writes "no limit" as the largest number of pages.
+_NO_LIMIT: Final = 1 << 60
+# What other ranks, data loaders and the system may take between the look and the taking.
+_MARGIN_BYTES: Final = 1 << 30
+_MARGIN_SHARE: Final = 0.05
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory that can be taken.
+
+    Attributes:
+        num_bytes: how much, after a margin for others.
+        limit: whose it is, in words.
+    """
+
+    num_bytes: int
+    limit: str
+
+
+def room(*, system: Path = Path("/")) -> Room | None:
+    """The tightest of the host's memory and the limits of the control groups around this process; None where nobody
+    tells.
+
+    Pages that the kernel can drop (what it keeps of files) count as room.
+    """
+    found = [*_of_host(system / "proc/meminfo"), *_of_groups(system)]
+    rooms = [Room(free - min(_MARGIN_BYTES, int(total * _MARGIN_SHARE)), limit) for free, total, limit in found]
+    return min(rooms, key=lambda one: one.num_bytes, default=None)
+
+
+def _of_host(meminfo: Path) -> Iterator[tuple[int, int, str]]:
+    try:
+        lines = (line.split() for line in meminfo.read_text(encoding="ascii").splitlines())
+        values = {words[0].rstrip(":"): int(words[1]) * _KIB for words in lines if len(words) > 1}
+        yield values["MemAvailable"], values["MemTotal"], "this host's memory"
+    except (OSError, ValueError, LookupError):
+        return
+
+
+def _of_groups(system: Path) -> Iterator[tuple[int, int, str]]:
+    """Version 2 has one line without controllers; version 1 one that names `memory`. All groups above one limit it
+    too.
+    """
+    try:
+        lines = [line.split(":", 2) for line in (system / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return
+    root = system / "sys/fs/cgroup"
+    for line in lines:
+        if len(line) != 3:
+            continue
+        _, controllers, group = line
+        if not controllers:
+            yield from _above(root, group, names=("memory.max", "memory.current", ""))
+        elif "memory" in controllers.split(","):
+            yield from _above(
+                root / "memory", group, names=("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+            )
+
+
+def _above(root: Path, group: str, *, names: tuple[str, str, str]) -> Iterator[tuple[int, int, str]]:
+    """In a container the path may be the host's, which is not there: its own group is the root then."""
+    place = root / group.lstrip("/")
+    for folder in (place, *place.parents):
+        if folder.is_relative_to(root):
+            yield from _of_group(folder, *names)
+
+
+def _of_group(folder: Path, limit: str, usage: str, prefix: str) -> Iterator[tuple[int, int, str]]:
+    try:
+        most, used = ((folder / name).read_text(encoding="ascii").strip() for name in (limit, usage))
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
+        of_files = sum(int(stat.get(f"{prefix}{name}_file", 0)) for name in ("inactive", "active"))
+        if most != "max" and int(most) < _NO_LIMIT:
+            yield int(most) - int(used) + of_files, int(most), f"the container's limit ({int(most) / 1e9:.1f} GB)"
+    except (OSError, ValueError):  # the root group has no limit and no file for one
+        return
+
+
+# How many files this process may open: raised as far as the system allows, refused by name where that is too few.
+
+
+def require(wanted: int, what: str, *, fix: str = "") -> None:
+    """See to it that so many files can be open at once; what this process starts has the same limit.
+
+    Args:
+        wanted: number of open files.
+        what: that needs them, in the plural: ``1000 hosts``.
+        fix: what else to do than to raise the limit.
+
+    Raises:
+        ConfigError: the system allows fewer.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    if allowed > soft:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+            soft = allowed
+    if soft < wanted:
+        raise ConfigError(
+            Problem(
+                kind="nofile-low",
+                key="ulimit -n",
+                value=soft,
+                reason=f"{what} take {wanted} open files",
+                fix=f"ulimit -n {wanted}, which needs root or limits.conf{fix and f', or {fix}'}",
+            )
+        )

@@ -1,0 +1,230 @@
+"""Requests to stop: SIGTERM, SIGINT, SIGUSR1 and SIGHUP mean "save and end", not "die".
+
+A request only leaves a mark, which is looked at between two steps. Before the first step there is nothing to save, and
+the process ends at once. Whoever sends SIGINT or SIGTERM a second time, more than two seconds later, means now.
+
+Python runs a signal's handler between two lines of the main thread, which may wait for minutes in C++ (a rendezvous, a
+compiler, a collective). So `listen` reads the signals in a thread of its own, through the wakeup descriptor that the
+C-level handler writes to; a process that is not ours (`framework.fit`) keeps its descriptor, and only lends its
+handlers.
+Nothing here imports more than the standard library in the end: train.py listens before it imports anything else.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache
+from types import FrameType
+from typing import Any, Final, Literal, NoReturn
+
+from framework.errors import EXIT_STOPPED
+
+# Signals that ask to stop: which, when one is heeded, and when asking again means "now". Ranks and launchers have one
+# rule.
+
+
+SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+# Some minutes before the time is up, a closed terminal: the request proper may follow.
+NOTICES: Final = (signal.SIGUSR1, signal.SIGHUP)
+# nohup ignores SIGHUP, a shell script's `&` SIGINT: whoever did that meant it. The others are ignored by somebody
+# further up for himself, and nobody else could ask.
+_MAY_BE_IGNORED: Final = (signal.SIGINT, signal.SIGHUP)
+# `timeout` and some schedulers send one request twice; a person who means "now" takes longer than this.
+_SAME_REQUEST_SECONDS: Final = 2.0
+
+
+class Insistence:
+    """Whether somebody who was heard asks again."""
+
+    def __init__(self) -> None:
+        self._meant_at: float | None = None
+
+    def again(self, now: float, *, is_notice: bool) -> bool:
+        """Count a request. Notices never insist, and what follows them is the first that is meant."""
+        if is_notice:
+            return False
+        if self._meant_at is None:
+            self._meant_at = now
+        return now - self._meant_at > _SAME_REQUEST_SECONDS
+
+
+def handled() -> list[signal.Signals]:
+    """All but those that whoever started this process has ignored for good reason."""
+    return [
+        number for number in SIGNALS if number not in _MAY_BE_IGNORED or signal.getsignal(number) is not signal.SIG_IGN
+    ]
+
+
+def put_back(handlers: Mapping[signal.Signals, Any]) -> None:
+    """Give signals the handlers that they had."""
+    for number, handler in handlers.items():
+        signal.signal(number, handler if handler is not None else signal.SIG_DFL)  # None: not set from Python
+
+
+@contextmanager
+def ending_in_good_order() -> Iterator[None]:
+    """SIGTERM ends a command with 143 as it always does, but not before what lies half-written is removed on the way
+    out.
+    """
+
+    def end(number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+Verdict = Literal["noted", "nothing to save", "now", "known"]
+
+
+class StopRequest:
+    """Whether this process was asked to stop, and by which signal."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.RLock()  # a handler may run in the thread that holds it
+        self._phase: Literal["before", "training", "over", "failed"] = "before"
+        self._insistence = Insistence()
+        self._number: int | None = None
+        self._when_asked: Callable[[], None] | None = None
+
+    @property
+    def signal(self) -> str:
+        """Name of the first signal, ``SIGTERM``; empty when nobody asked."""
+        return signal.Signals(self._number).name if self._number is not None else ""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has stopped and saved, so that nothing is lost by ending at once."""
+        return self._phase == "over"
+
+    def receive(self, number: int) -> Verdict:
+        """Note a signal, and say what it means."""
+        now = self._clock()
+        with self._lock:
+            again = self._insistence.again(now, is_notice=number in NOTICES)
+            if self._number is None:
+                self._number = number
+                if self._when_asked is not None:
+                    self._when_asked()
+                return "nothing to save" if self._phase == "before" else "noted"
+            return "now" if again else "known"
+
+    def when_asked(self, work: Callable[[], None] | None) -> None:
+        """Have `work` done at the first signal, in the thread that sees it; at once if there was one."""
+        with self._lock:
+            self._when_asked = work
+            if self._number is not None and work is not None:
+                work()
+
+    def training_begins(self) -> None:
+        """From here on requests are honoured between two steps; all ranks say this before any of them takes a step."""
+        with self._lock:
+            self._phase = "training"
+
+    def training_is_over(self) -> None:
+        """Everything is saved: a request that still comes changes nothing."""
+        with self._lock:
+            self._phase = "over"
+
+    def run_has_failed(self) -> None:
+        """There is nothing to stop any more: who asks now is a launcher that ends what is left of the job."""
+        with self._lock:
+            self._phase = "failed"
+
+    def listen(self) -> None:
+        """Read requests from now to the end of this process, which is a rank and nothing else. Main thread only."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in handled():
+            signal.signal(number, lambda number, frame: None)  # the thread sees it
+        _leave_children_alone()
+        threading.Thread(target=self._attend, args=(reader,), name="stop-requests", daemon=True).start()
+
+    def _attend(self, reader: int) -> None:
+        while True:
+            for number in os.read(reader, 64):
+                if number in SIGNALS:
+                    self._act(number)
+
+    def _act(self, number: int) -> None:
+        with self._lock:  # so that nobody goes on to train when the decision to end has been made
+            verdict, name = self.receive(number), signal.Signals(number).name
+            if verdict == "nothing to save":
+                _end(EXIT_STOPPED, f"{name}: stopped before the first step: nothing new to save [stopped]")
+            if verdict == "now":
+                _end(EXIT_STOPPED if self.is_over else 128 + number, f"{name} again: ending at once [stopped-at-once]")
+        if verdict == "noted" and not self.is_over and os.environ.get("LOCAL_RANK", "0") == "0":
+            announce(f"{name}: stopping after a step that all ranks agree on; once more ends at once")
+
+    @contextmanager
+    def handling(self) -> Iterator[None]:
+        """Handle requests during the block, and put back the handlers that were there. Elsewhere than in the main
+        thread, which alone may do so, nothing is handled. A request that means now is left to the former handlers."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in handled()}
+
+        def handle(number: int, _frame: FrameType | None) -> None:
+            if self.receive(number) == "now":
+                put_back(before)
+                signal.raise_signal(number)
+
+        for number in before:
+            signal.signal(number, handle)
+        try:
+            yield
+        finally:
+            put_back(before)
+
+
+def announce(line: str) -> None:
+    """Write a line to stderr past Python's buffers, which another thread may hold."""
+    with suppress(OSError):
+        os.write(2, f"{line}\n".encode())
+
+
+def _end(code: int, line: str) -> NoReturn:
+    announce(f"{_rank()}{line}")
+    os._exit(code)
+
+
+def _rank() -> str:
+    return f"rank {os.environ.get('RANK', '0')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+
+
+_held = threading.local()
+
+
+@cache  # hooks stay: twice, the second would take the first one's mask for the one to put back
+def _leave_children_alone() -> None:
+    os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_be_no_rank)
+
+
+def _hold() -> None:
+    """Before a fork: a signal to the child waits until the child is no rank any more."""
+    _held.before = signal.pthread_sigmask(signal.SIG_BLOCK, handled())
+
+
+def _let_go() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _held.before)
+
+
+def _be_no_rank() -> None:
+    """After a fork: the child shares the pipe, and a signal to it must not be taken for one to the rank."""
+    signal.set_wakeup_fd(-1)
+    for number in handled():
+        # Requests to a whole process group are the rank's to answer. SIGTERM stays: `multiprocessing` ends children
+        # with it.
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
+    _let_go()
