@@ -245,7 +245,7 @@ def _render(arguments: argparse.Namespace) -> int:
 
 def _missing_targets(plan: Plan, source: Source) -> list[Problem]:
     """What `check` warns of as well: code that is nowhere here."""
-    from framework.commands.verdict import missing_targets
+    from framework.commands.target_search import missing_targets
 
     return [source.locate(problem) for problem in missing_targets(plan.config)]
 

@@ -6,17 +6,11 @@ takes (`benchmarks/check_speed.py`): they are imported where they are used.
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-import framework
-from framework.config.base import Target
-from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, Problem, UsageError
 from framework.text.document import YAML_ENDINGS, Document, read_text
 
@@ -25,73 +19,6 @@ if TYPE_CHECKING:
     from framework.dslint.readers import Reader
     from framework.plan.cluster import Cluster
     from framework.text.hjson import HjsonDocument
-
-# Looks for the modules that a run config names, without importing anything: `check` executes nobody's code. What is
-# not found is a warning: the machine that trains may have it. Only what names its place for sure is said; a package
-# that computes its contents when it is imported is believed.
-
-
-# Come with the train extra, which a laptop need not have.
-_OF_TRAINING: Final = frozenset({"torch", "torchvision", "deepspeed", "numpy", "sklearn", "PIL"})
-_ENDINGS: Final = tuple(importlib.machinery.all_suffixes())
-
-
-def missing_targets(config: RunConfig) -> Iterator[Problem]:
-    """A warning for each target whose module is nowhere that train.py would look."""
-    for name in type(config).model_fields:
-        section = getattr(config, name)
-        target = getattr(section, "target", None) if isinstance(section, Target) else None
-        missing = _missing_module(target.partition(":")[0]) if isinstance(target, str) else None
-        if missing is not None:
-            yield Problem(
-                kind="target-not-found",
-                key=f"{name}.target",
-                value=target,
-                severity="warning",
-                reason=f"there is no module {missing} here",
-                fix=f"check the spelling, or start where {missing.partition('.')[0]} can be imported",
-            )
-
-
-def _missing_module(module: str) -> str | None:
-    """The first part of a dotted name that is nowhere; None where all of it is found, or nobody can tell."""
-    parts = module.split(".")
-    if parts[0] in _OF_TRAINING:
-        return None
-    try:
-        spec = _find_top(parts[0])
-    except (ImportError, ValueError, AttributeError):  # a finder of somebody's own, or a module without a spec
-        return None
-    if spec is None:
-        return parts[0]
-    places = None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
-    for depth, part in enumerate(parts[1:], start=2):
-        if places is None:
-            return ".".join(parts[:depth])  # inside of a single file
-        if not any(Path(place).is_dir() for place in places):
-            return None  # in an archive, or made up by a finder
-        found = _inside(places, part)
-        if found is None:
-            return ".".join(parts[:depth])
-        places = found or None
-    return None
-
-
-def _find_top(name: str) -> importlib.machinery.ModuleSpec | None:
-    """Of a name without dots, finding imports nothing. train.py looks in its own folder and in the current one
-    first.
-    """
-    own = str(Path(framework.__file__).parents[1])
-    spec = importlib.machinery.PathFinder.find_spec(name, [os.getcwd(), own])
-    return spec or importlib.util.find_spec(name)
-
-
-def _inside(places: Sequence[str], part: str) -> list[str] | None:
-    """Folders of a package in another one, none for a single file; None where it is neither."""
-    folders = [str(path) for place in places if (path := Path(place, part)).is_dir()]
-    if folders:
-        return folders
-    return [] if any(Path(place, part + ending).is_file() for place in places for ending in _ENDINGS) else None
 
 
 @dataclass(frozen=True)
@@ -198,6 +125,7 @@ def check_document(document: HjsonDocument, against: CheckContext) -> Verdict:
 
 
 def _check_run_config(file: str, overrides: Sequence[str], against: CheckContext, text: str) -> Verdict:
+    from framework.commands.target_search import missing_targets
     from framework.config.load import Source, load_with_source
     from framework.dslint.judge import assumption, foreign_problem, judge_passed_alone, judge_rendered
     from framework.plan.plan import default_cluster

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from framework.commands.verdict import missing_targets
+from framework.commands.target_search import missing_targets
 from framework.config.load import config_from_values
 
 BREAKS = "raise SystemExit('check must not import')\n"
