@@ -244,7 +244,7 @@ def _render(arguments: argparse.Namespace) -> int:
 
 
 def _missing_targets(plan: Plan, source: Source) -> list[Problem]:
-    """What `check` warns of as well: code that is nowhere here."""
+    """Find modules that a config names and that are nowhere here, as `check` does."""
     from framework.commands.target_search import missing_targets
 
     return [source.locate(problem) for problem in missing_targets(plan.config)]

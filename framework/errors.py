@@ -107,7 +107,7 @@ class Problem:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Problem:
-        """What `to_dict` made, in another process; what is not an attribute is passed over.
+        """Build a problem from the result of `to_dict`, made in another process; unknown keys are skipped.
 
         Raises:
             TypeError: kind or reason is missing.

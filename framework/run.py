@@ -298,7 +298,7 @@ def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint |
 
 
 def _report_resume(start: SavedCheckpoint | None, plan: Plan, folder: RunFolder) -> None:
-    """Where the run starts from, and what is not as it was there."""
+    """Print the checkpoint that the run starts from, and what is not as it was there."""
     if plan.config.checkpoint.resume == "auto":
         print_line(
             f"resume: auto: {f'from {start.path}' if start else f'no checkpoint in {folder.path}, starting afresh'}"

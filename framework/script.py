@@ -1,4 +1,4 @@
-"""What train.py does on every rank: reads its command line, trains, and turns every end into an exit code.
+"""Entry of train.py on every rank: reads its command line, trains, and turns every end into an exit code.
 
 Torch is imported when everything has been checked that can be without it, and requests to stop are heard before that.
 """

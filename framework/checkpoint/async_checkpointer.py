@@ -111,7 +111,7 @@ class AsyncCheckpointer(Checkpointer):
         self._written = dict(self._engine.save(self._folder / SAVING, tag, state, open_file=self._staged.open) or {})
 
     def _order(self, tag: str, ticket: str, stated: Mapping[str, Any]) -> dict[str, Any]:
-        """What the writer is to do; rank 0's publishes as well. The ticket tells this save from all others."""
+        """Build the writer's order; rank 0's publishes as well. The ticket tells this save from all others."""
         root = self._folder / SAVING / tag
         files = [(file.path.relative_to(root).as_posix(), file.offset, file.num_bytes) for file in self._staged.files]
         written = {name: asdict(record) for name, record in self._written.items()}
@@ -166,8 +166,8 @@ class AsyncCheckpointer(Checkpointer):
             self._report(step, failure, is_reported=is_reported, is_final=is_final)
 
     def _await_all(self, state: State, found: Callable[[], Any], *, is_mine: bool = True) -> list[Any]:
-        """What every rank has found when no writer is in this state any more; a rank whose writer cannot be waits for
-        the others.
+        """Wait until no writer is in this state any more, and return the findings of every rank; a rank whose writer
+        cannot be waits for the others.
 
         They meet every few seconds: a disk may take longer than ranks wait for each other in a collective.
         """
@@ -186,7 +186,7 @@ class AsyncCheckpointer(Checkpointer):
                 self._writer.send(word=GIVE_UP if failure else ALL_WRITTEN, failure=failure)
 
     def _conclusion(self, failure: str) -> tuple[str, bool]:
-        """What failed, and whether rank 0's writer has said it; as rank 0 knows it."""
+        """Return the failure, and whether rank 0's writer has logged it; as rank 0 knows it."""
         if self._state == "published":  # all files were there: a writer that died before it said so has done its part
             return "", False
         return failure or self._failure, self._state == "failed"

@@ -125,7 +125,7 @@ class Checkpointer:
         """Let go of everything. Not collective: also called on a rank that has failed."""
 
     def _stated(self, state: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:
-        """What the manifest says beside its files."""
+        """Describe the run for the manifest, beside its files."""
         # JSON knows no NaN and no infinity.
         measured = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -1,4 +1,4 @@
-"""How a checkpoint whose files are written gets its name: described, flushed, renamed, and `latest` pointed at it.
+"""Commit of a checkpoint whose files are written: described, flushed, renamed, and `latest` pointed at it.
 
 It is done by rank 0, or by the process that writes for it, so nothing here knows of engines or of other ranks.
 """
@@ -88,7 +88,7 @@ def publish(
 
 
 def _all_records(written: Path, records: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
-    """What the ranks wrote, and what DeepSpeed put there by itself."""
+    """Collect the records of what the ranks wrote, and of what DeepSpeed put there by itself."""
     for name, record in records.items():
         _refuse_unseen(written, name, record)
     found = dict(records)
@@ -101,9 +101,7 @@ def _all_records(written: Path, records: Mapping[str, FileRecord]) -> dict[str, 
 
 
 def _refuse_unseen(written: Path, name: str, record: FileRecord) -> None:
-    """Where a host has a disk of its own under the run folder's path, its ranks write, and rank 0 sees nothing of
-    it.
-    """
+    """Refuse a run folder on a disk that each host has for itself: its ranks write, and rank 0 sees nothing of it."""
     try:
         num_bytes = (written / name).lstat().st_size
     except FileNotFoundError:

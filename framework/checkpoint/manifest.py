@@ -173,7 +173,9 @@ def _is_record(record: Any) -> bool:
 
 
 def _is_inside(name: str) -> bool:
-    """Whoever seals a manifest anew must not point it at files elsewhere."""
+    """Check that a name stays inside the checkpoint: a manifest that somebody sealed anew must not point at files
+    elsewhere.
+    """
     path = Path(name)
     return "\0" not in name and not path.is_absolute() and ".." not in path.parts
 
@@ -212,7 +214,7 @@ class SavedCheckpoint:
 
     @property
     def versions(self) -> Mapping[str, Any]:
-        """Which releases wrote it, by package; empty where nobody knows. Older ones noted the project under its former
+        """Releases that wrote it, by package; empty where unknown. Older ones noted the project under its former
         name.
         """
         found = self.manifest.get("versions")
@@ -221,7 +223,7 @@ class SavedCheckpoint:
         return {"dsf-trainer" if name == _FORMER_NAME else name: version for name, version in found.items()}
 
     def damage(self) -> list[str]:
-        """What is not as it was written, a line for each file; reads every byte.
+        """Find files that are not as they were written, a line for each; reads every byte.
 
         Nothing of a checkpoint is deserialised before this has found nothing: a flipped bit would load silently, and a
         file that somebody put in its place could run code. Without a manifest only links and the like can be told.

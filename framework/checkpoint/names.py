@@ -1,5 +1,5 @@
-"""What checkpoints and their files are called, in a run folder's ``checkpoints`` and in each of them; the only place
-that knows it.
+"""Names of checkpoints and of their files, in a run folder's ``checkpoints`` and in each of them; the only place that
+knows them.
 
 <run>/checkpoints/latest                     the newest tag
 <run>/checkpoints/global_step10/             a checkpoint: DeepSpeed's files, and manifest.json
@@ -44,17 +44,17 @@ def tag_of(step: int) -> str:
 
 
 def replaced_names(tag: str) -> list[str]:
-    """What a checkpoint may be called when it is set aside: the first of these that is free."""
+    """Yield the names that a checkpoint may get when it is set aside: the first of these that is free is taken."""
     return [f"{tag}.replaced{suffix}" for suffix in ("", *(f"-{number}" for number in range(1, 1000)))]
 
 
 def layer_file(number: int) -> str:
-    """Where DeepSpeed writes the weights of a pipeline's layer."""
+    """Return the file that holds the weights of a pipeline's layer."""
     return f"layer_{number:02d}-model_states.pt"
 
 
 def model_file_of(rank: int) -> str:
-    """Where a rank writes what it computes with, at stage 3."""
+    """Return the file of a rank's model states at stage 3."""
     return f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
 
 
@@ -69,7 +69,9 @@ def holders(path: Path) -> tuple[Path, Path]:
 
 
 def latest_tag(folder: Path) -> str:
-    """What `latest` in a ``checkpoints`` folder says; empty where there is none, or it is not given out."""
+    """Read the tag in the file `latest` of a ``checkpoints`` folder; empty where there is none, or it cannot be
+    read.
+    """
     try:
         return (read_regular(folder / LATEST, num_bytes=_LONGEST_TAG) or b"").decode("utf-8", errors="replace").strip()
     except OSError:
@@ -93,7 +95,7 @@ def named_folders(folder: Path) -> list[tuple[int, Path]]:
 
 
 def replaced_folders(folder: Path) -> list[Path]:
-    """What was set aside, in a ``checkpoints`` folder, by name.
+    """List the folders that were set aside in a ``checkpoints`` folder, by name.
 
     Raises:
         OSError: the folder is there and does not answer.

@@ -1,4 +1,4 @@
-"""Which runs may go on from a checkpoint: those whose arithmetic is the same."""
+"""Runs that may go on from a checkpoint: those whose arithmetic is the same."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def rule_of(key: str) -> Rule:
 
 
 def must_not_differ(key: str, *, saved: Mapping[str, object], now: Mapping[str, object]) -> bool:
-    """Whether a difference between two flat configs is one that no run may go on with."""
+    """Check whether a difference between two flat configs is one that no run may go on with."""
     if key == COMPARED_BY_LAYOUT or (key.startswith(_OF_ONE_KIND) and not (key in saved and key in now)):
         return False
     return rule_of(key) == "refused"
@@ -264,7 +264,8 @@ def check_reachable(checkpoint: SavedCheckpoint, *, total_steps: int) -> None:
 
 
 def describe_changes(checkpoint: SavedCheckpoint, *, config: Mapping[str, Any]) -> list[str]:
-    """What has changed since the save and holds from now on, as ``key: before -> now``; and what becomes of an average.
+    """Describe the changes since the save that hold from now on, as ``key: before -> now``; and what becomes of an
+    average.
 
     Args:
         checkpoint: what is resumed from, which `check_resumable` let pass.
@@ -290,7 +291,9 @@ def describe_changes(checkpoint: SavedCheckpoint, *, config: Mapping[str, Any]) 
 
 
 def describe_versions(checkpoint: SavedCheckpoint, *, versions: Mapping[str, str | None]) -> str:
-    """Which releases wrote it, where they are not those that go on; empty where they are the same, or nobody knows."""
+    """Describe the releases that wrote a checkpoint, where they are not those that go on; empty where they are the
+    same, or unknown.
+    """
     saved = checkpoint.versions
     changed = [name for name in _VERSIONS if saved.get(name) and saved[name] != versions.get(name)]
     return ", ".join(f"{name} {saved[name]} -> {versions.get(name)}" for name in changed)
@@ -311,7 +314,7 @@ _NOT_IN_NVME_FILES: Final = frozenset({"nvme_path", "pin_memory", "pipeline_read
 
 
 def needs_resharding(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint lies on disk in another way than this run would write it.
+    """Check whether a checkpoint lies on disk in another way than this run would write it.
 
     Args:
         checkpoint: what is resumed from.
@@ -321,9 +324,7 @@ def needs_resharding(checkpoint: SavedCheckpoint, *, description: Mapping[str, A
 
 
 def describe_resharding(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]) -> str:
-    """What is different in the layout, as ``key: before -> now``; of a checkpoint without a manifest, which layout it
-    has.
-    """
+    """Describe the differences in layout, as ``key: before -> now``; of a checkpoint without a manifest, its layout."""
     before, now = _arrangement(checkpoint.manifest), _arrangement(description)
     if not checkpoint.verified:
         return f"{before['ranks']} ranks, ZeRO {before['zero.stage']}, {before['precision.dtype']}"
@@ -365,7 +366,7 @@ def check_movable(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]
 
 
 def _arrangement(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides which numbers lie in which file of DeepSpeed's."""
+    """Return what decides which numbers lie in which file of DeepSpeed's."""
     layout, config = manifest["layout"], completed(manifest["config"])
     bounds = (manifest.get("pipeline") or {}).get("bounds")
     return {

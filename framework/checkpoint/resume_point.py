@@ -1,4 +1,6 @@
-"""Which checkpoint a run, or a command, starts from: the one that was named, or the newest that is sound."""
+"""Resume point: the checkpoint that a run, or a command, starts from; the one that was named, or the newest that is
+sound.
+"""
 
 from __future__ import annotations
 
@@ -245,7 +247,7 @@ def _not_found(resume: str) -> ConfigError:
 
 
 def _bearing_a_name(path: Path) -> list[Path]:
-    """What would be a checkpoint by its name: the path itself, or folders in it, the oldest first."""
+    """Find checkpoints by name: the path itself, or folders in it, the oldest first."""
     if (TAG.match(path.name) or REPLACED.match(path.name)) and path.exists():
         return [path]
     return [found for folder in reversed(holders(path)) for _, found in named_folders(folder)]

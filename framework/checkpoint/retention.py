@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are kept."""
+"""Retention of a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from framework.checkpoint.manifest import SavedCheckpoint
 
 @dataclass(frozen=True)
 class Retention:
-    """What is never deleted.
+    """Rules for checkpoints that are never deleted.
 
     Attributes:
         last: the newest so many.
@@ -28,7 +28,7 @@ class Retention:
     best_is: Literal["max", "min"] = "max"
 
     def superfluous(self, checkpoints: Sequence[SavedCheckpoint], *, newest: int) -> list[SavedCheckpoint]:
-        """What may be deleted of the checkpoints up to the newest step; later ones belong to another past of the run.
+        """List the checkpoints up to the newest step that may be deleted; later ones belong to another past of the run.
 
         Args:
             checkpoints: oldest first.
@@ -53,9 +53,7 @@ class Retention:
         return max(known, key=lambda entry: (sign * entry[0], entry[1]))[2] if known else None
 
     def describe_absence(self, checkpoints: Sequence[SavedCheckpoint], *, newest: int) -> str:
-        """What there is to say at the first save of a run, where the metric was not measured at its step; else
-        nothing.
-        """
+        """Describe, at the first save of a run, a metric that was not measured at its step; else empty."""
         own = [checkpoint for checkpoint in checkpoints if checkpoint.step <= newest]
         if self.best is None or len(own) != 1 or self.best_of(own) is not None:
             return ""

@@ -1,4 +1,4 @@
-"""Where the bytes of a checkpoint's files go while they are written: to disk (`NewFile`), or first to memory
+"""Destinations of the bytes of a checkpoint's files while they are written: disk (`NewFile`), or first memory
 (`StagedFiles`).
 """
 
@@ -18,7 +18,7 @@ from framework.system.limits import room
 
 
 class SaveStream(Protocol):
-    """What a file of a checkpoint is written to: the methods that `torch.save` calls, and two ways to end."""
+    """Stream that a file of a checkpoint is written to: the methods that `torch.save` calls, and two ways to end."""
 
     def write(self, data: bytes | memoryview, /) -> int:
         """Append; returns the number of bytes."""
@@ -86,7 +86,7 @@ class StagedFiles:
 
     @property
     def num_bytes(self) -> int:
-        """What the files need, with the room between them."""
+        """Size of the files, with the room between them."""
         return self._used
 
     def append(self, data: bytes | memoryview) -> int:
@@ -165,7 +165,7 @@ def _take(descriptor: int, start: int, stop: int) -> None:
 
 
 class _Stream:
-    """What `torch.save` writes one file to."""
+    """Stream that `torch.save` writes one file to."""
 
     def __init__(self, staged: StagedFiles, path: Path) -> None:
         self._staged, self._path, self._offset = staged, path, staged.num_bytes

@@ -33,7 +33,7 @@ SAFE_TAG: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 
 @dataclass(frozen=True)
 class RawNames:
-    """What the names of DeepSpeed's files say.
+    """Facts in the names of DeepSpeed's files.
 
     Attributes:
         ranks: that wrote optimizer state or spread weights; None at stage 0, where one file serves any number.

@@ -1,4 +1,4 @@
-"""Whether files are as they were written: all of them read in threads, by one process."""
+"""Verification of files, all of them read in threads, by one process."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class Verification:
         self._lines: list[Future[str]] = [self._threads.submit(self._compare, *record) for record in records.items()]
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Whether all of it is done, within so many seconds."""
+        """Check whether all of it is done, within so many seconds."""
         return not wait(self._lines, timeout=seconds).not_done
 
     @property
     def done_bytes(self) -> int:
-        """How much of it has been read."""
+        """Number of bytes that have been read."""
         return sum(list(self._done.values()))
 
     def damage(self) -> list[str]:
-        """What is not as it was written, a line for each file."""
+        """Find files that are not as they were written, a line for each."""
         return [stated for line in self._lines if (stated := line.result())]
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ class SharedVerification:
             self.verify(checkpoint)
 
     def verify(self, checkpoint: SavedCheckpoint, *, on_every_host: bool = False) -> list[str]:
-        """What is not as it was written, on every rank. Collective.
+        """Verify a checkpoint, and return the damage on every rank. Collective.
 
         With `on_every_host` the ranks of each host read all of it among them: hosts may have a disk of their own there.
         """

@@ -20,7 +20,7 @@ FindCluster = Callable[[argparse.Namespace], Cluster | None]
 
 
 def add_options(check: argparse.ArgumentParser) -> None:
-    """What `check` takes beside the cluster."""
+    """Add the options that `check` takes beside the cluster."""
     check.add_argument(
         "words",
         nargs="+",

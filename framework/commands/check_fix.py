@@ -49,7 +49,7 @@ def fix_file(file: str, *, release: str | None = None) -> str:
 
 
 def _fixed_passed_keys(text: str, path: Path, *, name: str, release: str | None) -> str:
-    """What stands under `deepspeed:`, mended as DeepSpeed JSON is, as far as no typed section decides the result."""
+    """Fix the keys under `deepspeed:` as those of DeepSpeed JSON, as far as no typed section decides the result."""
     for _ in range(_MOST_EDITS):
         value = document_of(text, path, name=name).value
         passed = value.get(_SECTION) if isinstance(value, dict) else None

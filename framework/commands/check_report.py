@@ -1,4 +1,4 @@
-"""How verdicts are printed: for people, for tools, and for GitHub."""
+"""Output of verdicts: for people, for tools, and for GitHub."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def _is_of_transformers(built: Any) -> bool:
 
 
 def _wrong(names: Any, stored: Collection[str]) -> str:
-    """What keeps the names from being used; nothing where they can be."""
+    """Describe what keeps the names from being used; empty where they can be."""
     if not isinstance(names, Mapping) or not all(isinstance(name, str) for pair in names.items() for name in pair):
         return "does not return a dict of text to text: its architecture has no counterpart, or it is not one"
     if missing := [name for name in stored if name not in names]:
@@ -292,8 +292,8 @@ def _appearing_whole(out: Path) -> Iterator[Path]:
 
 
 def _clear_left_over(out: Path) -> None:
-    """What exports to OUT by processes of this host left that are gone; an earlier export that one had set aside comes
-    back.
+    """Remove files in OUT that ended exports of this host left; an earlier export that one had set aside is
+    restored.
     """
     pattern = re.compile(rf"\.{re.escape(out.name)}\.{re.escape(socket.gethostname())}\.(\d+)\.(tmp|earlier)")
     with contextlib.suppress(OSError):  # another user's, or a file system that cannot be written: the export will tell

@@ -187,7 +187,9 @@ def find_gpt(path: str, *, allow_unverified: bool = False) -> SavedCheckpoint:
 
 
 def _config_of(checkpoint: SavedCheckpoint, file: str | None) -> RunConfig:
-    """What names model and tokenizer: the manifest; where there is none, a run config that the user gives."""
+    """Read the config that names model and tokenizer: the manifest's, or without one a run config that the user
+    gives.
+    """
     if checkpoint.verified:
         config = _config_in(checkpoint)
     elif file is None:

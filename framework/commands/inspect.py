@@ -71,7 +71,7 @@ def run_inspect(source: str, *, as_json: bool, verify: bool, allow_unverified: b
 
 
 def _described(source: Path, *, as_json: bool, verify: bool, allow_unverified: bool) -> tuple[str, bool]:
-    """What there is to say, and whether all of it is sound."""
+    """Describe a checkpoint, and whether all of it is sound."""
     paths = _checkpoints_at(source)
     if not paths:
         return _raw(source, as_json=as_json, allowed=allow_unverified)
@@ -83,7 +83,7 @@ def _described(source: Path, *, as_json: bool, verify: bool, allow_unverified: b
 
 
 def _raw(path: Path, *, as_json: bool, allowed: bool) -> tuple[str, bool]:
-    """What the names of the files say; nothing of them is read."""
+    """Describe a checkpoint by the names of its files; nothing of them is read."""
     folder = find_raw(path)
     assert folder is not None
     if not allowed:
@@ -195,7 +195,9 @@ def _rows(checkpoint: SavedCheckpoint) -> dict[str, str]:
 
 
 def _name_of(section: Mapping[str, Any]) -> str:
-    """What a section is of: of one's own code, its import path, or the type of what was handed over from Python."""
+    """Return the name of a section's object: of one's own code its import path, or the type of what was handed over
+    from Python.
+    """
     return next(str(section[key]) for key in ("kind", "target", "object") if section.get(key))
 
 
@@ -238,19 +240,19 @@ def _optimizer(optimizer: Mapping[str, Any]) -> str:
 
 
 def _metrics(manifest: Mapping[str, Any]) -> str:
-    """What tells how good it is; what is not finite stands there as text, for which JSON has no number."""
+    """Return the metrics that rate a checkpoint; a value that is not finite is text, for which JSON has no number."""
     found = manifest.get("metrics", {})
     shown = (name for name in found if name == "train/loss" or name.startswith("eval/"))
     return ", ".join(f"{name} {float(found[name]):.4g}" for name in shown)
 
 
 def _average(ema: Mapping[str, Any] | None) -> str:
-    """Whether there is a moving average of the weights as well."""
+    """Check whether there is a moving average of the weights as well."""
     return f"of the weights, decay {ema['decay']:g}" if ema else ""
 
 
 def _versions(checkpoint: SavedCheckpoint) -> dict[str, str]:
-    """Those that decide whether it can be read."""
+    """Return the versions that decide whether a checkpoint can be read."""
     versions = checkpoint.versions
     return {name: versions[name] for name in ("dsf-trainer", "deepspeed", "torch", "python") if versions.get(name)}
 

@@ -29,7 +29,7 @@ _NEEDED: Final = ("torch", "deepspeed")
 
 @dataclass(frozen=True)
 class StageBalance:
-    """What is known of the stages before the run.
+    """Facts about the stages before the run.
 
     Attributes:
         lines: one per stage, for a person; empty where nothing is known.
@@ -43,7 +43,7 @@ class StageBalance:
 
 
 def find_stage_balance(plan: Plan, *, source: Source, longest_seconds: float = _LONGEST_SECONDS) -> StageBalance:
-    """Where the model of a plan would be cut, and what each stage weighs.
+    """Find the cut of a plan's model, and the weight of each stage.
 
     Raises:
         ConfigError: the model cannot be cut as described.

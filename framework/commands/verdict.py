@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CheckContext:
-    """What files are judged against.
+    """Context that files are judged against.
 
     Attributes:
         cluster: where they are to run; None: not said.
@@ -50,7 +50,7 @@ class CheckContext:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found in one file; `praise` is the line to print where nothing stops it."""
+    """Verdict on one file; `summary` is the line to print where nothing stops it."""
 
     file: str
     problems: tuple[Problem, ...]
@@ -58,7 +58,7 @@ class Verdict:
 
     @property
     def is_fine(self) -> bool:
-        """Whether nothing would stop it."""
+        """Check whether nothing would stop it."""
         return all(problem.severity != "error" for problem in self.problems)
 
 
@@ -152,7 +152,7 @@ def _check_run_config(file: str, overrides: Sequence[str], against: CheckContext
 
 
 def _errors_of_known(document: Document, overrides: Sequence[str], against: CheckContext) -> list[Problem]:
-    """What can be said beside the sections that cannot be read."""
+    """Find the errors of the sections that can be read, beside those that cannot."""
     from framework.config.load import load_known
     from framework.plan.partial import errors_of_known
 

@@ -1,4 +1,4 @@
-"""What all sections share: they are frozen, refuse unknown keys, and a `kind` names a factory with typed arguments.
+"""Base of all sections: they are frozen, refuse unknown keys, and a `kind` names a factory with typed arguments.
 
 The sentence under a field is its documentation: `Section.__get_pydantic_json_schema__` moves it into the JSON Schema.
 It reads the source only when a schema is asked for, because reading it at import would cost every `check` 60 ms.
@@ -171,7 +171,9 @@ class ModelKind(Kind):
     has_convolutions: ClassVar[bool] = False
 
     def num_layers_in_list(self) -> int:
-        """How many layers `framework.models.layers.as_layers` finds in it: what a pipeline can be cut into."""
+        """Count the layers that `framework.models.layers.as_layers` finds in the model: what a pipeline can be cut
+        into.
+        """
         raise NotImplementedError
 
 

@@ -15,7 +15,7 @@ BYTE_VOCAB_SIZE: Final = 261
 
 @dataclass(frozen=True)
 class ImageShape:
-    """What a batch of images looks like: (batch, channels, size, size), labels in [0, num_classes).
+    """Shape of a batch of images: (batch, channels, size, size), labels in [0, num_classes).
 
     `num_classes` is None where only the files know.
     """
@@ -26,7 +26,7 @@ class ImageShape:
 
 
 class Loader(Section):
-    """How batches are fetched; the same for every dataset."""
+    """Options for fetching batches; the same for every dataset."""
 
     shuffle: bool = True
     """Draw a new order of the training samples every epoch, from (run.seed, epoch)."""
@@ -53,7 +53,7 @@ class _Dataset(Kind, Loader):
         return None
 
     def has_random_samples(self) -> bool:
-        """Whether reading the same sample twice may give different tensors (augmentation)."""
+        """Check whether reading the same sample twice may give different tensors (augmentation)."""
         return bool(getattr(self, "augment", False))
 
 
@@ -211,7 +211,7 @@ class DataTarget(Target, Loader):
         return None
 
     def has_random_samples(self) -> bool:
-        """Whether reading the same sample twice may give different tensors."""
+        """Check whether reading the same sample twice may give different tensors."""
         return self.random_samples
 
 
@@ -232,7 +232,7 @@ class DataObject(Object, Loader):
         return None
 
     def has_random_samples(self) -> bool:
-        """Whether reading the same sample twice may give different tensors."""
+        """Check whether reading the same sample twice may give different tensors."""
         return self.random_samples
 
 

@@ -67,7 +67,7 @@ def explain(
 
 
 def numbers_for_text(error: ValidationError, model: type[BaseModel]) -> Iterator[KeyPath]:
-    """Where a number or a truth value stands and text belongs."""
+    """Find numbers and truth values where text belongs."""
     for details in error.errors(include_url=False):
         if details["type"] == "string_type" and isinstance(details["input"], (bool, int, float)):
             yield descend(details["loc"], model)[0]
@@ -160,7 +160,9 @@ def _unknown_key(path: KeyPath, value: Any, owner: Any, root: type[BaseModel]) -
 
 
 def homes_of(name: str, root: type[BaseModel]) -> Iterator[str]:
-    """Where a key of this name exists: ``section.key``, with the kinds that have it where not all do."""
+    """List the places where a key of this name exists: ``section.key``, with the kinds that have it where not all do.
+    ``section.key``, with the kinds that have it where not all do.
+    """
     for section, field in root.model_fields.items():
         members = members_of(field.annotation)
         having = [tag for tag, member in members.items() if name in member.model_fields]

@@ -62,7 +62,7 @@ def _good_edits(values: Mapping[str, Any]) -> Iterator[Edit]:
 
 
 def _spoils(edit: Edit, problem: KeyPath) -> bool:
-    """Whether a new problem speaks against the edit. What is wrong inside of a renamed section was wrong before,
+    """Check whether a new problem speaks against the edit. What is wrong inside of a renamed section was wrong before,
     unseen.
     """
     if isinstance(edit, Move):

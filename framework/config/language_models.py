@@ -96,7 +96,7 @@ BERT_SIZES: Final[Mapping[str, Size]] = MappingProxyType(
 
 
 class _LanguageModel(ModelKind):
-    """What every language model has. A field that is left out is what `size` says."""
+    """Base of all language models. A field that is left out is what `size` says."""
 
     sizes: ClassVar[Mapping[str, Size]]
     own_fields: ClassVar[frozenset[str]] = frozenset({"kind", "size"})
@@ -190,9 +190,7 @@ class BERT(_LanguageModel):
 
 
 def _scaled(size: Size, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the size says, with the two fields that follow another one that was written down keeping their ratio to
-    it.
-    """
+    """Return the values of the named size; two fields keep their ratio to another one that was written down."""
     scaled = dict(size)
     for name, base in (("mlp_size", "hidden_size"), ("num_kv_heads", "num_heads")):
         if name not in size:

@@ -25,7 +25,7 @@ _SETTING: Final = re.compile(r"([A-Za-z_][\w-]*(?:\.[A-Za-z_][\w-]*)*)=(.*)", re
 
 
 class Source:
-    """Where the values of a run came from, so that a problem found later can still name file and line."""
+    """Origin of the values of a run, so that a problem found later can still name file and line."""
 
     def __init__(self, document: Document | None = None) -> None:
         self._document = document or Document("")
@@ -35,7 +35,7 @@ class Source:
         """How numbers and truth values are written, where that is not how they would be shown."""
 
     def notes(self) -> list[Problem]:
-        """What is allowed, and seldom meant."""
+        """List what is allowed, and seldom intended."""
         if not self._document.name or not self._document.is_empty:
             return list(self._notes)
         return [
@@ -60,7 +60,7 @@ class Source:
         self.texts = kept | {(*path, *below): text for below, text in (texts or {}).items()}
 
     def is_override(self, path: KeyPath) -> bool:
-        """Whether the command line set this key itself, rather than a section around it."""
+        """Check whether the command line set this key itself, rather than a section around it."""
         return path in self._overridden
 
     def place(self, path: KeyPath) -> tuple[str, int, int]:

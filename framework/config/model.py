@@ -11,7 +11,7 @@ from framework.config.language_models import BERT, GPT
 
 
 class Classifier(ModelKind):
-    """What every image classifier has."""
+    """Base of all image classifiers."""
 
     layers_in_list: ClassVar[int]
 

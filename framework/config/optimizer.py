@@ -12,7 +12,7 @@ _Betas = Annotated[list[Annotated[float, Field(ge=0.0, lt=1.0)]], Field(min_leng
 
 
 class _Optimizer(Section):
-    """What every optimizer has."""
+    """Base of all optimizers."""
 
     gpu_only: ClassVar[bool] = False
 

@@ -87,7 +87,7 @@ class RunConfig(Section):
 
 
 def kind_of_default(section: str) -> dict[str, str]:
-    """What a section that is left out is, such as ``{"kind": "adamw"}``; empty where it has no kinds."""
+    """Return the default of a section that is left out, such as ``{"kind": "adamw"}``; empty where it has no kinds."""
     default = RunConfig.model_fields[section].default if section in RunConfig.model_fields else None
     return {key: value for key in TAG_KEYS if isinstance(value := getattr(default, key, None), str)}
 

@@ -33,7 +33,7 @@ def run_schema() -> dict[str, Any]:
 
 
 def _further_keys() -> dict[str, Any]:
-    """What may stand under `deepspeed:`: the subschemas of DeepSpeed's own schema, without what a typed section
+    """Return the schemas of keys under `deepspeed:`: those of DeepSpeed's own schema, without what a typed section
     decides.
     """
     theirs: dict[str, Any] = json.loads(_DEEPSPEED.read_text(encoding="utf-8"))["properties"]

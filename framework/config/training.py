@@ -31,7 +31,7 @@ class EMA(Section):
 
 
 class Training(Section):
-    """How long to train, and how steps are taken."""
+    """Length of the training, and options of its steps."""
 
     max_epochs: PositiveCount | None = None
     """Passes over the training data; left out together with max_steps: 1."""
@@ -108,7 +108,7 @@ class Checkpoint(Section):
 
 
 class Monitors(Section):
-    """Who is told about the metrics. `metrics.jsonl` is always written."""
+    """Destinations of the metrics. `metrics.jsonl` is always written."""
 
     tensorboard: bool = True
     """Event files under ``tensorboard/`` in the run folder."""
@@ -143,7 +143,7 @@ WORDS_OF_PATTERNS[_PARTITION] = (
 
 
 class Parallel(Section):
-    """How the model itself is spread over devices."""
+    """Parallelism of the model itself over devices."""
 
     pipe: PositiveCount = 1
     """Pipeline stages, each on a device of its own; every other device count is data parallel. 1: no pipeline."""

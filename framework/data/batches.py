@@ -1,4 +1,4 @@
-"""How samples become a batch."""
+"""Collation of samples into batches."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _look(values: list[Any], *, place: str) -> Problem | None:
 
 
 def _shape(value: Any) -> str:
-    """What must be the same in all samples."""
+    """Return what must be the same in all samples."""
     if isinstance(value, (Tensor, np.ndarray)):
         kind = "tensor" if isinstance(value, Tensor) else "array"
         of_objects = " of objects" if isinstance(value, np.ndarray) and value.dtype.kind not in "biufc" else ""
@@ -83,7 +83,7 @@ Collate = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """What `__getitems__` of a dataset here returns: a batch that needs no collating.
+    """Result of `__getitems__` of a dataset here: a batch that needs no collating.
 
     Attributes:
         fields: one tensor per field of a sample, each of shape (batch, ...).

@@ -64,7 +64,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Reading:
-    """How files are read.
+    """Options for reading files.
 
     Attributes:
         utf8: refuse what is not UTF-8, and cut long documents only where a byte-level BPE would cut as well.
@@ -80,7 +80,7 @@ class Reading:
 
 
 def is_json_lines(path: str, form: Format = "auto") -> bool:
-    """Whether a file is read as JSON lines."""
+    """Check whether a file is read as JSON lines."""
     return form == "jsonl" or (form == "auto" and Path(path).suffix.lower() in (".jsonl", ".ndjson"))
 
 

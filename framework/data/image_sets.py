@@ -175,7 +175,7 @@ def build(
 
 
 def _problems(folder: Path, *, root: str, sub_folders: dict[str, str]) -> Iterator[Problem]:
-    """What can be seen without listing the images."""
+    """Find problems that show without listing the images."""
     if not folder.is_dir():
         yield Problem("dataset-not-found", f"there is no folder {folder}", "name an existing folder", "data.root", root)
         return

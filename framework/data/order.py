@@ -1,4 +1,4 @@
-"""Which samples an optimizer step trains on: a pure function of (seed, epoch, step, rank), so any step can be resumed.
+"""Order of the samples: a pure function of (seed, epoch, step, rank), so any step can be resumed.
 
 An epoch is one permutation of the dataset. Its step s takes the next `global_size` samples of it, and data-parallel
 rank r an equal contiguous slice of those, cut into micro-batches. The samples of a step therefore do not depend on the
@@ -71,7 +71,7 @@ SampleKey = tuple[int, int]
 
 @dataclass(frozen=True)
 class Share:
-    """How a global batch is divided: global_size = micro_size x accumulation_steps x world_size, in samples.
+    """Share of a rank in a global batch: global_size = micro_size x accumulation_steps x world_size, in samples.
 
     `rank` and `world_size` are those of data parallelism. The equation is the plan's to guarantee.
     """

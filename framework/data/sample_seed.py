@@ -166,7 +166,7 @@ class SamplesWithoutExit(Dataset[Any]):
 
 
 def as_it_is(batch: Any) -> Any:
-    """What a `DataLoader` is given as `collate_fn` where the batches are made already."""
+    """Return a batch unchanged: the `collate_fn` of a `DataLoader` whose batches are made already."""
     return batch
 
 

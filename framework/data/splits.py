@@ -1,4 +1,6 @@
-"""What a dataset builder returns or a program hands over: a training set, and an evaluation set if there is one."""
+"""Result of a dataset builder, or data handed over by a program: a training set, and an evaluation set if there is
+one.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def given_splits(train_data: object, eval_data: object = None) -> Splits:
 
 @dataclass(frozen=True)
 class _Door:
-    """Where datasets came in, in the words for whoever brought them."""
+    """Entry that datasets came through, and the words for it in messages."""
 
     train_key: str
     eval_key: str

@@ -41,7 +41,7 @@ _PLACE, _LABEL, _SPLIT, _OTHER, _WHICH, _HOW, _REPLACEMENT = range(1, 8)
 
 @dataclass(frozen=True)
 class Segments:
-    """Where the two segments of every sample lie, (B,) int64 each: the first token and the number of tokens."""
+    """Positions of the two segments of every sample, (B,) int64 each: the first token and the number of tokens."""
 
     first_start: Ints
     first_length: Ints

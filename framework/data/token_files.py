@@ -1,4 +1,5 @@
-"""What a token folder says of itself, and what text datasets ask of one. Reads ``meta.json`` and sizes; needs no numpy.
+"""Contents of a token folder by its own files, and requirements of text datasets on one. Reads ``meta.json`` and sizes;
+needs no numpy.
 
 `framework.data.tokens` tells what the files are. Here stands what `check` and `plan` can know of them on a
 laptop.
@@ -58,7 +59,7 @@ class SpecialTokens(_Facts):
 
 
 class Meta(_Facts):
-    """What ``meta.json`` says."""
+    """Content of ``meta.json``."""
 
     # The second is the project's former name, in folders made before it changed.
     format: Literal["dsf-tokens", "dsframework-tokens"] = "dsf-tokens"

@@ -28,7 +28,7 @@ SMALLEST_BPE: Final = 256 + len(_NAMES)
 
 
 class Tokenizer(Protocol):
-    """What `prepare` and `generate` need of a tokenizer."""
+    """Interface of the tokenizers that `prepare` and `generate` use."""
 
     kind: str
     vocab_size: int

@@ -23,7 +23,7 @@ Offsets = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class MappedFrom:
-    """Where tokens are mapped from, so that another process maps the files itself and is sent no copy of them."""
+    """File that tokens are mapped from, so that another process maps it itself and is sent no copy of them."""
 
     numbers: Path
     offsets: Path
@@ -63,7 +63,7 @@ class Corpus:
     special: SpecialTokens
 
     def parts(self) -> Iterator[tuple[PartName, Tokens]]:
-        """What there is, by name."""
+        """List the parts by name."""
         yield "train", self.train
         if self.evaluation is not None:
             yield "eval", self.evaluation
@@ -92,7 +92,7 @@ class EvaluationShare:
         self._bytes_taken = self._bytes_seen = 0
 
     def takes(self, num_bytes: int) -> bool:
-        """Whether the next document, of this size, is for evaluation."""
+        """Check whether the next document, of this size, is for evaluation."""
         if num_bytes == 0:
             return False
         self._num_seen += 1
@@ -105,7 +105,7 @@ class EvaluationShare:
         return takes
 
     def tokens_to_move(self, num_train: int, num_evaluation: int) -> int:
-        """How many tokens from the end of training evaluation lacks; 0 where it has at least half of what is its
+        """Count the tokens from the end of training that evaluation lacks; 0 where it has at least half of what is its
         due.
         """
         due = round(self._fraction * (num_train + num_evaluation))

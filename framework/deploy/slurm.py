@@ -89,7 +89,7 @@ fi
 
 @dataclass(frozen=True)
 class SlurmRequest:
-    """What was asked of ``launch slurm``.
+    """Request of ``launch slurm``.
 
     Attributes:
         config: path of the run config, from the folder where `sbatch` is called.

@@ -71,7 +71,7 @@ class DoctorOptions:
 
     @property
     def addresses(self) -> list[str]:
-        """What the others call each host."""
+        """Address of each host as the others call it."""
         found = [address_of(item.host.name, ssh_args=shlex.join(self.ssh_args)) for item in self.chosen]
         return [self.master_addr, *found[1:]] if self.master_addr else found
 

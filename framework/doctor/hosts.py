@@ -120,12 +120,16 @@ def member_command(host: Host, *, ssh_args: Sequence[str] = ()) -> list[str]:
 
 
 def variables() -> dict[str, str]:
-    """What `launch` gives to the hosts, of the environment here; sent over stdin, where nobody sees it."""
+    """Return the variables of the environment here that `launch` gives to the hosts; sent over stdin, where nobody sees
+    them.
+    """
     return passed_on(os.environ, exports=())
 
 
 def each_of(remotes: Sequence[Remote], do: Callable[[Remote], Any]) -> list[Any]:
-    """What `do` returns for each, all at the same time; the first exception is raised after all have ended."""
+    """Return the results of `do` for each host, all run at the same time; the first exception is raised after all have
+    ended.
+    """
     with ThreadPoolExecutor(max_workers=max(1, min(64, len(remotes)))) as pool:
         return list(pool.map(do, remotes))
 
@@ -140,7 +144,7 @@ Start = Callable[[Host], Sequence[str]]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is looked for on all hosts."""
+    """Subject of the examination of all hosts."""
 
     need: Need
     config: str | None
@@ -238,8 +242,8 @@ def _between(remotes: Sequence[Remote], asked: Wanted) -> Iterator[Check]:
 
 
 def _network(remotes: Sequence[Remote], asked: Wanted, token: str) -> Check:
-    """Who reaches whom: everybody the port of node 0, and each other at a port that the system chose, as NCCL and gloo
-    do.
+    """Check the network: every host reaches the port of node 0, and each other at a port that the system chose, as NCCL
+    and gloo do.
     """
     of_node_0 = [asked.port, asked.port + 1]  # of ranks, and of the agents that `launch` starts
     wanted = {remote: [0, *of_node_0] if remote is remotes[0] else [0] for remote in remotes}

@@ -18,7 +18,7 @@ from framework.plan.plan import make_plan
 def judge_config(
     path: str | None, overrides: Sequence[str], cluster: Cluster, *, is_chosen: bool = True
 ) -> tuple[tuple[Check, ...], Need]:
-    """What the plan says, and what it asks of each host; what any run would ask, where there is no plan.
+    """Judge a run config and return its requirements on each host; those of any run, where there is no plan.
 
     Args:
         path: of the run config; None: no run in particular is meant.

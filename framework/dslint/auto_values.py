@@ -109,7 +109,7 @@ class UnknownArgumentError(Exception):
 
 @dataclass
 class Arguments:
-    """What is known of the training that a file is for.
+    """Known arguments of the training that a file is for.
 
     Attributes:
         given: from the command line, by the Trainer's names.
@@ -184,7 +184,7 @@ class Arguments:
 
 
 def is_argument(name: str) -> bool:
-    """Whether the Trainer or Accelerate has an argument of this name."""
+    """Check whether the Trainer or Accelerate has an argument of this name."""
     return name in _DEFAULTS or name in _WITHOUT_DEFAULT or name in _OTHER_NAMES or name == "mixed_precision"
 
 
@@ -340,7 +340,7 @@ class _Filler:
         # An unknown key is for the lint to name.
 
     def _value(self, path: str) -> Any:
-        """What stands there after Hugging Face has been there; MISSING where it leaves "auto"."""
+        """Return the value after Hugging Face has filled it in; MISSING where it leaves "auto"."""
         get = self.arguments.get
         if path in _PLAIN:
             return get(_PLAIN[path])

@@ -69,7 +69,7 @@ GPU_KINDS: Final[Mapping[str, GpuKind]] = {
 
 @dataclass(frozen=True)
 class Topology:
-    """Where a config is to run, as far as it was said.
+    """Target that a config is to run on, as far as it is known.
 
     Attributes:
         world_size: ranks in all; None when nobody said.
@@ -85,7 +85,7 @@ class Topology:
 
     @staticmethod
     def from_cluster(cluster: Cluster, gpu: GpuKind | None = None) -> Topology:
-        """What a hostfile or ``--num_gpus`` says."""
+        """Build the target from a hostfile or ``--num_gpus``."""
         return Topology(cluster.world_size, cluster.num_hosts, "cuda" if gpu else cluster.device, gpu)
 
 
@@ -194,7 +194,7 @@ class Facts:
     topology: Topology = field(default_factory=Topology)
 
     def given(self, path: str) -> bool:
-        """Whether the file sets the key, under any of its names, to something else than null."""
+        """Check whether the file sets the key, under any of its names, to something else than null."""
         return self._settled.get(path, (None, ""))[0] is not None
 
     def get(self, path: str, default: Any = None) -> Any:
@@ -206,7 +206,7 @@ class Facts:
         return self._settled.get(path, (None, path))[1]
 
     def raw(self, path: str) -> Any:
-        """What stands in the file under the written key; `MISSING` when nothing does."""
+        """Return the value in the file under the written key; `MISSING` when there is none."""
         value: Any = self.values
         for name in _parts(self.written(path)):
             if isinstance(value, Mapping) and name in value:
@@ -269,11 +269,11 @@ class Facts:
         return _DTYPES.get(self.text(path) or "")
 
     def is_lax(self, path: str) -> bool:
-        """Whether a pydantic model reads the key: "auto" is dropped, and "2" is a number."""
+        """Check whether a pydantic model reads the key: "auto" is dropped, and "2" is a number."""
         return read_by_model(path, self.release)
 
     def since(self, release: str) -> bool:
-        """Whether the release judged against is this one or a newer one."""
+        """Check whether the release judged against is this one or a newer one."""
         return _version(self.release) >= _version(release)
 
     @cached_property
@@ -308,12 +308,12 @@ class Facts:
 
     @cached_property
     def optimizer_device(self) -> str | None:
-        """Where the optimizer states live: none (on the device), cpu or nvme."""
+        """Return the device of the optimizer states: none (on the device), cpu or nvme."""
         return self._device("offload_optimizer")
 
     @cached_property
     def param_device(self) -> str | None:
-        """Where the parameters live: none (on the device), cpu or nvme."""
+        """Return the device of the parameters: none (on the device), cpu or nvme."""
         return self._device("offload_param")
 
     def _device(self, name: str) -> str | None:
@@ -322,12 +322,12 @@ class Facts:
 
     @cached_property
     def offloads_optimizer(self) -> bool:
-        """Whether the step runs on the host (deepspeed/runtime/engine.py `zero_use_cpu_optimizer`)."""
+        """Check whether the step runs on the host (deepspeed/runtime/engine.py `zero_use_cpu_optimizer`)."""
         return self.optimizer_device in ("cpu", "nvme")
 
     @cached_property
     def uses_cpu_adam(self) -> bool | None:
-        """Whether DeepSpeedCPUAdam takes the step; None when the optimizer comes from code."""
+        """Check whether DeepSpeedCPUAdam takes the step; None when the optimizer comes from code."""
         if self.optimizer is None or self.optimizer == "":
             return None
         is_adam = self.optimizer in ("adam", "adamw") and self.flag("optimizer.params.torch_adam", False) is False
@@ -392,7 +392,7 @@ def _walk(section: Mapping[Any, Any], prefix: str, depth: int, release: str) -> 
 
 @lru_cache(maxsize=4096)
 def read_by_model(path: str, release: str) -> bool:
-    """Whether a pydantic model reads the key in this release."""
+    """Check whether a pydantic model reads the key in this release."""
     section = path.split(".", 1)[0]
     by_hand = section in _PRECISIONS and _version(release) < _version("0.17.1")
     return section in MODEL_SECTIONS and not by_hand and not path.startswith(tuple(f"{name}." for name in _OPEN))

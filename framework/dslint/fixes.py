@@ -78,7 +78,7 @@ def _errors(problems: Sequence[Problem]) -> Counter[tuple[str, str]]:
 
 
 def _is_better(value: Any, edits: Sequence[Edit], before: Counter[tuple[str, str]], release: str | None) -> bool:
-    """Whether the edits bring no error with them."""
+    """Check whether the edits bring no error with them."""
     after = _errors(lint(Document("", edited_value(value, edits)), release=release))
     renamed = [".".join(map(str, (*edit.path[:-1], edit.name))) for edit in edits if isinstance(edit, RenameKey)]
     inside = tuple(f"{key}." for key in renamed)
@@ -130,7 +130,7 @@ def _for_unknown(path: KeyPath, values: Any, table: KeyTable) -> Iterator[Edit]:
 
 
 def _is_free(path: KeyPath, values: Any) -> bool:
-    """Whether a key can be put there: its section is there or can be made, and has none of the name."""
+    """Check whether a key can be put there: its section is there or can be made, and has none of the name."""
     for depth in range(1, len(path)):
         if not _has(values, path[:depth]):
             # `enabled` and the like are not ours to say: only a section that works without them is made
@@ -141,7 +141,7 @@ def _is_free(path: KeyPath, values: Any) -> bool:
 
 
 def _suits(value: Any, key: Key) -> bool:
-    """Whether the value can be meant for the key; quotes around a number are mended in the next round."""
+    """Check whether the value can be meant for the key; quotes around a number are mended in the next round."""
     if value is None or "any" in key.types:
         return True
     kind = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}.get(type(value), "object")

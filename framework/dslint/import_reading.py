@@ -1,4 +1,4 @@
-"""What an import has read so far: which keys found a place, what is worth a comment, and what has no place at all."""
+"""State of an import: which keys found a place, what is worth a comment, and what has no place at all."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Reading:
         self._autos = {self.key_path(path) for path, value in leaves(self.facts.values) if value == "auto"}
 
     def is_auto(self, path: str) -> bool:
-        """Whether the value is left to another tool."""
+        """Check whether the value is left to another tool."""
         return path in self._autos
 
     def take(self, path: str, key: str, ours: Any, theirs: Any = MISSING) -> Any:
@@ -92,7 +92,7 @@ class Reading:
         self._placed.add(path)
 
     def idle(self, section: str, why: str) -> None:
-        """What is left in this section has no effect."""
+        """Mark the rest of this section as without effect."""
         self._idle[section] = why
 
     def refuse(self, path: str, reason: str, fix: str) -> None:
@@ -107,7 +107,7 @@ class Reading:
         self.left_out.append(f"{path}: {show_value(value)} ({why})")
 
     def key(self, path: str) -> Key | None:
-        """What the table knows about a key."""
+        """Look up a key in the table."""
         kind = (
             self.facts.text(f"{path.partition('.')[0]}.type") if path.startswith(("optimizer.", "scheduler.")) else None
         )

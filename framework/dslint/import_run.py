@@ -118,7 +118,7 @@ def import_document(document: Document, *, release: str | None = None) -> Import
 
 
 def _stops(problem: Problem) -> bool:
-    """Whether there is nothing to import: DeepSpeed refuses the file, or drops what somebody meant."""
+    """Check whether there is nothing to import: DeepSpeed refuses the file, or drops what somebody meant."""
     if problem.kind == "comment-key":
         return problem.reason.endswith("refuses it")
     if problem.kind in _GONE:
@@ -127,7 +127,7 @@ def _stops(problem: Problem) -> bool:
 
 
 def _in_their_words(document: Document, problem: Problem, given: Mapping[str, str]) -> Problem:
-    """What a run config has against a value, told at the key of the file that it came from."""
+    """Report a run config's objection to a value at the key of the file that it came from."""
     theirs = given.get(problem.key)
     if theirs is None and problem.key.startswith("deepspeed."):
         theirs = problem.key.removeprefix("deepspeed.")
@@ -182,7 +182,7 @@ def _monitors(reading: Reading) -> Iterator[tuple[str, Any]]:
 
 
 def _passed(reading: Reading) -> Iterator[tuple[str, Any]]:
-    """What no section of ours decides goes to `deepspeed:` as it stands, without keys that have no effect."""
+    """Pass on to `deepspeed:` what no section of ours decides, without keys that have no effect."""
     for name, value in reading.facts.values.items():
         if name in PASSED_THROUGH and value != _SILENT.get(name):
             kept = _with_effect(reading, name, value)
@@ -329,8 +329,8 @@ def with_deepspeed_config(config: RunConfig, path: str | Path, *, source: Source
 
 
 def _read(path: str) -> HjsonDocument:
-    """What is no file and reads as base64 of an object is the text itself (deepspeed/runtime/config.py
-    `DeepSpeedConfig`).
+    """Read a file; a name that is no file and reads as base64 of an object is the text itself
+    (deepspeed/runtime/config.py `DeepSpeedConfig`).
     """
     if len(path) <= 2 * MAX_BYTES and not _exists(path):
         try:

@@ -80,7 +80,7 @@ def _is_yaml(path: Path) -> bool:
 
 
 def is_run_config(values: Any) -> bool:
-    """Whether these values are a run config rather than DeepSpeed's own."""
+    """Check whether these values are a run config rather than DeepSpeed's own."""
     if not isinstance(values, Mapping):
         return False
     optimizer = values.get("optimizer")
@@ -222,7 +222,5 @@ def _rendering(plan: Plan) -> dict[str, Any]:
 
 
 def _is_off_anyway(problem: Problem) -> bool:
-    """What is switched off is written out for newer releases; an older one, which does not know it, has it off as
-    well.
-    """
+    """Find keys that switch something off: an older release, which does not know them, has it off as well."""
     return problem.kind == "key-of-another-release" and problem.value in (False, {"enabled": False})

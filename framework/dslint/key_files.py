@@ -59,7 +59,7 @@ def states_of(path: str) -> Iterator[tuple[str, Entry | None]]:
 
 
 def sentence_entry(path: str) -> Entry | None:
-    """What is written by hand about a key: its sentence, and fields that no reading of DeepSpeed tells."""
+    """Read what is written by hand about a key: its sentence, and fields that no reading of DeepSpeed yields."""
     words = _sentences().get(path)
     if words is None:
         words = _sentences().get(_VARIANT.sub("[*]", path))
@@ -81,7 +81,7 @@ def without_variant(path: str) -> str:
 
 
 def is_of_another_type(path: str, section: str | None) -> bool:
-    """Whether a key is for another type than the one that the section, written as a table does, names."""
+    """Check whether a key is for another type than the one that the section, written as a table does, names."""
     home = path.rpartition(".")[0]
     named = section is not None and section.endswith("]") and home != section
     return named and without_variant(home) == without_variant(section or "")
@@ -124,7 +124,7 @@ class Change:
 
 @dataclass(frozen=True)
 class History:
-    """What happened to a key over the known releases; of 0.16 to 0.18 only the newest patch is known.
+    """History of a key over the known releases; of 0.16 to 0.18 only the newest patch is known.
 
     Attributes:
         path: the key.
@@ -165,8 +165,8 @@ def history(path: str) -> History:
 
 
 def was_off(path: str, value: Any) -> bool:
-    """Whether a key of another release says nothing: false, null, empty, not enabled, or at the default that it had
-    last.
+    """Check whether a key of another release says nothing: false, null, empty, not enabled, or at the default that it
+    had last.
     """
     if isinstance(value, Mapping) and not value.get("enabled", _last_default(f"{path}.enabled")):
         return True

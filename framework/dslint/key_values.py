@@ -22,7 +22,7 @@ _NAMES: Final = {
 
 
 def value_problems(key: Key, dotted: str, value: Any) -> Iterator[Problem]:
-    """What is wrong with one value, the type first."""
+    """Find what is wrong with one value, the type first."""
     if value is None:
         if not key.nullable:
             yield Problem(
@@ -128,7 +128,7 @@ def _is_type(value: Any, kind: str) -> bool:
 
 
 def _passes_as(value: Any, kind: str) -> bool:
-    """What pydantic turns into the type without being strict."""
+    """Check whether pydantic, where it is not strict, converts the value to the type."""
     if kind == "boolean":
         return value in (0, 1) or (isinstance(value, str) and value.lower() in TRUE | FALSE)
     if kind not in ("integer", "number"):

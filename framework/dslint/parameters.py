@@ -222,7 +222,7 @@ _64_BITS: Final = 2**63
 
 
 def torch_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
-    """What torch's own classes do not take, or miss."""
+    """Find arguments that torch's own classes do not take, or miss."""
     optimizer, scheduler = (_typed(values, name) for name in ("optimizer", "scheduler"))
     for section, typed in (("optimizer", optimizer), ("scheduler", scheduler)):
         yield from _too_large(section, typed[1] if typed is not None else {})

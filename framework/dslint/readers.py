@@ -1,4 +1,5 @@
-"""Who reads a DeepSpeed JSON: DeepSpeed itself, or Hugging Face's Trainer or Accelerate before it.
+"""Readers of a DeepSpeed JSON: DeepSpeed itself, or Hugging Face's Trainer or Accelerate before it. DeepSpeed itself,
+or Hugging Face's Trainer or Accelerate before it.
 
 Those two read with `json.load`, fill in "auto" where they know the key, and stop at any other "auto" with a ValueError
 (accelerate/utils/dataclasses.py `DeepSpeedPlugin.deepspeed_config_process`, which the Trainer ends in as well). A file
@@ -159,7 +160,7 @@ def _auto(key: str, reader: Reader) -> Problem:
 
 
 def _sections(values: Mapping[str, Any], reader: Reader) -> Iterator[Problem]:
-    """What `DeepSpeedPlugin.__post_init__` asks of a file."""
+    """Check the sections that `DeepSpeedPlugin.__post_init__` needs in a file."""
     if "zero_optimization" not in values:
         yield Problem(
             kind="zero-section-missing",

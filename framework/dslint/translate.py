@@ -45,7 +45,7 @@ def to_run_config_keys(problem: Problem, config: RunConfig) -> Problem:
 
 
 def own_key(path: str, config: RunConfig) -> str:
-    """Where a run config says what stands at a path of the JSON."""
+    """Return the key of the run config that stands for a path of the JSON."""
     if _is_passed(path, config):
         return f"deepspeed.{path}"
     if path in TYPED:
@@ -57,7 +57,7 @@ def own_key(path: str, config: RunConfig) -> str:
 
 
 def _is_passed(path: str, config: RunConfig) -> bool:
-    """Whether the key, or a section around it that only `deepspeed:` gives, is written there."""
+    """Check whether the key, or a section around it that only `deepspeed:` gives, is written there."""
     values: Any = config.deepspeed
     for part in path.split("."):
         if not isinstance(values, Mapping) or part not in values:

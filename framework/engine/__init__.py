@@ -1,4 +1,4 @@
-"""What stands on DeepSpeed: engines, checkpoint bytes, process groups."""
+"""Everything that stands on DeepSpeed: engines, checkpoint bytes, process groups."""
 
 import logging
 

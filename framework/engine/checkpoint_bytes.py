@@ -148,8 +148,8 @@ def _take_up_schedule(schedule: Any, state: Mapping[str, Any]) -> None:
 
 
 def _has_same_ranks(engine: deepspeed.DeepSpeedEngine, checkpoint: SavedCheckpoint) -> bool:
-    """Whether a rank's number stands for the same share of the data and the same stage as where the checkpoint was
-    written.
+    """Check whether a rank's number stands for the same share of the data and the same stage as where the checkpoint
+    was written.
     """
     layout, module = checkpoint.manifest.get("layout"), engine.module
     if layout is None:  # DeepSpeed's own
@@ -199,7 +199,9 @@ def _refuse_other_optimizer(views: OptimizerViews, stored: StoredState, place: P
 
 
 def _fill_weights(engine: deepspeed.DeepSpeedEngine, stored: StoredState, names: Names) -> None:
-    """What the model computes with: buffers, and all weights but those that stage 3 has cut up."""
+    """Fill the weights that the model computes with: buffers, and all weights but those that stage 3 has
+    partitioned.
+    """
     with torch.no_grad():
         for tensor, name in names.items():
             if not hasattr(tensor, "ds_id"):

@@ -34,7 +34,7 @@ class DeviceBatches:
     channels_last: bool = False
 
     def split(self, task: Task, batch: Any) -> tuple[Any, Any]:
-        """What the model reads, as it reads it, and the targets, as the data has them: both on the device.
+        """Split a batch into the model's inputs and the targets, both on the device.
 
         A target keeps its digits: in half precision 300,123 would be 301,056, or infinite, in the loss and in every
         metric.

@@ -195,8 +195,8 @@ def refuse_different_ranks(fingerprint: Mapping[str, Any]) -> None:
 
 
 def claims_error_report(text: str, *, wait_seconds: float = 3.0) -> bool:
-    """Whether this rank should tell of a failure that others may have met as well: rank 0 always, else the first of the
-    others.
+    """Check whether this rank should tell of a failure that others may have met as well: rank 0 always, else the first
+    of the others.
 
     No collective: ranks that have not failed need not take part.
     """
@@ -291,7 +291,7 @@ _OF_A_SAVE: Final = timedelta(hours=2)
 
 @contextmanager
 def collective_timeout() -> Iterator[None]:
-    """What ranks begin to wait for in this block may take longer; a group that waits longer anyway is left alone."""
+    """Lengthen the timeout of collectives that begin in this block; a group with a longer timeout is left alone."""
     before = [(backend, backend.options._timeout) for backend in _backends() if backend.options._timeout < _OF_A_SAVE]
     for backend, _ in before:
         backend._set_default_timeout(_OF_A_SAVE)

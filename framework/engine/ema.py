@@ -111,7 +111,7 @@ def _follow(engine: deepspeed.DeepSpeedEngine) -> None:
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """What this call of the optimizer's step changes."""
+    """Return the tensors that this call of the optimizer's step changes."""
     return [
         parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None
     ]

@@ -1,4 +1,4 @@
-"""What the run was trained with, for ``environment.json``. No environment variables: they may hold secrets."""
+"""Facts of the machine and its software, for ``environment.json``. No environment variables: they may hold secrets."""
 
 from __future__ import annotations
 

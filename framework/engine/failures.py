@@ -57,7 +57,7 @@ _NO_WAY_OUT_KNOWN: Final = "the code that reads the data has ended its process: 
 
 @contextmanager
 def explaining_known_failures() -> Iterator[None]:
-    """Where such a failure leaves the block it does so as a TrainingError, with the torch error as its cause."""
+    """Re-raise failures with a known way out as a TrainingError, with the torch error as its cause."""
     try:
         with refusing_exits(speaks=claims_error_report):
             yield
@@ -71,7 +71,7 @@ def explaining_known_failures() -> Iterator[None]:
 
 
 def known_failure(error: BaseException) -> str:
-    """What happened, the way out and the kind; empty where it is not known."""
+    """Return the event, the way out and the kind of a known failure; empty strings where it is not known."""
     if isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and _NO_DEVICE_MEMORY.search(str(error))
     ):
@@ -156,7 +156,7 @@ def explaining_data_errors() -> Iterator[None]:
 
 
 def _without_traceback(error: FrameworkError) -> FrameworkError:
-    """What the worker's error said, which is where its traceback ends."""
+    """Return the message of a worker's error, without the traceback before it."""
     stated = str(error)
     if not _FROM_WORKER.match(stated):
         return error
@@ -180,7 +180,7 @@ _MOST_SHOWN: Final = 8
 
 @contextmanager
 def explaining_failed_batches(logs: Path) -> Iterator[None]:
-    """Where the model or the loss fails on a batch, raise a TrainingError that shows the batch; other errors pass."""
+    """Raise a TrainingError that shows the batch where the model or the loss fails on it; other errors pass."""
     try:
         yield
     except _EXPLAINED as error:
@@ -196,7 +196,7 @@ def explaining_failed_batches(logs: Path) -> Iterator[None]:
 
 
 def explain_failed_batch(error: BaseException) -> str:
-    """What failed, on what, and the way out; empty where it is not an error of the model or the loss."""
+    """Explain a failure of the model or the loss: the error, the batch and the way out; empty for other errors."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     number = next(
         (
@@ -261,7 +261,7 @@ def _hint_of_model(error: BaseException, inputs: Any) -> str:
 
 
 def _hint_of_classes(outputs: Any, targets: Any) -> str:
-    """What cross-entropy asks for and was not given."""
+    """Compare the targets with the classes that cross-entropy expects."""
     if not isinstance(targets, Tensor):
         return "number the classes from 0 in the dataset"
     if not isinstance(outputs, Tensor):

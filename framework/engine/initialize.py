@@ -1,4 +1,4 @@
-"""What both engines have in common: how DeepSpeed makes them, and how they are saved and loaded."""
+"""Code that both engines share: how DeepSpeed makes them, and how they are saved and loaded."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class CosineSchedule:
 
 
 def client_schedule(plan: Plan) -> Callable[[torch.optim.Optimizer], CosineSchedule] | None:
-    """What `deepspeed.initialize(lr_scheduler=...)` gets; None where the JSON names the schedule."""
+    """Return the argument of `deepspeed.initialize(lr_scheduler=...)`; None where the JSON names the schedule."""
     scheduler = plan.config.scheduler
     if not isinstance(scheduler, Cosine):
         return None
@@ -180,12 +180,12 @@ def _sending_scalars() -> Iterator[None]:
 
 
 def device_batches(plan: Plan) -> DeviceBatches:
-    """What moves the run's batches to this rank's device, in the type and the layout that the model wants."""
+    """Build what moves the run's batches to this rank's device, in the type and the layout that the model wants."""
     return DeviceBatches(device(), HALF.get(plan.config.precision.dtype), plan.config.training.channels_last)
 
 
 def _trained_parameters(plan: Plan, model: torch.nn.Module) -> list[torch.nn.Parameter] | list[dict[str, Any]]:
-    """What the optimizer is given: the parameters that are trained, in groups where weight decay is not for all of
+    """Return the parameters for the optimizer: those that are trained, in groups where weight decay is not for all of
     them.
     """
     optimizer = plan.config.optimizer

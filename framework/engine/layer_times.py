@@ -1,4 +1,4 @@
-"""How long each layer of a model takes on this device: forward and backward of one micro-batch."""
+"""Time per layer of a model on this device: forward and backward of one micro-batch."""
 
 from __future__ import annotations
 

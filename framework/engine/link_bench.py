@@ -1,5 +1,4 @@
-"""How fast ranks exchange data and hosts write it: a small job on torch.distributed alone, as a launcher starts its
-ranks.
+"""Bandwidth between ranks and to storage: a small job on torch.distributed alone, as a launcher starts its ranks.
 
     torchrun --nproc-per-node 8 -m framework.engine.link_bench [--folder CHECKPOINTS] [--seconds 0.5]
 
@@ -134,7 +133,9 @@ def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def storage(folder: Path, num_bytes: int, writers: Sequence[int]) -> list[dict[str, Any]]:
-    """What each host writes, flushes and reads again, all of them at the same time as in a checkpoint. Collective."""
+    """Measure the bandwidth of storage: each host writes, flushes and reads again, all of them at the same time as in a
+    checkpoint. Collective.
+    """
     dist.barrier()
     found = _write_and_read(folder, num_bytes) if dist.get_rank() in writers else None
     everyone: list[Any] = [None] * dist.get_world_size()

@@ -29,7 +29,7 @@ _LONGEST: Final = 300
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether this is a collective that another rank did not live to take part in."""
+    """Check whether this is a collective that another rank did not live to take part in."""
     stated = str(error)
     if isinstance(error, torch.distributed.DistBackendError):
         return _REMOTE.search(stated) is not None
@@ -41,7 +41,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def failure_of_nccl(error: BaseException) -> TrainingError | None:
-    """What to tell of a collective that NCCL itself refuses on this rank; None where it is something else."""
+    """Return the error report for a collective that NCCL itself refuses on this rank; None for other errors."""
     if not isinstance(error, torch.distributed.DistBackendError) or is_lost_peer(error):
         return None
     reported = TrainingError(

@@ -25,7 +25,7 @@ def mean_over_ranks(value: torch.Tensor) -> float:
 
 
 def engine_metrics(engine: deepspeed.DeepSpeedEngine, kept_norm: KeptNorm | None) -> dict[str, float]:
-    """What DeepSpeed knows of its last step."""
+    """Read the metrics of DeepSpeed's last step."""
     metrics: dict[str, float] = {}
     norm = kept_norm.norm if kept_norm is not None and kept_norm.norm is not None else engine.get_global_grad_norm()
     if norm is not None:

@@ -95,7 +95,7 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
         return self._adapt(layer.make(number, seed=self._seed), layer.name, self._grid.get_data_parallel_group())
 
     def forward(self, forward_input: Any) -> Any:
-        """What crosses to the next stage must be contiguous; a transposed view is not."""
+        """Run the stage, and make its output contiguous for the next one; a transposed view is not."""
         return _contiguous(super().forward(forward_input))
 
     def plain_names(self) -> Names:
@@ -178,7 +178,7 @@ class _Held:
 
 
 class _LastStageLoss:
-    """What the last stage does with the model's outputs: the task's loss, or in evaluation its metrics."""
+    """Loss of the last stage: the task's loss of the model's outputs, or in evaluation its metrics."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -288,7 +288,7 @@ class PipelineEngine:
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
-        """What fails in a stage fails on its ranks alone, one of which must tell it."""
+        """Mark errors of a stage for a report by one of its ranks: the other stages do not meet them."""
         try:
             yield
         except FrameworkError as error:

@@ -20,12 +20,12 @@ Gather = Callable[[Any], list[Any]]
 
 
 class StepResult(Protocol):
-    """What one optimizer step left on the device."""
+    """Result of one optimizer step, left on the device."""
 
     @property
     def may_be_skipped(self) -> bool:
-        """Whether the weights may be as they were, because gradients overflowed: their norm then says nothing of the
-        weights.
+        """Check whether the weights may be as they were, because gradients overflowed: their norm then says nothing of
+        the weights.
         """
         ...
 

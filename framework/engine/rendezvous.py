@@ -1,4 +1,4 @@
-"""Where ranks meet: what the launcher said about it, and one line for every way in which they do not."""
+"""Address at which ranks meet: the launcher's settings for it, and one line for every failure to meet."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _number(value: Any) -> Any:
 
 @contextmanager
 def explaining_rendezvous() -> Iterator[None]:
-    """What goes wrong while the process group is joined becomes one line that names the address, or what NCCL says."""
+    """Turn errors of joining the process group into one line that names the address, or what NCCL says."""
     try:
         yield
     except RuntimeError as error:

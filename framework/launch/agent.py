@@ -54,7 +54,7 @@ TERMINATION_LOG: Final = Path("/dev/termination-log")
 
 @dataclass(frozen=True)
 class AttemptResult:
-    """How an attempt ended.
+    """End of an attempt.
 
     Attributes:
         code: exit code of this node.
@@ -240,7 +240,7 @@ class _Attempt:
 
 
 def first_failure(failures: list[Failure]) -> Failure | None:
-    """What happened first; a rank or node that only lost another one is never it, unless nobody knows better."""
+    """Return the failure that came first; a rank or node that only lost another one is chosen last."""
     causes = [failure for failure in failures if failure.code != EXIT_PEER_LOST]
     lost = [failure for failure in failures if ": lost: " in failure.what]
     return next(iter(causes or lost or failures), None)
@@ -264,7 +264,7 @@ def print_end(line: str) -> None:
 
 
 def write_termination_log(text: str) -> None:
-    """Where Kubernetes looks for it, if that is there, or where DSF_TERMINATION_LOG says."""
+    """Write the last line where Kubernetes looks for it, if that is there, or where DSF_TERMINATION_LOG points."""
     asked = os.environ.get("DSF_TERMINATION_LOG")
     path = Path(asked) if asked else TERMINATION_LOG
     if asked or path.exists():

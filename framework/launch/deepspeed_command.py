@@ -29,7 +29,7 @@ _INCLUDE: Final = "--include=${include#@}"
 
 @dataclass(frozen=True)
 class PlainCommand:
-    """What a person would type, what has to come before it in the shell, and variables for it alone."""
+    """Plain command for a person to type, with what has to come before it in the shell, and variables for it alone."""
 
     words: list[str]
     before: str = ""
@@ -147,7 +147,7 @@ def added_environment(environment: Mapping[str, str], *, device: str, num_ranks:
 
 
 def as_shell_line(command: Sequence[str], added: Mapping[str, str], *, before: str = "") -> str:
-    """What a person would type for it; `before` makes what ``$hosts`` and ``$include`` in it mean."""
+    """Format the command as a line for the shell; `before` defines the ``$hosts`` and ``$include`` in it."""
     variables = [
         f"PATH={shlex.quote(value.partition(os.pathsep)[0])}:$PATH"
         if name == "PATH"

@@ -1,4 +1,4 @@
-"""What a Python environment has and lacks of pyproject.toml. launch.sh runs this file with the Python in question.
+"""Contents of a Python environment, compared with pyproject.toml.
 
     environment.py stamp EXTRA...           one line that changes when the environment must be installed again
     environment.py missing EXTRA...         requirements that are not installed, one per line

@@ -48,7 +48,7 @@ class Job:
         return ["--config", self.config_path, *deepspeed_words(self.deepspeed_config), *self.overrides]
 
     def print_notes(self) -> None:
-        """What is allowed in the file, and seldom meant."""
+        """Print notes on what is allowed in the file, and seldom intended."""
         for note in self.source.notes():
             write(sys.stderr, f"{note.severity}: {note}\n")
 

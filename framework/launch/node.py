@@ -54,7 +54,7 @@ def _not_looking() -> AbstractContextManager[Mapping[str, Any]]:
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """How a node meets the others and ends: seconds, ports, a shared secret, the hosts, a preflight."""
+    """Options of a node: seconds, ports, a shared secret, the hosts, a preflight."""
 
     grace_seconds: float = GRACE_SECONDS
     wait_seconds: float = WAIT_SECONDS
@@ -256,7 +256,7 @@ def _port_problems(topology: Topology) -> Sequence[Problem]:
 
 
 def _hello(topology: Topology, terms: NodeOptions, facts: Mapping[str, str]) -> dict[str, Any]:
-    """What this node says about itself; `hello.HELLO` has the types."""
+    """Build this node's HELLO; `hello.HELLO` has the types."""
     from framework.launch.rendezvous.handshake import hosts_text
 
     return {

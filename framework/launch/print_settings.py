@@ -1,6 +1,4 @@
-"""What the launcher says, and before a start: every value with its place, and the plain command that trains the
-same.
-"""
+"""Output of the launcher: before a start every value with its place, and the plain command that trains the same."""
 
 from __future__ import annotations
 

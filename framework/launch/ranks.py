@@ -31,7 +31,7 @@ _CLEAR_SECONDS: Final = 10.0  # a process that waits for a dead disk cannot even
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How a rank ended: its number in the job, and its exit code as a shell counts (128 + n for signal n)."""
+    """End of a rank: its number in the job, and its exit code as a shell counts (128 + n for signal n)."""
 
     rank: int
     code: int
@@ -82,7 +82,7 @@ class Ranks:
         return len(self._running)
 
     def poll(self) -> list[RankEnd]:
-        """Those that ended since; all that ended meanwhile are in one answer."""
+        """Return the ranks that ended since; all that ended meanwhile are in one answer."""
         if os.getpid() == 1:
             _reap_orphans({process.pid for process in self._running.values()})
         codes = {rank: process.poll() for rank, process in self._running.items()}
@@ -115,7 +115,7 @@ class Ranks:
 
 
 def rank_environment(topology: Topology, local_rank: int) -> dict[str, str]:
-    """What DeepSpeed 0.19.8's launch.py sets for a rank."""
+    """Return the variables that DeepSpeed 0.19.8's launch.py sets for a rank."""
     return {
         "MASTER_ADDR": topology.master_addr,
         "MASTER_PORT": str(topology.master_port),

@@ -143,7 +143,7 @@ def _places(options: LaunchOptions) -> tuple[tuple[Chosen, ...], Topology]:
 
 
 def _agents_reported(commands: Sequence[tuple[Host, Sequence[str]]], *, all_of_them: bool) -> list[str]:
-    """What is started on the hosts. Only this process can start it: the rest goes over its standard input."""
+    """List the commands that start agents on the hosts; the rest of an agent's order goes over its standard input."""
     shown = commands if all_of_them or len(commands) <= _REPORTED + 1 else commands[:_REPORTED]
     rows = [f"agent on {host.name}: {shlex.join(command)}" for host, command in shown]
     left = len(commands) - len(shown)
@@ -151,7 +151,7 @@ def _agents_reported(commands: Sequence[tuple[Host, Sequence[str]]], *, all_of_t
 
 
 def agent_command(options: LaunchOptions, chosen: Chosen, node_rank: int, topology: Topology) -> list[str]:
-    """What a host runs."""
+    """Build the command that a host runs."""
     port = ["--control_port", str(options.control_port)] if options.control_port else []
     devices = [] if chosen.is_first else ["--devices", ",".join(map(str, chosen.devices))]
     root = str(Path(framework.__file__).resolve().parent.parent)
@@ -192,7 +192,9 @@ def passed_on(environment: Mapping[str, str], *, exports: Sequence[str]) -> dict
 
 
 def address_of(name: str, *, ssh_args: str = "") -> str:
-    """What the other hosts call it: its name, or the HostName that ~/.ssh/config gives it; `ssh -G` reads that."""
+    """Return the address that the other hosts use: its name, or the HostName that ~/.ssh/config gives it; `ssh -G`
+    reads that.
+    """
     plain = name.rpartition("@")[2]
     with suppress(OSError, subprocess.TimeoutExpired):
         command = ["ssh", *split_ssh_args(ssh_args), "-G", "--", name]

@@ -35,7 +35,7 @@ _REPORTED: Final = 4
 
 @dataclass(frozen=True)
 class HostEnd:
-    """How the agent of a host ended, in the order in which they did."""
+    """End of a host's agent, in the order in which they ended."""
 
     host: str
     code: int
@@ -50,7 +50,7 @@ def job_code(ends: Sequence[HostEnd]) -> int:
 
 
 def ends_reported(ends: Sequence[HostEnd]) -> str:
-    """Who ended how, the first one first; of many hosts those that ended alike together."""
+    """Describe the ends, the first one first; of many hosts those that ended alike together."""
     if len(ends) <= _REPORTED:
         return ", ".join(f"{end.host} ended with {end.code}" for end in ends)
     alike: dict[int, list[str]] = {}

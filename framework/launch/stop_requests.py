@@ -22,7 +22,7 @@ _NOTICES: Final = (*(each.name for each in NOTICES), _LAUNCHER_GONE)
 
 
 class StopRequests:
-    """What was asked so far.
+    """State of requests to stop.
 
     Attributes:
         asked: how the first request came, such as ``SIGTERM``; empty before it.

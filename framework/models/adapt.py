@@ -1,4 +1,4 @@
-"""What a config asks of a model that exists already, done before the engine takes it: works on any `nn.Module`."""
+"""Changes that a config makes to an existing model before the engine takes it: works on any `nn.Module`."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _everything_frozen(patterns: Sequence[str]) -> Problem:
 def parameter_groups(
     parameters: Iterable[nn.Parameter], *, weight_decay: float, weight_decay_on: Literal["all", "matrices"]
 ) -> list[nn.Parameter] | list[dict[str, Any]]:
-    """What an optimizer is given to train.
+    """Group the parameters for an optimizer.
 
     Args:
         parameters: those that require a gradient are taken.
@@ -173,7 +173,7 @@ def parameter_groups(
 
 
 def is_matrix(shape: Sequence[int]) -> bool:
-    """Whether a tensor of this shape counts as one: with fewer than two dimensions it is a bias, or belongs to a
+    """Check whether a tensor of this shape counts as one: with fewer than two dimensions it is a bias, or belongs to a
     norm.
     """
     return len(shape) >= 2

@@ -23,7 +23,7 @@ from framework.models.layers import Layer, LayeredModel
 
 @dataclass(frozen=True, kw_only=True)
 class BERTShape:
-    """What a BERT looks like.
+    """Shape of a BERT.
 
     Attributes:
         vocab_size: number of different tokens.
@@ -141,7 +141,7 @@ class BERTBlock(nn.Module):
 
 
 class PoolerAndTransform(nn.Module):
-    """What both outputs need of the last block: (hidden (batch, sequence, hidden), mask) to (batch, sequence + 1,
+    """Layer between the last block and both outputs: (hidden (batch, sequence, hidden), mask) to (batch, sequence + 1,
     hidden).
 
     Positions before the last: norm(gelu(dense x)), for the decoder. The last: tanh(dense x) of the first position,

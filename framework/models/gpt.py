@@ -48,7 +48,7 @@ def _turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class GPTShape:
-    """What a GPT looks like; the defaults are GPT-2's.
+    """Shape of a GPT; the defaults are GPT-2's.
 
     Attributes:
         vocab_size: number of different tokens.

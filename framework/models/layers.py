@@ -187,7 +187,9 @@ class LayeredModel(nn.Module):
         return value
 
     def _place(self, layer: Layer) -> str:
-        """Where the layer's module is registered: under the name of the first of those that are tied to it."""
+        """Return the name under which the layer's module is registered: that of the first of those that are tied to
+        it.
+        """
         return next(first.name for first in self.recipes if first.tied == layer.tied) if layer.tied else layer.name
 
 
@@ -215,8 +217,9 @@ def as_layers(model: Any, *, key: str = "model") -> list[Layer]:
 
 
 def lists_layers(model: Any) -> bool:
-    """Whether a module has a method `layers()` beside a forward() of its own; a submodule of that name, which is
-    common, is a part of it and no method."""
+    """Check whether a module has a method `layers()` beside a forward() of its own; a submodule of that name, which is
+    common, is a part of it and no method.
+    """
     reported = getattr(model, "layers", None)
     is_own = isinstance(model, nn.Module) and not isinstance(model, LayeredModel)
     return is_own and callable(reported) and not isinstance(reported, nn.Module)
@@ -262,7 +265,7 @@ def _why_not_layered(model: Any) -> tuple[str, str]:
 
 
 def _reported(model: nn.Module, *, key: str) -> list[Layer]:
-    """What a module's own `layers()` says, if it leaves no weight out."""
+    """Return the layers that a module's own `layers()` lists, if it leaves no weight out."""
     wrong = "does not return (name, module) pairs"
     pairs: list[tuple[str, Any]] = []
     try:

@@ -1,4 +1,4 @@
-"""What the layers of a model weigh and pass on, found before anything trains.
+"""Survey of a model's layers, their weights and their outputs, made before anything trains.
 
 The layers run once on torch's meta device, which computes shapes and types and touches no memory. If one of them needs
 real numbers for that, all of them run for real on the one batch.
@@ -131,7 +131,7 @@ def _walk(
 
 
 def _why_not(value: Any, tensors: Sequence[Any]) -> str:
-    """What DeepSpeed's pipeline would stumble over, or hang on, in the middle of the first step."""
+    """Describe what DeepSpeed's pipeline would fail at, or hang on, in the middle of the first step."""
     if not all(isinstance(tensor, Tensor) for tensor in tensors):
         kinds = f"a tuple with a {_first_other(tensors)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
         return f"it returns {kinds}, not a tensor or a tuple of tensors"
@@ -167,7 +167,9 @@ def _made(layer: Layer, make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def refuse_bad_tie(first: Layer, first_module: nn.Module, layer: Layer, module: nn.Module) -> None:
-    """What is shared must be there, be the same on both ends, and be all there is: the rest would drift apart."""
+    """Refuse tied weights that are absent, differ between both ends, or are not all that the ends share: the rest would
+    drift apart.
+    """
     weights, own = dict(first_module.named_parameters()), dict(module.named_parameters())
     value = f"{layer.name} ({type(module).__name__})"
     for name in layer.tied_weights:

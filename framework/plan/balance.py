@@ -1,6 +1,4 @@
-"""Where a model of layers is cut into pipeline stages, and what each stage then weighs. Pure arithmetic on a list of
-layers.
-"""
+"""Cut of a model of layers into pipeline stages, and the weight of each stage. Pure arithmetic on a list of layers."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ _MEASURED: Final = "measured"
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """What is known of one layer before it trains.
+    """Facts about one layer before it trains.
 
     Attributes:
         name: its name, and the prefix of its weights' names.
@@ -75,7 +73,9 @@ class StageTable:
     bounds: Bounds
 
     def stages(self) -> list[Stage]:
-        """What every stage weighs. Tied layers on one stage are counted once, on several stages once on each."""
+        """Return the weight of every stage. Tied layers on one stage are counted once, on several stages once on
+        each.
+        """
         return [self._stage(start, stop) for start, stop in pairwise(self.bounds)]
 
     def _stage(self, start: int, stop: int) -> Stage:
@@ -251,7 +251,7 @@ def pattern_complaint(parallel: Parallel) -> Problem | None:
 
 
 def _has_all_groups(layers: Sequence[LayerFacts]) -> MayBe:
-    """Whether a stage from one layer up to another has weights of all groups that the model has."""
+    """Check whether a stage from one layer up to another has weights of all groups that the model has."""
     counts = [
         [0, *accumulate(group in layer.groups for layer in layers)]
         for group in frozenset[str]().union(*(layer.groups for layer in layers))

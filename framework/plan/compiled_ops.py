@@ -1,4 +1,4 @@
-"""Which of DeepSpeed's compiled ops a run loads, and where they are kept: known from its JSON and the device alone.
+"""Compiled ops of DeepSpeed that a run loads, and their folder: known from its JSON and the device alone.
 
 torch compiles an op at its first use, which takes the compiler, ninja and Python's headers. What is compiled already is
 found again, and then only ninja must be there (torch 2.15 and DeepSpeed 0.19.8 ask for it either way); an op for NVIDIA
@@ -87,7 +87,8 @@ def path_of_compilers(environment: Mapping[str, str]) -> str:
 
 
 def extensions_folder(environment: Mapping[str, str], *, torch_version: str) -> Path:
-    """Where compiled ops are kept: TORCH_EXTENSIONS_DIR, or one folder for each environment and each ninja.
+    """Return the folder of compiled ops: TORCH_EXTENSIONS_DIR, or one folder for each environment and each ninja.
+    TORCH_EXTENSIONS_DIR, or one folder for each environment and each ninja.
 
     torch's default folder is shared by all environments of a user, but what is built names the include paths of one of
     them. Two environments in use would compile the same op again and again, and wait for each other's lock meanwhile.

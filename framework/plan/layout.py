@@ -13,7 +13,7 @@ DEFAULT_MICRO_SIZE: Final = 32
 
 @dataclass(frozen=True)
 class Layout:
-    """How the samples of one optimizer step are spread.
+    """Distribution of the samples of one optimizer step.
 
     Attributes:
         world_size: ranks.
@@ -32,7 +32,9 @@ class Layout:
     pipe_size: int = 1
 
     def data_parallel_rank(self, rank: int) -> int:
-        """Which samples a rank sees. Ranks are ordered (stage, data), as in DeepSpeed's PipeDataParallelTopology."""
+        """Return the data-parallel rank, which decides the samples that a rank sees. Ranks are ordered (stage, data),
+        as in DeepSpeed's PipeDataParallelTopology.
+        """
         return rank % self.data_parallel_size
 
     def stage_of(self, rank: int) -> int:

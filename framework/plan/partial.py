@@ -1,4 +1,4 @@
-"""What the rules say of a run config of which some sections cannot be read: as much as the other sections decide."""
+"""Findings of the rules on a run config with unreadable sections: as much as the other sections decide."""
 
 from __future__ import annotations
 

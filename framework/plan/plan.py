@@ -17,7 +17,7 @@ from framework.plan.rules.schedule import length_for_schedule, overruled
 
 @dataclass(frozen=True)
 class Length:
-    """How long the run is, in optimizer steps.
+    """Length of the run, in optimizer steps.
 
     Attributes:
         steps_per_epoch: whole global batches in one pass over the training data; None when its size is not known yet.
@@ -100,7 +100,7 @@ def _length(config: RunConfig, layout: Layout, num_samples: int | None) -> Lengt
 
 
 def _length_findings(config: RunConfig, layout: Layout, length: Length) -> list[Problem]:
-    """What the length of the run contradicts."""
+    """Find contradictions to the length of the run."""
     found = []
     if length.num_train_samples is not None and not length.steps_per_epoch:
         largest = largest_global_size(

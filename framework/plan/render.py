@@ -153,7 +153,7 @@ def _scheduler(plan: Plan) -> Json:
 
 
 def _schedule_value(plan: Plan, field: str) -> Any:
-    """What the schedule says, or what stands in for it where it was left out."""
+    """Return the schedule's value, or its replacement where it was left out."""
     scheduler = plan.config.scheduler
     given = getattr(scheduler, field)
     if given is not None:

@@ -7,7 +7,7 @@ from framework.plan.plan import Plan
 
 
 def one_line(plan: Plan) -> str:
-    """Where it is fine, how a step is made and how long it takes to the end."""
+    """Summarise a plan without problems: how a step is made and how long it takes to the end."""
     known = plan.length.total_steps is not None
     return f"fine on {plan.cluster}: {plan.layout}, {'' if known else 'length '}{_length(plan)}"
 

@@ -34,7 +34,9 @@ _KEY = "data.path"
 
 @dataclass(frozen=True)
 class TextFound:
-    """What is known of the text: `num_train_samples` is None where nothing is."""
+    """Facts about the text: `num_train_samples` is None where nothing is known. `num_train_samples` is None where
+    nothing is.
+    """
 
     problems: tuple[Problem, ...] = ()
     num_train_samples: int | None = None

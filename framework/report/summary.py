@@ -1,4 +1,4 @@
-"""What rank 0 says before and after training."""
+"""Summaries that rank 0 prints before and after training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DOOR: Final = "DSF_DOOR"
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended.
+    """Result of a run.
 
     Attributes:
         folder: the run folder.
@@ -76,7 +76,9 @@ def print_start(
 
 
 def _without_evaluation_data(plan: Plan) -> Iterator[str]:
-    """What was asked for and will not happen; that the last step would be evaluated is a default."""
+    """List evaluations that are configured and will not happen; evaluating the last step is a default and not
+    listed.
+    """
     evaluation, metric = plan.config.evaluation, plan.config.checkpoint.keep_best or ""
     for name in ("every_steps", "every_epochs"):
         if getattr(evaluation, name):
@@ -115,7 +117,7 @@ def print_end(result: RunResult, plan: Plan, *, environment: Mapping[str, str]) 
 
 
 def print_next(plan: Plan, words: Sequence[str], *, environment: Mapping[str, str]) -> None:
-    """What to try next, for whoever started from the command line: a command that can be pasted.
+    """Print the next command to try, for whoever started from the command line: it can be pasted.
 
     Args:
         plan: of the run that has ended.
@@ -142,7 +144,7 @@ def print_next(plan: Plan, words: Sequence[str], *, environment: Mapping[str, st
 
 
 def _tensorboard(environment: Mapping[str, str]) -> str:
-    """What starts it in the shell that the run was started from."""
+    """Return the command that starts TensorBoard in the shell that the run was started from."""
     if Path(sys.executable).with_name("tensorboard").exists():
         return _program("tensorboard", environment)
     return f"{_program(Path(sys.executable).name, environment)} -m tensorboard.main"

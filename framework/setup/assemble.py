@@ -49,7 +49,7 @@ def assemble_engine(prepared: Prepared) -> Engine:
 
 
 def _may_vary(parts: Parts) -> bool:
-    """Whether batches may differ in more than their number of samples: a dataset's own `collate_fn` pads as it
+    """Check whether batches may differ in more than their number of samples: a dataset's own `collate_fn` pads as it
     likes.
     """
     return any(callable(getattr(split, "collate_fn", None)) for split in (parts.splits.train, parts.splits.evaluation))
@@ -62,7 +62,7 @@ def _let_go(weights: LazyWeights | None) -> None:
 
 
 def _adapt_layer(prepared: Prepared, module: torch.nn.Module, layer: str, data_parallel_group: Any) -> torch.nn.Module:
-    """What `prepare_model` does to a whole model, for one layer of a stage."""
+    """Apply to one layer of a stage what `prepare_model` does to a whole model."""
     config, cut = prepared.plan.config, prepared.cut
     assert cut is not None
     if prepared.weights is not None:

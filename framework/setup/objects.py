@@ -1,4 +1,4 @@
-"""What a program hands over as objects instead of naming it in the config, and the config that says so.
+"""Objects that a program hands over instead of naming them in the config, and the config that describes them.
 
 A section of the config whose object is handed over may hold the other keys that it takes: ``data: {num_workers: 2}``.
 """
@@ -34,7 +34,7 @@ _TAGS: Final = ("kind", "target", "object")
 
 @dataclass(frozen=True)
 class Objects:
-    """What was handed over from Python; None: the config names it.
+    """Objects handed over from Python; None: the config names the part.
 
     Attributes:
         model: a module or a list of layers, or a callable that builds one (at ZeRO stage 3 it is then built already
@@ -134,7 +134,7 @@ def _with_sections(values: dict[str, Any], objects: Objects) -> dict[str, Any]:
 
 
 def _sections(objects: Objects) -> dict[str, dict[str, Any]]:
-    """What stands in the config for each object."""
+    """List the config section that describes each object."""
     found: dict[str, dict[str, Any]] = {}
     if objects.model is not None:
         found["model"] = {"object": type_name(objects.model)}
@@ -153,7 +153,9 @@ def _sections(objects: Objects) -> dict[str, dict[str, Any]]:
 
 
 def _plain_args(optimizer: Any) -> dict[str, Any]:
-    """What a `functools.partial` says beside the rate, as far as JSON has it: a run that goes on must say the same."""
+    """Return the arguments of a `functools.partial` beside the rate, as far as JSON has them: a run that goes on must
+    have the same.
+    """
     keywords = optimizer.keywords if isinstance(optimizer, partial) else {}
     return {name: _listed(value) for name, value in keywords.items() if name != "lr" and _is_plain(value)}
 

@@ -29,7 +29,7 @@ from framework.tasks.task import Task, as_task
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run is made of."""
+    """Parts that a run is made of."""
 
     build_model: Callable[[], torch.nn.Module]
     splits: Splits

@@ -50,7 +50,7 @@ class Prepared:
     weights_of: SavedCheckpoint | None = None
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must be the same on every rank, or collectives would hang or mix different runs."""
+        """Return the values that must be equal on every rank, or collectives would hang or mix different runs."""
         splits = self.parts.splits
         sizes: dict[str, Any] = {"training samples": len(splits.train)}
         sizes |= {"evaluation samples": len(splits.evaluation)} if splits.evaluation is not None else {}
@@ -59,8 +59,8 @@ class Prepared:
         return sizes | {f"config.{name}": section for name, section in self.plan.config.to_dict().items()}
 
     def describe_weights(self) -> str:
-        """What this rank has found for a fresh start, before the ranks met: a file system may not show all of them the
-        same yet.
+        """Describe the weights that this rank has found for a fresh start, before the ranks met: a file system may not
+        show all of them the same yet.
         """
         if self.weights_of is not None:
             return f"{self.weights_of.tag} is found there"
@@ -136,8 +136,9 @@ def _check_resume(config: RunConfig) -> None:
 
 
 def _first_weights(config: RunConfig, cut: CutModel | None) -> tuple[LazyWeights | None, SavedCheckpoint | None]:
-    """What `checkpoint.init_weights` names, weights or a checkpoint that holds them; neither where they are drawn, or a
-    checkpoint will be resumed from."""
+    """Find the weights that `checkpoint.init_weights` names, or a checkpoint that holds them; neither where weights are
+    drawn, or a checkpoint will be resumed from.
+    """
     path = config.checkpoint.init_weights
     own = RunFolder(config.run.folder).checkpoints
     unverified = config.checkpoint.allow_unverified
@@ -156,7 +157,7 @@ def _first_weights(config: RunConfig, cut: CutModel | None) -> tuple[LazyWeights
 
 @contextlib.contextmanager
 def _placing(source: Source) -> Iterator[None]:
-    """What is found wrong while the parts are built still names file and line."""
+    """Add file and line to problems found while the parts are built."""
     try:
         yield
     except ConfigError as error:

@@ -183,7 +183,7 @@ def _cut(facts: Sequence[LayerFacts], surveyed: Sequence[Surveyed], plan: Plan) 
 
 
 def _facts(surveyed: Sequence[Surveyed]) -> list[LayerFacts]:
-    """What the balance is made of; weights that are not trained weigh nothing in it."""
+    """Collect the figures that the balance is computed from; weights that are not trained count as nothing in it."""
     return [
         LayerFacts(
             layer.layer.name,
@@ -243,14 +243,14 @@ def _refuse_own_forward(parts: Parts) -> None:
 
 
 def _needs_same_groups(plan: Plan) -> bool:
-    """Whether the optimizer has two parameter groups and ZeRO reduces over both."""
+    """Check whether the optimizer has two parameter groups and ZeRO reduces over both."""
     optimizer = plan.config.optimizer
     in_groups = getattr(optimizer, "weight_decay_on", "all") == "matrices" and getattr(optimizer, "weight_decay", 0.0)
     return bool(in_groups) and plan.config.zero.stage > 0
 
 
 def _first_inputs(plan: Plan, parts: Parts) -> Any:
-    """What the model gets in the run's first micro-batch."""
+    """Return the model's inputs of the run's first micro-batch."""
     batches = make_train_loader(plan, parts.splits, rank=0, num_workers=0).stream(0)
     try:
         inputs, _ = parts.task.split(next(batches))

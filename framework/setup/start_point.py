@@ -1,4 +1,4 @@
-"""Where a run starts from: decided by rank 0, read by all ranks before anything of it is believed."""
+"""Choice of the checkpoint that a run starts from: decided by rank 0, read by all ranks before it is trusted."""
 
 from __future__ import annotations
 

@@ -93,7 +93,9 @@ def call_failed(error: BaseException, path: str, *, key: str) -> ConfigError:
 
 
 def takes(function: Any, kwargs: Mapping[str, Any], *, positional: int = 0) -> bool:
-    """Whether it can be called with these keyword arguments after `positional` others; True where nobody can tell."""
+    """Check whether it can be called with these keyword arguments after `positional` others; True where nobody can
+    tell.
+    """
     try:
         check_arguments(function, kwargs, key="", positional=positional)
     except ConfigError:
@@ -165,7 +167,7 @@ def summary(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Where it was raised, as `` (file:line)``; the import machinery's own frames tell nobody anything."""
+    """Format the place where an error was raised, as `` (file:line)``; frames of the import machinery are left out."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}:{error.lineno})"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen ")]

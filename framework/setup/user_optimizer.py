@@ -1,4 +1,4 @@
-"""What stands in the groups of the user's own optimizer: it goes into every checkpoint, and must come back out of
+"""Parameter groups of the user's own optimizer: their content goes into every checkpoint, and must come back out of
 it.
 """
 
@@ -149,7 +149,7 @@ def _changes(
     key: str,
     value: str,
 ) -> list[torch.Tensor]:
-    """What some steps of a new optimizer change in copies of the weights."""
+    """Run some steps of a new optimizer on copies of the weights and return the changes."""
     parameters = [torch.nn.Parameter(weight.clone()) for weight in weights]
     optimizer = _made(make, parameters)
     for each in gradients:
@@ -182,7 +182,7 @@ def _made(make: MakeOptimizer, parameters: list[torch.nn.Parameter]) -> torch.op
 
 
 def _takes_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step succeeds with a closure, having failed without."""
+    """Check whether a step succeeds with a closure, having failed without."""
     try:
         optimizer.step(lambda: torch.zeros(()))  # type: ignore[arg-type, return-value]
     except Exception:  # whatever its code raises

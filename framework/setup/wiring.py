@@ -29,7 +29,7 @@ _IN_FP16: Final = 4
 
 
 def make_schedule(plan: Plan, *, tokens_per_sample: int | None = None) -> Schedule:
-    """What happens when, in steps; `tokens_per_sample` where the training data is text."""
+    """Build the schedule of what is due after which step; `tokens_per_sample` where the training data is text."""
     config, length = plan.config, plan.length
     if not length.steps_per_epoch or not length.total_steps:
         raise AssertionError("prepare() plans with the real size of the data")
@@ -57,19 +57,23 @@ def make_schedule(plan: Plan, *, tokens_per_sample: int | None = None) -> Schedu
 
 
 def computes_in_fp16(precision: FP32 | FP16 | BF16 | Autocast) -> bool:
-    """Whether numbers above 65,504 are infinite; such a loss is no news of the weights, because its step is skipped."""
+    """Check whether numbers above 65,504 are infinite; such a loss is no news of the weights, because its step is
+    skipped.
+    """
     return isinstance(precision, FP16) or (isinstance(precision, Autocast) and precision.compute_dtype == "fp16")
 
 
 def position(plan: Plan, step: int) -> dict[str, int]:
-    """Where the run stands in the data after a step; the order of the samples is a function of it and of the seed."""
+    """Return the run's position in the data after a step; the order of the samples is a function of it and of the
+    seed.
+    """
     steps_per_epoch = plan.length.steps_per_epoch or 1
     epoch, step_in_epoch = divmod(step, steps_per_epoch)
     return {"epoch": epoch, "step_in_epoch": step_in_epoch, "samples": step * plan.layout.global_size}
 
 
 def description(plan: Plan, splits: Splits, *, pipeline: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What a checkpoint says about the run that wrote it; `pipeline` names the model's layers and where it was cut."""
+    """Describe the run for its checkpoints; `pipeline` names the model's layers and where it was cut."""
     text = tokens_sha256(splits.train)
     return {
         **({"pipeline": pipeline} if pipeline else {}),
@@ -85,7 +89,7 @@ def description(plan: Plan, splits: Splits, *, pipeline: Mapping[str, Any] | Non
 
 
 def make_retention(config: RunConfig) -> Retention:
-    """Which checkpoints are kept."""
+    """Build the retention rule of the config."""
     checkpoint = config.checkpoint
     return Retention(checkpoint.keep_last, checkpoint.keep_every, checkpoint.keep_best, checkpoint.best_is)
 
@@ -99,8 +103,8 @@ def make_checkpointer(
     description: Mapping[str, Any],
     further: Callable[[], Mapping[str, Any]],
 ) -> Checkpointer:
-    """Who saves this run in `folder`, at once or in the background; to be closed. `further` adds to the state of every
-    save.
+    """Build the checkpointer that saves this run in `folder`, at once or in the background; to be closed. `further`
+    adds to the state of every save.
 
     Raises:
         StorageError: the process that would write in the background does not start.

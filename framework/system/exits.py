@@ -143,8 +143,8 @@ def refusing_exits(*, speaks: Callable[[str], bool] = lambda text: True) -> Iter
 
 
 def is_asked_for(end: SystemExit) -> bool:
-    """Whether a user asked for it: for the help of a command, or by a signal (the framework's handler, or a script's
-    own).
+    """Check whether a user asked for it: for the help of a command, or by a signal (the framework's handler, or a
+    script's own).
     """
     frames = (frame for frame, _ in walk_tb(end.__traceback__))
     return isinstance(end, HelpShown) or any(

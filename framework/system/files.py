@@ -27,7 +27,7 @@ _WRITE_BLOCK: Final = 1 << 23
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file holds: its size, and SHA-256 as hexadecimal digits."""
+    """Size of a file, and SHA-256 of its content as hexadecimal digits."""
 
     num_bytes: int
     sha256: str

@@ -1,4 +1,4 @@
-"""How much memory this host, or the container that this process runs in, still has: who takes more is killed, not
+"""Free memory of this host, or of the container that this process runs in: a process that takes more is killed, not
 refused.
 """
 

@@ -47,7 +47,7 @@ def print_line(line: str = "") -> None:
 
 
 class _Visible(logging.Formatter):
-    """Whoever reads a log may do it on a terminal."""
+    """Formatter that escapes control characters: a log may be read on a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
@@ -69,7 +69,7 @@ def let_go() -> None:
 
 @contextmanager
 def noting_errors() -> Iterator[None]:
-    """What ends the run is noted on every rank, and goes on its way: one of them may have to tell it for all."""
+    """Log the error that ends the run on every rank, and re-raise it: one of them may have to report it for all."""
     try:
         yield
     except RunStopped as stopped:

@@ -39,7 +39,7 @@ _SAME_REQUEST_SECONDS: Final = 2.0
 
 
 class Insistence:
-    """Whether somebody who was heard asks again."""
+    """Repetition of a request to stop."""
 
     def __init__(self) -> None:
         self._meant_at: float | None = None
@@ -86,7 +86,7 @@ Verdict = Literal["noted", "nothing to save", "now", "known"]
 
 
 class StopRequest:
-    """Whether this process was asked to stop, and by which signal."""
+    """Request to stop this process, and the signal that brought it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -103,7 +103,7 @@ class StopRequest:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has stopped and saved, so that nothing is lost by ending at once."""
+        """Check whether the run has stopped and saved, so that nothing is lost by ending at once."""
         return self._phase == "over"
 
     def receive(self, number: int) -> Verdict:

@@ -1,1 +1,1 @@
-"""What a batch means: its inputs and targets, its loss, its metrics."""
+"""Meaning of a batch: its inputs and targets, its loss, its metrics."""

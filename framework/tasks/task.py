@@ -58,7 +58,7 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, outputs: Any, targets: Any) -> Tensor:
-        """What training minimises.
+        """Compute the loss that training minimises.
 
         Args:
             outputs: what the model returned, in the precision it ran in.
@@ -70,7 +70,7 @@ class Task(ABC):
         """
 
     def measure(self, outputs: Any, targets: Any) -> dict[str, Ratio]:
-        """What evaluation reports of one batch, called without gradients.
+        """Compute the metrics that evaluation reports of one batch, called without gradients.
 
         Args:
             outputs: as for `loss`.
@@ -95,7 +95,7 @@ class Task(ABC):
         return {}
 
     def num_samples(self, targets: Any) -> int:
-        """How many samples a batch has, from its targets.
+        """Count the samples of a batch, from its targets.
 
         A tensor's first dimension; for a mapping or a sequence of tensors (several targets per sample) that of the
         first one; otherwise `len`.

@@ -172,7 +172,7 @@ class Document:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was written but comments."""
+        """Check whether nothing was written but comments."""
         return self.value is None and not self.places
 
 
@@ -249,7 +249,7 @@ def _json_as_yaml(text: str) -> str:
 
 
 def is_setting(word: str) -> bool:
-    """Whether a word of a command line is meant as ``key=value`` (a path such as ``sweeps/lr=3.yaml`` is not)."""
+    """Check whether a word of a command line is meant as ``key=value`` (a path such as ``sweeps/lr=3.yaml`` is not)."""
     return "=" in word and "/" not in word.partition("=")[0]
 
 
@@ -289,7 +289,7 @@ def _layout_problem(error: yaml.YAMLError, name: str) -> Problem:
 
 
 def too_deep(name: str, line: int = 0) -> Problem:
-    """What is said of nesting beyond `MAX_DEPTH`."""
+    """Return the message about nesting beyond `MAX_DEPTH`."""
     return Problem(
         kind="config-too-deep", file=name, line=line, reason=f"nested more than {MAX_DEPTH} levels", fix="flatten it"
     )
@@ -413,7 +413,7 @@ class _Builder:
 
 
 def at(value: Any, path: KeyPath) -> Any:
-    """What stands in plain values at a path that is there."""
+    """Return the value at a path that is there, in plain values."""
     for part in path:
         value = value[part]
     return value

@@ -48,7 +48,7 @@ class Span(NamedTuple):
 
     @property
     def start(self) -> int:
-        """Where the member begins: at its key, or at its value where it has none."""
+        """Return the start of the member: its key, or its value where it has none."""
         return self.value[0] if self.key is None else self.key[0]
 
     @property

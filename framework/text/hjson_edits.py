@@ -93,7 +93,7 @@ def apply_edits(document: HjsonDocument, edits: Sequence[Edit]) -> str:
 
 
 def edited_value(value: Any, edits: Iterable[Edit]) -> Any:
-    """What the edits make of a plain value."""
+    """Apply the edits to a plain value."""
     edits, value = tuple(edits), deepcopy(value)
     additions: list[tuple[KeyPath, Any]] = []
     for edit in edits:
@@ -123,7 +123,7 @@ def edited_value(value: Any, edits: Iterable[Edit]) -> Any:
 
 
 def clash(first: Edit, second: Edit) -> bool:
-    """Whether two edits cannot be made at once: the one changes what the other is about."""
+    """Check whether two edits cannot be made at once: the one changes what the other is about."""
     if first.path == second.path and {type(first), type(second)} == {RenameKey, ReplaceValue}:
         return False
     if _touched(first) is not None and _touched(first) == _touched(second):
@@ -135,7 +135,7 @@ def clash(first: Edit, second: Edit) -> bool:
 
 
 def unified_diff(before: str, after: str, name: str) -> str:
-    """What changed, as `diff -u` shows it; characters that would write to the terminal are shown as escapes."""
+    """Format the changes as `diff -u` does; characters that would control the terminal are shown as escapes."""
     if before.endswith("\n") and after.endswith("\n"):  # what stands behind the last line end is no line
         before, after = before[:-1], after[:-1]
     old, new = ([_shown(line) for line in text.split("\n")] for text in (before, after))
@@ -208,7 +208,7 @@ def _made(edit: Edit) -> KeyPath | None:
 
 
 def _disturbs(first: Edit, second: Edit) -> bool:
-    """Whether the first takes away, or names otherwise, what the second is about."""
+    """Check whether the first takes away, or names otherwise, what the second is about."""
     if isinstance(first, InsertMember):
         return False
     touched, made = _touched(second), _made(second)

@@ -36,7 +36,7 @@ _NO_KEY: Final = {
 
 
 class ScanError(Exception):
-    """Where reading stopped, and what a problem says about it."""
+    """Error at the place where reading stopped, with the text of its problem."""
 
     def __init__(self, at: int, reason: str, fix: str) -> None:
         super().__init__(reason)

@@ -1,4 +1,5 @@
-"""Where edits cut a Hjson text and what they write there: commas, indentation, and lines that become empty.
+"""Positions where edits cut a Hjson text, and the text that they insert: commas, indentation, and lines that become
+empty.
 
 All offsets are those of the original text, so that any number of edits is cut in one pass.
 """
@@ -25,7 +26,7 @@ _DEFAULT_INDENT: Final = "    "
 
 
 def match_end(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Where a match at an offset ends; -1 without one."""
+    """Return the end of a match at an offset; -1 without one."""
     match = pattern.match(text, at)
     return match.end() if match else -1
 
@@ -44,11 +45,11 @@ class TextLayout:
         return at(self._root, path)
 
     def is_plain(self, path: KeyPath) -> bool:
-        """Whether the value is text without quotes, which goes to the end of its line."""
+        """Check whether the value is text without quotes, which goes to the end of its line."""
         return isinstance(self.value_at(path), str) and self.text[self.spans[path].value[0]] not in "\"'"
 
     def has_braces(self, path: KeyPath) -> bool:
-        """Whether the value is an object with braces: the root may do without."""
+        """Check whether the value is an object with braces: the root may do without."""
         return self.text.startswith("{", self.spans[path].value[0])
 
     def own_indent(self, path: KeyPath) -> str | None:
@@ -65,12 +66,12 @@ class TextLayout:
         return self.text[begin : min(end, at)], end >= at
 
     def separator(self, members: Sequence[KeyPath]) -> str:
-        """What separates members on lines of their own: nothing where several stand without commas."""
+        """Return the separator of members on lines of their own: nothing where several stand without commas."""
         is_bare = len(members) > 1 and all(self.spans[path].comma is None for path in members)
         return "" if is_bare and self.own_indent(members[-1]) is not None else ","
 
     def ends_number(self, at: int) -> bool:
-        """Whether a number may stand before an offset: what follows on the line would otherwise make it text."""
+        """Check whether a number may stand before an offset: what follows on the line would otherwise make it text."""
         return bool(ENDS_NUMBER.match(self.text, match_end(BLANKS, self.text, at)))
 
 
@@ -100,7 +101,7 @@ _New = dict[str, "_Value | _New"]
 
 @dataclass
 class _Section:
-    """What changes among the members of one object."""
+    """Changes among the members of one object."""
 
     removed: set[KeyPath] = field(default_factory=set)
     new: _New = field(default_factory=dict)

@@ -1,4 +1,6 @@
-"""What a misspelt word most likely means. A module of its own, because it needs nothing that is slow to import."""
+"""Typo measure for names in configs and arguments. A module of its own, because it needs nothing that is slow to
+import.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ WORDS_INSIDE: Final[Mapping[str, tuple[str, ...]]] = {"name": ("type",), "size":
 
 
 def means(written: str, known: str) -> bool:
-    """Whether the written name can only be a slip for the known one, or is a word of another tool for it."""
+    """Check whether the written name can only be a slip for the known one, or is a word of another tool for it."""
     if known in (*OTHER_WORDS.get(written, ()), *WORDS_INSIDE.get(written, ())):
         return True
     one, two = _plain(written), _plain(known)

@@ -79,7 +79,7 @@ def edited(text: str, edit: Edit, path: Path) -> str | None:
 
 
 def edited_value(value: Any, edit: Edit) -> Any:
-    """What the edit makes of plain values."""
+    """Apply the edit to plain values."""
     value = deepcopy(value)
     section = at(value, edit.path[:-1])
     if isinstance(edit, Replace):
@@ -98,7 +98,7 @@ def edited_value(value: Any, edit: Edit) -> Any:
 
 
 class _Text:
-    """Where keys and values stand in a text; offsets are those of the text."""
+    """Positions of keys and values in a text; offsets are those of the text."""
 
     def __init__(self, text: str, *, is_json: bool) -> None:
         self.text, self.is_json = text, is_json

@@ -47,7 +47,7 @@ class BestSoFar:
         """Nothing is held."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint says of it; empty where there is nothing to say."""
+        """Return the record of the best for a checkpoint; empty where there is none."""
         return {} if self.found is None else {"best": {**asdict(self.found), "best_is": self._best_is}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -60,7 +60,7 @@ class BestSoFar:
 
 
 def best_in(manifest: Mapping[str, Any]) -> Best | None:
-    """What a checkpoint's manifest says of the best so far; None where its run followed no metric.
+    """Read the best so far from a checkpoint's manifest; None where its run followed no metric.
 
     Raises:
         LookupError, TypeError, ValueError: it says something else.

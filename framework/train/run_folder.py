@@ -48,12 +48,12 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints are."""
+        """Folder of the checkpoints."""
         return self.path / CHECKPOINTS
 
     @property
     def logs(self) -> Path:
-        """Where every rank keeps its log."""
+        """Folder of every rank's log."""
         return self.path / "logs"
 
     def lock_if_exists(self) -> None:

@@ -39,7 +39,7 @@ class Every:
         return Every(every_steps=steps, at_end=at_end)
 
     def is_due(self, step: int, *, total_steps: int) -> bool:
-        """Whether it happens after this step (counted from 1)."""
+        """Check whether it happens after this step (counted from 1)."""
         return bool(self.every_steps and step % self.every_steps == 0) or (self.at_end and step == total_steps)
 
 
@@ -77,7 +77,7 @@ class Schedule:
 
 @dataclass
 class Outcome:
-    """How a run ended.
+    """End of a run.
 
     Attributes:
         step: optimizer steps taken in all.

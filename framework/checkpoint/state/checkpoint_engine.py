@@ -61,8 +61,8 @@ class AtomicCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._root, self._records, self._failure, self._open = root, {}, None, open_file
 
     def end(self) -> dict[str, FileRecord]:
-        """What this rank wrote, by name within the root; nothing of files whose `open_file` does not say what they
-        hold.
+        """Return the records of the files that this rank wrote, by name within the root; none for files whose
+        `open_file` gives none.
 
         Raises:
             OSError: the first that was met.

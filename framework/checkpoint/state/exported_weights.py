@@ -64,7 +64,7 @@ _FORMER_TIES: Final = "dsframework_ties"  # in exports made before the project c
 
 
 def is_exported(path: Path) -> bool:
-    """Whether there is a safetensors file, or a folder of an export."""
+    """Check whether there is a safetensors file, or a folder of an export."""
     return (path.suffix == SUFFIX and path.is_file()) or any((path / name).is_file() for name in (WHOLE, INDEX))
 
 

@@ -64,13 +64,13 @@ class CheckpointFiles:
         self._open: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
-        """What a file holds. Raises whatever `read_file` raises."""
+        """Return the content of a file. Raises whatever `read_file` raises."""
         if name not in self._open:
             self._open[name] = read_file(self.folder / name, mmap=True)
         return self._open[name]
 
     def value(self, place: Place) -> Any:
-        """What lies at a place."""
+        """Return the value at a place."""
         found = self[place.file]
         for key in place.keys:
             found = found[key]

@@ -184,7 +184,7 @@ class OptimizerViews:
                 partition.data = piece.data
 
     def _base_parameters(self) -> Iterator[torch.nn.Parameter]:
-        """What the wrapped optimizer steps: flat pieces, or the model's own parameters."""
+        """List the tensors that the wrapped optimizer steps: flat pieces, or the model's own parameters."""
         if hasattr(self._optimizer, "fp32_partitioned_groups_flat"):
             yield from self._optimizer.fp32_partitioned_groups_flat
             return

@@ -1,5 +1,5 @@
-"""What the manifest would say of a checkpoint that DeepSpeed wrote by itself, out of DeepSpeed's own files and their
-names.
+"""Descriptions of checkpoints that DeepSpeed wrote by itself, as their manifest would be, read from DeepSpeed's files
+and their names.
 
 Its files are read as weights only, and no checksum tells whether they are as they were written.
 """

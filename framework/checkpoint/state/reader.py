@@ -1,4 +1,4 @@
-"""What a checkpoint of any layout holds, parameter by parameter: fp32 weights and optimizer state under their plain
+"""Reader of checkpoints of any layout, parameter by parameter: fp32 weights and optimizer state under their plain
 names.
 
 `shard_map` knows where every number lies; here they are read, only what is asked for, so that every rank of the next
@@ -82,7 +82,7 @@ class StoredState:
 
     @property
     def common(self) -> Mapping[str, Any]:
-        """What DeepSpeed notes beside weights: schedule, counters, our own state under `STATE_KEY`."""
+        """Return what DeepSpeed saves beside weights: schedule, counters, our own state under `STATE_KEY`."""
         return self._common
 
     def random_state(self, rank: int) -> Any:
@@ -135,7 +135,8 @@ class StoredState:
             raise self._lacks(name, f"shape {tuple(stored.shape)}, and the run has {tuple(shape)}")
 
     def refuse_others(self, names: Iterable[str]) -> None:
-        """What a checkpoint holds beside these, all names of the run's model, would be dropped.
+        """Refuse a checkpoint that holds more than these names, which are all of the run's model: the rest would be
+        dropped.
 
         Raises:
             StorageError: it holds more.
@@ -183,5 +184,7 @@ class StoredState:
 
 
 def _is_spread(value: Any) -> bool:
-    """Whether a value of the optimizer's state belongs to every number of a parameter, and is laid out as it is."""
+    """Check whether a value of the optimizer's state belongs to every number of a parameter, and is laid out as it
+    is.
+    """
     return isinstance(value, torch.Tensor) and value.ndim > 0

@@ -1,4 +1,4 @@
-"""Where every number of a checkpoint lies: for each weight, which stretch of which tensor in which file.
+"""Map from every weight to the files of a checkpoint: which stretch of which tensor in which file holds it.
 
 DeepSpeed flattens, pads and cuts in a way that depends on ZeRO stage, ranks and pipeline stages (0.19.8's layout):
 
@@ -87,7 +87,9 @@ def _parameters(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _shapes_in_groups(optimizer: Mapping[str, Any], inner: Mapping[str, Any]) -> list[list[torch.Size]]:
-    """What every group steps, by its copies in half precision and by the optimizer's state otherwise."""
+    """List the shapes that every group steps, by its copies in half precision and by the optimizer's state
+    otherwise.
+    """
     if "fp32_groups" in optimizer:
         return [[copy.shape for copy in copies] for copies in optimizer["fp32_groups"]]
     states = inner.get("state", {})

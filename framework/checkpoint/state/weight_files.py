@@ -46,13 +46,13 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes in the file."""
+        """Size in the file."""
         return self.shape.numel() * self.dtype.itemsize
 
 
 def entries(weights: MergedWeights, *, dtype: torch.dtype, names: Mapping[str, str]) -> list[Entry]:
-    """What is written: numbers with a point in `dtype`, others (counters) as they are; under other names, if there are
-    `names`.
+    """List the tensors to write: numbers with a point in `dtype`, others (counters) as they are; under other names, if
+    there are `names`.
 
     Raises:
         ConfigError: a tensor is of a type that safetensors has not.

@@ -1,4 +1,4 @@
-"""What the command line of ``launch k8s`` asks for, as a `K8sRequest`; a group of options is a function."""
+"""Command-line arguments of ``launch k8s`` as a `K8sRequest`; a group of options is a function."""
 
 from __future__ import annotations
 

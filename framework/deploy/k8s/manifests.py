@@ -222,7 +222,7 @@ class Workload:
 
     @property
     def command(self) -> list[str]:
-        """What the container runs, arguments included."""
+        """Command of the container, arguments included."""
         return self.program.words("command") + self.program.words("args")
 
     def option(self, *names: str) -> str:

@@ -28,7 +28,7 @@ OWN_PATHS: Final = ("/dev/shm", CACHE_PATH, _CONFIG_PATH)
 
 
 def labels(request: K8sRequest) -> dict[str, str]:
-    """What every object bears."""
+    """Return the labels of every object."""
     return {"app.kubernetes.io/name": "dsf-trainer", "app.kubernetes.io/instance": request.name}
 
 
@@ -106,7 +106,7 @@ def _pod_spec(request: K8sRequest, config_text: str) -> dict[str, Any]:
 
 
 def placement(request: K8sRequest) -> dict[str, Any]:
-    """Which nodes, who puts the pods there, which account, which secret to pull with."""
+    """Return the placement of the pods: nodes, scheduler, service account, and the secret to pull with."""
     found: dict[str, Any] = {}
     if request.service_account:
         found["serviceAccountName"] = request.service_account
@@ -153,8 +153,8 @@ def _toleration(text: str) -> dict[str, str]:
 
 
 def pod_security(request: K8sRequest) -> dict[str, Any]:
-    """Who the processes are. Volumes change their owner only where it is not right already: they may hold a million
-    files.
+    """Return the user and groups of the processes. Volumes change their owner only where it is not right already: they
+    may hold a million files.
     """
     return {
         "runAsNonRoot": request.user != 0,
@@ -243,7 +243,7 @@ def volumes(request: K8sRequest, *, config_text: str) -> list[dict[str, Any]]:
 
 
 def volume_mounts(request: K8sRequest) -> list[dict[str, Any]]:
-    """Where the volumes are in the container."""
+    """Return the mounts of the volumes in the container."""
     found: list[dict[str, Any]] = [
         {"name": "dshm", "mountPath": "/dev/shm"},
         {"name": "cache", "mountPath": CACHE_PATH},

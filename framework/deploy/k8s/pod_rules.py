@@ -174,7 +174,7 @@ def termination_message(work: Workload) -> Iterator[Problem]:
 
 
 def secrets(work: Workload) -> Iterator[Problem]:
-    """Whoever may read the job reads its variables."""
+    """Variables are readable for everybody who may read the job."""
     for part in work.variables():
         if looks_like_a_secret(str(part.get("name"))) and part.get("value"):
             shown = part.problem(
@@ -187,7 +187,7 @@ def secrets(work: Workload) -> Iterator[Problem]:
 
 
 def launcher_variables(work: Workload) -> Iterator[Problem]:
-    """Who a process is, the launcher says."""
+    """Variables that identify a process are set by the launcher."""
     for part in work.variables():
         if str(part.get("name")) in OF_THE_LAUNCHER:
             yield part.problem(

@@ -296,7 +296,9 @@ def _trainjob(request: K8sRequest, config_text: str) -> list[dict[str, Any]]:
 
 
 def _patch(request: K8sRequest, config_text: str) -> dict[str, Any]:
-    """What a TrainJob may change in somebody else's runtime; failure and restart policies are not among it."""
+    """Return the changes that a TrainJob may make to somebody else's runtime; failure and restart policies are not
+    among them.
+    """
     template = pod.pod_template(request, config_text=config_text)
     spec = {
         "terminationGracePeriodSeconds": request.grace,

@@ -1,4 +1,4 @@
-"""What was asked of ``launch k8s``: one frozen value, complete, with every default decided."""
+"""Request of ``launch k8s``: one frozen value, complete, with every default decided."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class K8sRequest:
 
     @property
     def master_port(self) -> int:
-        """Where ranks meet. On the network of a node, jobs must not meet each other."""
+        """Port where ranks meet. On the network of a node, jobs must not meet each other."""
         if self.port is not None:
             return self.port
         return _HOST_PORTS[zlib.crc32(self.name.encode()) % len(_HOST_PORTS)] if self.host_network else DEFAULT_PORT

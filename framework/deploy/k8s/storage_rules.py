@@ -70,7 +70,7 @@ def shared_storage(work: Workload) -> Iterator[Problem]:
 
 
 def caches(work: Workload) -> Iterator[Problem]:
-    """What is compiled and downloaded lies on the node."""
+    """Caches of compiled and downloaded files belong on the node."""
     found = {str(part.get("name")): part for part in work.variables()}
     for name in CACHE_VARIABLES:
         value = found[name].get("value") if name in found else None

@@ -57,7 +57,7 @@ _SECRET: Final = re.compile(
 
 
 def looks_like_a_secret(name: str) -> bool:
-    """Whether the value of a variable of this name should not be read by everybody who may read the job."""
+    """Check whether the value of a variable of this name should not be read by everybody who may read the job."""
     return _SECRET.search(name.upper()) is not None
 
 
@@ -91,17 +91,17 @@ def parse_quantity(text: object) -> Fraction | None:
 
 
 def is_service_name(text: object) -> bool:
-    """Whether a Job and a Service may have this name."""
+    """Check whether a Job and a Service may have this name."""
     return isinstance(text, str) and len(text) <= LONGEST_LABEL and _SERVICE_NAME.fullmatch(text) is not None
 
 
 def is_object_name(text: object) -> bool:
-    """Whether claims, secrets, queues and accounts may have this name."""
+    """Check whether claims, secrets, queues and accounts may have this name."""
     return isinstance(text, str) and len(text) <= _LONGEST_NAME and _OBJECT_NAME.fullmatch(text) is not None
 
 
 def is_config_key(text: object) -> bool:
-    """Whether a file in a ConfigMap may have this name."""
+    """Check whether a file in a ConfigMap may have this name."""
     return isinstance(text, str) and _CONFIG_KEY.fullmatch(text) is not None
 
 

@@ -1,5 +1,5 @@
-"""What only shows when nodes are compared. Pure functions over the facts of each node: `doctor` and the node agents
-share them.
+"""Findings that only show when nodes are compared. Pure functions over the facts of each node: `doctor` and the node
+agents share them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def compare(nodes: Mapping[str, Facts]) -> list[Check]:
 
 
 def python_release(version: str) -> str:
-    """What has to be equal of a version of Python: 3.11 of 3.11.7."""
+    """Return the part of a Python version that has to be equal: 3.11 of 3.11.7. 3.11 of 3.11.7."""
     return ".".join(version.split(".")[:2])
 
 

@@ -1,4 +1,4 @@
-"""Whether the ops that a run loads can be loaded: found compiled, or compiled with what is here."""
+"""Ops that a run loads: found compiled, or compiled with what is here."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def _about_lock(lock: Path) -> Iterator[Problem]:
 
 
 def _asks_the_system() -> bool:
-    """Whether this torch takes locks by flock (torch 2.15 does)."""
+    """Check whether this torch takes locks by flock (torch 2.15 does)."""
     folder = package_folder("torch")
     return (
         folder is not None
@@ -193,7 +193,7 @@ def _is_held(lock: Path) -> bool:
 
 
 def _is_built_in(op: Op) -> bool:
-    """Whether DeepSpeed was installed with it (DS_BUILD_...=1)."""
+    """Check whether DeepSpeed was installed with it (DS_BUILD_...=1)."""
     folder = package_folder("deepspeed")
     try:
         text = (folder / "git_version_info_installed.py").read_text(encoding="utf-8") if folder else ""

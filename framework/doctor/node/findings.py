@@ -1,4 +1,4 @@
-"""What the preflight says: a `Check` for each thing that was looked at on one node, with the `Problem`s that it
+"""Findings of the preflight: a `Check` for each thing that was examined on one node, with the `Problem`s that it
 found.
 """
 
@@ -33,7 +33,7 @@ class Check:
 
     @property
     def status(self) -> Status:
-        """That of the worst problem."""
+        """Status of the worst problem."""
         return min((each.severity for each in self.problems), key=_WORST_FIRST.index, default="ok")
 
     def to_dict(self) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class Check:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Check:
-        """What another node sent.
+        """Build a check from the message of another node.
 
         Raises:
             KeyError, TypeError: it is not what `to_dict` writes.
@@ -107,7 +107,7 @@ class Report:
 
     @property
     def is_fine(self) -> bool:
-        """Whether nothing stands in the way of a start."""
+        """Check whether nothing stands in the way of a start."""
         return not any(each.severity == "error" for each in self.problems)
 
     def as_text(self) -> str:
@@ -165,7 +165,9 @@ def _brief(check: Check) -> dict[str, Any]:
 
 
 def _finding(problem: Problem) -> dict[str, Any]:
-    """What tools read: a stable id, a severity, the node (empty: none in particular), what was found and what to do."""
+    """Build the record for tools: a stable id, a severity, the node (empty: none in particular), the finding and the
+    fix.
+    """
     found = problem.to_dict()
     subject = f"{problem.key} = {found['value']}: " if "value" in found else f"{problem.key}: " if problem.key else ""
     node = problem.file.removeprefix("node ") if problem.file.startswith("node ") else ""

@@ -76,7 +76,7 @@ def ask_nvidia_smi(about: str, columns: Sequence[str], environment: Mapping[str,
 
 
 def _chosen(rows: list[Row], chosen: Sequence[int] | None) -> list[Row]:
-    """Those that the ranks will take, in their order."""
+    """Return the devices that the ranks will take, in their order."""
     if chosen is None:
         return rows
     by_index = {row["index"]: row for row in rows}

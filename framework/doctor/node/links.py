@@ -1,4 +1,4 @@
-"""What a node does for the comparison with others: answers at a port, calls others, leaves marks in a shared folder.
+"""Connections for the comparison with other nodes: answers at a port, calls, marks in a shared folder.
 
 The functions know nothing of ssh or agents; whoever has a channel to every node can use them.
 """
@@ -28,7 +28,7 @@ _AT_ONCE: Final = 65  # one silent host must not keep the calls to others waitin
 
 @dataclass(frozen=True)
 class Reached:
-    """How a call to another node went.
+    """Result of a call to another node.
 
     Attributes:
         address: what its name stands for here; empty where it stands for nothing.
@@ -40,7 +40,7 @@ class Reached:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether the name leads back to this host."""
+        """Check whether the name leads back to this host."""
         return bool(self.address) and ip_address(self.address.partition("%")[0]).is_loopback
 
 

@@ -1,4 +1,4 @@
-"""What a node itself can and cannot do: shared memory, limits, cores, its own name, its home."""
+"""Limits of one node: shared memory, open files, cores, its own name, its home."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def _quota() -> int:
 
 
 def check_name(need: Need, environment: Mapping[str, str]) -> Check:
-    """Whether this host's own name leads other hosts to it: gloo tells them the address that it stands for."""
+    """Check whether this host's own name leads other hosts to it: gloo tells them the address that it stands for."""
     name = socket.gethostname()
     try:
         addresses = sorted({str(each[4][0]) for each in socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)})
@@ -210,7 +210,7 @@ def check_name(need: Need, environment: Mapping[str, str]) -> Check:
 
 
 def check_user(environment: Mapping[str, str]) -> Check:
-    """Who trains: a user without a name, as random ids in containers are, breaks torch's compiler."""
+    """Check the user who trains: one without a name, as random ids in containers are, breaks torch's compiler."""
     uid = os.getuid()
     try:
         return Check("user", pwd.getpwuid(uid).pw_name)

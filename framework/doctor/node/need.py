@@ -1,4 +1,4 @@
-"""What a run asks of each of its hosts, read off its plan: the preflight compares machines with this."""
+"""Requirements of a run on each of its hosts, read off its plan: the preflight compares machines with them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from framework.plan.render import render
 
 @dataclass(frozen=True)
 class Need:
-    """What a host must have.
+    """Requirements on a host.
 
     Attributes:
         cluster: hosts, ranks on each, and the kind of device.
@@ -58,12 +58,12 @@ class Need:
 
     @property
     def checkpoints(self) -> Path | None:
-        """Where checkpoints are written."""
+        """Folder of checkpoints."""
         return self.run_folder and self.run_folder / CHECKPOINTS
 
 
 def need_of(plan: Plan) -> Need:
-    """What this plan asks of every host that it names."""
+    """Return the requirements of this plan on every host that it names."""
     config, cluster = plan.config, plan.cluster
     try:
         ops = needed_ops(render(plan), device=cluster.device)
@@ -89,7 +89,7 @@ def need_of(plan: Plan) -> Need:
 
 
 def need_without_config(cluster: Cluster) -> Need:
-    """What any run asks of a host."""
+    """Return the requirements of any run on a host."""
     return Need(cluster=cluster, backend=default_backend(cluster.device), ops=needed_ops({}, device=cluster.device))
 
 
@@ -105,7 +105,9 @@ def config_hash(config: RunConfig) -> str:
 
 
 def _kept(plan: Plan) -> dict[str, int]:
-    """How many checkpoints each rule keeps at the end of the run, at most: one checkpoint may be kept by several."""
+    """Count the checkpoints that each rule keeps at the end of the run, at most: one checkpoint may be kept by
+    several.
+    """
     checkpoint, length = plan.config.checkpoint, plan.length
     kept = {f"checkpoint.keep_last: {checkpoint.keep_last}": checkpoint.keep_last}
     if checkpoint.keep_every is not None and length.total_steps is not None:

@@ -65,8 +65,8 @@ _LONGEST_TEXT: Final = 4096
 def look_before_start(
     config: RunConfig, cluster: Cluster, environment: Mapping[str, str], *, rank: int, warn: Callable[[Problem], None]
 ) -> Iterator[dict[str, Any]]:
-    """What this node tells the others, for the time that they need to meet: its mark in the run folder is there so
-    long.
+    """Run the preflight of this node and yield its facts for the handshake, while the nodes meet: its mark in the run
+    folder is there so long.
 
     Args:
         config: of the run.
@@ -107,7 +107,7 @@ def _brief(problem: Problem) -> list[str]:
 
 
 def is_look(reported: object) -> bool:
-    """Whether this is what `look_before_start` yields, and no larger than one of those is."""
+    """Check whether this is what `look_before_start` yields, and no larger than one of those is."""
     if not isinstance(reported, dict) or any(type(reported.get(name)) is not kind for name, kind in _REPORTED.items()):
         return False
     texts: list[object] = [reported["config"], reported["device"], reported["mark"]]
@@ -121,7 +121,8 @@ def is_look(reported: object) -> bool:
 
 
 def differences(nodes: Mapping[str, Mapping[str, Any]], *, seen: set[str]) -> list[Problem]:
-    """What nodes must have in common and do not, errors and warnings; looks for the marks of the others.
+    """Compare the nodes and return what they must have in common and do not, errors and warnings; looks for the marks
+    of the others.
 
     Args:
         nodes: ``RANK (HOST)`` -> what it told, node 0 first.
@@ -152,7 +153,7 @@ def differences(nodes: Mapping[str, Mapping[str, Any]], *, seen: set[str]) -> li
 
 
 def _absent(marks: set[str], seen: set[str]) -> set[str]:
-    """Those that are not there; a folder, which a thousand nodes may share, is listed once at most."""
+    """Return the marks that are absent; a folder, which a thousand nodes may share, is listed once at most."""
     absent = {path for path in marks - seen if not _is_seen(path)}
     for folder in {Path(path).parent for path in absent if _is_place_of_mark(path)}:
         with suppress(OSError, ValueError):

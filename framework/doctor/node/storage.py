@@ -1,5 +1,5 @@
-"""Where a node writes: the run folder, temporary files and caches. Each is written to for real, a little, and left as
-it was.
+"""Storage that a node writes to: the run folder, temporary files and caches. Each is written to for real, a little, and
+left as it was.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _REMOTE: Final = re.compile(r"nfs\d?|cifs|smb3|9p|ceph|lustre|gpfs|beegfs|afs|fu
 
 
 def check_run_folder(need: Need, *, counts_replaced: bool = False) -> Check:
-    """Whether checkpoints can be written, and fit: by the size of the run's largest one so far, where there is one.
+    """Check whether checkpoints can be written, and fit: by the size of the run's largest one so far, where there is
+    one.
 
     With `counts_replaced` it says what a resume has set aside: every file of it is looked at for that.
     """
@@ -74,7 +75,7 @@ def _about_room(need: Need, free: int, sizes: Sequence[int]) -> Iterator[Problem
 
 
 def check_temporary(environment: Mapping[str, str]) -> Check:
-    """Where Python and compilers put temporary files."""
+    """Check the folder where Python and compilers put temporary files."""
     folder = Path(environment.get("TMPDIR") or tempfile.gettempdir())
     place, problem = _probed(folder, kind="tmp", severity="error", fix="set TMPDIR to a folder you can write to")
     free = _free(place)
@@ -178,7 +179,7 @@ def file_system(folder: Path) -> str:
 
 
 def is_remote(folder: Path) -> bool:
-    """Whether other hosts may write there as well."""
+    """Check whether other hosts may write there as well."""
     return _REMOTE.fullmatch(file_system(folder)) is not None
 
 

@@ -1,4 +1,4 @@
-"""What every rule is made of: a function from `Facts` to problems, and three ways to say one."""
+"""Parts of every rule: a function from `Facts` to problems, and three constructors of problems."""
 
 from __future__ import annotations
 

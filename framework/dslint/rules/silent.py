@@ -1,4 +1,4 @@
-"""What DeepSpeed takes without a word and does otherwise, and what only waits for code."""
+"""Settings that DeepSpeed accepts silently and treats otherwise, and those that only have an effect from code."""
 
 from __future__ import annotations
 

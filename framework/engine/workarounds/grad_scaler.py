@@ -104,7 +104,7 @@ def explaining_overflow(engine: deepspeed.DeepSpeedEngine) -> Iterator[None]:
 
 
 def may_have_been_skipped(engine: deepspeed.DeepSpeedEngine) -> bool:
-    """Whether the last step may have left the weights as they were; a scaler does not tell without waiting for the
-    device.
+    """Check whether the last step may have left the weights as they were; a scaler does not tell without waiting for
+    the device.
     """
     return grad_scaler(engine) is not None or not engine.was_step_applied()

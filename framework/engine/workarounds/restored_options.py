@@ -1,5 +1,4 @@
-"""What an optimizer was given, and DeepSpeed takes from the checkpoint instead: its parameter groups are put back
-whole.
+"""Options of an optimizer that DeepSpeed replaces by those of the checkpoint: its parameter groups are put back whole.
 
 The keys of the config are compared before (`framework.checkpoint.resumable`); what a function from Python gives the
 optimizer that it builds stands in no config.

@@ -1,4 +1,4 @@
-"""Which devices this machine has, found without importing torch: that would take seconds before the first message."""
+"""Devices of this machine, found without importing torch: that would take seconds before the first message."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def torch_text(name: str) -> str | None:
 
 
 def package_folder(name: str) -> Path | None:
-    """Where a package is installed; finding one without dots imports nothing."""
+    """Return the folder of an installed package; finding one without dots imports nothing."""
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
@@ -59,7 +59,7 @@ _PROBE_TIMEOUT_SECONDS: Final = 20
 
 @dataclass(frozen=True)
 class LocalDevices:
-    """What training can use here.
+    """Devices that training can use here.
 
     Attributes:
         kind: ``cuda``, ``npu``, or ``cpu`` where there is nothing else.
@@ -72,8 +72,8 @@ class LocalDevices:
     chosen: tuple[int, ...] | None = None
 
     def only(self, numbers: tuple[int, ...] | None) -> LocalDevices:
-        """Those that a hostfile or an option names, whatever the environment leaves visible; None: the same as
-        before.
+        """Restrict the devices to those that a hostfile or an option names, whatever the environment leaves visible;
+        None: the same as before.
         """
         return self if numbers is None else replace(self, chosen=numbers, count=len(numbers) if self.count else 0)
 
@@ -163,7 +163,7 @@ def unused_gpus(devices: LocalDevices, environment: Mapping[str, str]) -> Proble
 
 
 def _other_gpus(environment: Mapping[str, str]) -> LocalDevices | None:
-    """What DeepSpeed takes where there is neither Ascend nor NVIDIA, by what this torch is built for."""
+    """Find the devices that DeepSpeed takes where there is neither Ascend nor NVIDIA, by the build of this torch."""
     if (_DEV / "kfd").exists() and torch_text("hip"):
         return _visible("cuda", count_amd_gpus(environment), environment)
     if any(_DEV.glob("dri/renderD*")) and torch_text("xpu"):
@@ -198,7 +198,7 @@ def _count_nodes(prefix: str) -> int:
 
 
 def _visible(kind: Device, count: int, environment: Mapping[str, str]) -> LocalDevices | None:
-    """What the user left visible of the devices that are here; None: nothing."""
+    """Return the devices that the environment leaves visible; None: no restriction."""
     name = visible_variable(kind)
     text = environment.get(name)
     if not count or text is None:

@@ -1,5 +1,5 @@
-"""Which hosts and devices of a hostfile: `--include`, `--exclude`, `--num_nodes`, `--num_gpus`, as DeepSpeed takes
-them.
+"""Filter for the hosts and devices of a hostfile: `--include`, `--exclude`, `--num_nodes`, `--num_gpus`, as DeepSpeed
+takes them. `--include`, `--exclude`, `--num_nodes`, `--num_gpus`, as DeepSpeed takes them.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def who_chose(
     num_gpus: int | None = None,
     num_gpus_flag: str = "--num_gpus",
 ) -> dict[str, str]:
-    """Where the number of nodes and that of slots came from; the arguments are those of `choose_hosts`."""
+    """Return the source of the number of nodes and that of slots; the arguments are those of `choose_hosts`."""
     choice = "--include" if include else "--exclude" if exclude else ""
     return {
         "nnodes": ("--num_nodes" if num_nodes else choice) or path,

@@ -45,7 +45,7 @@ def bracketed(name: str) -> str:
 
 
 def is_host(name: str) -> bool:
-    """Whether a host can have it: a name, or an address without brackets."""
+    """Check whether a host can have it: a name, or an address without brackets."""
     if ":" not in name:
         return bool(_NAME.fullmatch(name))
     try:
@@ -74,7 +74,7 @@ def node_names(names: Sequence[str]) -> str:
 
 
 def most_common(values: Iterable[Any]) -> Any:
-    """What most hosts have; of equals the first, which is node 0's."""
+    """Return the value that most hosts have; of equals the first, which is node 0's."""
     counts = Counter(values)
     return max(counts, key=lambda value: counts[value])
 

@@ -1,4 +1,4 @@
-"""Which node this is, of how many, and where they meet: every value with the place it came from.
+"""Identity of this node, number of nodes, and the address where they meet: every value with the place it came from.
 
 A flag wins over the environment. Within the environment the first of `_READERS` that knows a value gives it; two that
 know different values are an error that names both, because either could be the stale one. What a platform only lets us
@@ -117,7 +117,7 @@ def slots_here(devices: LocalDevices) -> Setting | None:
 
 
 def described(environment: Mapping[str, str]) -> list[Setting]:
-    """What the environment says about nodes, the most explicit first."""
+    """Read what the environment defines about nodes, the most explicit first."""
     stated = (item for read in _READERS for item in read(environment) if item.value)
     return [replace(item, value=bare(item.value)) if item.name == "master_addr" else item for item in stated]
 
@@ -168,7 +168,7 @@ def _absent(name: str) -> Problem:
 
 
 def _wrong(item: Setting) -> Problem | None:
-    """What is wrong with a value by itself."""
+    """Describe what is wrong with a value by itself."""
 
     def refuse(reason: str, fix: str) -> Problem:
         return Problem(

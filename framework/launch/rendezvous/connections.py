@@ -43,9 +43,7 @@ class TurnedAway(ConnectionLost):
 
 
 class Rejections:
-    """Who was turned away: each address is told once with each reason, and then when it is the tenth time, the
-    hundredth...
-    """
+    """Rejected connections: each address is logged once with each reason, and then the tenth time, the hundredth..."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str], int] = {}
@@ -219,7 +217,9 @@ class Clients:
                 client.link.close()
 
     def _wait_for_files(self, error: OSError) -> None:
-        """Who calls waits at the port until somebody else has gone."""
+        """Wait at the port until a file descriptor is free: a new connection stays pending until another one has
+        closed.
+        """
         self._accept_at = time.monotonic() + _NO_FILES_SECONDS
         if not self._reported_no_files:
             self._reported_no_files = True

@@ -1,4 +1,4 @@
-"""Whether the nodes reach each other as their ranks will: every agent answers at a free port, node 0 also at the ranks'
+"""Connectivity between nodes as their ranks will need it: every agent answers at a free port, node 0 also at the ranks'
 own, and when all nodes are there each calls others, once. A firewall between two of them is a finding then, and no hang
 of minutes.
 """
@@ -207,7 +207,7 @@ class Calls:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a node can be called.
+    """Address at which a node can be called.
 
     Attributes:
         name: ``RANK (HOST)``.
@@ -237,7 +237,7 @@ class Round:
         self._own = Calls(self._targets(0), token=self._token)
 
     def order(self, node: int) -> dict[str, Any]:
-        """What a node is asked to do."""
+        """Build the request to a node: the addresses to call."""
         return {"token": self._token, "targets": self._targets(node)}
 
     def hear(self, node: int, message: Message) -> None:
@@ -260,8 +260,8 @@ class Round:
         return len(self._failed) == len(self._places) or time.monotonic() - self._began_at > _ROUND_SECONDS
 
     def problems(self) -> list[Problem]:
-        """Who does not reach whom: by those who are not reached, or by those who do not reach, whichever are fewer
-        lines.
+        """Describe the failed connections: by those who are not reached, or by those who do not reach, whichever are
+        fewer lines.
         """
         failures = [
             (node, self._called(node)[number], reached)
@@ -334,7 +334,7 @@ def _grouped(failures: Sequence[tuple[int, int, Reached]], key: Callable[[int, i
 
 
 def is_place(reported: object) -> bool:
-    """Whether this is an address and a port."""
+    """Check whether this is an address and a port."""
     return (
         isinstance(reported, list)
         and len(reported) == 2
@@ -346,7 +346,7 @@ def is_place(reported: object) -> bool:
 
 
 def targets_of(message: Message) -> list[Target]:
-    """Whom a node is asked to call; none where it is asked in another shape."""
+    """Return the targets in a request to call; none where it has another shape."""
     reported = message.get("targets")
     if not isinstance(reported, list) or len(reported) > _MOST_TARGETS or not all(map(is_place, reported)):
         return []

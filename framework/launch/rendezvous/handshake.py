@@ -1,6 +1,4 @@
-"""What must be the same on every node, and what is not: found by comparing the HELLOs of all agents before a rank
-starts.
-"""
+"""Values that must be the same on every node: found by comparing the HELLOs of all agents before a rank starts."""
 
 from __future__ import annotations
 
@@ -115,7 +113,7 @@ def _name(hello: Mapping[str, Any]) -> str:
 
 
 def _of_preflights(hellos: Sequence[Mapping[str, Any]], seen: set[str]) -> list[Problem]:
-    """What the nodes' own looks at themselves have to say, where they have looked (`framework.doctor.node.start`)."""
+    """Collect the findings of the nodes' own preflights, where there were some (`framework.doctor.node.start`)."""
     looked = {_name(hello): hello for hello in hellos if "look" in hello}
     if len(looked) < 2:
         return []

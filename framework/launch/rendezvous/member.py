@@ -158,7 +158,7 @@ class AddressHolder:
                 self._reported_at = self._reported_at or time.monotonic()
 
     def _accept(self) -> None:
-        """Whoever called may be gone again by now."""
+        """Accept a connection, which may be gone again by now."""
         try:
             connection, address = self._listener.accept()
         except OSError:

@@ -1,4 +1,4 @@
-"""What agents say to each other: JSON objects, one to a line, over TCP.
+"""Messages between agents: JSON objects, one to a line, over TCP. JSON objects, one to a line, over TCP.
 
 The other end may be anything that found the port, so a line, a queue and a handshake have limits, nothing but JSON is
 read, and nothing that is read is run. With a shared token both sides prove that they know it before anything else is
@@ -40,11 +40,13 @@ class ConnectionLost(Exception):  # noqa: N818 - it is caught and told, not rais
 
 
 class NoAgent(ConnectionLost):
-    """What is at the other end is none of us."""
+    """Error: the other end is no agent of this job."""
 
 
 def readable(waiting: Iterable[_Waiting], seconds: float) -> set[_Waiting]:
-    """Those with something to read, after at most so long; `select.select` takes no descriptor above 1023."""
+    """Return the links with something to read, after at most so long; `select.select` takes no descriptor above
+    1023.
+    """
     with selectors.PollSelector() as selector:
         for each in waiting:
             selector.register(each, selectors.EVENT_READ, each)
@@ -168,7 +170,7 @@ def as_line(kind: str, **content: Any) -> bytes:
 
 
 def proof(token: str, *, role: str, nonces: tuple[str, str], content: Message) -> str:
-    """That the sender knows the token, for this connection, this role and this content alone."""
+    """Compute the proof that the sender knows the token, for this connection, this role and this content alone."""
     text = json.dumps([role, *nonces, content], sort_keys=True)
     return hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()
 

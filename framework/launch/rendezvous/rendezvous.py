@@ -1,4 +1,4 @@
-"""How agents find each other before any rank starts: node 0 listens, the others call, and all are compared.
+"""Meeting of the agents before any rank starts: node 0 listens, the others call, and all are compared.
 
 A wrong topology would otherwise be a silent hang of twice the timeout. Everything that differs is told at once, to
 every node, and each ends with 78. Whatever else reaches the port can cost neither time nor memory: connections, lines

@@ -1,4 +1,4 @@
-"""What both sides of a rendezvous share: who this node is, what it says, and what every wait heeds."""
+"""State that both sides of a rendezvous share: the node's identity, its HELLO, and the checks of every wait."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Session:
     _reported_at: float = field(default=0.0, init=False)
 
     def look(self, waiting_for: Callable[[], str], *, deadline: float | None = None) -> None:
-        """What every wait does: heed requests, keep the deadline, say who is missing every 15 s.
+        """Run the checks of every wait: take requests, keep the deadline, log missing nodes every 15 s.
 
         Args:
             waiting_for: in words.

@@ -85,7 +85,7 @@ def best_has_a_direction(config: RunConfig, cluster: Cluster) -> Iterator[Proble
 
 
 def _evaluated(config: RunConfig) -> list[str]:
-    """What evaluation measures, as far as the task is known by name."""
+    """List the metrics that evaluation measures, as far as the task is known by name."""
     return [f"eval/{name}" for name in getattr(config.task, "metrics", ())]
 
 

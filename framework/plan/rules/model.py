@@ -85,7 +85,7 @@ def inert_model_options(config: RunConfig, cluster: Cluster) -> Iterator[Problem
 
 
 def channels_last_with_pipeline(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
-    """What crosses to the next stage would have its channels last: gloo says "input tensor has to be contiguous"."""
+    """Activations between stages would have their channels last: gloo says "input tensor has to be contiguous"."""
     if config.training.channels_last and config.parallel.pipe > 1:
         yield Problem(
             kind="channels-last-with-pipeline",

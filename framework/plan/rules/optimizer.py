@@ -27,7 +27,7 @@ def momentum_order(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
 
 
 def decay_on_matrices_of_nothing(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
-    """Which weights are pulled was written down, and none is."""
+    """A choice of weights for weight decay is written down, and there is no decay."""
     optimizer = config.optimizer
     if isinstance(optimizer, (Target, OptimizerObject)):
         return

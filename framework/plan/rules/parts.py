@@ -117,7 +117,7 @@ def _takes(section: Section, key: str, value: int) -> bool:
 
 
 def _form(config: RunConfig, part: str) -> str | None:
-    """What a part gives or takes; None where it is the user's own."""
+    """Return the form of what a part gives or takes; None where it is the user's own."""
     section: Any = getattr(config, part)
     if isinstance(section, (Target, Object)):
         return None

@@ -176,7 +176,7 @@ def _shared(config: RunConfig, section: str, values: Mapping[str, Any]) -> Itera
 
 
 def _why_absent(config: RunConfig, section: str) -> str | None:
-    """What of ours makes a section that the JSON does not have at all; None where it has it."""
+    """Return our setting that makes a section which the JSON does not have at all; None where it has it."""
     if section == "optimizer" and isinstance(config.optimizer, (Target, Object)):
         return "optimizer.target"
     if section == "scheduler" and isinstance(config.scheduler, (Constant, Cosine)):
@@ -185,7 +185,7 @@ def _why_absent(config: RunConfig, section: str) -> str | None:
 
 
 def _is_typed(config: RunConfig, key: str) -> bool:
-    """Whether the typed section has the key; sgd has no betas, for example, and then nothing contradicts."""
+    """Check whether the typed section has the key; sgd has no betas, for example, and then nothing contradicts."""
     section, _, name = key.partition(".")
     fields = type(getattr(config, section)).model_fields
     return section not in ("optimizer", "scheduler") or name in fields

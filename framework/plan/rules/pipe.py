@@ -75,7 +75,7 @@ def partition_beside_stages(config: RunConfig, cluster: Cluster) -> Iterator[Pro
 
 
 def stages_need_a_pipeline(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
-    """How to cut was written down, and nothing is cut."""
+    """A way to cut is written down, and nothing is cut."""
     for key in ("partition", "stages"):
         if config.parallel.pipe == 1 and key in config.parallel.model_fields_set:
             yield Problem(

@@ -1,1 +1,1 @@
-"""Where metrics go: one file per destination, all behind `Monitor`."""
+"""Destinations of metrics: one file per destination, all behind `Monitor`."""

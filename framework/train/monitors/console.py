@@ -1,4 +1,4 @@
-"""What rank 0 shows while it trains: a progress bar on a terminal, a line per logged step elsewhere."""
+"""Progress on rank 0 during training: a bar on a terminal, a line per logged step elsewhere."""
 
 from __future__ import annotations
 

@@ -1,0 +1,132 @@
+"""The house keeps its promises: size per room, the formatter decides, docstrings and names in the field's words."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.places import ROOT
+
+# kB of Python source and number of files per room; what a room no longer needs is taken away here as well.
+CAPS: dict[str, tuple[float, int]] = {
+    "(doors)": (47, 7),
+    "system": (45, 11),
+    "text": (80, 9),
+    "config": (106, 18),
+    "plan": (110, 19),
+    "checkpoint": (178, 26),
+    "train": (46, 12),
+    "launch": (222, 31),
+    "doctor": (118, 20),
+    "report": (8, 2),
+    "commands": (77, 11),
+    "models": (80, 13),
+    "tasks": (18, 5),
+    "data": (137, 20),
+    "engine": (180, 29),
+    "setup": (77, 11),
+    "dslint": (287, 29),
+    "deploy": (127, 16),
+}
+LONGEST_FUNCTION = 70
+# A function's docstring begins with a verb, a class's with a noun: not with the clause that leaves both out.
+RELATIVE = re.compile(r"(What|Who|Whom|Whose|Whether|Where|Wherever|Which|Whichever|How|That|Those|Whoever|Whatever)\b")
+MOST_RELATIVE_PERCENT = 2.0
+# Words for which the field has others: log, report, fix, summary, timeout, connection, address ...
+FORBIDDEN = re.compile(
+    r"(?:^|_)(told|tells?|telling|said|says?|guests?|keeper|mend|mended|praise|patience|heed|heeded|heeding|forgive|obituary|"
+    r"bury|strangers?|slips|essence)(?:_|$)",
+    re.IGNORECASE,
+)
+
+
+def sources(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def documented(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Name and docstring of everything in a module that has one."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)):
+            if text := ast.get_docstring(node):
+                yield getattr(node, "name", "module"), text
+
+
+def identifiers(tree: ast.AST) -> Iterator[str]:
+    """Names of functions, classes, arguments and variables that a module defines."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+            yield node.id if isinstance(node, ast.Name) else node.attr
+
+
+def test_no_room_outgrows_its_cap() -> None:
+    size: Counter[str] = Counter()
+    files: Counter[str] = Counter()
+    for path in sources("framework"):
+        parts = path.relative_to(ROOT / "framework").parts
+        room = parts[0] if len(parts) > 1 and parts[0] != "entry" else "(doors)"
+        size[room] += path.stat().st_size
+        files[room] += 1
+    assert set(size) == set(CAPS)
+    over = {
+        room: (size[room] / 1000, files[room])
+        for room, (kb, most) in CAPS.items()
+        if size[room] > kb * 1000 or files[room] > most
+    }
+    assert over == {}, "shorten, or move a cap between rooms with a decision note"
+
+
+def test_the_formatter_decides_every_line() -> None:
+    opt_out = "# fmt" + ":"
+    assert [
+        str(path) for path in sources("framework", "tests", "benchmarks", "tools") if opt_out in path.read_text("utf-8")
+    ] == []
+    pytest.importorskip("ruff", reason="ruff comes with the dev extra")
+    checked = subprocess.run(
+        [sys.executable, "-m", "ruff", "format", "--check", "-q", "."],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    texts = [
+        (path.name, name, text)
+        for path in sources("framework")
+        for name, text in documented(ast.parse(path.read_text("utf-8")))
+    ]
+    relative = [f"{file}: {name}: {text.splitlines()[0]}" for file, name, text in texts if RELATIVE.match(text)]
+    assert len(texts) > 2000
+    assert 100 * len(relative) / len(texts) < MOST_RELATIVE_PERCENT, "\n".join(relative)
+
+
+@pytest.mark.parametrize("path", sources("framework"), ids=lambda path: str(path.relative_to(ROOT / "framework")))
+def test_names_are_the_fields(path: Path) -> None:
+    names = [*path.relative_to(ROOT).with_suffix("").parts, *identifiers(ast.parse(path.read_text("utf-8")))]
+    assert sorted({name for name in names if FORBIDDEN.search(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name))}) == []
+
+
+@pytest.mark.parametrize("path", sources("framework"), ids=lambda path: str(path.relative_to(ROOT / "framework")))
+def test_functions_are_short(path: Path) -> None:
+    long = [
+        f"{node.name}: {node.end_lineno - node.lineno + 1} lines"
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.end_lineno is not None
+        and node.end_lineno - node.lineno + 1 > LONGEST_FUNCTION
+    ]
+    assert long == []
