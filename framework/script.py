@@ -12,11 +12,11 @@ import time
 import traceback
 from typing import NoReturn
 
-from framework.errors import EXIT_CONFIG, EXIT_OK, EXIT_TRAINING, FrameworkError, missing_package
+from framework.errors import EXIT_CONFIG, EXIT_OK, EXIT_TRAINING, FrameworkError, in_one_line, missing_package
 from framework.system.arguments import CommandParser
 from framework.system.exits import SILENT_RANKS_WAIT_SECONDS, refusing_exits
 from framework.system.output import write
-from framework.system.parent_watch import AGENT_VARIABLE, watch_parent
+from framework.system.parent_watch import AGENT_VARIABLE, report_end, watch_parent
 from framework.system.stopping import StopRequest
 
 
@@ -62,6 +62,7 @@ def exit_code() -> int:
             _train(request, arguments)
         return EXIT_OK
     except FrameworkError as error:
+        report_end(str(error))
         if speaks or error.is_of_one_rank:
             write(sys.stderr, f"{error}\n")
         else:
@@ -69,6 +70,7 @@ def exit_code() -> int:
         return error.exit_code
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "deepspeed", "numpy", "pydantic", "yaml"):
+            report_end(in_one_line(error))
             write(sys.stderr, traceback.format_exc())
             return EXIT_TRAINING
         if speaks:
@@ -76,7 +78,8 @@ def exit_code() -> int:
         else:
             _let_the_other_report(request)
         return EXIT_CONFIG
-    except Exception:
+    except Exception as error:
+        report_end(in_one_line(error))
         write(sys.stderr, traceback.format_exc())
         return EXIT_TRAINING
 

@@ -16,14 +16,14 @@ from tests.places import ROOT
 
 # kB of Python source and number of files per room; what a room no longer needs is taken away here as well.
 CAPS: dict[str, tuple[float, int]] = {
-    "(doors)": (47, 7),
+    "(doors)": (47, 8),
     "system": (45, 11),
     "text": (80, 9),
     "config": (106, 18),
     "plan": (110, 19),
     "checkpoint": (178, 26),
     "train": (46, 12),
-    "launch": (222, 31),
+    "launch": (230, 31),
     "doctor": (118, 20),
     "report": (8, 2),
     "commands": (77, 11),
@@ -32,7 +32,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "data": (137, 20),
     "engine": (180, 29),
     "setup": (77, 11),
-    "dslint": (287, 29),
+    "dslint": (292, 29),
     "deploy": (127, 16),
 }
 LONGEST_FUNCTION = 70
@@ -54,9 +54,9 @@ def sources(*folders: str) -> list[Path]:
 def documented(tree: ast.AST) -> Iterator[tuple[str, str]]:
     """Name and docstring of everything in a module that has one."""
     for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)):
-            if text := ast.get_docstring(node):
-                yield getattr(node, "name", "module"), text
+        is_documented = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module))
+        if is_documented and (text := ast.get_docstring(node)):
+            yield getattr(node, "name", "module"), text
 
 
 def identifiers(tree: ast.AST) -> Iterator[str]:

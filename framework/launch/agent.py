@@ -154,11 +154,14 @@ class _Attempt:
                 self.peers.send_stop(f"rank {end.rank} stopped")
             return
         self.begun_to_end = self.begun_to_end or time.monotonic()
-        self.peers.send_failure(f"{self.peers.name(self.node_rank)} rank {end.rank}: {self._how(code)}", code=code)
+        self.peers.send_failure(
+            f"{self.peers.name(self.node_rank)} rank {end.rank}: {self._how(code, end.reason)}", code=code
+        )
         self._end_ranks()
 
-    def _how(self, code: int) -> str:
-        return how_ended(code, lacked_memory=code == 128 + signal.SIGKILL and self.oom_kills.have_risen())
+    def _how(self, code: int, reason: str) -> str:
+        how = how_ended(code, lacked_memory=code == 128 + signal.SIGKILL and self.oom_kills.have_risen())
+        return f"{how}: {reason}" if reason else how
 
     def _ask(self) -> None:
         """Pass on what this agent was asked."""

@@ -23,7 +23,7 @@ import psutil
 
 from framework.launch.hosts.devices import visible_variable
 from framework.launch.hosts.topology import Topology
-from framework.system.parent_watch import AGENT_VARIABLE, identity
+from framework.system.parent_watch import AGENT_VARIABLE, REPORT_VARIABLE, identity
 
 _LEFTOVER_GRACE_SECONDS: Final = 2.0
 _CLEAR_SECONDS: Final = 10.0  # a process that waits for a dead disk cannot even be killed
@@ -31,10 +31,13 @@ _CLEAR_SECONDS: Final = 10.0  # a process that waits for a dead disk cannot even
 
 @dataclass(frozen=True)
 class RankEnd:
-    """End of a rank: its number in the job, and its exit code as a shell counts (128 + n for signal n)."""
+    """End of a rank: its number in the job, its exit code as a shell counts (128 + n for signal n), and the line with
+    which it explained its end, if it did.
+    """
 
     rank: int
     code: int
+    reason: str = ""
 
 
 class Ranks:
@@ -55,7 +58,15 @@ class Ranks:
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         numbers = range(topology.slots) if devices is None else sorted(devices)[: topology.slots]
         visible = {visible_variable(device): ",".join(map(str, numbers))}
-        own = {AGENT_VARIABLE: identity(os.getpid()), "DSF_WORLD_SIZE": str(topology.world_size)}
+        # A line fits into a pipe whole: every rank writes its own there, and none waits for the agent to read.
+        self._reasons: dict[int, str] = {}
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        own = {
+            AGENT_VARIABLE: identity(os.getpid()),
+            REPORT_VARIABLE: str(self._write_end),
+            "DSF_WORLD_SIZE": str(topology.world_size),
+        }
         self._environment = {**environment, **visible, **own}
         # torchrun's, from a shell inside its job: the ranks would read it before LOCAL_SIZE.
         self._environment.pop("LOCAL_WORLD_SIZE", None)
@@ -74,6 +85,7 @@ class Ranks:
                 env=environment,
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
+                pass_fds=(self._write_end,),
             )
 
     @property
@@ -86,10 +98,24 @@ class Ranks:
         if os.getpid() == 1:
             _reap_orphans({process.pid for process in self._running.values()})
         codes = {rank: process.poll() for rank, process in self._running.items()}
-        ended = [RankEnd(rank, shell_code(code)) for rank, code in codes.items() if code is not None]
+        if any(code is not None for code in codes.values()):
+            self._read_reasons()
+        ended = [
+            RankEnd(rank, shell_code(code), self._reasons.get(rank, ""))
+            for rank, code in codes.items()
+            if code is not None
+        ]
         for end in ended:
             del self._running[end.rank]
         return ended
+
+    def _read_reasons(self) -> None:
+        with suppress(BlockingIOError):
+            while text := os.read(self._read_end, 1 << 16):
+                for line in text.decode(errors="replace").splitlines():
+                    rank, _, reason = line.partition("\t")
+                    if rank.isdecimal():
+                        self._reasons.setdefault(int(rank), reason)
 
     def signal(self, number: signal.Signals) -> None:
         """To every rank that runs."""
@@ -104,6 +130,9 @@ class Ranks:
         self.signal(signal.SIGKILL)
         for process in self._running.values():
             process.wait()
+        for end in (self._read_end, self._write_end):
+            with suppress(OSError):  # closed by an earlier call
+                os.close(end)
         give_up_at = time.monotonic() + _CLEAR_SECONDS
         # What is asked to end may start another process meanwhile, so we look until there is none.
         while (left := self._leftovers()) and time.monotonic() < give_up_at:

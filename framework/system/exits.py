@@ -29,10 +29,12 @@ from framework.errors import (
     EXIT_USAGE,
     FrameworkError,
     TrainingError,
+    in_one_line,
     printable,
 )
 from framework.system.arguments import HelpShown
 from framework.system.output import write
+from framework.system.parent_watch import report_end
 
 SWITCH: Final = "DSF_TRACEBACK"
 # A launcher ends all ranks when the first one ends: the one that speaks has to be given the time to.
@@ -74,12 +76,15 @@ class _Hook:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, FrameworkError) and sys.excepthook is self:
             _end(error)
+        if isinstance(error, Exception):
+            report_end(in_one_line(error))
         self._before(kind, error, trace)
         if isinstance(error, Exception) and sys.excepthook is self and _group_is_up() and _came_through_fit(trace):
             _leave(EXIT_TRAINING)
 
 
 def _end(error: FrameworkError) -> NoReturn:
+    report_end(str(error))
     if os.environ.get("LOCAL_RANK", "0") == "0" or error.is_of_one_rank:
         write(sys.stderr, f"{error}\n")
     else:

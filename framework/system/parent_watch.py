@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import stat
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +27,8 @@ from typing import Final
 from framework.errors import EXIT_PEER_LOST, EXIT_STOPPED, ConfigError, Problem
 
 AGENT_VARIABLE: Final = "DSF_AGENT"
+REPORT_VARIABLE: Final = "DSF_REPORT_FD"
+_LONGEST_REPORT: Final = 600
 _LOOK_SECONDS: Final = 0.5
 _STOPPING_SECONDS: Final = 10.0
 _START_TIME: Final = 22 - 3  # its place in /proc/<pid>/stat after the name in parentheses, which is the second
@@ -133,3 +136,16 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def report_end(line: str) -> None:
+    """Send the line that explains this rank's end to the agent that started it, which shows it in its last one.
+
+    Does nothing in a process that no agent started, such as one that a rank has started itself: it has the variable,
+    and not the pipe.
+    """
+    number, agent = os.environ.get(REPORT_VARIABLE, ""), os.environ.get(AGENT_VARIABLE)
+    with suppress(OSError):
+        if number.isdecimal() and identity(os.getppid()) == agent and stat.S_ISFIFO(os.fstat(int(number)).st_mode):
+            text = f"{os.environ.get('RANK', '0')}\t{' '.join(line.split())[:_LONGEST_REPORT]}\n"
+            os.write(int(number), text.encode(errors="backslashreplace"))

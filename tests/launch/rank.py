@@ -1,8 +1,9 @@
 """A rank for the tests of agents: rank.py --local_rank=N FOLDER [RANK:]ACTION ...; without an action of its own it
 waits.
 
-wait | ignore (requests to stop) | deaf (as before it listens) | exit=CODE | kill (itself). It writes its process id and
-environment to FOLDER/<RANK>.json once it is ready, and the name of each signal to FOLDER/<RANK>.signals.
+wait | ignore (requests to stop) | deaf (as before it listens) | exit=CODE | explain (itself, and end with 70) | kill
+(itself). It writes its process id and environment to FOLDER/<RANK>.json once it is ready, and the name of each signal
+to FOLDER/<RANK>.signals.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from framework.system.parent_watch import watch_parent
+from framework.system.parent_watch import report_end, watch_parent
 
 
 def main() -> None:
@@ -47,6 +48,9 @@ def main() -> None:
         time.sleep(0.02)
     if action.startswith("exit="):
         sys.exit(int(action.partition("=")[2]))
+    if action == "explain":
+        report_end("net.py:7: a line\n of two [training-failed]")
+        sys.exit(70)
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)

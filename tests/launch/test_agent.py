@@ -44,6 +44,7 @@ def alone(members: Members) -> Members:
             r"node 0 \(.*\) rank 1: killed by SIGKILL \(137, out of memory\?\) at ..:..:..; 1 node stopped",
         ),
         (["0:exit=1", "ignore"], 1, "rank 0: ended with 1 at"),
+        (["1:explain", "wait"], 70, r"rank 1: ended with 70 \(.*\): net.py:7: a line of two \[training-failed\] at"),
     ],
 )
 def test_the_code_of_the_first_failure_comes_back(alone: Members, actions: list[str], code: int, line: str) -> None:
@@ -159,7 +160,7 @@ def test_a_rank_is_given_what_deepspeed_gives_it(alone: Members, tmp_path: Path)
         command, env=environment, check=True, timeout=300, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     expected = Members(theirs, nnodes=1, slots=2).ready(2)
-    only_here = {"DSF_AGENT", "DSF_WORLD_SIZE"}
+    only_here = {"DSF_AGENT", "DSF_REPORT_FD", "DSF_WORLD_SIZE"}
     only_there = {"DS_ACCELERATOR", "PYTEST_CURRENT_TEST"}  # of this test; and what importing DeepSpeed leaves behind
     for rank in (0, 1):
         assert ours[rank]["argv"][1] == expected[rank]["argv"][1]
