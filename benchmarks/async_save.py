@@ -26,7 +26,7 @@ from framework.checkpoint.checkpointer import Checkpointer
 from framework.checkpoint.manifest import list_checkpoints
 from framework.checkpoint.retention import Retention
 from framework.config.load import config_from_values
-from framework.engine import environment as random_state
+from framework.engine import random_state
 from framework.engine.distributed import gather, process_group
 from framework.engine.plain_engine import PlainEngine, build_engine
 from framework.setup.prepared import prepare

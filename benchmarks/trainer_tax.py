@@ -25,7 +25,7 @@ import deepspeed
 import torch
 
 from framework.config.load import config_from_values
-from framework.engine import environment as random_state
+from framework.engine import random_state
 from framework.engine.distributed import barrier, process_group, rank
 from framework.engine.environment import describe_environment
 from framework.engine.metrics import mean_over_ranks

@@ -13,8 +13,8 @@ from framework.config.load import config_from_values
 from framework.errors import StorageError, TrainingError
 from framework.plan.cluster import Cluster
 from framework.plan.plan import Plan, make_plan
-from framework.run import _changed_schedule
 from framework.setup import start_point
+from framework.setup.start_point import _changed_schedule
 from framework.train.run_folder import RunFolder
 
 

@@ -17,7 +17,7 @@ from framework.checkpoint.state.checkpoint_engine import AtomicCheckpointEngine,
 from framework.checkpoint.state.optimizer_shards import Names, OptimizerViews, opened, stepped_groups
 from framework.checkpoint.state.reader import StoredState
 from framework.checkpoint.state.shard_map import STATE_KEY
-from framework.engine import environment as random_state
+from framework.engine import random_state
 from framework.engine.distributed import claims_error_report, gather
 from framework.engine.failures import known_failure
 from framework.engine.lost_peers import failure_of_nccl, is_lost_peer

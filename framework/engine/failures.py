@@ -22,7 +22,7 @@ from torch import Tensor
 
 from framework.engine.distributed import claims_error_report
 from framework.engine.extensions import failure_of_compiler
-from framework.engine.lost_peers import is_lost_peer
+from framework.engine.lost_peers import explaining_lost_peers, is_lost_peer
 from framework.errors import FrameworkError, TrainingError, in_one_line, printable
 from framework.system.exits import refusing_exits
 
@@ -53,6 +53,13 @@ _WAYS_OUT: Final = {
     "Memory), or set data.num_workers or data.prefetch_batches lower",
 }
 _NO_WAY_OUT_KNOWN: Final = "the code that reads the data has ended its process: data.num_workers=0 shows where"
+
+
+@contextmanager
+def explaining_failures(logs: Path) -> Iterator[None]:
+    """Turn failures of training that can be explained into our errors: lost peers, failed batches, known messages."""
+    with explaining_lost_peers(), explaining_failed_batches(logs), explaining_known_failures():
+        yield
 
 
 @contextmanager

@@ -25,8 +25,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from framework.engine.distributed import barrier, device, gather, rank
-from framework.engine.environment import capture, restore
 from framework.engine.initialize import refusing_scalars
+from framework.engine.random_state import capture, restore
 from framework.errors import ConfigError, Problem
 from framework.system.limits import room
 

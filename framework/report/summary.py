@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from framework.checkpoint.names import CHECKPOINTS, tag_of
 from framework.errors import counted
 from framework.plan.balance import StageTable
 from framework.plan.cluster import RANKS_ON_CPU
@@ -17,6 +18,7 @@ from framework.plan.plan import Plan
 from framework.system.log import print_line
 from framework.text.document import is_setting
 from framework.train.best import Best
+from framework.train.trainer import Outcome
 
 # From launch.sh, which puts its environment's programs in front of the PATH: what the person's own shell finds, and how
 # the script is called from there.
@@ -46,6 +48,12 @@ class RunResult:
     start_step: int = 0
     tokens_per_sec: float = 0.0
     best: Best | None = None
+
+    @classmethod
+    def of(cls, outcome: Outcome, *, folder: Path, start_step: int, best: Best | None) -> RunResult:
+        """Build the result from the end of the training loop."""
+        speed = {"samples_per_sec": outcome.samples_per_sec, "tokens_per_sec": outcome.tokens_per_sec}
+        return cls(folder, outcome.step, dict(outcome.metrics), start_step=start_step, best=best, **speed)
 
 
 def print_start(
@@ -158,3 +166,14 @@ def _program(name: str, environment: Mapping[str, str]) -> str:
         return name
     inside = own.is_relative_to(Path.cwd())
     return shlex.quote(str(own.relative_to(Path.cwd()) if inside else own))
+
+
+def describe_stop(result: RunResult, stopped: str, plan: Plan) -> str:
+    """Describe where a run stopped on request, and how it goes on."""
+    if result.step == result.start_step:
+        return f"{stopped}: stopped before the first step: nothing new to save [stopped]"
+    saved = result.folder / CHECKPOINTS / tag_of(result.step)
+    return (
+        f"{stopped}: stopped after step {result.step} of {plan.length.total_steps}; {saved} is complete; go on with "
+        "checkpoint.resume=auto [stopped]"
+    )

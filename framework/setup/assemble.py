@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
+from framework.checkpoint.async_checkpointer import AsyncCheckpointer
+from framework.checkpoint.checkpointer import Checkpointer
 from framework.checkpoint.state.exported_weights import LazyWeights
 from framework.config.base import Object, Target
-from framework.engine import environment as random_state
+from framework.engine import random_state
+from framework.engine.distributed import from_rank0, rank
+from framework.engine.failures import ExplainedData
 from framework.engine.model_build import build_model
 from framework.engine.pipeline_engine import build_pipeline
 from framework.engine.plain_engine import build_engine
@@ -19,6 +24,13 @@ from framework.models.adapt import prepare_model
 from framework.models.sync_batch_norm import with_sync_batch_norm
 from framework.setup.parts import Parts
 from framework.setup.prepared import Prepared
+from framework.setup.start_point import on_rank0
+from framework.setup.wiring import make_eval_loader, make_monitors, make_schedule, make_train_loader
+from framework.train.best import BestSoFar
+from framework.train.monitors.base import HeldFolder, Monitor
+from framework.train.monitors.console import LogLines
+from framework.train.run_folder import RunFolder
+from framework.train.trainer import Trainer
 
 
 def assemble_engine(prepared: Prepared) -> Engine:
@@ -72,4 +84,36 @@ def _adapt_layer(prepared: Prepared, module: torch.nn.Module, layer: str, data_p
             parameter.requires_grad_(False)
     return (
         with_sync_batch_norm(module, process_group=data_parallel_group) if config.training.sync_batch_norm else module
+    )
+
+
+def build_trainer(
+    engine: Engine,
+    prepared: Prepared,
+    folder: RunFolder,
+    checkpointer: Checkpointer | AsyncCheckpointer,
+    best: BestSoFar,
+    *,
+    start_step: int,
+    stop: Callable[[int], str],
+) -> Trainer:
+    """Build the Trainer of a run with its data and its monitors. Collective."""
+    plan, splits = prepared.plan, prepared.parts.splits
+    schedule = make_schedule(plan, tokens_per_sample=getattr(splits.train, "tokens_per_sample", None))
+    monitors: list[Monitor] = [HeldFolder(folder), best, LogLines(schedule.total_steps)]
+
+    def add_monitors() -> None:
+        monitors.extend(make_monitors(plan.config, folder.path, total_steps=schedule.total_steps, from_step=start_step))
+
+    from_rank0(on_rank0(add_monitors))
+    eval_loader = make_eval_loader(plan, splits, rank=rank())
+    return Trainer(
+        engine,
+        agenda=schedule,
+        train_data=ExplainedData(make_train_loader(plan, splits, rank=rank())),
+        eval_data=ExplainedData(eval_loader) if eval_loader is not None else None,
+        monitors=monitors,
+        save=checkpointer.save,
+        start_step=start_step,
+        stop=stop,
     )

@@ -3,19 +3,40 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+from framework.checkpoint.checkpointer import clear_unfinished
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.resume_point import find_sound_checkpoint
+from framework.checkpoint.names import size_of
+from framework.checkpoint.resumable import (
+    check_movable,
+    check_reachable,
+    check_resumable,
+    describe_changes,
+    describe_resharding,
+    describe_versions,
+    needs_resharding,
+)
+from framework.checkpoint.resume_point import find_sound_checkpoint, set_aside_later
 from framework.checkpoint.state.raw import describe_raw, warn_of
 from framework.checkpoint.verification import SharedVerification
 from framework.config.run_config import RunConfig
+from framework.data.token_files import keep_tokenizer
 from framework.engine.distributed import from_rank0, gather, rank
+from framework.engine.environment import describe_environment
+from framework.engine.layer_times import time_layers
 from framework.engine.lost_peers import is_lost_peer
+from framework.engine.protocol import Engine
 from framework.errors import FrameworkError, StorageError, TrainingError, in_one_line
+from framework.plan.plan import Plan
+from framework.report.summary import print_start
 from framework.setup.prepared import Prepared
+from framework.setup.stages import cut_as_saved, cut_by_time
+from framework.setup.wiring import description
 from framework.system.log import print_line
+from framework.train.best import BestSoFar
 from framework.train.run_folder import RunFolder
 
 
@@ -112,3 +133,128 @@ def choose_start(
         start = describe_raw(start)
         warn_of(start, resumed=True)
     return start
+
+
+def measure_cut(prepared: Prepared, start: SavedCheckpoint | None) -> Prepared:
+    """With `parallel.partition: measured`: rank 0 times the layers on its device, and all ranks cut by that.
+    Collective.
+
+    A run that goes on is cut as it was: no two measurements are the same, and another cut would be a move.
+    """
+    plan, cut = prepared.plan, prepared.cut
+    if cut is None or plan.config.parallel.partition != "measured" or plan.config.parallel.stages is not None:
+        return prepared
+    if start is not None and (as_saved := cut_as_saved(cut, plan, start.manifest)):
+        if rank() == 0:
+            print_line("resume: the pipeline is cut as it was measured at the first start")
+        return replace(prepared, cut=as_saved)
+    seconds = from_rank0(
+        on_rank0(
+            lambda: time_layers(cut.layers, cut.inputs, seed=plan.config.run.seed, precision=plan.config.precision)
+        )
+    )
+    return replace(prepared, cut=cut_by_time(cut, plan, seconds))
+
+
+def open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint | None) -> None:
+    """Open the run folder on rank 0, and wait until the other hosts see it. Collective."""
+    generation = from_rank0(on_rank0(lambda: _open_folder(folder, prepared, start)))
+    if generation:
+        folder.wait_until_visible(generation)
+
+
+def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint | None) -> str:
+    """See whether the run may go on from where it starts, and open its folder; nothing is written before that is
+    settled.
+
+    Returns the folder's word, for hosts that may still see another one of its name.
+    """
+    config, plan = prepared.plan.config, prepared.plan
+    if start is not None:
+        described = description(plan, prepared.parts.splits, pipeline=prepared.pipeline())
+        check_movable(start, description=described)
+        check_resumable(
+            start,
+            config=config.to_dict(),
+            global_size=plan.layout.global_size,
+            steps_per_epoch=plan.length.steps_per_epoch or 0,
+            data=described,
+        )
+        check_reachable(start, total_steps=plan.length.total_steps or 0)
+    continues = start is not None and start.folder.resolve() == folder.checkpoints.resolve()
+    moved = folder.open(fresh=not continues)
+    _report_resume(start, plan, folder)
+    if continues:
+        for removed in clear_unfinished(folder.checkpoints):
+            print_line(f"removed {folder.checkpoints}/{removed}, which an interrupted save or deletion left")
+    if moved is not None:
+        print_line(f"{folder.path} held an earlier run; it is now {moved}")
+    if start is not None and continues:
+        for replaced in set_aside_later(start):
+            print_line(
+                f"the steps after {start.step} are taken again; an earlier checkpoint of them is now {replaced} "
+                f"({size_of(replaced) / 1e9:.3f} GB; it stays until somebody deletes it)"
+            )
+    pipeline = prepared.pipeline()
+    folder.describe(
+        config=config.to_dict(),
+        ds_config=prepared.ds_config,
+        plan=plan.to_dict() | ({"pipeline": pipeline} if pipeline else {}),
+        environment=describe_environment(),
+    )
+    if tokens := getattr(config.data, "path", None):
+        keep_tokenizer(tokens, folder.path)
+    return folder.word
+
+
+def _report_resume(start: SavedCheckpoint | None, plan: Plan, folder: RunFolder) -> None:
+    """Print the checkpoint that the run starts from, and what is not as it was there."""
+    if plan.config.checkpoint.resume == "auto":
+        print_line(
+            f"resume: auto: {f'from {start.path}' if start else f'no checkpoint in {folder.path}, starting afresh'}"
+        )
+    elif start is not None:
+        print_line(f"resume: from {start.path}")
+    if start is not None:
+        for change in describe_changes(start, config=plan.config.to_dict()):
+            print_line(f"resume: changed since the save, and applied: {change}")
+        if versions := describe_versions(start, versions=describe_environment()["versions"]):
+            print_line(
+                f"note: other releases wrote this checkpoint ({versions}); an unbroken run may differ in the last bits"
+            )
+        for note in _changed_schedule(start, plan):
+            print_line(f"note: {note}")
+
+
+def _changed_schedule(start: SavedCheckpoint, plan: Plan) -> Iterator[str]:
+    """A run that is made longer stretches a schedule that ends with it: allowed, but never silently."""
+    scheduler, before, now = plan.config.scheduler, start.manifest.get("total_steps"), plan.length.total_steps
+    ends_with_run = "total_steps" in type(scheduler).model_fields and getattr(scheduler, "total_steps", None) is None
+    if ends_with_run and before is not None and before != now:
+        yield (
+            f"the {scheduler.kind} schedule now ends at step {now} instead of {before}, so the learning rate goes on "
+            f"from another point of its curve; scheduler.total_steps={before} keeps it"
+        )
+
+
+def load_start(engine: Engine, start: SavedCheckpoint | None, best: BestSoFar, description: Mapping[str, Any]) -> int:
+    """Load the checkpoint that the run starts from, moved into the run's layout where that is another one; returns its
+    step, 0 without one. Collective.
+    """
+    if start is None:
+        return 0
+    moved = needs_resharding(start, description=description)
+    if moved and rank() == 0:
+        stated = describe_resharding(start, description=description)
+        print_line(f"resume: {start.path} was written in another layout ({stated}) and is moved into this one")
+    state = engine.load(start, moved=moved)
+    best.restore(state)
+    return int(state["step"])
+
+
+def report_start(prepared: Prepared, folder: RunFolder, *, start_step: int) -> None:
+    """Print what is about to happen, on rank 0."""
+    if rank() == 0:
+        stages = prepared.cut.table if prepared.cut else None
+        evaluates = prepared.parts.splits.evaluation is not None
+        print_start(prepared.plan, folder.path, start_step=start_step, stages=stages, evaluates=evaluates)

@@ -99,7 +99,6 @@ def make_checkpointer(
     folder: Path,
     *,
     plan: Plan,
-    last_step: int,
     description: Mapping[str, Any],
     further: Callable[[], Mapping[str, Any]],
 ) -> Checkpointer:
@@ -116,7 +115,7 @@ def make_checkpointer(
         # peer.
         "gather": gather if plan.config.checkpoint.mode == "async" else gather_from_disks,
         "position": lambda step: {**position(plan, step), **further()},
-        "last_step": last_step,
+        "last_step": plan.length.total_steps,
         "description": description,
     }
     if plan.config.checkpoint.mode == "async":

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from framework.engine import environment as random_state
+from framework.engine import random_state
 
 
 @pytest.fixture(autouse=True)

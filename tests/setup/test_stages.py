@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import framework
-import framework.run
+import framework.setup.start_point
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.data.prepare import prepare as prepare_text
 from framework.errors import ConfigError
@@ -342,9 +342,9 @@ def test_a_pipeline_that_goes_on_is_cut_as_it_was_measured(monkeypatch: pytest.M
     assert run.cut is not None
     assert run.cut.table.bounds == (0, 2, 4)
     start = SavedCheckpoint(Path("runs/x/checkpoints"), "global_step4", {"step": 4, **manifest_of(run)})
-    monkeypatch.setattr(framework.run, "time_layers", measured)
-    monkeypatch.setattr(framework.run, "rank", lambda: 1)
-    cut = framework.run._measured(run, start).cut
+    monkeypatch.setattr(framework.setup.start_point, "time_layers", measured)
+    monkeypatch.setattr(framework.setup.start_point, "rank", lambda: 1)
+    cut = framework.setup.start_point.measure_cut(run, start).cut
     assert cut is not None
     assert cut.table.bounds == (0, 1, 4)
     assert cut.layers == run.cut.layers

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from framework import run
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.state.raw import describe_raw
 from framework.config.load import config_from_values
@@ -81,5 +80,5 @@ def test_a_schedule_is_not_taken_beyond_the_runs_end(tmp_path: Path, monkeypatch
     with pytest.raises(
         ConfigError, match=r"training.max_steps = 30: .* stands at step 1,000,000,.*\[resume-beyond-end\]"
     ):
-        run._open_folder(place, prepared, start)
+        start_point._open_folder(place, prepared, start)
     assert not place.path.exists()
