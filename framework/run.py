@@ -1,7 +1,5 @@
-"""The story of a run: from a config to `Trainer.fit()`, top to bottom.
-
-Everything that can be wrong is looked for in `prepare`, before this process waits for any other; from `process_group`
-on, all ranks walk the same way.
+"""The story of a run: from a config to `Trainer.fit()`, top to bottom. `prepare` finds everything that can be wrong before
+this process waits for any other; from `process_group` on, all ranks walk the same way.
 """
 
 from __future__ import annotations
@@ -21,18 +19,10 @@ from framework.engine.random_state import seed_ranks
 from framework.engine.stop_agreement import agreed_stops
 from framework.errors import RunStopped
 from framework.report.summary import RunResult, describe_stop, print_end, print_next
+from framework.setup import start_point
 from framework.setup.assemble import assemble_engine, build_trainer
 from framework.setup.objects import MakeOptimizer, ModelSource, Objects, config_with_objects, refuse_unknown_arguments
 from framework.setup.prepared import Prepared, prepare
-from framework.setup.start_point import (
-    agreed_weights,
-    choose_together,
-    load_start,
-    measure_cut,
-    on_rank0,
-    open_folder,
-    report_start,
-)
 from framework.setup.wiring import description, make_checkpointer
 from framework.system.exits import end_in_one_line, refusing_exits
 from framework.system.log import noting_errors
@@ -96,9 +86,9 @@ def _run(prepared: Prepared, request: StopRequest) -> RunResult:
             end_in_one_line()
             refuse_different_ranks(prepared.fingerprint())
             with closing(folder):
-                start = choose_together(folder, prepared.plan.config)
-                prepared = agreed_weights(measure_cut(prepared, start), start)
-                open_folder(folder, prepared, start)
+                start = start_point.choose_together(folder, prepared.plan.config)
+                prepared = start_point.agreed_weights(start_point.measure_cut(prepared, start), start)
+                start_point.open_folder(folder, prepared, start)
                 quiet_deepspeed(folder.logs / f"rank{rank()}.log")
                 use_matmul_precision(prepared.plan)
                 result, stopped = _train(prepared, folder, start, request)
@@ -115,14 +105,14 @@ def _train(
     seed_ranks(plan.config.run.seed, rank=rank(), step=start.step if start else 0)
     best = BestSoFar(of_checkpoint.keep_best, best_is=of_checkpoint.best_is)
     described = description(plan, prepared.parts.splits, pipeline=prepared.pipeline())
-    start_step = load_start(engine, start, best, described)
-    report_start(prepared, folder, start_step=start_step)
+    start_step = start_point.load_start(engine, start, best, described)
+    start_point.report_start(prepared, folder, start_step=start_step)
     checkpointer = make_checkpointer(engine, folder.checkpoints, plan=plan, description=described, further=best.state)
     with closing(checkpointer), agreed_stops(request, start_step=start_step) as stop:
         trainer = build_trainer(engine, prepared, folder, checkpointer, best, start_step=start_step, stop=stop)
         outcome = trainer.fit()
         checkpointer.finish(is_final=bool(outcome.stopped))
-        from_rank0(on_rank0(folder.check_held))
+        from_rank0(start_point.on_rank0(folder.check_held))
     request.training_is_over()
     engine.close()
     result = RunResult.of(outcome, folder=folder.path, start_step=start_step, best=best.found)
