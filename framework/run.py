@@ -48,8 +48,7 @@ def fit(
     script does not catch ends it with one line (`framework.system.exits`).
 
     Args:
-        config: a RunConfig, or nested dicts; the section of what is handed over may hold its other keys
-            (``{"data": {"num_workers": 2, "random_samples": False}}``).
+        config: a RunConfig, or nested dicts; the section of what is handed over may hold its other keys.
         model: an `nn.Module` or a list of layers, or a callable that builds one.
         train_data, eval_data: map-style datasets of (inputs, target), or the pair of both as `train_data`.
         task: a `framework.Task` or a callable ``loss(outputs, targets)``.
