@@ -1,5 +1,5 @@
-"""The story of a run: from a config to `Trainer.fit()`, top to bottom. `prepare` finds everything that can be wrong before
-this process waits for any other; from `process_group` on, all ranks walk the same way.
+"""The story of a run: from a config to `Trainer.fit()`, top to bottom. `prepare` finds everything that can be wrong
+before this process waits for any other; from `process_group` on, all ranks walk the same way.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def publish(
     Args:
         folder: the ``checkpoints`` folder.
         tag: the checkpoint's name.
-        said: what the manifest says beside its format and its files; ``step`` is in it.
+        stated: what the manifest says beside its format and its files; ``step`` is in it.
         records: the files that the ranks wrote; others that lie there are hashed.
         retention: which checkpoints are kept.
 

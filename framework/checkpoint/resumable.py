@@ -9,9 +9,9 @@ from framework.checkpoint.manifest import SavedCheckpoint
 from framework.config.run_config import RunConfig
 from framework.errors import MISSING, ConfigError, Problem, show_value
 
-# What becomes of a key of the run config that differs between a checkpoint and the run that goes on from it. One
-# table for all of them, because DeepSpeed restores most of what an optimizer, a schedule and a loss scale were given
-# from the checkpoint: a value that was changed in the config would be lost without a word.
+# Rules for a key of the run config that differs between a checkpoint and the run that goes on from it. One table for
+# all of them, because DeepSpeed restores most of what an optimizer, a schedule and a loss scale were given from the
+# checkpoint: a value that was changed in the config would be lost without a word.
 
 
 Rule = Literal["applied", "refused", "irrelevant"]
@@ -303,9 +303,9 @@ def _inline(settings: Mapping[str, Any]) -> str:
     return "{" + ", ".join(f"{key}: {value}" for key, value in settings.items()) + "}"
 
 
-# Whether a checkpoint lies on disk as this run would write it, or has to be moved, and what may not be. DeepSpeed
-# reads its own files back where nothing has changed that decides which numbers lie in which file; otherwise every
-# parameter is looked up by its name (`framework.checkpoint.state.reader`).
+# Comparison of a checkpoint's layout with that of a run: read as it is, moved, or refused. DeepSpeed reads its own
+# files back where nothing has changed that decides which numbers lie in which file; otherwise every parameter is looked
+# up by its name (`framework.checkpoint.state.reader`).
 
 
 _OFFLOADS: Final = ("offload_optimizer", "offload_param")

@@ -68,9 +68,9 @@ class Verification:
         self._done[name] = num_bytes
 
 
-# Whether a checkpoint is as it was written, found out by all ranks of a run together. A terabyte takes longer to read
-# than ranks wait for each other in a collective. So each reads its share, and all of them meet every few seconds
-# meanwhile to say how far they are.
+# Verification of a checkpoint by all ranks of a run together. A terabyte takes longer to read than ranks wait for each
+# other in a collective. So each reads its share, and all of them meet every few seconds meanwhile to say how far they
+# are.
 
 
 _BEAT_SECONDS: Final = 5.0

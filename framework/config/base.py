@@ -161,7 +161,7 @@ def _field_sentences(section: type[BaseModel]) -> dict[str, str]:
     return sentences
 
 
-# What every model that is known by name can say about itself without torch.
+# Base of all models that are known by name, without torch.
 
 
 class ModelKind(Kind):

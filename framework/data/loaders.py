@@ -26,7 +26,7 @@ from framework.errors import ConfigError, Problem
 from framework.system.parent_watch import die_with
 from framework.system.stopping import SIGNALS
 
-# What every worker of a DataLoader does first: it leaves requests to stop to its rank, and goes when its rank goes.
+# Start of every worker process of a DataLoader: it leaves requests to stop to its rank, and ends when its rank ends.
 
 
 def init_of_workers() -> Callable[[int], None]:

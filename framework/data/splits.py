@@ -144,7 +144,7 @@ def _article(kind: str) -> str:
     return "None" if kind == "builtins.NoneType" else f"a {kind.removeprefix('builtins.')}"
 
 
-# What tells one text from another of the same length, without reading it all.
+# Fingerprint of a text, which distinguishes texts of the same length without reading them all.
 
 
 def tokens_sha256(dataset: Any) -> str | None:

@@ -40,7 +40,7 @@ def run_ranks(order: Mapping[str, Any], cluster: Cluster, *, reported: IO[str]) 
     Args:
         order: number of this node, master (address and port), folder of checkpoints or None, and seconds.
         cluster: hosts, ranks on each, and the kind of device here.
-        told: where orders come from; when it closes, nobody waits for the result any more.
+        reported: where orders come from; when it closes, nobody waits for the result any more.
     """
     address, port = order["master"]
     ranks = range(cluster.devices_per_host)

@@ -16,10 +16,10 @@ from framework.dslint.keys import Key
 from framework.errors import Problem
 from framework.text.typos import nearest
 
-# What torch's own optimizers and schedules take: each parameter with its type and its limits, as torch 2.15 asks for
-# them. Adam, AdamW and Adagrad stand in the key tables, because DeepSpeed has types of these names. A value is
-# described in a few words: ``number>=0``, ``whole>=1``, ``flag``, ``0..1`` (both ends), ``0..<1``, ``pair`` (two of
-# what follows), ``choice a b``; ``null`` before them says that null is taken too. `mismatch` reads them.
+# Parameters of torch's own optimizers and schedules, each with its type and its limits, as torch 2.15 checks them.
+# Adam, AdamW and Adagrad stand in the key tables, because DeepSpeed has types of these names. A value is described in a
+# few words: ``number>=0``, ``whole>=1``, ``flag``, ``0..1`` (both ends), ``0..<1``, ``pair`` (two of what follows),
+# ``choice a b``; ``null`` before them says that null is taken too. `mismatch` reads them.
 
 
 _RATE: Final = {"lr": "number>=0", "weight_decay": "number>=0", "foreach": "null flag", "maximize": "flag"}

@@ -1,5 +1,4 @@
-"""Readers of a DeepSpeed JSON: DeepSpeed itself, or Hugging Face's Trainer or Accelerate before it. DeepSpeed itself,
-or Hugging Face's Trainer or Accelerate before it.
+"""Readers of a DeepSpeed JSON: DeepSpeed itself, or Hugging Face's Trainer or Accelerate before it.
 
 Those two read with `json.load`, fill in "auto" where they know the key, and stop at any other "auto" with a ValueError
 (accelerate/utils/dataclasses.py `DeepSpeedPlugin.deepspeed_config_process`, which the Trainer ends in as well). A file

@@ -106,7 +106,7 @@ def refuse_too_few(job: Job, devices: LocalDevices, *, num_ranks: int, stated_by
     raise ConfigError(job.source.locate(problem) if stated_by.startswith("run.") else problem)
 
 
-# What a run needs to be handed to a cluster: its check before anything is written, and where the result goes.
+# Submission of a run to a cluster: its check before anything is written, and the file for the result.
 
 
 def checked_plan(config: str, overrides: Sequence[str], cluster: Cluster) -> Plan:

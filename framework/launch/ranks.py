@@ -203,7 +203,7 @@ def _reap_orphans(ours: set[int]) -> None:
             os.waitpid(found.si_pid, 0)
 
 
-# Whether the kernel killed a process of this machine's control group for lack of memory: SIGKILL alone does not tell.
+# Kills by the kernel for lack of memory in this machine's control group: SIGKILL alone does not show the reason.
 
 
 _ROOT: Final = Path("/sys/fs/cgroup")

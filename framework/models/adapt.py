@@ -146,7 +146,7 @@ def _everything_frozen(patterns: Sequence[str]) -> Problem:
     )
 
 
-# Which weights an optimizer pulls towards zero.
+# Parameter groups: weights with weight decay and without.
 
 
 def parameter_groups(

@@ -88,7 +88,6 @@ def path_of_compilers(environment: Mapping[str, str]) -> str:
 
 def extensions_folder(environment: Mapping[str, str], *, torch_version: str) -> Path:
     """Return the folder of compiled ops: TORCH_EXTENSIONS_DIR, or one folder for each environment and each ninja.
-    TORCH_EXTENSIONS_DIR, or one folder for each environment and each ninja.
 
     torch's default folder is shared by all environments of a user, but what is built names the include paths of one of
     them. Two environments in use would compile the same op again and again, and wait for each other's lock meanwhile.

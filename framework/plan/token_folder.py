@@ -34,9 +34,7 @@ _KEY = "data.path"
 
 @dataclass(frozen=True)
 class TextFound:
-    """Facts about the text: `num_train_samples` is None where nothing is known. `num_train_samples` is None where
-    nothing is.
-    """
+    """Facts about the text: `num_train_samples` is None where nothing is known."""
 
     problems: tuple[Problem, ...] = ()
     num_train_samples: int | None = None

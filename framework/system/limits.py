@@ -94,7 +94,7 @@ def _of_group(folder: Path, limit: str, usage: str, prefix: str) -> Iterator[tup
         return
 
 
-# How many files this process may open: raised as far as the system allows, refused by name where that is too few.
+# Limit of open files of this process: raised as far as the system allows, refused by name where that is too few.
 
 
 def require(wanted: int, what: str, *, fix: str = "") -> None:

@@ -16,7 +16,7 @@ from framework.text.document import KeyPath, at
 from framework.text.hjson import HjsonDocument, Span
 from framework.text.hjson_scan import BYTE_ORDER_MARK, ENDS_NUMBER
 
-# How a Hjson text is laid out: what stands on which line, how far it is indented, what separates it.
+# Layout of a Hjson text: lines, indentation, separators.
 
 
 BLANKS: Final = re.compile(r"[ \t]*")

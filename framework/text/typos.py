@@ -18,8 +18,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return words[matches[0]] if matches else None
 
 
-# How near one word is to another: `likeness` for guesses, and `means`, stricter, for what is changed in people's
-# files.
+# Likeness of two words: `likeness` for guesses, and the stricter `means` for changes to people's files.
 
 
 ALIKE: Final = 0.74  # a guess below this likeness confuses more than it helps

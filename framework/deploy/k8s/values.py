@@ -8,7 +8,7 @@ from fractions import Fraction
 from pathlib import PurePosixPath
 from typing import Final
 
-# Which names of images say the same thing tomorrow as today.
+# Image names that mean the same image tomorrow as today.
 
 
 _IMAGE: Final = re.compile(

@@ -28,7 +28,7 @@ def compare(nodes: Mapping[str, Facts]) -> list[Check]:
 
 
 def python_release(version: str) -> str:
-    """Return the part of a Python version that has to be equal: 3.11 of 3.11.7. 3.11 of 3.11.7."""
+    """Return the part of a Python version that has to be equal: 3.11 of 3.11.7."""
     return ".".join(version.split(".")[:2])
 
 

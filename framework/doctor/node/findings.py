@@ -21,7 +21,7 @@ class Check:
 
     Attributes:
         name: what it is, in a word or two.
-        said: what was found, for a person.
+        stated: what was found, for a person.
         problems: what is wrong with it.
         facts: what other nodes are compared with; plain values for JSON.
     """

@@ -145,8 +145,7 @@ def _without_schedule(plan: Plan) -> Plan:
     return replace(plan, config=plan.config.model_copy(update={"scheduler": Constant()}))
 
 
-# What a run reads must be on every node, and readable there: data, first weights, the checkpoint that it goes on
-# from.
+# Inputs that must be on every node, and readable there: data, first weights, the checkpoint that a run goes on from.
 
 
 def check_inputs(need: Need) -> Check:

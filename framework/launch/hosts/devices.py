@@ -16,7 +16,7 @@ from typing import Final, get_args
 from framework.errors import ConfigError, Problem
 from framework.plan.cluster import Device
 
-# What is installed, read off its files: importing torch would take seconds.
+# Installed packages, read off their files: importing torch would take seconds.
 
 
 def torch_text(name: str) -> str | None:

@@ -1,5 +1,5 @@
 """Filter for the hosts and devices of a hostfile: `--include`, `--exclude`, `--num_nodes`, `--num_gpus`, as DeepSpeed
-takes them. `--include`, `--exclude`, `--num_nodes`, `--num_gpus`, as DeepSpeed takes them.
+takes them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Messages between agents: JSON objects, one to a line, over TCP. JSON objects, one to a line, over TCP.
+"""Messages between agents: JSON objects, one to a line, over TCP.
 
 The other end may be anything that found the port, so a line, a queue and a handshake have limits, nothing but JSON is
 read, and nothing that is read is run. With a shared token both sides prove that they know it before anything else is

@@ -42,8 +42,8 @@ class Monitor(Protocol):
         ...
 
 
-# Whether the run folder is still there and still this run's, looked at whenever something is logged, and so before
-# every save.
+# Check that the run folder is still there and still this run's, made whenever something is logged, and so before every
+# save.
 
 
 class HeldFolder:
