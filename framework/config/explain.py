@@ -160,7 +160,7 @@ def _unknown_key(path: KeyPath, value: Any, owner: Any, root: type[BaseModel]) -
 
 
 def homes_of(name: str, root: type[BaseModel]) -> Iterator[str]:
-    """List the places where a key of this name exists: ``section.key``, with the kinds that have it where not all do."""
+    """List the places of a key of this name: ``section.key``, with the kinds that have it where not all do."""
     for section, field in root.model_fields.items():
         members = members_of(field.annotation)
         having = [tag for tag, member in members.items() if name in member.model_fields]
