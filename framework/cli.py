@@ -289,13 +289,10 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _make_plan(arguments: argparse.Namespace, *, plan_with_data: bool = False) -> tuple[Plan, Source]:
-    from framework.config.load import load_with_source
-    from framework.plan.plan import default_cluster, make_plan
-    from framework.plan.token_folder import plan_with_text
+    from framework.load_run import load_run
 
-    config, source = load_with_source(arguments.file, arguments.words)
-    make = plan_with_text if plan_with_data else make_plan
-    return make(config, _cluster(arguments) or default_cluster(config), source=source), source
+    run, cluster = load_run(arguments.file, arguments.words), _cluster(arguments)
+    return run.plan_with_data(cluster) if plan_with_data else run.plan(cluster), run.source
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster | None:

@@ -33,16 +33,13 @@ def _parser() -> CommandParser:
 
 def _train(request: StopRequest, arguments: argparse.Namespace) -> None:
     # Imported here, where requests to stop are heard already.
-    from framework.launch.job import load_job
+    from framework.load_run import load_run
     from framework.plan.cluster import Cluster
-    from framework.plan.plan import make_plan
 
-    job = load_job(arguments.config, arguments.overrides, deepspeed_config=arguments.deepspeed_config)
+    job = load_run(arguments.config, arguments.overrides, deepspeed_config=arguments.deepspeed_config)
     if AGENT_VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":  # else the launcher has told them
         job.print_notes()
-    make_plan(
-        job.config, Cluster.from_environment(os.environ), source=job.source
-    )  # before the seconds that torch takes to import
+    job.plan(Cluster.from_environment(os.environ))  # before the seconds that torch takes to import
     from framework.run import fit_loaded
 
     fit_loaded(job.config, job.source, request, words=job.words)

@@ -29,13 +29,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"system", "config", "engine protocol"},
     "train": {"system", "text", "checkpoint", "engine protocol"},
     "dslint": {"system", "text", "config", "plan"},
+    "load_run": {"system", "config", "plan", "dslint"},
     "hosts": {"system", "plan"},
     "node checks": {"system", "config", "plan", "checkpoint", "hosts"},
-    "launch": {"system", "config", "plan", "dslint", "hosts", "node checks"},
-    "doctor": {"system", "config", "plan", "launch", "hosts", "node checks"},
-    "deploy": {"system", "text", "config", "plan", "launch", "hosts"},
+    "launch": {"load_run", "system", "config", "plan", "dslint", "hosts", "node checks"},
+    "doctor": {"load_run", "system", "config", "plan", "launch", "hosts", "node checks"},
+    "deploy": {"load_run", "system", "text", "config", "plan", "launch", "hosts"},
     "report": {"system", "text", "config", "plan", "checkpoint", "train"},
-    "commands": {"system", "text", "config", "plan", "checkpoint", "train", "dslint"},
+    "commands": {"load_run", "system", "text", "config", "plan", "checkpoint", "train", "dslint"},
     # ------------------------------------------------ torch line
     "models": {"system", "text", "config"},
     "data": {"system", "config", "token files"},
@@ -62,8 +63,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "run": {"system", "token files", "config", "plan", "checkpoint", "train", "report", "data", "engine", "setup"},
     "torch commands": {"system", "config", "token files", "checkpoint", "checkpoint state", "data", "engine", "setup"},
     # ------------------------------------------------ on top
-    "cli": {"system", "config", "plan", "dslint", "hosts", "launch", "doctor", "deploy", "commands"},
-    "script": {"system", "plan", "launch", "run"},  # what train.py does
+    "cli": {"load_run", "system", "config", "plan", "dslint", "hosts", "launch", "doctor", "deploy", "commands"},
+    "script": {"load_run", "system", "plan", "launch", "run"},  # what train.py does
     "entry": {"script"},  # train.py of an installed copy
     "__main__": {"system", "cli"},
     "__init__": set(),  # its names are imported on first use
@@ -92,6 +93,7 @@ LIGHT = (
     "checkpoint",
     "train",
     "dslint",
+    "load_run",
     "hosts",
     "node checks",
     "launch",

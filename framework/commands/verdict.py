@@ -126,17 +126,15 @@ def check_document(document: HjsonDocument, against: CheckContext) -> Verdict:
 
 def _check_run_config(file: str, overrides: Sequence[str], against: CheckContext, text: str) -> Verdict:
     from framework.commands.target_search import missing_targets
-    from framework.config.load import Source, load_with_source
+    from framework.config.load import Source
     from framework.dslint.judge import assumption, foreign_problem, judge_passed_alone, judge_rendered
-    from framework.plan.plan import default_cluster
+    from framework.load_run import load_run
     from framework.plan.text import one_line
-    from framework.plan.token_folder import plan_with_text
     from framework.text.document import document_of
 
     try:
-        config, source = load_with_source(file, overrides, text=text)
-        cluster = against.cluster or default_cluster(config)
-        plan = plan_with_text(config, cluster, source=source, data_elsewhere=against.data_elsewhere)
+        run = load_run(file, overrides, text=text)
+        source, plan = run.source, run.plan_with_data(against.cluster, data_elsewhere=against.data_elsewhere)
     except ConfigError as error:
         document = document_of(text, Path(file), name=file)
         if (foreign := foreign_problem(document)) is not None:
@@ -146,7 +144,7 @@ def _check_run_config(file: str, overrides: Sequence[str], against: CheckContext
         reported = sorted(_all(error.problems, _errors_of_known(document, overrides, against)), key=_place)
         found = _all(reported, map(Source(document).locate, further))
         return Verdict(file, (*assumption(document, as_run_config=True), *found))
-    problems = [*source.notes(), *plan.findings, *map(source.locate, missing_targets(config))]
+    problems = [*source.notes(), *plan.findings, *map(source.locate, missing_targets(run.config))]
     problems += judge_rendered(plan, source=source, release=against.release, gpu=against.gpu)
     return Verdict(file, (*_release_note(file, against), *problems), one_line(plan))
 

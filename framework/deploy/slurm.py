@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from framework.config.load import load_with_source
 from framework.deploy.k8s.values import count, variable, whole
 from framework.errors import EXIT_OK, EXIT_STOPPED, UsageError, printable
-from framework.launch.job import checked_plan, hand_out, refuse_one_start
+from framework.launch.job import hand_out, refuse_one_start
+from framework.load_run import load_run
 from framework.plan.cluster import Cluster
 from framework.system.arguments import CommandParser
 
@@ -185,7 +185,7 @@ def main(words: Sequence[str]) -> int:
     if not found.words:
         raise UsageError("launch slurm: name a run config, for example ds_configs/quickstart.yaml")
     request = request_of(found)
-    checked_plan(request.config, request.overrides, request.cluster)
+    load_run(request.config, request.overrides).checked_plan(request.cluster)
     text = script(request, made_by=f"python -m framework launch slurm {shlex.join(words)}")
     hand_out(text, to=None if found.dry_run else found.out)
     return EXIT_OK
@@ -200,7 +200,7 @@ def request_of(found: argparse.Namespace) -> SlurmRequest:
     """
     ranks, on_cpu = _ranks(found)
     config, *overrides = found.words
-    settings, _ = load_with_source(config, overrides)
+    settings = load_run(config, overrides).config
     if found.requeue:
         refuse_one_start(settings, place="launch slurm --requeue", once="without --requeue")
         is_set = any(word.startswith("checkpoint.resume=") for word in overrides)

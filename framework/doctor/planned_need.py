@@ -6,13 +6,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from framework.config.load import load_with_source
 from framework.doctor.node.findings import Check
 from framework.doctor.node.need import Need, need_of, need_without_config
 from framework.errors import ConfigError
 from framework.launch.hosts.devices import find_devices
+from framework.load_run import load_run
 from framework.plan.cluster import Cluster, Device
-from framework.plan.plan import make_plan
 
 
 def judge_config(
@@ -29,13 +28,13 @@ def judge_config(
     if path is None:
         return (), need_without_config(cluster)
     try:
-        config, source = load_with_source(path, overrides)
-        if config.run.world_size and not is_chosen:
-            cluster = replace(cluster, devices_per_host=config.run.world_size)
-        plan = make_plan(config, cluster, source=source)
+        run = load_run(path, overrides)
+        if run.config.run.world_size and not is_chosen:
+            cluster = replace(cluster, devices_per_host=run.config.run.world_size)
+        plan = run.plan(cluster)
     except ConfigError as error:
         return (Check("config", f"{path}: refused on {cluster}", tuple(error.problems)),), need_without_config(cluster)
-    problems = (*source.notes(), *plan.findings)
+    problems = (*run.source.notes(), *plan.findings)
     return (Check("config", f"{path} on {cluster}: {plan.layout}", problems),), need_of(plan)
 
 

@@ -24,15 +24,15 @@ from framework.launch.deepspeed_command import (
 from framework.launch.hosts.devices import LocalDevices, find_devices
 from framework.launch.hosts.host_filter import Chosen, choose_hosts, is_this_machine, who_chose
 from framework.launch.hosts.topology import Setting, Topology, described, slots_here
-from framework.launch.job import Job, load_job, refuse_too_few, warn_of_unused
+from framework.launch.job import refuse_too_few, warn_of_unused
 from framework.launch.node import NodeOptions, grace_seconds, require_deepspeed, run_node
 from framework.launch.node import main as be_a_node
 from framework.launch.options import LaunchOptions, parse
 from framework.launch.print_settings import show_settings
 from framework.launch.stop_requests import StopRequests
+from framework.load_run import LoadedRun, load_run
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
-from framework.plan.token_folder import plan_with_text
 from framework.system.output import write
 
 
@@ -105,7 +105,7 @@ def _launch_here(options: LaunchOptions, requests: StopRequests, *, alone: Chose
     )
 
 
-def _look_at_ops(job: Job, cluster: Cluster, environment: Mapping[str, str]) -> None:
+def _look_at_ops(job: LoadedRun, cluster: Cluster, environment: Mapping[str, str]) -> None:
     """Refuse what the first rank could not compile, and announce what it will: it takes long enough to be taken for a
     hang.
 
@@ -115,7 +115,7 @@ def _look_at_ops(job: Job, cluster: Cluster, environment: Mapping[str, str]) -> 
     from framework.doctor.node.compilers import check_ops, ops_to_compile
     from framework.doctor.node.need import need_of
 
-    need = need_of(make_plan(job.config, cluster, source=job.source))
+    need = need_of(job.plan(cluster))
     errors = [problem for problem in check_ops(need, environment).problems if problem.severity == "error"]
     if errors:
         raise ConfigError(errors)
@@ -136,7 +136,7 @@ def _refuse_what_hosts_would_refuse(options: LaunchOptions) -> None:
     read_token(options.token_file)
 
 
-def check(options: LaunchOptions, devices: LocalDevices) -> tuple[Job, Setting]:
+def check(options: LaunchOptions, devices: LocalDevices) -> tuple[LoadedRun, Setting]:
     """The job, and its number of ranks with who decided it, after everything that can be known beforehand has been
     checked.
 
@@ -144,12 +144,12 @@ def check(options: LaunchOptions, devices: LocalDevices) -> tuple[Job, Setting]:
         ConfigError: with every problem found.
         UsageError: the number of ranks must be given.
     """
-    job = load_job(options.config, options.overrides, deepspeed_config=options.deepspeed_config)
+    job = load_run(options.config, options.overrides, deepspeed_config=options.deepspeed_config)
     job.print_notes()
     ranks = _ranks(options, job.config, devices)
     num_ranks = int(ranks.value)
     cluster = Cluster(devices_per_host=num_ranks, device=devices.kind)
-    plan_with_text(job.config, cluster, source=job.source, data_elsewhere=options.dry_run)
+    job.plan_with_data(cluster, data_elsewhere=options.dry_run)
     refuse_too_few(job, devices, num_ranks=num_ranks, stated_by=ranks.source)
     return job, ranks
 

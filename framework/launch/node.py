@@ -28,14 +28,14 @@ from framework.launch.deepspeed_command import (
 from framework.launch.hosts.devices import LocalDevices, find_devices, visible_variable
 from framework.launch.hosts.hostfile import Host, read_hostfile
 from framework.launch.hosts.topology import Topology, resolve_topology, slots_here
-from framework.launch.job import Job, load_job, refuse_too_few, warn_of_unused
+from framework.launch.job import refuse_too_few, warn_of_unused
 from framework.launch.options import GRACE_SECONDS, WAIT_SECONDS, parse_node, seconds
 from framework.launch.print_settings import print_line, show_settings
 from framework.launch.rendezvous.messages import PROTOCOL
 from framework.launch.rendezvous.session import Session
 from framework.launch.stop_requests import StopRequests, read_order
+from framework.load_run import LoadedRun, load_run
 from framework.plan.cluster import Cluster
-from framework.plan.token_folder import plan_with_text
 from framework.system.output import write
 from framework.system.ports import free_port
 
@@ -150,20 +150,16 @@ def check_node(
     devices: LocalDevices,
     *,
     deepspeed_config: str | None = None,
-) -> Job:
+) -> LoadedRun:
     """The job, after everything that one node can know beforehand has been checked.
 
     Raises:
         ConfigError: with every problem found.
     """
-    job = load_job(config_path, overrides, deepspeed_config=deepspeed_config)
+    job = load_run(config_path, overrides, deepspeed_config=deepspeed_config)
     # A node that alone refuses lets the others wait: what it lacks, its ranks tell all.
-    plan_with_text(
-        job.config,
-        Cluster(topology.nnodes, topology.slots, devices.kind),
-        source=job.source,
-        data_elsewhere=topology.nnodes > 1,
-    )
+    cluster = Cluster(topology.nnodes, topology.slots, devices.kind)
+    job.plan_with_data(cluster, data_elsewhere=topology.nnodes > 1)
     refuse_too_few(job, devices, num_ranks=topology.slots, stated_by=topology.sources["slots"], where=" on every node")
     return job
 
@@ -274,7 +270,7 @@ def _hello(topology: Topology, terms: NodeOptions, facts: Mapping[str, str]) -> 
     }
 
 
-def _preflight(job: Job, topology: Topology, devices: LocalDevices, environment: Mapping[str, str]) -> Look:
+def _preflight(job: LoadedRun, topology: Topology, devices: LocalDevices, environment: Mapping[str, str]) -> Look:
     """This node's look at itself; what is wrong with it goes to node 0, which tells everybody."""
     from framework.doctor.node.start import look_before_start
 

@@ -16,7 +16,7 @@ from framework.config.load import load_with_source
 from framework.config.run_config import RunConfig
 from framework.dslint.import_run import with_deepspeed_config
 from framework.errors import ConfigError
-from framework.launch.job import load_job
+from framework.load_run import load_run
 from framework.system.parent_watch import identity
 from tests.places import ROOT
 
@@ -92,7 +92,7 @@ def test_what_is_left_out_of_the_run_is_told(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "run.yaml").write_text("{}\n")
     ds = {"train_batch_size": 60, "amp": {"enabled": False}, "fp16": {"enabled": False, "hysteresis": 3}}
     (tmp_path / "ds.json").write_text(json.dumps(ds, indent=1))
-    load_job(str(tmp_path / "run.yaml"), [], deepspeed_config=str(tmp_path / "ds.json")).print_notes()
+    load_run(str(tmp_path / "run.yaml"), [], deepspeed_config=str(tmp_path / "ds.json")).print_notes()
     amp, hysteresis = capsys.readouterr().err.splitlines()
     assert amp.startswith(f"note: {tmp_path / 'ds.json'}:3: amp: left out of this run: ")
     assert hysteresis.startswith(

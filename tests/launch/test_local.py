@@ -21,9 +21,9 @@ from framework.launch.deepspeed_command import added_environment, as_shell_line,
 from framework.launch.hosts.devices import LocalDevices
 from framework.launch.hosts.hostfile import bare, is_loopback_name
 from framework.launch.hosts.topology import Topology
-from framework.launch.job import Job
 from framework.launch.local import check
 from framework.launch.options import LaunchOptions, parse
+from framework.load_run import LoadedRun
 from tests.places import ROOT
 
 pytestmark = pytest.mark.timing
@@ -270,7 +270,7 @@ def test_the_plain_command() -> None:
 
 
 def test_a_deepspeed_json_goes_on_to_train_py() -> None:
-    job = Job("a", ("x=1",), RunConfig(), Source(), deepspeed_config="ds.json")
+    job = LoadedRun("a", ("x=1",), RunConfig(), Source(), deepspeed_config="ds.json")
     command = local_command(job.arguments, num_ranks=2, port=1, script=Path("train.py"))
     assert command[-6:] == ["train.py", "--config", "a", "--deepspeed_config", "ds.json", "x=1"]
 

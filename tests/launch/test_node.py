@@ -22,9 +22,9 @@ from framework.errors import ConfigError, UsageError
 from framework.launch import node
 from framework.launch.hosts.devices import LocalDevices
 from framework.launch.hosts.topology import Topology
-from framework.launch.job import load_job
 from framework.launch.local import launch
 from framework.launch.node import main
+from framework.load_run import load_run
 from tests.launch.rendezvous.members import ROOT, heed_signals
 from tests.launched import TIMEOUT_SECONDS, job_environment, series
 from tests.ports import free_ports
@@ -298,7 +298,7 @@ def test_a_preflight_sees_the_devices_that_the_ranks_will_have(
     monkeypatch.setattr(start_module, "look_before_start", look)
     topology = Topology(2, 2, 0, "node-0", 29500)
     with node._preflight(
-        load_job(str(tmp_path / config), ()), topology, LocalDevices(kind, 2, (6, 7)), {name: "0,1"}
+        load_run(str(tmp_path / config), ()), topology, LocalDevices(kind, 2, (6, 7)), {name: "0,1"}
     )():
         assert seen == [{name: "6,7"}]
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from framework.config.load import load_with_source
 from framework.config.run_config import RunConfig
 from framework.deploy.k8s.arguments import request_of
 from framework.deploy.k8s.lint import lint
@@ -20,7 +19,8 @@ from framework.deploy.k8s.render import manifest
 from framework.deploy.k8s.request import K8sRequest
 from framework.deploy.k8s.values import as_service_name
 from framework.errors import EXIT_OK, EXIT_PROBLEMS, ConfigError, Problem, UsageError, printable
-from framework.launch.job import checked_plan, hand_out, refuse_one_start
+from framework.launch.job import hand_out, refuse_one_start
+from framework.load_run import load_run
 from framework.text.document import read_text
 
 _LOGS_AT_ONCE = 5  # `kubectl logs` follows no more pods unless it is asked to
@@ -50,11 +50,11 @@ def render(found: argparse.Namespace, words: Sequence[str]) -> str:
     Raises:
         UsageError, ConfigError: as `main`.
     """
-    config, _ = load_with_source(found.words[0], found.words[1:])
+    config = load_run(found.words[0], found.words[1:]).config
     if found.ckpt_pvc and found.restarts:  # without a claim nothing but that path outlives a pod
         refuse_one_start(config, place="launch k8s --ckpt_pvc", once="with --restarts 0")
     request = with_settings(request_of(found, name=as_service_name(config.run.name)), config)
-    checked_plan(request.config, request.overrides, request.cluster)
+    load_run(request.config, request.overrides).checked_plan(request.cluster)
     _refuse_lone_folders(request)
     config_text = read_text(Path(request.config), name=request.config) if request.embed_config else ""
     heading = f"Made by: python -m framework launch k8s {_on_one_line(words)}\n{_how_to_use(request)}"

@@ -1,0 +1,109 @@
+"""Loading of a run: from the path of a run config and its settings to its plan, for every command and for training."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from framework.config.load import Source, load_with_source
+from framework.config.run_config import RunConfig
+from framework.errors import ConfigError
+from framework.plan.cluster import Cluster
+from framework.plan.plan import Plan, default_cluster, make_plan
+from framework.system.output import write
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A run config with its settings.
+
+    Attributes:
+        config_path, overrides, deepspeed_config: as they were given.
+        config: what they make.
+        source: where its values came from.
+    """
+
+    config_path: str
+    overrides: tuple[str, ...]
+    config: RunConfig
+    source: Source
+    deepspeed_config: str | None = None
+
+    @property
+    def words(self) -> list[str]:
+        """Arguments of `launch`."""
+        return [self.config_path, *self.overrides, *deepspeed_words(self.deepspeed_config)]
+
+    @property
+    def arguments(self) -> list[str]:
+        """Arguments of train.py."""
+        return ["--config", self.config_path, *deepspeed_words(self.deepspeed_config), *self.overrides]
+
+    def print_notes(self) -> None:
+        """Print notes on what is allowed in the file, and seldom intended."""
+        for note in self.source.notes():
+            write(sys.stderr, f"{note.severity}: {note}\n")
+
+    def plan(self, cluster: Cluster | None = None) -> Plan:
+        """Plan the run on a cluster, or on the one that its config implies.
+
+        Raises:
+            ConfigError: with every problem found.
+        """
+        return make_plan(self.config, cluster or default_cluster(self.config), source=self.source)
+
+    def plan_with_data(self, cluster: Cluster | None = None, *, data_elsewhere: bool = True) -> Plan:
+        """Plan the run with the size of its text, and with what is wrong with its data (`plan_with_text`)."""
+        from framework.plan.token_folder import plan_with_text
+
+        cluster = cluster or default_cluster(self.config)
+        return plan_with_text(self.config, cluster, source=self.source, data_elsewhere=data_elsewhere)
+
+    def checked_plan(self, cluster: Cluster) -> Plan:
+        """Plan the run for a cluster that is elsewhere, its DeepSpeed JSON checked as well; warnings and notes go to
+        stderr.
+
+        Raises:
+            ConfigError: with everything for which it could not work there.
+        """
+        plan = self.plan(cluster)
+        found = [*self.source.notes(), *plan.findings]
+        if self.config.deepspeed:
+            from framework.dslint.judge import judge_passed_through
+            from framework.plan.render import render
+
+            found += judge_passed_through(plan, render(plan), source=self.source, release=None)
+        if wrong := [problem for problem in found if problem.severity == "error"]:
+            raise ConfigError(wrong)
+        for problem in found:
+            print(f"{problem.severity}: {problem}", file=sys.stderr)
+        return plan
+
+
+def load_run(
+    path: str, overrides: Sequence[str] = (), *, deepspeed_config: str | None = None, text: str | None = None
+) -> LoadedRun:
+    """Read the run config, its settings, and the DeepSpeed JSON that decides a part of it.
+
+    Args:
+        path: a YAML or JSON file.
+        overrides: ``key=value`` settings.
+        deepspeed_config: path of that JSON, if there is one.
+        text: what the run config holds, where it has been read already.
+
+    Raises:
+        ConfigError: with every problem found.
+        UsageError: a setting that is none.
+    """
+    config, source = load_with_source(path, overrides, text=text)
+    if deepspeed_config is not None:
+        from framework.dslint.import_run import with_deepspeed_config
+
+        config = with_deepspeed_config(config, deepspeed_config, source=source)
+    return LoadedRun(path, tuple(overrides), config, source, deepspeed_config)
+
+
+def deepspeed_words(path: str | None) -> list[str]:
+    """Return the option of that JSON, which `launch` and train.py have alike."""
+    return [] if path is None else ["--deepspeed_config", path]
