@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Final, TextIO
 
 from framework.data.documents import (
-    FolderWriter,
     Format,
     Piece,
     Reading,
@@ -24,10 +23,10 @@ from framework.data.documents import (
     files_in_folders,
     input_size,
     is_json_lines,
-    made_aside,
     read_documents,
 )
 from framework.data.token_files import PART_WORDS, Meta
+from framework.data.token_writer import FolderWriter, made_aside
 from framework.data.tokenizer import SMALLEST_BPE, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 from framework.data.tokens import verify_token_folder
 from framework.errors import EXIT_OK, ConfigError, Problem, StorageError

@@ -1,0 +1,170 @@
+"""Writes a token folder: aside first, ``meta.json`` last, then one rename."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from framework.data.token_files import META_FILE, FileFacts, Meta, PartFacts, PartName
+from framework.data.tokenizer import Tokenizer
+from framework.data.tokens import EvaluationShare, MappedFrom, Numbers, map_tokens
+from framework.system.files import hash_file
+
+_BLOCK: Final = 1 << 20
+
+
+class PartWriter:
+    """``<name>.bin`` and ``<name>.idx``, appended to piece by piece."""
+
+    def __init__(self, folder: Path, name: PartName, *, dtype: str, end: int) -> None:
+        """Create both files; `end` is the number of the end token."""
+        self.name = name
+        self.source = MappedFrom(folder / f"{name}.bin", folder / f"{name}.idx", dtype)
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        self._end = np.array([end], dtype=self._dtype)
+        self._numbers, self._offsets = self.source.numbers.open("w+b"), self.source.offsets.open("w+b")
+        self.num_tokens = self.num_documents = self._start = 0
+        self._note_start()
+
+    def add(self, numbers: Numbers, *, ends: bool) -> None:
+        """Append to the current document; one that has no token when it ends never was."""
+        self._write(numbers)
+        if ends and self.num_tokens > self._start:
+            self._write(self._end)
+            self._start = self.num_tokens
+            self.num_documents += 1
+            self._note_start()
+
+    def move_tail(self, to: PartWriter, num_tokens: int) -> None:
+        """Give the last tokens to another part. A document that this cuts becomes two, each ended by the end token."""
+        self.flush()
+        tokens = map_tokens(self.source)
+        cut = len(tokens.numbers) - num_tokens
+        document = int(np.searchsorted(tokens.offsets, cut, side="right")) - 1
+        start, end = tokens.offsets[document : document + 2].tolist()
+        if end - cut < 2:  # only its end token would move
+            cut = start = end
+            document += 1
+        if not 0 < cut < len(tokens.numbers):
+            return
+        for first, last in pairwise([cut, *tokens.offsets[document + 1 :].tolist()]):
+            for place in range(first, last - 1, _BLOCK):
+                to.add(tokens.numbers[place : min(place + _BLOCK, last - 1)], ends=False)
+            to.add(self._end[:0], ends=True)
+        del tokens  # the files shrink under the map
+        self._shrink(cut, num_documents=document, start=start)
+
+    def flush(self) -> None:
+        """Hand everything to the disk."""
+        for stream in (self._numbers, self._offsets):
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def close(self) -> None:
+        """Close both files."""
+        self._numbers.close()
+        self._offsets.close()
+
+    def _shrink(self, num_tokens: int, *, num_documents: int, start: int) -> None:
+        """Keep the first tokens: whole documents, and what is left of one that starts at `start`."""
+        self._numbers.truncate(num_tokens * self._dtype.itemsize)
+        self._offsets.truncate(8 * (num_documents + 1))
+        self._numbers.seek(0, os.SEEK_END)
+        self._offsets.seek(0, os.SEEK_END)
+        self.num_tokens, self.num_documents, self._start = num_tokens, num_documents, start
+        self.add(self._end[:0], ends=True)
+
+    def _write(self, numbers: Numbers) -> None:
+        self._numbers.write(numbers.astype(self._dtype, copy=False).tobytes())
+        self.num_tokens += len(numbers)
+
+    def _note_start(self) -> None:
+        self._offsets.write(np.array([self.num_tokens], dtype="<i8").tobytes())
+
+
+class FolderWriter:
+    """Deals documents to a training and an evaluation part."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, *, eval_fraction: float) -> None:
+        """Start both parts in a folder that exists."""
+        self._folder, self._tokenizer = folder, tokenizer
+        self._share = EvaluationShare(eval_fraction)
+        self._dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
+        self.train, self.evaluation = (
+            PartWriter(folder, name, dtype=self._dtype, end=tokenizer.special.end) for name in ("train", "eval")
+        )
+        self._current = self.train
+
+    def start_document(self, num_bytes: int) -> None:
+        """The next tokens are of a document of this size."""
+        self._current = self.evaluation if self._share.takes(num_bytes) else self.train
+
+    def add(self, numbers: Numbers, *, ends: bool) -> None:
+        """Append to the current document."""
+        self._current.add(numbers, ends=ends)
+
+    def finish(self) -> Meta:
+        """Make up evaluation's share, and write ``meta.json`` when everything else is on the disk."""
+        missing = self._share.tokens_to_move(self.train.num_tokens, self.evaluation.num_tokens)
+        if missing:
+            self.train.move_tail(self.evaluation, missing)
+        parts = [part for part in (self.train, self.evaluation) if part.num_documents]
+        for part in (self.train, self.evaluation):
+            part.flush()
+            part.close()
+            if part not in parts:
+                part.source.numbers.unlink()
+                part.source.offsets.unlink()
+        self._tokenizer.save(self._folder)
+        files = sorted(self._folder.iterdir())
+        meta = Meta(
+            tokenizer="bytes" if self._tokenizer.kind == "bytes" else "library",
+            vocab_size=self._tokenizer.vocab_size,
+            special_tokens=self._tokenizer.special,
+            dtype="uint16" if self._dtype == "uint16" else "uint32",
+            parts={
+                part.name: PartFacts(num_tokens=part.num_tokens, num_documents=part.num_documents) for part in parts
+            },
+            files={
+                file.name: FileFacts(size_bytes=file.stat().st_size, sha256=hash_file(file).sha256) for file in files
+            },
+        )
+        with (self._folder / META_FILE).open("w", encoding="utf-8") as stream:
+            stream.write(meta.model_dump_json(indent=2) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        return meta
+
+    def close(self) -> None:
+        """Let go of the files; needed only where `finish` was not reached."""
+        self.train.close()
+        self.evaluation.close()
+
+
+@contextmanager
+def made_aside(target: Path) -> Iterator[Path]:
+    """A new folder beside the target that takes its place at the end, or leaves no trace when something goes wrong.
+
+    Raises:
+        OSError: it cannot be written, or the target has come to hold something meanwhile.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+    try:  # around the making as well: a signal may end the command right after it
+        aside.mkdir(mode=0o700)
+        yield aside
+        umask = os.umask(0)
+        os.umask(umask)
+        aside.chmod(0o777 & ~umask)  # until here nobody else was let in
+        aside.rename(target)  # takes the place of an empty folder, and of nothing else
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
