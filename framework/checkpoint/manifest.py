@@ -1,4 +1,6 @@
-"""Reading a manifest: text to values of the types that every reader relies on, so that all of them judge it alike.
+"""Checkpoints on disk: their manifest, and `SavedCheckpoint`, a checkpoint that was read through it.
+
+Reading a manifest: text to values of the types that every reader relies on, so that all of them judge it alike.
 
 Its seal says that nothing was changed by chance. Who changes it on purpose computes the seal anew, and can write
 anything.

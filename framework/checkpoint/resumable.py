@@ -1,4 +1,7 @@
-"""Runs that may go on from a checkpoint: those whose arithmetic is the same."""
+"""Resume rules: which runs may go on from a checkpoint, which keys may differ, and when its state has to be moved.
+
+Runs that may go on from a checkpoint: those whose arithmetic is the same.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Verification of files, all of them read in threads, by one process."""
+"""Verification of files, by one process in threads, and by all ranks of a run together.
+
+Verification of files, all of them read in threads, by one process.
+"""
 
 from __future__ import annotations
 

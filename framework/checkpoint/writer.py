@@ -1,4 +1,6 @@
-"""The process that writes a rank's checkpoints while the rank trains on.
+"""Background writer: the process that writes a rank's checkpoints, the rank's view of it, and their messages.
+
+The process that writes a rank's checkpoints while the rank trains on.
 
 It takes orders over a channel and finds the files in memory that it shares with the rank. Beside the files it leaves a
 record of what they hold. The writer of rank 0 waits for the records of all ranks and then publishes the checkpoint, so

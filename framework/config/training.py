@@ -1,4 +1,7 @@
-"""`training`, `evaluation`, `checkpoint`, `monitors`: what happens when."""
+"""Sections without an own file: `batch`, `parallel`, `task`, `training`, `evaluation`, `checkpoint`, `monitors`.
+
+`training`, `evaluation`, `checkpoint`, `monitors`: what happens when.
+"""
 
 from __future__ import annotations
 

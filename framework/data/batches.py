@@ -1,4 +1,7 @@
-"""Collation of samples into batches."""
+"""Collation of samples into batches, and errors of samples that cannot be stacked.
+
+Collation of samples into batches.
+"""
 
 from __future__ import annotations
 

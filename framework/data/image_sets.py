@@ -1,4 +1,7 @@
-"""A dataset of images that fits in memory, fetched a batch at a time."""
+"""Image datasets: in memory, and folders of image files.
+
+A dataset of images that fits in memory, fetched a batch at a time.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The training data of one rank, as an endless stream that can start at any optimizer step."""
+"""Loaders: training and evaluation data of one rank, and the start of their worker processes.
+
+The training data of one rank, as an endless stream that can start at any optimizer step.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Text as numbers: what every text dataset reads, whether it lies in files or in memory. Neither torch nor files
+"""Text as numbers: tokens of token folders and of memory, which every text dataset reads.
+
+Text as numbers: what every text dataset reads, whether it lies in files or in memory. Neither torch nor files
 here.
 """
 

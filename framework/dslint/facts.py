@@ -1,4 +1,6 @@
-"""`Facts`: a DeepSpeed JSON as its rules see it: plain values, deprecated spellings settled, nothing that can raise.
+"""`Facts`: a DeepSpeed JSON as its rules see it, and `Topology`, the target that it is judged for.
+
+`Facts`: a DeepSpeed JSON as its rules see it: plain values, deprecated spellings settled, nothing that can raise.
 
 A rule asks for a value and says DeepSpeed's default. What it gets is what DeepSpeed would use: the old names
 (`bfloat16`,

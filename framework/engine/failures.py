@@ -1,4 +1,6 @@
-"""Failures of training that have a known way out, which torch raises as any RuntimeError, and code that exits in
+"""Failures of data, batches and torch that can be explained, as one line of our own errors.
+
+Failures of training that have a known way out, which torch raises as any RuntimeError, and code that exits in
 mid-run: one line.
 
 The traceback goes to the rank's log. Where many ranks meet the same failure, one of them tells it.

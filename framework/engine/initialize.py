@@ -1,4 +1,7 @@
-"""Code that both engines share: how DeepSpeed makes them, and how they are saved and loaded."""
+"""Code that both engines share: the call of `deepspeed.initialize`, schedules, saving and loading.
+
+Code that both engines share: how DeepSpeed makes them, and how they are saved and loaded.
+"""
 
 from __future__ import annotations
 

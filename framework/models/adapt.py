@@ -1,4 +1,7 @@
-"""Changes that a config makes to an existing model before the engine takes it: works on any `nn.Module`."""
+"""Changes that a config makes to an existing model, and parameter groups for its optimizer.
+
+Changes that a config makes to an existing model before the engine takes it: works on any `nn.Module`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Linear layers and embeddings that draw their own weights from a normal distribution, as transformers want them.
+"""Layers that draw their own initial weights: linear layers, embeddings, and convolutions as ResNets want them.
+
+Linear layers and embeddings that draw their own weights from a normal distribution, as transformers want them.
 
 Under ZeRO-3 a module's weights are partitioned away when its constructor returns, so they are drawn in the constructor.
 """

@@ -1,4 +1,6 @@
-"""A model as a list of layers: the same blocks, run one after the other on one device or cut into pipeline stages.
+"""A model as a list of layers, `LayeredModel`, the base of our flat models, and activation recomputation.
+
+A model as a list of layers: the same blocks, run one after the other on one device or cut into pipeline stages.
 
 A `Layer` is a recipe, so that a pipeline stage builds its own layers only. `LayeredModel` is the plain form of such a
 list; `as_layers` finds the list in an `nn.Sequential`, in a list of modules and in any module that tells its layers.

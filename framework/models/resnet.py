@@ -1,4 +1,7 @@
-"""ResNet-18 for small images (28 to 64 pixels), as trained on CIFAR-10 and Fashion-MNIST."""
+"""ResNets: ResNet-18 for small images, and torchvision's.
+
+ResNet-18 for small images (28 to 64 pixels), as trained on CIFAR-10 and Fashion-MNIST.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""LeNet-5 in the form that later literature trains on MNIST and Fashion-MNIST."""
+"""Small networks for images: LeNet-5 and the multi-layer perceptron.
+
+LeNet-5 in the form that later literature trains on MNIST and Fashion-MNIST.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Survey of a model's layers, their weights and their outputs, made before anything trains.
+"""Survey of a model's layers, and the comparison of `layers()` with `forward()`.
+
+Survey of a model's layers, their weights and their outputs, made before anything trains.
 
 The layers run once on torch's meta device, which computes shapes and types and touches no memory. If one of them needs
 real numbers for that, all of them run for real on the one batch.

@@ -1,4 +1,6 @@
-"""Parameter groups of the user's own optimizer: their content goes into every checkpoint, and must come back out of
+"""The user's own optimizer: its parameter groups, and a probe whether ZeRO may step it.
+
+Parameter groups of the user's own optimizer: their content goes into every checkpoint, and must come back out of
 it.
 """
 

@@ -1,4 +1,6 @@
-"""Errors that a script does not catch end it as they end train.py: with one line and their exit code, not a traceback
+"""Ends of a process: uncaught errors become one line and an exit code, and early exits of foreign code are named.
+
+Errors that a script does not catch end it as they end train.py: with one line and their exit code, not a traceback
 and 1.
 
 `fit` and `load_config` see to it where nobody else has: not in an interpreter that somebody types into, a notebook or

@@ -1,4 +1,6 @@
-"""Free memory of this host, or of the container that this process runs in: a process that takes more is killed, not
+"""Limits of this host: free memory, and open files.
+
+Free memory of this host, or of the container that this process runs in: a process that takes more is killed, not
 refused.
 """
 

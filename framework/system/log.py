@@ -1,4 +1,6 @@
-"""A rank's own log file: what is said here stands beside DeepSpeed's messages, so that the file tells how far the rank
+"""Log of a rank: its own file, lines on stdout, and warnings on stderr.
+
+A rank's own log file: what is said here stands beside DeepSpeed's messages, so that the file tells how far the rank
 came.
 
 Nothing goes anywhere before a file is given. `logging` is what DeepSpeed writes with, so both share one handler.

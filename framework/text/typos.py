@@ -1,4 +1,6 @@
-"""Typo measure for names in configs and arguments. A module of its own, because it needs nothing that is slow to
+"""Likeness of words: guesses for messages, and a stricter measure for changes to people's files.
+
+Typo measure for names in configs and arguments. A module of its own, because it needs nothing that is slow to
 import.
 """
 

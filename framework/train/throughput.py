@@ -1,4 +1,7 @@
-"""Time spent training between two logged points, without evaluation and checkpoints."""
+"""Throughput between two logged points, and the watch over skipped steps.
+
+Time spent training between two logged points, without evaluation and checkpoints.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Weights read back from safetensors: a file, or a folder of shards with Hugging Face's index, ours or anybody's.
+"""Weights in safetensors, read when they are needed (`LazyWeights`).
+
+Weights read back from safetensors: a file, or a folder of shards with Hugging Face's index, ours or anybody's.
 
 The format holds numbers and text only. The library maps the files, so the ranks of a host share one copy.
 """

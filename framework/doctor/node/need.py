@@ -1,4 +1,7 @@
-"""Requirements of a run on each of its hosts, read off its plan: the preflight compares machines with them."""
+"""Requirements of a run on each of its hosts, and the inputs that must be there.
+
+Requirements of a run on each of its hosts, read off its plan: the preflight compares machines with them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The compile section, which waits for `engine.compile()` in the code."""
+"""Rules about `compile` and mixture of experts.
+
+The compile section, which waits for `engine.compile()` in the code.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Devices of this machine, found without importing torch: that would take seconds before the first message."""
+"""Devices of this machine and installed packages, found without importing torch.
+
+Devices of this machine, found without importing torch: that would take seconds before the first message.
+"""
 
 from __future__ import annotations
 

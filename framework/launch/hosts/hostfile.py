@@ -1,4 +1,6 @@
-"""Reads a hostfile: one ``NAME slots=COUNT`` per line, as the `deepspeed` command takes it, but strictly.
+"""Hostfiles and names of hosts.
+
+Reads a hostfile: one ``NAME slots=COUNT`` per line, as the `deepspeed` command takes it, but strictly.
 
 DeepSpeed 0.19.8 goes on with this machine alone when the file is missing, reads ``slots=2x`` as 2, starts no rank where
 ``slots=0``, and takes a byte-order mark as part of the first name (launcher/runner.py `fetch_hostfile`). Each of these

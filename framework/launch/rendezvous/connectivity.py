@@ -1,4 +1,6 @@
-"""Connectivity between nodes as their ranks will need it: every agent answers at a free port, node 0 also at the ranks'
+"""Addresses of nodes, and connectivity between them.
+
+Connectivity between nodes as their ranks will need it: every agent answers at a free port, node 0 also at the ranks'
 own, and when all nodes are there each calls others, once. A firewall between two of them is a finding then, and no hang
 of minutes.
 """

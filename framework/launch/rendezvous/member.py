@@ -1,4 +1,7 @@
-"""A node on its way to node 0: calls until it is answered, says what it is, and waits for GO."""
+"""A member on its way to the coordinator, and the holder of the coordinator's address that is not node 0.
+
+A node on its way to node 0: calls until it is answered, says what it is, and waits for GO.
+"""
 
 from __future__ import annotations
 

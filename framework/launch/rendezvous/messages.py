@@ -1,4 +1,6 @@
-"""Messages between agents: JSON objects, one to a line, over TCP.
+"""Messages between agents, and `Peers`, the job's state as a node knows it.
+
+Messages between agents: JSON objects, one to a line, over TCP.
 
 The other end may be anything that found the port, so a line, a queue and a handshake have limits, nothing but JSON is
 read, and nothing that is read is run. With a shared token both sides prove that they know it before anything else is

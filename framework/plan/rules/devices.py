@@ -1,4 +1,7 @@
-"""Rules between the number format and the other sections."""
+"""Rules between a run, its number format and the devices that it is to run on.
+
+Rules between the number format and the other sections.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Rules about the metric that decides which checkpoint is kept."""
+"""Rules about the metric that decides which checkpoint is kept, and about the moving average of the weights.
+
+Rules about the metric that decides which checkpoint is kept.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Rules about the optimizer, by itself and where it is offloaded or scaled."""
+"""Rules about the optimizer, and inside `zero`.
+
+Rules about the optimizer, by itself and where it is offloaded or scaled.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Rules about the learning rate over steps."""
+"""Rules about the learning rate over steps, and about keys in steps and in epochs that contradict each other.
+
+Rules about the learning rate over steps.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Progress on rank 0 during training: a bar on a terminal, a line per logged step elsewhere."""
+"""Progress on rank 0, and the lines of every rank's own log.
+
+Progress on rank 0 during training: a bar on a terminal, a line per logged step elsewhere.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""``metrics.csv``: one row per logged step, one column per metric, for spreadsheets and pandas."""
+"""Metrics in files: ``metrics.csv`` and ``metrics.jsonl``.
+
+``metrics.csv``: one row per logged step, one column per metric, for spreadsheets and pandas.
+"""
 
 from __future__ import annotations
 
