@@ -292,8 +292,8 @@ def _appearing_whole(out: Path) -> Iterator[Path]:
 
 
 def _clear_left_over(out: Path) -> None:
-    """Remove files in OUT that ended exports of this host left; an earlier export that one had set aside is
-    restored.
+    """Remove what exports to OUT left beside it, by processes of this host that are gone; an earlier export that one
+    had set aside is restored.
     """
     pattern = re.compile(rf"\.{re.escape(out.name)}\.{re.escape(socket.gethostname())}\.(\d+)\.(tmp|earlier)")
     with contextlib.suppress(OSError):  # another user's, or a file system that cannot be written: the export will tell

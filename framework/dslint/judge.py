@@ -222,5 +222,5 @@ def _rendering(plan: Plan) -> dict[str, Any]:
 
 
 def _is_off_anyway(problem: Problem) -> bool:
-    """Find keys that switch something off: an older release, which does not know them, has it off as well."""
+    """Check whether the key only switches something off: an older release, which lacks it, has it off as well."""
     return problem.kind == "key-of-another-release" and problem.value in (False, {"enabled": False})

@@ -217,9 +217,7 @@ class Clients:
                 client.link.close()
 
     def _wait_for_files(self, error: OSError) -> None:
-        """Wait at the port until a file descriptor is free: a new connection stays pending until another one has
-        closed.
-        """
+        """Accept nothing for some seconds: new connections stay pending until another one has closed."""
         self._accept_at = time.monotonic() + _NO_FILES_SECONDS
         if not self._reported_no_files:
             self._reported_no_files = True
