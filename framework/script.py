@@ -70,8 +70,10 @@ def exit_code() -> int:
             report_end(in_one_line(error))
             write(sys.stderr, traceback.format_exc())
             return EXIT_TRAINING
+        missing = missing_package(error.name, what="training")
+        report_end(str(missing))
         if speaks:
-            write(sys.stderr, f"{missing_package(error.name, what='training')}\n")
+            write(sys.stderr, f"{missing}\n")
         else:
             _let_the_other_report(request)
         return EXIT_CONFIG

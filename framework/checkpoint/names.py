@@ -44,7 +44,7 @@ def tag_of(step: int) -> str:
 
 
 def replaced_names(tag: str) -> list[str]:
-    """Yield the names that a checkpoint may get when it is set aside: the first of these that is free is taken."""
+    """List the names that a checkpoint may get when it is set aside: the first of these that is free is taken."""
     return [f"{tag}.replaced{suffix}" for suffix in ("", *(f"-{number}" for number in range(1, 1000)))]
 
 

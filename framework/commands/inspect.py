@@ -240,7 +240,9 @@ def _optimizer(optimizer: Mapping[str, Any]) -> str:
 
 
 def _metrics(manifest: Mapping[str, Any]) -> str:
-    """Return the metrics that rate a checkpoint; a value that is not finite is text, for which JSON has no number."""
+    """Format the metrics that rate a checkpoint; a value that is not finite is text in the manifest: JSON has no number
+    for it.
+    """
     found = manifest.get("metrics", {})
     shown = (name for name in found if name == "train/loss" or name.startswith("eval/"))
     return ", ".join(f"{name} {float(found[name]):.4g}" for name in shown)

@@ -150,7 +150,7 @@ TYPED: Final[Mapping[str, str]] = {
 
 
 def place_here(name: str) -> str:
-    """Return the key of the run config that stands for a DeepSpeed key; empty where there is none."""
+    """Describe where a run config takes a DeepSpeed key; empty where the name is none."""
     if name in OWNED:
         return f"DeepSpeed's {name} is {OWNED[name]} here"
     return f"write it as deepspeed.{name}, where DeepSpeed's further keys go" if name in PASSED_THROUGH else ""

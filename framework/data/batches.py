@@ -63,7 +63,7 @@ def _look(values: list[Any], *, place: str) -> Problem | None:
 
 
 def _shape(value: Any) -> str:
-    """Return what must be the same in all samples."""
+    """Describe the type and shape of a value, which must be the same in all samples."""
     if isinstance(value, (Tensor, np.ndarray)):
         kind = "tensor" if isinstance(value, Tensor) else "array"
         of_objects = " of objects" if isinstance(value, np.ndarray) and value.dtype.kind not in "biufc" else ""

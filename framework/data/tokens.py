@@ -107,8 +107,8 @@ class EvaluationShare:
         return takes
 
     def tokens_to_move(self, num_train: int, num_evaluation: int) -> int:
-        """Count the tokens from the end of training that evaluation lacks; 0 where it has at least half of what is its
-        due.
+        """Count the tokens that evaluation lacks, to be taken from the end of training; 0 where it has at least half of
+        what is its due.
         """
         due = round(self._fraction * (num_train + num_evaluation))
         return 0 if 2 * num_evaluation >= due else due - num_evaluation

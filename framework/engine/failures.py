@@ -80,7 +80,7 @@ def explaining_known_failures() -> Iterator[None]:
 
 
 def known_failure(error: BaseException) -> str:
-    """Return the event, the way out and the kind of a known failure; empty strings where it is not known."""
+    """Return one line with the event, the way out and the kind of a known failure; empty where it is not known."""
     if isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and _NO_DEVICE_MEMORY.search(str(error))
     ):
@@ -165,7 +165,7 @@ def explaining_data_errors() -> Iterator[None]:
 
 
 def _without_traceback(error: FrameworkError) -> FrameworkError:
-    """Return the message of a worker's error, without the traceback before it."""
+    """Return the error with a worker's message alone, without the traceback before it."""
     stated = str(error)
     if not _FROM_WORKER.match(stated):
         return error
@@ -270,7 +270,7 @@ def _hint_of_model(error: BaseException, inputs: Any) -> str:
 
 
 def _hint_of_classes(outputs: Any, targets: Any) -> str:
-    """Compare the targets with the classes that cross-entropy expects."""
+    """Suggest how to give cross-entropy the outputs and class numbers that it expects."""
     if not isinstance(targets, Tensor):
         return "number the classes from 0 in the dataset"
     if not isinstance(outputs, Tensor):

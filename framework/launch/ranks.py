@@ -23,6 +23,7 @@ import psutil
 
 from framework.launch.hosts.devices import visible_variable
 from framework.launch.hosts.topology import Topology
+from framework.system.output import visible
 from framework.system.parent_watch import AGENT_VARIABLE, REPORT_VARIABLE, identity
 
 _LEFTOVER_GRACE_SECONDS: Final = 2.0
@@ -115,7 +116,7 @@ class Ranks:
                 for line in text.decode(errors="replace").splitlines():
                     rank, _, reason = line.partition("\t")
                     if rank.isdecimal():
-                        self._reasons.setdefault(int(rank), reason)
+                        self._reasons.setdefault(int(rank), visible(reason))
 
     def signal(self, number: signal.Signals) -> None:
         """To every rank that runs."""
@@ -130,9 +131,8 @@ class Ranks:
         self.signal(signal.SIGKILL)
         for process in self._running.values():
             process.wait()
-        for end in (self._read_end, self._write_end):
-            with suppress(OSError):  # closed by an earlier call
-                os.close(end)
+        os.close(self._read_end)
+        os.close(self._write_end)
         give_up_at = time.monotonic() + _CLEAR_SECONDS
         # What is asked to end may start another process meanwhile, so we look until there is none.
         while (left := self._leftovers()) and time.monotonic() < give_up_at:

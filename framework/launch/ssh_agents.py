@@ -35,7 +35,7 @@ _REPORTED: Final = 4
 
 @dataclass(frozen=True)
 class HostEnd:
-    """End of a host's agent, in the order in which they ended."""
+    """End of a host's agent: the host's name, and the exit code."""
 
     host: str
     code: int

@@ -289,7 +289,7 @@ def _layout_problem(error: yaml.YAMLError, name: str) -> Problem:
 
 
 def too_deep(name: str, line: int = 0) -> Problem:
-    """Return the message about nesting beyond `MAX_DEPTH`."""
+    """Build the problem of nesting beyond `MAX_DEPTH`."""
     return Problem(
         kind="config-too-deep", file=name, line=line, reason=f"nested more than {MAX_DEPTH} levels", fix="flatten it"
     )

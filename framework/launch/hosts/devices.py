@@ -201,7 +201,7 @@ def _count_nodes(prefix: str) -> int:
 
 
 def _visible(kind: Device, count: int, environment: Mapping[str, str]) -> LocalDevices | None:
-    """Return the devices that the environment leaves visible; None: no restriction."""
+    """Return the devices that the environment leaves visible; None: there are none, or all are hidden."""
     name = visible_variable(kind)
     text = environment.get(name)
     if not count or text is None:
