@@ -2,9 +2,8 @@
 tests.ops_ahead.
 
 On a fresh machine that is minutes of a processor's time, for which slow tests would otherwise wait. Told to end, it
-ends after the
-op at hand: torch's lock of an op whose compilation was broken off would stay, and whoever needs it next would wait for
-ever.
+ends after the op at hand: torch's lock of an op whose compilation was broken off would stay, and whoever needs it next
+would wait for ever.
 """
 
 from __future__ import annotations

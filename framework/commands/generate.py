@@ -4,8 +4,7 @@ python -m framework generate CHECKPOINT [--prompt TEXT] [--max-new-tokens N] [--
     [--weights trained|ema] [--tokenizer PATH|bytes] [--allow-unverified --config FILE]
 
 The model is the one that the checkpoint's manifest names, the tokenizer that which the run has kept. No keys and values
-are
-kept between tokens: each costs one forward pass over the window, which is short for a look at a model and long for
+are kept between tokens: each costs one forward pass over the window, which is short for a look at a model and long for
 serving one.
 """
 

@@ -2,8 +2,8 @@
 
 The formulas are those of transformers (`HfTrainerDeepSpeedConfig`: `trainer_config_process`, `trainer_config_finalize`)
 and accelerate (`Accelerator._prepare_deepspeed`, `DeepSpeedPlugin`). Where the two differ this follows the Trainer,
-with one
-exception: the prefetch bucket is a whole number, as Accelerate writes it, because DeepSpeed refuses a fraction.
+with one exception: the prefetch bucket is a whole number, as Accelerate writes it, because DeepSpeed refuses a
+fraction.
 
 The Trainer refuses a file that says another number than its argument, so a number in the file tells the argument too.
 """

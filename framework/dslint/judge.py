@@ -161,8 +161,7 @@ def judge_rendered(
     """Problems of the JSON that a plan renders to, in the words of the run config.
 
     What DeepSpeed refuses or drops is told whatever the cause. Warnings and notes are told where `deepspeed:`, the
-    release or
-    the GPU is the cause: what rendering decides by itself it decides on purpose.
+    release or the GPU is the cause: what rendering decides by itself it decides on purpose.
 
     Args:
         plan: the run.

@@ -1,8 +1,7 @@
 """Builds the model of a run, with the same weights at every ZeRO stage.
 
 At stages 0 to 2 every rank builds the whole model. At stage 3 DeepSpeed's `zero.Init` takes the weights of a module
-away as soon
-as its own constructor returns: what a parent's constructor then writes (a loop over `self.modules()`,
+away as soon as its own constructor returns: what a parent's constructor then writes (a loop over `self.modules()`,
 `load_state_dict`, `copy.deepcopy` of a layer) is lost without a word. So a model is built whole in host memory and then
 partitioned, weight by weight, from rank 0; or inside `zero.Init`, where every use of a weight that has been taken away
 is found and ends that attempt.

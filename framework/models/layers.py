@@ -6,8 +6,7 @@ A `Layer` is a recipe, so that a pipeline stage builds its own layers only. `Lay
 list; `as_layers` finds the list in an `nn.Sequential`, in a list of modules and in any module that tells its layers.
 
 The weights of a recipe are drawn under a seed of their own (the model's seed and the layer's number), never from a
-stream
-that runs through the layers before it: where the model is cut does not change what it starts from.
+stream that runs through the layers before it: where the model is cut does not change what it starts from.
 """
 
 from __future__ import annotations

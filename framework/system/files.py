@@ -2,8 +2,7 @@
 flushed.
 
 A reader, or a power cut, sees the old content or the new one and nothing between. What is read of a stranger's files is
-read here
-as well: no links, no pipes, and no more than was asked for.
+read here as well: no links, no pipes, and no more than was asked for.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 always there.
 
 The operating system's calls that change a file system are counted. Then the save is repeated once for every call and
-every
-way it can go wrong: the process ends before it, or after it; it fails with EIO or ENOSPC; a write is cut short. Each
-time a new start must find the new checkpoint or the one before, undamaged, and clear away the rest. Saves in the
+every way it can go wrong: the process ends before it, or after it; it fails with EIO or ENOSPC; a write is cut short.
+Each time a new start must find the new checkpoint or the one before, undamaged, and clear away the rest. Saves in the
 background run here as well, with the writer in this process, so that its calls are counted too.
 """
 

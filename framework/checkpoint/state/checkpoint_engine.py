@@ -2,11 +2,9 @@
 `CheckpointEngine` interface).
 
 Writing: every file is new, hashed as it is written and flushed to disk. A failure is kept and told at the end, on the
-rank
-that has it: raised at once it would leave the others waiting in DeepSpeed's barrier. With another `open_file` the same
-bytes
-go elsewhere: into memory, for a process that writes them later. Reading: weights only, with the few classes of
-DeepSpeed's own that its files hold; any other object in them is refused, and no code of theirs is run.
+rank that has it: raised at once it would leave the others waiting in DeepSpeed's barrier. With another `open_file` the
+same bytes go elsewhere: into memory, for a process that writes them later. Reading: weights only, with the few classes
+of DeepSpeed's own that its files hold; any other object in them is refused, and no code of theirs is run.
 """
 
 from __future__ import annotations
@@ -188,8 +186,8 @@ def read_file(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> A
 @contextlib.contextmanager
 def keeping_copies(files: AtomicCheckpointEngine) -> Iterator[None]:
     """DeepSpeed copies the files of its NVMe swapper with `shutil.copytree`, past its checkpoint engine. Every rank
-    flushes and
-    hashes its own: rank 0 alone would take longer than the others wait. A failure on one rank waits for `end` as all
+    flushes and hashes its own: rank 0 alone would take longer than the others wait. A failure on one rank waits for
+    `end` as all
     others do, and leaves no other rank in a barrier."""
     copytree = shutil.copytree
 

@@ -1,8 +1,7 @@
 """Keeps ZeRO right for models whose graph differs between ranks or steps: experts chosen by the data, dropped layers.
 
 DeepSpeed 0.19.8 fills its buckets in the order in which gradients arrive, leaves out weights without one, and reduces
-the buckets
-by position: where ranks used different weights, the gradient of one is added to that of another
+the buckets by position: where ranks used different weights, the gradient of one is added to that of another
 (runtime/zero/stage_1_and_2.py `reduce_independent_p_g_buckets_and_remove_grads`, stage3.py likewise). At stage 3 the
 weights of a module are gathered when it is called, by position as well.
 """

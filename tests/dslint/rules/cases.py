@@ -2,8 +2,8 @@
 too.
 
 A config is a change to `BASE`: sections are merged, `GONE` takes a key away. `asked` says how DeepSpeed is asked in the
-slow
-tests: where it must refuse a broken config, or how far it must take a near miss. It stays empty where a CPU cannot show
+slow tests: where it must refuse a broken config, or how far it must take a near miss. It stays empty where a CPU cannot
+show
     it.
 """
 
