@@ -168,6 +168,8 @@ class Classification(Kind):
     kind: Literal["classification"] = "classification"
     label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Share of the target spread evenly over all classes, in training only (Szegedy et al. 2016)."""
+    ignore_index: int = -100
+    """Targets that are left out of loss and metrics: often 255 in segmentation."""
 
 
 class CausalLM(Kind):

@@ -29,6 +29,7 @@ from framework.engine.distributed import claims_error_report, device, rank
 from framework.engine.ema import WeightAverage
 from framework.engine.initialize import EngineFiles, MakeOptimizer, device_batches, initialize
 from framework.engine.metrics import EvalSums, engine_metrics
+from framework.engine.step_loss import StepLoss
 from framework.engine.workarounds.grad_norm import keep_norm
 from framework.engine.workarounds.grad_scaler import explaining_overflow, may_have_been_skipped, scale_fp16_loss
 from framework.engine.workarounds.module_buffers import share_buffers
@@ -155,6 +156,9 @@ def build_pipeline(
     engine = initialize(plan, module, ds_config=ds_config, make_optimizer=make_optimizer)
     if engine.is_last_stage():  # where the loss is
         scale_fp16_loss(engine)
+        loss.of_step = StepLoss(
+            task, micro_batches=engine.gradient_accumulation_steps(), group=engine.grid.get_data_parallel_group()
+        )
     # DeepSpeed hands out one buffer for several purposes by its number of elements alone: where a middle stage receives
     # other types than it sends (integers before floats, or bf16 and fp32 under autocast), numbers would be misread.
     engine._allocate_or_extend_buffers = partial(_fresh_buffer, engine.device)
@@ -177,17 +181,24 @@ class _Held:
     targets: Any
 
 
+def _holding(halves: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, _Held]]:
+    """Yield batches as DeepSpeed's first and last stage expect them."""
+    return ((inputs, _Held(targets)) for inputs, targets in halves)
+
+
 class _LastStageLoss:
     """Loss of the last stage: the task's loss of the model's outputs, or in evaluation its metrics."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
+        self.of_step: StepLoss | None = None  # where this rank is of the last stage
         self.sums: EvalSums | None = None
         self.counts: Iterator[bool] = iter(())
 
     def __call__(self, outputs: Any, held: _Held) -> torch.Tensor:
         if self.sums is None:
-            return self._task.loss(outputs, held.targets)
+            assert self.of_step is not None
+            return self.of_step(outputs, held.targets)
         self.sums.add(self._task.measure(outputs, held.targets), counts=next(self.counts))
         return torch.zeros((), device=device())
 
@@ -229,7 +240,9 @@ class PipelineEngine:
         """
         lr = float(self.engine.get_lr()[0])
         with explaining_overflow(self.engine), self._explaining():
-            loss = self.engine.train_batch(self._halves(micro_batches))
+            halves = self._halves(micro_batches)
+            of_step = self._loss.of_step
+            loss = self.engine.train_batch(_holding(of_step.weighted(halves) if of_step is not None else halves))
         return _Step(self, loss.detach().clone(), lr, may_have_been_skipped(self.engine))
 
     def evaluate(self, batches: Iterable[tuple[Any, bool]]) -> Mapping[str, float]:
@@ -253,20 +266,20 @@ class PipelineEngine:
         self._forget_shapes()
         self._loss.counts = iter([counts for _, counts in pairs])
         self.engine.eval_batch(
-            self._halves(batch for batch, _ in pairs),
+            _holding(self._halves(batch for batch, _ in pairs)),
             compute_loss=True,
             reduce_output=None,
             bcast_loss=False,
             num_micro_batches=len(pairs),
         )
 
-    def _halves(self, batches: Iterable[Any]) -> Iterator[tuple[Any, _Held]]:
-        """(inputs, targets) on the device, as DeepSpeed's first and last stage expect them."""
+    def _halves(self, batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+        """Yield (inputs, targets) on the device."""
         for batch in batches:
             inputs, targets = self._batches.split(self._task, batch)
             if not self.engine.dynamic_shape:
                 self._refuse_other_shapes(inputs)
-            yield inputs, _Held(targets)
+            yield inputs, targets
 
     def _forget_shapes(self) -> None:
         self._shapes = None

@@ -21,6 +21,7 @@ from framework.engine.distributed import device
 from framework.engine.ema import WeightAverage
 from framework.engine.initialize import EngineFiles, MakeOptimizer, device_batches, initialize
 from framework.engine.metrics import EvalSums, engine_metrics, mean_over_ranks
+from framework.engine.step_loss import StepLoss
 from framework.engine.workarounds.grad_norm import keep_norm
 from framework.engine.workarounds.grad_scaler import explaining_overflow, may_have_been_skipped, scale_fp16_loss
 from framework.engine.workarounds.module_buffers import share_buffers
@@ -71,6 +72,7 @@ class PlainEngine:
         self._files = EngineFiles(engine, names=partial(names_of, engine.module), average=average)
         self._task, self._batches, self._average = task, batches, average
         self._accumulation_steps: int = engine.gradient_accumulation_steps()
+        self._loss = StepLoss(task, micro_batches=self._accumulation_steps)
         self.kept_norm = keep_norm(engine)
 
     def train_step(self, micro_batches: Iterator[Any]) -> _Step:
@@ -78,9 +80,9 @@ class PlainEngine:
         engine, task = self.engine, self._task
         lr = float(engine.get_lr()[0])  # before the step: DeepSpeed moves the schedule on at its end
         total: torch.Tensor | None = None
-        for _ in range(self._accumulation_steps):
-            inputs, targets = self._batches.split(task, next(micro_batches))
-            loss = task.loss(task.forward(engine, inputs), targets)
+        halves = (self._batches.split(task, batch) for batch in micro_batches)
+        for inputs, targets in self._loss.weighted(halves):
+            loss = self._loss(task.forward(engine, inputs), targets)
             engine.backward(loss)
             with explaining_overflow(engine):
                 engine.step()

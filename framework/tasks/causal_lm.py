@@ -11,9 +11,6 @@ from torch.nn.functional import cross_entropy
 
 from framework.tasks.task import Ratio, Task
 
-# Perplexity, the one metric of language models that is no ratio of sums.
-
-
 # exp of more than this is no float any more.
 _LARGEST_EXPONENT: Final = 709.0
 
@@ -36,9 +33,13 @@ class CausalLM(Task):
 
     ignore_index = -100
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats over the positions with a target, 0-d float32."""
-        return cross_entropy(outputs.flatten(0, -2).float(), targets.flatten(), ignore_index=self.ignore_index)
+    def loss(self, outputs: Tensor, targets: Tensor) -> Ratio:
+        """Cross-entropy in nats per position with a target."""
+        return class_loss(outputs.flatten(0, -2), targets.flatten(), ignore_index=self.ignore_index)
+
+    def count(self, targets: Tensor) -> Tensor:
+        """Number of positions with a target."""
+        return (targets != self.ignore_index).sum()
 
     def measure(self, outputs: Tensor, targets: Tensor) -> dict[str, Ratio]:
         """``loss``: nats per token; ``accuracy``: share of tokens whose logit is the largest."""
@@ -48,6 +49,21 @@ class CausalLM(Task):
     def derive(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """``perplexity``: exp(loss), of the loss over all tokens and not of a mean over batches."""
         return perplexity_of(metrics, loss="loss")
+
+
+def class_loss(logits: Tensor, targets: Tensor, *, ignore_index: int, label_smoothing: float = 0.0) -> Ratio:
+    """Compute the cross-entropy in nats over targets that are not `ignore_index`: a float32 sum, a count.
+
+    Args:
+        logits: (batch, classes, ...), floating.
+        targets: (batch, ...) int64.
+        ignore_index: marks targets that do not count.
+        label_smoothing: share of a target spread evenly over all classes.
+    """
+    nats = cross_entropy(
+        logits.float(), targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum"
+    )
+    return Ratio(nats, (targets != ignore_index).sum())
 
 
 def token_sums(logits: Tensor, targets: Tensor, *, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,6 +79,6 @@ def token_sums(logits: Tensor, targets: Tensor, *, ignore_index: int) -> tuple[T
     """
     logits, targets = logits.flatten(0, -2), targets.flatten()
     nats = cross_entropy(logits.float(), targets, ignore_index=ignore_index, reduction="none").detach().double().sum()
-    # A guess is never -100, so a position that does not count is never right either.
-    correct = (logits.argmax(dim=-1) == targets).double().sum()
-    return nats, correct, (targets != ignore_index).double().sum()
+    counts = targets != ignore_index
+    correct = (logits.argmax(dim=-1) == targets).logical_and(counts).double().sum()
+    return nats, correct, counts.double().sum()

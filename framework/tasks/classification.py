@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
+from framework.tasks.causal_lm import class_loss, token_sums
 from framework.tasks.task import Ratio, Task
 
 
@@ -12,25 +12,29 @@ class Classification(Task):
     """Cross-entropy over classes; metrics: loss and accuracy.
 
     The model returns logits (batch, num_classes) of any floating dtype; targets are class numbers (batch,) int64. With
-    further dimensions behind ((batch, num_classes, H, W) and (batch, H, W)) every position counts as a sample.
+    further dimensions behind ((batch, num_classes, H, W) and (batch, H, W)) every position counts as a sample. A target
+    of `ignore_index` is left out of loss and metrics.
     """
 
-    def __init__(self, *, label_smoothing: float = 0.0) -> None:
-        """Set the share of the target spread evenly over all classes, in [0, 1) (Szegedy et al. 2016, section 7).
+    def __init__(self, *, label_smoothing: float = 0.0, ignore_index: int = -100) -> None:
+        """Set what is left out, and the share of the target spread evenly over all classes, in [0, 1) (Szegedy et al.
+        2016, section 7).
 
-        It applies to training only: the measured loss is the plain cross-entropy, comparable between runs.
+        Smoothing applies to training only: the measured loss is the plain cross-entropy, comparable between runs.
         """
-        self.label_smoothing = label_smoothing
+        self.label_smoothing, self.ignore_index = label_smoothing, ignore_index
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats with label smoothing, 0-d float32."""
-        return cross_entropy(outputs.float(), targets, label_smoothing=self.label_smoothing)
+    def loss(self, outputs: Tensor, targets: Tensor) -> Ratio:
+        """Cross-entropy in nats per sample, with label smoothing."""
+        return class_loss(outputs, targets, ignore_index=self.ignore_index, label_smoothing=self.label_smoothing)
+
+    def count(self, targets: Tensor) -> Tensor:
+        """Number of samples that are not left out."""
+        return (targets != self.ignore_index).sum()
 
     def measure(self, outputs: Tensor, targets: Tensor) -> dict[str, Ratio]:
         """``loss``: cross-entropy in nats, not smoothed; ``accuracy``: share of samples whose largest logit is
         right.
         """
-        nats = cross_entropy(outputs.float(), targets, reduction="none").detach().double().sum()
-        correct = (outputs.argmax(dim=1) == targets).double().sum()
-        num_samples = targets.numel()
-        return {"loss": Ratio(nats, num_samples), "accuracy": Ratio(correct, num_samples)}
+        nats, correct, count = token_sums(outputs.movedim(1, -1), targets, ignore_index=self.ignore_index)
+        return {"loss": Ratio(nats, count), "accuracy": Ratio(correct, count)}

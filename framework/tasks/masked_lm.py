@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from framework.errors import ConfigError, Problem
-from framework.tasks.causal_lm import perplexity_of, token_sums
+from framework.tasks.causal_lm import class_loss, perplexity_of, token_sums
 from framework.tasks.task import Ratio, Task
 
 _NUM_INPUTS = 3
@@ -37,21 +36,24 @@ class MaskedLM(Task):
             raise ConfigError(_unknown_batch(batch))
         return tuple(batch[:_NUM_INPUTS]), tuple(batch[_NUM_INPUTS:])
 
-    def loss(self, outputs: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor]) -> Tensor:
-        """Mean over the predicted tokens plus mean over the pairs, in nats, 0-d float32."""
-        mlm_logits, nsp_logits = outputs
-        mlm_labels, nsp_label = targets
-        mlm = cross_entropy(mlm_logits.flatten(0, -2).float(), mlm_labels.flatten(), ignore_index=self.ignore_index)
-        return mlm + cross_entropy(nsp_logits.float(), nsp_label)
+    def loss(self, outputs: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor]) -> tuple[Ratio, Ratio]:
+        """Cross-entropy in nats per predicted token, and per pair."""
+        (mlm_logits, nsp_logits), (mlm_labels, nsp_label) = outputs, targets
+        return (
+            class_loss(mlm_logits.flatten(0, -2), mlm_labels.flatten(), ignore_index=self.ignore_index),
+            class_loss(nsp_logits, nsp_label, ignore_index=self.ignore_index),
+        )
+
+    def count(self, targets: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        """Number of predicted tokens, and of pairs."""
+        return tuple((labels != self.ignore_index).sum() for labels in targets)
 
     def measure(self, outputs: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor]) -> dict[str, Ratio]:
-        """``mlm_loss`` and ``accuracy`` per predicted token, ``nsp_loss`` and ``nsp_accuracy`` per pair, ``loss``."""
+        """``mlm_loss`` and ``accuracy`` per predicted token, ``nsp_loss`` and ``nsp_accuracy`` per pair."""
         (mlm_logits, nsp_logits), (mlm_labels, nsp_label) = outputs, targets
         nats, correct, num_predicted = token_sums(mlm_logits, mlm_labels, ignore_index=self.ignore_index)
         nsp_nats, nsp_correct, num_pairs = token_sums(nsp_logits, nsp_label, ignore_index=self.ignore_index)
-        return {
-            # A sum of two means with different counts is no ratio of sums: `derive` puts the exact one in its place.
-            "loss": Ratio((nats / num_predicted + nsp_nats / num_pairs) * num_pairs, num_pairs),
+        return {  # the loss, a sum of two quotients, is no ratio of sums: `derive` makes it of those over all batches
             "mlm_loss": Ratio(nats, num_predicted),
             "accuracy": Ratio(correct, num_predicted),
             "nsp_loss": Ratio(nsp_nats, num_pairs),

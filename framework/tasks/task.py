@@ -4,25 +4,34 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from framework.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """A metric as total / count: summed over batches and ranks first and divided once, it is exact.
+    """A metric, or a loss, as total / count: summed over batches and ranks first and divided once, it is exact.
 
     Attributes:
-        total: 0-d tensor, detached; float64 so that sums over many batches keep their digits.
+        total: 0-d tensor; of a metric detached and float64, so that sums over many batches keep their digits; of a loss
+            float32 and differentiable.
         count: what to divide by, usually the number of samples: an int, or a 0-d tensor where only the device knows it.
     """
 
     total: Tensor
     count: Tensor | int
+
+    @property
+    def value(self) -> Tensor:
+        """The quotient; NaN where nothing counts."""
+        return self.total / self.count
 
 
 class Task(ABC):
@@ -57,7 +66,7 @@ class Task(ABC):
         return model(inputs)
 
     @abstractmethod
-    def loss(self, outputs: Any, targets: Any) -> Tensor:
+    def loss(self, outputs: Any, targets: Any) -> Tensor | Ratio | tuple[Ratio, ...]:
         """Compute the loss that training minimises.
 
         Args:
@@ -67,7 +76,24 @@ class Task(ABC):
         Returns:
             0-d float32 tensor, the mean over the samples of the batch, differentiable. Convert low-precision outputs
             with ``.float()`` first: a mean over bfloat16 keeps three digits.
+
+            Where batches count differently many positions (padding, ignored labels), a mean of their means would depend
+            on how the samples fall into micro-batches: return ``Ratio(sum, count)`` and write `count` too. The loss of
+            a step is then the sum over all its micro-batches and ranks over the count of all. Several of them, in a
+            tuple, are added as quotients.
         """
+
+    def count(self, targets: Any) -> Tensor | int | tuple[Tensor | int, ...] | None:
+        """Count what a loss of sums is divided by, from the targets alone: asked before the model has run.
+
+        Args:
+            targets: as for `loss`.
+
+        Returns:
+            The count of the `Ratio` that `loss` returns, or a tuple of them; None where `loss` returns a mean, on every
+            batch alike.
+        """
+        return None
 
     def measure(self, outputs: Any, targets: Any) -> dict[str, Ratio]:
         """Compute the metrics that evaluation reports of one batch, called without gradients.
@@ -77,11 +103,15 @@ class Task(ABC):
             targets: as for `loss`.
 
         Returns:
-            Metric name -> `Ratio`; "loss" must be among them. By default only that: the mean loss weighted by
-            `num_samples`.
+            Metric name -> `Ratio`; "loss" must be among them, or come from `derive`. By default only that: a loss of
+            sums as it is, a mean weighted by `num_samples`. Of several sums each is a metric, "loss_1", "loss_2", ...
         """
-        num_samples = self.num_samples(targets)
-        return {"loss": Ratio(self.loss(outputs, targets).detach().double() * num_samples, num_samples)}
+        loss = self.loss(outputs, targets)
+        if isinstance(loss, Tensor):
+            loss = Ratio(loss * self.num_samples(targets), self.num_samples(targets))
+        if isinstance(loss, Ratio):
+            return {"loss": Ratio(loss.total.detach().double(), loss.count)}
+        return {f"loss_{n}": Ratio(part.total.detach().double(), part.count) for n, part in enumerate(loss, start=1)}
 
     def derive(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """Metrics that are no ratio of sums (perplexity), computed once from those that are.
@@ -90,9 +120,11 @@ class Task(ABC):
             metrics: what `measure` reported, over all batches and ranks.
 
         Returns:
-            Further metrics by name; one of the same name takes the place of the measured one. By default none.
+            Further metrics by name; one of the same name takes the place of the measured one. By default the "loss" of
+            several sums.
         """
-        return {}
+        parts = [value for name, value in metrics.items() if name.startswith("loss_")]
+        return {"loss": sum(parts)} if parts and "loss" not in metrics else {}
 
     def num_samples(self, targets: Any) -> int:
         """Count the samples of a batch, from its targets.
@@ -127,9 +159,9 @@ def as_task(obj: object, *, handed_over: bool = False) -> Task:
     targets)``.
 
     Args:
-        obj: the object. A callable (a function, or a module such as `nn.CrossEntropyLoss()`) gets
-            floating-point outputs in float32 and returns the mean over the batch as a 0-d tensor; the evaluation metric
-            is that loss.
+        obj: the object. A callable (a function, or a module such as `nn.MSELoss()`) gets floating-point outputs in
+            float32 and returns the mean over the batch as a 0-d tensor; the evaluation metric is that loss. torch's
+            cross-entropy, which leaves out ignored targets, is weighted by the others (`Task.count`).
         handed_over: it came from Python, as `task`; problems name that.
 
     Returns:
@@ -154,7 +186,40 @@ def as_task(obj: object, *, handed_over: bool = False) -> Task:
     if isinstance(obj, nn.Module) and any(True for _ in obj.parameters()):
         reason = f"the loss {type(obj).__qualname__} has parameters, and the optimizer updates the model's only"
         raise refuse(reason, "make it a part of the model", kind="task-loss-parameters")
-    return _CallableTask(obj, key=key)
+    by_class = _class_loss_of(obj)
+    return _CallableTask(obj, key=key) if by_class is None else _ClassLossTask(by_class)
+
+
+def _class_loss_of(obj: object) -> nn.CrossEntropyLoss | nn.NLLLoss | None:
+    """torch's loss of classes that a callable is, alone or with options; None where it is another or no mean."""
+    options = obj.keywords if isinstance(obj, partial) and not obj.args else {}
+    function = obj.func if isinstance(obj, partial) else obj
+    if function is cross_entropy and not options.keys() - {"weight", "ignore_index", "reduction", "label_smoothing"}:
+        function, options = nn.CrossEntropyLoss(**options), {}
+    # A subclass may compute something else.
+    is_mean = type(function) in (nn.CrossEntropyLoss, nn.NLLLoss) and cast(nn.CrossEntropyLoss, function).reduction
+    return cast(nn.CrossEntropyLoss, function) if is_mean == "mean" and not options else None
+
+
+class _ClassLossTask(Task):
+    """Minimises torch's loss of class numbers, or of probabilities, as the sum and the count that its mean is made
+    of.
+    """
+
+    def __init__(self, function: nn.CrossEntropyLoss | nn.NLLLoss) -> None:
+        self.function = copy(function)
+        self.function.reduction = "sum"
+
+    def loss(self, outputs: Any, targets: Any) -> Ratio:
+        return Ratio(self.function(_in_float32(outputs), targets), self.count(targets))
+
+    def count(self, targets: Tensor) -> Tensor | int:
+        if targets.is_floating_point():  # probabilities: (classes,) or (batch, classes, ...)
+            return targets.numel() // targets.shape[min(1, targets.ndim - 1)]
+        counts = targets != self.function.ignore_index
+        if self.function.weight is None:
+            return counts.sum()
+        return self.function.weight[targets * counts].mul(counts).sum()
 
 
 class _CallableTask(Task):

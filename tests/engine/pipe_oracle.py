@@ -20,6 +20,7 @@ from framework.data.sample_seed import SeededBatches, SeededSamples
 from framework.data.splits import as_splits
 from framework.setup.targets import call_factory, load_target
 from framework.tasks.task import as_task
+from tests.tasks.value import value_of_step
 
 _OPTIMIZERS: dict[str, Callable[[Any, Any], torch.optim.Optimizer]] = {
     "adamw": lambda parameters, section: torch.optim.AdamW(parameters, section.lr, weight_decay=section.weight_decay),
@@ -48,16 +49,16 @@ def plain_run(
     for step in range(num_steps):
         micro_batches = _micro_batches(config, splits.train, step, micro_size, together)
         optimizer.zero_grad()
-        total = 0.0
+        results = []
         for number, batch in enumerate(micro_batches):
             _keep_statistics(model, changing=number < len(micro_batches) // ranks)
             inputs, targets = task.split(batch)
-            loss = task.loss(task.forward(model, inputs), targets) / len(micro_batches)
-            loss.backward()
-            total += loss.item()
+            results.append(task.loss(task.forward(model, inputs), targets))
+        loss = value_of_step(results)
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), config.training.clip_grad_norm)
         optimizer.step()
-        losses.append(total)
+        losses.append(loss.item())
     return losses, _evaluate(model, task, splits.evaluation), model
 
 

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from framework.engine.device_batches import DeviceBatches, place
 from framework.tasks.task import Task, as_task
+from tests.tasks.value import value_of
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 Pair = namedtuple("Pair", "image label")
@@ -103,7 +104,7 @@ def test_the_class_weights_of_a_loss_are_placed_on_the_device(loss: Any) -> None
     task = as_task(loss)
     place(task, META)
     outputs, targets = torch.zeros(2, 3, device=META), torch.zeros(2, dtype=torch.int64, device=META)
-    assert task.loss(outputs, targets).device == META
+    assert value_of(task.loss(outputs, targets)).device == META
     held = task.function  # type: ignore[attr-defined]
     weight = (
         held.weight if isinstance(held, nn.Module) else held.keywords.get("weight", getattr(held.func, "weight", None))

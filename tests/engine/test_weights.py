@@ -33,6 +33,7 @@ from tests.engine.pipe_oracle import plain_run, tensors_of
 from tests.engine.saved_runs import read_weights
 from tests.engine.test_pipeline import BERT, GPT, LENET, RESNET
 from tests.launched import series, train_cases
+from tests.tasks.value import value_of_step
 
 NUM_STEPS = 6
 _ADAMW = {"kind": "adamw", "lr": 1e-3}
@@ -151,7 +152,7 @@ def first_loss(model: torch.nn.Module, case: dict[str, Any]) -> float:
     )
     micro_batches = [task.split(batch) for batch in first_batches(config, splits.train)]
     losses = [task.loss(task.forward(model, inputs), targets) for inputs, targets in micro_batches]
-    return float(torch.stack(losses).mean().detach())
+    return float(value_of_step(losses).detach())
 
 
 def of_run(folder: Path) -> dict[str, torch.Tensor]:

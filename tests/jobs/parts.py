@@ -53,3 +53,20 @@ def digits_that_differ_between_ranks() -> Dataset[tuple[torch.Tensor, int]]:
 def steep_cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """A loss whose gradients overflow in fp16 at the first loss scale that torch tries."""
     return 300.0 * torch.nn.functional.cross_entropy(outputs, targets)
+
+
+class MaskedPrompts(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Token numbers and the next ones, of which a prompt of 0 to 15 counts nothing; in two of three samples none."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        text = torch.randint(50, (17,), generator=torch.Generator().manual_seed(index))
+        labels = text[1:].clone()
+        labels[: 16 if index % 3 else (5 * index) % 16] = -100
+        return text[:-1], labels
+
+
+def masked_prompts() -> MaskedPrompts:
+    return MaskedPrompts()

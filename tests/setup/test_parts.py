@@ -23,6 +23,7 @@ from framework.errors import ConfigError, UsageError
 from framework.setup.objects import Objects, describe_objects
 from framework.setup.parts import Parts, gather_parts
 from framework.tasks.task import Ratio, Task
+from tests.tasks.value import value_of
 
 HERE = __name__
 X, Y = torch.randn(12, 3), torch.arange(12) % 2
@@ -137,7 +138,7 @@ class TestTask:
         ],
     )
     def test_what_a_target_may_be(self, section: dict[str, Any], factor: float) -> None:
-        loss = gather(task=section).task.loss(OUTPUTS, TARGETS)
+        loss = value_of(gather(task=section).task.loss(OUTPUTS, TARGETS))
         assert float(loss) == pytest.approx(factor * float(nn.functional.cross_entropy(OUTPUTS, TARGETS)))
 
     @pytest.mark.parametrize(
@@ -162,7 +163,7 @@ class TestTask:
 
     def test_objects(self) -> None:
         assert gather(Objects(task=OWN_TASK)).task is OWN_TASK
-        assert float(gather(Objects(task=loss_function)).task.loss(OUTPUTS, TARGETS)) > 0
+        assert float(value_of(gather(Objects(task=loss_function)).task.loss(OUTPUTS, TARGETS))) > 0
 
 
 class TestModel:

@@ -31,7 +31,7 @@ def naive_nats(logits: torch.Tensor, targets: torch.Tensor) -> list[float]:
 def test_the_loss_is_the_mean_over_positions_with_a_target(ignored: int, dtype: torch.dtype) -> None:
     logits, targets = batch(ignored=ignored, dtype=dtype)
     nats = naive_nats(logits, targets)
-    loss = TASK.loss(logits, targets)
+    loss = TASK.loss(logits, targets).value
     assert (loss.dtype, loss.shape) == (torch.float32, ())
     assert float(loss) == pytest.approx(sum(nats) / len(nats), rel=1e-6)
     assert len(nats) == 15 - ignored
@@ -57,7 +57,7 @@ def test_uneven_batches_add_up_to_the_whole() -> None:
     logits, targets = batch(ignored=4)
     parts = [TASK.measure(logits[part], targets[part])["loss"] for part in (slice(0, 1), slice(1, 3))]
     total = sum(float(part.total) for part in parts) / sum(float(part.count) for part in parts)
-    assert total == pytest.approx(float(TASK.loss(logits, targets)), rel=1e-6)
+    assert total == pytest.approx(float(TASK.loss(logits, targets).value), rel=1e-6)
 
 
 def test_perplexity_follows_from_the_loss() -> None:

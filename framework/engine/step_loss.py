@@ -1,0 +1,87 @@
+"""The loss of a step: over all that its micro-batches count, however they are divided over time and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed
+
+from framework.errors import ConfigError, Problem
+from framework.tasks.task import Ratio, Task
+
+
+class StepLoss:
+    """Losses of a step's micro-batches, weighted so that DeepSpeed's mean over them and the ranks is sum over count.
+
+    DeepSpeed divides every loss by the number of micro-batches and averages over ranks: a sum is multiplied by
+    micro-batches x ranks / count of the whole step, which has to be known before the first backward pass.
+    """
+
+    def __init__(self, task: Task, *, micro_batches: int, group: Any = None) -> None:
+        """Take the number of micro-batches in a step, and the process group whose losses are averaged (None: all)."""
+        self._task, self._micro_batches, self._group = task, micro_batches, group
+        self._scales: torch.Tensor | None = None
+
+    def weighted(self, stream: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+        """Yield the step's (inputs, targets), once the ranks have agreed on what they count.
+
+        Read one by one, and no collective, where the task counts nothing.
+        """
+        step = islice(stream, self._micro_batches)
+        first = next(step)
+        count = self._task.count(first[1])
+        if count is None:
+            self._scales = None
+            yield first
+        else:
+            pairs = [first, *step]
+            self._agree([count, *(self._task.count(targets) for _, targets in pairs[1:])])
+            yield from pairs
+        yield from step
+
+    def _agree(self, counts: list[Any]) -> None:
+        device = next((part.device for count in counts for part in _parts(count) if torch.is_tensor(part)), None)
+        sums = torch.stack([torch.stack([_number(part, device) for part in _parts(count)]) for count in counts]).sum(0)
+        ranks = torch.distributed.get_world_size(self._group)
+        if ranks > 1:
+            torch.distributed.all_reduce(sums, group=self._group)
+        # Where nothing counts the sums are zero as well, and so is the loss.
+        self._scales = self._micro_batches * ranks / sums.where(sums != 0, 1.0)
+
+    def __call__(self, outputs: Any, targets: Any) -> torch.Tensor:
+        """Loss of a micro-batch, 0-d, on the device.
+
+        Raises:
+            ConfigError: kind ``task-loss-result``, where `loss` and `count` of the task do not belong together.
+        """
+        loss = self._task.loss(outputs, targets)
+        if self._scales is None and isinstance(loss, torch.Tensor):
+            return loss
+        sums = _parts(loss)
+        if self._scales is None or len(sums) != len(self._scales) or not all(isinstance(s, Ratio) for s in sums):
+            raise ConfigError(_no_pair(self._task, counts=self._scales is not None))
+        return torch.stack([ratio.total.float() for ratio in sums]).mul(self._scales).sum()
+
+
+def _parts(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _number(part: torch.Tensor | int, device: torch.device | None) -> torch.Tensor:
+    """As float32, filled in on the device: copying a number from the host would wait for it."""
+    return part.float() if isinstance(part, torch.Tensor) else torch.full((), float(part), device=device)
+
+
+def _no_pair(task: Task, *, counts: bool) -> Problem:
+    return Problem(
+        kind="task-loss-result",
+        key="task",
+        value=type(task).__name__,
+        reason="count() says what a sum is divided by, and loss() returned no framework.Ratio for each number of it"
+        if counts
+        else "loss() returned a framework.Ratio, and there is no count(), which a step needs before it begins",
+        fix="return Ratio(sum, count) from loss(outputs, targets), and the same count from count(targets)",
+    )

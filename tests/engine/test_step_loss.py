@@ -1,0 +1,188 @@
+"""The loss and the gradient of a step follow from its samples alone, not from how they are divided."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from framework.config.load import config_from_values
+from framework.data.order import epoch_order
+from framework.engine.step_loss import StepLoss
+from framework.errors import ConfigError
+from framework.setup.targets import call_factory
+from framework.tasks.causal_lm import CausalLM
+from framework.tasks.task import Ratio, Task
+from tests.jobs.parts import MaskedPrompts
+from tests.launched import series, train_cases
+
+NUM_STEPS, GLOBAL_SIZE = 20, 8
+MODEL = {
+    "kind": "gpt",
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 2,
+    "max_positions": 16,
+    "dropout": 0.0,
+}
+
+
+def config(name: str, folder: Path, **sections: Any) -> dict[str, Any]:
+    return {
+        "run": {"name": name, "output_dir": str(folder)},
+        "model": MODEL,
+        "data": {"target": "tests.jobs.parts:masked_prompts"},
+        "task": {"kind": "causal_lm"},
+        "training": {"max_steps": NUM_STEPS, "log_every": 1},
+        "checkpoint": {"at_end": False},
+        "evaluation": {"at_end": False},
+        "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
+        **sections,
+        "batch": {"global_size": GLOBAL_SIZE, **sections.get("batch", {})},
+    }
+
+
+PLAIN = [(stage, steps) for stage in (0, 1, 2, 3) for steps in (1, 4)]
+PIPELINES = [("pipe", {"pipe": 2}, 4), ("pipe-micro2", {"pipe": 2}, 2)]
+
+
+def step_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    dataset, batches = MaskedPrompts(), []
+    for step in range(NUM_STEPS):
+        epoch, position = divmod(step, len(dataset) // GLOBAL_SIZE)
+        order = epoch_order(len(dataset), seed=0, epoch=epoch, shuffle=True)
+        samples = [dataset[int(i)] for i in order[position * GLOBAL_SIZE : (position + 1) * GLOBAL_SIZE]]
+        batches.append((torch.stack([ids for ids, _ in samples]), torch.stack([labels for _, labels in samples])))
+    return batches
+
+
+@pytest.fixture(scope="module")
+def oracle() -> list[float]:
+    """One process, one batch, one mean: plain PyTorch."""
+    torch.manual_seed(0)
+    model: nn.Module = call_factory(config_from_values(config("oracle", Path("runs"))).model.factory(), key="model")
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses = []
+    for ids, labels in step_batches():
+        loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    cases = [
+        config(f"z{stage}-acc{steps}", folder, zero={"stage": stage}, batch={"accumulation_steps": steps})
+        for stage, steps in PLAIN
+    ]
+    train_cases(cases, num_ranks=2, folder=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pipelines")
+    cases = [
+        config(name, folder, parallel=parallel, batch={"accumulation_steps": steps})
+        for name, parallel, steps in PIPELINES
+    ]
+    train_cases(cases, num_ranks=2, folder=folder)
+    return folder
+
+
+def furthest(folder: Path, expected: list[float]) -> float:
+    losses = series(folder, "train/loss")
+    assert list(losses) == list(range(1, NUM_STEPS + 1))
+    return max(abs(loss - other) for loss, other in zip(losses.values(), expected, strict=True))
+
+
+def test_the_oracle_has_every_kind_of_step() -> None:
+    counts = [(labels != -100).sum(dim=1) for _, labels in step_batches()]
+    by_rank = [(int(count[:4].sum()), int(count[4:].sum())) for count in counts]
+    assert any(0 in count.tolist() and count.sum() for count in counts), "no micro-batch without a target"
+    assert any(0 in pair and sum(pair) for pair in by_rank), "no rank that has none where the other has some"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "steps"), PLAIN)
+def test_ragged_targets_train_like_one_batch(plain: Path, oracle: list[float], stage: int, steps: int) -> None:
+    assert furthest(plain / f"z{stage}-acc{steps}", oracle) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, _, _ in PIPELINES])
+def test_ragged_targets_in_a_pipeline_train_like_one_batch(pipelines: Path, oracle: list[float], name: str) -> None:
+    assert furthest(pipelines / name, oracle) < 1e-5
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Any:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def losses(task: Task, pairs: list[tuple[Any, Any]]) -> list[torch.Tensor]:
+    of_step = StepLoss(task, micro_batches=len(pairs))
+    return [of_step(outputs, targets) for outputs, targets in of_step.weighted(iter(pairs))]
+
+
+def test_a_step_without_any_target_has_no_loss_and_no_gradient(one_rank: None) -> None:
+    logits = torch.randn(2, 3, 5, requires_grad=True)
+    total = sum(losses(CausalLM(), [(logits, torch.full((2, 3), -100))] * 2))
+    assert isinstance(total, torch.Tensor)
+    total.backward()
+    assert total.item() == 0.0
+    assert not logits.grad.any()  # type: ignore[union-attr]
+
+
+def test_a_mean_is_read_one_micro_batch_at_a_time(one_rank: None) -> None:
+    class Mean(Task):
+        def loss(self, outputs: Any, targets: Any) -> torch.Tensor:
+            return (outputs - targets).mean()
+
+    read: list[int] = []
+
+    def stream() -> Any:
+        for number in range(3):
+            read.append(number)
+            yield torch.ones(2) * number, torch.zeros(2)
+
+    of_step = StepLoss(Mean(), micro_batches=2)
+    outputs, targets = next(of_step.weighted(stream()))
+    assert (read, of_step(outputs, targets).item()) == ([0], 0.0)
+
+
+class _CountOnly(CausalLM):
+    def loss(self, outputs: Any, targets: Any) -> torch.Tensor:  # type: ignore[override]
+        return outputs.mean()
+
+
+class _SumOnly(CausalLM):
+    def count(self, targets: Any) -> None:  # type: ignore[override]
+        return None
+
+
+class _TwoSums(CausalLM):
+    def loss(self, outputs: Any, targets: Any) -> tuple[Ratio, ...]:  # type: ignore[override]
+        return (super().loss(outputs, targets),) * 2
+
+
+@pytest.mark.parametrize(
+    ("task", "text"),
+    [(_CountOnly(), "no framework.Ratio"), (_SumOnly(), "no count()"), (_TwoSums(), "for each number")],
+)
+def test_a_sum_and_its_count_belong_together(one_rank: None, task: Task, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        losses(task, [(torch.zeros(1, 2, 3), torch.zeros(1, 2, dtype=torch.int64))])
+    assert text in str(caught.value)
+    assert str(caught.value).endswith("[task-loss-result]")
