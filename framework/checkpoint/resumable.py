@@ -43,6 +43,8 @@ RULES: Final[Mapping[str, Rule]] = {
     "precision.compute_dtype": "applied",
     "precision.lower_precision_safe_modules": "applied",
     "precision.check_grad_overflow": "applied",
+    "precision.grad_accumulation": "applied",
+    "precision.grad_reduction": "applied",
     "precision.loss_scale": "refused",
     "precision.initial_scale_power": "irrelevant",
     "precision.loss_scale_window": "refused",

@@ -67,7 +67,9 @@ PASSED_THROUGH: Final = frozenset(
     }
 )
 # Sections of these that further keys can be put into.
-SHARED: Final = frozenset({"fp16", "bf16", "torch_autocast", "zero_optimization", "optimizer", "scheduler", "pipeline"})
+SHARED: Final = frozenset(
+    {"fp16", "bf16", "torch_autocast", "data_types", "zero_optimization", "optimizer", "scheduler", "pipeline"}
+)
 _WARMUP: Final = {"warmup_steps": "warmup_num_steps", "curve": "warmup_type"}
 _LEVELS: Final = {"min_lr": "warmup_min_lr", "max_lr": "warmup_max_lr"}
 _TOTAL: Final = {"total_steps": "total_num_steps"}
@@ -111,6 +113,7 @@ SCHEDULES: Final[Mapping[type[Section], tuple[str, Mapping[str, str]]]] = {
 }
 _SCHEDULE: Final = {theirs: ours for _, names in SCHEDULES.values() for ours, theirs in names.items()}
 _OPTIMIZER: Final = ("lr", "weight_decay", "betas", "eps", "momentum", "nesterov", "max_coeff", "min_coeff")
+_ELSEWHERE: Final = {"dtype", "grad_accumulation", "grad_reduction"}
 # DeepSpeed's dotted key -> ours, for every key that rendering writes into a shared section or that is another name of
 # one.
 TYPED: Final[Mapping[str, str]] = {
@@ -131,9 +134,9 @@ TYPED: Final[Mapping[str, str]] = {
     "zero_optimization.cpu_offload_use_pin_memory": "zero.offload_optimizer.pin_memory",
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": "zero.stage3_gather_16bit_weights_on_model_save",
     "fp16.enabled": "precision.dtype",
-    **{f"fp16.{name}": f"precision.{name}" for name in FP16.model_fields if name != "dtype"},
+    **{f"fp16.{name}": f"precision.{name}" for name in FP16.model_fields.keys() - _ELSEWHERE},
     "bf16.enabled": "precision.dtype",
-    **{f"bf16.{name}": f"precision.{name}" for name in BF16.model_fields if name != "dtype"},
+    **{f"bf16.{name}": f"precision.{name}" for name in BF16.model_fields.keys() - _ELSEWHERE},
     "torch_autocast.enabled": "precision.dtype",
     "torch_autocast.dtype": "precision.compute_dtype",
     "torch_autocast.lower_precision_safe_modules": "precision.lower_precision_safe_modules",

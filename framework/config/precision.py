@@ -36,6 +36,11 @@ class FP16(Section):
     """Refill the hysteresis after every step without overflow."""
     min_loss_scale: PositiveCount = 1
     """Floor of the dynamic loss scale; an overflow there ends the run."""
+    grad_accumulation: Literal["fp32", "fp16"] | None = None
+    """What the gradients of a step's micro-batches are summed in; left out: fp32 for more than 8 of them. At ZeRO
+    stage 0 always fp16."""
+    grad_reduction: Literal["fp32", "fp16"] | None = None
+    """What gradients are averaged over ranks in; left out: fp32 for more than 8 ranks."""
 
 
 class BF16(Section):
@@ -45,6 +50,11 @@ class BF16(Section):
     check_grad_overflow: bool = False
     """Skip a step whose gradients hold NaN or infinity. Waits for the device at every step; without it the run stops at
     the next logged step whose loss is not finite."""
+    grad_accumulation: Literal["fp32", "bf16"] | None = None
+    """What the gradients of a step's micro-batches are summed in; left out: fp32 for more than 8 of them, as a sum in
+    bf16 is up to 1 % short after 128 and 20 % after 512. At ZeRO stage 0 always bf16."""
+    grad_reduction: Literal["fp32", "bf16"] | None = None
+    """What gradients are averaged over ranks in; left out: fp32 for more than 8 ranks."""
 
 
 class Autocast(Section):

@@ -23,6 +23,7 @@ from framework.engine.checkpoint_bytes import load_bytes, move_in, save_bytes
 from framework.engine.device_batches import HALF, DeviceBatches
 from framework.engine.distributed import collective_timeout, device
 from framework.engine.ema import WeightAverage
+from framework.engine.workarounds.fp32_sums import taking_zero_optimizer
 from framework.engine.workarounds.grad_scaler import forget_autocast
 from framework.engine.workarounds.gradient_order import keep_gradient_order
 from framework.engine.workarounds.module_buffers import share_buffers
@@ -106,7 +107,7 @@ def initialize(
     """Wrap a model, or a stage of it, with `deepspeed.initialize`. Collective."""
     _refuse_number_types(plan, model)
     forget_autocast()
-    with refusing_scalars(), _sending_scalars():
+    with refusing_scalars(), _sending_scalars(), taking_zero_optimizer():
         engine, _, _, _ = deepspeed.initialize(
             model=model,
             model_parameters=_trained_parameters(plan, model),

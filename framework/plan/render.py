@@ -19,6 +19,7 @@ from framework.config.scheduler import Constant, Cosine, OneCycle
 from framework.config.zero import STAGE3_KEYS, Zero
 from framework.errors import ConfigError, Problem
 from framework.plan.plan import Plan
+from framework.plan.rules.devices import sums_of
 
 Json = dict[str, Any]
 # DeepSpeed's own progress line would repeat ours; `null` breaks its pipeline engine, so it is put out of reach.
@@ -41,6 +42,7 @@ def render(plan: Plan) -> Json:
         "wall_clock_breakdown": False,
         "timers": {"throughput": {"enabled": False, "synchronized": False}},
         **_precision(plan),
+        **_sums(plan),
         "zero_optimization": _zero(config.zero),
         **_pipeline(plan),
         **_optimizer(plan),
@@ -65,7 +67,10 @@ def _precision(plan: Plan) -> Json:
         case FP32():
             pass
         case FP16():
-            sections["fp16"] = {"enabled": True, **precision.model_dump(exclude={"dtype"})}
+            sections["fp16"] = {
+                "enabled": True,
+                **precision.model_dump(exclude={"dtype", "grad_accumulation", "grad_reduction"}),
+            }
         case BF16():
             sections["bf16"] = {"enabled": True, "check_grad_overflow": precision.check_grad_overflow}
         case Autocast():
@@ -74,6 +79,13 @@ def _precision(plan: Plan) -> Json:
                 section["lower_precision_safe_modules"] = list(precision.lower_precision_safe_modules)
             sections["torch_autocast"] = section
     return sections
+
+
+def _sums(plan: Plan) -> Json:
+    """What half-precision gradients are summed in; where it is their own type DeepSpeed needs no word."""
+    accumulation, reduction = sums_of(plan.config, plan.layout)
+    section: Json = {"data_types": {"grad_accum_dtype": accumulation}} if accumulation else {}
+    return section | ({"communication_data_type": reduction} if reduction else {})
 
 
 def _zero(zero: Zero) -> Json:

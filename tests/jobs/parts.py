@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from framework.data.digits import build
 
@@ -70,3 +70,29 @@ class MaskedPrompts(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 def masked_prompts() -> MaskedPrompts:
     return MaskedPrompts()
+
+
+def steep_samples(count: int = 1024) -> TensorDataset:
+    """Vectors whose mean is five times their deviation, with a target that their loss does not read."""
+    inputs = 5.0 + torch.randn(count, 16, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(inputs, torch.zeros(count))
+
+
+class Shift(torch.nn.Module):
+    """Adds a weight, whose gradient is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs + self.by
+
+
+def weighted_sum() -> torch.nn.Sequential:
+    """One layer whose gradient is the mean of its inputs, and one for a second stage."""
+    return torch.nn.Sequential(torch.nn.Linear(16, 1, bias=False), Shift())
+
+
+def mean_output(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return outputs.mean()

@@ -394,3 +394,44 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(item, f"{path}.{index}")
     else:
         yield path, value
+
+
+@pytest.mark.parametrize(
+    ("precision", "accumulation", "devices", "expected"),
+    [
+        ({"dtype": "bf16"}, 8, 8, (None, None)),
+        ({"dtype": "bf16"}, 9, 8, ("fp32", None)),
+        ({"dtype": "bf16"}, 1, 9, (None, "fp32")),
+        ({"dtype": "fp16"}, 9, 9, ("fp32", "fp32")),
+        ({"dtype": "bf16", "grad_accumulation": "bf16", "grad_reduction": "bf16"}, 9, 9, (None, None)),
+        ({"dtype": "bf16", "grad_accumulation": "fp32", "grad_reduction": "fp32"}, 1, 1, ("fp32", "fp32")),
+        ({"dtype": "fp32"}, 9, 9, (None, None)),
+    ],
+)
+def test_long_sums_of_half_precision_are_fp32(
+    precision: dict[str, Any], accumulation: int, devices: int, expected: tuple[str | None, str | None]
+) -> None:
+    values = {
+        "precision": precision,
+        "zero": {"stage": 2},
+        "batch": {"micro_size": 1, "accumulation_steps": accumulation},
+    }
+    ds_config = rendered(values, devices)
+    found = ds_config.get("data_types", {}).get("grad_accum_dtype"), ds_config.get("communication_data_type")
+    assert found == expected
+
+
+def test_further_data_types_stand_beside_the_sums() -> None:
+    values = {
+        "precision": {"dtype": "bf16", "grad_accumulation": "fp32"},
+        "zero": {"stage": 2},
+        "deepspeed": {"data_types": {"keep_in_fp32_modules": "auto"}, "communication_data_type": "fp32"},
+    }
+    assert rendered(values)["data_types"] == {"grad_accum_dtype": "fp32", "keep_in_fp32_modules": "auto"}
+    assert rendered(values)["communication_data_type"] == "fp32"
+
+
+def test_a_long_sum_that_deepspeed_rounds_is_noted() -> None:
+    values = {"precision": {"dtype": "bf16"}, "batch": {"micro_size": 1, "accumulation_steps": 9}}
+    kinds = [found.kind for found in make_plan(config_from_values(values), Cluster(devices_per_host=1)).findings]
+    assert kinds == ["long-sum-in-half-precision"]

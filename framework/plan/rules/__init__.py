@@ -27,6 +27,7 @@ ALL: Final[tuple[Rule, ...]] = (
     devices.optimizer_needs_gpu,
     precision.autocast_fp16_needs_plain_ranks,
     precision.batch_norm_in_half_precision,
+    precision.fp32_sums_need_zero,
     zero.offload_needs_stage,
     zero.inert_stage3_keys,
     optimizer.momentum_order,

@@ -6,13 +6,15 @@ Rules between the number format and the other sections.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from framework.config.base import ModelKind
 from framework.config.optimizer import Lamb, Lion
-from framework.config.precision import Autocast
+from framework.config.precision import BF16, FP16, Autocast
 from framework.config.run_config import RunConfig
 from framework.errors import Problem
 from framework.plan.cluster import Cluster
+from framework.plan.layout import Layout
 
 
 def autocast_fp16_needs_plain_ranks(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
@@ -41,6 +43,49 @@ def batch_norm_in_half_precision(config: RunConfig, cluster: Cluster) -> Iterato
             value=config.precision.dtype,
             reason="the model has batch norm, whose fp32 running statistics do not go with half-precision weights",
             fix="use autocast: {dtype: autocast} keeps weights in fp32 and computes in bf16",
+        )
+
+
+LONG_SUM: Final = 8
+"""Gradients summed in half precision at most: bf16 is exact to 1 in 256, and each further summand is rounded."""
+
+
+def sums_of(config: RunConfig, layout: Layout) -> tuple[str, str]:
+    """What half-precision gradients are summed in, over micro-batches and over ranks; empty for their own type."""
+    precision = config.precision
+    if not isinstance(precision, BF16 | FP16):
+        return "", ""
+    own = precision.dtype
+    accumulation = precision.grad_accumulation or ("fp32" if layout.accumulation_steps > LONG_SUM else own)
+    reduction = precision.grad_reduction or ("fp32" if layout.data_parallel_size > LONG_SUM else own)
+    return "fp32" if accumulation == "fp32" and config.zero.stage else "", "fp32" if reduction == "fp32" else ""
+
+
+def fp32_sums_need_zero(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
+    """deepspeed/runtime/engine.py `_do_optimizer_sanity_check`: "unsupported mix of model_dtype and
+    grad_accum_dtype".
+    """
+    if config.zero.stage == 0 and getattr(config.precision, "grad_accumulation", None) == "fp32":
+        yield Problem(
+            kind="fp32-sums-need-zero",
+            key="precision.grad_accumulation",
+            value="fp32",
+            reason=f"at ZeRO stage 0 DeepSpeed sums gradients in {config.precision.dtype}",
+            fix="set zero.stage: 1 or higher, or remove it",
+        )
+
+
+def long_sum_in_half_precision(config: RunConfig, layout: Layout) -> Iterator[Problem]:
+    """Not wrong, but less exact than at any other stage, and nothing in a run would show it."""
+    steps = layout.accumulation_steps
+    if config.zero.stage == 0 and isinstance(config.precision, BF16 | FP16) and steps > LONG_SUM:
+        yield Problem(
+            kind="long-sum-in-half-precision",
+            key="zero.stage",
+            value=0,
+            severity="note",
+            reason=f"the gradients of {steps} micro-batches are summed in {config.precision.dtype}, which rounds each",
+            fix="set zero.stage: 1, where they are summed in fp32",
         )
 
 

@@ -88,6 +88,12 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"model": {"kind": "lenet"}, "precision": {"dtype": "bf16"}}, "cuda", None),
         ({"model": TARGET, "precision": {"dtype": "bf16"}}, "cuda", None),
     ],
+    "fp32_sums_need_zero": [
+        ({"precision": {"dtype": "bf16", "grad_accumulation": "fp32"}}, "cuda", "fp32-sums-need-zero"),
+        ({"precision": {"dtype": "fp16", "grad_accumulation": "fp32"}}, "cuda", "fp32-sums-need-zero"),
+        ({"precision": {"dtype": "bf16", "grad_accumulation": "bf16"}}, "cuda", None),
+        ({"precision": {"dtype": "bf16", "grad_accumulation": "fp32"}, "zero": {"stage": 1}}, "cuda", None),
+    ],
     "schedule_needs_lr": [
         ({"optimizer": TARGET, "scheduler": {"kind": "warmup"}}, "cuda", "lr-unknown"),
         ({"optimizer": {**TARGET, "args": {"lr": "x"}}, "scheduler": {"kind": "warmup_decay"}}, "cuda", "lr-unknown"),

@@ -1,0 +1,31 @@
+"""fp32 sums of half-precision gradients at ZeRO stage 1.
+
+For bf16 weights with `data_types.grad_accum_dtype` fp32 DeepSpeed 0.19.8 takes its BF16_Optimizer there
+(runtime/engine.py `_do_optimizer_sanity_check`), whose checkpoints cannot go on with other ranks. That of stages
+1 and 2 sums in fp32 as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+from deepspeed.runtime.engine import BFLOAT16, ZERO_OPTIMIZATION
+
+
+@contextmanager
+def taking_zero_optimizer() -> Iterator[None]:
+    """Build the engines meanwhile with ZeRO's own optimizer wherever ZeRO is on."""
+    choose = deepspeed.DeepSpeedEngine._do_optimizer_sanity_check
+
+    def zero_optimizer(engine: deepspeed.DeepSpeedEngine, basic_optimizer: Any) -> Any:
+        chosen = choose(engine, basic_optimizer)
+        return ZERO_OPTIMIZATION if chosen == BFLOAT16 and engine.zero_optimization() else chosen
+
+    deepspeed.DeepSpeedEngine._do_optimizer_sanity_check = zero_optimizer
+    try:
+        yield
+    finally:
+        deepspeed.DeepSpeedEngine._do_optimizer_sanity_check = choose
