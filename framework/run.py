@@ -14,7 +14,7 @@ from framework.config.load import Source
 from framework.config.run_config import RunConfig
 from framework.engine.distributed import from_rank0, process_group, quiet_deepspeed, rank, refuse_different_ranks
 from framework.engine.failures import explaining_failures
-from framework.engine.plain_engine import use_matmul_precision
+from framework.engine.plain_engine import arithmetic_of
 from framework.engine.random_state import seed_ranks
 from framework.engine.stop_agreement import agreed_stops
 from framework.errors import RunStopped
@@ -89,8 +89,8 @@ def _run(prepared: Prepared, request: StopRequest) -> RunResult:
                 prepared = start_point.agreed_weights(start_point.measure_cut(prepared, start), start)
                 start_point.open_folder(folder, prepared, start)
                 quiet_deepspeed(folder.logs / f"rank{rank()}.log")
-                use_matmul_precision(prepared.plan)
-                result, stopped = _train(prepared, folder, start, request)
+                with arithmetic_of(prepared.plan):
+                    result, stopped = _train(prepared, folder, start, request)
         if stopped:  # here, where all ranks have left the group in good order
             raise RunStopped(describe_stop(result, stopped, prepared.plan))
     return result

@@ -63,6 +63,7 @@ RULES: Final[Mapping[str, Rule]] = {
     "training.clip_grad_norm": "refused",
     "training.recompute_every": "applied",
     "training.sync_batch_norm": "applied",
+    "training.deterministic": "applied",
     "training.channels_last": "applied",
     "training.freeze": "refused",
     "training.ema": "applied",

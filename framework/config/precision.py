@@ -15,7 +15,8 @@ class FP32(Section):
 
     dtype: Literal["fp32"] = "fp32"
     matmul: Literal["highest", "high", "medium"] = "highest"
-    """torch.set_float32_matmul_precision: ``high`` lets NVIDIA GPUs use TF32 for matrix products."""
+    """torch.set_float32_matmul_precision: ``high`` lets NVIDIA GPUs use TF32 for matrix products,
+    and for convolutions."""
 
 
 class FP16(Section):

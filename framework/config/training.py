@@ -49,6 +49,10 @@ class Training(Section):
     a third more computation. 0 keeps everything."""
     sync_batch_norm: bool = False
     """Batch norms take mean and variance over the batches of all data-parallel devices instead of over their own."""
+    deterministic: bool = False
+    """Use only operations that give the same bits in every run, slower ones where need be, and end at one that has no
+    such form: runs and resumed runs are then equal to the bit on GPUs too. Other devices, versions or numbers of ranks
+    round otherwise all the same."""
     channels_last: bool = False
     """Store images with the channels last; convolutions follow, and tensor cores read that order faster."""
     freeze: list[str] = []

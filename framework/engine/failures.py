@@ -32,6 +32,7 @@ _NO_DEVICE_MEMORY: Final = re.compile(r"(CUDA|HIP) (error: )?out of memory|CU(BL
 _NO_HOST_MEMORY: Final = re.compile(
     r"DefaultCPUAllocator: (can't allocate memory|not enough memory)|Cannot allocate memory|std::bad_alloc"
 )
+_NOT_DETERMINISTIC: Final = re.compile(r"([\w.:]+) does not have a deterministic implementation")
 _ASKED: Final = re.compile(r"Tried to allocate ([\d.]+ \w+)")
 _FREE: Final = re.compile(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free")
 _SMALLER_STEPS: Final = (
@@ -88,6 +89,11 @@ def known_failure(error: BaseException) -> str:
         return f"the device has no memory left{_numbers(str(error))}; {way_out} [out-of-memory]"
     if problem := failure_of_compiler(error):
         return str(problem)
+    if isinstance(error, RuntimeError) and (operation := _NOT_DETERMINISTIC.search(str(error))):
+        return (
+            f"{printable(operation[1])} gives other bits in every run on this device; set "
+            "training.deterministic: false, or use another operation [not-deterministic]"
+        )
     if _is_out_of_host_memory(error):
         return f"the host has no memory left for this process; {_SMALLER_ON_HOST} [out-of-host-memory]"
     if isinstance(error, RuntimeError) and (dead := _death_of_worker(error)):
@@ -178,8 +184,8 @@ def _without_traceback(error: FrameworkError) -> FrameworkError:
 # the rank's log.
 
 
-_ENGINES: Final = ("framework.engine.plain_engine", "framework.engine.pipeline_engine")
-_CALLS: Final = {"forward": "the model", "loss": "the loss", "measure": "the metrics"}
+_ENGINES: Final = tuple(f"framework.engine.{name}" for name in ("plain_engine", "pipeline_engine", "step_loss"))
+_CALLS: Final = {"forward": "the model", "loss": "the loss", "count": "count()", "measure": "the metrics"}
 _EXPLAINED: Final = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError)
 _FOREIGN: Final = tuple(sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib"))
 _OWN: Final = str(Path(__file__).parents[1])
@@ -224,6 +230,8 @@ def explain_failed_batch(error: BaseException) -> str:
     hint = ""
     if name == "forward":
         hint = _hint_of_model(error, inputs)
+    elif name == "count":
+        given = f"it was given targets {describe(first)}"
     else:
         given = f"it was given outputs {describe(first)} and targets {describe(second)}"
         if any(frame.f_code.co_name == "cross_entropy" for frame in frames):

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -120,6 +122,24 @@ class PlainEngine:
         self.engine.destroy()
 
 
-def use_matmul_precision(plan: Plan) -> None:
-    """fp32 matrix products may use TF32 where the config says so."""
-    torch.set_float32_matmul_precision(getattr(plan.config.precision, "matmul", "highest"))
+@contextmanager
+def arithmetic_of(plan: Plan) -> Iterator[None]:
+    """Compute as the config says meanwhile: fp32 products and convolutions in TF32 or not, and the same bits in every
+    run or not.
+    """
+    cudnn, matmul = torch.backends.cudnn, getattr(plan.config.precision, "matmul", "highest")
+    before = torch.get_float32_matmul_precision(), cudnn.allow_tf32, cudnn.benchmark
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.set_float32_matmul_precision(matmul)
+    cudnn.allow_tf32 = matmul != "highest"
+    if plan.config.training.deterministic:
+        # cuBLAS reads it at the first product (NVIDIA, cuBLAS: results reproducibility).
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        cudnn.allow_tf32, cudnn.benchmark = before[1:]
+        torch.use_deterministic_algorithms(was_deterministic)

@@ -1,0 +1,49 @@
+"""fp32 that is fp32, and runs that are equal to the bit where that is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from framework.config.load import config_from_values
+from framework.engine.failures import known_failure
+from framework.engine.plain_engine import arithmetic_of
+from framework.plan.cluster import Cluster
+from framework.plan.plan import Plan, make_plan
+
+
+def plan_of(**values: Any) -> Plan:
+    return make_plan(config_from_values(values), Cluster(devices_per_host=1))
+
+
+def state() -> tuple[Any, ...]:
+    cudnn = torch.backends.cudnn
+    return (
+        torch.get_float32_matmul_precision(),
+        cudnn.allow_tf32,
+        cudnn.benchmark,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+@pytest.mark.parametrize(("matmul", "tf32"), [("highest", False), ("high", True), ("medium", True)])
+def test_convolutions_take_tf32_where_products_may(matmul: str, tf32: bool) -> None:
+    before = state()
+    with arithmetic_of(plan_of(precision={"dtype": "fp32", "matmul": matmul})):
+        assert state() == (matmul, tf32, before[2], False)
+    assert state() == before
+
+
+def test_deterministic_runs_refuse_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # a user's own stays
+    before = state()
+    with arithmetic_of(plan_of(training={"deterministic": True})):
+        assert torch.are_deterministic_algorithms_enabled()
+        indices = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
+        with pytest.raises(RuntimeError) as caught:
+            torch.nn.functional.max_unpool2d(torch.ones(1, 1, 1, 1), indices, 1)
+    assert state() == before
+    assert known_failure(caught.value).startswith("max_unpooling2d_forward_out gives other bits in every run")
+    assert known_failure(caught.value).endswith("[not-deterministic]")
