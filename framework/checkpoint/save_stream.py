@@ -52,7 +52,7 @@ _PAGE: Final = mmap.PAGESIZE
 _GROWTH: Final = 1 << 24
 # All ranks of a host take their memory at the same time, and each sees what the others have taken before its next
 # piece.
-_PIECE: Final = 1 << 26
+_PIECE: Final = 1 << 26  # a copy of it takes some 20 ms, and holds Python's lock
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,10 @@ class StagedFiles:
             self._grow(end)
         if count:
             assert self._map is not None
-            self._map[self._used : end] = data
+            whole = memoryview(data).cast("B")
+            for start in range(0, count, _PIECE):  # Python's other threads, such as a request to stop, wait for a piece
+                piece = whole[start : start + _PIECE]
+                self._map[self._used + start : self._used + start + len(piece)] = piece
         self._used = end
         return count
 

@@ -76,6 +76,7 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
 
     def __init__(self, layers: Sequence[Layer], *, bounds: Bounds, seed: int, adapt: Adapt, **options: Any) -> None:
         self._given_bounds, self._seed, self._adapt, self._layers = list(bounds), seed, adapt, tuple(layers)
+        self._kept_in_evaluation: list[torch.nn.Module] | None = None
         super().__init__(
             layers=self._specs(layers),
             num_stages=len(bounds) - 1,
@@ -94,6 +95,15 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
     def _make(self, layer: Layer, number: int) -> torch.nn.Module:
         """Called while PipelineModule builds this stage, when its process groups exist."""
         return self._adapt(layer.make(number, seed=self._seed), layer.name, self._grid.get_data_parallel_group())
+
+    def train(self, mode: bool = True) -> StagesModule:
+        """Set the mode; DeepSpeed does before every step. Modules that were built in evaluation mode stay in it."""
+        if self._kept_in_evaluation is None:
+            self._kept_in_evaluation = [module for module in self.modules() if not module.training]
+        super().train(mode)
+        for module in self._kept_in_evaluation:
+            module.training = False
+        return self
 
     def forward(self, forward_input: Any) -> Any:
         """Run the stage, and make its output contiguous for the next one; a transposed view is not."""
@@ -245,7 +255,9 @@ class PipelineEngine:
             loss = self.engine.train_batch(_holding(of_step.weighted(halves) if of_step is not None else halves))
         return _Step(self, loss.detach().clone(), lr, may_have_been_skipped(self.engine))
 
-    def evaluate(self, batches: Iterable[tuple[Any, bool]]) -> Mapping[str, float]:
+    def evaluate(
+        self, batches: Iterable[tuple[Any, bool]], *, is_stopping: Callable[[], bool] = lambda: False
+    ) -> Mapping[str, float]:
         """Metrics of the task over all samples of all ranks, on every rank."""
         share_buffers(self.engine)
         sums = self._loss.sums = EvalSums(device())
@@ -254,6 +266,8 @@ class PipelineEngine:
         try:
             with self._explaining(), self._average.in_evaluation():
                 for chunk in _with_last_alone(batches, size=_EVAL_CHUNK * self.engine.num_stages):
+                    if is_stopping():
+                        return {}
                     self._evaluate_alike(chunk)
         finally:
             self._loss.sums = None

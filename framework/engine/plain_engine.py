@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -93,18 +93,25 @@ class PlainEngine:
         mean = total / self._accumulation_steps if self._accumulation_steps > 1 else total
         return _Step(self, mean, lr, may_have_been_skipped(engine))
 
-    def evaluate(self, batches: Iterable[tuple[Any, bool]]) -> Mapping[str, float]:
+    def evaluate(
+        self, batches: Iterable[tuple[Any, bool]], *, is_stopping: Callable[[], bool] = lambda: False
+    ) -> Mapping[str, float]:
         """Metrics of the task over all samples of all ranks."""
         task, sums = self._task, EvalSums(device())
         share_buffers(self.engine)
+        modes = [(module, module.training) for module in self.engine.module.modules()]
         self.engine.eval()
         try:
             with torch.no_grad(), self._average.in_evaluation():
                 for batch, counts in batches:
+                    if is_stopping():
+                        return {}
                     inputs, targets = self._batches.split(task, batch)
                     sums.add(task.measure(task.forward(self.engine, inputs), targets), counts=counts)
         finally:
             self.engine.train()
+            for module, training in modes:  # a user may keep some in evaluation mode
+                module.training = training
         return sums.metrics(task)
 
     def save(

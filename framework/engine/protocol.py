@@ -44,10 +44,13 @@ class Engine(Protocol):
         """Take one optimizer step on the next `accumulation_steps` micro-batches. Does not wait for the device."""
         ...
 
-    def evaluate(self, batches: Iterable[tuple[Any, bool]]) -> Mapping[str, float]:
-        """Metrics over all samples of all ranks, each counted once.
+    def evaluate(
+        self, batches: Iterable[tuple[Any, bool]], *, is_stopping: Callable[[], bool] = lambda: False
+    ) -> Mapping[str, float]:
+        """Metrics over all samples of all ranks, each counted once; none where it is to stop before the last.
 
         A batch that comes with False is padding: it is run, because a forward pass may be collective, and not counted.
+        `is_stopping` is asked between batches, equally often on every rank.
         """
         ...
 

@@ -16,6 +16,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Final
 
 import torch.distributed
@@ -28,7 +29,7 @@ from framework.system.log import warn
 from framework.system.stopping import StopRequest, announce
 
 _LOOK_SECONDS: Final = 0.25
-_RANKS_PER_LOOK: Final = 512  # more of them look less often: one thread at rank 0 answers all
+_RANKS_PER_LOOK: Final = 512  # more of them look less often, as one thread at rank 0 answers all, and wait longer
 # Threads answer within a second. Who has not after this long is gone, and the launcher's patience is 20 to 30 seconds.
 _WAIT_SECONDS: Final = 12.0
 _numbers = itertools.count()
@@ -42,8 +43,8 @@ def agreed_stops(request: StopRequest, *, start_step: int) -> Iterator[Callable[
         RunStopped: another rank was asked, too, and ended before it came here.
 
     Yields:
-        To be called on every rank with the number of the last step taken, first with `start_step`: the name of the
-        signal if all ranks stop now, else an empty string.
+        To be called on every rank equally often, first with `start_step`, then with the number of the last step taken:
+        the name of the signal if all ranks stop now, else an empty string.
     """
     request.training_begins()
     asked = _asked_so_far(request)
@@ -65,8 +66,9 @@ def agreed_stops(request: StopRequest, *, start_step: int) -> Iterator[Callable[
         request, store=own, rank=torch.distributed.get_rank(), world_size=world_size, step=start_step
     )
     agreement.start()
+    calls = itertools.count(start_step)  # of every rank: in an evaluation there are several after one step
     try:
-        yield agreement.signal_after
+        yield lambda step: agreement.signal_after(next(calls))
         agreement.leave()
     finally:
         agreement.close()
@@ -98,7 +100,7 @@ class StopAgreement:
     ) -> None:
         self._request, self._store, self._rank, self._world_size = request, store, rank, world_size
         self._look_seconds = look_seconds * max(1.0, world_size / _RANKS_PER_LOOK)
-        self._wait_seconds = wait_seconds
+        self._wait_seconds = wait_seconds + self._look_seconds - look_seconds
         self._changed = threading.Condition()
         self._step, self._posted, self._decided = step, -1, -1
         self._asked = ""
@@ -153,8 +155,8 @@ class StopAgreement:
             elif not self._store.check(["asked"]):
                 return False
             self._post()
-        if not self._store.check(["decided"]):
-            return False
+        # Not looked for: the store answers all who wait as soon as it is there.
+        self._store.wait(["decided"], timedelta(seconds=max(1.0, self._look_seconds)))
         asked, decided = self._store.multi_get(["asked", "decided"])
         with self._changed:
             self._asked, self._decided = asked.decode(), int(decided)

@@ -14,7 +14,7 @@ from framework.config.precision import BF16, FP16, FP32, Autocast
 from framework.config.run_config import RunConfig
 from framework.data.loaders import EvalLoader, TrainLoader
 from framework.data.splits import Splits, tokens_sha256
-from framework.engine.distributed import gather, gather_from_disks, rank
+from framework.engine.distributed import from_rank0, gather, gather_from_disks, rank
 from framework.engine.environment import describe_environment
 from framework.engine.protocol import Engine
 from framework.plan.plan import Plan
@@ -108,13 +108,14 @@ def make_checkpointer(
     Raises:
         StorageError: the process that would write in the background does not start.
     """
+    is_own = not str(plan.config.checkpoint.keep_best).startswith(("train/", "eval/"))  # each rank measures another
     options: dict[str, Any] = {
         "retention": make_retention(plan.config),
         "is_main": rank() == 0,
         # In the background ranks meet every few seconds, however long a disk takes: there a long silence means a lost
         # peer.
         "gather": gather if plan.config.checkpoint.mode == "async" else gather_from_disks,
-        "position": lambda step: {**position(plan, step), **further()},
+        "position": lambda step: {**position(plan, step), **(from_rank0(further()) if is_own else further())},
         "last_step": plan.length.total_steps,
         "description": description,
     }

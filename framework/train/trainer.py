@@ -120,8 +120,8 @@ class Trainer:
             monitors: what is told of every measurement.
             save: writes a checkpoint of a step and says whether it could; None where nothing is saved.
             start_step: optimizer steps that were taken before.
-            stop: asked before the first step and after every step but the last; the name of a signal, the same on all
-                ranks, ends the run there.
+            stop: asked before the first step, after every step but the last, and between the batches of an evaluation;
+                the name of a signal, the same on all ranks, ends the run there.
             clock: seconds, for throughput.
         """
         self._engine, self._agenda = engine, agenda
@@ -257,7 +257,13 @@ class Trainer:
 
     def _evaluate(self, eval_data: Iterable[tuple[Any, bool]]) -> None:
         with self._stopwatch.excluded():
-            self._report(self._engine.evaluate(eval_data))
+            metrics = self._engine.evaluate(eval_data, is_stopping=self._is_stopping)
+            if not self._outcome.stopped:
+                self._report(metrics)
+
+    def _is_stopping(self) -> bool:
+        self._outcome.stopped = self._stop(self._outcome.step)
+        return bool(self._outcome.stopped)
 
     def _report(self, metrics: Mapping[str, float]) -> None:
         self._outcome.metrics.update(metrics)

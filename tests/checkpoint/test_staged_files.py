@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from framework.checkpoint import save_stream
 from tests.places import ROOT
 
 SCARCE = """
@@ -39,3 +42,25 @@ def test_a_save_that_finds_no_memory_fails_alone(num_bytes: int) -> None:
         [sys.executable, "-c", SCARCE, str(num_bytes)], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.stdout.splitlines() == ["Cannot allocate memory True", "True"], done.stderr
+
+
+def test_a_large_copy_lets_other_threads_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's lock is free between two pieces of a copy: a request to stop is heard in the middle of 50 GB."""
+    monkeypatch.setattr(save_stream, "_PIECE", 1 << 20)
+    data, staged, heard = bytes(range(256)) * (1 << 19), save_stream.StagedFiles(), list[int]()
+    started = threading.Event()
+
+    def listen() -> None:
+        started.set()
+        while not heard or heard[-1] < len(data):
+            heard.append(staged.num_bytes)
+
+    listener = threading.Thread(target=listen)
+    listener.start()
+    started.wait()
+    staged.append(data)
+    listener.join()
+    during = sum(count == 0 for count in heard)
+    assert during > 3, f"{during} looks while 128 MiB were copied"
+    assert os.pread(staged.descriptor, len(data), 0) == data
+    staged.close()

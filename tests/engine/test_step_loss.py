@@ -16,6 +16,7 @@ from framework.errors import ConfigError
 from framework.setup.targets import call_factory
 from framework.tasks.causal_lm import CausalLM
 from framework.tasks.task import Ratio, Task
+from tests.jobs import parts
 from tests.jobs.parts import MaskedPrompts
 from tests.launched import series, train_cases
 
@@ -46,6 +47,27 @@ def config(name: str, folder: Path, **sections: Any) -> dict[str, Any]:
     }
 
 
+SPARSE = {
+    "model": {"target": "tests.jobs.parts:sparse_words"},
+    "optimizer": {"kind": "sgd", "lr": 1.0, "momentum": 0.0},
+}
+
+
+def evaluated(name: str, folder: Path, **sections: Any) -> dict[str, Any]:
+    """Three steps with evaluations between them, of a model that a user keeps partly in evaluation mode."""
+    own = "tests.jobs.parts"
+    changes = {
+        "model": {"target": f"{own}:partly_in_evaluation"},
+        "data": {"target": f"{own}:steep_pairs"},
+        "task": {"target": f"{own}:mean_output"},
+        "training": {"max_steps": 3, "log_every": 1},
+        "evaluation": {"every_steps": 1},
+        # A value of its own on each rank, of which all ranks save one.
+        "checkpoint": {"at_end": True, "keep_best": "memory/host_peak_bytes", "keep_last": 1},
+    }
+    return config(name, folder, **{**changes, **sections})
+
+
 PLAIN = [(stage, steps) for stage in (0, 1, 2, 3) for steps in (1, 4)]
 PIPELINES = [("pipe", {"pipe": 2}, 4), ("pipe-micro2", {"pipe": 2}, 2)]
 
@@ -62,10 +84,13 @@ def step_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 @pytest.fixture(scope="module")
 def oracle() -> list[float]:
-    """One process, one batch, one mean: plain PyTorch."""
     torch.manual_seed(0)
     model: nn.Module = call_factory(config_from_values(config("oracle", Path("runs"))).model.factory(), key="model")
-    optimizer = torch.optim.AdamW(model.parameters())
+    return one_batch(model, torch.optim.AdamW(model.parameters()))
+
+
+def one_batch(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """One process, one batch, one mean: plain PyTorch."""
     losses = []
     for ids, labels in step_batches():
         loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
@@ -84,6 +109,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config(f"z{stage}-acc{steps}", folder, zero={"stage": stage}, batch={"accumulation_steps": steps})
         for stage, steps in PLAIN
     ]
+    cases += [config("sparse", folder, **SPARSE), evaluated("evaluated", folder, zero={"stage": 3})]
     train_cases(cases, num_ranks=2, folder=folder)
     return folder
 
@@ -95,6 +121,7 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config(name, folder, parallel=parallel, batch={"accumulation_steps": steps})
         for name, parallel, steps in PIPELINES
     ]
+    cases += [evaluated("evaluated", folder, parallel={"pipe": 2, "stages": [0, 1]})]
     train_cases(cases, num_ranks=2, folder=folder)
     return folder
 
@@ -116,6 +143,24 @@ def test_the_oracle_has_every_kind_of_step() -> None:
 @pytest.mark.parametrize(("stage", "steps"), PLAIN)
 def test_ragged_targets_train_like_one_batch(plain: Path, oracle: list[float], stage: int, steps: int) -> None:
     assert furthest(plain / f"z{stage}-acc{steps}", oracle) < 1e-5
+
+
+@pytest.mark.slow
+def test_sparse_gradients_train_like_dense_ones(plain: Path) -> None:
+    torch.manual_seed(0)
+    dense = parts.sparse_words()
+    dense[0].sparse = False
+    assert furthest(plain / "sparse", one_batch(dense, torch.optim.SGD(dense.parameters(), lr=1.0))) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["plain", "pipelines"])
+def test_modules_in_evaluation_mode_stay_there(request: pytest.FixtureRequest, engine: str) -> None:
+    folder: Path = request.getfixturevalue(engine) / "evaluated"
+    assert list(series(folder, "eval/loss")) == [1, 2, 3]
+    files = list(folder.glob("checkpoints/*/*mp_rank_*_model_states.pt"))
+    saved = [torch.load(file, weights_only=False)["dsframework"]["state"]["best"]["value"] for file in files]
+    assert saved == [max(series(folder, "memory/host_peak_bytes").values())] * 2, "not the value of rank 0"
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 
+import numpy as np
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import Store
@@ -162,3 +163,24 @@ def test_a_store_that_is_gone_does_not_disturb_until_somebody_asks(monkeypatch: 
     del server
     join([rank])
     assert (rank.step, rank.signal, ended) == (300, "", [])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 512, 4096, 16_384])
+def test_many_ranks_agree_before_the_patience_of_any_ends(num_ranks: int) -> None:
+    """Simulated: looks at random phases, one thread at rank 0 that answers 20,000 questions a second.
+
+    The rank that is asked says so at its next look; each rank posts at its own next look; all hear of the decision as
+    soon as it is there. What a rank waits is what the store needs to tell all of them.
+    """
+    agreement = StopAgreement(
+        StopRequest(), store=HashStore(), rank=0, world_size=num_ranks, step=0, look_seconds=0.25, wait_seconds=12.0
+    )
+    look, patience = agreement._look_seconds, agreement._wait_seconds
+    answers = 3 * num_ranks / 20_000.0  # a step, a count and a decision of every rank
+    for seed in range(20):
+        phases = np.random.default_rng(seed).uniform(0.0, look, num_ranks)
+        said = phases[0]
+        posted = said + (phases - said) % look
+        decided = float(posted.max()) + answers
+        assert decided < patience, "the rank that was asked gives up"
+    assert patience < 30.0, "Kubernetes ends a pod"

@@ -96,3 +96,28 @@ def weighted_sum() -> torch.nn.Sequential:
 
 def mean_output(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return outputs.mean()
+
+
+class StaysInEvaluation(torch.nn.Linear):
+    """A frozen part that a user keeps in evaluation mode; it ends the run that puts it into training mode."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 1)
+        self.eval()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        assert not self.training, "put into training mode"
+        return super().forward(inputs)
+
+
+def partly_in_evaluation() -> torch.nn.Sequential:
+    return torch.nn.Sequential(StaysInEvaluation(), Shift())
+
+
+def steep_pairs() -> tuple[TensorDataset, TensorDataset]:
+    return steep_samples(64), steep_samples(16)
+
+
+def sparse_words() -> torch.nn.Sequential:
+    """Next-token logits from an embedding whose gradients are sparse."""
+    return torch.nn.Sequential(torch.nn.Embedding(50, 8, sparse=True), torch.nn.Linear(8, 50))

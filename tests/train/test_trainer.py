@@ -52,8 +52,12 @@ class RecordingEngine:
         self.events.append(f"train {self.step}")
         return Result(self.step, self)
 
-    def evaluate(self, batches: Iterable[tuple[Any, bool]]) -> Mapping[str, float]:
+    def evaluate(
+        self, batches: Iterable[tuple[Any, bool]], *, is_stopping: Callable[[], bool] = lambda: False
+    ) -> Mapping[str, float]:
         assert batches is EVAL_DATA
+        if is_stopping():
+            return {}
         self.events.append(f"evaluate {self.step}")
         return {"eval/loss": self.step / 10}
 
@@ -349,7 +353,7 @@ def test_evaluating_and_saving_are_not_training_time() -> None:
             now[0] += 1.0
             return super().train_step(micro_batches)
 
-        def evaluate(self, batches: Iterable[tuple[Any, bool]]) -> Mapping[str, float]:
+        def evaluate(self, batches: Iterable[tuple[Any, bool]], **options: Any) -> Mapping[str, float]:
             now[0] += 30.0
             return super().evaluate(batches)
 
@@ -439,7 +443,7 @@ def test_between_two_saves_a_norm_that_is_not_finite_is_told_and_no_error() -> N
 def test_a_step_that_is_saved_already_is_not_saved_again_at_a_stop() -> None:
     run = make_run(stop=stop_after(3))
     assert run.fit().stopped == "SIGTERM"
-    assert run.engine.events[-3:] == ["read 3", "evaluate 3", "save 3"]
+    assert run.engine.events[-2:] == ["read 3", "save 3"], "the evaluation ends with the request, and nothing is lost"
     assert run.engine.events.count("save 3") == 1
 
 
@@ -453,9 +457,18 @@ def test_a_stop_before_the_first_step_saves_nothing_and_closes_everything() -> N
 
 def test_a_request_after_the_last_step_finds_the_run_finished() -> None:
     asked: list[int] = []
-    outcome = make_run(stop=stop_after(6, asked)).fit()
+    outcome = make_run(agenda(evaluate=Every(0)), stop=stop_after(6, asked)).fit()
     assert (outcome.step, outcome.stopped) == (6, "")
     assert asked[-1] == 5
+
+
+@pytest.mark.parametrize("last", [3, 6])
+def test_a_request_in_an_evaluation_ends_it_and_saves(last: int) -> None:
+    monitor = Memory()
+    run = make_run(stop=stop_after(last), monitors=[monitor])
+    outcome = run.fit()
+    assert (outcome.step, outcome.stopped, run.engine.events[-1]) == (last, "SIGTERM", f"save {last}")
+    assert "eval/loss" not in monitor.points[-1].metrics
 
 
 def test_without_saving_a_stop_ends_the_run_all_the_same() -> None:

@@ -1,9 +1,9 @@
 """The global gradient norm of fp32 training at ZeRO stage 0, where DeepSpeed computes it and drops it.
 
-Its function (deepspeed/runtime/utils.py `clip_grad_norm_`) also copies two numbers from the host in every step, and
-waits for the device each time. What stands here has its arithmetic, to the bit, and waits for nothing.
+DeepSpeed 0.19.8's function (runtime/utils.py `clip_grad_norm_`) also takes two kernels for every weight, averages over
+ranks a norm that is the same on all, refuses sparse gradients and waits for the device twice in every step.
 
-With a pipeline DeepSpeed counts the gradients of the first stage only and clips all stages by them; here every stage is
+With a pipeline it counts the gradients of the first stage only and clips all stages by them; here every stage is
 counted, and weights that several stages share are counted once.
 """
 
@@ -14,7 +14,6 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed
-from deepspeed.utils import groups
 
 
 class KeptNorm:
@@ -26,31 +25,34 @@ class KeptNorm:
         self.norm: torch.Tensor | None = None
 
     def __call__(self) -> None:
-        """Clip the gradients in place to the engine's limit."""
-        engine, limit = self._engine, self._engine.gradient_clipping()
-        parameters = [parameter for parameter in engine.module.parameters() if parameter.grad is not None]
-        if self._stages is None:
-            self.norm = _clip([parameter.grad for parameter in parameters], limit, device=engine.device)
-            return
-        once = [parameter.grad for parameter in parameters if not getattr(parameter, "ds_pipe_replicated", False)]
-        square = torch.nn.utils.get_total_norm(once).square() if once else torch.zeros((), device=engine.device)
-        torch.distributed.all_reduce(square, group=self._stages)
-        self.norm = square.sqrt()
-        torch.nn.utils.clip_grads_with_norm_(parameters, limit, self.norm)
+        """Clip the gradients in place to the engine's limit. Collective in a pipeline."""
+        parameters = [parameter for parameter in self._engine.module.parameters() if parameter.grad is not None]
+        own = [parameter for parameter in parameters if not getattr(parameter, "ds_pipe_replicated", False)]
+        norm = _norm(_dense(own if self._stages is not None else parameters), device=self._engine.device)
+        if self._stages is not None:
+            square = norm.square()
+            torch.distributed.all_reduce(square, group=self._stages)
+            norm = square.sqrt()
+        self.norm = norm
+        # A number divided by a tensor would be rounded twice: torch takes the reciprocal. `full` fills on the device.
+        limit = torch.full((), self._engine.gradient_clipping(), device=norm.device)
+        if parameters:
+            torch._foreach_mul_(_dense(parameters), (limit / (norm + 1e-6)).clamp(max=1.0))
 
 
-def _clip(gradients: list[torch.Tensor], limit: float, *, device: torch.device) -> torch.Tensor:
-    """Scale the gradients down to the limit where their norm is above it; returns that norm, the mean over ranks.
-    Collective.
-    """
-    norms = [gradient.float().norm(2.0) for gradient in gradients] or [torch.zeros((), device=device)]
-    everyone = groups._get_data_parallel_group()
-    norm = torch.stack(norms).pow(2.0).sum().pow(0.5) / float(deepspeed.comm.get_world_size(group=everyone))
-    deepspeed.comm.all_reduce(norm, group=everyone)
-    # A number divided by a tensor would be rounded twice: torch takes the reciprocal. `full` fills on the device.
-    coefficient = (torch.full((1,), limit, device=norm.device) / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.view(gradient.shape or 1).mul_(coefficient)  # seen as a vector, where it has no dimension
+def _dense(parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """Gradients, of a sparse one its numbers."""
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
+
+
+def _norm(gradients: list[torch.Tensor], *, device: torch.device) -> torch.Tensor:
+    if not gradients:
+        return torch.zeros((), device=device)
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32)))
     return norm
 
 
