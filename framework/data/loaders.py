@@ -134,7 +134,11 @@ class TrainLoader:
         own = own_collate(self._dataset)
         samples, is_keyed = self._dataset, self._random_samples or own is not None
         if is_keyed:
-            samples = SeededSamples(samples, seed=self._seed) if self._random_samples else KeyedSamples(samples)
+            samples = (
+                SeededSamples(samples, seed=self._seed, in_one=own is None)
+                if self._random_samples
+                else KeyedSamples(samples)
+            )
         return DataLoader(
             SamplesWithoutExit(SeededCollate(samples, collate=own, seed=self._seed) if own is not None else samples),
             batch_sampler=KeyedMicroBatchSampler(indices) if is_keyed else indices,

@@ -12,6 +12,7 @@ keeps for itself (`np.random.default_rng()` in its constructor) is out of reach.
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from framework.data.batches import Collate, WholeBatch
 from framework.data.order import SampleKey, Seeds, mix, mix_int
@@ -39,16 +40,45 @@ class DrawsFromSeeds(Protocol):
         """A batch of the samples `indices`, seeds uint64 of shape (len(indices),)."""
 
 
+class _GeneratorStates:
+    """States of torch's CPU, numpy's and Python's global generators, taken when it is made."""
+
+    def __init__(self) -> None:
+        self._torch, self._python = torch.get_rng_state(), random.getstate()
+        self._numpy: Any = np.random.get_state()
+        self._words = _words_of_numpy()
+
+    def are_current(self) -> bool:
+        """Check that nothing was drawn since."""
+        has_second_normal = self._numpy[3]  # which is given away without a draw
+        return (
+            torch.equal(torch.get_rng_state(), self._torch)
+            and random.getstate() == self._python
+            and _words_of_numpy() == self._words
+            and (not has_second_normal or self._numpy[3:] == tuple(np.random.get_state())[3:])
+        )
+
+    def put_back(self) -> None:
+        torch.set_rng_state(self._torch)
+        np.random.set_state(self._numpy)
+        random.setstate(self._python)
+
+
+def _words_of_numpy() -> bytes:
+    """State of numpy's global generator, read where it lies (`mt19937_state`: 624 words and a position): `get_state`
+    takes 24 us.
+    """
+    return ctypes.string_at(np.random.mtrand._rand._bit_generator.ctypes.state_address, 4 * 625)
+
+
 @contextmanager
 def random_state_kept() -> Iterator[None]:
     """Give torch's CPU, numpy's and Python's global generators back as they were found."""
-    torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    states = _GeneratorStates()
     try:
         yield
     finally:
-        torch.set_rng_state(torch_state)
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
+        states.put_back()
 
 
 def seed_generators(seed: int) -> None:
@@ -66,28 +96,66 @@ class SeededSamples(Dataset[Any]):
     """Wraps a dataset so that every sample is read with its own random state; the surrounding state is left untouched.
 
     It is read by `SampleKey`s through `__getitems__`, as a `DataLoader` does with a `KeyedMicroBatchSampler`.
+
+    Seeding three generators for each sample takes as long as reading many a sample, and most datasets draw nothing: a
+    batch is read without, and once more, seeded, if a generator has moved. From then on all are seeded.
     """
 
-    def __init__(self, dataset: Any, *, seed: int) -> None:
-        """Wrap `dataset` (map-style); `seed` is `run.seed`."""
+    def __init__(self, dataset: Any, *, seed: int, in_one: bool = False) -> None:
+        """Wrap `dataset` (map-style); `seed` is `run.seed`. `in_one`: tensors may be read as a whole batch."""
         self.dataset = dataset
         self.seed = seed
+        self._in_one = in_one
+        self._from_seeds = isinstance(dataset, DrawsFromSeeds)
+        self._draws = False
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitems__(self, keys: Sequence[SampleKey]) -> Any:
         """The samples of (epoch, index) keys: a list, or whatever `items_from_seeds` of the dataset returns."""
-        epochs, indices = np.array(keys, dtype=np.int64).reshape(-1, 2).T
-        seeds = mix(_SAMPLE_SALT, self.seed, epochs, indices)
-        if isinstance(self.dataset, DrawsFromSeeds):
-            return self.dataset.items_from_seeds(indices.tolist(), seeds)
+        indices = [index for _, index in keys]
+        if self._from_seeds:
+            return self.dataset.items_from_seeds(indices, self._seeds(keys))
+        if not self._draws:
+            states = _GeneratorStates()
+            try:
+                samples = read_together(self.dataset, indices, in_one=self._in_one)
+            except Exception:
+                if states.are_current():
+                    raise
+            else:
+                if states.are_current():
+                    return samples
+            states.put_back()
+            self._draws = True
         samples = []
         with random_state_kept():
-            for index, seed in zip(indices.tolist(), seeds.tolist(), strict=True):
+            for index, seed in zip(indices, self._seeds(keys).tolist(), strict=True):
                 seed_generators(seed)
                 samples.append(self.dataset[index])
         return samples
+
+    def _seeds(self, keys: Sequence[SampleKey]) -> Seeds:
+        epochs, indices = np.array(keys, dtype=np.int64).reshape(-1, 2).T
+        return mix(_SAMPLE_SALT, self.seed, epochs, indices)
+
+
+def read_together(dataset: Any, indices: list[int], *, in_one: bool) -> Any:
+    """Samples of datasets that are known to have a faster way than one by one; of others one by one.
+
+    Args:
+        dataset: map-style.
+        indices: of the samples.
+        in_one: a `TensorDataset`, or a part of one, may come as a `WholeBatch`; otherwise as a list of samples.
+    """
+    if type(dataset) is Subset:
+        return read_together(dataset.dataset, [dataset.indices[index] for index in indices], in_one=in_one)
+    if type(dataset) is TensorDataset and in_one:
+        return WholeBatch(tuple(tensor[indices] for tensor in dataset.tensors))
+    if type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "__getitems__"):  # Hugging Face's
+        return dataset.__getitems__(indices)
+    return [dataset[index] for index in indices]
 
 
 class SeededBatches(Dataset[Any]):

@@ -6,10 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
-from framework.data.batches import WholeBatch
+from framework.data import sample_seed
+from framework.data.batches import WholeBatch, collate
 from framework.data.image_sets import ImageTensors
+from framework.data.order import mix
 from framework.data.sample_seed import SeededBatches, SeededSamples, random_state_kept, seed_generators
 
 
@@ -97,3 +99,76 @@ def test_an_evaluation_batch_draws_the_same_every_time_and_keeps_a_dataset_s_fas
     assert batches.__getitems__([4, 5])[0] == "fast"
     assert batches.__getitems__([6, 7])[1] != batches.__getitems__([4, 5])[1]
     assert [sample[0] for sample in SeededBatches(Dice()).__getitems__([4, 5])] == [4, 5]
+
+
+class Counting(Dataset[Any]):
+    """Draws nothing, or from one generator for some samples; counts its reads."""
+
+    def __init__(self, draw: Any = None, *, draws_at: int = 0) -> None:
+        self.reads, self._draw, self._at = 0, draw, draws_at
+
+    def __getitem__(self, index: int) -> tuple[int, Any]:
+        self.reads += 1
+        return index, self._draw() if self._draw is not None and index >= self._at else None
+
+
+def keys(*indices: int) -> list[tuple[int, int]]:
+    return [(0, index) for index in indices]
+
+
+def test_a_dataset_that_draws_nothing_is_read_once_and_not_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_seed, "seed_generators", None)
+    dataset = Counting()
+    samples = SeededSamples(dataset, seed=1)
+    assert [samples.__getitems__(keys(1, 2)), samples.__getitems__(keys(7))] == [[(1, None), (2, None)], [(7, None)]]
+    assert dataset.reads == 3
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(()).item(), lambda: float(np.random.rand()), random.random])
+def test_a_dataset_that_draws_late_is_seeded_from_there_on(draw: Any) -> None:
+    expected = dict(seeded_by_hand(draw, indices=[60, 61, 70]))
+    dataset = Counting(draw, draws_at=60)
+    samples = SeededSamples(dataset, seed=1)
+    assert samples.__getitems__(keys(1, 2)) == [(1, None), (2, None)]
+    assert samples.__getitems__(keys(59, 60, 61)) == [(59, None), (60, expected[60]), (61, expected[61])]
+    assert samples.__getitems__(keys(70)) == [(70, expected[70])]
+    assert dataset.reads == 2 + 2 * 3 + 1, "a batch is read twice only where the first draw is found"
+
+
+def seeded_by_hand(draw: Any, *, indices: list[int]) -> list[tuple[int, Any]]:
+    found = []
+    for index in indices:
+        with random_state_kept():
+            seed_generators(int(mix(0x5A3B, 1, 0, np.array([index]))[0]))
+            found.append((index, draw()))
+    return found
+
+
+def test_an_error_that_depends_on_a_draw_is_the_seeded_one() -> None:
+    def draw() -> float:
+        raise RuntimeError(f"drew {torch.rand(()).item()}")
+
+    stated = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as caught:
+            SeededSamples(Counting(draw), seed=1).__getitems__(keys(3))
+        stated.append(str(caught.value))
+        torch.rand(())
+    assert stated[0] == stated[1]
+
+
+def test_tensors_are_read_as_a_whole_batch() -> None:
+    tensors = TensorDataset(torch.arange(20.0).reshape(10, 2), torch.arange(10))
+    part = Subset(Subset(tensors, [9, 7, 5, 3]), [2, 0])
+    batch = collate(SeededSamples(part, seed=1, in_one=True).__getitems__(keys(1, 0, 1)))
+    expected = collate([part[1], part[0], part[1]])
+    assert all(torch.equal(own, other) for own, other in zip(batch, expected, strict=True))
+    assert isinstance(SeededSamples(part, seed=1).__getitems__(keys(1)), list)
+
+
+def test_the_second_of_two_normals_is_a_draw() -> None:
+    """numpy makes two at once and keeps one: it is given away and no generator moves."""
+    np.random.seed(0)
+    np.random.randn()
+    samples = SeededSamples(Counting(lambda: float(np.random.randn())), seed=1).__getitems__(keys(4, 5))
+    assert samples == seeded_by_hand(lambda: float(np.random.randn()), indices=[4, 5])
