@@ -1,13 +1,15 @@
-"""What the Trainer costs over a bare DeepSpeed loop that does the same maths on the same config and data.
+"""What the Trainer costs over loops that do the same maths: plain DDP, Accelerate, Hugging Face's Trainer, DeepSpeed.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/trainer_tax.py --out
     benchmarks/results/trainer_tax.json
 
-Two engines are built from one DeepSpeed JSON and the same seed, and trained in turn, A B A B, in blocks of steps: A
-through `Trainer.fit` with all monitors on, a logged point every 10 steps and an ear for requests to stop, B through the
-loop that a user would write, which logs nothing at all; with `--against deaf` B is the Trainer, too, but cannot be
-asked to stop. Printed: the ratio of the median block times with the spread of the ratios block by block, and whether
-the losses at the logged steps are bit-equal.
+All sides are built from the same seed and train LeNet on the same images, a `TensorDataset` as a user would bring, in
+turn, A B C A B C, in blocks of steps: `trainer` through `Trainer.fit` with all monitors on, a logged point every 10
+steps and an ear for requests to stop; `ddp` and `accelerate` through the loop that a user would write, with torch's
+`DataLoader` and clipping, which logs nothing at all; `bare` through such a loop around DeepSpeed's engine, with our
+batches; `hf` through Hugging Face's Trainer, which logs every 10 steps; `deaf` is the Trainer that cannot be asked to
+stop. Printed: the ratio of the median block times to each, with the spread block by block, and whether the losses of
+`trainer` and `bare`, which read the same batches, are bit-equal.
 """
 
 from __future__ import annotations
@@ -17,14 +19,17 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import deepspeed
 import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from framework.config.load import config_from_values
+from framework.data.digits import build
 from framework.engine import random_state
 from framework.engine.distributed import barrier, process_group, rank
 from framework.engine.environment import describe_environment
@@ -42,63 +47,88 @@ LOG_EVERY = 10
 
 def main() -> None:
     arguments = _arguments()
-    prepared = prepare(
-        config_from_values(
-            {
-                "run": {"name": "trainer_tax"},
-                "batch": {"micro_size": arguments.micro_size},
-                "zero": {"stage": arguments.stage},
-                "training": {"max_steps": arguments.steps * (arguments.blocks + 1), "log_every": LOG_EVERY},
-                "monitors": {"progress": "off"},
-            }
-        )
-    )
+    config = {
+        "run": {"name": "trainer_tax"},
+        "data": {"target": "benchmarks.trainer_tax:images"},
+        "model": {"kind": "lenet"},
+        "batch": {"micro_size": arguments.micro_size},
+        "zero": {"stage": arguments.stage},
+        "training": {"max_steps": arguments.steps * (arguments.blocks + 1), "log_every": LOG_EVERY},
+        "monitors": {"progress": "off"},
+    }
+    prepared = prepare(config_from_values(config))
     with process_group(None), tempfile.TemporaryDirectory() as folder:
         with agreed_stops(StopRequest(), start_step=0) as stop:
-            against = Bare(prepared) if arguments.against == "bare" else Ours(prepared, Path(folder, "deaf"))
-            report = _measure(
-                prepared,
-                Ours(prepared, Path(folder, "ours"), stop=stop),
-                against,
-                blocks=arguments.blocks,
-                steps=arguments.steps,
-                against=arguments.against,
-            )
+            makers: dict[str, Callable[[], Side]] = {
+                "bare": lambda: Bare(prepared),
+                "ddp": lambda: PlainDDP(prepared),
+                "accelerate": lambda: Accelerated(prepared),
+                "hf": lambda: HuggingFace(prepared, folder),
+                "deaf": lambda: Ours(prepared, Path(folder, "deaf")),
+            }
+            sides: dict[str, Side] = {"trainer": Ours(prepared, Path(folder, "ours"), stop=stop)}
+            sides |= {name: makers[name]() for name in arguments.against}
+            report = _measure(prepared, sides, blocks=arguments.blocks, steps=arguments.steps)
         if rank() == 0:
             print(json.dumps(report, indent=2))
             if arguments.out:
                 Path(arguments.out).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
-def _measure(
-    prepared: Prepared, ours: Ours, other: Ours | Bare, *, blocks: int, steps: int, against: str
-) -> dict[str, Any]:
-    times: dict[str, list[float]] = {"trainer": [], against: []}
+def images() -> TensorDataset:
+    """The digits as two tensors."""
+    train = build(28).train
+    samples = [train[index] for index in range(len(train))]
+    return TensorDataset(
+        torch.stack([image for image, _ in samples]), torch.tensor([int(label) for _, label in samples])
+    )
+
+
+def _measure(prepared: Prepared, sides: Mapping[str, Side], *, blocks: int, steps: int) -> dict[str, Any]:
+    times: dict[str, list[float]] = {name: [] for name in sides}
     for block in range(blocks + 1):
-        for name, side in (("trainer", ours), (against, other)):
+        for name, side in sides.items():
             side.ready(block * steps)
             barrier()
             before = time.perf_counter()
             side.run(block * steps, (block + 1) * steps)
             barrier()
             if block:  # the first one warms up
-                times[name].append(time.perf_counter() - before)
-    logged = range(LOG_EVERY, (blocks + 1) * steps + 1, LOG_EVERY)
-    other_losses = [other.loss(step) for step in logged]
-    ratios = [ours / other for ours, other in zip(times["trainer"], times[against], strict=True)]
+                times[name].append(time.perf_counter() - max(before, getattr(side, "began", 0.0)))
+    medians = {name: statistics.median(values) for name, values in times.items()}
     environment = describe_environment()
-    return {
-        "ratio_of_medians": statistics.median(times["trainer"]) / statistics.median(times[against]),
-        "block_ratios": {"min": min(ratios), "median": statistics.median(ratios), "max": max(ratios)},
-        "losses_bit_equal": [ours.loss(step) for step in logged] == other_losses,
-        "num_losses_compared": len(other_losses),
-        "ms_per_step": {name: 1000 * statistics.median(values) / steps for name, values in times.items()},
+    report: dict[str, Any] = {
+        "ratio_of_medians": {name: medians["trainer"] / medians[name] for name in sides if name != "trainer"},
+        "block_ratios": {
+            name: sorted(ours / other for ours, other in zip(times["trainer"], times[name], strict=True))
+            for name in sides
+            if name != "trainer"
+        },
+        "ms_per_step": {name: 1000 * median / steps for name, median in medians.items()},
         "blocks": blocks,
         "steps_per_block": steps,
         "plan": prepared.plan.to_dict()["layout"] | {"zero_stage": prepared.plan.config.zero.stage},
         "versions": environment["versions"],
         "machine": {key: environment[key] for key in ("accelerator", "device", "cpu_count")},
     }
+    if "bare" in sides:
+        logged = range(LOG_EVERY, (blocks + 1) * steps + 1, LOG_EVERY)
+        found = {name: [sides[name].loss(step) for step in logged] for name in ("trainer", "bare")}
+        report |= {"losses_bit_equal": found["trainer"] == found["bare"], "num_losses_compared": len(logged)}
+    return report
+
+
+class Side(Protocol):
+    """One way to train, in blocks of steps."""
+
+    def ready(self, start: int) -> None:
+        """Prepare for a block, outside of its time."""
+
+    def run(self, start: int, end: int) -> None:
+        """Take the steps of a block."""
+
+    def loss(self, step: int) -> float:
+        """Mean over ranks at a logged step."""
 
 
 class Ours:
@@ -190,13 +220,161 @@ class Bare:
             self._losses.append(loss.detach())
 
 
+class PlainDDP:
+    """torch's DistributedDataParallel, sampler and loader, and AdamW: the loop of its tutorial."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        random_state.seed_everything(prepared.plan.config.run.seed)
+        self._model = DistributedDataParallel(prepared.parts.build_model())
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-3)
+        dataset: Any = prepared.parts.splits.train
+        self._sampler: DistributedSampler[Any] = DistributedSampler(dataset, drop_last=True)
+        self._loader: Any = DataLoader(
+            dataset, batch_size=prepared.plan.layout.micro_size, sampler=self._sampler, drop_last=True
+        )
+        self._epochs = 0
+
+    def ready(self, start: int) -> None:
+        """Nothing to do."""
+
+    def run(self, start: int, end: int) -> None:
+        batches = self._batches()
+        for _ in range(start, end):
+            images, labels = next(batches)
+            self._optimizer.zero_grad()
+            loss: torch.Tensor = torch.nn.functional.cross_entropy(self._model(images), labels)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._clip()
+            self._optimizer.step()
+
+    def _clip(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+
+    def _batches(self) -> Iterator[Any]:
+        while True:
+            self._sampler.set_epoch(self._epochs)
+            self._epochs += 1
+            yield from self._loader
+
+    def loss(self, step: int) -> float:
+        raise NotImplementedError("it reads other batches")
+
+
+class Accelerated(PlainDDP):
+    """The loop of Accelerate's quick tour."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        from accelerate import Accelerator  # type: ignore[import-untyped]
+
+        random_state.seed_everything(prepared.plan.config.run.seed)
+        model = prepared.parts.build_model()
+        self._accelerator = Accelerator(cpu=True)
+        dataset: Any = prepared.parts.splits.train
+        loader: Any = DataLoader(dataset, batch_size=prepared.plan.layout.micro_size, shuffle=True)
+        self._model, self._optimizer, self._loader = self._accelerator.prepare(
+            model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader
+        )
+
+    def run(self, start: int, end: int) -> None:
+        batches = self._batches()
+        for _ in range(start, end):
+            images, labels = next(batches)
+            self._optimizer.zero_grad()
+            self._accelerator.backward(torch.nn.functional.cross_entropy(self._model(images), labels))
+            self._clip()
+            self._optimizer.step()
+
+    def _clip(self) -> None:
+        self._accelerator.clip_grad_norm_(self._model.parameters(), 1.0)
+
+    def _batches(self) -> Iterator[Any]:
+        while True:
+            yield from self._loader
+
+
+class _Labelled(Dataset[Any]):
+    """Samples as Hugging Face's Trainer wants them."""
+
+    def __init__(self, samples: Any) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        image, label = self._samples[index]
+        return {"images": image, "labels": label}
+
+
+class _WithLoss(torch.nn.Module):
+    """A model that returns its loss."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.model(images)
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class HuggingFace:
+    """`transformers.Trainer`, made anew for each block outside of its time."""
+
+    def __init__(self, prepared: Prepared, folder: str) -> None:
+        random_state.seed_everything(prepared.plan.config.run.seed)
+        self._model = _WithLoss(prepared.parts.build_model())
+        self._prepared, self._folder = prepared, folder
+        self._trainer: Any = None
+        self.began = 0.0
+
+    def ready(self, start: int) -> None:
+        """Make a Trainer."""
+        import transformers
+
+        arguments = transformers.TrainingArguments(
+            output_dir=self._folder,
+            use_cpu=True,
+            per_device_train_batch_size=self._prepared.plan.layout.micro_size,
+            learning_rate=1e-3,
+            max_grad_norm=1.0,
+            logging_steps=LOG_EVERY,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            log_level="error",
+            dataloader_pin_memory=False,
+        )
+        self._trainer = transformers.Trainer(
+            model=self._model, args=arguments, train_dataset=_Labelled(self._prepared.parts.splits.train)
+        )
+        self._trainer.remove_callback(transformers.PrinterCallback)
+
+        class Begin(transformers.TrainerCallback):
+            """Notes when the first step begins: what `train` does before belongs to no step."""
+
+            def on_epoch_begin(begin, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: N805
+                if state.global_step == 0:
+                    self.began = time.perf_counter()
+
+        self._trainer.add_callback(Begin())
+
+    def run(self, start: int, end: int) -> None:
+        self._trainer.args.max_steps = end - start
+        self._trainer.train()
+
+    def loss(self, step: int) -> float:
+        raise NotImplementedError("it reads other batches")
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=20, help="timed blocks of each side")
+    parser.add_argument("--blocks", type=int, default=5, help="timed blocks of each side")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps in a block")
     parser.add_argument("--micro_size", type=int, default=64, help="samples per step and rank")
     parser.add_argument("--stage", type=int, default=0, help="ZeRO stage")
-    parser.add_argument("--against", choices=("bare", "deaf"), default="bare", help="the other side")
+    sides = ("bare", "ddp", "accelerate", "hf", "deaf")
+    parser.add_argument("--against", nargs="+", choices=sides, default=sides[:-1], help="the other sides")
     parser.add_argument("--out", help="also write the report to this file")
     return parser.parse_args()
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed
 
 from framework.errors import ConfigError, Problem
 from framework.tasks.task import Ratio, Task
+
+_NOTHING: Final = 1e-30  # less than any count, and its reciprocal a float
 
 
 class StepLoss:
@@ -23,7 +25,10 @@ class StepLoss:
     def __init__(self, task: Task, *, micro_batches: int, group: Any = None) -> None:
         """Take the number of micro-batches in a step, and the process group whose losses are averaged (None: all)."""
         self._task, self._micro_batches, self._group = task, micro_batches, group
-        self._scales: torch.Tensor | None = None
+        self._counts, self._per_count = False, 0.0
+        self._sums = torch.zeros(1)
+        self._pending: torch.distributed.Work | None = None
+        self._scales: tuple[torch.Tensor, ...] | None = None
 
     def weighted(self, stream: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
         """Yield the step's (inputs, targets), once the ranks have agreed on what they count.
@@ -34,22 +39,33 @@ class StepLoss:
         first = next(step)
         count = self._task.count(first[1])
         if count is None:
-            self._scales = None
+            self._counts = False
             yield first
         else:
-            pairs = [first, *step]
+            self._counts, pairs = True, [first, *step]
             self._agree([count, *(self._task.count(targets) for _, targets in pairs[1:])])
             yield from pairs
         yield from step
 
     def _agree(self, counts: list[Any]) -> None:
+        """Begin to add what all ranks count; it is waited for when the first loss is there."""
         device = next((part.device for count in counts for part in _parts(count) if torch.is_tensor(part)), None)
-        sums = torch.stack([torch.stack([_number(part, device) for part in _parts(count)]) for count in counts]).sum(0)
+        summands = [torch.stack([_number(part, device) for part in _parts(count)]) for count in counts]
+        self._sums = torch.stack(summands).sum(0) if len(summands) > 1 else summands[0]
         ranks = torch.distributed.get_world_size(self._group)
-        if ranks > 1:
-            torch.distributed.all_reduce(sums, group=self._group)
-        # Where nothing counts the sums are zero as well, and so is the loss.
-        self._scales = self._micro_batches * ranks / sums.where(sums != 0, 1.0)
+        self._pending = (
+            torch.distributed.all_reduce(self._sums, group=self._group, async_op=True) if ranks > 1 else None
+        )
+        self._scales, self._per_count = None, float(self._micro_batches * ranks)
+
+    def _agreed(self) -> tuple[torch.Tensor, ...]:
+        """One factor for each sum of a loss."""
+        if self._scales is None:
+            if self._pending is not None:
+                self._pending.wait()
+            # Where nothing counts the sums are zero as well, and so is the loss.
+            self._scales = (self._per_count / self._sums.clamp(min=_NOTHING)).unbind()
+        return self._scales
 
     def __call__(self, outputs: Any, targets: Any) -> torch.Tensor:
         """Loss of a micro-batch, 0-d, on the device.
@@ -58,12 +74,13 @@ class StepLoss:
             ConfigError: kind ``task-loss-result``, where `loss` and `count` of the task do not belong together.
         """
         loss = self._task.loss(outputs, targets)
-        if self._scales is None and isinstance(loss, torch.Tensor):
+        if not self._counts and isinstance(loss, torch.Tensor):
             return loss
-        sums = _parts(loss)
-        if self._scales is None or len(sums) != len(self._scales) or not all(isinstance(s, Ratio) for s in sums):
-            raise ConfigError(_no_pair(self._task, counts=self._scales is not None))
-        return torch.stack([ratio.total.float() for ratio in sums]).mul(self._scales).sum()
+        sums, scales = _parts(loss), self._agreed() if self._counts else ()
+        if len(sums) != len(scales) or not all(isinstance(ratio, Ratio) for ratio in sums):
+            raise ConfigError(_no_pair(self._task, counts=self._counts))
+        weighted = [ratio.total.float() * scale for ratio, scale in zip(sums, scales, strict=True)]
+        return weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
 
 
 def _parts(value: Any) -> tuple[Any, ...]:
