@@ -20,7 +20,7 @@ from framework.checkpoint.state.shard_map import STATE_KEY
 from framework.engine import random_state
 from framework.engine.distributed import claims_error_report, gather
 from framework.engine.failures import known_failure
-from framework.engine.lost_peers import failure_of_nccl, is_lost_peer
+from framework.engine.rendezvous import failure_of_nccl, is_lost_peer
 from framework.engine.workarounds.grad_scaler import restore_scaler, scaler_state
 from framework.engine.workarounds.nvme_state import complete_nvme_state
 from framework.engine.workarounds.restored_options import reporting_restored_options
