@@ -26,8 +26,7 @@ import torch
 
 from framework.config.load import config_from_values
 from framework.engine import random_state
-from framework.engine.distributed import barrier, process_group, rank
-from framework.engine.environment import describe_environment
+from framework.engine.distributed import barrier, describe_environment, process_group, rank
 from framework.engine.metrics import mean_over_ranks
 from framework.engine.plain_engine import build_engine
 from framework.engine.stop_agreement import agreed_stops

@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from framework.errors import ConfigError, Problem, explaining, printable
+from framework.errors import ConfigError, explaining, printable
 from framework.plan.compiled_ops import extensions_folder, path_of_compilers
 
 _NOT_BUILT: Final = re.compile(r"Error (?:building|compiling|checking compiler)[^']*(?:'(\w+)')?")
@@ -51,7 +51,7 @@ def failure_of_compiler(error: BaseException) -> ConfigError | None:
     lines = [line.strip() for line in text.splitlines()[1:] if line.strip()]
     complaints = [line for line in lines if _COMPLAINT.search(line) and not line.startswith("ninja:")]
     reason = f"it does not compile: {printable((complaints or lines or [text])[-1])[:_LONGEST_COMPLAINT]}"
-    return ConfigError(Problem(kind="op-not-loadable", key=found[1] or "compiler", reason=reason, fix=_FIX))
+    return ConfigError.of(kind="op-not-loadable", key=found[1] or "compiler", reason=reason, fix=_FIX)
 
 
 # The whole of a compiler's failure goes to the rank's log, as the cause.

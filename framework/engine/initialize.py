@@ -27,7 +27,7 @@ from framework.engine.workarounds.grad_norm import keep_norm
 from framework.engine.workarounds.grad_scaler import forget_autocast
 from framework.engine.workarounds.gradient_order import keep_gradient_order
 from framework.engine.workarounds.module_buffers import share_buffers
-from framework.errors import ConfigError, Problem, explaining
+from framework.errors import ConfigError, explaining
 from framework.models.adapt import parameter_groups
 from framework.plan.plan import Plan
 from framework.plan.render import schedule_steps
@@ -133,7 +133,7 @@ def _refuse_number_types(plan: Plan, model: torch.nn.Module) -> None:
             reason = f"the model's weight {name} is {dtype}, which DeepSpeed cannot train"
             pair = "keep its real view (torch.view_as_real) as the weight, and join it in forward"
             fix, at = (pair, "") if parameter.is_complex() else ("use .float()", " at zero.stage 0")
-            raise ConfigError(Problem(kind="weight-type", key="model", reason=f"{reason}{at}", fix=fix))
+            raise ConfigError.of(kind="weight-type", key="model", reason=f"{reason}{at}", fix=fix)
 
 
 def _scalar_refusal(error: BaseException) -> ConfigError | None:
@@ -144,14 +144,12 @@ def _scalar_refusal(error: BaseException) -> ConfigError | None:
     """
     if "dim() cannot be 0 to view" not in str(error):
         return None
-    return ConfigError(
-        Problem(
-            kind="scalar-weight",
-            key="zero.stage",
-            value=3,
-            reason="the model has a weight without dimensions, which DeepSpeed cannot spread over ranks",
-            fix="make it a vector of one number, torch.ones(1) instead of torch.tensor(1.0), or set zero.stage: 2",
-        )
+    return ConfigError.of(
+        kind="scalar-weight",
+        key="zero.stage",
+        value=3,
+        reason="the model has a weight without dimensions, which DeepSpeed cannot spread over ranks",
+        fix="make it a vector of one number, torch.ones(1) instead of torch.tensor(1.0), or set zero.stage: 2",
     )
 
 

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from framework.engine.distributed import barrier, device, gather, rank
 from framework.engine.initialize import refusing_scalars
 from framework.engine.random_state import capture, restore
-from framework.errors import ConfigError, Problem
+from framework.errors import ConfigError
 from framework.system.limits import room
 
 Build = Callable[[], torch.nn.Module]
@@ -273,13 +273,11 @@ def _caller() -> str | None:
 
 
 def _refusal(reason: str, host_bytes: int | None) -> ConfigError:
-    return ConfigError(
-        Problem(
-            kind="init-lost-at-stage-3",
-            key="zero.stage",
-            value=3,
-            reason=f"the model does not fit into the host memory that is free for it ({(host_bytes or 0) / 1e9:.1f} "
-            f"GB) and cannot be built in pieces: {reason}",
-            fix="initialise weights in the constructor of their own module, or start on hosts with more memory",
-        )
+    return ConfigError.of(
+        kind="init-lost-at-stage-3",
+        key="zero.stage",
+        value=3,
+        reason=f"the model does not fit into the host memory that is free for it ({(host_bytes or 0) / 1e9:.1f} "
+        f"GB) and cannot be built in pieces: {reason}",
+        fix="initialise weights in the constructor of their own module, or start on hosts with more memory",
     )

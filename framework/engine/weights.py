@@ -44,14 +44,12 @@ def find_weights(path: str, *, allow_unverified: bool = False) -> LazyWeights | 
     if checkpoint is None:
         there = Path(path).exists()
         reason = "there is no finished checkpoint and no file of weights" if there else "there is nothing at that path"
-        raise ConfigError(
-            Problem(
-                kind="weights-not-found",
-                key=_KEY,
-                value=path,
-                reason=reason,
-                fix="name a .../global_step<N> folder, a run folder, an export, or a .safetensors or .pt file",
-            )
+        raise ConfigError.of(
+            kind="weights-not-found",
+            key=_KEY,
+            value=path,
+            reason=reason,
+            fix="name a .../global_step<N> folder, a run folder, an export, or a .safetensors or .pt file",
         )
     return checkpoint
 

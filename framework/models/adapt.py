@@ -109,14 +109,12 @@ def with_recompute(model: nn.Module, *, every: int) -> nn.Module:
             model = LayeredModel(as_layers(model))
         except ConfigError as error:
             (problem,) = error.problems
-            raise ConfigError(
-                Problem(
-                    kind="recompute-needs-layers",
-                    key="training.recompute_every",
-                    value=every,
-                    reason=f"the model ({problem.value}) cannot be cut into layers: {problem.reason}",
-                    fix=f"{problem.fix}; or set training.recompute_every: 0",
-                )
+            raise ConfigError.of(
+                kind="recompute-needs-layers",
+                key="training.recompute_every",
+                value=every,
+                reason=f"the model ({problem.value}) cannot be cut into layers: {problem.reason}",
+                fix=f"{problem.fix}; or set training.recompute_every: 0",
             ) from error
     model.recompute_every = every
     return model

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from framework.errors import ConfigError, Problem, in_one_line
+from framework.errors import ConfigError, in_one_line
 
 # The base of every model here that is one flat sequence of layers.
 
@@ -214,7 +214,7 @@ def as_layers(model: Any, *, key: str = "model") -> list[Layer]:
         if pairs and all(isinstance(module, nn.Module) for _, module in pairs):
             return [layer for name, module in pairs for layer in _flat(name, module)]
     reason, fix = _why_not_layered(model)
-    raise ConfigError(Problem(kind="model-not-layered", key=key, value=type(model).__name__, reason=reason, fix=fix))
+    raise ConfigError.of(kind="model-not-layered", key=key, value=type(model).__name__, reason=reason, fix=fix)
 
 
 def lists_layers(model: Any) -> bool:
@@ -276,26 +276,22 @@ def _reported(model: nn.Module, *, key: str) -> list[Layer]:
     except Exception as error:
         wrong = f"fails: {in_one_line(error)}"
     if not pairs or not all(isinstance(module, nn.Module) for _, module in pairs):
-        raise ConfigError(
-            Problem(
-                kind="model-not-layered",
-                key=key,
-                value=type(model).__name__,
-                reason=f"its layers() {wrong}",
-                fix='return [("stem", self.stem), ...]',
-            )
+        raise ConfigError.of(
+            kind="model-not-layered",
+            key=key,
+            value=type(model).__name__,
+            reason=f"its layers() {wrong}",
+            fix='return [("stem", self.stem), ...]',
         )
     reported = {id(tensor) for _, module in pairs for tensor in (*module.parameters(), *module.buffers())}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in reported:
-            raise ConfigError(
-                Problem(
-                    kind="model-layers-incomplete",
-                    key=key,
-                    value=type(model).__name__,
-                    reason=f"its layers() leaves out {name}",
-                    fix="name the module that holds it",
-                )
+            raise ConfigError.of(
+                kind="model-layers-incomplete",
+                key=key,
+                value=type(model).__name__,
+                reason=f"its layers() leaves out {name}",
+                fix="name the module that holds it",
             )
     return [_built(name, module) for name, module in pairs]
 

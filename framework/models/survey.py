@@ -157,14 +157,12 @@ def _made(layer: Layer, make: Callable[[], nn.Module]) -> nn.Module:
     try:
         return make()
     except Exception as error:
-        raise ConfigError(
-            Problem(
-                kind="layer-failed",
-                key="model",
-                value=layer.name,
-                reason=f"the layer cannot be built: {in_one_line(error)}",
-                fix="mend what builds it",
-            )
+        raise ConfigError.of(
+            kind="layer-failed",
+            key="model",
+            value=layer.name,
+            reason=f"the layer cannot be built: {in_one_line(error)}",
+            fix="mend what builds it",
         ) from error
 
 
@@ -176,37 +174,30 @@ def refuse_bad_tie(first: Layer, first_module: nn.Module, layer: Layer, module: 
     value = f"{layer.name} ({type(module).__name__})"
     for name in layer.tied_weights:
         if name not in own:
-            raise ConfigError(
-                Problem(
-                    kind="tied-weight-missing",
-                    key="model",
-                    value=value,
-                    reason=f"it is tied as {layer.tied} by {name}, and has no such parameter",
-                    fix=f"tied_weights may be of {', '.join(own) or 'nothing: it has none'}",
-                )
+            raise ConfigError.of(
+                kind="tied-weight-missing",
+                key="model",
+                value=value,
+                reason=f"it is tied as {layer.tied} by {name}, and has no such parameter",
+                fix=f"tied_weights may be of {', '.join(own) or 'nothing: it has none'}",
             )
         if weights[name].shape != own[name].shape:
-            raise ConfigError(
-                Problem(
-                    kind="tied-layers-differ",
-                    key="model",
-                    value=value,
-                    reason=f"its {name} has the shape {tuple(own[name].shape)}, and that of {first.name}, to which it "
-                    f"is tied, {tuple(weights[name].shape)}",
-                    fix="build both alike",
-                )
+            raise ConfigError.of(
+                kind="tied-layers-differ",
+                key="model",
+                value=value,
+                reason=f"its {name} has the shape {tuple(own[name].shape)}, and that of {first.name}, to which it "
+                f"is tied, {tuple(weights[name].shape)}",
+                fix="build both alike",
             )
     left_out = [name for name in (*weights, *own) if name not in layer.tied_weights]
     if left_out:
-        raise ConfigError(
-            Problem(
-                kind="tied-weight-left-out",
-                key="model",
-                value=value,
-                reason=f"it is tied as {layer.tied}, and its {left_out[0]} is not: every stage would train one of its "
-                "own",
-                fix="add it to tied_weights, or put it into a layer of its own",
-            )
+        raise ConfigError.of(
+            kind="tied-weight-left-out",
+            key="model",
+            value=value,
+            reason=f"it is tied as {layer.tied}, and its {left_out[0]} is not: every stage would train one of its own",
+            fix="add it to tied_weights, or put it into a layer of its own",
         )
 
 
@@ -297,15 +288,13 @@ def refuse_untrue_layers(model: nn.Module, inputs: Any, *, seed: int, key: str =
     except Exception:  # whatever code for another device raises here
         return
     if difference and not is_noise:
-        raise ConfigError(
-            Problem(
-                kind="layers-differ-from-forward",
-                key=key,
-                value=type(model).__name__,
-                reason=f"its layers(), one after the other, do not give what its forward() gives: {difference}",
-                fix="put what forward() does beside calling them (a relu, a flatten) into modules, and name those in "
-                "layers() too",
-            )
+        raise ConfigError.of(
+            kind="layers-differ-from-forward",
+            key=key,
+            value=type(model).__name__,
+            reason=f"its layers(), one after the other, do not give what its forward() gives: {difference}",
+            fix="put what forward() does beside calling them (a relu, a flatten) into modules, and name those in "
+            "layers() too",
         )
 
 
