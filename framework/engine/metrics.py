@@ -22,8 +22,6 @@ from framework.errors import ConfigError, in_one_line
 from framework.models.layers import Layer
 from framework.tasks.task import Ratio, Task
 
-Precision = FP32 | FP16 | BF16 | Autocast
-
 _WARM_UPS: Final = 2
 _REPEATS: Final = 5
 
