@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import resource
 import time
 from collections.abc import Mapping, Sequence
@@ -136,7 +135,7 @@ def time_layers(
     with torch.random.fork_rng(devices=[] if device().type == "cpu" else [device()]):
         for number, layer in enumerate(layers):
             try:
-                module = tied.get(layer.tied) or _module(layer, number, seed=seed, half=half)
+                module = tied.get(layer.tied) or layer.make_copy(number, seed=seed).to(device(), half)
                 if layer.tied:
                     tied[layer.tied] = module
                 with torch.autocast(device().type, enabled=compute is not None, dtype=compute):
@@ -153,13 +152,6 @@ def time_layers(
                 ) from error
             seconds.append(median(times[_WARM_UPS:]))
     return seconds
-
-
-def _module(layer: Layer, number: int, *, seed: int, half: torch.dtype | None) -> torch.nn.Module:
-    module = layer.make(number, seed=seed)
-    if layer.is_built:
-        module = copy.deepcopy(module)  # batch norm would count these passes
-    return module.to(device(), half)
 
 
 def _once(layer: Layer, module: torch.nn.Module, value: Any) -> float:
