@@ -208,9 +208,9 @@ def refuse_untrue_layers(model: nn.Module, inputs: Any, *, seed: int) -> None:
     """Run `forward()` and the layers once, in evaluation mode, on a few samples, and compare what comes out.
 
     A pipeline and recomputation run the layers only: what `forward()` does beside calling them would be left out, and
-    another model be trained. Both run on copies, because modules may keep things (a cache, a counter). Where one of them does not run here, where
-    copies cannot be made, where the model is very large or gives other numbers each time, nothing can be compared and
-    nothing is said.
+    another model be trained. Both run on copies, because modules may keep things (a cache, a counter). Where one of
+    them does not run here, where copies cannot be made, where the model is very large or gives other numbers each time,
+    nothing can be compared and nothing is said.
 
     Args:
         model: with its weights; neither it nor the inputs are touched.
