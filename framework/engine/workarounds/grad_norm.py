@@ -1,4 +1,4 @@
-"""The global gradient norm of fp32 training at ZeRO stage 0, where DeepSpeed computes it and drops it.
+"""The global gradient norm of fp32 training at ZeRO stage 0, which DeepSpeed up to 0.19.8 computes and drops.
 
 Its function (deepspeed/runtime/utils.py `clip_grad_norm_`) also copies two numbers from the host in every step, and
 waits for the device each time. What stands here has its arithmetic, to the bit, and waits for nothing.

@@ -1,8 +1,8 @@
 """Buffers of a model (the running statistics of batch norm), made the same on all data-parallel ranks.
 
-Each rank's own micro-batches move them apart, and a checkpoint holds those of the first rank. Made equal before they
-are measured or saved, as torch's DistributedDataParallel does before every step, what was measured is what stands in
-the checkpoint.
+DeepSpeed up to 0.19.8 broadcasts parameters only (runtime/engine.py `_broadcast_model`). Each rank's own micro-batches
+move buffers apart, and a checkpoint holds those of the first rank. Made equal before they are measured or saved, as
+torch's DistributedDataParallel does before every step, what was measured is what stands in the checkpoint.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""DeepSpeed's shared-memory op (csrc/cpu/comm/shm.cpp) leaves a file of 66 MiB per rank behind in /dev/shm:
-`shared_close`, which unlinks it, is called by nobody in DeepSpeed up to 0.19.8.
+"""Files of 66 MiB per rank that DeepSpeed's shared-memory op leaves in /dev/shm: nobody in DeepSpeed up to
+0.19.8 calls what unlinks them (csrc/cpu/comm/shm.cpp `shared_close`).
 
 A run removes its own at its end. What a killed run left is removed at the start of the next one on that host.
 """
