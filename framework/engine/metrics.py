@@ -69,9 +69,7 @@ class EvalSums:
                 self._sums[name] += pair
 
     def _summand(self, part: torch.Tensor | int) -> torch.Tensor:
-        """On the device, in double precision. A plain number is filled in there: copying it would wait for the
-        device.
-        """
+        """On the device, in double precision. A plain number is filled in there: a copy would wait for it."""
         if isinstance(part, torch.Tensor):
             return part.to(self._device, torch.float64, non_blocking=True)
         return torch.full((), part, dtype=torch.float64, device=self._device)

@@ -73,7 +73,8 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
         super().__init__(
             layers=self._specs(layers),
             num_stages=len(bounds) - 1,
-            activation_checkpoint_func=self._recompute,
+            # DeepSpeed's own function would make batch norms count every batch twice.
+            activation_checkpoint_func=partial(recompute, modules=self.modules),
             **options,
         )
 
@@ -97,10 +98,6 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
         """Names in the plain module of what this stage holds."""
         first = {layer.tied: layer.name for layer in reversed(self._layers) if layer.tied}
         return names_of(self, partial(plain_name, layers=[layer.name for layer in self._layers], tied_keys=first))
-
-    def _recompute(self, run: Callable[..., Any], *values: Any) -> Any:
-        """Instead of DeepSpeed's own function, under which batch norms count every batch twice."""
-        return recompute(run, *values, modules=self.modules)
 
     def _partition_layers(self, method: str = "") -> None:
         self.parts = self._given_bounds
@@ -148,19 +145,15 @@ def build_pipeline(
         scale_fp16_loss(engine)
     # DeepSpeed hands out one buffer for several purposes by its number of elements alone: where a middle stage receives
     # other types than it sends (integers before floats, or bf16 and fp32 under autocast), numbers would be misread.
-    engine._allocate_or_extend_buffers = partial(_fresh_buffer, engine.device)
+    engine._allocate_or_extend_buffers = lambda number, shape, dtype: torch.empty(
+        tuple(shape), dtype=dtype, device=engine.device
+    )
     return PipelineEngine(engine, plan, task, loss=loss)
-
-
-def _fresh_buffer(device: torch.device, number: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)
 class _Held:
-    """Targets on their way through DeepSpeed, which would turn lists into tuples and refuses whatever holds no
-    tensors.
-    """
+    """Targets, hidden from DeepSpeed: it would turn lists into tuples, and refuses what holds no tensors."""
 
     targets: Any
 
@@ -191,9 +184,7 @@ class PipelineEngine(BaseEngine):
         self._shapes: Any = None
 
     def train_step(self, micro_batches: Iterator[Any]) -> Step:
-        """One 1F1B pass over the step's micro-batches; the first stage takes their inputs, the last one their
-        targets.
-        """
+        """One 1F1B pass over the step's micro-batches; the first stage takes inputs, the last one targets."""
         lr = float(self.engine.get_lr()[0])
         with explaining_overflow(self.engine), self._explaining():
             loss = self.engine.train_batch(self._halves(micro_batches))
@@ -241,17 +232,15 @@ class PipelineEngine(BaseEngine):
         self.engine.reset_activation_shape()
 
     def _refuse_other_shapes(self, inputs: Any) -> None:
-        """The stages have told each other the shapes of what they send once; other ones would be misread, or never
-        come.
-        """
+        """The stages have sent each other their shapes once; other ones would be misread, or never come."""
         found = [tuple(tensor.shape) for tensor in (inputs if isinstance(inputs, tuple) else (inputs,))]
         if self._shapes is None:
             self._shapes = found
         if found != self._shapes:
             raise TrainingError(
                 f"a micro-batch has inputs of the shapes {found}, and those before it had {self._shapes}: in a "
-                "pipeline they "
-                "may differ only where the dataset has a collate_fn of its own; give it one [batch-shapes-differ]"
+                "pipeline they may differ only where the dataset has a collate_fn of its own; give it one "
+                "[batch-shapes-differ]"
             )
 
     @contextlib.contextmanager

@@ -40,9 +40,7 @@ class KeptNorm:
 
 
 def _clip(gradients: list[torch.Tensor], limit: float, *, device: torch.device) -> torch.Tensor:
-    """Scale the gradients down to the limit where their norm is above it; returns that norm, the mean over ranks.
-    Collective.
-    """
+    """Scale the gradients down to the limit; returns their norm before, the mean over ranks. Collective."""
     norms = [gradient.float().norm(2.0) for gradient in gradients] or [torch.zeros((), device=device)]
     everyone = groups._get_data_parallel_group()
     norm = torch.stack(norms).pow(2.0).sum().pow(0.5) / float(deepspeed.comm.get_world_size(group=everyone))
