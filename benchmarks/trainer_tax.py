@@ -31,8 +31,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 from framework.config.load import config_from_values
 from framework.data.digits import build
 from framework.engine import random_state
-from framework.engine.distributed import barrier, process_group, rank
-from framework.engine.environment import describe_environment
+from framework.engine.distributed import barrier, describe_environment, process_group, rank
 from framework.engine.metrics import mean_over_ranks
 from framework.engine.plain_engine import build_engine
 from framework.engine.stop_agreement import agreed_stops

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import islice
 from math import isfinite
@@ -172,7 +173,10 @@ class FrameworkError(Exception):
     """
 
     exit_code: int = EXIT_TRAINING
-    is_of_one_rank: bool = False
+
+    def __init__(self, *text: object, is_of_one_rank: bool = False) -> None:
+        super().__init__(*text)
+        self.is_of_one_rank = is_of_one_rank
 
 
 class UsageError(FrameworkError):
@@ -195,6 +199,11 @@ class ConfigError(FrameworkError):
         self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
         super().__init__("\n".join(map(str, self.problems)))
 
+    @classmethod
+    def of(cls, kind: str, reason: str, fix: str = "", key: str = "", value: Any = MISSING) -> ConfigError:
+        """The error of one problem that stands in no file."""
+        return cls(Problem(kind, reason, fix, key, value))
+
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...] | str]]:
         return type(self), (tuple(self.problems) or str(self),)
 
@@ -204,6 +213,18 @@ def missing_package(name: str, *, what: str, extra: str = "train") -> ConfigErro
     reason = f"{what} needs the package {name}, which {sys.executable} does not have"
     fix = f"in the checkout: ./launch.sh setup {extra}, or pip install -e '.[{extra}]'"
     return ConfigError(Problem(kind="package-missing", reason=reason, fix=fix))
+
+
+@contextmanager
+def explaining(*explanations: Callable[[Exception], FrameworkError | None]) -> Iterator[None]:
+    """Raise what the first of the functions makes of an error, with that error as its cause; other errors pass."""
+    try:
+        yield
+    except Exception as error:
+        for explain in explanations:
+            if (explained := explain(error)) is not None:
+                raise explained from error
+        raise
 
 
 class TrainingError(FrameworkError):

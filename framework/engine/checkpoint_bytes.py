@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,12 @@ from framework.checkpoint.state.shard_map import STATE_KEY
 from framework.engine import random_state
 from framework.engine.distributed import claims_error_report, gather
 from framework.engine.failures import known_failure
-from framework.engine.lost_peers import failure_of_nccl, is_lost_peer
+from framework.engine.rendezvous import failure_of_nccl, is_lost_peer
 from framework.engine.workarounds.grad_scaler import restore_scaler, scaler_state
 from framework.engine.workarounds.nvme_state import complete_nvme_state
-from framework.engine.workarounds.restored_options import reporting_restored_options
-from framework.errors import StorageError, in_one_line
+from framework.errors import StorageError, explaining, in_one_line, show_value
 from framework.system.files import FileRecord, NewFile
+from framework.system.log import warn
 
 
 def save_bytes(
@@ -72,23 +74,74 @@ def load_bytes(engine: deepspeed.DeepSpeedEngine, folder: Path, tag: str) -> Map
     Raises:
         StorageError: the files are missing or damaged.
     """
-    try:
-        with reporting_restored_options(engine):
-            path, client_state = engine.load_checkpoint(str(folder), tag=tag)
-            if path is not None:
-                complete_nvme_state(engine, folder, tag)
-        saved = client_state[STATE_KEY] if path is not None else None
-    except StorageError as error:
-        raise _by_whom(_not_loaded(folder / tag, str(error))) from error
-    except Exception as error:
-        if is_lost_peer(error) or failure_of_nccl(error) or known_failure(error):  # no word of the files
-            raise
-        raise _by_whom(_not_loaded(folder / tag, in_one_line(error, longest=300))) from error
-    if saved is None:
-        raise _by_whom(_not_loaded(folder / tag, "DeepSpeed does not find its files there"))
+    with explaining(partial(_failed_load, folder / tag)), _reporting_restored_options(engine):
+        path, client_state = engine.load_checkpoint(str(folder), tag=tag)
+        if path is None:
+            raise StorageError("DeepSpeed does not find its files there")
+        complete_nvme_state(engine, folder, tag)
+        saved = client_state[STATE_KEY]
     random_state.restore(saved["random_states"][torch.distributed.get_rank()])
     restore_scaler(engine, saved.get("grad_scalers", ()))
     return dict(saved["state"])
+
+
+def _failed_load(place: Path, error: Exception) -> StorageError | None:
+    if is_lost_peer(error) or failure_of_nccl(error) or known_failure(error):  # no word of the files
+        return None
+    failed = _not_loaded(place, str(error) if isinstance(error, StorageError) else in_one_line(error, longest=300))
+    failed.is_of_one_rank = claims_error_report(str(failed))  # the others may wait in DeepSpeed's next collective
+    return failed
+
+
+def _not_loaded(place: Path, reason: str) -> StorageError:
+    return StorageError(
+        f"{place}: the checkpoint cannot be loaded: {reason}; if the model's code has not changed, the files are "
+        "damaged: resume from another one [checkpoint-not-loaded]"
+    )
+
+
+@contextmanager
+def _reporting_restored_options(engine: deepspeed.DeepSpeedEngine) -> Iterator[None]:
+    """Warn of options of the optimizer that are replaced by the checkpoint's: its groups are put back whole.
+
+    The keys of the config are compared before (`framework.checkpoint.resumable`); what a function from Python gives the
+    optimizer that it builds stands in no config.
+    """
+    built = _options(engine)
+    yield
+    changed = dict.fromkeys(
+        f"{name}: {show_value(kept[name])} is kept, {show_value(value)} was given"
+        for given, kept in zip(built, _options(engine), strict=False)
+        for name, value in given.items()
+        if name in kept and kept[name] != value
+    )
+    if changed:
+        warn(
+            f"the optimizer goes on with what the checkpoint holds ({'; '.join(changed)}); start another run with "
+            "checkpoint.init_weights to change it [optimizer-options-kept]",
+            is_of_all_ranks=True,
+        )
+
+
+def _options(engine: deepspeed.DeepSpeedEngine) -> list[dict[str, Any]]:
+    """Plain values in the groups of the optimizer, without what a schedule moves."""
+    moved = {"params", "lr", "initial_lr"}
+    if getattr(engine.lr_scheduler, "cycle_momentum", False):
+        moved |= {"betas", "momentum"}
+    return [
+        {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in group.items()
+            if name not in moved and _is_plain(value)
+        }
+        for group in getattr(engine.optimizer, "param_groups", [])
+    ]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def move_in(engine: deepspeed.DeepSpeedEngine, checkpoint: SavedCheckpoint, *, names: Names) -> Mapping[str, Any]:
@@ -104,7 +157,7 @@ def move_in(engine: deepspeed.DeepSpeedEngine, checkpoint: SavedCheckpoint, *, n
     try:
         return _move_in(engine, checkpoint, names=names)
     except StorageError as error:
-        _by_whom(error)
+        error.is_of_one_rank = claims_error_report(str(error))
         raise
 
 
@@ -119,7 +172,7 @@ def _move_in(engine: deepspeed.DeepSpeedEngine, checkpoint: SavedCheckpoint, *, 
             view.values.copy_(stored.read(view.name, view.key, view.start, view.values.numel()))
         views.set_step(stored.step)
         if checkpoint.verified:
-            with reporting_restored_options(engine):
+            with _reporting_restored_options(engine):
                 views.set_groups(stored.group_of)
         views.set_loss_scale(stored.loss_scale)
         _fill_weights(engine, stored, names)
@@ -127,11 +180,17 @@ def _move_in(engine: deepspeed.DeepSpeedEngine, checkpoint: SavedCheckpoint, *, 
     common = stored.common
     for counter in ("global_steps", "global_samples", "skipped_steps"):
         setattr(engine, counter, common[counter])
+    schedule = engine.lr_scheduler
     if not checkpoint.verified:
-        _advance_schedule(engine)
+        # Nobody knows which schedule a checkpoint without a manifest was of: the run's own is brought to its place.
+        for _ in range(engine.global_steps - engine.skipped_steps if schedule is not None else 0):
+            schedule.step()
         return {"step": checkpoint.step}
-    if engine.lr_scheduler is not None and common.get("lr_scheduler") is not None:
-        _take_up_schedule(engine.lr_scheduler, common["lr_scheduler"])
+    if schedule is not None and common.get("lr_scheduler") is not None:
+        schedule.load_state_dict(common["lr_scheduler"])
+        # DeepSpeed's schedules only note their place, and give the optimizer its rate with the next step: too late.
+        if (place := getattr(schedule, "last_batch_iteration", -1)) >= 0:
+            schedule.step(place)
     saved = common[STATE_KEY]
     if _has_same_ranks(engine, checkpoint) and (own := stored.random_state(torch.distributed.get_rank())) is not None:
         random_state.restore(own)
@@ -139,18 +198,8 @@ def _move_in(engine: deepspeed.DeepSpeedEngine, checkpoint: SavedCheckpoint, *, 
     return dict(saved["state"])
 
 
-def _take_up_schedule(schedule: Any, state: Mapping[str, Any]) -> None:
-    """DeepSpeed's schedules only note their place, and give the optimizer its rate with the next step: one too late."""
-    schedule.load_state_dict(state)
-    place = getattr(schedule, "last_batch_iteration", -1)
-    if place >= 0:
-        schedule.step(place)
-
-
 def _has_same_ranks(engine: deepspeed.DeepSpeedEngine, checkpoint: SavedCheckpoint) -> bool:
-    """Check whether a rank's number stands for the same share of the data and the same stage as where the checkpoint
-    was written.
-    """
+    """Check whether ranks stand for the same shares of the data and the same stages as where it was written."""
     layout, module = checkpoint.manifest.get("layout"), engine.module
     if layout is None:  # DeepSpeed's own
         return False
@@ -159,9 +208,7 @@ def _has_same_ranks(engine: deepspeed.DeepSpeedEngine, checkpoint: SavedCheckpoi
 
 
 def _refuse_other_model(engine: deepspeed.DeepSpeedEngine, stored: StoredState, names: Names) -> None:
-    """Before a number is changed. Every rank sees the whole model, except in a pipeline: there the other stages have
-    the rest.
-    """
+    """Before a number is changed. Every rank sees the whole model; in a pipeline the other stages have the rest."""
     for tensor, name in names.items():
         # Stage 3 has cut them up: what is left is empty, or one rank's piece.
         stored.refuse_other_shape(name, getattr(tensor, "ds_shape", tensor.shape))
@@ -169,39 +216,26 @@ def _refuse_other_model(engine: deepspeed.DeepSpeedEngine, stored: StoredState, 
         stored.refuse_others(engine.module.state_dict(keep_vars=True))  # of what is shared, all names
 
 
-def _advance_schedule(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Bring the run's own schedule to where the engine is: nobody knows which one a checkpoint without a manifest was
-    of.
-    """
-    if engine.lr_scheduler is not None:
-        for _ in range(engine.global_steps - engine.skipped_steps):
-            engine.lr_scheduler.step()
-
-
 def _refuse_other_optimizer(views: OptimizerViews, stored: StoredState, place: Path) -> None:
-    """Moments of another optimizer would be taken for this one's. Where there is a manifest, the configs have been
-    compared.
-    """
-    known = views.known_keys()
+    """Moments of another optimizer would be taken for this one's; only a manifest has the configs to compare."""
+    known, reason = views.known_keys(), ""
     if not stored.keys and (known is None or known):
-        raise _not_loaded(
-            place,
-            "its optimizer's state cannot be told apart (there is none, or it has several parameter groups "
-            "with weights of one shape); checkpoint.init_weights takes the weights alone",
+        reason = (
+            "its optimizer's state cannot be told apart (there is none, or it has several parameter groups with "
+            "weights of one shape); checkpoint.init_weights takes the weights alone"
         )
-    if known is not None and set(stored.keys) != known:
-        raise _not_loaded(
-            place,
+    elif known is not None and set(stored.keys) != known:
+        reason = (
             f"its optimizer's state is {', '.join(stored.keys)}, and this run's optimizer has "
             f"{', '.join(sorted(known)) or 'none'}; name the same optimizer, or take the weights alone with "
-            "checkpoint.init_weights",
+            "checkpoint.init_weights"
         )
+    if reason:
+        raise _not_loaded(place, reason)
 
 
 def _fill_weights(engine: deepspeed.DeepSpeedEngine, stored: StoredState, names: Names) -> None:
-    """Fill the weights that the model computes with: buffers, and all weights but those that stage 3 has
-    partitioned.
-    """
+    """Fill buffers and the weights that the model computes with, but not those that stage 3 has partitioned."""
     with torch.no_grad():
         for tensor, name in names.items():
             if not hasattr(tensor, "ds_id"):
@@ -209,18 +243,3 @@ def _fill_weights(engine: deepspeed.DeepSpeedEngine, stored: StoredState, names:
             elif not tensor.requires_grad:
                 with deepspeed.zero.GatheredParameters([tensor], modifier_rank=0):
                     tensor.copy_(stored.weight(name, tensor.shape))
-
-
-def _not_loaded(place: Path, reason: str) -> StorageError:
-    return StorageError(
-        f"{place}: the checkpoint cannot be loaded: {reason}; if the model's code has not changed, the files are "
-        "damaged: resume from another one [checkpoint-not-loaded]"
-    )
-
-
-def _by_whom(reported: StorageError) -> StorageError:
-    """Some files are read by one rank only, and the others wait for it in DeepSpeed's next collective. To be asked
-    once.
-    """
-    reported.is_of_one_rank = claims_error_report(str(reported))
-    return reported

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -51,10 +50,8 @@ class DeviceBatches:
         return _changed(inputs, self._converted) if self.half is not None or self.channels_last else inputs
 
     def _moved(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.to(self.device, non_blocking=True)
-        if isinstance(value, PackedSequence):
-            return value.to(self.device, non_blocking=True)  # type: ignore[arg-type]  # its annotation knows one overload
+        if isinstance(value, torch.Tensor | PackedSequence):
+            return value.to(self.device, non_blocking=True)  # type: ignore[arg-type]  # PackedSequence's knows one overload
         return value.to(self.device) if callable(getattr(value, "to", None)) else value
 
     def _converted(self, value: Any) -> Any:
@@ -81,24 +78,18 @@ def place(task: Task, device: torch.device) -> None:
 
 
 def _placed(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor | torch.nn.Module):
-        return value.to(device)
     if isinstance(value, partial):
-        positional, named = (_placed(item, device) for item in value.args), value.keywords.items()
-        return partial(
-            _placed(value.func, device), *positional, **{name: _placed(item, device) for name, item in named}
-        )
+        func, args, keywords = (_placed(part, device) for part in (value.func, value.args, value.keywords))
+        return partial(func, *args, **keywords)
     if type(value) in (list, tuple):
         return type(value)(_placed(item, device) for item in value)
     if type(value) is dict:
         return {key: _placed(item, device) for key, item in value.items()}
-    return value
+    return value.to(device) if isinstance(value, torch.Tensor | torch.nn.Module) else value
 
 
 def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Containers with `change` applied to whatever in them is none: a `PackedSequence`, a tuple by its type, is one
-    thing.
-    """
+    """Apply `change` to what is in containers; a `PackedSequence`, though a tuple by its type, is one thing."""
     if isinstance(value, torch.Tensor | PackedSequence):
         return change(value)
     if isinstance(value, Mapping):
@@ -107,9 +98,9 @@ def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
         return type(value)(*(_changed(item, change) for item in value))
     if isinstance(value, list | tuple):
         return type(value)(_changed(item, change) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type) and not callable(getattr(value, "to", None)):
+    if is_dataclass(value) and not isinstance(value, type) and not callable(getattr(value, "to", None)):
         changed = copy.copy(value)
-        for field in dataclasses.fields(value):
+        for field in fields(value):
             object.__setattr__(changed, field.name, _changed(getattr(value, field.name), change))
         return changed
     return change(value)

@@ -1,19 +1,22 @@
-"""The process group: started from the environment a launcher set (or a single process's own), ended in good order."""
+"""The device and the process group: facts of the machine, start from a launcher's environment, end in good order."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import hashlib
+import importlib.metadata
 import io
 import logging
 import os
+import platform
+import socket
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout, suppress
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,6 +38,10 @@ _OTHERS_ASK_SECONDS: Final = 2.0
 _LOOK_SECONDS: Final = 0.05
 # torch warns that a barrier takes the current device, where no group was bound to one: it is the right one.
 _OF_BARRIERS: Final = r"barrier\(\): using the device under current context"
+# Ranks wait for each other ten minutes (DEEPSPEED_TIMEOUT), and what takes longer hangs; not so while a checkpoint is
+# written: the others wait in DeepSpeed's last barrier while rank 0 writes what it writes for all.
+_OF_A_SAVE: Final = timedelta(hours=2)
+_PACKAGES: Final = ("dsf-trainer", "torch", "torchvision", "deepspeed", "pydantic", "numpy", "tensorboard")
 
 
 def device_name() -> str:
@@ -47,6 +54,38 @@ def device() -> torch.device:
     return torch.device(get_accelerator().current_device_name())
 
 
+@cache
+def describe_environment() -> dict[str, Any]:
+    """Versions, device and host of rank 0. No environment variables: they may hold secrets."""
+    accelerator = get_accelerator()
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return {
+        "versions": versions,
+        "accelerator": accelerator._name,
+        "device": torch.cuda.get_device_name() if accelerator._name == "cuda" else _processor(),
+        "devices_on_host": accelerator.device_count(),
+        "cuda": torch.version.cuda,
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        "command": sys.argv,
+    }
+
+
+def _processor() -> str:
+    """Model name of the processor, as Linux reports it."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
 def check_device(dtype: str, backend: str | None = None) -> None:
     """Refuse a precision that the device at hand cannot compute in, or a backend that does not drive it.
 
@@ -55,26 +94,22 @@ def check_device(dtype: str, backend: str | None = None) -> None:
     """
     needed = {"nccl": "cuda", "hccl": "npu"}.get(backend or "")
     if needed is not None and device_name() != needed:
-        raise ConfigError(
-            Problem(
-                kind="backend-unsupported",
-                key="run.backend",
-                value=backend,
-                reason=f"it drives {needed} devices and this machine's are {device_name()}",
-                fix="leave it out",
-            )
+        raise ConfigError.of(
+            kind="backend-unsupported",
+            key="run.backend",
+            value=backend,
+            reason=f"it drives {needed} devices and this machine's are {device_name()}",
+            fix="leave it out",
         )
     accelerator = get_accelerator()
     supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
     if dtype in supported and not supported[dtype]():
-        raise ConfigError(
-            Problem(
-                kind="precision-unsupported",
-                key="precision.dtype",
-                value=dtype,
-                reason=f"DeepSpeed's {device_name()} accelerator on this machine cannot train in it",
-                fix="use fp32 or autocast",
-            )
+        raise ConfigError.of(
+            kind="precision-unsupported",
+            key="precision.dtype",
+            value=dtype,
+            reason=f"DeepSpeed's {device_name()} accelerator on this machine cannot train in it",
+            fix="use fp32 or autocast",
         )
 
 
@@ -91,20 +126,18 @@ def check_device_of_rank(environment: Mapping[str, str]) -> None:
         return
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     of = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
-    error = ConfigError(
-        Problem(
-            kind="more-ranks-than-devices",
-            key="LOCAL_RANK",
-            value=int(local_rank),
-            reason=f"this process sees {counted(num_devices, 'device')}{of}, and the first one's number is 0",
-            fix="start no more ranks on a host than it has devices, or show every rank all of them",
-        )
+    error = ConfigError.of(
+        kind="more-ranks-than-devices",
+        key="LOCAL_RANK",
+        value=int(local_rank),
+        reason=f"this process sees {counted(num_devices, 'device')}{of}, and the first one's number is 0",
+        fix="start no more ranks on a host than it has devices, or show every rank all of them",
     )
     error.is_of_one_rank = int(local_rank) == num_devices
     raise error
 
 
-@contextlib.contextmanager
+@contextmanager
 def process_group(backend: str | None) -> Iterator[None]:
     """Join the process group for the time of the block; a group that exists already is used and left as it is.
 
@@ -122,13 +155,15 @@ def process_group(backend: str | None) -> Iterator[None]:
         _use_own_device()
         yield
         return
-    _describe_single_process()
+    if "RANK" not in os.environ:  # no launcher started this process: it is rank 0 of 1
+        single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        os.environ.update(single, MASTER_PORT=str(free_port()))
     check_environment(os.environ)
     use_own_cache()
     if os.environ.get("LOCAL_RANK", "0") == "0":
         remove_dead_buffers()
-    with explaining_rendezvous(), refusing_what_does_not_compile(), contextlib.redirect_stdout(io.StringIO()):
-        # Into the bin: DeepSpeed prints that its ops were built, on every rank.
+    with explaining_rendezvous(), refusing_what_does_not_compile(), redirect_stdout(io.StringIO()):
+        # DeepSpeed prints that its ops were built, on every rank.
         deepspeed.init_distributed(
             dist_backend=backend or get_accelerator().communication_backend_name(),
             auto_mpi_discovery=False,
@@ -138,10 +173,8 @@ def process_group(backend: str | None) -> Iterator[None]:
     yield
     gc.collect()  # engines are cyclic: what is left of them must go before the group that they use
     barrier()
-    # not torch's own: DeepSpeed keeps groups that it has made, for the next engine
-    deepspeed.comm.destroy_process_group()
-    # It keeps its own handle on the group as well, and would believe that it is still there.
-    deepspeed.comm.comm.cdb = None
+    deepspeed.comm.destroy_process_group()  # not torch's own: DeepSpeed keeps groups that it has made
+    deepspeed.comm.comm.cdb = None  # its own handle on the group, which it would believe to be still there
     remove_own_buffers(os.environ)
 
 
@@ -207,25 +240,28 @@ def claims_error_report(text: str, *, wait_seconds: float = 3.0) -> bool:
     try:
         if rank() == 0:
             store.set(key, "told")
-            deadline = time.monotonic() + _OTHERS_ASK_SECONDS
-            while store.add(f"{key}-asked", 0) < torch.distributed.get_world_size() - 1 and time.monotonic() < deadline:
-                time.sleep(_LOOK_SECONDS)
+            others = torch.distributed.get_world_size() - 1
+            _wait_until(lambda: store.add(f"{key}-asked", 0) >= others, _OTHERS_ASK_SECONDS)
             return True
         store.add(f"{key}-asked", 1)
-        deadline = time.monotonic() + wait_seconds
-        while time.monotonic() < deadline:  # no `wait`: torch writes pages about one that times out
-            if store.check([key]):
-                time.sleep(
-                    _OTHERS_ASK_SECONDS + 1.0
-                )  # a launcher that sees this rank end stops rank 0 before it has spoken
-                return False
-            time.sleep(_LOOK_SECONDS)
+        # no `store.wait`: torch writes pages about one that times out
+        is_told = _wait_until(lambda: store.check([key]), wait_seconds)
         me = str(rank())
-        is_first = str(store.compare_set(f"{key}-elsewhere", "", me).decode()) == me
+        is_first = not is_told and str(store.compare_set(f"{key}-elsewhere", "", me).decode()) == me
+        # A launcher that sees this rank end stops the one that speaks before it has spoken.
         time.sleep(0.0 if is_first else _OTHERS_ASK_SECONDS + 1.0)
         return is_first
     except RuntimeError:  # the store has gone with rank 0, which then had its own failure
         return True
+
+
+def _wait_until(is_so: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if is_so():
+            return True
+        time.sleep(_LOOK_SECONDS)
+    return False
 
 
 def quiet_deepspeed(log_file: Path) -> None:
@@ -235,9 +271,8 @@ def quiet_deepspeed(log_file: Path) -> None:
         make_own_folder(log_file.parent)
         handler = _LogFile(log_file, encoding="utf-8")
     except OSError as error:
-        refused = StorageError(f"{log_file}: this log cannot be written: {error.strerror or error} [log-not-opened]")
-        refused.is_of_one_rank = True
-        raise refused from error
+        refused = f"{log_file}: this log cannot be written: {error.strerror or error} [log-not-opened]"
+        raise StorageError(refused, is_of_one_rank=True) from error
     logger = logging.getLogger("DeepSpeed")
     for before in list(logger.handlers):
         if isinstance(before, logging.FileHandler):
@@ -273,22 +308,6 @@ def _use_own_device() -> None:
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
 
 
-def _describe_single_process() -> None:
-    """A process that no launcher started is rank 0 of 1; DeepSpeed would look for MPI otherwise."""
-    if "RANK" in os.environ:
-        return
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-
-
-# Longer waits while a checkpoint is written: one rank may have more to write than the others, on a disk that is slow
-# today. Elsewhere ranks wait for each other ten minutes (DEEPSPEED_TIMEOUT), and a collective that takes longer is
-# one that hangs. Those of a save are given two hours: the others wait in DeepSpeed's last barrier while rank 0 writes
-# what it writes for all.
-
-
-_OF_A_SAVE: Final = timedelta(hours=2)
-
-
 @contextmanager
 def collective_timeout() -> Iterator[None]:
     """Lengthen the timeout of collectives that begin in this block; a group with a longer timeout is left alone."""
@@ -312,9 +331,9 @@ def _backends() -> list[Any]:
     """Of all groups of this process: DeepSpeed waits in groups of its own as well."""
     found: dict[int, Any] = {}
     for group in torch.distributed.distributed_c10d._world.pg_map:
-        for device in group._device_types:
+        for kind in group._device_types:
             with suppress(RuntimeError):  # a kind of device that this machine does not have
-                backend = group._get_backend(device)
+                backend = group._get_backend(kind)
                 if hasattr(backend, "_set_default_timeout") and hasattr(getattr(backend, "options", None), "_timeout"):
                     found[id(backend)] = backend
     return list(found.values())

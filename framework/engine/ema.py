@@ -17,16 +17,12 @@ import torch
 from framework.checkpoint.state.optimizer_shards import EMA_KEY, OptimizerViews, opened
 from framework.config.run_config import RunConfig
 
-"""Key of the average in the optimizer's state of a weight."""
-
 
 class WeightAverage:
     """The average of one engine's weights: ema = decay x ema + (1 - decay) x weights after every so many steps."""
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, config: RunConfig) -> None:
-        """Begin with the next step of the engine, from the weights that it then has; or do nothing, if none is
-        wanted.
-        """
+        """Begin with the next step of the engine, from the weights that it then has, if an average is wanted."""
         self._engine, self._settings = engine, config.training.ema
         self._is_measured = config.evaluation.weights == "ema"
         self._first: dict[torch.Tensor, torch.Tensor] = {}  # of the step that is being taken
@@ -37,8 +33,7 @@ class WeightAverage:
 
     @contextmanager
     def in_evaluation(self) -> Iterator[None]:
-        """Within it the model computes with what is to be measured; nothing is copied but the model's own weights.
-        Collective.
+        """Within it the model computes with what is to be measured; only its own weights are copied. Collective.
 
         After an error the weights are not put back: that is collective as well, and the other ranks are elsewhere.
         """

@@ -1,19 +1,16 @@
-"""DeepSpeed's compiled ops: where torch keeps them, how they are compiled ahead, and what is said when they do not
-compile.
-"""
+"""DeepSpeed's compiled ops: where torch keeps them, how they are compiled ahead, and errors of their compiler."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from functools import partial
 from typing import Final
 
 import torch
 
-from framework.errors import ConfigError, Problem, printable
+from framework.errors import ConfigError, explaining, printable
 from framework.plan.compiled_ops import extensions_folder, path_of_compilers
 
 _NOT_BUILT: Final = re.compile(r"Error (?:building|compiling|checking compiler)[^']*(?:'(\w+)')?")
@@ -28,8 +25,7 @@ def use_own_cache() -> None:
     """Set TORCH_EXTENSIONS_DIR for this process, unless the user has, and let torch find this Python's ninja and its
     own library.
 
-    The path of torch's library stands unquoted in the command line of the linker that torch writes (2.15): a blank
-    would end it.
+    torch 2.15 does not quote that path in the linker's command line: a blank would end it.
     """
     os.environ["PATH"] = path_of_compilers(os.environ)
     if "TORCH_EXTENSIONS_DIR" not in os.environ:
@@ -37,42 +33,29 @@ def use_own_cache() -> None:
     if shlex.quote(torch.__path__[0]) != torch.__path__[0]:
         from torch.utils import cpp_extension  # here: nobody else needs it before DeepSpeed does
 
-        cpp_extension.TORCH_LIB_PATH = _quoted_once(cpp_extension.TORCH_LIB_PATH)
+        if not cpp_extension.TORCH_LIB_PATH.startswith("'"):
+            cpp_extension.TORCH_LIB_PATH = shlex.quote(cpp_extension.TORCH_LIB_PATH)
 
 
-def _quoted_once(path: str) -> str:
-    return path if path.startswith("'") else shlex.quote(path)
-
-
-@contextlib.contextmanager
-def refusing_what_does_not_compile() -> Iterator[None]:
-    """Make one line of a compiler's failure; the whole of it goes to the rank's log, as the cause.
-
-    Raises:
-        ConfigError: kind ``op-not-loadable``.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if not (problem := failure_of_compiler(error)):
-            raise
-        raise ConfigError(problem) from error
-
-
-def failure_of_compiler(error: BaseException) -> Problem | None:
-    """Return what torch's extension builder has failed with, in the compiler's own last words; None for another
+def failure_of_compiler(error: BaseException) -> ConfigError | None:
+    """Return a refusal in the compiler's own last words where torch's extension builder has failed; None for another
     error.
+
+    Returns:
+        ConfigError: kind ``op-not-loadable``.
     """
     text = str(error)
     found = _NOT_BUILT.search(text)
     if not isinstance(error, RuntimeError) or not found:
         return None
     lines = [line.strip() for line in text.splitlines()[1:] if line.strip()]
-    complaints = (
-        [line for line in lines if _COMPLAINT.search(line) and not line.startswith("ninja:")] or lines or [text]
-    )
-    reason = f"it does not compile: {printable(complaints[-1])[:_LONGEST_COMPLAINT]}"
-    return Problem(kind="op-not-loadable", key=found[1] or "compiler", reason=reason, fix=_FIX)
+    complaints = [line for line in lines if _COMPLAINT.search(line) and not line.startswith("ninja:")]
+    reason = f"it does not compile: {printable((complaints or lines or [text])[-1])[:_LONGEST_COMPLAINT]}"
+    return ConfigError.of(kind="op-not-loadable", key=found[1] or "compiler", reason=reason, fix=_FIX)
+
+
+# The whole of a compiler's failure goes to the rank's log, as the cause.
+refusing_what_does_not_compile = partial(explaining, failure_of_compiler)
 
 
 def compile_for_processors() -> None:

@@ -1,9 +1,6 @@
-"""Failures of data, batches and torch that can be explained, as one line of our own errors.
+"""Failures of data, batches and torch that can be explained, and code that exits in mid-run: one line of our own.
 
-Failures of training that have a known way out, which torch raises as any RuntimeError, and code that exits in
-mid-run: one line.
-
-The traceback goes to the rank's log. Where many ranks meet the same failure, one of them tells it.
+The traceback goes to the rank's log. Where many ranks meet the same failure, one of them reports it.
 """
 
 from __future__ import annotations
@@ -14,9 +11,10 @@ import re
 import sysconfig
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from traceback import walk_tb
-from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -24,8 +22,8 @@ from torch import Tensor
 
 from framework.engine.distributed import claims_error_report
 from framework.engine.extensions import failure_of_compiler
-from framework.engine.lost_peers import explaining_lost_peers, is_lost_peer
-from framework.errors import FrameworkError, TrainingError, in_one_line, printable
+from framework.engine.rendezvous import is_lost_peer, lost_peer
+from framework.errors import FrameworkError, TrainingError, explaining, in_one_line, printable
 from framework.system.exits import refusing_exits
 
 _NO_DEVICE_MEMORY: Final = re.compile(r"(CUDA|HIP) (error: )?out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED")
@@ -56,65 +54,62 @@ _WAYS_OUT: Final = {
     "Memory), or set data.num_workers or data.prefetch_batches lower",
 }
 _NO_WAY_OUT_KNOWN: Final = "the code that reads the data has ended its process: data.num_workers=0 shows where"
+# How torch hands over a worker's error: one of the same class, whose text is the worker's whole traceback.
+_FROM_WORKER: Final = re.compile(r"Caught \w+ in ")
+
+_ENGINES: Final = ("framework.engine.plain_engine", "framework.engine.pipeline_engine", "framework.engine.step_loss")
+_CALLS: Final = {"forward": "the model", "loss": "the loss", "count": "count()", "measure": "the metrics"}
+_EXPLAINED: Final = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError)
+_FOREIGN: Final = tuple(sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib"))
+_OWN: Final = str(Path(__file__).parents[1])
+_LONGEST: Final = 300
+_MOST_SHOWN: Final = 8
 
 
 @contextmanager
 def explaining_failures(logs: Path) -> Iterator[None]:
-    """Turn failures of training that can be explained into our errors: lost peers, failed batches, known messages."""
-    with explaining_lost_peers(), explaining_failed_batches(logs), explaining_known_failures():
+    """Turn failures of training that can be explained into our errors: known messages, failed batches, lost peers."""
+    with (
+        explaining(_known, partial(_of_batch, logs=logs), lost_peer),
+        refusing_exits(speaks=claims_error_report),
+    ):
         yield
 
 
-@contextmanager
-def explaining_known_failures() -> Iterator[None]:
-    """Re-raise failures with a known way out as a TrainingError, with the torch error as its cause."""
-    try:
-        with refusing_exits(speaks=claims_error_report):
-            yield
-    except (RuntimeError, MemoryError, OSError) as error:
-        line = known_failure(error)
-        if not line:
-            raise
-        reported = TrainingError(f"rank {os.environ.get('RANK', '0')}: {line}")
-        reported.is_of_one_rank = claims_error_report(line.rpartition("[")[2])
-        raise reported from error
+def _known(error: Exception) -> TrainingError | None:
+    line = known_failure(error)
+    if not line:
+        return None
+    is_of_one_rank = claims_error_report(line.rpartition("[")[2])
+    return TrainingError(f"rank {os.environ.get('RANK', '0')}: {line}", is_of_one_rank=is_of_one_rank)
 
 
 def known_failure(error: BaseException) -> str:
     """Return one line with the event, the way out and the kind of a known failure; empty where it is not known."""
-    if isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and _NO_DEVICE_MEMORY.search(str(error))
-    ):
+    stated, is_torchs = str(error), isinstance(error, RuntimeError)
+    if isinstance(error, torch.OutOfMemoryError) or (is_torchs and _NO_DEVICE_MEMORY.search(stated)):
         way_out = _SMALLER_EVALUATION if _is_from_evaluation(error) else _SMALLER_STEPS
-        return f"the device has no memory left{_numbers(str(error))}; {way_out} [out-of-memory]"
-    if problem := failure_of_compiler(error):
-        return str(problem)
-    if isinstance(error, RuntimeError) and (operation := _NOT_DETERMINISTIC.search(str(error))):
+        parts = [f"{asked[1]} were asked for"] if (asked := _ASKED.search(stated)) else []
+        parts += [f"{free[2]} of {free[1]} are free"] if (free := _FREE.search(stated)) else []
+        numbers = f" ({', '.join(parts)})" if parts else ""
+        return f"the device has no memory left{numbers}; {way_out} [out-of-memory]"
+    if refused := failure_of_compiler(error):
+        return str(refused)
+    if is_torchs and (operation := _NOT_DETERMINISTIC.search(stated)):
         return (
             f"{printable(operation[1])} gives other bits in every run on this device; set "
             "training.deterministic: false, or use another operation [not-deterministic]"
         )
-    if _is_out_of_host_memory(error):
+    if (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or (is_torchs and _NO_HOST_MEMORY.search(stated))
+    ):
         return f"the host has no memory left for this process; {_SMALLER_ON_HOST} [out-of-host-memory]"
-    if isinstance(error, RuntimeError) and (dead := _death_of_worker(error)):
+    if is_torchs and (dead := _death_of_worker(error)):
         way_out = _WAYS_OUT.get((dead[2] or "").strip(), _NO_WAY_OUT_KNOWN)
         return f"a worker that reads the data {printable(dead[1].strip())}: {way_out} [data-worker-ended]"
     return ""
-
-
-def _is_out_of_host_memory(error: BaseException) -> bool:
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and _NO_HOST_MEMORY.search(str(error)) is not None
-    )
-
-
-def _numbers(stated: str) -> str:
-    asked, free = _ASKED.search(stated), _FREE.search(stated)
-    parts = [f"{asked[1]} were asked for"] if asked else []
-    parts += [f"{free[2]} of {free[1]} are free"] if free else []
-    return f" ({', '.join(parts)})" if parts else ""
 
 
 def _is_from_evaluation(error: BaseException) -> bool:
@@ -129,16 +124,8 @@ def _death_of_worker(error: BaseException) -> re.Match[str] | None:
     return (dead and not dead[2] and before and _DEAD_WORKER.search(str(before))) or dead
 
 
-# Data that a rank cannot read: told in one line, by one rank, whichever it is, and whether a worker read it or the
-# rank itself.
-
-
-# How torch hands over a worker's error: one of the same class, whose text is the worker's whole traceback.
-_FROM_WORKER: Final = re.compile(r"Caught \w+ in ")
-
-
 class ExplainedData:
-    """A loader, for training or for evaluation, whose errors are told."""
+    """A loader, for training or for evaluation, whose errors are explained."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -148,95 +135,69 @@ class ExplainedData:
 
     def __iter__(self) -> Iterator[Any]:
         """As the evaluation loader's."""
-        with explaining_data_errors():
+        with explaining(_of_data):
             yield from self._loader
 
     def stream(self, start_step: int) -> Generator[Any, None, None]:
         """As the training loader's."""
-        with explaining_data_errors():
+        with explaining(_of_data):
             yield from self._loader.stream(start_step)
 
 
-@contextmanager
-def explaining_data_errors() -> Iterator[None]:
-    """The ranks read different samples: what one of them meets, it has to tell. What all meet, rank 0 tells."""
-    try:
-        yield
-    except FrameworkError as error:
-        reported = _without_traceback(error)
-        reported.is_of_one_rank = claims_error_report(str(reported))
-        if reported is error:
-            raise
-        raise reported from error
+def _of_data(error: Exception) -> FrameworkError | None:
+    """Without a worker's traceback, which stands before its message. The ranks read different samples: what one of them
+    meets, it has to report; what all meet, rank 0 reports.
+    """
+    if not isinstance(error, FrameworkError):
+        return None
+    reported, stated = error, str(error)
+    if _FROM_WORKER.match(stated):
+        of_error = re.compile(rf"^(?:[\w.]+\.)?{type(error).__name__}: ", re.MULTILINE)
+        reported = type(error)(of_error.split(stated)[-1].strip())
+    reported.is_of_one_rank = claims_error_report(str(reported))
+    return None if reported is error else reported
 
 
-def _without_traceback(error: FrameworkError) -> FrameworkError:
-    """Return the error with a worker's message alone, without the traceback before it."""
-    stated = str(error)
-    if not _FROM_WORKER.match(stated):
-        return error
-    of_error = re.compile(rf"^(?:[\w.]+\.)?{type(error).__name__}: ", re.MULTILINE)
-    return type(error)(of_error.split(stated)[-1].strip())
-
-
-# Errors that the model or the loss raises about a batch: one line with what they were given, instead of torch's
-# traceback. The batch is found in the frames of the error, so that a step costs nothing more. The traceback goes to
-# the rank's log.
-
-
-_ENGINES: Final = tuple(f"framework.engine.{name}" for name in ("plain_engine", "pipeline_engine", "step_loss"))
-_CALLS: Final = {"forward": "the model", "loss": "the loss", "count": "count()", "measure": "the metrics"}
-_EXPLAINED: Final = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError)
-_FOREIGN: Final = tuple(sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib"))
-_OWN: Final = str(Path(__file__).parents[1])
-_LONGEST: Final = 300
-_MOST_SHOWN: Final = 8
-
-
-@contextmanager
-def explaining_failed_batches(logs: Path) -> Iterator[None]:
-    """Raise a TrainingError that shows the batch where the model or the loss fails on it; other errors pass."""
-    try:
-        yield
-    except _EXPLAINED as error:
-        if isinstance(error, (FrameworkError, torch.OutOfMemoryError)) or is_lost_peer(error):
-            raise
-        rank = os.environ.get("RANK", "0")
-        line = explain_failed_batch(error)
-        if not line:
-            raise
-        reported = TrainingError(f"rank {rank}: {line} (traceback: {logs}/rank{rank}.log) [batch-failed]")
-        reported.is_of_one_rank = claims_error_report("batch-failed")
-        raise reported from error
+def _of_batch(error: Exception, *, logs: Path) -> TrainingError | None:
+    """Return an error that shows the batch on which the model or the loss has failed; None for other errors."""
+    line = explain_failed_batch(error)
+    if not line or is_lost_peer(error):
+        return None
+    rank = os.environ.get("RANK", "0")
+    text = f"rank {rank}: {line} (traceback: {logs}/rank{rank}.log) [batch-failed]"
+    return TrainingError(text, is_of_one_rank=claims_error_report("batch-failed"))
 
 
 def explain_failed_batch(error: BaseException) -> str:
-    """Explain a failure of the model or the loss: the error, the batch and the way out; empty for other errors."""
+    """Explain a failure of the model or the loss: the error, the batch and the way out; empty for other errors.
+
+    The batch is found in the frames of the error, so that a step costs nothing more.
+    """
+    if not isinstance(error, _EXPLAINED):
+        return ""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    number = next(
+    call = next(
         (
-            at
-            for at, frame in enumerate(frames)
-            if _module(frame) in _ENGINES and at + 1 < len(frames) and frames[at + 1].f_code.co_name in _CALLS
+            inner
+            for outer, inner in pairwise(frames)
+            if outer.f_globals.get("__name__") in _ENGINES and inner.f_code.co_name in _CALLS
         ),
         None,
     )
-    if number is None:
+    if call is None:
         return ""
-    call = frames[number + 1]
     name = call.f_code.co_name
     first, second = (call.f_locals.get(argument) for argument in call.f_code.co_varnames[1:3])
-    inputs, given = (second, f"it was given {describe(second)}")
-    hint = ""
     if name == "forward":
-        hint = _hint_of_model(error, inputs)
+        given, hint = describe(second), _hint_of_model(error, second)
     elif name == "count":
-        given = f"it was given targets {describe(first)}"
+        given, hint = f"targets {describe(first)}", ""
     else:
-        given = f"it was given outputs {describe(first)} and targets {describe(second)}"
-        if any(frame.f_code.co_name == "cross_entropy" for frame in frames):
-            hint = _hint_of_classes(first, second)
-    text = f"{_CALLS[name]} fails on a batch{_place(error)}: {printable(in_one_line(error, longest=_LONGEST))}; {given}"
+        given = f"outputs {describe(first)} and targets {describe(second)}"
+        is_cross_entropy = any(frame.f_code.co_name == "cross_entropy" for frame in frames)
+        hint = _hint_of_classes(first, second) if is_cross_entropy else ""
+    stated = printable(in_one_line(error, longest=_LONGEST))
+    text = f"{_CALLS[name]} fails on a batch{_place(error)}: {stated}; it was given {given}"
     return f"{text}; {hint}" if hint else text
 
 
@@ -257,18 +218,17 @@ def describe(value: Any) -> str:
 def _hint_of_model(error: BaseException, inputs: Any) -> str:
     if isinstance(error, TypeError) and isinstance(inputs, list):
         return "samples ((a, b), target) hand it one list: write samples (a, b, target), and forward(a, b) gets both"
-    parts = (
-        inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, (list, tuple)) else (inputs,)
-    )
+    parts = inputs.values() if isinstance(inputs, Mapping) else inputs
+    parts = parts if isinstance(inputs, (Mapping, list, tuple)) else (inputs,)
     tensors = [part for part in parts if isinstance(part, Tensor)]
     if isinstance(error, IndexError) and (numbers := [part for part in tensors if _is_whole(part) and part.numel()]):
-        if all(part.device.type == "cpu" for part in numbers):
-            low, high = (min(int(part.min()) for part in numbers), max(int(part.max()) for part in numbers))
-            return (
-                f"its whole numbers go from {low} to {high}: "
-                "an embedding needs more rows than the largest, and none is negative"
-            )
-        return ""
+        if any(part.device.type != "cpu" for part in numbers):
+            return ""
+        low, high = min(int(part.min()) for part in numbers), max(int(part.max()) for part in numbers)
+        return (
+            f"its whole numbers go from {low} to {high}: an embedding needs more rows than the largest, and none is "
+            "negative"
+        )
     if isinstance(error, RuntimeError) and "type" in str(error):
         if any(_is_whole(part) for part in tensors):
             return "return floating-point inputs from the dataset: x.float(), for images x.float() / 255"
@@ -287,11 +247,8 @@ def _hint_of_classes(outputs: Any, targets: Any) -> str:
         return "class numbers have the shape (batch,): target.squeeze(-1) in the dataset"
     if targets.ndim < outputs.ndim and targets.dtype != torch.int64:
         numbers = "class numbers are int64: int(target) or target.long() in the dataset"
-        return (
-            f"{numbers}; to predict values, task: {{target: 'torch.nn:MSELoss'}}"
-            if targets.is_floating_point()
-            else numbers
-        )
+        other = "; to predict values, task: {target: 'torch.nn:MSELoss'}"
+        return f"{numbers}{other if targets.is_floating_point() else ''}"
     classes = outputs.shape[1] if outputs.ndim > 1 else 0
     if classes and targets.ndim == outputs.ndim - 1 and targets.device.type == "cpu" and targets.numel():
         low, high = int(targets.min()), int(targets.max())
@@ -307,14 +264,9 @@ def _is_whole(value: Tensor) -> bool:
     return not value.is_floating_point() and not value.is_complex()
 
 
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
-
-
 def _place(error: BaseException) -> str:
     """The last line of the user's own code on the way to the error."""
     places = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-    own = [place for place in places if not place[0].startswith((*_FOREIGN, _OWN, "<"))]
-    engines = [at for at, (file, _) in enumerate(places) if file.startswith(_OWN) and file.endswith("_engine.py")]
-    after = [place for place in places[engines[0] if engines else 0 :] if place in own]
+    engines = (at for at, (file, _) in enumerate(places) if file.startswith(_OWN) and file.endswith("_engine.py"))
+    after = [place for place in places[next(engines, 0) :] if not place[0].startswith((*_FOREIGN, _OWN, "<"))]
     return f" at {after[-1][0]}:{after[-1][1]}" if after else ""

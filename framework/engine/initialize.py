@@ -1,15 +1,14 @@
-"""Code that both engines share: the call of `deepspeed.initialize`, schedules, saving and loading.
-
-Code that both engines share: how DeepSpeed makes them, and how they are saved and loaded.
-"""
+"""Base of both engines: the call of `deepspeed.initialize`, the cosine schedule, saving and loading."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import deepspeed
 import torch
@@ -20,18 +19,21 @@ from framework.checkpoint.state.checkpoint_engine import use_atomic_files
 from framework.checkpoint.state.optimizer_shards import Names
 from framework.config.scheduler import Cosine
 from framework.engine.checkpoint_bytes import load_bytes, move_in, save_bytes
-from framework.engine.device_batches import HALF, DeviceBatches
+from framework.engine.device_batches import HALF, DeviceBatches, place
 from framework.engine.distributed import collective_timeout, device
 from framework.engine.ema import WeightAverage
+from framework.engine.metrics import engine_metrics
 from framework.engine.workarounds.fp32_sums import taking_zero_optimizer
+from framework.engine.workarounds.grad_norm import keep_norm
 from framework.engine.workarounds.grad_scaler import forget_autocast
 from framework.engine.workarounds.gradient_order import keep_gradient_order
 from framework.engine.workarounds.module_buffers import share_buffers
-from framework.errors import ConfigError, Problem
+from framework.errors import ConfigError, explaining
 from framework.models.adapt import parameter_groups
 from framework.plan.plan import Plan
 from framework.plan.render import schedule_steps
 from framework.system.files import FileRecord, NewFile
+from framework.tasks.task import Task
 
 # The cosine schedule. DeepSpeed's own WarmupCosineLR spends the first step at learning rate zero; this one does not.
 
@@ -49,16 +51,13 @@ class CosineSchedule:
     """Sets the rate of every parameter group; has the methods that DeepSpeed calls on a client schedule."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, factor: Callable[[int], float]) -> None:
-        self.optimizer = optimizer
-        self._factor = factor
+        self.optimizer, self._factor = optimizer, factor
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        self._step = 0
-        self._apply()
+        self._go_to(0)
 
     def step(self) -> None:
         """An optimizer step was taken."""
-        self._step += 1
-        self._apply()
+        self._go_to(self._step + 1)
 
     def get_last_lr(self) -> list[float]:
         """Learning rate of every group."""
@@ -72,12 +71,12 @@ class CosineSchedule:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position."""
-        self._step = int(state["step"])
-        self._apply()
+        self._go_to(int(state["step"]))
 
-    def _apply(self) -> None:
+    def _go_to(self, step: int) -> None:
+        self._step = step
         for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
-            group["lr"] = base * self._factor(self._step)
+            group["lr"] = base * self._factor(step)
 
 
 def client_schedule(plan: Plan) -> Callable[[torch.optim.Optimizer], CosineSchedule] | None:
@@ -85,17 +84,14 @@ def client_schedule(plan: Plan) -> Callable[[torch.optim.Optimizer], CosineSched
     scheduler = plan.config.scheduler
     if not isinstance(scheduler, Cosine):
         return None
-    total = schedule_steps(plan)
+    factor = partial(
+        cosine_factor,
+        warmup_steps=scheduler.warmup_steps,
+        total_steps=schedule_steps(plan),
+        min_ratio=scheduler.min_ratio,
+    )
+    return partial(CosineSchedule, factor=factor)
 
-    def factor(step: int) -> float:
-        return cosine_factor(
-            step, warmup_steps=scheduler.warmup_steps, total_steps=total, min_ratio=scheduler.min_ratio
-        )
-
-    return lambda optimizer: CosineSchedule(optimizer, factor=factor)
-
-
-_NO_BYTES: Final = "dim() cannot be 0 to view"
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """The user's optimizer, where the JSON names none."""
@@ -110,7 +106,11 @@ def initialize(
     with refusing_scalars(), _sending_scalars(), taking_zero_optimizer():
         engine, _, _, _ = deepspeed.initialize(
             model=model,
-            model_parameters=_trained_parameters(plan, model),
+            model_parameters=parameter_groups(
+                model.parameters(),
+                weight_decay=getattr(plan.config.optimizer, "weight_decay", 0.0),
+                weight_decay_on=getattr(plan.config.optimizer, "weight_decay_on", "all"),
+            ),
             optimizer=make_optimizer,
             lr_scheduler=client_schedule(plan),
             dist_init_required=False,
@@ -134,30 +134,27 @@ def _refuse_number_types(plan: Plan, model: torch.nn.Module) -> None:
             reason = f"the model's weight {name} is {dtype}, which DeepSpeed cannot train"
             pair = "keep its real view (torch.view_as_real) as the weight, and join it in forward"
             fix, at = (pair, "") if parameter.is_complex() else ("use .float()", " at zero.stage 0")
-            raise ConfigError(Problem(kind="weight-type", key="model", reason=f"{reason}{at}", fix=fix))
+            raise ConfigError.of(kind="weight-type", key="model", reason=f"{reason}{at}", fix=fix)
 
 
-@contextmanager
-def refusing_scalars() -> Iterator[None]:
+def _scalar_refusal(error: BaseException) -> ConfigError | None:
     """At stage 3 DeepSpeed sends bytes in many places: there a weight without dimensions is refused.
 
-    Raises:
+    Returns:
         ConfigError: kind ``scalar-weight``.
     """
-    try:
-        yield
-    except Exception as error:
-        if _NO_BYTES not in str(error):
-            raise
-        raise ConfigError(
-            Problem(
-                kind="scalar-weight",
-                key="zero.stage",
-                value=3,
-                reason="the model has a weight without dimensions, which DeepSpeed cannot spread over ranks",
-                fix="make it a vector of one number, torch.ones(1) instead of torch.tensor(1.0), or set zero.stage: 2",
-            )
-        ) from error
+    if "dim() cannot be 0 to view" not in str(error):
+        return None
+    return ConfigError.of(
+        kind="scalar-weight",
+        key="zero.stage",
+        value=3,
+        reason="the model has a weight without dimensions, which DeepSpeed cannot spread over ranks",
+        fix="make it a vector of one number, torch.ones(1) instead of torch.tensor(1.0), or set zero.stage: 2",
+    )
+
+
+refusing_scalars = partial(explaining, _scalar_refusal)
 
 
 @contextmanager
@@ -183,47 +180,73 @@ def _sending_scalars() -> Iterator[None]:
         deepspeed.DeepSpeedEngine._broadcast_model = send
 
 
-def device_batches(plan: Plan) -> DeviceBatches:
-    """Build what moves the run's batches to this rank's device, in the type and the layout that the model wants."""
-    return DeviceBatches(device(), HALF.get(plan.config.precision.dtype), plan.config.training.channels_last)
+@dataclass(frozen=True)
+class Step:
+    """Result of one step.
 
-
-def _trained_parameters(plan: Plan, model: torch.nn.Module) -> list[torch.nn.Parameter] | list[dict[str, Any]]:
-    """Return the parameters for the optimizer: those that are trained, in groups where weight decay is not for all of
-    them.
+    Attributes:
+        read_loss: reads the loss, which is still on the device. Collective.
+        lr: the learning rate that the step was taken with.
+        may_be_skipped: it may have left the weights as they were.
     """
-    optimizer = plan.config.optimizer
-    return parameter_groups(
-        model.parameters(),
-        weight_decay=getattr(optimizer, "weight_decay", 0.0),
-        weight_decay_on=getattr(optimizer, "weight_decay_on", "all"),
-    )
+
+    engine: BaseEngine
+    read_loss: Callable[[], float]
+    lr: float
+    may_be_skipped: bool
+
+    def read(self) -> Mapping[str, float]:
+        loss = {"train/loss": self.read_loss(), "train/lr": self.lr}
+        return loss | engine_metrics(self.engine.engine, self.engine.kept_norm)
 
 
-class EngineFiles:
-    """The checkpoints of one engine: DeepSpeed's files plus the random state of every rank."""
+class BaseEngine:
+    """One of DeepSpeed's engines, the task that says what a batch means, and the files of its checkpoints."""
 
     def __init__(
-        self, engine: deepspeed.DeepSpeedEngine, *, names: Callable[[], Names], average: WeightAverage
+        self,
+        engine: deepspeed.DeepSpeedEngine,
+        plan: Plan,
+        task: Task,
+        *,
+        names: Callable[[], Names],
+        stages: Any = None,
     ) -> None:
-        """`names` tells the plain names of what the engine holds; they are asked for when they are needed."""
-        self._engine, self._names, self._average = engine, names, average
+        """Take the engine.
+
+        Args:
+            engine: DeepSpeed's.
+            plan: what was decided.
+            task: loss and metrics; what it holds is moved to the device.
+            names: tells the plain names of what the engine holds, when they are needed.
+            stages: process group of a pipeline's stages.
+        """
+        place(task, device())
+        self.engine, self._task, self._names = engine, task, names
+        self._batches = DeviceBatches(
+            device(), HALF.get(plan.config.precision.dtype), plan.config.training.channels_last
+        )
+        self._average = WeightAverage(engine, plan.config)
         self._files = use_atomic_files(engine)
+        self.kept_norm = keep_norm(engine, stages=stages)
 
     def save(
-        self, folder: Path, tag: str, state: Mapping[str, Any], *, open_file: OpenFile
+        self, folder: Path, tag: str, state: Mapping[str, Any], *, open_file: OpenFile = NewFile
     ) -> Mapping[str, FileRecord]:
-        """Write ``folder/tag``; returns what this rank wrote. Collective."""
-        share_buffers(self._engine)  # so that a run that is resumed, where all have what is saved, is the unbroken one
+        """DeepSpeed's files plus the random state of every rank. Collective."""
+        share_buffers(self.engine)  # so that a run that is resumed, where all have what is saved, is the unbroken one
         with collective_timeout() if open_file is NewFile else nullcontext():
-            return save_bytes(self._engine, self._files, folder, tag, state, names=self._names(), open_file=open_file)
+            return save_bytes(self.engine, self._files, folder, tag, state, names=self._names(), open_file=open_file)
 
     def load(self, checkpoint: SavedCheckpoint, *, moved: bool) -> Mapping[str, Any]:
-        """Put back what `save` wrote, on these ranks or, if it `moved`, on others. Collective."""
-        state = (
-            move_in(self._engine, checkpoint, names=self._names())
-            if moved
-            else load_bytes(self._engine, checkpoint.folder, checkpoint.tag)
-        )
+        """Put back weights, optimizer, schedule and, unless it moved, this rank's random state. Collective."""
+        if moved:
+            state = move_in(self.engine, checkpoint, names=self._names())
+        else:
+            state = load_bytes(self.engine, checkpoint.folder, checkpoint.tag)
         self._average.after_load()
         return state
+
+    def close(self) -> None:
+        """Remove DeepSpeed's hooks and buffers."""
+        self.engine.destroy()

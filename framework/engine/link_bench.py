@@ -10,7 +10,6 @@ number of ranks and can be compared with the link.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import itertools
 import json
@@ -19,6 +18,8 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +29,7 @@ import torch.distributed as dist
 # What `framework.doctor.member` looks for among whatever else a rank prints.
 RESULT: Final = "@link_bench "
 _MIB: Final = 1 << 20
-_LARGEST: Final = {"gloo": 64 * _MIB, "nccl": 1024 * _MIB}
+_SIZES: Final = {"gloo": [_MIB * 4**power for power in range(4)], "nccl": [_MIB * 4**power for power in range(6)]}
 _PAIR_BYTES: Final = {"gloo": 4 * _MIB, "nccl": 64 * _MIB}
 _MOST_ROUNDS: Final = 15
 _JOIN_SECONDS: Final = 120
@@ -42,14 +43,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=0.5, help="about how long each size is measured")
     asked = parser.parse_args()
     uses_cuda = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
-    backend = "nccl" if uses_cuda else "gloo"
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if uses_cuda else torch.device("cpu")
     if uses_cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=_JOIN_SECONDS))
-    found = measure(
-        device, backend=backend, seconds=asked.seconds, folder=asked.folder, file_bytes=asked.file_mib * _MIB
-    )
+    dist.init_process_group("nccl" if uses_cuda else "gloo", timeout=datetime.timedelta(seconds=_JOIN_SECONDS))
+    found = measure(device, seconds=asked.seconds, folder=asked.folder, file_bytes=asked.file_mib * _MIB)
     if dist.get_rank() == 0:
         print(RESULT + json.dumps(found), flush=True)
     dist.barrier()
@@ -57,32 +55,34 @@ def main() -> int:
     return 0
 
 
-def measure(
-    device: torch.device, *, backend: str, seconds: float, folder: Path | None, file_bytes: int
-) -> dict[str, Any]:
+def measure(device: torch.device, *, seconds: float, folder: Path | None, file_bytes: int) -> dict[str, Any]:
     """Everything, as plain values. Collective.
 
     Args:
         device: this rank's.
-        backend: ``nccl`` or ``gloo``.
         seconds: about how long each size is measured.
         folder: where files are written and read; None: nowhere.
         file_bytes: how large each is.
     """
-    hosts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, (socket.gethostname(), int(os.environ.get("LOCAL_RANK", "0"))))
+    backend = dist.get_backend()
+    hosts = _gather((socket.gethostname(), int(os.environ.get("LOCAL_RANK", "0"))))
     speak = [rank for rank, (_, local) in enumerate(hosts) if local == 0]
     units = speak if len(speak) > 1 else list(range(len(hosts)))  # on one host its ranks are compared
     labels = [hosts[rank][0] if len(speak) > 1 else f"rank {rank}" for rank in units]
-    sizes = _sizes(_LARGEST[backend])
     return {
         "backend": backend,
         "world_size": len(hosts),
         "hosts": [hosts[rank][0] for rank in speak],
-        "all_reduce": list(all_reduces(sizes, device, seconds=seconds)) if len(hosts) > 1 else [],
+        "all_reduce": list(all_reduces(_SIZES[backend], device, seconds=seconds)) if len(hosts) > 1 else [],
         "pairs": pairs(units, labels, device, num_bytes=_PAIR_BYTES[backend]) if len(units) > 1 else [],
         "storage": storage(folder, file_bytes, speak) if folder is not None else [],
     }
+
+
+def _gather(value: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
 
 
 def all_reduces(sizes: Sequence[int], device: torch.device, *, seconds: float) -> Iterator[dict[str, float]]:
@@ -97,10 +97,14 @@ def all_reduces(sizes: Sequence[int], device: torch.device, *, seconds: float) -
 def all_reduce(num_bytes: int, device: torch.device, *, seconds: float) -> dict[str, float]:
     """One size: the time of one all-reduce as the slowest rank sees it, and both bandwidths. Collective."""
     tensor = torch.zeros(num_bytes // 4, device=device)
+
+    def slowest(repeats: int) -> float:
+        took = torch.tensor(_timed(lambda: dist.all_reduce(tensor), device, repeats=repeats), dtype=torch.float64)
+        dist.all_reduce(shared := took.to(device), dist.ReduceOp.MAX)
+        return float(shared)
+
     dist.all_reduce(tensor)  # connects
-    once = _slowest(torch.tensor(_timed(lambda: dist.all_reduce(tensor), device, repeats=1)), device)
-    repeats = int(min(max(seconds / max(once, 1e-9), 2), 200))
-    took = _slowest(torch.tensor(_timed(lambda: dist.all_reduce(tensor), device, repeats=repeats)), device)
+    took = slowest(int(min(max(seconds / max(slowest(1), 1e-9), 2), 200)))
     algorithm, count = num_bytes / took, dist.get_world_size()
     return {"bytes": num_bytes, "seconds": took, "algorithm": algorithm, "bus": algorithm * 2 * (count - 1) / count}
 
@@ -116,15 +120,11 @@ def pairs(units: Sequence[int], labels: Sequence[str], device: torch.device, *, 
                 speed = _exchange(other, device, num_bytes=num_bytes)
                 if dist.get_rank() == units[a]:
                     own.append({"a": labels[a], "b": labels[b], "bytes_per_second": speed})
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    return [each for some in everyone for each in some]
+    return [each for some in _gather(own) for each in some]
 
 
 def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
-    """Every pair of `count` once, in rounds in which each takes part at most once (the circle method of
-    tournaments).
-    """
+    """Every pair of `count` once, in rounds in which each takes part at most once (the circle method)."""
     seats: list[int | None] = [*range(count), *([None] if count % 2 else [])]
     for _ in range(len(seats) - 1):
         facing = zip(seats[: len(seats) // 2], reversed(seats[len(seats) // 2 :]), strict=True)
@@ -133,21 +133,17 @@ def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def storage(folder: Path, num_bytes: int, writers: Sequence[int]) -> list[dict[str, Any]]:
-    """Measure the bandwidth of storage: each host writes, flushes and reads again, all of them at the same time as in a
-    checkpoint. Collective.
-    """
+    """Each host writes, flushes and reads again, all of them at the same time as in a checkpoint. Collective."""
     dist.barrier()
     found = _write_and_read(folder, num_bytes) if dist.get_rank() in writers else None
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    return [each for each in everyone if each is not None]
+    return [each for each in _gather(found) if each is not None]
 
 
 def _write_and_read(folder: Path, num_bytes: int) -> dict[str, Any]:
     place = next(each for each in (folder, *folder.parents) if each.is_dir())
-    path = place / f".preflight-bench-{socket.gethostname()}-{os.getpid()}"
-    block = os.urandom(4 * _MIB)  # zeros would be stored in no time by a file system that compresses
     host = socket.gethostname()
+    path = place / f".preflight-bench-{host}-{os.getpid()}"
+    block = os.urandom(4 * _MIB)  # zeros would be stored in no time by a file system that compresses
     try:
         began = time.perf_counter()
         with path.open("wb") as file:
@@ -165,7 +161,7 @@ def _write_and_read(folder: Path, num_bytes: int) -> dict[str, Any]:
     except OSError as error:
         return {"host": host, "error": f"{place}: {error.strerror or error}"}
     finally:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             path.unlink()
 
 
@@ -184,32 +180,13 @@ def _exchange(other: int, device: torch.device, *, num_bytes: int, repeats: int 
 
 def _timed(do: Callable[[], object], device: torch.device, *, repeats: int) -> float:
     """Seconds for one of `repeats`."""
-    _synchronize(device)
+    synchronize = partial(torch.cuda.synchronize, device) if device.type == "cuda" else torch.cpu.synchronize
+    synchronize()
     began = time.perf_counter()
     for _ in range(repeats):
         do()
-    _synchronize(device)
+    synchronize()
     return (time.perf_counter() - began) / repeats
-
-
-def _slowest(value: torch.Tensor, device: torch.device) -> float:
-    shared = value.to(device, torch.float64)
-    dist.all_reduce(shared, dist.ReduceOp.MAX)
-    return float(shared)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _sizes(largest: int) -> list[int]:
-    """1 MiB, 4 MiB... up to the largest."""
-    size, found = _MIB, []
-    while size <= largest:
-        found.append(size)
-        size *= 4
-    return found
 
 
 if __name__ == "__main__":

@@ -1,20 +1,28 @@
-"""Numbers that are read from the device: each function here waits for it."""
+"""Numbers that are read from the device, metrics and times of layers: each function here waits for it."""
 
 from __future__ import annotations
 
 import resource
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any, Final
 
 import deepspeed
 import torch
 import torch.distributed
 from deepspeed.accelerator import get_accelerator
 
-from framework.engine.distributed import gather
+from framework.config.precision import BF16, FP16, FP32, Autocast
+from framework.engine.device_batches import HALF, DeviceBatches
+from framework.engine.distributed import device, gather
 from framework.engine.workarounds.grad_norm import KeptNorm
-from framework.errors import ConfigError, Problem
+from framework.errors import ConfigError, in_one_line
+from framework.models.layers import Layer
 from framework.tasks.task import Ratio, Task
+
+_WARM_UPS: Final = 2
+_REPEATS: Final = 5
 
 
 def mean_over_ranks(value: torch.Tensor) -> float:
@@ -61,9 +69,7 @@ class EvalSums:
                 self._sums[name] += pair
 
     def _summand(self, part: torch.Tensor | int) -> torch.Tensor:
-        """On the device, in double precision. A plain number is filled in there: copying it would wait for the
-        device.
-        """
+        """On the device, in double precision. A plain number is filled in there: a copy would wait for it."""
         if isinstance(part, torch.Tensor):
             return part.to(self._device, torch.float64, non_blocking=True)
         return torch.full((), part, dtype=torch.float64, device=self._device)
@@ -95,17 +101,72 @@ def _number(name: str, value: Any, *, task: Task) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        what = (
-            f"a tensor of shape {tuple(value.shape)}"
-            if isinstance(value, torch.Tensor)
-            else f"a {type(value).__name__}"
-        )
-        raise ConfigError(
-            Problem(
-                kind="task-metric-result",
-                key="task",
-                value=type(task).__name__,
-                reason=f"derive() returned {what} for the metric {name!r}, not a number",
-                fix="return a float",
-            )
+        shape = f"tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ConfigError.of(
+            kind="task-metric-result",
+            key="task",
+            value=type(task).__name__,
+            reason=f"derive() returned a {shape} for the metric {name!r}, not a number",
+            fix="return a float",
         ) from error
+
+
+def time_layers(
+    layers: Sequence[Layer], inputs: Any, *, seed: int, precision: FP32 | FP16 | BF16 | Autocast
+) -> list[float]:
+    """Median seconds of every layer, one after the other on this rank's device, each built and thrown away in turn.
+
+    Args:
+        layers: the model.
+        inputs: one micro-batch for the first layer, on the CPU.
+        seed: the model's seed.
+        precision: the config's section.
+
+    Raises:
+        ConfigError: kind ``layer-failed``: what runs where the layers were looked at need not run on the device.
+    """
+    half = HALF.get(precision.dtype)
+    compute = HALF[precision.compute_dtype] if isinstance(precision, Autocast) else None
+    batches = DeviceBatches(device(), half)
+    value = batches.as_read(batches.move(inputs))
+    seconds, tied = [], dict[str, torch.nn.Module]()
+    with torch.random.fork_rng(devices=[] if device().type == "cpu" else [device()]):
+        for number, layer in enumerate(layers):
+            try:
+                module = tied.get(layer.tied) or layer.make_copy(number, seed=seed).to(device(), half)
+                if layer.tied:
+                    tied[layer.tied] = module
+                with torch.autocast(device().type, enabled=compute is not None, dtype=compute):
+                    times = [_once(layer, module, value) for _ in range(_WARM_UPS + _REPEATS)]
+                    with torch.no_grad():
+                        value = layer.apply(module, _fresh(value))
+            except Exception as error:
+                raise ConfigError.of(
+                    kind="layer-failed",
+                    key="model",
+                    value=layer.name,
+                    reason=f"the layer fails when it is timed on {device()}: {in_one_line(error)}",
+                    fix="mend the layer, or set another parallel.partition than measured",
+                ) from error
+            seconds.append(median(times[_WARM_UPS:]))
+    return seconds
+
+
+def _once(layer: Layer, module: torch.nn.Module, value: Any) -> float:
+    fresh = _fresh(value)
+    get_accelerator().synchronize()
+    begin = time.perf_counter()
+    output = layer.apply(module, fresh)
+    tensors = output if isinstance(output, tuple) else (output,)
+    parts = [tensor.float().sum() for tensor in tensors if tensor.is_floating_point() and tensor.requires_grad]
+    if parts:
+        torch.autograd.backward(parts)
+    get_accelerator().synchronize()
+    return time.perf_counter() - begin
+
+
+def _fresh(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_fresh, value))
+    # A copy, for a layer that works in place: a leaf that requires a gradient forbids that, and `value` is used again.
+    return value.detach().requires_grad_(value.is_floating_point()).clone()

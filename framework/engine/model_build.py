@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Final
 
@@ -22,11 +22,12 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero
 from deepspeed.utils import groups
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from framework.engine.distributed import barrier, device, gather, rank
 from framework.engine.initialize import refusing_scalars
 from framework.engine.random_state import capture, restore
-from framework.errors import ConfigError, Problem
+from framework.errors import ConfigError
 from framework.system.limits import room
 
 Build = Callable[[], torch.nn.Module]
@@ -35,39 +36,17 @@ Build = Callable[[], torch.nn.Module]
 _SHARE_FOR_WEIGHTS: Final = 0.8
 # What may be asked of a weight that has been taken away: the answers are right, or used for nothing but a count.
 _HARMLESS: Final = frozenset(
-    {
-        "requires_grad_",
-        "requires_grad",
-        "dtype",
-        "device",
-        "layout",
-        "is_leaf",
-        "grad",
-        "numel",
-        "nelement",
-        "element_size",
-        "is_floating_point",
-        "is_complex",
-        "is_cuda",
-        "is_meta",
-        "__hash__",
-    }
-)
+    ("requires_grad_", "requires_grad", "dtype", "device", "layout", "is_leaf", "grad", "numel", "nelement")
+) | frozenset(("element_size", "is_floating_point", "is_complex", "is_cuda", "is_meta", "__hash__"))
 # Constructors of torch's own layers, beside the base class, through which DeepSpeed goes as well.
 _MODELS_OF_TORCH: Final = tuple(
     f"torch.nn.modules.{name}" for name in ("activation", "transformer", "rnn", "conv", "linear")
 )
 
 
-class _TooLarge(BaseException):
-    """The weights of a model that is being built whole do not fit; no `except Exception` of a constructor may take
-    it.
-    """
-
-
-class _CannotBeCut(BaseException):
-    """A model cannot be built in pieces: a constructor used a weight that `zero.Init` has taken away, or failed
-    there.
+class _NotThisWay(BaseException):
+    """A model does not fit as a whole, or cannot be built in pieces: then it says why. No `except Exception` of a
+    constructor may take it.
     """
 
 
@@ -98,17 +77,22 @@ def build_model(
     with refusing_scalars():
         for way in ways:
             restore(random_state)
-            model, has_failed = None, False
+            model = None
             try:
                 model = way(build, ds_config, host_bytes)
-            except _TooLarge:
-                has_failed = True
-            except _CannotBeCut as error:
-                reason, has_failed = str(error), True
-            if not any(gather(has_failed)):
+            except _NotThisWay as error:
+                reason = str(error) or reason
+            if all(gather(model is not None)):
                 assert model is not None
                 return _partition(model, ds_config)
-    raise _refusal(reason, host_bytes)
+    raise ConfigError.of(
+        kind="init-lost-at-stage-3",
+        key="zero.stage",
+        value=3,
+        reason=f"the model does not fit into the host memory that is free for it ({(host_bytes or 0) / 1e9:.1f} GB) "
+        f"and cannot be built in pieces: {reason}",
+        fix="initialise weights in the constructor of their own module, or start on hosts with more memory",
+    )
 
 
 def _build_whole(build: Build, ds_config: Mapping[str, Any], host_bytes: int | None) -> torch.nn.Module:
@@ -118,23 +102,18 @@ def _build_whole(build: Build, ds_config: Mapping[str, Any], host_bytes: int | N
 
 
 def _build_in_turn(build: Build, ds_config: Mapping[str, Any], host_bytes: int | None) -> torch.nn.Module:
-    """Build on one rank of a host after the other; only rank 0, the last one of its host, keeps its weights.
-    Collective.
-    """
+    """Build on one rank of a host after the other; only rank 0, its host's last, keeps its weights. Collective."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    model, too_large = torch.nn.Module(), False
+    model: torch.nn.Module | None = None
     for turn in reversed(range(_local_size())):
         if turn == local_rank:
-            try:
-                with _limited(host_bytes):
-                    model = build()
-            except _TooLarge:
-                too_large = True
-            for parameter in model.parameters() if rank() != 0 else ():
+            with suppress(_NotThisWay), _limited(host_bytes):
+                model = build()
+            for parameter in model.parameters() if model is not None and rank() != 0 else ():
                 parameter.data = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
         barrier()
-    if too_large:
-        raise _TooLarge
+    if model is None:
+        raise _NotThisWay
     return model
 
 
@@ -144,7 +123,7 @@ def _build_in_pieces(build: Build, ds_config: Mapping[str, Any], host_bytes: int
         with _PiecewiseInit(tensor_overrides=[], **_arguments(ds_config)), _WatchForLoss():
             return build()
     except Exception as error:  # whether it is `zero.Init` that it fails for, building it whole shows
-        raise _CannotBeCut(f"its constructor fails there ({type(error).__name__}: {str(error)[:200]})") from error
+        raise _NotThisWay(f"its constructor fails there ({type(error).__name__}: {str(error)[:200]})") from error
 
 
 def _local_size() -> int:
@@ -153,7 +132,7 @@ def _local_size() -> int:
 
 @contextmanager
 def _limited(num_bytes: int | None) -> Iterator[None]:
-    """Raise `_TooLarge` when modules have registered more bytes of weights than this."""
+    """Raise `_NotThisWay` when modules have registered more bytes of weights than this."""
     known: set[int] = set()
     total = 0
 
@@ -163,9 +142,9 @@ def _limited(num_bytes: int | None) -> Iterator[None]:
             return
         if id(parameter) not in known:
             known.add(id(parameter))
-            total += parameter.numel() * parameter.element_size()
+            total += parameter.nbytes
             if total > num_bytes:
-                raise _TooLarge
+                raise _NotThisWay
 
     handle = register_module_parameter_registration_hook(count)
     try:
@@ -176,9 +155,7 @@ def _limited(num_bytes: int | None) -> Iterator[None]:
 
 @torch.no_grad()
 def _partition(model: torch.nn.Module, ds_config: Mapping[str, Any]) -> torch.nn.Module:
-    """Partition weight by weight what rank 0 has, and put the buffers on the device, as the engine does at other
-    stages.
-    """
+    """Partition what rank 0 has weight by weight; buffers go to the device, as the engine does at other stages."""
     whole = [parameter for parameter in model.parameters() if not is_zero_param(parameter)]
     # A second one would delete what the first one has swapped to NVMe.
     init = deepspeed.zero.Init(module=torch.nn.Module(), **_arguments(ds_config)) if whole else None
@@ -186,7 +163,7 @@ def _partition(model: torch.nn.Module, ds_config: Mapping[str, Any]) -> torch.nn
         assert init is not None
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(init.dtype)
-        if parameter.data.untyped_storage().nbytes() < parameter.numel() * parameter.element_size():
+        if parameter.data.untyped_storage().nbytes() < parameter.nbytes:
             parameter.data = torch.empty_like(
                 parameter.data, memory_format=torch.contiguous_format, device=init.local_device
             )
@@ -204,9 +181,7 @@ def _arguments(ds_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _PiecewiseInit(deepspeed.zero.Init):  # type: ignore[misc]
-    """`zero.Init` that draws what stages 0 to 2 draw: on the host, in single precision, rounded when the weight is
-    complete.
-    """
+    """`zero.Init` that draws what stages 0 to 2 draw: on the host, in single precision, rounded afterwards."""
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -228,39 +203,28 @@ class _PiecewiseInit(deepspeed.zero.Init):  # type: ignore[misc]
 
 
 class _WatchForLoss(TorchFunctionMode):
-    """Raises `_CannotBeCut` where something other than DeepSpeed uses a weight that has been taken away."""
+    """Raises `_NotThisWay` where something other than DeepSpeed uses a weight that has been taken away."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in _leaves((args, *(kwargs or {}).values())):
+        for value in tree_leaves((args, kwargs)):
             if getattr(value, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE and not _is_harmless(func):
                 place, weight = _caller(), getattr(value, "weight_of", "a weight")
                 if place is not None:
-                    raise _CannotBeCut(
+                    raise _NotThisWay(
                         f"{place} uses {weight} after its constructor has returned, when its values are gone"
                     )
         return func(*args, **(kwargs or {}))
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """Yield what a call was given, out of its lists as well."""
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value
-
-
 def _is_harmless(func: Any) -> bool:
     name = getattr(func, "__name__", "")
-    return (
-        getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else name
-    ) in _HARMLESS
+    if name in ("__get__", "__set__"):
+        name = getattr(getattr(func, "__self__", None), "__name__", "")
+    return name in _HARMLESS
 
 
 def _caller() -> str | None:
-    """Return the place of the innermost frame that is a model's, as ``file:line``; None where it is DeepSpeed's own
-    code.
-    """
+    """Return ``file:line`` of the innermost frame that is a model's; None where it is DeepSpeed's own code."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
@@ -270,16 +234,3 @@ def _caller() -> str | None:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "unknown"
-
-
-def _refusal(reason: str, host_bytes: int | None) -> ConfigError:
-    return ConfigError(
-        Problem(
-            kind="init-lost-at-stage-3",
-            key="zero.stage",
-            value=3,
-            reason=f"the model does not fit into the host memory that is free for it ({(host_bytes or 0) / 1e9:.1f} "
-            f"GB) and cannot be built in pieces: {reason}",
-            fix="initialise weights in the constructor of their own module, or start on hosts with more memory",
-        )
-    )

@@ -1,4 +1,4 @@
-"""`PipelineEngine`: DeepSpeed's pipeline engine behind the five methods of `framework.engine.protocol.Engine`.
+"""`PipelineEngine`: DeepSpeed's pipeline engine behind the five methods of `engine.protocol.Engine`.
 
 The layers of a model become the layers of DeepSpeed's `PipelineModule`, cut where the plan says. Every rank builds the
 layers of its own stage only, each under its own seed, so that the first weights do not depend on where the model is
@@ -13,35 +13,28 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
-from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.save_stream import OpenFile
 from framework.checkpoint.state.optimizer_shards import Names, names_of
 from framework.checkpoint.state.shard_map import plain_name
-from framework.engine.device_batches import DeviceBatches, place
 from framework.engine.distributed import claims_error_report, device, rank
-from framework.engine.ema import WeightAverage
-from framework.engine.initialize import EngineFiles, MakeOptimizer, device_batches, initialize
-from framework.engine.metrics import EvalSums, engine_metrics
+from framework.engine.initialize import BaseEngine, MakeOptimizer, Step, initialize
+from framework.engine.metrics import EvalSums
 from framework.engine.step_loss import StepLoss
-from framework.engine.workarounds.grad_norm import keep_norm
 from framework.engine.workarounds.grad_scaler import explaining_overflow, may_have_been_skipped, scale_fp16_loss
 from framework.engine.workarounds.module_buffers import share_buffers
 from framework.errors import FrameworkError, TrainingError
 from framework.models.layers import Layer, recompute
 from framework.plan.balance import Bounds
 from framework.plan.plan import Plan
-from framework.system.files import FileRecord, NewFile
 from framework.tasks.task import Task
 
-# `StagesModule`: DeepSpeed's `PipelineModule`, cut where it is told, each layer built under its own seed.
-
+# Batches per stage that are evaluated in one go: enough to fill the pipeline, few enough to hold in memory.
+_EVAL_CHUNK = 4
 
 Adapt = Callable[[torch.nn.Module, str, Any], torch.nn.Module]
 """Changes a layer's module after it was built: (module, name of the layer, process group of the ranks that run the same
@@ -49,12 +42,15 @@ stage).
 """
 
 
+Make = Callable[[], torch.nn.Module]
+
+
 class _Spec(LayerSpec):  # type: ignore[misc]
     """A layer that is built under its own seed."""
 
-    def __init__(self, layer: Layer, make: Callable[[], torch.nn.Module]) -> None:
+    def __init__(self, make: Make) -> None:
         super().__init__(torch.nn.Module)
-        self.layer, self._make = layer, make
+        self._make = make
 
     def build(self, log: bool = False) -> torch.nn.Module:
         return self._make()
@@ -63,16 +59,15 @@ class _Spec(LayerSpec):  # type: ignore[misc]
 class _TiedSpec(TiedLayerSpec):  # type: ignore[misc]
     """A layer that shares its weights with layers of other stages. All of them are built as the first one is."""
 
-    def __init__(self, layer: Layer, first: _Spec) -> None:
+    def __init__(self, layer: Layer, make: Make) -> None:
         super().__init__(layer.tied, torch.nn.Module, forward_fn=layer.call, tied_weight_attr=list(layer.tied_weights))
-        self._first = first
+        self._make = make
 
-    def build(self, log: bool = False) -> torch.nn.Module:
-        return self._first.build()
+    build = _Spec.build
 
 
 class StagesModule(PipelineModule):  # type: ignore[misc]
-    """A PipelineModule that is cut where it is told."""
+    """A PipelineModule that is cut where it is told, each layer built under its own seed."""
 
     def __init__(self, layers: Sequence[Layer], *, bounds: Bounds, seed: int, adapt: Adapt, **options: Any) -> None:
         self._given_bounds, self._seed, self._adapt, self._layers = list(bounds), seed, adapt, tuple(layers)
@@ -80,16 +75,17 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
         super().__init__(
             layers=self._specs(layers),
             num_stages=len(bounds) - 1,
-            activation_checkpoint_func=self._recompute,
+            # DeepSpeed's own function would make batch norms count every batch twice.
+            activation_checkpoint_func=partial(recompute, modules=self.modules),
             **options,
         )
 
     def _specs(self, layers: Sequence[Layer]) -> list[LayerSpec]:
-        firsts: dict[str, _Spec] = {}
+        firsts: dict[str, Make] = {}
         specs: list[LayerSpec] = []
         for number, layer in enumerate(layers):
-            spec = _Spec(layer, partial(self._make, layer, number))
-            specs.append(_TiedSpec(layer, firsts.setdefault(layer.tied, spec)) if layer.tied else spec)
+            make = partial(self._make, layer, number)
+            specs.append(_TiedSpec(layer, firsts.setdefault(layer.tied, make)) if layer.tied else _Spec(make))
         return specs
 
     def _make(self, layer: Layer, number: int) -> torch.nn.Module:
@@ -114,10 +110,6 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
         first = {layer.tied: layer.name for layer in reversed(self._layers) if layer.tied}
         return names_of(self, partial(plain_name, layers=[layer.name for layer in self._layers], tied_keys=first))
 
-    def _recompute(self, run: Callable[..., Any], *values: Any) -> Any:
-        """Instead of DeepSpeed's own function, under which batch norms count every batch twice."""
-        return recompute(run, *values, modules=self.modules)
-
     def _partition_layers(self, method: str = "") -> None:
         self.parts = self._given_bounds
         stage = self._topo.get_coord(self.global_rank).pipe
@@ -128,10 +120,6 @@ def _contiguous(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.contiguous()
     return tuple(map(_contiguous, value)) if type(value) is tuple else value
-
-
-# Batches per stage that are evaluated in one go: enough to fill the pipeline, few enough to hold in memory.
-_EVAL_CHUNK = 4
 
 
 def build_pipeline(
@@ -171,22 +159,15 @@ def build_pipeline(
         )
     # DeepSpeed hands out one buffer for several purposes by its number of elements alone: where a middle stage receives
     # other types than it sends (integers before floats, or bf16 and fp32 under autocast), numbers would be misread.
-    engine._allocate_or_extend_buffers = partial(_fresh_buffer, engine.device)
-    place(task, device())
-    return PipelineEngine(
-        engine, loss=loss, task=task, batches=device_batches(plan), average=WeightAverage(engine, plan.config)
+    engine._allocate_or_extend_buffers = lambda number, shape, dtype: torch.empty(
+        tuple(shape), dtype=dtype, device=engine.device
     )
-
-
-def _fresh_buffer(device: torch.device, number: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(tuple(shape), dtype=dtype, device=device)
+    return PipelineEngine(engine, plan, task, loss=loss)
 
 
 @dataclass(frozen=True)
 class _Held:
-    """Targets on their way through DeepSpeed, which would turn lists into tuples and refuses whatever holds no
-    tensors.
-    """
+    """Targets, hidden from DeepSpeed: it would turn lists into tuples, and refuses what holds no tensors."""
 
     targets: Any
 
@@ -213,47 +194,25 @@ class _LastStageLoss:
         return torch.zeros((), device=device())
 
 
-@dataclass(frozen=True)
-class _Step:
-    """The loss of one step, which DeepSpeed has averaged over micro-batches and pipelines and sent to every stage."""
-
-    engine: PipelineEngine
-    loss: torch.Tensor
-    lr: float
-    may_be_skipped: bool
-
-    def read(self) -> Mapping[str, float]:
-        engine = self.engine
-        return {"train/loss": float(self.loss), "train/lr": self.lr} | engine_metrics(engine.engine, engine.kept_norm)
-
-
-class PipelineEngine:
+class PipelineEngine(BaseEngine):
     """One stage of a pipeline."""
 
-    def __init__(
-        self,
-        engine: deepspeed.PipelineEngine,
-        *,
-        loss: _LastStageLoss,
-        task: Task,
-        batches: DeviceBatches,
-        average: WeightAverage,
-    ) -> None:
-        self.engine, self._files = engine, EngineFiles(engine, names=engine.module.plain_names, average=average)
-        self._loss, self._task, self._batches, self._average = loss, task, batches, average
+    def __init__(self, engine: deepspeed.PipelineEngine, plan: Plan, task: Task, *, loss: _LastStageLoss) -> None:
+        super().__init__(
+            engine, plan, task, names=engine.module.plain_names, stages=engine.mpu.get_pipe_parallel_group()
+        )
+        self._loss = loss
         self._shapes: Any = None
-        self.kept_norm = keep_norm(engine, stages=engine.mpu.get_pipe_parallel_group())
 
-    def train_step(self, micro_batches: Iterator[Any]) -> _Step:
-        """One 1F1B pass over the step's micro-batches; the first stage takes their inputs, the last one their
-        targets.
-        """
+    def train_step(self, micro_batches: Iterator[Any]) -> Step:
+        """One 1F1B pass over the step's micro-batches; the first stage takes inputs, the last one targets."""
         lr = float(self.engine.get_lr()[0])
         with explaining_overflow(self.engine), self._explaining():
             halves = self._halves(micro_batches)
             of_step = self._loss.of_step
             loss = self.engine.train_batch(_holding(of_step.weighted(halves) if of_step is not None else halves))
-        return _Step(self, loss.detach().clone(), lr, may_have_been_skipped(self.engine))
+        # DeepSpeed has averaged it over micro-batches and pipelines, and sent it to every stage.
+        return Step(self, partial(float, loss.detach().clone()), lr, may_have_been_skipped(self.engine))
 
     def evaluate(
         self, batches: Iterable[tuple[Any, bool]], *, is_stopping: Callable[[], bool] = lambda: False
@@ -300,17 +259,15 @@ class PipelineEngine:
         self.engine.reset_activation_shape()
 
     def _refuse_other_shapes(self, inputs: Any) -> None:
-        """The stages have told each other the shapes of what they send once; other ones would be misread, or never
-        come.
-        """
+        """The stages have sent each other their shapes once; other ones would be misread, or never come."""
         found = [tuple(tensor.shape) for tensor in (inputs if isinstance(inputs, tuple) else (inputs,))]
         if self._shapes is None:
             self._shapes = found
         if found != self._shapes:
             raise TrainingError(
                 f"a micro-batch has inputs of the shapes {found}, and those before it had {self._shapes}: in a "
-                "pipeline they "
-                "may differ only where the dataset has a collate_fn of its own; give it one [batch-shapes-differ]"
+                "pipeline they may differ only where the dataset has a collate_fn of its own; give it one "
+                "[batch-shapes-differ]"
             )
 
     @contextlib.contextmanager
@@ -322,24 +279,9 @@ class PipelineEngine:
             error.is_of_one_rank = error.is_of_one_rank or claims_error_report(str(error))
             raise
         except Exception as error:
-            add_note = getattr(error, "add_note", None)  # since Python 3.11
-            if add_note is not None:
-                add_note(f"on rank {rank()}, stage {self.engine.stage_id} of {self.engine.num_stages}")
+            if hasattr(error, "add_note"):  # since Python 3.11
+                error.add_note(f"on rank {rank()}, stage {self.engine.stage_id} of {self.engine.num_stages}")
             raise
-
-    def save(
-        self, folder: Path, tag: str, state: Mapping[str, Any], *, open_file: OpenFile = NewFile
-    ) -> Mapping[str, FileRecord]:
-        """DeepSpeed's files plus the random state of every rank. Collective."""
-        return self._files.save(folder, tag, state, open_file=open_file)
-
-    def load(self, checkpoint: SavedCheckpoint, *, moved: bool) -> Mapping[str, Any]:
-        """Put back weights, optimizer, schedule and, unless it moved, this rank's random state. Collective."""
-        return self._files.load(checkpoint, moved=moved)
-
-    def close(self) -> None:
-        """Remove DeepSpeed's hooks and buffers."""
-        self.engine.destroy()
 
 
 def _with_last_alone(batches: Iterable[Any], *, size: int) -> Iterator[list[Any]]:
@@ -349,11 +291,9 @@ def _with_last_alone(batches: Iterable[Any], *, size: int) -> Iterator[list[Any]
     """
     remaining = iter(batches)
     held = list(islice(remaining, 1))
-    while held:
-        following = list(islice(remaining, size))
-        if not following:
-            yield held
-            return
-        together = [*held, *following]
-        yield together[:-1]
-        held = together[-1:]
+    while following := list(islice(remaining, size)):
+        *together, last = *held, *following
+        yield together
+        held = [last]
+    if held:
+        yield held

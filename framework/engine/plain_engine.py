@@ -1,34 +1,24 @@
-"""`PlainEngine`: DeepSpeed's data-parallel engine (ZeRO 0-3) behind the five methods of
-`framework.engine.protocol.Engine`.
-"""
+"""`PlainEngine`: DeepSpeed's data-parallel engine (ZeRO 0-3) behind the five methods of `engine.protocol.Engine`."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 
-from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.save_stream import OpenFile
 from framework.checkpoint.state.optimizer_shards import names_of
-from framework.engine.device_batches import DeviceBatches, place
 from framework.engine.distributed import device
-from framework.engine.ema import WeightAverage
-from framework.engine.initialize import EngineFiles, MakeOptimizer, device_batches, initialize
-from framework.engine.metrics import EvalSums, engine_metrics, mean_over_ranks
+from framework.engine.initialize import BaseEngine, MakeOptimizer, Step, initialize
+from framework.engine.metrics import EvalSums, mean_over_ranks
 from framework.engine.step_loss import StepLoss
-from framework.engine.workarounds.grad_norm import keep_norm
 from framework.engine.workarounds.grad_scaler import explaining_overflow, may_have_been_skipped, scale_fp16_loss
 from framework.engine.workarounds.module_buffers import share_buffers
 from framework.plan.plan import Plan
-from framework.system.files import FileRecord, NewFile
 from framework.tasks.task import Task
 
 
@@ -43,43 +33,19 @@ def build_engine(
     """Wrap a model with `deepspeed.initialize`. Collective."""
     engine = initialize(plan, model, ds_config=ds_config, make_optimizer=make_optimizer)
     scale_fp16_loss(engine)
-    place(task, device())
-    return PlainEngine(engine, task=task, batches=device_batches(plan), average=WeightAverage(engine, plan.config))
+    return PlainEngine(engine, plan, task)
 
 
-@dataclass(frozen=True)
-class _Step:
-    """The loss of one step, still on the device, the rate it was taken with, the engine it came from, and whether that
-    may have left the weights as they were."""
+class PlainEngine(BaseEngine):
+    """One DeepSpeedEngine with the whole model."""
 
-    engine: PlainEngine
-    loss: torch.Tensor
-    lr: float
-    may_be_skipped: bool
+    def __init__(self, engine: deepspeed.DeepSpeedEngine, plan: Plan, task: Task) -> None:
+        super().__init__(engine, plan, task, names=partial(names_of, engine.module))
+        self._loss = StepLoss(task, micro_batches=engine.gradient_accumulation_steps())
 
-    def read(self) -> Mapping[str, float]:
-        engine = self.engine
-        return {"train/loss": mean_over_ranks(self.loss), "train/lr": self.lr} | engine_metrics(
-            engine.engine, engine.kept_norm
-        )
-
-
-class PlainEngine:
-    """One DeepSpeedEngine and the task that says what a batch means."""
-
-    def __init__(
-        self, engine: deepspeed.DeepSpeedEngine, *, task: Task, batches: DeviceBatches, average: WeightAverage
-    ) -> None:
-        self.engine = engine
-        self._files = EngineFiles(engine, names=partial(names_of, engine.module), average=average)
-        self._task, self._batches, self._average = task, batches, average
-        self._accumulation_steps: int = engine.gradient_accumulation_steps()
-        self._loss = StepLoss(task, micro_batches=self._accumulation_steps)
-        self.kept_norm = keep_norm(engine)
-
-    def train_step(self, micro_batches: Iterator[Any]) -> _Step:
+    def train_step(self, micro_batches: Iterator[Any]) -> Step:
         """Forward, backward and DeepSpeed's step for each micro-batch; nothing here waits for the device."""
-        engine, task = self.engine, self._task
+        engine, task, accumulation_steps = self.engine, self._task, self.engine.gradient_accumulation_steps()
         lr = float(engine.get_lr()[0])  # before the step: DeepSpeed moves the schedule on at its end
         total: torch.Tensor | None = None
         halves = (self._batches.split(task, batch) for batch in micro_batches)
@@ -90,8 +56,8 @@ class PlainEngine:
                 engine.step()
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
-        mean = total / self._accumulation_steps if self._accumulation_steps > 1 else total
-        return _Step(self, mean, lr, may_have_been_skipped(engine))
+        mean = total / accumulation_steps if accumulation_steps > 1 else total
+        return Step(self, partial(mean_over_ranks, mean), lr, may_have_been_skipped(engine))
 
     def evaluate(
         self, batches: Iterable[tuple[Any, bool]], *, is_stopping: Callable[[], bool] = lambda: False
@@ -113,20 +79,6 @@ class PlainEngine:
             for module, training in modes:  # a user may keep some in evaluation mode
                 module.training = training
         return sums.metrics(task)
-
-    def save(
-        self, folder: Path, tag: str, state: Mapping[str, Any], *, open_file: OpenFile = NewFile
-    ) -> Mapping[str, FileRecord]:
-        """DeepSpeed's files plus the random state of every rank. Collective."""
-        return self._files.save(folder, tag, state, open_file=open_file)
-
-    def load(self, checkpoint: SavedCheckpoint, *, moved: bool) -> Mapping[str, Any]:
-        """Put back weights, optimizer, schedule and, unless it moved, this rank's random state. Collective."""
-        return self._files.load(checkpoint, moved=moved)
-
-    def close(self) -> None:
-        """Remove DeepSpeed's hooks and buffers."""
-        self.engine.destroy()
 
 
 @contextmanager

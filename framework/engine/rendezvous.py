@@ -1,4 +1,4 @@
-"""Address at which ranks meet: the launcher's settings for it, and one line for every failure to meet."""
+"""Ranks meet and lose each other: the address from the launcher, and one line for every collective that fails."""
 
 from __future__ import annotations
 
@@ -6,20 +6,40 @@ import os
 import re
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final
 
 import torch.distributed
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
-from framework.engine.lost_peers import failure_of_nccl
-from framework.errors import MISSING, ConfigError, PeerLostError, Problem
+from framework.errors import (
+    MISSING,
+    ConfigError,
+    FrameworkError,
+    PeerLostError,
+    Problem,
+    TrainingError,
+    explaining,
+    printable,
+)
 
 INIT_METHOD: Final = "dsf-env://"
 _NAMES_OF_PLACE: Final = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 _PORTS: Final = range(1, 65_536)
+# gloo's errors are plain RuntimeErrors, each with a place in its sources: others lose connections as well, data sets
+# above all.
+_GLOO: Final = re.compile(r"gloo/transport/\S+")
+_WHAT_HAPPENED: Final = re.compile(r"Connection (closed|reset) by (remote )?peer|Broken pipe|Timed out waiting")
+# What NCCL says where the failure is another rank's; whatever else it says is of this machine, and would be so again.
+_REMOTE: Final = re.compile(
+    r"remote process exited|ncclRemoteError|communicator was aborted|key-value store|store->get|Watchdog caught|"
+    r"timed? ?out|Connection (reset|closed) by",
+    re.IGNORECASE,
+)
+_LONGEST: Final = 300
 _IN_USE: Final = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _JOINED: Final = re.compile(r"(\d+)/(\d+) clients joined")
 _WAITED: Final = re.compile(r"after (\d+) ?(ms|milliseconds|s|seconds)")
@@ -35,31 +55,35 @@ def check_environment(environment: Mapping[str, str]) -> None:
         return
     world_size = environment.get("WORLD_SIZE", "")
     ranks = int(world_size) if world_size.isdecimal() else 0
-    fits = {
-        "WORLD_SIZE": ranks > 0,
-        "RANK": environment["RANK"].isdecimal() and (not ranks or int(environment["RANK"]) < ranks),
-        "MASTER_ADDR": bool(environment.get("MASTER_ADDR", "").strip()),
-        "MASTER_PORT": environment.get("MASTER_PORT", "").isdecimal() and int(environment["MASTER_PORT"]) in _PORTS,
-    }
-    wanted = {
-        "WORLD_SIZE": "how many ranks there are",
-        "RANK": f"from 0 to {ranks - 1}" if ranks else "a rank",
-        "MASTER_ADDR": "the host of rank 0",
-        "MASTER_PORT": "a port from 1 to 65535",
+    rules = {
+        "WORLD_SIZE": (ranks > 0, "how many ranks there are"),
+        "RANK": (
+            environment["RANK"].isdecimal() and (not ranks or int(environment["RANK"]) < ranks),
+            f"from 0 to {ranks - 1}" if ranks else "a rank",
+        ),
+        "MASTER_ADDR": (bool(environment.get("MASTER_ADDR", "").strip()), "the host of rank 0"),
+        "MASTER_PORT": (
+            environment.get("MASTER_PORT", "").isdecimal() and int(environment["MASTER_PORT"]) in _PORTS,
+            "a port from 1 to 65535",
+        ),
     }
     problems = [
         Problem(
             kind="rendezvous-environment",
             key=name,
             value=_number(environment.get(name, MISSING)),
-            reason=f"must be {wanted[name]}",
+            reason=f"must be {wanted}",
             fix="start the ranks with deepspeed, torchrun or launch, which set it",
         )
-        for name, is_good in fits.items()
+        for name, (is_good, wanted) in rules.items()
         if not is_good
     ]
     if problems:
         raise ConfigError(problems)
+
+
+def _number(value: Any) -> Any:
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
 class _KeptStore:
@@ -89,32 +113,58 @@ with suppress(RuntimeError):  # it is registered already, where this module is i
     register_rendezvous_handler(INIT_METHOD.partition(":")[0], _KeptStore().meet)  # type: ignore[no-untyped-call]
 
 
-def _number(value: Any) -> Any:
-    return int(value) if isinstance(value, str) and value.isdecimal() else value
+def is_lost_peer(error: BaseException) -> bool:
+    """Check whether this is a collective that another rank did not live to take part in."""
+    stated = str(error)
+    if isinstance(error, torch.distributed.DistBackendError):
+        return _REMOTE.search(stated) is not None
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    # A worker's error is raised again as a RuntimeError with the worker's whole traceback, whatever is in it.
+    return isinstance(error, RuntimeError) and bool(_GLOO.search(stated)) and not stated.startswith("Caught ")
 
 
-@contextmanager
-def explaining_rendezvous() -> Iterator[None]:
-    """Turn errors of joining the process group into one line that names the address, or what NCCL says."""
-    try:
-        yield
-    except RuntimeError as error:
-        if (of_nccl := failure_of_nccl(error)) is not None:
-            raise of_nccl from error
-        is_network = isinstance(error, torch.distributed.DistError) and not isinstance(
-            error, torch.distributed.DistBackendError
-        )
-        reported = PeerLostError(_reason(str(error), is_network=is_network))
-        reported.is_of_one_rank = True
-        if not reported.args[0]:
-            raise
-        raise reported from error
+def failure_of_nccl(error: BaseException) -> TrainingError | None:
+    """Return the error report for a collective that NCCL itself refuses on this rank; None for other errors."""
+    if not isinstance(error, torch.distributed.DistBackendError) or is_lost_peer(error):
+        return None
+    # Its last words are preceded by a place in its sources, its release, and advice to read them.
+    stated = str(error).split("Exception raised from", 1)[0]
+    words = " ".join(stated.rpartition("Last error:")[2].split()) or " ".join(stated.split())
+    return TrainingError(
+        f"{_this_rank()}: NCCL fails: {printable(words[:_LONGEST])}; NCCL_DEBUG=WARN tells more [nccl-failed]",
+        is_of_one_rank=True,
+    )
 
 
-def _reason(stated: str, *, is_network: bool) -> str:
+def lost_peer(error: BaseException) -> FrameworkError | None:
+    """Return one line for a collective that failed; the reason is what the rank that is gone said itself."""
+    if not is_lost_peer(error):
+        return failure_of_nccl(error)
+    happened = _WHAT_HAPPENED.search(str(error))
+    return PeerLostError(
+        f"{_this_rank()}: another rank has ended or cannot be reached any more "
+        f"({happened[0] if happened else type(error).__name__}); what that one said last tells why [peer-lost]",
+        is_of_one_rank=True,
+    )
+
+
+def _not_met(error: BaseException) -> FrameworkError | None:
+    """Return one line for an error of joining the process group: it names the address, or what NCCL says."""
+    if (of_nccl := failure_of_nccl(error)) is not None or not isinstance(error, RuntimeError):
+        return of_nccl
+    reason = _reason_not_met(error)
+    return PeerLostError(reason, is_of_one_rank=True) if reason else None
+
+
+def _reason_not_met(error: RuntimeError) -> str:
+    stated, backend_error = str(error), torch.distributed.DistBackendError
+    is_network = isinstance(error, torch.distributed.DistError) and not isinstance(error, backend_error)
     rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    place = f"rank {rank} of {world_size}"
+    place, within = f"rank {rank} of {world_size}", ""
+    if waited := _WAITED.search(stated):
+        within = f" within {int(waited[1]) / (1000 if waited[2].startswith('m') else 1):.0f} s"
     if _IN_USE.search(stated):
         return (
             f"{place}: port {port} on {socket.gethostname()} is in use, by another job, one that is still ending or a "
@@ -122,12 +172,12 @@ def _reason(stated: str, *, is_network: bool) -> str:
         )
     if joined := _JOINED.search(stated):
         return (
-            f"{place}: only {joined[1]} of {joined[2]} ranks came to {host}:{port}{_waited(stated)}; look at what the "
+            f"{place}: only {joined[1]} of {joined[2]} ranks came to {host}:{port}{within}; look at what the "
             "others said, and whether every node was started with its own --node_rank [rendezvous-incomplete]"
         )
     if is_network and rank != "0":
         return (
-            f"{place}: no rank 0 answers at {host}:{port}{_waited(stated)}; check that MASTER_ADDR is its host, that "
+            f"{place}: no rank 0 answers at {host}:{port}{within}; check that MASTER_ADDR is its host, that "
             "it was started and that no firewall is between [rendezvous-unreachable]"
         )
     if is_network or "gloo" in stated.lower() or "nccl" in stated.lower():
@@ -139,9 +189,9 @@ def _reason(stated: str, *, is_network: bool) -> str:
     return ""
 
 
-def _waited(stated: str) -> str:
-    waited = _WAITED.search(stated)
-    if waited is None:
-        return ""
-    seconds = int(waited[1]) / (1000 if waited[2].startswith("m") else 1)
-    return f" within {seconds:.0f} s"
+def _this_rank() -> str:
+    return f"rank {os.environ.get('RANK', '0')}"
+
+
+explaining_lost_peers = partial(explaining, lost_peer)
+explaining_rendezvous = partial(explaining, _not_met)

@@ -23,7 +23,7 @@ import torch.distributed
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from framework.engine.distributed import gather
-from framework.engine.lost_peers import is_lost_peer
+from framework.engine.rendezvous import is_lost_peer
 from framework.errors import EXIT_PEER_LOST, PeerLostError, RunStopped
 from framework.system.log import warn
 from framework.system.stopping import StopRequest, announce
@@ -173,9 +173,7 @@ class StopAgreement:
             self._store.set("decided", str(max(map(int, steps))))
 
     def _count_down(self) -> None:
-        """Asked to stop, and perhaps by a launcher that has seen a rank die: then this one waits for it in a
-        collective.
-        """
+        """A launcher may have asked that has seen a rank die: then this one waits for that in a collective."""
         self._giving_up = threading.Timer(self._wait_seconds, self._give_up)
         self._giving_up.daemon = True
         self._giving_up.start()
@@ -187,9 +185,8 @@ class StopAgreement:
 
 
 def _lost(rank: int) -> PeerLostError:
-    error = PeerLostError(
+    return PeerLostError(
         f"rank {rank}: asked to stop, and another rank has ended or does not answer; what that one said last "
-        "tells why. The last complete checkpoint stands: checkpoint.resume=auto [peer-lost]"
+        "tells why. The last complete checkpoint stands: checkpoint.resume=auto [peer-lost]",
+        is_of_one_rank=True,
     )
-    error.is_of_one_rank = True
-    return error

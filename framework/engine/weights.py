@@ -1,6 +1,4 @@
-"""Weights alone, under the names that the plain module gives them: out of a checkpoint or an export, and into a
-model.
-"""
+"""Weights alone, under the names in the plain module: out of a checkpoint or an export, and into a model."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.resume_point import explaining_storage_errors, newest_at
 from framework.checkpoint.state.exported_weights import PICKLED, LazyWeights, is_exported, read_exported, shapes_of
 from framework.checkpoint.state.merged_weights import MergedWeights
-from framework.errors import ConfigError, Problem, StorageError, in_one_line, show_value
+from framework.errors import ConfigError, StorageError, in_one_line, show_value
 from framework.models.survey import Surveyed
 
 _KEY: Final = "checkpoint.init_weights"
@@ -37,31 +35,24 @@ def find_weights(path: str, *, allow_unverified: bool = False) -> LazyWeights | 
         ConfigError: there is nothing of that kind, or a checkpoint without a manifest that is not allowed.
         StorageError: the files are damaged.
     """
+    place = Path(path)
     with explaining_storage_errors(_KEY, path):
-        if (found := _read_files(Path(path))) is not None:
-            return found
+        if is_exported(place):
+            return read_exported(place)
+        file = place / PICKLED if (place / PICKLED).is_file() else place
+        if file.suffix in _FILES and file.is_file():
+            return _read_file(file)
     checkpoint = newest_at(path, key=_KEY, allow_unverified=allow_unverified)
     if checkpoint is None:
-        there = Path(path).exists()
-        reason = "there is no finished checkpoint and no file of weights" if there else "there is nothing at that path"
-        raise ConfigError(
-            Problem(
-                kind="weights-not-found",
-                key=_KEY,
-                value=path,
-                reason=reason,
-                fix="name a .../global_step<N> folder, a run folder, an export, or a .safetensors or .pt file",
-            )
+        found = "no finished checkpoint and no file of weights" if place.exists() else "nothing at that path"
+        raise ConfigError.of(
+            kind="weights-not-found",
+            key=_KEY,
+            value=path,
+            reason=f"there is {found}",
+            fix="name a .../global_step<N> folder, a run folder, an export, or a .safetensors or .pt file",
         )
     return checkpoint
-
-
-def _read_files(file: Path) -> LazyWeights | None:
-    if is_exported(file):
-        return read_exported(file)
-    if (file / PICKLED).is_file():
-        file = file / PICKLED
-    return _read_file(file) if file.suffix in _FILES and file.is_file() else None
 
 
 def checkpoint_weights(
@@ -161,20 +152,15 @@ def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _refuse_differences(shapes: Mapping[str, torch.Size], found: Mapping[str, torch.Tensor], *, source: str) -> None:
-    if missing := sorted(shapes.keys() - found.keys()):
-        raise _differs(source, f"it lacks {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else ""))
-    if extra := sorted(found.keys() - shapes.keys()):
-        raise _differs(
-            source,
-            f"it has {extra[0]}, which the model has not" + (f", and {len(extra) - 1} more" if extra[1:] else ""),
+    held, reason = shapes_of(found), ""
+    if missing := sorted(shapes.keys() - held.keys()):
+        reason = f"it lacks {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else "")
+    elif extra := sorted(held.keys() - shapes.keys()):
+        more = f", and {len(extra) - 1} more" if extra[1:] else ""
+        reason = f"it has {extra[0]}, which the model has not{more}"
+    elif other := next((name for name, shape in shapes.items() if held[name] != shape), None):
+        reason = f"{other} has shape {tuple(held[other])} there and {tuple(shapes[other])} in the model"
+    if reason:
+        raise ConfigError.of(
+            kind="weights-differ", key=_KEY, value=source, reason=reason, fix="name weights of the same model"
         )
-    held = shapes_of(found)
-    for name, shape in shapes.items():
-        if held[name] != shape:
-            raise _differs(source, f"{name} has shape {tuple(held[name])} there and {tuple(shape)} in the model")
-
-
-def _differs(source: str, reason: str) -> ConfigError:
-    return ConfigError(
-        Problem(kind="weights-differ", key=_KEY, value=source, reason=reason, fix="name weights of the same model")
-    )

@@ -1,7 +1,4 @@
-"""Changes that a config makes to an existing model, and parameter groups for its optimizer.
-
-Changes that a config makes to an existing model before the engine takes it: works on any `nn.Module`.
-"""
+"""Changes that a config makes to any `nn.Module` before the engine takes it, and its optimizer's parameter groups."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from framework.models.sync_batch_norm import with_sync_batch_norm
 from framework.text.typos import nearest
 
 
-def prepare_model(model: nn.Module, training: Training, *, process_group: Any = None) -> nn.Module:
+def prepare_model(model: nn.Module, training: Training) -> nn.Module:
     """Freeze, synchronise batch norms, recompute: whatever `training` asks for.
 
     `channels_last` changes the images alone (the function below), and convolutions follow them. Weights stay as they
@@ -28,7 +25,6 @@ def prepare_model(model: nn.Module, training: Training, *, process_group: Any = 
     Args:
         model: changed in place; may be partitioned by ZeRO-3.
         training: the config's section.
-        process_group: data-parallel ranks; None: all ranks.
 
     Returns:
         The model to train: a `LayeredModel` around the same layers, with the same names of weights, where recomputation
@@ -39,7 +35,7 @@ def prepare_model(model: nn.Module, training: Training, *, process_group: Any = 
     """
     freeze(model, training.freeze)
     if training.sync_batch_norm:
-        model = with_sync_batch_norm(model, process_group=process_group)
+        model = with_sync_batch_norm(model)
     return with_recompute(model, every=training.recompute_every)
 
 
@@ -66,7 +62,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
     frozen = frozen_names(parameters, patterns)
     if patterns and not set(trained) - frozen:
-        raise ConfigError(_everything_frozen(patterns))
+        raise _everything_frozen(patterns)
     for name in frozen:
         parameters[name].requires_grad_(False)
 
@@ -82,17 +78,12 @@ def frozen_names(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
         ConfigError: kind ``freeze-matches-nothing`` for every pattern without a parameter, ``freeze-matches-all``.
     """
     names = list(names)
-    matches = [{name for name in names if re.fullmatch(pattern, name)} for pattern in patterns]
-    problems = [
-        _nothing_frozen(number, pattern, names)
-        for number, (pattern, found) in enumerate(zip(patterns, matches, strict=True))
-        if not found
-    ]
-    if problems:
+    matches = {pattern: {name for name in names if re.fullmatch(pattern, name)} for pattern in patterns}
+    if problems := [_nothing_frozen(at, name, names) for at, name in enumerate(patterns) if not matches[name]]:
         raise ConfigError(problems)
-    frozen = set().union(*matches)
+    frozen = set().union(*matches.values())
     if patterns and frozen == set(names):
-        raise ConfigError(_everything_frozen(patterns))
+        raise _everything_frozen(patterns)
     return frozen
 
 
@@ -109,14 +100,12 @@ def with_recompute(model: nn.Module, *, every: int) -> nn.Module:
             model = LayeredModel(as_layers(model))
         except ConfigError as error:
             (problem,) = error.problems
-            raise ConfigError(
-                Problem(
-                    kind="recompute-needs-layers",
-                    key="training.recompute_every",
-                    value=every,
-                    reason=f"the model ({problem.value}) cannot be cut into layers: {problem.reason}",
-                    fix=f"{problem.fix}; or set training.recompute_every: 0",
-                )
+            raise ConfigError.of(
+                kind="recompute-needs-layers",
+                key="training.recompute_every",
+                value=every,
+                reason=f"the model ({problem.value}) cannot be cut into layers: {problem.reason}",
+                fix=f"{problem.fix}; or set training.recompute_every: 0",
             ) from error
     model.recompute_every = every
     return model
@@ -139,17 +128,14 @@ def _nothing_frozen(number: int, pattern: str, names: Sequence[str]) -> Problem:
     )
 
 
-def _everything_frozen(patterns: Sequence[str]) -> Problem:
-    return Problem(
+def _everything_frozen(patterns: Sequence[str]) -> ConfigError:
+    return ConfigError.of(
         kind="freeze-matches-all",
         key="training.freeze",
         value=list(patterns),
         reason="nothing would be left to train",
         fix="leave some parameters out",
     )
-
-
-# Parameter groups: weights with weight decay and without.
 
 
 def parameter_groups(
@@ -169,20 +155,13 @@ def parameter_groups(
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if weight_decay_on == "all" or not weight_decay:
         return trained
-    matrices = [parameter for parameter in trained if is_matrix(whole_shape(parameter))]
-    others = [parameter for parameter in trained if not is_matrix(whole_shape(parameter))]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    split: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+    for parameter in trained:  # ZeRO-3 leaves a flat, empty tensor, and notes its shape
+        split[is_matrix(getattr(parameter, "ds_shape", parameter.shape))].append(parameter)
+    groups = [{"params": split[1], "weight_decay": weight_decay}, {"params": split[0], "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 
 def is_matrix(shape: Sequence[int]) -> bool:
-    """Check whether a tensor of this shape counts as one: with fewer than two dimensions it is a bias, or belongs to a
-    norm.
-    """
+    """Check whether a tensor has two dimensions or more: others are biases, or belong to norms."""
     return len(shape) >= 2
-
-
-def whole_shape(parameter: nn.Parameter) -> Sequence[int]:
-    """Shape of the whole tensor; ZeRO-3 leaves a flat, empty one in its place and notes the shape as `ds_shape`."""
-    shape: Sequence[int] = getattr(parameter, "ds_shape", parameter.shape)
-    return shape

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 
 from framework.models.hf_names import bert_names
-from framework.models.initialized import DEFAULT_STD, DrawnEmbedding, DrawnLinear, draw
+from framework.models.initialized import DEFAULT_STD, DrawnEmbedding, DrawnLinear, draw, positions_of, split_heads
 from framework.models.layers import Layer, LayeredModel
 
 
@@ -69,7 +69,6 @@ class TiedTokenEmbedding(DrawnEmbedding):
     """
 
     def forward(self, value: Any, *, as_decoder: bool = False) -> Any:
-        """Values and shapes as in the class docstring."""
         if as_decoder:
             return linear(value[:, :-1], self.weight), value[:, -1]
         tokens, types, mask = value
@@ -85,15 +84,12 @@ class OtherEmbeddings(nn.Module):
         draw(self.positions, std=DEFAULT_STD, truncated=True)
         self.types = DrawnEmbedding(shape.num_types, shape.hidden_size, truncated=True)
         self.norm, self.dropout = shape.make_norm(), nn.Dropout(shape.dropout)
-        self.max_positions = shape.max_positions
 
     def forward(self, value: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Shapes as for `TiedTokenEmbedding`; ValueError for a sequence that is too long."""
         embedded, types, mask = value
-        length = embedded.shape[1]
-        if length > self.max_positions:
-            raise ValueError(f"a sequence of {length} tokens; the model has {self.max_positions} positions")
-        return self.dropout(self.norm(embedded + self.positions[:length] + self.types(types))), mask
+        positions = positions_of(embedded, self.positions)
+        return self.dropout(self.norm(embedded + positions + self.types(types))), mask
 
 
 class MaskedAttention(nn.Module):
@@ -108,12 +104,8 @@ class MaskedAttention(nn.Module):
         )
 
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        """Shapes as in the class docstring."""
-        batch, length, width = hidden.shape
-        query, key, value = (
-            matrix(hidden).view(batch, length, self.num_heads, width // self.num_heads).transpose(1, 2)
-            for matrix in (self.query, self.key, self.value)
-        )
+        head_size = hidden.shape[-1] // self.num_heads
+        query, key, value = (split_heads(matrix(hidden), head_size) for matrix in (self.query, self.key, self.value))
         mixed = scaled_dot_product_attention(
             query, key, value, attn_mask=(mask != 0)[:, None, None, :], dropout_p=self.dropout if self.training else 0.0
         )
@@ -127,14 +119,11 @@ class BERTBlock(nn.Module):
     def __init__(self, shape: BERTShape) -> None:
         super().__init__()
         self.attention, self.attention_norm = MaskedAttention(shape), shape.make_norm()
-        self.up, self.down = (
-            shape.linear(shape.hidden_size, shape.mlp_size),
-            shape.linear(shape.mlp_size, shape.hidden_size),
-        )
+        self.up = shape.linear(shape.hidden_size, shape.mlp_size)
+        self.down = shape.linear(shape.mlp_size, shape.hidden_size)
         self.mlp_norm, self.dropout = shape.make_norm(), nn.Dropout(shape.dropout)
 
     def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Shapes as for `MaskedAttention`."""
         hidden, mask = value
         hidden = self.attention_norm(hidden + self.dropout(self.attention(hidden, mask)))
         return self.mlp_norm(hidden + self.dropout(self.down(gelu(self.up(hidden))))), mask
@@ -154,7 +143,6 @@ class PoolerAndTransform(nn.Module):
         self.transform, self.norm = shape.linear(shape.hidden_size, shape.hidden_size), shape.make_norm()
 
     def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
-        """Shapes as in the class docstring."""
         hidden, _ = value
         transformed, pooled = self.norm(gelu(self.transform(hidden))), torch.tanh(self.pooler(hidden[:, :1]))
         return torch.cat((transformed, pooled.to(transformed.dtype)), dim=1)
@@ -172,7 +160,6 @@ class Outputs(nn.Module):
         self.next_sentence = shape.linear(shape.hidden_size, 2)
 
     def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Shapes as in the class docstring."""
         logits, pooled = value
         return logits + self.bias, self.next_sentence(pooled)
 
@@ -187,7 +174,6 @@ class BERT(LayeredModel):
     """
 
     def __init__(self, shape: BERTShape) -> None:
-        """Build the layers of the shape."""
         super().__init__(bert_layers(shape))
         self.shape = shape
 

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
 from framework.models.hf_names import llama_names
-from framework.models.initialized import DEFAULT_STD, DrawnLinear, TokenEmbedding, as_head, draw
+from framework.models.initialized import (
+    DEFAULT_STD,
+    DrawnLinear,
+    TokenEmbedding,
+    as_head,
+    draw,
+    positions_of,
+    split_heads,
+)
 from framework.models.layers import Layer, LayeredModel
 
 # Rotary positions (Su et al. 2021, "RoFormer"), in the half-split order of Llama's released weights.
@@ -122,15 +130,11 @@ class LearnedPositions(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(max_positions, hidden_size))
         draw(self.weight, std=DEFAULT_STD, truncated=False)
-        self.max_positions = max_positions
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, embedded: Tensor) -> Tensor:
         """Shapes as in the class docstring; ValueError for a sequence that is too long."""
-        length = embedded.shape[1]
-        if length > self.max_positions:
-            raise ValueError(f"a sequence of {length} tokens; the model has {self.max_positions} positions")
-        dropped: Tensor = self.dropout(embedded + self.weight[:length])
+        dropped: Tensor = self.dropout(embedded + positions_of(embedded, self.weight))
         return dropped
 
 
@@ -146,9 +150,10 @@ class CausalAttention(nn.Module):
         self.output = shape.linear(shape.hidden_size, shape.hidden_size, std=shape.residual_std)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Shapes as in the class docstring."""
         shape = self.shape
-        query, key, value = (self._heads(matrix(hidden)) for matrix in (self.query, self.key, self.value))
+        query, key, value = (
+            split_heads(matrix(hidden), shape.head_size) for matrix in (self.query, self.key, self.value)
+        )
         if shape.positions == "rotary":
             query, key = rotate(query, key, theta=shape.rope_theta)
         mixed = scaled_dot_product_attention(
@@ -161,11 +166,6 @@ class CausalAttention(nn.Module):
         )
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return output
-
-    def _heads(self, projected: Tensor) -> Tensor:
-        """(batch, sequence, heads * head_size) to (batch, heads, sequence, head_size)."""
-        batch, length, width = projected.shape
-        return projected.view(batch, length, width // self.shape.head_size, self.shape.head_size).transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -195,7 +195,6 @@ class GPTBlock(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Shapes as in the class docstring."""
         hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
         output: Tensor = hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))
         return output
@@ -212,7 +211,6 @@ class GPT(LayeredModel):
     """
 
     def __init__(self, shape: GPTShape) -> None:
-        """Build the layers of the shape."""
         super().__init__(list(gpt_layers(shape)))
         self.shape = shape
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 _BERT: Final = {
@@ -46,21 +46,18 @@ _LLAMA_BLOCK: Final = {
 
 def bert_names(num_layers: int) -> dict[str, str]:
     """Of `BertForPreTraining`."""
-    blocks = _of_blocks(_BERT_BLOCK, num_layers, prefix="bert.encoder.layer")
-    return _BERT | dict(_with_biases(_BERT_MODULES)) | dict(_with_biases(dict(blocks)))
+    return _BERT | _of_modules(_BERT_MODULES, _BERT_BLOCK, num_layers, prefix="bert.encoder.layer")
 
 
 def llama_names(num_layers: int) -> dict[str, str]:
     """Of `LlamaForCausalLM`; its norms have no bias."""
-    blocks = dict(_of_blocks(_LLAMA_BLOCK, num_layers, prefix="model.layers"))
-    return _LLAMA | dict(_with_biases(blocks))
+    return _LLAMA | _of_modules({}, _LLAMA_BLOCK, num_layers, prefix="model.layers")
 
 
-def _of_blocks(names: Mapping[str, str], num_layers: int, *, prefix: str) -> Iterator[tuple[str, str]]:
+def _of_modules(
+    modules: Mapping[str, str], block: Mapping[str, str], num_layers: int, *, prefix: str
+) -> dict[str, str]:
+    together = dict(modules)
     for number in range(num_layers):
-        yield from ((f"blocks.{number}.{ours}", f"{prefix}.{number}.{theirs}") for ours, theirs in names.items())
-
-
-def _with_biases(modules: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    for ours, theirs in modules.items():
-        yield from ((f"{ours}.{part}", f"{theirs}.{part}") for part in ("weight", "bias"))
+        together |= {f"blocks.{number}.{ours}": f"{prefix}.{number}.{theirs}" for ours, theirs in block.items()}
+    return {f"{ours}.{part}": f"{theirs}.{part}" for ours, theirs in together.items() for part in ("weight", "bias")}

@@ -1,11 +1,11 @@
-"""Layers that draw their own initial weights: linear layers, embeddings, and convolutions as ResNets want them.
-
-Linear layers and embeddings that draw their own weights from a normal distribution, as transformers want them.
+"""Layers that draw their own initial weights: linear layers and embeddings of transformers, convolutions of ResNets.
 
 Under ZeRO-3 a module's weights are partitioned away when its constructor returns, so they are drawn in the constructor.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,40 +14,28 @@ from torch.nn.functional import linear
 DEFAULT_STD = 0.02
 
 
-class DrawnLinear(nn.Linear):
+class _Drawn(nn.Module):
+    """Draws its weight from N(0, std^2), cut off at two standard deviations if `truncated`; bias zero."""
+
+    def __init__(self, *sizes: int, std: float = DEFAULT_STD, truncated: bool = False, **options: Any) -> None:
+        self.std, self.truncated = std, truncated  # torch's constructor draws, and needs them
+        super().__init__(*sizes, **options)
+
+    def reset_parameters(self) -> None:
+        """Draw the weight, set the bias to zero."""
+        weight, bias = self._parameters["weight"], self._parameters.get("bias")
+        assert weight is not None
+        draw(weight, std=self.std, truncated=self.truncated)
+        if bias is not None:
+            nn.init.zeros_(bias)
+
+
+class DrawnLinear(_Drawn, nn.Linear):
     """`nn.Linear` with weights from N(0, std^2), cut off at two standard deviations if `truncated`; bias zero."""
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool = True,
-        std: float = DEFAULT_STD,
-        truncated: bool = False,
-    ) -> None:
-        self.std, self.truncated = std, truncated  # nn.Linear's constructor draws, and needs them
-        super().__init__(in_features, out_features, bias=bias)
 
-    def reset_parameters(self) -> None:
-        """Draw the weights, set the bias to zero."""
-        draw(self.weight, std=self.std, truncated=self.truncated)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-
-class DrawnEmbedding(nn.Embedding):
+class DrawnEmbedding(_Drawn, nn.Embedding):
     """`nn.Embedding` with vectors from N(0, std^2), cut off at two standard deviations if `truncated`."""
-
-    def __init__(
-        self, num_embeddings: int, embedding_dim: int, *, std: float = DEFAULT_STD, truncated: bool = False
-    ) -> None:
-        self.std, self.truncated = std, truncated
-        super().__init__(num_embeddings, embedding_dim)
-
-    def reset_parameters(self) -> None:
-        """Draw the vectors."""
-        draw(self.weight, std=self.std, truncated=self.truncated)
 
 
 class TokenEmbedding(DrawnEmbedding):
@@ -57,7 +45,6 @@ class TokenEmbedding(DrawnEmbedding):
     """
 
     def forward(self, value: Tensor, *, as_head: bool = False) -> Tensor:
-        """Vectors of tokens, or logits; shapes as in the class docstring."""
         return linear(value, self.weight) if as_head else super().forward(value)
 
 
@@ -65,6 +52,23 @@ def as_head(module: nn.Module, value: Tensor) -> Tensor:
     """Apply a tied `TokenEmbedding` as the output layer."""
     logits: Tensor = module(value, as_head=True)
     return logits
+
+
+def split_heads(projected: Tensor, head_size: int) -> Tensor:
+    """(batch, sequence, heads * head_size) to (batch, heads, sequence, head_size)."""
+    return projected.view(*projected.shape[:2], -1, head_size).transpose(1, 2)
+
+
+def positions_of(embedded: Tensor, positions: Tensor) -> Tensor:
+    """Learned vectors (max_positions, hidden) of the positions of a sequence (batch, sequence, hidden).
+
+    Raises:
+        ValueError: the sequence is too long.
+    """
+    length, most = embedded.shape[1], positions.shape[0]
+    if length > most:
+        raise ValueError(f"a sequence of {length} tokens; the model has {most} positions")
+    return positions[:length]
 
 
 @torch.no_grad()
@@ -77,14 +81,10 @@ def draw(weight: Tensor, *, std: float, truncated: bool) -> None:
     weight.copy_(nn.init.trunc_normal_(drawn, std=std, a=-2 * std, b=2 * std))
 
 
-# A convolution that draws its own weights as ResNets want them.
-
-
 class HeConv2d(nn.Conv2d):
     """`nn.Conv2d` with He initialisation, fan-out mode (He et al. 2015, "Delving Deep into Rectifiers").
 
-    The weights are drawn in `reset_parameters`, which the constructor calls, because under ZeRO-3 the parent module no
-    longer sees them: `kaiming_normal_` on a partitioned (empty) weight only warns and leaves PyTorch's default.
+    Drawn by the constructor: `kaiming_normal_` on a weight that ZeRO-3 has partitioned only warns.
     """
 
     def reset_parameters(self) -> None:

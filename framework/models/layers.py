@@ -1,6 +1,4 @@
-"""A model as a list of layers, `LayeredModel`, the base of our flat models, and activation recomputation.
-
-A model as a list of layers: the same blocks, run one after the other on one device or cut into pipeline stages.
+"""A model as a list of layers: the same blocks, run one after the other on one device or cut into pipeline stages.
 
 A `Layer` is a recipe, so that a pipeline stage builds its own layers only. `LayeredModel` is the plain form of such a
 list; `as_layers` finds the list in an `nn.Sequential`, in a list of modules and in any module that tells its layers.
@@ -11,12 +9,12 @@ stream that runs through the layers before it: where the model is cut does not c
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -24,16 +22,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from framework.errors import ConfigError, Problem, in_one_line
-
-# The base of every model here that is one flat sequence of layers.
+from framework.errors import ConfigError, in_one_line
 
 
 class LayerStack(nn.Sequential):
-    """`nn.Sequential` whose subclasses may have a constructor of their own and can still be sliced.
-
-    `nn.Sequential.__getitem__` builds a slice with `self.__class__(layers)`, which a constructor that takes, say, a
-    number of classes cannot answer. Here ``model[:-1]`` is a plain `nn.Sequential` that shares the layers.
+    """`nn.Sequential` whose subclasses may have a constructor of their own: a slice such as ``model[:-1]`` is a plain
+    `nn.Sequential` that shares the layers.
     """
 
     def __getitem__(self, index: Any) -> Any:
@@ -56,14 +50,7 @@ def recompute(run: Callable[..., Any], *values: Any, modules: Callable[[], Itera
         values: its inputs.
         modules: tells the modules that `run` calls, submodules included; asked in the backward pass.
     """
-    contexts = partial(_contexts, modules)
-    return checkpoint(run, *values, use_reentrant=False, context_fn=contexts)
-
-
-def _contexts(
-    modules: Callable[[], Iterable[nn.Module]],
-) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _statistics_kept(modules)
+    return checkpoint(run, *values, use_reentrant=False, context_fn=lambda: (nullcontext(), _statistics_kept(modules)))
 
 
 @contextmanager
@@ -123,6 +110,11 @@ class Layer:
             torch.manual_seed((seed * _SEED_STRIDE + number + 1) % 2**63)
             return self.build()
 
+    def make_copy(self, number: int, *, seed: int) -> nn.Module:
+        """`make`, but never the module that will train: running it may change its buffers (batch norm)."""
+        module = self.make(number, seed=seed)
+        return copy.deepcopy(module) if self.is_built else module
+
     def apply(self, module: nn.Module, value: Any) -> Any:
         """The layer's output for the output of the layer before."""
         return module(value) if self.call is None else self.call(module, value)
@@ -179,7 +171,7 @@ class LayeredModel(nn.Module):
         if not every or not torch.is_grad_enabled():
             return self._run(value, 0, len(self.recipes))
         for start in range(0, len(self.recipes), every):
-            value = recompute(self._run, value, start, min(start + every, len(self.recipes)), modules=self.modules)
+            value = recompute(self._run, value, start, start + every, modules=self.modules)
         return value
 
     def _run(self, value: Any, start: int, stop: int) -> Any:
@@ -188,19 +180,16 @@ class LayeredModel(nn.Module):
         return value
 
     def _place(self, layer: Layer) -> str:
-        """Return the name under which the layer's module is registered: that of the first of those that are tied to
-        it.
-        """
+        """Return the name under which the layer's module is registered: that of the first that is tied to it."""
         return next(first.name for first in self.recipes if first.tied == layer.tied) if layer.tied else layer.name
 
 
-def as_layers(model: Any, *, key: str = "model") -> list[Layer]:
+def as_layers(model: Any) -> list[Layer]:
     """The layers of a model, in order.
 
     Args:
         model: a `LayeredModel`; a module whose method ``layers()`` returns (name, module) pairs; an `nn.Sequential`,
             nested ones included; a list or tuple of modules. One module in two places is two layers.
-        key: the config section that a problem names.
 
     Raises:
         ConfigError: kind ``model-not-layered`` or ``model-layers-incomplete``.
@@ -208,13 +197,13 @@ def as_layers(model: Any, *, key: str = "model") -> list[Layer]:
     if isinstance(model, LayeredModel):
         return model.layers()
     if lists_layers(model):
-        return _reported(model, key=key)
+        return _reported(model)
     if isinstance(model, (nn.Sequential, nn.ModuleList, list, tuple)) and not _has_own_forward(model):
         pairs = list(_children(model) if isinstance(model, nn.Module) else ((str(n), m) for n, m in enumerate(model)))
         if pairs and all(isinstance(module, nn.Module) for _, module in pairs):
             return [layer for name, module in pairs for layer in _flat(name, module)]
     reason, fix = _why_not_layered(model)
-    raise ConfigError(Problem(kind="model-not-layered", key=key, value=type(model).__name__, reason=reason, fix=fix))
+    raise ConfigError.of(kind="model-not-layered", key="model", value=type(model).__name__, reason=reason, fix=fix)
 
 
 def lists_layers(model: Any) -> bool:
@@ -248,16 +237,16 @@ def _why_not_layered(model: Any) -> tuple[str, str]:
             "it is not a sequence of layers, so nobody but its forward() knows where it can be cut",
             f"make it an nn.Sequential, return a list of layers, or {advice}",
         )
-    kinds = [type(item) for item in model]
-    if not kinds:
+    items = list(model)
+    if not items:
         return "it is a sequence of no layers", "put at least one into it"
-    if any(issubclass(kind, Layer) for kind in kinds):
-        number = next(n for n, kind in enumerate(kinds) if not issubclass(kind, Layer))
+    if any(isinstance(item, Layer) for item in items):
+        number = next(n for n, item in enumerate(items) if not isinstance(item, Layer))
         return (
             f"item {number} of the list is no Layer, and others are",
             "write a Layer for every item, or a module for every item",
         )
-    number, other = next((n, item) for n, item in enumerate(model) if not isinstance(item, nn.Module))
+    number, other = next((n, item) for n, item in enumerate(items) if not isinstance(item, nn.Module))
     name = getattr(other, "__name__", type(other).__name__)
     return (
         f"item {number} of the list ({name}) is not a module",
@@ -265,7 +254,7 @@ def _why_not_layered(model: Any) -> tuple[str, str]:
     )
 
 
-def _reported(model: nn.Module, *, key: str) -> list[Layer]:
+def _reported(model: nn.Module) -> list[Layer]:
     """Return the layers that a module's own `layers()` lists, if it leaves no weight out."""
     wrong = "does not return (name, module) pairs"
     pairs: list[tuple[str, Any]] = []
@@ -276,26 +265,22 @@ def _reported(model: nn.Module, *, key: str) -> list[Layer]:
     except Exception as error:
         wrong = f"fails: {in_one_line(error)}"
     if not pairs or not all(isinstance(module, nn.Module) for _, module in pairs):
-        raise ConfigError(
-            Problem(
-                kind="model-not-layered",
-                key=key,
-                value=type(model).__name__,
-                reason=f"its layers() {wrong}",
-                fix='return [("stem", self.stem), ...]',
-            )
+        raise ConfigError.of(
+            kind="model-not-layered",
+            key="model",
+            value=type(model).__name__,
+            reason=f"its layers() {wrong}",
+            fix='return [("stem", self.stem), ...]',
         )
     reported = {id(tensor) for _, module in pairs for tensor in (*module.parameters(), *module.buffers())}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in reported:
-            raise ConfigError(
-                Problem(
-                    kind="model-layers-incomplete",
-                    key=key,
-                    value=type(model).__name__,
-                    reason=f"its layers() leaves out {name}",
-                    fix="name the module that holds it",
-                )
+            raise ConfigError.of(
+                kind="model-layers-incomplete",
+                key="model",
+                value=type(model).__name__,
+                reason=f"its layers() leaves out {name}",
+                fix="name the module that holds it",
             )
     return [_built(name, module) for name, module in pairs]
 
@@ -328,12 +313,12 @@ def refuse_bad_ties(layers: Sequence[Layer]) -> None:
     Raises:
         ValueError: with the name of the layer.
     """
-    seen: dict[str, Layer] = {}
+    seen: set[str] = set()
     first_of: dict[str, Layer] = {}
     for layer in layers:
         if layer.name in seen:
             raise ValueError(f"two layers are named {layer.name}")
-        seen[layer.name] = layer
+        seen.add(layer.name)
         if not layer.tied:
             continue
         first = first_of.setdefault(layer.tied, layer)

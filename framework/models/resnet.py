@@ -1,7 +1,4 @@
-"""ResNets: ResNet-18 for small images, and torchvision's.
-
-ResNet-18 for small images (28 to 64 pixels), as trained on CIFAR-10 and Fashion-MNIST.
-"""
+"""ResNets: ResNet-18 for small images (28 to 64 pixels), and torchvision's, untrained."""
 
 from __future__ import annotations
 
@@ -39,7 +36,6 @@ class BasicBlock(nn.Module):
             )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Feature maps in, feature maps out; shapes as in the class docstring."""
         hidden = relu(self.norm1(self.conv1(images)))
         return relu(self.norm2(self.conv2(hidden)) + self.shortcut(images))
 
@@ -72,12 +68,6 @@ class SmallResNet18(LayerStack):
         layers["flatten"] = nn.Flatten()
         layers["classifier"] = nn.Linear(previous, num_classes)
         super().__init__(layers)
-
-
-# torchvision's ResNets, untrained, for any number of input channels.
-
-
-_RGB = 3
 
 
 class LayeredResNet(resnet.ResNet):  # type: ignore[misc]
@@ -117,6 +107,6 @@ def resnet50(num_classes: int = 1000, *, in_channels: int = 3) -> nn.Module:
 def _build(block: type[nn.Module], num_blocks: tuple[int, ...], *, num_classes: int, in_channels: int) -> nn.Module:
     """Build torchvision's network with the right stem, drawn from torchvision's distribution."""
     model = LayeredResNet(block, list(num_blocks), num_classes=num_classes)
-    if in_channels != _RGB:
+    if in_channels != 3:
         model.conv1 = HeConv2d(in_channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
     return model

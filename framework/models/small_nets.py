@@ -1,7 +1,4 @@
-"""Small networks for images: LeNet-5 and the multi-layer perceptron.
-
-LeNet-5 in the form that later literature trains on MNIST and Fashion-MNIST.
-"""
+"""Small networks for images: LeNet-5 as later literature trains it, and the multi-layer perceptron."""
 
 from __future__ import annotations
 
@@ -52,9 +49,6 @@ class LeNet(LayerStack):
                 fc3=nn.Linear(84, num_classes),
             )
         )
-
-
-# Multi-layer perceptron on flattened images.
 
 
 class MLP(LayerStack):

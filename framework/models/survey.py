@@ -1,6 +1,4 @@
-"""Survey of a model's layers, and the comparison of `layers()` with `forward()`.
-
-Survey of a model's layers, their weights and their outputs, made before anything trains.
+"""Survey of a model's layers, made before anything trains, and the comparison of `layers()` with `forward()`.
 
 The layers run once on torch's meta device, which computes shapes and types and touches no memory. If one of them needs
 real numbers for that, all of them run for real on the one batch.
@@ -13,29 +11,19 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import FlopCounterMode
 
-from framework.errors import ConfigError, Problem, in_one_line
+from framework.errors import ConfigError, in_one_line
 from framework.models.layers import Layer, as_layers
 
 # What DeepSpeed's pipeline can send (runtime/pipe/engine.py `ID_TO_DTYPE`), less bool, which NCCL cannot.
-_SENDABLE: Final = frozenset(
-    {
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-    }
+_SENDABLE: Final = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16)) | frozenset(
+    (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 )
 # DeepSpeed describes all tensors that cross to the next stage in 256 numbers (pipe/engine.py `TENSOR_META_SIZE`).
 _LONGEST_DESCRIPTION: Final = 256
@@ -89,7 +77,7 @@ def survey(
         return list(look(_on_meta(inputs), make=lambda n: _meta_module(layers[n], n, seed), counts_flops=True))
     except Exception:  # whatever a layer's code does with tensors that hold no numbers
         with torch.random.fork_rng(devices=[]):
-            return list(look(inputs, make=lambda n: _own_copy(layers[n], n, seed)))
+            return list(look(inputs, make=lambda n: layers[n].make_copy(n, seed=seed)))
 
 
 def _walk(
@@ -103,11 +91,15 @@ def _walk(
 ) -> Iterator[Surveyed]:
     firsts: dict[str, tuple[Layer, nn.Module]] = {}
     for number, layer in enumerate(layers):
-        module = _made(layer, lambda number=number: make(number))  # type: ignore[misc]
+        try:
+            module = make(number)
+        except Exception as error:
+            reason = f"the layer cannot be built: {in_one_line(error)}"
+            raise _layer_failed(layer.name, reason, "mend what builds it") from error
         place = layer.name
         if layer.tied:
             first, first_module = firsts.setdefault(layer.tied, (layer, module))
-            refuse_bad_tie(first, first_module, layer, module)
+            _refuse_bad_tie(first, first_module, layer, module)
             place, module = first.name, first_module
         for name, parameter in module.named_parameters():
             if f"{place}.{name}" in frozen:
@@ -117,7 +109,9 @@ def _walk(
             with counter or nullcontext():
                 value = layer.apply(module, value)
         except Exception as error:
-            raise ConfigError(_failed(layer, module, value, error)) from error
+            reason = f"the layer fails on the output of the layer before, {_shown(value)}: {in_one_line(error)}"
+            fix = "mend the layer, or the order of the layers"
+            raise _layer_failed(f"{layer.name} ({type(module).__name__})", reason, fix) from error
         tensors = value if isinstance(value, tuple) else (value,)
         yield Surveyed(
             layer=layer,
@@ -135,7 +129,8 @@ def _walk(
 def _why_not(value: Any, tensors: Sequence[Any]) -> str:
     """Describe what DeepSpeed's pipeline would fail at, or hang on, in the middle of the first step."""
     if not all(isinstance(tensor, Tensor) for tensor in tensors):
-        kinds = f"a tuple with a {_first_other(tensors)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
+        other = next(type(tensor).__name__ for tensor in tensors if not isinstance(tensor, Tensor))
+        kinds = f"a tuple with a {other}" if isinstance(value, tuple) else f"a {other}"
         return f"it returns {kinds}, not a tensor or a tuple of tensors"
     for tensor in tensors:
         if tensor.dtype not in _SENDABLE:
@@ -149,75 +144,31 @@ def _why_not(value: Any, tensors: Sequence[Any]) -> str:
     return ""
 
 
-def _first_other(tensors: Sequence[Any]) -> str:
-    return next(type(tensor).__name__ for tensor in tensors if not isinstance(tensor, Tensor))
+def _layer_failed(value: str, reason: str, fix: str) -> ConfigError:
+    return ConfigError.of(kind="layer-failed", key="model", value=value, reason=reason, fix=fix)
 
 
-def _made(layer: Layer, make: Callable[[], nn.Module]) -> nn.Module:
-    try:
-        return make()
-    except Exception as error:
-        raise ConfigError(
-            Problem(
-                kind="layer-failed",
-                key="model",
-                value=layer.name,
-                reason=f"the layer cannot be built: {in_one_line(error)}",
-                fix="mend what builds it",
-            )
-        ) from error
-
-
-def refuse_bad_tie(first: Layer, first_module: nn.Module, layer: Layer, module: nn.Module) -> None:
-    """Refuse tied weights that are absent, differ between both ends, or are not all that the ends share: the rest would
-    drift apart.
-    """
+def _refuse_bad_tie(first: Layer, first_module: nn.Module, layer: Layer, module: nn.Module) -> None:
+    """Refuse tied weights that are absent, differ between both ends, or are not all that the ends share."""
     weights, own = dict(first_module.named_parameters()), dict(module.named_parameters())
-    value = f"{layer.name} ({type(module).__name__})"
+
+    def refuse(kind: str, reason: str, fix: str) -> NoReturn:
+        value = f"{layer.name} ({type(module).__name__})"
+        raise ConfigError.of(kind=kind, key="model", value=value, reason=reason, fix=fix)
+
     for name in layer.tied_weights:
         if name not in own:
-            raise ConfigError(
-                Problem(
-                    kind="tied-weight-missing",
-                    key="model",
-                    value=value,
-                    reason=f"it is tied as {layer.tied} by {name}, and has no such parameter",
-                    fix=f"tied_weights may be of {', '.join(own) or 'nothing: it has none'}",
-                )
-            )
+            reason = f"it is tied as {layer.tied} by {name}, and has no such parameter"
+            refuse("tied-weight-missing", reason, f"tied_weights may be of {', '.join(own) or 'nothing: it has none'}")
         if weights[name].shape != own[name].shape:
-            raise ConfigError(
-                Problem(
-                    kind="tied-layers-differ",
-                    key="model",
-                    value=value,
-                    reason=f"its {name} has the shape {tuple(own[name].shape)}, and that of {first.name}, to which it "
-                    f"is tied, {tuple(weights[name].shape)}",
-                    fix="build both alike",
-                )
+            reason = (
+                f"its {name} has the shape {tuple(own[name].shape)}, and that of {first.name}, to which it is tied, "
+                f"{tuple(weights[name].shape)}"
             )
-    left_out = [name for name in (*weights, *own) if name not in layer.tied_weights]
-    if left_out:
-        raise ConfigError(
-            Problem(
-                kind="tied-weight-left-out",
-                key="model",
-                value=value,
-                reason=f"it is tied as {layer.tied}, and its {left_out[0]} is not: every stage would train one of its "
-                "own",
-                fix="add it to tied_weights, or put it into a layer of its own",
-            )
-        )
-
-
-def _failed(layer: Layer, module: nn.Module, value: Any, error: Exception) -> Problem:
-    return Problem(
-        kind="layer-failed",
-        key="model",
-        value=f"{layer.name} ({type(module).__name__})",
-        reason=f"the layer fails on the output of the layer before, {_shown(value)}: {in_one_line(error)}",
-        fix="mend the layer, or the order of the layers",
-    )
+            refuse("tied-layers-differ", reason, "build both alike")
+    if left_out := [name for name in (*weights, *own) if name not in layer.tied_weights]:
+        reason = f"it is tied as {layer.tied}, and its {left_out[0]} is not: every stage would train one of its own"
+        refuse("tied-weight-left-out", reason, "add it to tied_weights, or put it into a layer of its own")
 
 
 def _shown(value: Any) -> str:
@@ -245,17 +196,6 @@ def _meta_module(layer: Layer, number: int, seed: int) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-def _own_copy(layer: Layer, number: int, seed: int) -> nn.Module:
-    """Running a layer may change its buffers (batch norm), so not the module that will train."""
-    module = layer.make(number, seed=seed)
-    return copy.deepcopy(module) if layer.is_built else module
-
-
-# A module that tells its layers says how to run it a second time; here the two are compared before anything trains. A
-# pipeline and recomputation run the layers and never the module's own `forward()`: what that does beside calling them
-# (a relu, a residual, a flatten) would be left out without a word, and another model be trained.
-
-
 # The same operations on the same device give the same numbers; a module may still write them down in another way.
 _RELATIVE: Final = 1e-4
 _FEW_SAMPLES: Final = 2
@@ -264,18 +204,18 @@ _MOST_WEIGHTS: Final = 500_000_000
 _MOST_PRODUCTS: Final = 100_000_000_000  # weights x tokens: some seconds on one thread
 
 
-def refuse_untrue_layers(model: nn.Module, inputs: Any, *, seed: int, key: str = "model") -> None:
+def refuse_untrue_layers(model: nn.Module, inputs: Any, *, seed: int) -> None:
     """Run `forward()` and the layers once, in evaluation mode, on a few samples, and compare what comes out.
 
-    Both run on copies, because modules may keep things (a cache, a counter). Where one of them does not run here, where
-    copies cannot be made, where the model is very large or gives other numbers each time, nothing can be compared and
-    nothing is said.
+    A pipeline and recomputation run the layers only: what `forward()` does beside calling them would be left out, and
+    another model be trained. Both run on copies, because modules may keep things (a cache, a counter). Where one of
+    them does not run here, where copies cannot be made, where the model is very large or gives other numbers each time,
+    nothing can be compared and nothing is said.
 
     Args:
         model: with its weights; neither it nor the inputs are touched.
         inputs: of one micro-batch, on the CPU: a tensor or a tuple of tensors.
         seed: for both runs.
-        key: the config section that a problem names.
 
     Raises:
         ConfigError: kind ``layers-differ-from-forward``.
@@ -297,15 +237,13 @@ def refuse_untrue_layers(model: nn.Module, inputs: Any, *, seed: int, key: str =
     except Exception:  # whatever code for another device raises here
         return
     if difference and not is_noise:
-        raise ConfigError(
-            Problem(
-                kind="layers-differ-from-forward",
-                key=key,
-                value=type(model).__name__,
-                reason=f"its layers(), one after the other, do not give what its forward() gives: {difference}",
-                fix="put what forward() does beside calling them (a relu, a flatten) into modules, and name those in "
-                "layers() too",
-            )
+        raise ConfigError.of(
+            kind="layers-differ-from-forward",
+            key="model",
+            value=type(model).__name__,
+            reason=f"its layers(), one after the other, do not give what its forward() gives: {difference}",
+            fix="put what forward() does beside calling them (a relu, a flatten) into modules, and name those in "
+            "layers() too",
         )
 
 
@@ -313,10 +251,8 @@ def _is_too_much(model: nn.Module, inputs: Any) -> bool:
     """By its weights, and for token numbers by how many of them pass each weight."""
     num_weights = sum(weight.numel() for weight in model.parameters())
     first = inputs[0] if isinstance(inputs, tuple) else inputs
-    return (
-        num_weights > _MOST_WEIGHTS
-        or num_weights * (1 if first.is_floating_point() else first.numel()) > _MOST_PRODUCTS
-    )
+    num_tokens = 1 if first.is_floating_point() else first.numel()
+    return num_weights > _MOST_WEIGHTS or num_weights * num_tokens > _MOST_PRODUCTS
 
 
 def _forward(model: nn.Module, inputs: Any) -> Any:
@@ -330,9 +266,7 @@ def _in_turn(model: nn.Module, value: Any) -> Any:
 
 
 def _few(inputs: Any) -> Any:
-    """The first samples, where the tensors agree on how many there are: whole micro-batches take their time on a
-    CPU.
-    """
+    """The first samples, where the tensors agree on how many there are: a whole batch takes its time on a CPU."""
     tensors = inputs if isinstance(inputs, tuple) else (inputs,)
     if any(tensor.ndim == 0 or len(tensor) != len(tensors[0]) for tensor in tensors):
         return inputs
@@ -351,9 +285,9 @@ def _difference(own: tuple[list[Any], Any], reported: tuple[list[Any], Any]) -> 
         if one.shape != other.shape:
             return f"shapes {tuple(one.shape)} and {tuple(other.shape)}"
         one, other = one.double(), other.double()
-        largest = float((one - other).abs().nan_to_num(0.0).max()) if one.numel() else 0.0
-        if not torch.equal(one.isnan(), other.isnan()) or largest > _RELATIVE * (
-            float(one.abs().nan_to_num(0.0).max()) + 1e-30
-        ):
+        largest, scale = (
+            float(numbers.abs().nan_to_num(0.0).max()) if one.numel() else 0.0 for numbers in (one - other, one)
+        )
+        if not torch.equal(one.isnan(), other.isnan()) or largest > _RELATIVE * (scale + 1e-30):
             return f"numbers that differ by {largest:.3g}"
     return ""

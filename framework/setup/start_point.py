@@ -24,11 +24,10 @@ from framework.checkpoint.state.raw import describe_raw, warn_of
 from framework.checkpoint.verification import SharedVerification
 from framework.config.run_config import RunConfig
 from framework.data.token_files import keep_tokenizer
-from framework.engine.distributed import from_rank0, gather, rank
-from framework.engine.environment import describe_environment
-from framework.engine.layer_times import time_layers
-from framework.engine.lost_peers import is_lost_peer
+from framework.engine.distributed import describe_environment, from_rank0, gather, rank
+from framework.engine.metrics import time_layers
 from framework.engine.protocol import Engine
+from framework.engine.rendezvous import is_lost_peer
 from framework.errors import FrameworkError, StorageError, TrainingError, in_one_line
 from framework.plan.plan import Plan
 from framework.report.summary import print_start

@@ -14,8 +14,7 @@ from framework.config.precision import BF16, FP16, FP32, Autocast
 from framework.config.run_config import RunConfig
 from framework.data.loaders import EvalLoader, TrainLoader
 from framework.data.splits import Splits, tokens_sha256
-from framework.engine.distributed import from_rank0, gather, gather_from_disks, rank
-from framework.engine.environment import describe_environment
+from framework.engine.distributed import describe_environment, from_rank0, gather, gather_from_disks, rank
 from framework.engine.protocol import Engine
 from framework.plan.plan import Plan
 from framework.train.monitors.base import Monitor

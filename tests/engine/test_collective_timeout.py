@@ -56,10 +56,11 @@ def test_both_halves_of_a_save_are_given_the_time(
     seen: list[list[timedelta]] = []
     monkeypatch.setattr(initialize, "save_bytes", lambda *arguments, **options: seen.append(limits(groups)))
     monkeypatch.setattr(initialize, "share_buffers", lambda engine: None)
-    engine: Any = SimpleNamespace(_copy_recovery_script=None)
-    initialize.EngineFiles(engine, names=dict, average=engine).save(tmp_path, "global_step1", {}, open_file=NewFile)
-    assert seen == [[timedelta(hours=2), timedelta(hours=2), LONG]]
+    engine: Any = SimpleNamespace(_copy_recovery_script=None, optimizer=None, zero_optimization_stage=lambda: 1)
     plan = make_plan(config_from_values({"run": {"name": "x"}, "training": {"max_steps": 4}}), Cluster(device="cpu"))
+    task: Any = SimpleNamespace()
+    initialize.BaseEngine(engine, plan, task, names=dict).save(tmp_path, "global_step1", {}, open_file=NewFile)
+    assert seen == [[timedelta(hours=2), timedelta(hours=2), LONG]]
     assert make_checkpointer(engine, tmp_path, plan=plan, description={}, further=dict)._gather is gather_from_disks
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from framework.engine.failures import explain_failed_batch, explaining_failed_batches, known_failure
+from framework.engine.failures import explain_failed_batch, explaining_failures, known_failure
 from framework.errors import TrainingError
 from framework.tasks.classification import Classification
 from framework.tasks.task import Task, as_task
@@ -55,7 +55,7 @@ class Wrong(nn.Linear):
 )
 @pytest.mark.parametrize("task", [Classification(), as_task(nn.CrossEntropyLoss())], ids=["kind", "callable"])
 def test_the_batch_is_shown(task: Task, model: nn.Module, inputs: Any, targets: Any, stated: str) -> None:
-    with pytest.raises(TrainingError) as caught, explaining_failed_batches(Path("logs")):
+    with pytest.raises(TrainingError) as caught, explaining_failures(Path("logs")):
         _SCOPE["train_step"](task, model, inputs, targets)
     line = str(caught.value)
     assert stated in line
@@ -65,7 +65,7 @@ def test_the_batch_is_shown(task: Task, model: nn.Module, inputs: Any, targets: 
 
 
 def test_other_errors_stay_as_they_are() -> None:
-    with pytest.raises(RuntimeError) as caught, explaining_failed_batches(Path("logs")):
+    with pytest.raises(RuntimeError) as caught, explaining_failures(Path("logs")):
         raise RuntimeError("elsewhere")
     assert type(caught.value) is RuntimeError
     assert explain_failed_batch(caught.value) == ""

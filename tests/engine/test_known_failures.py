@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from framework.engine.failures import explaining_known_failures, known_failure
+from framework.engine.failures import explaining_failures, known_failure
 from framework.errors import TrainingError
 from tests.jobs.failing_parts import NO_MEMORY
 
@@ -48,7 +50,7 @@ SHARED = (
     ],
 )
 def test_what_is_known_has_a_way_out(error: Exception, stated: str) -> None:
-    with pytest.raises(TrainingError) as reported, explaining_known_failures():
+    with pytest.raises(TrainingError) as reported, explaining_failures(Path("logs")):
         raise error
     assert stated in str(reported.value)
     assert str(reported.value).startswith("rank 0: ")
@@ -78,6 +80,6 @@ def test_an_evaluation_has_a_batch_size_of_its_own() -> None:
     "error", [RuntimeError("shapes"), RuntimeError("server: out of memory"), KeyError(), OSError(2, "No")]
 )
 def test_what_is_not_known_stays_as_it_is(error: Exception) -> None:
-    with pytest.raises(type(error)) as same, explaining_known_failures():
+    with pytest.raises(type(error)) as same, explaining_failures(Path("logs")):
         raise error
     assert same.value is error

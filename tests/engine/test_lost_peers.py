@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
-from framework.engine.lost_peers import explaining_lost_peers, is_lost_peer
-from framework.engine.rendezvous import explaining_rendezvous
+from framework.engine.rendezvous import explaining_lost_peers, explaining_rendezvous, is_lost_peer
 from framework.errors import PeerLostError, TrainingError
 
 DUPLICATE = (

@@ -1,4 +1,4 @@
-"""The global gradient norm of fp32 training at ZeRO stage 0, where DeepSpeed computes it and drops it.
+"""The global gradient norm of fp32 training at ZeRO stage 0, which DeepSpeed up to 0.19.8 computes and drops.
 
 DeepSpeed 0.19.8's function (runtime/utils.py `clip_grad_norm_`) also takes two kernels for every weight, averages over
 ranks a norm that is the same on all, refuses sparse gradients and waits for the device twice in every step.

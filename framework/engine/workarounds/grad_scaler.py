@@ -8,8 +8,9 @@ gradients by it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 
 import deepspeed
 import torch
@@ -18,13 +19,11 @@ from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
-from framework.errors import TrainingError
+from framework.errors import TrainingError, explaining
 
 
 class _ScaledLoss:
-    """Takes the place of the engine's GradScaler: multiplies the loss by what the optimizer divides the gradients
-    by.
-    """
+    """Stands in for the engine's GradScaler: scales the loss by what the optimizer divides the gradients by."""
 
     def __init__(self, optimizer: FP16_Optimizer | FP16_UnfusedOptimizer) -> None:
         self._optimizer = optimizer
@@ -33,13 +32,12 @@ class _ScaledLoss:
         return loss.float() * float(self._optimizer.loss_scale)
 
     def step(self, optimizer: FP16_Optimizer | FP16_UnfusedOptimizer) -> None:
+        """Step alone: the optimizer unscales and updates by itself."""
         optimizer.step()
 
-    def unscale_(self, optimizer: object) -> None:
-        """The optimizer does it."""
+    def unscale_(self, optimizer: object) -> None: ...
 
-    def update(self) -> None:
-        """The optimizer has done it."""
+    def update(self) -> None: ...
 
 
 def scale_fp16_loss(engine: deepspeed.DeepSpeedEngine) -> None:
@@ -85,26 +83,21 @@ def restore_scaler(engine: deepspeed.DeepSpeedEngine, states: Sequence[Mapping[s
     scaler.load_state_dict(dict(own or min(known, key=lambda state: state["scale"])))
 
 
-@contextmanager
-def explaining_overflow(engine: deepspeed.DeepSpeedEngine) -> Iterator[None]:
-    """DeepSpeed ends a run whose gradients overflow at the smallest loss scale, with a plain exception. On all ranks
-    alike.
-    """
-    try:
-        yield
-    except Exception as error:
-        if "loss scale already at minimum" not in str(error):
-            raise
-        raise TrainingError(
-            f"step {engine.global_steps + 1}: gradients are not finite even at the smallest loss scale "
-            f"({engine.optimizer.loss_scale:g}): training has diverged; lower optimizer.lr, set "
-            "training.clip_grad_norm, or start "
-            "again from an earlier checkpoint [loss-not-finite]"
-        ) from error
+def explaining_overflow(engine: deepspeed.DeepSpeedEngine) -> AbstractContextManager[None]:
+    """DeepSpeed ends a run that overflows at the smallest loss scale with a plain exception, on all ranks alike."""
+    return explaining(partial(_diverged, engine))
+
+
+def _diverged(engine: deepspeed.DeepSpeedEngine, error: Exception) -> TrainingError | None:
+    if "loss scale already at minimum" not in str(error):
+        return None
+    return TrainingError(
+        f"step {engine.global_steps + 1}: gradients are not finite even at the smallest loss scale "
+        f"({engine.optimizer.loss_scale:g}): training has diverged; lower optimizer.lr, set training.clip_grad_norm, "
+        "or start again from an earlier checkpoint [loss-not-finite]"
+    )
 
 
 def may_have_been_skipped(engine: deepspeed.DeepSpeedEngine) -> bool:
-    """Check whether the last step may have left the weights as they were; a scaler does not tell without waiting for
-    the device.
-    """
+    """Check whether the last step may have left the weights as they were; asking a scaler would wait for the device."""
     return grad_scaler(engine) is not None or not engine.was_step_applied()

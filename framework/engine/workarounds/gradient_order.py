@@ -9,7 +9,7 @@ weights of a module are gathered when it is called, by position as well.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import deepspeed
 import torch
@@ -19,19 +19,18 @@ from framework.errors import TrainingError
 
 
 def keep_gradient_order(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Make all ranks reduce all gradients in one order, at stages 1 to 3; at stage 3 refuse modules that not all ranks
-    call.
+    """Make all ranks reduce all gradients in one order, at stages 1 to 3; at stage 3 all have to call the same
+    modules.
     """
     optimizer = engine.optimizer
     group = getattr(optimizer, "dp_process_group", None)
-    if group is None or not hasattr(optimizer, "reduce_ready_partitions_and_remove_grads"):
+    reduces = group is not None and hasattr(optimizer, "reduce_ready_partitions_and_remove_grads")
+    if not reduces or torch.distributed.get_world_size(group) == 1:
         return
-    if torch.distributed.get_world_size(group) == 1:
-        return
-    fetches = None
+    at_end = None
     if hasattr(optimizer, "parameter_offload"):
-        fetches = _FetchOrder(optimizer.parameter_offload.get_param_coordinator(), group, _names(engine.module))
-    _GradientOrder(optimizer, engine.module, group, at_end=fetches.end if fetches is not None else None)
+        at_end = _FetchOrder(optimizer.parameter_offload.get_param_coordinator(), group, engine.module).end
+    _GradientOrder(optimizer, engine.module, group, at_end=at_end)
 
 
 # Gradients that may wait before it is asked which weights have none: asking takes a microsecond for each.
@@ -53,11 +52,14 @@ class _GradientOrder:
         self._pass_on = optimizer.reduce_ready_partitions_and_remove_grads
         self._finish = optimizer.independent_gradient_partition_epilogue
         groups = getattr(optimizer, "bit16_groups", None)  # stage 3 has others, and is not passed the group
-        known = enumerate(groups if groups is not None else optimizer.fp16_groups)
-        calls = {id(one): (one, *([number] if groups is not None else [])) for number, some in known for one in some}
-        self._order = [
-            calls[id(one)] for one in reversed(list(model.parameters())) if one.requires_grad and id(one) in calls
-        ]
+        if groups is not None:
+            calls: dict[int, tuple[Any, ...]] = {
+                id(one): (one, number) for number, some in enumerate(groups) for one in some
+            }
+        else:
+            calls = {id(one): (one,) for some in optimizer.fp16_groups for one in some}
+        parameters = reversed(list(model.parameters()))
+        self._order = [calls[id(one)] for one in parameters if one.requires_grad and id(one) in calls]
         self._sort()
         self._knows_graph = True
         optimizer.reduce_ready_partitions_and_remove_grads = self._arrived
@@ -117,8 +119,7 @@ class _GradientOrder:
     def _pass_on_next(self) -> None:
         while self._next in self._waiting or (self._unused and self._next in self._unused):
             self._waiting.discard(self._next)
-            self._fill(self._order[self._next][0])
-            self._pass_on(*self._order[self._next])
+            self._reduce(*self._order[self._next])
             self._next += 1
 
     def _without_gradient(self) -> Iterator[int]:
@@ -138,22 +139,25 @@ class _GradientOrder:
             self._at_end()
         if self._is_reduced_now():
             for call in self._order[self._next :]:
-                self._fill(call[0])
-                self._pass_on(*call)
+                self._reduce(*call)
             self._restart()
         self._finish()
 
-    def _fill(self, parameter: torch.nn.Parameter) -> None:
+    def _reduce(self, parameter: torch.nn.Parameter, *group: int) -> None:
+        """Pass a gradient on, zeros where there is none."""
         of = getattr(self._optimizer, "get_gradient_for_reduction", None)
-        if (of(parameter) if of is not None else parameter.grad) is not None:
-            return
-        whole = getattr(parameter, "ds_shape", parameter.shape)  # at stage 3 the weight itself may have been taken away
-        data, zeros = parameter.data, torch.zeros(whole, dtype=parameter.dtype, device=parameter.device)
-        parameter.data = zeros
-        parameter.grad = zeros.clone()
-        parameter.data = data
-        if getattr(self._optimizer, "use_grad_accum_attribute", False):
-            self._optimizer._fill_param_grad_accum_attribute(parameter)
+        if (of(parameter) if of is not None else parameter.grad) is None:
+            shape = getattr(parameter, "ds_shape", parameter.shape)  # stage 3 may have taken the weight itself away
+            data, zeros = parameter.data, torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+            parameter.data = zeros
+            parameter.grad = zeros.clone()
+            parameter.data = data
+            if getattr(self._optimizer, "use_grad_accum_attribute", False):
+                self._optimizer._fill_param_grad_accum_attribute(parameter)
+        self._pass_on(parameter, *group)
+
+
+_END: Final = -1
 
 
 class _FetchOrder:
@@ -167,17 +171,18 @@ class _FetchOrder:
         TrainingError: kind ``graph-differs-between-ranks``.
     """
 
-    def __init__(self, coordinator: Any, group: Any, names: dict[int, str]) -> None:
-        self._group, self._names, self._fetch, self._reset = (
-            group,
-            names,
-            coordinator.fetch_sub_module,
-            coordinator.reset_step,
-        )
-        self._numbers = {module: number for number, module in enumerate(names)}
-        self._known: list[int] | None = None
+    def __init__(self, coordinator: Any, group: Any, model: torch.nn.Module) -> None:
+        self._group = group
+        names: dict[int, str] = {}  # of modules whose weights are gathered when they are called, with a first weight
+        for name, module in model.named_modules():
+            for weight, value in module.named_parameters(recurse=False):
+                if hasattr(value, "ds_id"):
+                    names.setdefault(id(module), f"{name}.{weight}".lstrip("."))
+        self._names, self._numbers = list(names.values()), {module: number for number, module in enumerate(names)}
+        self._known: list[int] = []  # of the first pass; `_END` is its last entry
         self._seen: list[int] = []
         self._trains = False
+        self._fetch, self._reset = coordinator.fetch_sub_module, coordinator.reset_step
         coordinator.fetch_sub_module, coordinator.reset_step = self._fetched, self._begin
 
     def _begin(self) -> None:
@@ -193,61 +198,32 @@ class _FetchOrder:
 
     def end(self) -> None:
         """End a backward pass: it has called all that the first one called."""
-        if self._known is None:
-            self._compare(-1)
-            self._known = self._seen
-        elif len(self._seen) < len(self._known):
-            self._refuse(-1, self._known[len(self._seen)])
-        self._seen, self._trains = [], False
+        self._see(_END)
+        self._known, self._seen, self._trains = self._known or self._seen, [], False
 
-    def _see(self, one: int) -> None:
-        known, number = self._known, len(self._seen)
-        if known is None:
-            self._compare(one)
-        elif number >= len(known) or known[number] != one:
-            self._refuse(one, known[number] if number < len(known) else -1)
-        self._seen.append(one)
+    def _see(self, entry: int) -> None:
+        """Compare an entry; collective in the first pass."""
+        if not self._known:
+            everyone: list[Any] = [None] * torch.distributed.get_world_size(self._group)
+            torch.distributed.all_gather_object(everyone, entry, group=self._group)
+            for rank, other in enumerate(everyone):
+                if other != everyone[0]:
+                    self._refuse(f"rank 0 {self._text(everyone[0])} where rank {rank} {self._text(other)}")
+        elif entry != (expected := self._known[len(self._seen)]):
+            first = self._text(expected).replace("calls", "called")
+            rank = torch.distributed.get_rank()
+            self._refuse(f"rank {rank} {self._text(entry)} where the first step {first}", is_of_one_rank=True)
+        self._seen.append(entry)
 
-    def _compare(self, one: int) -> None:
-        """Compare one entry of the first pass over the ranks. Collective."""
-        everyone: list[Any] = [None] * torch.distributed.get_world_size(self._group)
-        torch.distributed.all_gather_object(everyone, one, group=self._group)
-        for rank, other in enumerate(everyone):
-            if other != everyone[0]:
-                raise _refusal(
-                    f"rank 0 {self._text(everyone[0])} where rank {rank} {self._text(other)}", is_of_one_rank=False
-                )
-
-    def _refuse(self, found: int, expected: int) -> None:
-        rank = torch.distributed.get_rank()
-        text = f"rank {rank} {self._text(found)} where the first step {self._text(expected).replace('calls', 'called')}"
-        raise _refusal(text, is_of_one_rank=True)
-
-    def _text(self, one: int) -> str:
-        if one < 0:
+    def _text(self, entry: int) -> str:
+        if entry == _END:
             return "ends its pass"
-        name = list(self._names.values())[one // 2]
-        return f"calls {name}" if one % 2 == 0 else f"calls {name} in the backward pass"
+        return f"calls {self._names[entry // 2]}{' in the backward pass' if entry % 2 else ''}"
 
-
-def _names(model: torch.nn.Module) -> dict[int, str]:
-    """Return the names, with a first weight, of the modules whose weights are gathered when they are called, by
-    identity.
-    """
-    found = {}
-    for name, module in model.named_modules():
-        weights = [weight for weight, value in module.named_parameters(recurse=False) if hasattr(value, "ds_id")]
-        if weights:
-            found[id(module)] = ".".join(filter(None, [name, weights[0]]))
-    return found
-
-
-def _refusal(what: str, *, is_of_one_rank: bool) -> TrainingError:
-    error = TrainingError(
-        f"zero.stage = 3: {what}: which modules run may not differ between ranks or steps, for ranks gather weights "
-        "by position; "
-        "set zero.stage: 2, or name the module that chooses in deepspeed.zero_optimization.leaf_module.names "
-        "[graph-differs-between-ranks]"
-    )
-    error.is_of_one_rank = is_of_one_rank
-    return error
+    def _refuse(self, what: str, *, is_of_one_rank: bool = False) -> NoReturn:
+        raise TrainingError(
+            f"zero.stage = 3: {what}: which modules run may not differ between ranks or steps, for ranks gather "
+            "weights by position; set zero.stage: 2, or name the module that chooses in "
+            "deepspeed.zero_optimization.leaf_module.names [graph-differs-between-ranks]",
+            is_of_one_rank=is_of_one_rank,
+        )

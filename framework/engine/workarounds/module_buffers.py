@@ -1,8 +1,8 @@
 """Buffers of a model (the running statistics of batch norm), made the same on all data-parallel ranks.
 
-Each rank's own micro-batches move them apart, and a checkpoint holds those of the first rank. Made equal before they
-are measured or saved, as torch's DistributedDataParallel does before every step, what was measured is what stands in
-the checkpoint.
+DeepSpeed up to 0.19.8 broadcasts parameters only (runtime/engine.py `_broadcast_model`). Each rank's own micro-batches
+move buffers apart, and a checkpoint holds those of the first rank. Made equal before they are measured or saved, as
+torch's DistributedDataParallel does before every step, what was measured is what stands in the checkpoint.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ def share_buffers(engine: deepspeed.DeepSpeedEngine, *, unsaved: bool = False) -
     first = torch.distributed.get_global_rank(group, 0)
     with torch.no_grad():
         for buffers in _buckets(_buffers(engine.module, unsaved=unsaved)):
-            together = torch.cat([_bytes(buffer).to(engine.device) for buffer in buffers])
+            together = torch.cat(
+                [buffer.contiguous().view(-1).view(torch.uint8).to(engine.device) for buffer in buffers]
+            )
             torch.distributed.broadcast(together, first, group=group)
-            pieces = torch.split(together, [buffer.numel() * buffer.element_size() for buffer in buffers])
+            pieces = torch.split(together, [buffer.nbytes for buffer in buffers])
             for buffer, piece in zip(buffers, pieces, strict=True):
                 buffer.copy_(piece.view(buffer.dtype).view(buffer.shape))
 
 
 def _buffers(module: torch.nn.Module, *, unsaved: bool) -> list[torch.Tensor]:
-    """Each once, the widest numbers first, so that all of them lie at multiples of their size when they lie end to
-    end.
-    """
+    """Each once; the widest numbers first, so that end to end all of them lie at multiples of their size."""
     found = {
         buffer: None
         for part in module.modules()
@@ -63,14 +63,10 @@ def _buckets(buffers: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     bucket: list[torch.Tensor] = []
     size = 0
     for buffer in buffers:
-        own = buffer.numel() * buffer.element_size()
-        if bucket and size + own > _BUCKET_BYTES:
+        if bucket and size + buffer.nbytes > _BUCKET_BYTES:
             yield bucket
             bucket, size = [], 0
-        bucket, size = [*bucket, buffer], size + own
+        bucket.append(buffer)
+        size += buffer.nbytes
     if bucket:
         yield bucket
-
-
-def _bytes(buffer: torch.Tensor) -> torch.Tensor:
-    return buffer.contiguous().view(-1).view(torch.uint8)

@@ -43,7 +43,11 @@ def complete_nvme_state(engine: deepspeed.DeepSpeedEngine, folder: Path, tag: st
             _make_known(optimizer, flat, state, num=int(optimizer.fp16_partitioned_groups_flat_numel[number]))
         else:
             flat.data.copy_(saved["fp32_flat_groups"][number].data)
-            optimizer.optimizer.state[flat] = {key: _copied(value, flat) for key, value in state.items()}
+            # The optimizer's step stays where it is kept, on the host.
+            optimizer.optimizer.state[flat] = {
+                key: value.clone().to(flat.device if value.ndim else value.device) if torch.is_tensor(value) else value
+                for key, value in state.items()
+            }
             optimizer._reassign_or_swap_out_partitioned_parameters(number)
     optimizer.checkpoint_event_epilogue()
 
@@ -62,10 +66,3 @@ def _make_known(optimizer: Any, flat: torch.Tensor, state: Mapping[str, Any], *,
             f"the swapper's files are not as DeepSpeed 0.19.8 writes them ({Path([*missing, '?'][0]).name})"
         )
     known.release_memory()
-
-
-def _copied(value: Any, like: torch.Tensor) -> Any:
-    """The optimizer's step stays where it is kept, on the host."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.clone().to(like.device) if value.ndim > 0 else value.clone()
