@@ -27,7 +27,7 @@ from framework.errors import (
     EXIT_TRAINING,
 )
 from framework.launch.hosts.hostfile import first_few
-from framework.launch.print_settings import print_line
+from framework.launch.job import print_line
 from framework.launch.ranks import OomKills, RankEnd, Ranks
 from framework.launch.rendezvous.messages import Failure, Peers
 from framework.launch.stop_requests import StopRequests

@@ -25,9 +25,9 @@ from framework.launch.hosts.devices import LocalDevices
 from framework.launch.hosts.host_filter import Chosen, choose_hosts, who_chose
 from framework.launch.hosts.hostfile import Host
 from framework.launch.hosts.topology import DEFAULT_PORT, Topology
+from framework.launch.job import show_settings
 from framework.launch.node import check_node, grace_seconds, read_token
 from framework.launch.options import LaunchOptions
-from framework.launch.print_settings import show_settings
 from framework.launch.ssh_agents import Agents
 from framework.load_run import deepspeed_words
 from framework.system import limits as open_files

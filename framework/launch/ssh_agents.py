@@ -16,8 +16,8 @@ from typing import IO, Final, TextIO
 
 from framework.errors import EXIT_OK, EXIT_PEER_LOST, EXIT_STOPPED, ConfigError, Problem
 from framework.launch.hosts.hostfile import first_few
+from framework.launch.job import print_line
 from framework.launch.options import GRACE_SECONDS
-from framework.launch.print_settings import print_line
 from framework.launch.rendezvous.messages import readable
 from framework.launch.stop_requests import StopRequests
 from framework.system.output import write
