@@ -4,7 +4,9 @@ handed out.
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from framework.config.run_config import RunConfig
@@ -18,6 +20,15 @@ from framework.system.output import write
 def print_line(text: str) -> None:
     """One line of the launcher, on stderr."""
     write(sys.stderr, f"launch: {text}\n")
+
+
+def write_termination_log(text: str) -> None:
+    """Write the last line where Kubernetes looks for it, if that is there, or where DSF_TERMINATION_LOG points."""
+    asked = os.environ.get("DSF_TERMINATION_LOG")
+    path = Path(asked or "/dev/termination-log")
+    if asked or path.exists():
+        with suppress(OSError):
+            path.write_text(text[:4000] + "\n", encoding="utf-8", errors="backslashreplace")
 
 
 def show_settings(topology: Topology, plain: str, *further: str) -> None:

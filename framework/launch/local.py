@@ -22,7 +22,7 @@ from framework.launch.deepspeed_command import (
     usable_port,
 )
 from framework.launch.hosts.devices import LocalDevices, find_devices, unused_gpus
-from framework.launch.hosts.host_filter import Chosen, choose_hosts, is_this_machine, who_chose
+from framework.launch.hosts.hostfile import Chosen, choose_hosts, is_this_machine
 from framework.launch.hosts.topology import Setting, Topology, described, slots_here
 from framework.launch.job import refuse_too_few, show_settings
 from framework.launch.node import NodeOptions, grace_seconds, read_token, require_deepspeed, run_node
@@ -67,7 +67,7 @@ def _launch_here(options: LaunchOptions, requests: StopRequests, *, alone: Chose
     devices = find_devices(os.environ)
     sources: dict[str, str] = {}
     if alone is not None:
-        sources = who_chose(options.hostfile or "", **options.choice)
+        sources = options.sources
         options = replace(options, num_gpus=len(alone.devices), num_gpus_flag=sources["slots"])
         sources["nnodes"] += ": this machine, without ssh"
         # Numbers that somebody wrote are those of the machine, whatever the environment leaves visible.

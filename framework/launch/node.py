@@ -28,7 +28,7 @@ from framework.launch.deepspeed_command import (
 from framework.launch.hosts.devices import LocalDevices, find_devices, unused_gpus, visible_variable
 from framework.launch.hosts.hostfile import Host, read_hostfile
 from framework.launch.hosts.topology import Topology, resolve_topology, slots_here
-from framework.launch.job import print_line, refuse_too_few, show_settings
+from framework.launch.job import print_line, refuse_too_few, show_settings, write_termination_log
 from framework.launch.options import GRACE_SECONDS, WAIT_SECONDS, parse_node, seconds
 from framework.launch.rendezvous.messages import PROTOCOL
 from framework.launch.rendezvous.session import Session
@@ -75,10 +75,7 @@ def main(argv: Sequence[str]) -> int:
         try:
             return _main(argv, requests)
         except FrameworkError as error:
-            if importlib.util.find_spec("psutil") is not None:
-                from framework.launch.agent import write_termination_log
-
-                write_termination_log(str(error))
+            write_termination_log(str(error))
             raise
 
 
@@ -194,7 +191,7 @@ def run_node(
     Raises:
         ConfigError, PeerLostError, RunStopped: no rank was started.
     """
-    from framework.launch.agent import print_end, run_attempt  # psutil comes with the train extra only
+    from framework.launch.agent import run_attempt  # psutil comes with the train extra only
     from framework.launch.ranks import Ranks
     from framework.launch.rendezvous.connectivity import interface_of
     from framework.launch.rendezvous.member import meet
@@ -233,7 +230,8 @@ def run_node(
     result = run_attempt(
         ranks, peers=peers, requests=requests, node_rank=topology.node_rank, grace_seconds=terms.grace_seconds
     )
-    print_end(result.line)
+    print_line(result.line)
+    write_termination_log(result.line)
     return result.code
 
 

@@ -72,13 +72,17 @@ class LaunchOptions:
 
     @property
     def choice(self) -> dict[str, Any]:
-        """Of hosts and their devices, for `choose_hosts` and `who_chose`."""
+        """Of hosts and their devices, for `choose_hosts`."""
+        names = ("include", "exclude", "num_nodes", "num_gpus", "num_gpus_flag")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Who decided the number of nodes and that of slots, where there is a hostfile."""
+        choice = ("--include" if self.include else "--exclude" if self.exclude else "") or str(self.hostfile)
         return {
-            "include": self.include,
-            "exclude": self.exclude,
-            "num_nodes": self.num_nodes,
-            "num_gpus": self.num_gpus,
-            "num_gpus_flag": self.num_gpus_flag,
+            "nnodes": "--num_nodes" if self.num_nodes else choice,
+            "slots": self.num_gpus_flag if self.num_gpus else choice,
         }
 
 

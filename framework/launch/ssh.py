@@ -22,8 +22,7 @@ import framework
 from framework.errors import EXIT_OK, UsageError
 from framework.launch.deepspeed_command import as_shell_line, find_train_script, hosts_command
 from framework.launch.hosts.devices import LocalDevices
-from framework.launch.hosts.host_filter import Chosen, choose_hosts, who_chose
-from framework.launch.hosts.hostfile import Host
+from framework.launch.hosts.hostfile import Chosen, Host, choose_hosts
 from framework.launch.hosts.topology import DEFAULT_PORT, Topology
 from framework.launch.job import show_settings
 from framework.launch.node import check_node, grace_seconds, read_token
@@ -125,13 +124,8 @@ def _places(options: LaunchOptions) -> tuple[tuple[Chosen, ...], Topology]:
     """The hosts with their devices, and what they make."""
     assert options.hostfile is not None
     chosen = choose_hosts(options.hostfile, **options.choice)
-    sources = who_chose(options.hostfile, **options.choice)
-    master, port, sources["master_addr"], sources["master_port"] = (
-        options.master_addr,
-        DEFAULT_PORT,
-        "the first host",
-        "default",
-    )
+    sources = options.sources | {"master_addr": "the first host", "master_port": "default"}
+    master, port = options.master_addr, DEFAULT_PORT
     if len(chosen) == 1:
         # Its ranks need no name that others know, which it might not reach itself, and no port that somebody else may
         # have.

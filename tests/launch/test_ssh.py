@@ -18,8 +18,7 @@ import pytest
 
 from framework.doctor.hosts import member_command
 from framework.errors import ConfigError, UsageError
-from framework.launch.hosts.host_filter import Chosen
-from framework.launch.hosts.hostfile import Host
+from framework.launch.hosts.hostfile import Chosen, Host
 from framework.launch.hosts.topology import Topology
 from framework.launch.local import launch
 from framework.launch.options import LaunchOptions, parse_node

@@ -120,8 +120,8 @@ class AddressHolder:
             self._report(now)
         for visit in list(self._visits):
             self._move(visit)
-        is_told = self._reported_at and now - self._reported_at > 2.0
-        if is_told or (is_sure and now - self._opened_at > _HOLDER_SECONDS):
+        is_heard = self._reported_at and now - self._reported_at > 2.0
+        if is_heard or (is_sure and now - self._opened_at > _HOLDER_SECONDS):
             self._close()
             raise ConfigError([*self._found, self._problem])
         return True
