@@ -29,7 +29,7 @@ from framework.errors import (
     missing_package,
 )
 from framework.plan.cluster import Cluster
-from framework.system.arguments import CommandParser
+from framework.system.arguments import CommandParser, whole
 from framework.system.exits import refusing_exits
 from framework.system.output import write
 
@@ -149,9 +149,10 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "words", nargs="*", default=[], metavar="key=value", help="settings that win over the file"
         )
+    devices = whole(1, 10**18, "{} is not a number of devices; write 1 or more")
     for command in (check, plan, render):
         where = command.add_mutually_exclusive_group()
-        where.add_argument("--num_gpus", "--num-gpus", type=_positive, metavar="N", help="devices on one host")
+        where.add_argument("--num_gpus", "--num-gpus", type=devices, metavar="N", help="devices on one host")
         where.add_argument("-H", "--hostfile", metavar="FILE", help="hosts and their devices, in DeepSpeed's format")
     _add_schema(
         commands.add_parser("schema", help="print the JSON Schema of run configs or DeepSpeed JSON, for editors")
@@ -189,12 +190,6 @@ def _add_inspect(inspect: argparse.ArgumentParser) -> None:
         "--allow-unverified", action="store_true", help="describe what DeepSpeed wrote without a manifest"
     )
     inspect.set_defaults(command=_inspect)
-
-
-def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of devices; write 1 or more")
-    return int(text)
 
 
 def _check(arguments: argparse.Namespace) -> int:

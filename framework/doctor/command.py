@@ -22,8 +22,7 @@ from framework.doctor.node.need import Need
 from framework.doctor.planned_need import judge_config, local_devices
 from framework.errors import EXIT_CONFIG, EXIT_OK, ConfigError, UsageError
 from framework.launch.hosts.devices import visible_variable
-from framework.launch.hosts.host_filter import Chosen, choose_hosts, is_this_machine
-from framework.launch.hosts.hostfile import Host, cluster_of
+from framework.launch.hosts.hostfile import Chosen, Host, choose_hosts, cluster_of, is_this_machine
 from framework.launch.hosts.topology import DEFAULT_PORT
 from framework.launch.options import (
     AsSpelled,

@@ -1,21 +1,16 @@
-"""One attempt at a job on one node: starts the ranks, watches them and the other nodes, and ends all of it as one.
+"""A job on one node: starts the ranks, watches them and the other nodes, and ends all of it as one.
 
-    rank fails / launcher or peer lost  -> every node: SIGTERM to all its ranks, 2 s, SIGKILL
-    stop requested anywhere             -> every node: SIGTERM to all its ranks at once; they save, and end with 75
-    every rank of every node ended      -> the agents tell each other, then leave; 0 only if all ended with 0
-
-`run_attempt` can be called again with another attempt: nothing of a run is kept outside it.
+rank fails / launcher or peer lost  -> every node: SIGTERM to all its ranks, 2 s, SIGKILL
+stop requested anywhere             -> every node: SIGTERM to all its ranks at once; they save, and end with 75
+every rank of every node ended      -> the agents tell each other, then leave; 0 only if all ended with 0
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from framework.errors import (
     EXIT_CONFIG,
@@ -25,9 +20,10 @@ from framework.errors import (
     EXIT_STOPPED,
     EXIT_STORAGE,
     EXIT_TRAINING,
+    counted,
 )
 from framework.launch.hosts.hostfile import first_few
-from framework.launch.print_settings import print_line
+from framework.launch.job import print_line
 from framework.launch.ranks import OomKills, RankEnd, Ranks
 from framework.launch.rendezvous.messages import Failure, Peers
 from framework.launch.stop_requests import StopRequests
@@ -49,22 +45,13 @@ _LESS_MEMORY: Final = (
     "reduce data.num_workers, data.prefetch_batches, batch.micro_size or the offload to the CPU, or give the "
     "job more memory"
 )
-TERMINATION_LOG: Final = Path("/dev/termination-log")
 
 
-@dataclass(frozen=True)
-class AttemptResult:
-    """End of an attempt.
-
-    Attributes:
-        code: exit code of this node.
-        line: what happened, in one line.
-        failure: what came first, or None.
-    """
+class AttemptResult(NamedTuple):
+    """Exit code of this node, and what happened, in one line."""
 
     code: int
     line: str
-    failure: Failure | None = None
 
 
 def run_attempt(
@@ -133,8 +120,7 @@ class _Attempt:
             self.peers.poll(_LOOK_SECONDS)
             self._ask()
             now = time.monotonic()
-            hurried = self.peers.failures or self.peers.killed
-            if hurried and confirm_until is None:
+            if (self.peers.failures or self.peers.killed) and confirm_until is None:
                 confirm_until = now + _CONFIRM_SECONDS
             if confirm_until is not None and now > confirm_until:
                 break
@@ -154,14 +140,10 @@ class _Attempt:
                 self.peers.send_stop(f"rank {end.rank} stopped")
             return
         self.begun_to_end = self.begun_to_end or time.monotonic()
-        self.peers.send_failure(
-            f"{self.peers.name(self.node_rank)} rank {end.rank}: {self._how(code, end.reason)}", code=code
-        )
-        self._end_ranks()
-
-    def _how(self, code: int, reason: str) -> str:
         how = how_ended(code, lacked_memory=code == 128 + signal.SIGKILL and self.oom_kills.have_risen())
-        return f"{how}: {reason}" if reason else how
+        how += f": {end.reason}" if end.reason else ""
+        self.peers.send_failure(f"{self.peers.name(self.node_rank)} rank {end.rank}: {how}", code=code)
+        self._end_ranks()
 
     def _ask(self) -> None:
         """Pass on what this agent was asked."""
@@ -197,10 +179,8 @@ class _Attempt:
         why = self.peers.stop or self.requests.asked
         # Ranks name at their end what they got: Ctrl-C here is theirs, too. Where it is ignored, it is ignored by both.
         self.ranks.signal(signal.SIGINT if self.requests.asked == signal.SIGINT.name else signal.SIGTERM)
-        print_line(
-            f"{why}: asking {self.ranks.num_running} ranks to stop, with {self._grace():.0f} s to save; once more "
-            "kills them"
-        )
+        asked = f"asking {self.ranks.num_running} ranks to stop, with {self._grace():.0f} s to save"
+        print_line(f"{why}: {asked}; once more kills them")
 
     def _give_up(self, what: str) -> None:
         code = 128 + signal.SIGKILL
@@ -223,21 +203,19 @@ class _Attempt:
         return failed[0] if failed else EXIT_STOPPED if EXIT_STOPPED in self.codes else EXIT_OK
 
     def _result(self, code: int) -> AttemptResult:
-        seconds = f"{time.monotonic() - self.begun_to_end:.1f} s" if self.begun_to_end else ""
-        nodes = len(self.peers.ended)
-        stopped = f"{nodes} node{'s' if nodes > 1 else ''} stopped" + (f" in {seconds}" if seconds else "")
+        nodes = counted(len(self.peers.ended), "node")
+        stopped = f"{nodes} stopped"
+        stopped += f" in {time.monotonic() - self.begun_to_end:.1f} s" if self.begun_to_end else ""
         if self.peers.missing and self.peers.failures:
             stopped += f", {first_few(self.peers.missing)} did not answer"
         failure = first_failure(self.peers.failures)
         if failure is not None:
             # Two nodes may meet the same error by themselves: each ends with its own code.
             mine = first_failure([each for each in self.peers.failures if each.node == self.node_rank])
-            return AttemptResult(
-                mine.code if mine else EXIT_PEER_LOST, f"{failure.what} at {failure.at}; {stopped}", failure
-            )
-        codes = set(self.peers.ended.values()) | {code}
-        if codes <= {EXIT_OK}:
-            return AttemptResult(EXIT_OK, f"finished: {nodes} node{'s' if nodes > 1 else ''}, every rank ended with 0")
+            code = mine.code if mine else EXIT_PEER_LOST
+            return AttemptResult(code, f"{failure.what} at {failure.at}; {stopped}")
+        if {*self.peers.ended.values(), code} == {EXIT_OK}:
+            return AttemptResult(EXIT_OK, f"finished: {nodes}, every rank ended with 0")
         saved = "what was saved, if anything, the ranks said above"
         return AttemptResult(EXIT_STOPPED, f"stopped on request ({self.peers.stop or 'a rank'}): {stopped}; {saved}")
 
@@ -258,18 +236,3 @@ def how_ended(code: int, *, lacked_memory: bool = False) -> str:
         return f"killed by {signal.Signals(code - 128).name} ({code}{hint})"
     meaning = _MEANING.get(code)
     return f"ended with {code}" + (f" ({meaning})" if meaning else "")
-
-
-def print_end(line: str) -> None:
-    """The last line, for people and for ``kubectl describe``."""
-    print_line(line)
-    write_termination_log(line)
-
-
-def write_termination_log(text: str) -> None:
-    """Write the last line where Kubernetes looks for it, if that is there, or where DSF_TERMINATION_LOG points."""
-    asked = os.environ.get("DSF_TERMINATION_LOG")
-    path = Path(asked) if asked else TERMINATION_LOG
-    if asked or path.exists():
-        with suppress(OSError):
-            path.write_text(text[:4000] + "\n", encoding="utf-8", errors="backslashreplace")

@@ -15,8 +15,7 @@ from typing import Final
 import framework
 from framework.errors import ConfigError, Problem
 from framework.launch.hosts.devices import usable_cores
-from framework.launch.hosts.host_filter import Chosen
-from framework.launch.hosts.hostfile import read_hostfile
+from framework.launch.hosts.hostfile import Chosen, read_hostfile
 from framework.launch.hosts.topology import Topology
 from framework.launch.options import LaunchOptions
 from framework.system.ports import free_port

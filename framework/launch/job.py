@@ -1,25 +1,46 @@
-"""Checks and output that all starts of a run share: too few devices are refused, unused ones named, scripts handed
-out.
+"""Checks and output that all starts of a run share: values and commands are printed, too few devices refused, scripts
+handed out.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from framework.config.run_config import RunConfig
-from framework.errors import ConfigError, Problem, StorageError, UsageError
-from framework.launch.hosts.devices import LocalDevices, unused_gpus
+from framework.errors import ConfigError, Problem, StorageError, UsageError, counted
+from framework.launch.hosts.devices import LocalDevices
+from framework.launch.hosts.topology import Topology
 from framework.load_run import LoadedRun
 from framework.system.output import write
 
 
-def warn_of_unused(devices: LocalDevices) -> None:
-    """Training on processors may be a mistake in an installation."""
-    problem = unused_gpus(devices, os.environ)
-    if problem is not None:
-        write(sys.stderr, f"{problem.severity}: {problem}\n")
+def print_line(text: str) -> None:
+    """One line of the launcher, on stderr."""
+    write(sys.stderr, f"launch: {text}\n")
+
+
+def write_termination_log(text: str) -> None:
+    """Write the last line where Kubernetes looks for it, if that is there, or where DSF_TERMINATION_LOG points."""
+    asked = os.environ.get("DSF_TERMINATION_LOG")
+    path = Path(asked or "/dev/termination-log")
+    if asked or path.exists():
+        with suppress(OSError):
+            path.write_text(text[:4000] + "\n", encoding="utf-8", errors="backslashreplace")
+
+
+def show_settings(topology: Topology, plain: str, *further: str) -> None:
+    """Print every value that was decided with its source, the command that could be pasted, and what else there is."""
+    for name in ("nnodes", "node_rank", "slots", "master_addr", "master_port"):
+        if name in topology.sources:
+            value = getattr(topology, name)
+            stated = "free" if name == "master_port" and not value else value
+            write(sys.stdout, f"launch: {name:<12}{stated} ({topology.sources[name]})\n")
+    size = f"{topology.world_size} = {counted(topology.nnodes, 'node')} x {counted(topology.slots, 'rank')}"
+    for line in (f"{'world size':<12}{size}", f"plain command: {plain}", *further):
+        write(sys.stdout, f"launch: {line}\n")
 
 
 def refuse_too_few(job: LoadedRun, devices: LocalDevices, *, num_ranks: int, stated_by: str, where: str = "") -> None:

@@ -21,18 +21,18 @@ from framework.launch.deepspeed_command import (
     local_command,
     usable_port,
 )
-from framework.launch.hosts.devices import LocalDevices, find_devices
-from framework.launch.hosts.host_filter import Chosen, choose_hosts, is_this_machine, who_chose
+from framework.launch.hosts.devices import LocalDevices, find_devices, unused_gpus
+from framework.launch.hosts.hostfile import Chosen, choose_hosts, is_this_machine
 from framework.launch.hosts.topology import Setting, Topology, described, slots_here
-from framework.launch.job import refuse_too_few, warn_of_unused
-from framework.launch.node import NodeOptions, grace_seconds, require_deepspeed, run_node
+from framework.launch.job import refuse_too_few, show_settings
+from framework.launch.node import NodeOptions, grace_seconds, read_token, require_deepspeed, run_node
 from framework.launch.node import main as be_a_node
 from framework.launch.options import LaunchOptions, parse
-from framework.launch.print_settings import show_settings
 from framework.launch.stop_requests import StopRequests
 from framework.load_run import LoadedRun, load_run
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
+from framework.system.log import print_problem
 from framework.system.output import write
 
 
@@ -67,7 +67,7 @@ def _launch_here(options: LaunchOptions, requests: StopRequests, *, alone: Chose
     devices = find_devices(os.environ)
     sources: dict[str, str] = {}
     if alone is not None:
-        sources = who_chose(options.hostfile or "", **options.choice)
+        sources = options.sources
         options = replace(options, num_gpus=len(alone.devices), num_gpus_flag=sources["slots"])
         sources["nnodes"] += ": this machine, without ssh"
         # Numbers that somebody wrote are those of the machine, whatever the environment leaves visible.
@@ -76,7 +76,8 @@ def _launch_here(options: LaunchOptions, requests: StopRequests, *, alone: Chose
         _refuse_what_hosts_would_refuse(options)
     refuse_lone_start(os.environ, options)
     job, ranks = check(options, devices)
-    warn_of_unused(devices)
+    if unused := unused_gpus(devices, os.environ):
+        print_problem(unused)
     num_ranks = int(ranks.value)
     script, port = find_train_script(), usable_port(options.master_port)
     command = local_command(
@@ -129,7 +130,6 @@ def _refuse_what_hosts_would_refuse(options: LaunchOptions) -> None:
     """A variable that is not set, a token file that is not there: nothing of it is needed here, and the mistake is the
     same.
     """
-    from framework.launch.node import read_token
     from framework.launch.ssh import passed_on
 
     passed_on(os.environ, exports=options.exports)

@@ -25,18 +25,17 @@ from framework.launch.deepspeed_command import (
     node_command,
     usable_port,
 )
-from framework.launch.hosts.devices import LocalDevices, find_devices, visible_variable
+from framework.launch.hosts.devices import LocalDevices, find_devices, unused_gpus, visible_variable
 from framework.launch.hosts.hostfile import Host, read_hostfile
 from framework.launch.hosts.topology import Topology, resolve_topology, slots_here
-from framework.launch.job import refuse_too_few, warn_of_unused
+from framework.launch.job import print_line, refuse_too_few, show_settings, write_termination_log
 from framework.launch.options import GRACE_SECONDS, WAIT_SECONDS, parse_node, seconds
-from framework.launch.print_settings import print_line, show_settings
 from framework.launch.rendezvous.messages import PROTOCOL
 from framework.launch.rendezvous.session import Session
 from framework.launch.stop_requests import StopRequests, read_order
 from framework.load_run import LoadedRun, load_run
 from framework.plan.cluster import Cluster
-from framework.system.output import write
+from framework.system.log import print_problem
 from framework.system.ports import free_port
 
 # All nodes are known to be there when ranks start, so a collective that takes as long is stuck (minutes).
@@ -54,14 +53,13 @@ def _not_looking() -> AbstractContextManager[Mapping[str, Any]]:
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """Options of a node: seconds, ports, a shared secret, the hosts, a preflight."""
+    """How nodes meet and end."""
 
     grace_seconds: float = GRACE_SECONDS
     wait_seconds: float = WAIT_SECONDS
     control_port: int = 0
     token: str = ""
     job_id: str = ""
-    attempt: int = 0
     hosts: tuple[Host, ...] = ()
     look: Look = _not_looking
 
@@ -77,10 +75,7 @@ def main(argv: Sequence[str]) -> int:
         try:
             return _main(argv, requests)
         except FrameworkError as error:
-            if importlib.util.find_spec("psutil") is not None:
-                from framework.launch.agent import write_termination_log
-
-                write_termination_log(str(error))
+            write_termination_log(str(error))
             raise
 
 
@@ -105,13 +100,19 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
         default_slots=slots_here(devices),
         spelled={"nnodes": found.nnodes_flag, "slots": found.num_gpus_flag},
     )
-    topology = topology if topology.nnodes > 1 else _with_own_port(topology)
+    # Where a port was given, a job that is still ending may hold it: rank 0 says so, with a code that platforms retry.
+    if topology.nnodes == 1 and topology.sources["master_port"] == "default":
+        sources = {**topology.sources, "master_port": "a free one"}
+        topology = replace(topology, master_port=free_port(), sources=sources)
     job = check_node(found.config, found.words, topology, devices, deepspeed_config=found.deepspeed_config)
     if not found.from_stdin:  # who started it through ssh has told them, once for all hosts
         job.print_notes()
-    warn_of_unused(devices)
+    if unused := unused_gpus(devices, os.environ):
+        print_problem(unused)
     script = find_train_script()
-    added = node_environment(os.environ, device=devices.kind, topology=topology)
+    added = added_environment(os.environ, device=devices.kind, num_ranks=topology.slots)
+    if topology.nnodes > 1 and not os.environ.get("DEEPSPEED_TIMEOUT"):
+        added["DEEPSPEED_TIMEOUT"] = _COLLECTIVE_MINUTES
     command = node_command(topology, job.arguments, script=script, devices=devices.chosen, hostfile=found.hostfile)
     if found.from_stdin and topology.nnodes == 1:
         print_line(f"ranks meet at port {topology.master_port}")  # which this host has found
@@ -120,14 +121,16 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
     if found.dry_run:
         return EXIT_OK
     require_deepspeed()
+    token = read_token(found.token_file)
+    environment = {**os.environ, **added}
     terms = NodeOptions(
         grace_seconds=grace_seconds(found.grace_seconds),
         wait_seconds=found.wait_seconds,
         control_port=found.control_port or topology.master_port + 1,
-        token=read_token(found.token_file),
+        token=token,
         job_id=os.environ.get("DSF_JOB_ID", ""),
         hosts=hosts,
-        look=_not_looking if found.no_preflight else _preflight(job, topology, devices, {**os.environ, **added}),
+        look=_not_looking if found.no_preflight else _preflight(job, topology, devices, environment),
     )
     from framework.launch.rendezvous.handshake import node_facts
 
@@ -136,7 +139,7 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
         script=script,
         arguments=job.arguments,
         devices=devices,
-        environment={**os.environ, **added},
+        environment=environment,
         terms=terms,
         facts=node_facts(job.config) if topology.nnodes > 1 else {},
         requests=requests,
@@ -179,9 +182,8 @@ def run_node(
 
     Args:
         topology: this node's place.
-        script, arguments: what each rank runs.
+        script, arguments, environment: what each rank runs, and where.
         devices: of this machine.
-        environment: of the ranks.
         terms: how the nodes meet and end.
         facts: what has to be the same on every node.
         requests: to stop, since this process began; its signals are heeded.
@@ -189,9 +191,10 @@ def run_node(
     Raises:
         ConfigError, PeerLostError, RunStopped: no rank was started.
     """
-    from framework.launch.agent import print_end, run_attempt  # psutil comes with the train extra only
+    from framework.launch.agent import run_attempt  # psutil comes with the train extra only
     from framework.launch.ranks import Ranks
-    from framework.launch.rendezvous.rendezvous import meet
+    from framework.launch.rendezvous.connectivity import interface_of
+    from framework.launch.rendezvous.member import meet
 
     several = topology.nnodes > 1
     meeting = Session(
@@ -211,7 +214,9 @@ def run_node(
         print_line(
             f"all {topology.nnodes} nodes are here and agree; starting {topology.slots} ranks of {topology.world_size}"
         )
-        environment = {**environment, **network_environment(environment, meeting.local_address)}
+        # gloo takes the address that the own name resolves to, often loopback; NCCL finds its interfaces better alone.
+        if not environment.get("GLOO_SOCKET_IFNAME") and (name := interface_of(meeting.local_address)):
+            environment = {**environment, "GLOO_SOCKET_IFNAME": name}
     else:
         requests.refuse_start()  # several heed requests while they meet, and tell each other of those that come after
     ranks = Ranks(
@@ -225,19 +230,9 @@ def run_node(
     result = run_attempt(
         ranks, peers=peers, requests=requests, node_rank=topology.node_rank, grace_seconds=terms.grace_seconds
     )
-    print_end(result.line)
+    print_line(result.line)
+    write_termination_log(result.line)
     return result.code
-
-
-def _with_own_port(topology: Topology) -> Topology:
-    """Of a single node, which nobody else has to find: a free port where none is given, as `launch` takes it.
-
-    One that was given may be held by a job that is still ending: its rank 0 says so, with a code that platforms try
-    again.
-    """
-    if topology.sources["master_port"] != "default":
-        return topology
-    return replace(topology, master_port=free_port(), sources={**topology.sources, "master_port": "a free one"})
 
 
 def _port_problems(topology: Topology) -> Sequence[Problem]:
@@ -252,13 +247,13 @@ def _port_problems(topology: Topology) -> Sequence[Problem]:
 
 
 def _hello(topology: Topology, terms: NodeOptions, facts: Mapping[str, str]) -> dict[str, Any]:
-    """Build this node's HELLO; `hello.HELLO` has the types."""
+    """Build this node's HELLO; `handshake.HELLO` has the types."""
     from framework.launch.rendezvous.handshake import hosts_text
 
     return {
         "protocol": PROTOCOL,
         "job": terms.job_id,
-        "attempt": terms.attempt,
+        "attempt": 0,
         "node_rank": topology.node_rank,
         "nnodes": topology.nnodes,
         "slots": topology.slots,
@@ -271,7 +266,7 @@ def _hello(topology: Topology, terms: NodeOptions, facts: Mapping[str, str]) -> 
 
 
 def _preflight(job: LoadedRun, topology: Topology, devices: LocalDevices, environment: Mapping[str, str]) -> Look:
-    """This node's look at itself; what is wrong with it goes to node 0, which tells everybody."""
+    """This node's look at itself; what it finds goes to node 0, which tells everybody."""
     from framework.doctor.node.start import look_before_start
 
     if topology.nnodes == 1:
@@ -282,33 +277,11 @@ def _preflight(job: LoadedRun, topology: Topology, devices: LocalDevices, enviro
     @contextmanager
     def look() -> Iterator[Mapping[str, Any]]:
         with look_before_start(
-            job.config, cluster, {**environment, **chosen}, rank=topology.node_rank, warn=_warn
+            job.config, cluster, {**environment, **chosen}, rank=topology.node_rank, warn=print_problem
         ) as reported:
             yield {"look": reported}
 
     return look
-
-
-def _warn(problem: Problem) -> None:
-    write(sys.stderr, f"{problem.severity}: {problem}\n")
-
-
-def node_environment(environment: Mapping[str, str], *, device: str, topology: Topology) -> dict[str, str]:
-    """The variables that the ranks need and the user has not set."""
-    added = added_environment(environment, device=device, num_ranks=topology.slots)
-    if topology.nnodes > 1 and not environment.get("DEEPSPEED_TIMEOUT"):
-        added["DEEPSPEED_TIMEOUT"] = _COLLECTIVE_MINUTES
-    return added
-
-
-def network_environment(environment: Mapping[str, str], address: str) -> dict[str, str]:
-    """gloo takes the address that the own name resolves to, often loopback; NCCL finds its interfaces better by
-    itself.
-    """
-    from framework.launch.rendezvous.connectivity import interface_of
-
-    name = "" if environment.get("GLOO_SOCKET_IFNAME") else interface_of(address)
-    return {"GLOO_SOCKET_IFNAME": name} if name else {}
 
 
 def require_deepspeed() -> None:

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from framework.errors import UsageError
 from framework.launch.hosts.hostfile import bare, is_host
-from framework.system.arguments import CommandParser, add_option
+from framework.system.arguments import CommandParser, add_option, like, whole
 
 # A pod or a scheduler may give less; what starts us can say so with --grace_seconds or DSF_GRACE_SECONDS.
 GRACE_SECONDS: Final = 600.0
 WAIT_SECONDS: Final = 1800.0
+# Options that do nothing without a hostfile.
+_WITH_HOSTS: Final = (
+    "include",
+    "exclude",
+    "num_nodes",
+    "ssh_args",
+    "remote_python",
+    "remote_folder",
+    "exports",
+    "verbose",
+    "master_addr",
+    "control_port",
+    "wait_seconds",
+    "no_preflight",
+    "token_file",
+)
 
 
 @dataclass(frozen=True)
@@ -25,23 +41,15 @@ class LaunchOptions:
     Attributes:
         config: path of the run config.
         overrides: ``key=value`` settings.
-        num_gpus: ranks on this machine, or on each of the hosts.
-        master_port: where the ranks meet.
-        dry_run: print and stop.
-        deepspeed_config: DeepSpeed JSON for train.py.
-        grace_seconds: for a checkpoint after a request to stop.
         hostfile: hosts to start on through ssh.
         include, exclude: parts of the hostfile, as DeepSpeed writes them.
-        num_nodes: of its hosts, the first so many.
-        master_addr: the first host's address for the others.
+        num_nodes, num_gpus: the first so many hosts, and the ranks on each machine.
+        master_addr, master_port: where the ranks meet.
         control_port: where agents meet.
-        wait_seconds: how long they wait for each other.
+        grace_seconds: for a checkpoint after a request to stop.
+        wait_seconds: how long agents wait for each other.
         ssh_args: further options of `ssh`, one text.
-        remote_python, remote_folder: on the hosts; left out: the same as here.
         exports: names of further variables that go to the hosts.
-        token_file: holds a secret that all nodes share.
-        no_preflight: nodes do not look at themselves before they start.
-        verbose: print the command of every host.
         fit_batch: take as many devices as divide the batch where no number is given.
         num_gpus_flag: the word that gave `num_gpus`.
     """
@@ -72,13 +80,17 @@ class LaunchOptions:
 
     @property
     def choice(self) -> dict[str, Any]:
-        """Of hosts and their devices, for `choose_hosts` and `who_chose`."""
+        """Of hosts and their devices, for `choose_hosts`."""
+        names = ("include", "exclude", "num_nodes", "num_gpus", "num_gpus_flag")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Who decided the number of nodes and that of slots, where there is a hostfile."""
+        choice = ("--include" if self.include else "--exclude" if self.exclude else "") or str(self.hostfile)
         return {
-            "include": self.include,
-            "exclude": self.exclude,
-            "num_nodes": self.num_nodes,
-            "num_gpus": self.num_gpus,
-            "num_gpus_flag": self.num_gpus_flag,
+            "nnodes": "--num_nodes" if self.num_nodes else choice,
+            "slots": self.num_gpus_flag if self.num_gpus else choice,
         }
 
 
@@ -92,24 +104,15 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
     found = parser.parse_intermixed_args(list(argv))
     found.config, found.overrides = _config_and_words(found, "launch")
     # An option that would do nothing here is a mistake in the thought, not a detail.
-    idle = [flag for flag, how in _WITH_HOSTS.items() if _is_given(parser, found, flag, how)]
-    refuse_idle("launch", idle if found.hostfile is None else ())
+    idle = [f"--{name}" for name in _WITH_HOSTS if getattr(found, name) != parser.get_default(name)]
+    refuse_idle("launch", [flag.replace("exports", "export") for flag in idle] if found.hostfile is None else ())
     found.exports = tuple(found.exports)
     options = LaunchOptions(**{each.name: getattr(found, each.name) for each in fields(LaunchOptions)})
     if options.fit_batch and (options.hostfile is not None or options.num_gpus):
         raise UsageError("launch: --fit_batch chooses a number of devices of this machine; leave -H and --num_gpus out")
-    refuse_choice(
-        "launch",
-        include=options.include,
-        exclude=options.exclude,
-        by_number=bool(options.num_nodes or options.num_gpus),
-    )
+    by_number = bool(options.num_nodes or options.num_gpus)
+    refuse_choice("launch", include=options.include, exclude=options.exclude, by_number=by_number)
     return options
-
-
-def _is_given(parser: CommandParser, found: argparse.Namespace, flag: str, how: Mapping[str, Any]) -> bool:
-    name = how.get("dest", flag.removeprefix("--"))
-    return bool(getattr(found, name) != parser.get_default(name))
 
 
 def refuse_idle(command: str, flags: Sequence[str]) -> None:
@@ -168,8 +171,8 @@ def _launch_parser() -> CommandParser:
     _add_common(parser)
     parser.option("--fit_batch", action="store_true", help="take the most devices here that divide the batch")
     group = parser.add_argument_group("with -H, on the hosts of a hostfile")
-    for flag, how in _WITH_HOSTS.items():
-        add_option(group, flag, **how)
+    _add_through_ssh(group)
+    _add_of_several(group)
     return parser
 
 
@@ -185,12 +188,11 @@ def _node_parser() -> CommandParser:
     _add_common(parser)
     parser.option("--nnodes", "--num_nodes", type=str, action=AsSpelled, metavar="N", help="members of the job")
     parser.option("--node_rank", type=str, metavar="R", help="which of them this is, from 0")
-    parser.option("--devices", type=_numbers, metavar="0,2", help="the devices to use; left out: the first")
-    parser.option(
-        "--from_stdin", action="store_true", help=argparse.SUPPRESS
-    )  # what an ssh launcher sends, and its life line
-    for flag, how in _OF_SEVERAL.items():
-        parser.option(flag, **how)
+    numbers = like(r"\d{1,4}(,\d{1,4})*", _numbers, "{} is not a list of device numbers")
+    parser.option("--devices", type=numbers, metavar="0,2", help="the devices to use; left out: the first")
+    # What an ssh launcher sends, and its life line.
+    parser.option("--from_stdin", action="store_true", help=argparse.SUPPRESS)
+    _add_of_several(parser)
     parser.set_defaults(wait_seconds=WAIT_SECONDS, nnodes_flag="--nnodes")
     return parser
 
@@ -235,53 +237,54 @@ class AsSpelled(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Take it."""
         setattr(namespace, self.dest, values)
         setattr(namespace, f"{self.dest}_flag", option_string)
 
 
-def add_choice(parser: CommandParser) -> None:
+def add_choice(target: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """The options that choose among the hosts of a hostfile by name."""
-    for flag, how in _CHOICE.items():
-        parser.option(flag, **how)
+    which = "hosts and devices, as DeepSpeed writes it: host1@host2:0,2"
+    add_option(target, "--include", default="", metavar="WHICH", help=which)
+    add_option(target, "--exclude", default="", metavar="WHICH", help="the same, to leave out")
 
 
-def count(text: str) -> int:
-    """A number above 0.
+def _add_through_ssh(group: argparse._ArgumentGroup) -> None:
+    """The options of `launch -H` alone."""
+    option = partial(add_option, group)
+    add_choice(group)
+    option("--num_nodes", type=count, metavar="N", help="the first N hosts")
+    option("--ssh_args", default="", metavar="TEXT", help="further options of ssh, such as '-p 2222 -i key'")
+    option("--remote_python", metavar="PATH", help="Python on the hosts; left out: this one's path")
+    option("--remote_folder", metavar="PATH", help="folder on the hosts to start in; left out: this one's path")
+    variable = like("[A-Za-z_][A-Za-z0-9_]*", str, "{} is not the name of a variable")
+    terms: dict[str, Any] = {"dest": "exports", "action": "append", "default": []}
+    option("--export", **terms, type=variable, metavar="NAME", help="send this variable to the hosts, too")
+    option("--verbose", action="store_true", help="print the command of every host, not of the first three")
 
-    Raises:
-        argparse.ArgumentTypeError: it is none.
-    """
-    if not (text.isascii() and text.isdigit() and 0 < int(text) < 10_000):
-        raise argparse.ArgumentTypeError(f"{text} is not a number of ranks")
-    return int(text)
+
+def _add_of_several(target: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """The options of every launcher that has others to meet."""
+    option = partial(add_option, target)
+    option("--master_addr", type=address, metavar="A", help="address of the first host, as the others know it")
+    option("--control_port", type=port, metavar="P", help="port where agents meet; default: master_port + 1")
+    waited = f"how long nodes wait for each other; default {WAIT_SECONDS:.0f}"
+    option("--wait_seconds", type=seconds, metavar="S", help=waited)
+    option("--no_preflight", action="store_true", help="do not look at each node and at what is between them")
+    option("--token_file", metavar="FILE", help="holds a secret that all nodes share; also DSF_TOKEN")
+
+
+count = whole(1, 10_000, "{} is not a number of ranks")
+port = whole(1, 65_536, "{} is not a port")
+seconds = like(r"\d{1,7}(\.\d+)?", float, "{} is not a number of seconds")
 
 
 def count_or_auto(text: str) -> int | None:
-    """The same, or None for torchrun's words for all devices."""
+    """As `count`, or None for torchrun's words for all devices."""
     return None if text in ("auto", "gpu") else count(text)
 
 
-def port(text: str) -> int:
-    """A port.
-
-    Raises:
-        argparse.ArgumentTypeError: it is none.
-    """
-    if not (text.isascii() and text.isdigit() and 0 < int(text) < 65_536):
-        raise argparse.ArgumentTypeError(f"{text} is not a port")
-    return int(text)
-
-
-def seconds(text: str) -> float:
-    """A time in seconds.
-
-    Raises:
-        argparse.ArgumentTypeError: it is none.
-    """
-    if not re.fullmatch(r"\d{1,7}(\.\d+)?", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
-    return float(text)
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
 
 
 def address(text: str) -> str:
@@ -293,58 +296,3 @@ def address(text: str) -> str:
     if not is_host(bare(text)):
         raise argparse.ArgumentTypeError(f"{text} is not a name or address of a host")
     return bare(text)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    if not re.fullmatch(r"\d{1,4}(,\d{1,4})*", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{text} is not a list of device numbers")
-    return tuple(map(int, text.split(",")))
-
-
-def _name(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{text} is not the name of a variable")
-    return text
-
-
-# ---------------------------------------------------------------------- options that need hosts, as argparse is told of
-# them
-
-_CHOICE: Final[Mapping[str, Mapping[str, Any]]] = {
-    "--include": {
-        "default": "",
-        "metavar": "WHICH",
-        "help": "hosts and devices, as DeepSpeed writes it: host1@host2:0,2",
-    },
-    "--exclude": {"default": "", "metavar": "WHICH", "help": "the same, to leave out"},
-}
-# Of `launch -H` alone.
-_THROUGH_SSH: Final[Mapping[str, Mapping[str, Any]]] = {
-    **_CHOICE,
-    "--num_nodes": {"type": count, "metavar": "N", "help": "the first N hosts"},
-    "--ssh_args": {"default": "", "metavar": "TEXT", "help": "further options of ssh, such as '-p 2222 -i key'"},
-    "--remote_python": {"metavar": "PATH", "help": "Python on the hosts; left out: this one's path"},
-    "--remote_folder": {"metavar": "PATH", "help": "folder on the hosts to start in; left out: this one's path"},
-    "--export": {
-        "dest": "exports",
-        "type": _name,
-        "action": "append",
-        "default": [],
-        "metavar": "NAME",
-        "help": "send this variable to the hosts, too",
-    },
-    "--verbose": {"action": "store_true", "help": "print the command of every host, not of the first three"},
-}
-# Of every launcher that has others to meet.
-_OF_SEVERAL: Final[Mapping[str, Mapping[str, Any]]] = {
-    "--master_addr": {"type": address, "metavar": "A", "help": "address of the first host, as the others know it"},
-    "--control_port": {"type": port, "metavar": "P", "help": "port where agents meet; default: master_port + 1"},
-    "--wait_seconds": {
-        "type": seconds,
-        "metavar": "S",
-        "help": f"how long nodes wait for each other; default {WAIT_SECONDS:.0f}",
-    },
-    "--no_preflight": {"action": "store_true", "help": "do not look at each node and at what is between them"},
-    "--token_file": {"metavar": "FILE", "help": "holds a secret that all nodes share; also DSF_TOKEN"},
-}
-_WITH_HOSTS: Final = {**_THROUGH_SSH, **_OF_SEVERAL}

@@ -23,6 +23,7 @@ import psutil
 
 from framework.launch.hosts.devices import visible_variable
 from framework.launch.hosts.topology import Topology
+from framework.system.limits import memory_groups
 from framework.system.output import visible
 from framework.system.parent_watch import AGENT_VARIABLE, REPORT_VARIABLE, identity
 
@@ -32,9 +33,7 @@ _CLEAR_SECONDS: Final = 10.0  # a process that waits for a dead disk cannot even
 
 @dataclass(frozen=True)
 class RankEnd:
-    """End of a rank: its number in the job, its exit code as a shell counts (128 + n for signal n), and the line with
-    which it explained its end, if it did.
-    """
+    """End of a rank: its number in the job, its exit code as a shell counts, and the line that explained it, if any."""
 
     rank: int
     code: int
@@ -102,7 +101,7 @@ class Ranks:
         if any(code is not None for code in codes.values()):
             self._read_reasons()
         ended = [
-            RankEnd(rank, shell_code(code), self._reasons.get(rank, ""))
+            RankEnd(rank, 128 - code if code < 0 else code, self._reasons.get(rank, ""))
             for rank, code in codes.items()
             if code is not None
         ]
@@ -157,11 +156,6 @@ def rank_environment(topology: Topology, local_rank: int) -> dict[str, str]:
     }
 
 
-def shell_code(returncode: int) -> int:
-    """As a shell counts: 128 + n for signal n."""
-    return 128 - returncode if returncode < 0 else returncode
-
-
 def _has_agent(process: psutil.Process, agent: str) -> bool:
     try:
         return bool(process.pid != os.getpid() and process.environ().get(AGENT_VARIABLE) == agent)
@@ -203,15 +197,10 @@ def _reap_orphans(ours: set[int]) -> None:
             os.waitpid(found.si_pid, 0)
 
 
-# Kills by the kernel for lack of memory in this machine's control group: SIGKILL alone does not show the reason.
-
-
-_ROOT: Final = Path("/sys/fs/cgroup")
-_OWN: Final = Path("/proc/self/cgroup")
-
-
 class OomKills:
-    """A count of such kills since this was made; none where the kernel's counter cannot be read."""
+    """Kills by the kernel for lack of memory in this machine's control group, which SIGKILL alone does not show, since
+    this was made; none where the kernel's counter cannot be read.
+    """
 
     def __init__(self, counters: Sequence[Path] | None = None) -> None:
         """Read the first of the files that has the counter.
@@ -220,28 +209,19 @@ class OomKills:
             counters: of version 2 (``memory.events``) or 1 (``memory.oom_control``); None: those of this process.
         """
         found = ((path, _read(path)) for path in (_counters() if counters is None else counters))
-        first: tuple[Path | None, int] = (None, 0)
-        self._path, self._before = next(((path, count) for path, count in found if count is not None), first)
+        self._path, self._before = next(((path, count) for path, count in found if count is not None), (Path(), 0))
 
     def have_risen(self) -> bool:
         """Return whether there has been one."""
-        now = None if self._path is None else _read(self._path)
-        return now is not None and now > self._before
+        return (_read(self._path) or 0) > self._before
 
 
 def _counters() -> list[Path]:
     """Inside a container the group is mounted as the root, whatever its name outside."""
-    try:
-        lines = [line.split(":", 2) for line in _OWN.read_text().splitlines()]
-    except (OSError, ValueError):
-        lines = []
     found = []
-    for _, kinds, group in (line for line in lines if len(line) == 3):
-        if not kinds:
-            found += [_ROOT / group.lstrip("/") / "memory.events", _ROOT / "memory.events"]
-        elif "memory" in kinds.split(","):
-            memory = _ROOT / "memory"
-            found += [memory / group.lstrip("/") / "memory.oom_control", memory / "memory.oom_control"]
+    for root, group, is_unified in memory_groups():
+        name = "memory.events" if is_unified else "memory.oom_control"
+        found += [root / group / name, root / name]
     return found
 
 

@@ -7,36 +7,40 @@ looked for or killed by name on another machine.
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
 import secrets
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import IO, Final, NamedTuple, TextIO
 
 import framework
-from framework.errors import EXIT_OK, UsageError
+from framework.errors import EXIT_OK, EXIT_PEER_LOST, EXIT_STOPPED, ConfigError, Problem, UsageError
 from framework.launch.deepspeed_command import as_shell_line, find_train_script, hosts_command
 from framework.launch.hosts.devices import LocalDevices
-from framework.launch.hosts.host_filter import Chosen, choose_hosts, who_chose
-from framework.launch.hosts.hostfile import Host
+from framework.launch.hosts.hostfile import Chosen, Host, choose_hosts, first_few
 from framework.launch.hosts.topology import DEFAULT_PORT, Topology
+from framework.launch.job import print_line, show_settings
 from framework.launch.node import check_node, grace_seconds, read_token
-from framework.launch.options import LaunchOptions
-from framework.launch.print_settings import show_settings
-from framework.launch.ssh_agents import Agents
+from framework.launch.options import GRACE_SECONDS, LaunchOptions
+from framework.launch.rendezvous.messages import readable
+from framework.launch.stop_requests import StopRequests
 from framework.load_run import deepspeed_words
-from framework.system import limits as open_files
+from framework.system.limits import require
+from framework.system.output import write
 
 # What a run may depend on. Everything else stays here: a name like AWS_SECRET_ACCESS_KEY goes with --export only.
 _PREFIXES: Final = ("DS_", "DSF_", "NCCL_", "GLOO_", "UCX_", "FI_", "OMP_", "MKL_", "TORCH_", "PYTORCH_")
 # Names, not prefixes: LANG must not let LANGCHAIN_API_KEY through.
 _NAMES: Final = frozenset(
-    {
+    [
         "CUDA_DEVICE_ORDER",
         "CUDA_LAUNCH_BLOCKING",
         "CUDA_HOME",
@@ -52,13 +56,12 @@ _NAMES: Final = frozenset(
         "LANG",
         "LC_ALL",
         "TZ",
-    }
+    ]
 )
 # Meant for this process alone.
 _KEPT: Final = ("DSF_AGENT", "DSF_WORLD_SIZE", "DSF_TERMINATION_LOG")
-# A silent host is given up one interval after the last of three questions: within 16 s, so that all is over within 20
-# s.
-_OPTIONS: Final = (
+# A silent host is given up one interval after the last of three questions: within 16 s, so that all is over within 20.
+_OPTIONS: Final = [
     "-o",
     "BatchMode=yes",
     "-o",
@@ -72,14 +75,20 @@ _OPTIONS: Final = (
     "-o",
     "ControlPath=none",
     "-T",
-)
+]
 _ASKS: Final = re.compile(r"(-o)?\s*batchmode[\s=]+(?!yes)", re.IGNORECASE)
-# Commands of agents that are printed.
-_REPORTED: Final = 3
+_REPORTED: Final = 3  # commands of agents that are printed
 _NO_PLAIN: Final = "none; DeepSpeed's launcher has no words for these hosts, devices, folder or Python"
 # Three pipes to every ssh, and some for this process itself.
 _FILES_PER_HOST: Final = 3
 _OWN_FILES: Final = 32
+_LOOK_SECONDS: Final = 0.2
+_LARGEST_LINE_BYTES: Final = 1 << 16
+# After the first host has ended for bad, the agents have ended the others within 20 s by themselves.
+_WAIT_SECONDS: Final = 30.0
+_DRAIN_SECONDS: Final = 2.0  # what an agent has left behind there may hold the other end of its output
+_LEAVE_SECONDS: Final = 5.0
+_ENDS_REPORTED: Final = 4  # hosts that are told one by one when all is over
 
 
 def launch_over_ssh(options: LaunchOptions) -> int:
@@ -89,17 +98,11 @@ def launch_over_ssh(options: LaunchOptions) -> int:
         UsageError, ConfigError: nothing has been started.
     """
     chosen, topology = _places(options)
-    open_files.require(
-        _OWN_FILES + _FILES_PER_HOST * len(chosen), f"{len(chosen)} hosts", fix="leave hosts out with --exclude"
-    )
+    num_files = _OWN_FILES + _FILES_PER_HOST * len(chosen)
+    require(num_files, f"{len(chosen)} hosts", fix="leave hosts out with --exclude")
     # The devices are elsewhere: here only what holds on any machine is checked.
-    job = check_node(
-        options.config,
-        options.overrides,
-        topology,
-        LocalDevices("unknown", 0),
-        deepspeed_config=options.deepspeed_config,
-    )
+    elsewhere, deepspeed = LocalDevices("unknown", 0), options.deepspeed_config
+    job = check_node(options.config, options.overrides, topology, elsewhere, deepspeed_config=deepspeed)
     job.print_notes()
     commands = [
         (item.host, ssh_command(item.host, agent_command(options, item, node, topology), ssh_args=options.ssh_args))
@@ -125,13 +128,8 @@ def _places(options: LaunchOptions) -> tuple[tuple[Chosen, ...], Topology]:
     """The hosts with their devices, and what they make."""
     assert options.hostfile is not None
     chosen = choose_hosts(options.hostfile, **options.choice)
-    sources = who_chose(options.hostfile, **options.choice)
-    master, port, sources["master_addr"], sources["master_port"] = (
-        options.master_addr,
-        DEFAULT_PORT,
-        "the first host",
-        "default",
-    )
+    sources = options.sources | {"master_addr": "the first host", "master_port": "default"}
+    master, port = options.master_addr, DEFAULT_PORT
     if len(chosen) == 1:
         # Its ranks need no name that others know, which it might not reach itself, and no port that somebody else may
         # have.
@@ -192,9 +190,7 @@ def passed_on(environment: Mapping[str, str], *, exports: Sequence[str]) -> dict
 
 
 def address_of(name: str, *, ssh_args: str = "") -> str:
-    """Return the address that the other hosts use: its name, or the HostName that ~/.ssh/config gives it; `ssh -G`
-    reads that.
-    """
+    """Return the address that the other hosts use: its name, or the HostName that ~/.ssh/config gives it."""
     plain = name.rpartition("@")[2]
     with suppress(OSError, subprocess.TimeoutExpired):
         command = ["ssh", *split_ssh_args(ssh_args), "-G", "--", name]
@@ -216,7 +212,179 @@ def split_ssh_args(text: str, *, command: str = "launch") -> list[str]:
         raise UsageError(f"{command}: --ssh_args: {error}") from None
     asks = next((word for word in words if _ASKS.match(word)), None)
     if asks is not None:
-        raise UsageError(
-            f"{command}: --ssh_args: {asks}: nobody is asked for a password; use a key, or an agent that holds it"
-        )
+        reason = "nobody is asked for a password; use a key, or an agent that holds it"
+        raise UsageError(f"{command}: --ssh_args: {asks}: {reason}")
     return words
+
+
+class HostEnd(NamedTuple):
+    """End of a host's agent: the host's name, and the exit code."""
+
+    host: str
+    code: int
+
+
+def job_code(ends: Sequence[HostEnd]) -> int:
+    """The first that failed by itself; else that somebody was lost; else that it was stopped."""
+    codes = [end.code for end in ends if end.code != EXIT_OK]
+    causes = [code for code in codes if code not in (EXIT_STOPPED, EXIT_PEER_LOST)]
+    lost = [code for code in codes if code == EXIT_PEER_LOST]
+    return next(iter(causes or lost or codes), EXIT_OK)
+
+
+def ends_reported(ends: Sequence[HostEnd]) -> str:
+    """Describe the ends, the first one first; of many hosts those that ended alike together."""
+    if len(ends) <= _ENDS_REPORTED:
+        return ", ".join(f"{end.host} ended with {end.code}" for end in ends)
+    alike: dict[int, list[str]] = {}
+    for end in ends:
+        alike.setdefault(end.code, []).append(end.host)
+    return ", ".join(f"{first_few(names)} ended with {code}" for code, names in alike.items())
+
+
+class Agents:
+    """The `ssh` processes of all hosts: what they say comes out with the name of the host, requests go in, and one exit
+    code comes of all their ends.
+    """
+
+    def __init__(
+        self,
+        commands: Sequence[tuple[str, Sequence[str]]],
+        order: Mapping[str, object],
+        *,
+        grace_seconds: float = GRACE_SECONDS,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            commands: each host's name, for the lines that it says, and the `ssh` that starts its agent.
+            order: what every agent is sent first.
+            grace_seconds: what ranks have to save in after a request to stop.
+        """
+        self._commands = commands
+        self._order = json.dumps(order).encode() + b"\n"
+        # By node: two users of one host are two nodes.
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._streams: dict[IO[bytes], tuple[str, TextIO, bytearray]] = {}
+        self._ends: list[HostEnd] = []
+        self._reported = ""
+        self._ended_badly = False
+        self._give_up_at = math.inf
+        self._drained_at = math.inf
+        self._grace_seconds = grace_seconds
+
+    def run(self) -> int:
+        """Start them, hand on what they say and what is asked of them; returns the exit code of the job."""
+        with StopRequests().handling_signals() as requests:
+            try:
+                self._start()
+                while not self._is_over():
+                    self._pass_on_output()
+                    self._look_for_ends()
+                    self._pass_on_request(requests)
+            finally:
+                self._let_go()
+        code = job_code(self._ends)
+        print_line(f"{ends_reported(self._ends)}; the job ends with {code}")
+        return code
+
+    def _is_over(self) -> bool:
+        """All have ended, or were given the time for that: neither an ssh that hangs nor an output that stays open
+        holds us.
+        """
+        now = time.monotonic()
+        if self._running:
+            return now > self._give_up_at
+        self._drained_at = min(self._drained_at, now + _DRAIN_SECONDS)
+        return not self._streams or now > self._drained_at
+
+    def _start(self) -> None:
+        for node, (name, command) in enumerate(self._commands):
+            try:
+                # A session of its own: Ctrl-C reaches this process only, and is told to the agents.
+                pipe = subprocess.PIPE
+                process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+            except FileNotFoundError:
+                fix = "install OpenSSH's client, or start `launch node` on every host"
+                raise ConfigError(Problem(kind="not-installed", reason="there is no ssh on PATH", fix=fix)) from None
+            self._running[node] = process
+            for stream, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+                assert stream is not None
+                self._streams[stream] = (name, out, bytearray())
+            self._send_to(process, self._order)
+
+    def _pass_on_output(self) -> None:
+        if not self._streams:
+            time.sleep(_LOOK_SECONDS)
+            return
+        for stream in readable(self._streams, _LOOK_SECONDS):
+            name, out, kept = self._streams[stream]
+            content = os.read(stream.fileno(), 1 << 16)
+            kept += content.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+            if not content or len(kept) > _LARGEST_LINE_BYTES:
+                kept += b"\n" if kept else b""
+            whole, _, rest = bytes(kept).rpartition(b"\n")
+            if whole:
+                lines = whole.decode("utf-8", errors="replace").split("\n")
+                write(out, "".join(f"{name}: {line}\n" for line in lines if line))
+            kept[:] = rest
+            if not content:
+                del self._streams[stream]
+                stream.close()
+
+    def _look_for_ends(self) -> None:
+        for node, process in list(self._running.items()):
+            code, name = process.poll(), self._commands[node][0]
+            if code is None:
+                continue
+            del self._running[node]
+            # 255 is ssh's own: not reached, refused, or cut off.
+            if code == 255 or code < 0:
+                print_line(f"{name}: ssh ended with {code}; the host was not reached, or was lost")
+                code = EXIT_PEER_LOST
+            self._ends.append(HostEnd(name, code))
+            if code != EXIT_OK and not self._ended_badly:
+                self._ended_badly = True
+                # Agents that have met know already; those that still wait for this host do not.
+                self._send_to_all(b"stop\n" if code == EXIT_STOPPED else b"lost\n")
+                if not self._reported:
+                    self._give_up_after(saves=code == EXIT_STOPPED)
+
+    def _pass_on_request(self, requests: StopRequests) -> None:
+        wish = "kill" if requests.insists else "stop" if requests.asked else ""
+        if wish and wish != self._reported:
+            self._reported = wish
+            self._give_up_after(saves=wish == "stop")
+            more = "; once more kills" if wish == "stop" else ""
+            print_line(f"{requests.asked}: passing it on to {len(self._running)} hosts{more}")
+            self._send_to_all(wish.encode() + b"\n")
+
+    def _give_up_after(self, *, saves: bool) -> None:
+        self._give_up_at = time.monotonic() + (self._grace_seconds if saves else 0.0) + _WAIT_SECONDS
+
+    def _send_to_all(self, words: bytes) -> None:
+        for process in self._running.values():
+            self._send_to(process, words)
+
+    def _send_to(self, process: subprocess.Popen[bytes], words: bytes) -> None:
+        assert process.stdin is not None
+        with suppress(OSError):
+            process.stdin.write(words)
+            process.stdin.flush()
+
+    def _let_go(self) -> None:
+        """Close the life lines; an agent ends its ranks then, also one whose `ssh` hangs here."""
+        for process in self._running.values():
+            assert process.stdin is not None
+            with suppress(OSError):
+                process.stdin.close()
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        for node, process in self._running.items():
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            self._ends.append(HostEnd(self._commands[node][0], EXIT_PEER_LOST))
+        for stream in self._streams:
+            stream.close()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 from framework.errors import UsageError
+
+_T = TypeVar("_T")
 
 
 class HelpShown(SystemExit):
@@ -39,3 +42,25 @@ def add_option(target: argparse.ArgumentParser | argparse._ArgumentGroup, *names
     """An option in both spellings, --a_b and --a-b, of a parser or of a group in its help."""
     both = [spelled for name in names for spelled in dict.fromkeys((name, name[:2] + name[2:].replace("_", "-")))]
     target.add_argument(*both, **kwargs)
+
+
+def whole(least: int, below: int, error: str) -> Callable[[str], int]:
+    """The type of an option that is a whole number; `error` takes the text that is none."""
+
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) < below):
+            raise argparse.ArgumentTypeError(error.format(text))
+        return int(text)
+
+    return read
+
+
+def like(pattern: str, convert: Callable[[str], _T], error: str) -> Callable[[str], _T]:
+    """The type of an option whose text has a form; `error` takes the text that has another."""
+
+    def read(text: str) -> _T:
+        if not re.fullmatch(pattern, text, re.ASCII):
+            raise argparse.ArgumentTypeError(error.format(text))
+        return convert(text)
+
+    return read

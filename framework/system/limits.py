@@ -1,8 +1,4 @@
-"""Limits of this host: free memory, and open files.
-
-Free memory of this host, or of the container that this process runs in: a process that takes more is killed, not
-refused.
-"""
+"""Limits of this host, or of the container that this process runs in: free memory, and open files."""
 
 from __future__ import annotations
 
@@ -21,6 +17,9 @@ _NO_LIMIT: Final = 1 << 60
 # What other ranks, data loaders and the system may take between the look and the taking.
 _MARGIN_BYTES: Final = 1 << 30
 _MARGIN_SHARE: Final = 0.05
+# Files with the limit and the usage of a group, and what its statistics put before their names.
+_VERSION_2: Final = ("memory.max", "memory.current", "")
+_VERSION_1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 
 @dataclass(frozen=True)
@@ -56,33 +55,28 @@ def _of_host(meminfo: Path) -> Iterator[tuple[int, int, str]]:
         return
 
 
-def _of_groups(system: Path) -> Iterator[tuple[int, int, str]]:
-    """Version 2 has one line without controllers; version 1 one that names `memory`. All groups above one limit it
-    too.
+def memory_groups(system: Path = Path("/")) -> Iterator[tuple[Path, str, bool]]:
+    """The control groups of this process that count memory: root of their tree, name in it, whether of version 2.
+
+    Version 2 has one line without controllers; version 1 one that names `memory`.
     """
     try:
         lines = [line.split(":", 2) for line in (system / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()]
-    except OSError:
+    except (OSError, ValueError):
         return
-    root = system / "sys/fs/cgroup"
-    for line in lines:
-        if len(line) != 3:
-            continue
-        _, controllers, group = line
-        if not controllers:
-            yield from _above(root, group, names=("memory.max", "memory.current", ""))
-        elif "memory" in controllers.split(","):
-            yield from _above(
-                root / "memory", group, names=("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-            )
+    for _, controllers, group in (line for line in lines if len(line) == 3):
+        if not controllers or "memory" in controllers.split(","):
+            yield system / "sys/fs/cgroup" / ("memory" if controllers else ""), group.lstrip("/"), not controllers
 
 
-def _above(root: Path, group: str, *, names: tuple[str, str, str]) -> Iterator[tuple[int, int, str]]:
-    """In a container the path may be the host's, which is not there: its own group is the root then."""
-    place = root / group.lstrip("/")
-    for folder in (place, *place.parents):
-        if folder.is_relative_to(root):
-            yield from _of_group(folder, *names)
+def _of_groups(system: Path) -> Iterator[tuple[int, int, str]]:
+    """All groups above one limit it too. In a container the name may be the host's, which is not there: its own group
+    is the root then.
+    """
+    for root, group, is_unified in memory_groups(system):
+        for folder in (root / group, *(root / group).parents):
+            if folder.is_relative_to(root):
+                yield from _of_group(folder, *(_VERSION_2 if is_unified else _VERSION_1))
 
 
 def _of_group(folder: Path, limit: str, usage: str, prefix: str) -> Iterator[tuple[int, int, str]]:

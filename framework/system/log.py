@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from framework.errors import FrameworkError, RunStopped
+from framework.errors import FrameworkError, Problem, RunStopped
 from framework.system.output import visible, write
 
 _LOGGER: Final = logging.getLogger("dsf-trainer")
@@ -111,3 +111,8 @@ def warn(text: str, *, is_of_all_ranks: bool = False) -> None:
     note_warning(line)
     if not is_of_all_ranks or os.environ.get("RANK", "0") == "0":
         write(sys.stderr, f"warning: {line}\n")
+
+
+def print_problem(problem: Problem) -> None:
+    """A finding that stops nothing, on stderr."""
+    write(sys.stderr, f"{problem.severity}: {problem}\n")

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from framework.launch.agent import first_failure, how_ended, write_termination_log
+from framework.launch.agent import first_failure, how_ended
+from framework.launch.job import write_termination_log
 from framework.launch.ranks import OomKills
 from framework.launch.rendezvous.messages import Failure
 from tests.launch.rendezvous.members import ROOT, Members, ended, gone

@@ -18,13 +18,20 @@ import pytest
 
 from framework.doctor.hosts import member_command
 from framework.errors import ConfigError, UsageError
-from framework.launch.hosts.host_filter import Chosen
-from framework.launch.hosts.hostfile import Host
+from framework.launch.hosts.hostfile import Chosen, Host
 from framework.launch.hosts.topology import Topology
 from framework.launch.local import launch
 from framework.launch.options import LaunchOptions, parse_node
-from framework.launch.ssh import agent_command, launch_over_ssh, passed_on, split_ssh_args, ssh_command
-from framework.launch.ssh_agents import HostEnd, ends_reported, job_code
+from framework.launch.ssh import (
+    HostEnd,
+    agent_command,
+    ends_reported,
+    job_code,
+    launch_over_ssh,
+    passed_on,
+    split_ssh_args,
+    ssh_command,
+)
 from tests.launch.rendezvous.members import ROOT, Members, ended, heed_signals
 
 pytestmark = pytest.mark.timing
@@ -42,13 +49,13 @@ PROGRAM = """
 import sys
 from framework.launch.hosts.hostfile import Host
 from framework.launch.ssh import ssh_command
-from framework.launch.ssh_agents import Agents
+from framework.launch.ssh import Agents
 programs = zip(sys.argv[1::2], sys.argv[2::2])
 commands = [(name.rpartition("@")[2], ssh_command(Host(name, 1), [sys.executable, "-uc", program], ssh_args=""))
             for name, program in programs]
 sys.exit(Agents(commands, {"environment": {"A": "secret"}}).run())
 """
-IMPATIENT = "import framework.launch.ssh_agents as ssh; ssh._WAIT_SECONDS = 1.0\n" + PROGRAM
+IMPATIENT = "import framework.launch.ssh as ssh; ssh._WAIT_SECONDS = 1.0\n" + PROGRAM
 SAYS = "import sys, json; print(json.loads(sys.stdin.readline())['environment']['A'] == 'secret'); sys.exit({})"
 # Ends as an agent does when it is asked, or when its life line is cut.
 WAITS = """

@@ -1,7 +1,4 @@
-"""Devices of this machine and installed packages, found without importing torch.
-
-Devices of this machine, found without importing torch: that would take seconds before the first message.
-"""
+"""Devices of this machine and installed packages, found without importing torch, which would take seconds."""
 
 from __future__ import annotations
 
@@ -19,19 +16,13 @@ from typing import Final, get_args
 from framework.errors import ConfigError, Problem
 from framework.plan.cluster import Device
 
-# Installed packages, read off their files: importing torch would take seconds.
-
 
 def torch_text(name: str) -> str | None:
-    """A line of torch's version.py, such as ``__version__`` or ``cuda``; None where it says None or there is no
-    torch.
-    """
-    folder = package_folder("torch")
-    try:
+    """A line of torch's version.py, such as ``cuda``; None where it says None or there is no torch."""
+    folder, found = package_folder("torch"), None
+    with suppress(OSError):
         text = (folder / "version.py").read_text(encoding="utf-8") if folder else ""
-    except OSError:
-        return None
-    found = re.search(rf"^{re.escape(name)}\b[^=\n]*= *'([^']*)'", text, re.MULTILINE)
+        found = re.search(rf"^{re.escape(name)}\b[^=\n]*= *'([^']*)'", text, re.MULTILINE)
     return found[1] if found else None
 
 
@@ -75,9 +66,7 @@ class LocalDevices:
     chosen: tuple[int, ...] | None = None
 
     def only(self, numbers: tuple[int, ...] | None) -> LocalDevices:
-        """Restrict the devices to those that a hostfile or an option names, whatever the environment leaves visible;
-        None: the same as before.
-        """
+        """The devices that a hostfile or an option names, whatever the environment leaves visible; None: as before."""
         return self if numbers is None else replace(self, chosen=numbers, count=len(numbers) if self.count else 0)
 
 
@@ -104,38 +93,25 @@ def find_devices(environment: Mapping[str, str]) -> LocalDevices:
         count = count_gpus() or count_amd_gpus(environment)
         found = _visible("cuda", count, environment) or (None if count else _uncounted())
     if found is None:
-        raise ConfigError(
-            Problem(
-                kind="no-device",
-                file="environment",
-                key="DS_ACCELERATOR",
-                value=asked,
-                reason=f"this process sees no {asked} device",
-                fix="unset it, or DS_ACCELERATOR=cpu to train on processors",
-            )
-        )
+        reason, fix = f"this process sees no {asked} device", "unset it, or DS_ACCELERATOR=cpu to train on processors"
+        raise ConfigError(Problem("no-device", reason, fix, key="DS_ACCELERATOR", value=asked, file="environment"))
     return found
 
 
 def count_gpus() -> int:
     """NVIDIA GPUs that this process may use."""
     program = shutil.which("nvidia-smi")
-    if program:
-        # Under cgroups (Slurm, containers) it lists what is allowed; /dev may show more.
-        try:
-            listed = subprocess.run(
-                [program, "-L"], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_SECONDS, check=False
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return _count_nodes("nvidia")
-        return len(re.findall(r"^GPU \d+:", listed.stdout, re.MULTILINE))
+    # Under cgroups (Slurm, containers) it lists what is allowed; /dev may show more.
+    with suppress(OSError, subprocess.TimeoutExpired):
+        if program:
+            command, limit = [program, "-L"], _PROBE_TIMEOUT_SECONDS
+            listed = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+            return len(re.findall(r"^GPU \d+:", listed.stdout, re.MULTILINE))
     return _count_nodes("nvidia")
 
 
 def count_amd_gpus(environment: Mapping[str, str]) -> int:
-    """AMD's, which ROCm's torch calls cuda: of the driver's list those whose files this process has, as `rocm-smi`
-    finds them.
-    """
+    """AMD's, which ROCm's torch calls cuda: of the driver's list those whose files this process has (`rocm-smi`)."""
     found = 0
     for file in _KFD_NODES.glob("*/properties") if (_DEV / "kfd").exists() else ():
         with suppress(OSError):  # of a device that the container was not given
@@ -149,9 +125,7 @@ def count_amd_gpus(environment: Mapping[str, str]) -> int:
 
 
 def unused_gpus(devices: LocalDevices, environment: Mapping[str, str]) -> Problem | None:
-    """AMD's GPUs that stay idle because this torch is none of ROCm's: whoever trains on processors beside them should
-    know.
-    """
+    """AMD's GPUs that stay idle because this torch is none of ROCm's."""
     asked = devices.kind != "cpu" or environment.get("DS_ACCELERATOR")
     count = 0 if asked else count_amd_gpus(environment)
     if not count or torch_text("hip"):
@@ -211,14 +185,7 @@ def _visible(kind: Device, count: int, environment: Mapping[str, str]) -> LocalD
         return None
     numbers = [int(word) for word in words if re.fullmatch("[0-9]{1,4}", word)]
     if len(numbers) < len(words) or len(set(numbers)) < len(numbers) or max(numbers) >= count:
-        raise ConfigError(
-            Problem(
-                kind="visible-devices",
-                file="environment",
-                key=name,
-                value=text,
-                reason=f"the deepspeed launcher takes device numbers here, from 0 to {count - 1}, each once",
-                fix="write numbers separated by commas, or start with torchrun, which takes any form",
-            )
-        )
+        reason = f"the deepspeed launcher takes device numbers here, from 0 to {count - 1}, each once"
+        fix = "write numbers separated by commas, or start with torchrun, which takes any form"
+        raise ConfigError(Problem("visible-devices", reason, fix, key=name, value=text, file="environment"))
     return LocalDevices(kind, len(numbers), tuple(numbers))

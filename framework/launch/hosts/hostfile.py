@@ -1,6 +1,4 @@
-"""Hostfiles and names of hosts.
-
-Reads a hostfile: one ``NAME slots=COUNT`` per line, as the `deepspeed` command takes it, but strictly.
+"""Hostfiles, read as the `deepspeed` command takes them, but strictly, and the choice among their hosts.
 
 DeepSpeed 0.19.8 goes on with this machine alone when the file is missing, reads ``slots=2x`` as 2, starts no rank where
 ``slots=0``, and takes a byte-order mark as part of the first name (launcher/runner.py `fetch_hostfile`). Each of these
@@ -12,9 +10,11 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,13 +22,27 @@ from typing import Any, Final
 from framework.errors import ConfigError, Problem
 from framework.plan.cluster import Cluster
 
-# Names and addresses of hosts: which can be one, IPv6 with and without brackets, and how many of them are told.
-
-
 # What ssh, sockets and DeepSpeed take without a second meaning: no leading dash, no shell, no space.
 _NAME: Final = re.compile(r"(?=.{1,253}$)(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 _LOOPBACK: Final = re.compile(r"localhost(\..*)?|127(\.[0-9]{1,3}){3}|::1", re.IGNORECASE)
 _REPORTED: Final = 3
+_LARGEST_FILE_BYTES: Final = 1 << 20
+_MOST_SLOTS: Final = 1024
+_LINE: Final = re.compile(r"(\S+)[ \t]+slots=([0-9]{1,4})")
+# A leading dash would be read as an option by ssh and pdsh.
+_USER: Final = re.compile(r"(?!-)[A-Za-z0-9_.@-]+")
+_BYTE_ORDER_MARKS: Final = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
+_HOW: Final = "write one `NAME slots=COUNT` per line, for example worker-0 slots=8"
+# The most likely mistakes in a line, the first that fits.
+_MISTAKES: Final = {
+    r".*slots(\s+=|=\s)": "there is a space around =",
+    r"(?i)(?!.*slots)": "the number of slots is missing",
+    r"\S+[ \t]+slots=-": "the number of slots is negative",
+    r"\S+[ \t]+slots=[0-9]{1,4}\s": "there is more after the number of slots, which DeepSpeed would ignore",
+    r"\S+[ \t]+slots=": "the number of slots is not a whole number up to 9999",
+    r"": "it is not in DeepSpeed's format",
+}
+_MIXED: Final = "DeepSpeed numbers local ranks wrongly when hosts differ"
 
 
 def bare(name: str) -> str:
@@ -51,9 +65,8 @@ def is_host(name: str) -> bool:
     if ":" not in name:
         return bool(_NAME.fullmatch(name))
     try:
-        return (
-            ipaddress.ip_address(name).version == 6 and "%" not in name
-        )  # an interface means something to one host only
+        # An interface, behind %, means something to one host only.
+        return ipaddress.ip_address(name).version == 6 and "%" not in name
     except ValueError:
         return False
 
@@ -90,15 +103,6 @@ def odd_ones(counts: Mapping[str, int]) -> str:
     return first_few([f"{name} {counts[name]}" for name in names])
 
 
-_LARGEST_FILE_BYTES: Final = 1 << 20
-_MOST_SLOTS: Final = 1024
-_LINE: Final = re.compile(r"(\S+)[ \t]+slots=([0-9]{1,4})")
-# A leading dash would be read as an option by ssh and pdsh.
-_USER: Final = re.compile(r"(?!-)[A-Za-z0-9_.@-]+")
-_BYTE_ORDER_MARKS: Final = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
-_HOW: Final = "write one `NAME slots=COUNT` per line, for example worker-0 slots=8"
-
-
 @dataclass(frozen=True)
 class Host:
     """One line of a hostfile.
@@ -118,22 +122,43 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
     Raises:
         ConfigError: with everything that is wrong in it.
     """
-    text = _read_text(Path(path), name=str(path))
     hosts: list[Host] = []
     problems: list[Problem] = []
-    first_line: dict[str, int] = {}
-    for number, line in enumerate(re.split(r"\r\n|\r|\n", text), start=1):
+    lines: dict[str, int] = {}  # first line of each name
+
+    def refuse(kind: str, key: str, value: object, reason: str, fix: str, line: int) -> None:
+        problems.append(Problem(f"hostfile-{kind}", reason, fix, file=str(path), line=line, key=key, value=value))
+
+    for number, line in enumerate(re.split(r"\r\n|\r|\n", _read_text(Path(path), name=str(path))), start=1):
         entry = line.partition("#")[0].strip()
         if not entry:
             continue
-        host = _parse(entry, file=str(path), line=number)
-        if isinstance(host, Problem):
-            problems.append(host)
-            continue
-        problems += _about_name(host.name, first_line, file=str(path), line=number)
-        first_line.setdefault(host.name, number)
-        hosts.append(host)
-    problems += _loopback_among(hosts, first_line, file=str(path))
+        match = _LINE.fullmatch(entry)
+        name, slots = (bare(match[1]), int(match[2])) if match else ("", 0)
+        if not match:
+            why = next(reason for pattern, reason in _MISTAKES.items() if re.match(pattern, entry))
+            refuse("malformed", "line", entry, why, _HOW, number)
+        elif slots == 0:
+            fix = "write its number of devices, or remove the line"
+            refuse("zero-slots", "slots", 0, f"{match[1]} would train nothing", fix, number)
+        elif slots > _MOST_SLOTS:
+            reason = f"no machine has more than {_MOST_SLOTS} devices"
+            refuse("many-slots", "slots", slots, reason, "write its number of devices", number)
+        else:
+            user, at, host = name.rpartition("@")
+            if not is_host(host) or (at and not _USER.fullmatch(user)):
+                reason = "it is not an IPv6 address" if ":" in host else "no host can have this name"
+                fix = "letters, digits, - _ . and user@, or an address such as 10.0.0.2 or [fd00::2]"
+                refuse("bad-name", "host", name, reason, fix, number)
+            if name in lines:
+                reason = f"the host is already in line {lines[name]}"
+                refuse("duplicate-host", "host", name, reason, "keep one line with all its slots", number)
+            lines.setdefault(name, number)
+            hosts.append(Host(name, slots))
+    for each in hosts if len(hosts) > 1 else ():  # alone in a file such a name is this machine
+        if is_loopback_name(each.name.rpartition("@")[2]):
+            fix = "write the name that the others know it by"
+            refuse("loopback", "host", each.name, "every host takes this name for itself", fix, lines[each.name])
     if not hosts and not problems:
         problems.append(Problem(kind="hostfile-empty", file=str(path), reason="it names no host", fix=_HOW))
     if problems:
@@ -149,108 +174,12 @@ def cluster_of(hosts: Sequence[Host], *, path: str | Path = "") -> Cluster:
     """
     counts = sorted({host.slots for host in hosts})
     if len(counts) > 1:
-        listed = odd_ones({host.name: host.slots for host in hosts})
-        raise ConfigError(
-            Problem(
-                kind="hostfile-mixed-slots",
-                file=str(path),
-                key="slots",
-                value=listed,
-                reason="DeepSpeed numbers local ranks wrongly when hosts differ",
-                fix=f"give every host slots={counts[0]}",
-            )
-        )
+        listed, fix = odd_ones({host.name: host.slots for host in hosts}), f"give every host slots={counts[0]}"
+        raise ConfigError(Problem("hostfile-mixed-slots", _MIXED, fix, key="slots", value=listed, file=str(path)))
     return Cluster(num_hosts=len(hosts), devices_per_host=counts[0])
 
 
-def _parse(entry: str, *, file: str, line: int) -> Host | Problem:
-    """A host, or what is wrong with its line."""
-    match = _LINE.fullmatch(entry)
-    if not match:
-        return Problem(
-            kind="hostfile-malformed", file=file, line=line, key="line", value=entry, reason=_why(entry), fix=_HOW
-        )
-    if int(match[2]) == 0:
-        return Problem(
-            kind="hostfile-zero-slots",
-            file=file,
-            line=line,
-            key="slots",
-            value=0,
-            reason=f"{match[1]} would train nothing",
-            fix="write its number of devices, or remove the line",
-        )
-    if int(match[2]) > _MOST_SLOTS:
-        return Problem(
-            kind="hostfile-many-slots",
-            file=file,
-            line=line,
-            key="slots",
-            value=int(match[2]),
-            reason=f"no machine has more than {_MOST_SLOTS} devices",
-            fix="write its number of devices",
-        )
-    return Host(bare(match[1]), int(match[2]))
-
-
-def _loopback_among(hosts: Sequence[Host], lines: dict[str, int], *, file: str) -> Iterator[Problem]:
-    """A name that every machine takes for itself; alone in a file it is this machine."""
-    for host in hosts if len(hosts) > 1 else ():
-        if is_loopback_name(host.name.rpartition("@")[2]):
-            yield Problem(
-                kind="hostfile-loopback",
-                file=file,
-                line=lines[host.name],
-                key="host",
-                value=host.name,
-                reason="every host takes this name for itself",
-                fix="write the name that the others know it by",
-            )
-
-
-def _why(entry: str) -> str:
-    """The most likely mistake in a line."""
-    if re.search(r"slots(\s+=|=\s)", entry):
-        return "there is a space around ="
-    if "slots" not in entry.lower():
-        return "the number of slots is missing"
-    if re.match(r"\S+[ \t]+slots=-", entry):
-        return "the number of slots is negative"
-    if re.match(r"\S+[ \t]+slots=[0-9]{1,4}\s", entry):
-        return "there is more after the number of slots, which DeepSpeed would ignore"
-    if re.match(r"\S+[ \t]+slots=", entry):
-        return "the number of slots is not a whole number up to 9999"
-    return "it is not in DeepSpeed's format"
-
-
-def _about_name(name: str, first_line: dict[str, int], *, file: str, line: int) -> Iterator[Problem]:
-    user, at, host = name.rpartition("@")
-    if not is_host(host) or (at and not _USER.fullmatch(user)):
-        reason = "it is not an IPv6 address" if ":" in host else "no host can have this name"
-        yield Problem(
-            kind="hostfile-bad-name",
-            file=file,
-            line=line,
-            key="host",
-            value=name,
-            reason=reason,
-            fix="letters, digits, - _ . and user@, or an address such as 10.0.0.2 or [fd00::2]",
-        )
-    if name in first_line:
-        yield Problem(
-            kind="hostfile-duplicate-host",
-            file=file,
-            line=line,
-            key="host",
-            value=name,
-            reason=f"the host is already in line {first_line[name]}",
-            fix="keep one line with all its slots",
-        )
-
-
 def _read_text(path: Path, *, name: str) -> str:
-    """The file's text; everything that makes it no text file is a problem of its own."""
-
     def refuse(kind: str, reason: str, fix: str) -> ConfigError:
         return ConfigError(Problem(kind=f"hostfile-{kind}", file=name, reason=reason, fix=fix))
 
@@ -263,23 +192,124 @@ def _read_text(path: Path, *, name: str) -> str:
             raise refuse("malformed", f"it has {status.st_size} bytes, no hostfile is so large", "name the right file")
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        raise refuse(
-            "not-found", "there is no such file", "DeepSpeed would train on this machine alone; check the path"
-        ) from None
+        fix = "DeepSpeed would train on this machine alone; check the path"
+        raise refuse("not-found", "there is no such file", fix) from None
     except (OSError, ValueError) as error:
-        raise refuse(
-            "unreadable", f"it cannot be read: {getattr(error, 'strerror', None) or error}", "check the path"
-        ) from None
+        reason = f"it cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise refuse("unreadable", reason, "check the path") from None
     if content.startswith(_BYTE_ORDER_MARKS):
-        raise refuse(
-            "bom",
-            "it begins with a byte-order mark, which would become part of the first name",
-            "save it as UTF-8 without a byte-order mark",
-        )
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError:
-        text = "\0"
-    if "\0" in text:
-        raise refuse("malformed", "it is not a text file", "name the right file")
-    return text
+        reason = "it begins with a byte-order mark, which would become part of the first name"
+        raise refuse("bom", reason, "save it as UTF-8 without a byte-order mark")
+    with suppress(UnicodeDecodeError):
+        if "\0" not in (text := content.decode("utf-8")):
+            return text
+    raise refuse("malformed", "it is not a text file", "name the right file")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A host, and the numbers of the devices to use there."""
+
+    host: Host
+    devices: tuple[int, ...]
+
+    @property
+    def is_first(self) -> bool:
+        """They are what the host would take anyway."""
+        return self.devices == tuple(range(len(self.devices)))
+
+
+def choose_hosts(
+    path: str,
+    *,
+    include: str = "",
+    exclude: str = "",
+    num_nodes: int | None = None,
+    num_gpus: int | None = None,
+    num_gpus_flag: str = "--num_gpus",
+) -> tuple[Chosen, ...]:
+    """The hosts in the order of the file with what is left of each; `num_gpus_flag` is the word that gave `num_gpus`.
+
+    Raises:
+        ConfigError: the file or a choice is wrong, nothing is left, or hosts are left with different numbers of
+        devices.
+    """
+    hosts = read_hostfile(path)
+    problems: list[Problem] = []
+    chosen = {host.name: tuple(range(host.slots)) for host in hosts}
+    if include or exclude:
+        named = _parse(include or exclude, hosts, option="--include" if include else "--exclude", problems=problems)
+        chosen = {
+            name: tuple(number for number in numbers if (number in named.get(name, ())) == bool(include))
+            for name, numbers in chosen.items()
+        }
+    left = [Chosen(host, chosen[host.name]) for host in hosts if chosen[host.name]][:num_nodes]
+    if num_nodes and num_nodes > len(hosts):
+        problems.append(_wrong("--num_nodes", num_nodes, f"{path} has {len(hosts)} hosts", "name more hosts there"))
+    if num_gpus:
+        few = [item.host for item in left if item.host.slots < num_gpus]
+        if few:
+            more = f", and {len(few) - 1} more hosts have too few" if few[1:] else ""
+            reason = f"{few[0].name} has slots={few[0].slots}{more}"
+            problems.append(_wrong(num_gpus_flag, num_gpus, reason, "take as many"))
+        left = [Chosen(item.host, item.devices[:num_gpus]) for item in left]
+    counts = {len(item.devices) for item in left}
+    if not problems and len(counts) != 1:
+        listed = odd_ones({item.host.name: len(item.devices) for item in left})
+        reason = _MIXED if left else "no device is left"
+        fix = "choose the same number on every host, with --include or --num_gpus"
+        problems.append(Problem("hostfile-mixed-slots", reason, fix, key="slots", value=listed, file=path))
+    if problems:
+        raise ConfigError(problems)
+    return tuple(left)
+
+
+def is_this_machine(chosen: Sequence[Chosen], *, ssh_args: str = "") -> bool:
+    """They are one host, and nobody has to go there; with options of ssh, localhost may be the near end of a tunnel."""
+    names = [item.host.name for item in chosen]
+    here = len(names) == 1 and (is_loopback_name(names[0]) or names[0].lower() == socket.gethostname().lower())
+    return here and not ssh_args
+
+
+def _parse(text: str, hosts: Sequence[Host], *, option: str, problems: list[Problem]) -> dict[str, set[int]]:
+    """Host -> devices: ``host1@host2:0,2``."""
+    slots = {host.name: host.slots for host in hosts}
+    named: dict[str, set[int]] = {}
+    for part, name, numbers in _parts(text, slots):
+        if not name:
+            problems.append(_unknown(option, part, list(slots)))
+            continue
+        devices = set(map(int, numbers.split(","))) if numbers else set(range(slots[name]))
+        if max(devices) >= slots[name]:
+            problems.append(_wrong(option, part, f"{name} has devices 0 to {slots[name] - 1}", "name those"))
+        named.setdefault(name, set()).update(devices)
+    return named
+
+
+def _parts(text: str, names: Collection[str]) -> Iterator[tuple[str, str, str]]:
+    """Each part with its host, empty if there is none, and its devices.
+
+    The names are looked for first, the longest before the others: with `@` and `:` in them no rule could tell where
+    they end.
+    """
+    spelled = {spelling: name for name in names for spelling in (name, bracketed(name))}
+    longest_first = "|".join(re.escape(name) for name in sorted(spelled, key=len, reverse=True))
+    known = re.compile(rf"({longest_first})(?::(\d{{1,4}}(?:,\d{{1,4}})*))?(?=@|$)", re.ASCII)
+    while True:
+        match = known.match(text)
+        part = match[0] if match else text.partition("@")[0]
+        yield part, spelled[match[1]] if match else "", (match[2] or "") if match else ""
+        if len(part) == len(text):
+            return
+        text = text[len(part) + 1 :]
+
+
+def _unknown(option: str, part: str, names: Sequence[str]) -> Problem:
+    if not re.fullmatch(r"[^:]+(:\d{1,4}(,\d{1,4})*)?", part, re.ASCII) and not is_host(bare(part)):
+        return _wrong(option, part, "it is not HOST or HOST:DEVICE,DEVICE", "for example worker-0@worker-1:0,2")
+    name = part if is_host(bare(part)) else part.partition(":")[0]
+    return _wrong(option, name, "the hostfile has no such host", f"it has {first_few(names)}")
+
+
+def _wrong(option: str, value: object, reason: str, fix: str) -> Problem:
+    return Problem(kind="host-choice", file="command line", key=option, value=value, reason=reason, fix=fix)

@@ -26,6 +26,19 @@ _FLAGS: Final = {
     "master_addr": "--master_addr",
     "master_port": "--master_port",
 }
+_VARIABLES: Final = {
+    "nnodes": "NNODES",
+    "slots": "NPROC_PER_NODE",
+    "node_rank": "NODE_RANK",
+    "master_addr": "MASTER_ADDR",
+    "master_port": "MASTER_PORT",
+}
+_MEANING: Final = {
+    "nnodes": "how many nodes there are",
+    "node_rank": "which node this is",
+    "slots": "how many ranks run on a node",
+    "master_addr": "the address of node 0",
+}
 
 
 @dataclass(frozen=True)
@@ -89,15 +102,14 @@ def resolve_topology(
             "launch node: LOCAL_RANK is set, so a launcher has already started one process per device (torchrun, "
             "srun); let it start train.py: python train.py --config CONFIG [per-process-environment]"
         )
-    problems: list[Problem] = []
     words = _FLAGS | dict(spelled or {})
     stated = [Setting(name, bare(str(value)), words[name]) for name, value in flags.items() if value is not None]
     given = {item.name for item in stated}
     offered = [*_from_hosts(hosts), *described(environment)]
-    problems += _contradictions([item for item in offered if item.name not in given and not item.is_guess])
+    problems = list(_contradictions([item for item in offered if item.name not in given and not item.is_guess]))
     if not {"nnodes", "node_rank"} <= given:
         problems += _slurm_problems(environment)
-    stated += [item for item in offered if not item.is_guess] + [item for item in offered if item.is_guess]
+    stated += sorted(offered, key=lambda item: item.is_guess)
     stated += [default_slots] if default_slots else []
     chosen: dict[str, Setting] = {}
     for item in stated:
@@ -131,49 +143,30 @@ def _complete(chosen: dict[str, Setting]) -> Topology:
         chosen.setdefault(name, Setting(name, value, "default"))
     missing = [name for name in _FLAGS if name not in chosen]
     if missing:
-        raise ConfigError([_absent(name) for name in missing])
+        raise ConfigError(
+            Problem(
+                "topology-unknown",
+                f"nothing says {_MEANING[name]}",
+                f"give {_FLAGS[name]}, or set {_VARIABLES[name]}",
+                key=_FLAGS[name],
+            )
+            for name in missing
+        )
     numbers = {name: int(chosen[name].value) for name in _LARGEST}
     if numbers["node_rank"] >= numbers["nnodes"]:
         rank, nodes = chosen["node_rank"], chosen["nnodes"]
-        raise ConfigError(
-            Problem(
-                kind="node-rank",
-                file=_place(rank.source),
-                key=rank.source,
-                value=numbers["node_rank"],
-                reason=f"{nodes.value} nodes ({nodes.source}) have ranks 0 to {numbers['nnodes'] - 1}",
-                fix="number the nodes from 0",
-            )
-        )
+        reason = f"{nodes.value} nodes ({nodes.source}) have ranks 0 to {numbers['nnodes'] - 1}"
+        fix, place = "number the nodes from 0", _place(rank.source)
+        raise ConfigError(Problem("node-rank", reason, fix, key=rank.source, value=int(rank.value), file=place))
     sources = {name: item.source for name, item in chosen.items()}
     return Topology(**numbers, master_addr=chosen["master_addr"].value, sources=sources)
-
-
-def _absent(name: str) -> Problem:
-    what = {
-        "nnodes": "how many nodes there are",
-        "node_rank": "which node this is",
-        "slots": "how many ranks run on a node",
-        "master_addr": "the address of node 0",
-    }[name]
-    variable = {"nnodes": "NNODES", "node_rank": "NODE_RANK", "slots": "NPROC_PER_NODE", "master_addr": "MASTER_ADDR"}[
-        name
-    ]
-    return Problem(
-        kind="topology-unknown",
-        key=_FLAGS[name],
-        reason=f"nothing says {what}",
-        fix=f"give {_FLAGS[name]}, or set {variable}",
-    )
 
 
 def _wrong(item: Setting) -> Problem | None:
     """Describe what is wrong with a value by itself."""
 
     def refuse(reason: str, fix: str) -> Problem:
-        return Problem(
-            kind="topology-value", file=_place(item.source), key=item.source, value=item.value, reason=reason, fix=fix
-        )
+        return Problem("topology-value", reason, fix, key=item.source, value=item.value, file=_place(item.source))
 
     if item.name == "master_addr":
         fix = "write a name, or an address such as 10.0.0.2 or fd00::2; the port has a flag of its own"
@@ -205,8 +198,7 @@ def _place(source: str) -> str:
     return "command line" if source.startswith("--") else "" if "/" in source or source == "hostfile" else "environment"
 
 
-# ------------------------------------------------------------------------------------------- who says what, in this
-# order
+# Who says what, in this order.
 
 
 def _from_hosts(hosts: Sequence[Host]) -> Iterator[Setting]:
@@ -216,14 +208,19 @@ def _from_hosts(hosts: Sequence[Host]) -> Iterator[Setting]:
         yield Setting("master_addr", hosts[0].name.rpartition("@")[2], "hostfile", is_guess=True)
 
 
-def _plain(prefix: str = "", **names: str) -> Callable[[Mapping[str, str]], Iterator[Setting]]:
-    """A reader of variables that hold one value each."""
+def _plain(
+    prefix: str, names: Mapping[str, str], guesses: Mapping[str, str] | None = None
+) -> Callable[[Mapping[str, str]], Iterator[Setting]]:
+    """A reader of variables that hold one value each; of a guess the first word counts."""
 
     def read(environment: Mapping[str, str]) -> Iterator[Setting]:
         for name, variable in names.items():
             value = environment.get(prefix + variable, "").strip()
             if not (name == "slots" and value in ("auto", "gpu", "cpu")):  # as torchrun: count the devices
                 yield Setting(name, value, prefix + variable)
+        for name, variable in (guesses or {}).items():
+            words = environment.get(prefix + variable, "").split()
+            yield Setting(name, words[0] if words else "", prefix + variable, is_guess=True)
 
     return read
 
@@ -266,21 +263,6 @@ def first_of_nodelist(text: str) -> str:
     return match[1] + (match[2] or "") + (match[3] or "")
 
 
-def _skypilot(environment: Mapping[str, str]) -> Iterator[Setting]:
-    yield from _plain("SKYPILOT_", nnodes="NUM_NODES", node_rank="NODE_RANK")(environment)
-    addresses = environment.get("SKYPILOT_NODE_IPS", "").split()
-    yield Setting("master_addr", addresses[0] if addresses else "", "SKYPILOT_NODE_IPS", is_guess=True)
-    yield Setting(
-        "slots", environment.get("SKYPILOT_NUM_GPUS_PER_NODE", ""), "SKYPILOT_NUM_GPUS_PER_NODE", is_guess=True
-    )
-
-
-def _dstack(environment: Mapping[str, str]) -> Iterator[Setting]:
-    yield from _plain("DSTACK_", nnodes="NODES_NUM", node_rank="NODE_RANK")(environment)
-    yield Setting("master_addr", environment.get("DSTACK_MASTER_NODE_IP", ""), "DSTACK_MASTER_NODE_IP", is_guess=True)
-    yield Setting("slots", environment.get("DSTACK_GPUS_PER_NODE", ""), "DSTACK_GPUS_PER_NODE", is_guess=True)
-
-
 def _volcano(environment: Mapping[str, str]) -> Iterator[Setting]:
     """A job of one task kind; with several, which of them trains is not written anywhere."""
     lists = [name for name in environment if re.fullmatch(r"VC_[A-Z0-9_]+_HOSTS", name)]
@@ -304,26 +286,22 @@ def _pytorchjob(environment: Mapping[str, str]) -> Iterator[Setting]:
 
 
 _READERS: Final[Sequence[Callable[[Mapping[str, str]], Iterator[Setting]]]] = (
+    _plain("", _VARIABLES),
+    _plain("PET_", _VARIABLES),  # Kubeflow Trainer
+    _plain("", {"node_rank": "JOB_COMPLETION_INDEX"}),  # Kubernetes Indexed Job
+    _slurm,
     _plain(
-        nnodes="NNODES",
-        slots="NPROC_PER_NODE",
-        node_rank="NODE_RANK",
-        master_addr="MASTER_ADDR",
-        master_port="MASTER_PORT",
+        "SKYPILOT_",
+        {"nnodes": "NUM_NODES", "node_rank": "NODE_RANK"},
+        {"master_addr": "NODE_IPS", "slots": "NUM_GPUS_PER_NODE"},
     ),
     _plain(
-        "PET_",
-        nnodes="NNODES",
-        slots="NPROC_PER_NODE",
-        node_rank="NODE_RANK",
-        master_addr="MASTER_ADDR",
-        master_port="MASTER_PORT",
-    ),  # Kubeflow Trainer
-    _plain(node_rank="JOB_COMPLETION_INDEX"),  # Kubernetes Indexed Job
-    _slurm,
-    _skypilot,
-    _dstack,
-    _plain("LWS_", nnodes="GROUP_SIZE", node_rank="WORKER_INDEX", master_addr="LEADER_ADDRESS"),  # LeaderWorkerSet
+        "DSTACK_",
+        {"nnodes": "NODES_NUM", "node_rank": "NODE_RANK"},
+        {"master_addr": "MASTER_NODE_IP", "slots": "GPUS_PER_NODE"},
+    ),
+    # LeaderWorkerSet
+    _plain("LWS_", {"nnodes": "GROUP_SIZE", "node_rank": "WORKER_INDEX", "master_addr": "LEADER_ADDRESS"}),
     _volcano,
     _pytorchjob,
 )

@@ -1,7 +1,5 @@
-"""The connections to node 0 while it waits: let in, listened to, beaten to; strangers among them are counted and turned
-away.
-
-The other end may be anything that found the port: connections, lines and handshakes are bounded.
+"""The connections to node 0 while it waits. The other end may be anything that found the port: connections, lines and
+handshakes are bounded, and what is none of this job is counted and turned away.
 """
 
 from __future__ import annotations
@@ -15,7 +13,8 @@ from contextlib import suppress
 from typing import Any, Final
 
 from framework.launch.hosts.hostfile import first_few
-from framework.launch.print_settings import print_line
+from framework.launch.job import print_line
+from framework.launch.rendezvous.handshake import name_of
 from framework.launch.rendezvous.messages import (
     BEAT_SECONDS,
     PROTOCOL,
@@ -73,7 +72,7 @@ class Rejections:
 
 
 class Client:
-    """A connection to node 0, before and after its HELLO."""
+    """A connection to node 0, before and after its HELLO, which is empty before."""
 
     def __init__(self, connection: socket.socket, address: str) -> None:
         self.link = Link(connection, name=address)
@@ -81,16 +80,17 @@ class Client:
         self.local_address = str(connection.getsockname()[0]).removeprefix("::ffff:")
         self.nonce = secrets.token_hex(16)
         self.challenged_at = time.time()
-        self.hello: dict[str, Any] | None = None
+        self.hello: dict[str, Any] = {}
+
+    @property
+    def node(self) -> int:
+        """Its rank."""
+        return int(self.hello["node_rank"])
 
     @property
     def name(self) -> str:
         """As people know it."""
-        return (
-            f"node {self.hello['node_rank']} ({self.hello['host']})"
-            if self.hello
-            else f"a connection from {self.link.name}"
-        )
+        return f"node {name_of(self.hello)}"
 
 
 class Clients:
@@ -98,7 +98,7 @@ class Clients:
 
     Attributes:
         version: another number whenever a node has come or gone.
-        strangers: who was turned away.
+        rejections: who was turned away.
     """
 
     def __init__(self, listener: socket.socket, *, nnodes: int, has_token: bool) -> None:
@@ -132,7 +132,7 @@ class Clients:
                 for message in client.link.receive() if client.link in ready else ():
                     heard(client, message)
                 if client.hello and beats:
-                    client.link.pass_on(as_line("beat"))
+                    client.link.send("beat")
                 silent = now - (client.link.heard_at if client.hello else client.link.opened_at)
                 if silent > (_ALIVE_SECONDS if client.hello else HANDSHAKE_SECONDS):
                     raise ConnectionLost(f"silent for {silent:.0f} s")
@@ -146,7 +146,7 @@ class Clients:
         self.rejections.clear(client.link.name)
 
     def part(self, client: Client, how: ConnectionLost) -> None:
-        """Close a connection and tell of it."""
+        """Close a connection, and say so."""
         self._clients.remove(client)
         client.link.close()
         if client.hello:
@@ -160,14 +160,12 @@ class Clients:
         line = as_line(kind, **content)
         for client in list(self._clients):
             try:
-                client.link.pass_on(line)
+                client.link.send_line(line)
             except ConnectionLost as lost:
                 self.part(client, lost)
 
     def see_off(self) -> None:
-        """Let the nodes hang up first: who closes a connection with beats unread in it takes back what is still on its
-        way.
-        """
+        """Let the nodes hang up first: closing a connection with unread beats takes back what is still on its way."""
         until = time.monotonic() + _SEE_OFF_SECONDS
         links = [client.link for client in self.present]
         while links and (left := until - time.monotonic()) > 0:
@@ -187,7 +185,7 @@ class Clients:
             client.link.close()
 
     def close(self) -> None:
-        """Nobody else is let in."""
+        """Let nobody else in."""
         self._listener.close()
 
     def _accept(self) -> None:
@@ -197,10 +195,15 @@ class Clients:
             except BlockingIOError:
                 return
             except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE):
-                    self._wait_for_files(error)
-                    return
-                continue  # whoever called is gone again
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    continue  # whoever called is gone again
+                # New connections stay pending until another one has closed.
+                self._accept_at = time.monotonic() + _NO_FILES_SECONDS
+                if not self._reported_no_files:
+                    self._reported_no_files = True
+                    reason = (error.strerror or str(error)).lower()
+                    print_line(f"node 0 cannot let anybody else in: {reason}; raise ulimit -n")
+                return
             self._enter(connection, str(address[0]))
 
     def _enter(self, connection: socket.socket, address: str) -> None:
@@ -210,15 +213,5 @@ class Clients:
             return
         with suppress(OSError):  # whoever called is gone again
             client = Client(connection, address)
-            try:
-                client.link.send("challenge", protocol=PROTOCOL, nonce=client.nonce, token=self._has_token)
-                self._clients.append(client)
-            except ConnectionLost:
-                client.link.close()
-
-    def _wait_for_files(self, error: OSError) -> None:
-        """Accept nothing for some seconds: new connections stay pending until another one has closed."""
-        self._accept_at = time.monotonic() + _NO_FILES_SECONDS
-        if not self._reported_no_files:
-            self._reported_no_files = True
-            print_line(f"node 0 cannot let anybody else in: {(error.strerror or str(error)).lower()}; raise ulimit -n")
+            client.link.send("challenge", protocol=PROTOCOL, nonce=client.nonce, token=self._has_token)
+            self._clients.append(client)

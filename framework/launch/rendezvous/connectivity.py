@@ -1,8 +1,7 @@
-"""Addresses of nodes, and connectivity between them.
+"""Addresses of nodes, and connectivity between them as their ranks will need it.
 
-Connectivity between nodes as their ranks will need it: every agent answers at a free port, node 0 also at the ranks'
-own, and when all nodes are there each calls others, once. A firewall between two of them is a finding then, and no hang
-of minutes.
+Every agent answers at a free port, node 0 also at the ranks' own, and when all nodes are there each calls others, once.
+A firewall between two of them is a finding then, and no hang of minutes.
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import psutil
 
@@ -26,67 +26,65 @@ from framework.errors import Problem
 from framework.launch.hosts.hostfile import first_few, node_names
 from framework.launch.rendezvous.messages import Message
 
-# Names, addresses and interfaces: what node 0 listens on, and how the others reach it.
-
-
 _CONNECT_SECONDS: Final = 5.0
 _LOOKUP_SECONDS: Final = 0.5
 _WAITING_TO_BE_ACCEPTED: Final = 4096  # a thousand nodes may call at once; the kernel's own limit is below
+# Calls between all pairs up to here, and beyond it by each to the next ones, as rings and trees of NCCL mix nodes.
+_ALL_PAIRS: Final = 64
+_NEIGHBOURS: Final = 8
+_CALL_SECONDS: Final = 4.0
+_AGAIN_SECONDS: Final = 0.5
+_AGAIN_FOR_SECONDS: Final = 16.0  # a pod's network policy may come into force some seconds after the pod
+_ROUND_SECONDS: Final = 40.0
+_LONGEST_TEXT: Final = 200
+_LET_THEM: Final = (
+    "let the nodes connect to each other at every port (firewall, security group, network policy, service mesh), or "
+    "start with --no_preflight where ranks use another network"
+)
+
+Target = tuple[str, int]  # address or name, port
+_T = TypeVar("_T")
 
 
 class PortInUse(Exception):  # noqa: N818 - who has it is asked first
     """Something listens there already."""
 
 
-class Dial:
-    """One attempt to connect, on a thread of its own: a name server may take half a minute to say nothing.
-
-    Attributes:
-        connection: the socket, when it was answered.
-        why: what happened instead.
+def in_background(work: Callable[..., _T], *arguments: Any) -> Future[_T]:
+    """Begin a call on a daemon thread: a name server may take half a minute to say nothing, and nobody waits for it at
+    the end.
     """
+    future: Future[_T] = Future()
 
-    def __init__(self, host: str, port: int) -> None:
-        self.connection: socket.socket | None = None
-        self.why = ""
-        self._over = threading.Event()
-        threading.Thread(target=self._run, args=(host, port), daemon=True).start()
-
-    def wait(self, seconds: float) -> bool:
-        """It is over."""
-        return self._over.wait(seconds)
-
-    def _run(self, host: str, port: int) -> None:
+    def run() -> None:
         try:
-            self.connection = connect(host, port, seconds=_CONNECT_SECONDS)
-        except socket.gaierror:
-            self.why = "no DNS record"
-        except TimeoutError:
-            self.why = "no answer"
-        except OSError as error:
-            self.why = (error.strerror or str(error)).lower()
-        except ValueError as error:  # no name that can be asked for
-            self.why = str(error)
-        finally:
-            self._over.set()
+            future.set_result(work(*arguments))
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
-class Lookup:
-    """The addresses of a name, on a thread of its own, as `Dial`; None until they are known."""
-
-    def __init__(self, host: str) -> None:
-        self.addresses: list[str] | None = None
-        threading.Thread(target=self._run, args=(host,), daemon=True).start()
-
-    def _run(self, host: str) -> None:
-        self.addresses = resolve(host)
+def dial(host: str, port: int) -> socket.socket | str:
+    """Try to connect, once; returns the connection, or what happened instead."""
+    try:
+        return connect(host, port, seconds=_CONNECT_SECONDS)
+    except socket.gaierror:
+        return "no DNS record"
+    except TimeoutError:
+        return "no answer"
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    except ValueError as error:  # no name that can be asked for
+        return str(error)
 
 
 def resolve(host: str) -> list[str]:
     """Its addresses, or none."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):
         return []
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
@@ -145,14 +143,11 @@ def peer_name(rank: int, *, master: str, names: Sequence[str] = ()) -> str:
 
 
 def _looked_up(name: str) -> str:
-    """Bounded: the answer is for a message only."""
-    found: list[Mapping[str, list[str]]] = []
-    lookup = threading.Thread(target=lambda: found.append({"addresses": resolve(name)}), daemon=True)
-    lookup.start()
-    lookup.join(_LOOKUP_SECONDS)
-    if not found:
+    lookup = in_background(resolve, name)
+    wait([lookup], _LOOKUP_SECONDS)  # no longer: the answer is for a message only
+    if not lookup.done():
         return "no answer from DNS"
-    return f"{found[0]['addresses'][0]}, not connected" if found[0]["addresses"] else "no DNS record"
+    return f"{lookup.result()[0]}, not connected" if lookup.result() else "no DNS record"
 
 
 def is_address(host: object) -> bool:
@@ -162,49 +157,17 @@ def is_address(host: object) -> bool:
     return False
 
 
-# Calls between all pairs up to here, and beyond it by each to the next ones, as rings and trees of NCCL mix nodes.
-_ALL_PAIRS: Final = 64
-_NEIGHBOURS: Final = 8
-_CALL_SECONDS: Final = 4.0
-_AGAIN_SECONDS: Final = 0.5
-_AGAIN_FOR_SECONDS: Final = 16.0  # a pod's network policy may come into force some seconds after the pod
-_ROUND_SECONDS: Final = 40.0
-_LONGEST_TEXT: Final = 200
-_MOST_TARGETS: Final = _ALL_PAIRS + 1
-
-Target = tuple[str, int]  # address or name, port
-
-
-class Calls:
-    """Calls to other nodes on a thread of its own. What fails is tried again for some seconds: a packet or an answer of
-    DNS may be lost.
-
-    Attributes:
-        is_over: all have ended.
-        failed: number of the target -> what happened.
+def call_others(targets: Sequence[Target], token: str) -> dict[int, Reached]:
+    """Call other nodes; returns what happened by number of the target, of those that were not reached. What fails is
+    tried again for some seconds: a packet or an answer of DNS may be lost.
     """
-
-    def __init__(self, targets: Sequence[Target], *, token: str) -> None:
-        self.is_over = False
-        self.failed: dict[int, Reached] = {}
-        self.token = token
-        threading.Thread(target=self._run, args=(targets,), daemon=True).start()
-
-    def _run(self, targets: Sequence[Target]) -> None:
-        deadline, waiting = time.monotonic() + _AGAIN_FOR_SECONDS, list(range(len(targets)))
-        while waiting:
-            reached = call_all([targets[number] for number in waiting], token=self.token, seconds=_CALL_SECONDS)
-            self.failed = {number: each for number, each in zip(waiting, reached, strict=True) if each.reason}
-            waiting = list(self.failed) if time.monotonic() < deadline else []
-            time.sleep(_AGAIN_SECONDS if waiting else 0)
-        self.is_over = True
-
-    def reported(self) -> dict[str, Any]:
-        """For node 0."""
-        return {
-            "token": self.token,
-            "failed": [[number, each.address, each.reason] for number, each in self.failed.items()],
-        }
+    deadline, failed = time.monotonic() + _AGAIN_FOR_SECONDS, dict.fromkeys(range(len(targets)), Reached(""))
+    while True:
+        reached = call_all([targets[number] for number in failed], token=token, seconds=_CALL_SECONDS)
+        failed = {number: each for number, each in zip(failed, reached, strict=True) if each.reason}
+        if not failed or time.monotonic() >= deadline:
+            return failed
+        time.sleep(_AGAIN_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -236,7 +199,7 @@ class Round:
         self._token = secrets.token_hex(16)
         self._failed: dict[int, Mapping[int, Reached]] = {}
         self._began_at = time.monotonic()
-        self._own = Calls(self._targets(0), token=self._token)
+        self._own = in_background(call_others, self._targets(0), self._token)
 
     def order(self, node: int) -> dict[str, Any]:
         """Build the request to a node: the addresses to call."""
@@ -257,8 +220,8 @@ class Round:
     @property
     def is_over(self) -> bool:
         """All have answered, or were given the time for it."""
-        if self._own.is_over:
-            self._failed[0] = self._own.failed
+        if self._own.done():
+            self._failed[0] = self._own.result()
         return len(self._failed) == len(self._places) or time.monotonic() - self._began_at > _ROUND_SECONDS
 
     def problems(self) -> list[Problem]:
@@ -270,31 +233,31 @@ class Round:
             for node, failed in sorted(self._failed.items())
             for number, reached in failed.items()
         ]
-        by_called = _grouped(failures, lambda caller, called, reached: (called, reached.reason, reached.is_loopback))
-        by_caller = _grouped(failures, lambda caller, called, reached: (caller, reached.reason, reached.is_loopback))
-        groups = by_called if len(by_called) <= len(by_caller) else by_caller
-        silent = [place.name for node, place in self._places.items() if node not in self._failed]
-        return [*map(self._problem, groups), *([_silent_problem(silent)] if silent else [])]
+        by_called: dict[Any, list[tuple[int, int, Reached]]] = {}
+        by_caller: dict[Any, list[tuple[int, int, Reached]]] = {}
+        for failure in failures:
+            caller, called, reached = failure
+            by_called.setdefault((called, reached.reason, reached.is_loopback), []).append(failure)
+            by_caller.setdefault((caller, reached.reason, reached.is_loopback), []).append(failure)
+        problems = [self._problem(group) for group in min(by_called, by_caller, key=len).values()]
+        if silent := [place.name for node, place in self._places.items() if node not in self._failed]:
+            reason = f"calling the others has not ended there within {_ROUND_SECONDS:.0f} s"
+            problems.append(Problem(kind="port-not-reached", file=node_names(silent), fix=_LET_THEM, reason=reason))
+        return problems
 
     def _problem(self, group: Sequence[tuple[int, int, Reached]]) -> Problem:
         callers = list(dict.fromkeys(self._places[caller].name for caller, _, _ in group))
         called = list(dict.fromkeys(self._name(called) for _, called, _ in group))
         reached = group[0][2]
         at = f" at {reached.address}" if reached.address and len(called) == 1 else ""
-        if reached.is_loopback and group[0][1] < 0 and not is_address(self._master[0]):
-            return Problem(
-                kind="name-loopback",
-                file=node_names(callers),
-                key=first_few(called),
-                fix="mend /etc/hosts there",
-                reason=f"the name leads back to whoever asks{at}: {reached.reason}",
-            )
+        leads_back = reached.is_loopback and group[0][1] < 0 and not is_address(self._master[0])
+        what = "the name leads back to whoever asks" if leads_back else "not reached from there"
         return Problem(
-            kind="port-not-reached",
+            kind="name-loopback" if leads_back else "port-not-reached",
             file=node_names(callers),
             key=first_few(called),
-            fix=_LET_THEM,
-            reason=f"not reached from there{at}: {reached.reason}",
+            fix="mend /etc/hosts there" if leads_back else _LET_THEM,
+            reason=f"{what}{at}: {reached.reason}",
         )
 
     def _name(self, called: int) -> str:
@@ -313,28 +276,6 @@ class Round:
         ]
 
 
-_LET_THEM: Final = (
-    "let the nodes connect to each other at every port (firewall, security group, network policy, service mesh), or "
-    "start with --no_preflight where ranks use another network"
-)
-
-
-def _silent_problem(names: Sequence[str]) -> Problem:
-    return Problem(
-        kind="port-not-reached",
-        file=node_names(names),
-        fix=_LET_THEM,
-        reason=f"calling the others has not ended there within {_ROUND_SECONDS:.0f} s",
-    )
-
-
-def _grouped(failures: Sequence[tuple[int, int, Reached]], key: Callable[[int, int, Reached], Any]) -> list[list[Any]]:
-    groups: dict[Any, list[Any]] = {}
-    for failure in failures:
-        groups.setdefault(key(*failure), []).append(failure)
-    return list(groups.values())
-
-
 def is_place(reported: object) -> bool:
     """Check whether this is an address and a port."""
     return (
@@ -350,17 +291,17 @@ def is_place(reported: object) -> bool:
 def targets_of(message: Message) -> list[Target]:
     """Return the targets in a request to call; none where it has another shape."""
     reported = message.get("targets")
-    if not isinstance(reported, list) or len(reported) > _MOST_TARGETS or not all(map(is_place, reported)):
+    if not isinstance(reported, list) or len(reported) > _ALL_PAIRS + 1 or not all(map(is_place, reported)):
         return []
     return [(host, port) for host, port in reported]
 
 
 def _is_failure(reported: object, num_targets: int) -> bool:
-    if (
-        not isinstance(reported, list)
-        or len(reported) != 3
-        or type(reported[0]) is not int
-        or not 0 <= reported[0] < num_targets
-    ):
-        return False
-    return isinstance(reported[2], str) and (reported[1] == "" or is_address(reported[1]))
+    return (
+        isinstance(reported, list)
+        and len(reported) == 3
+        and type(reported[0]) is int
+        and 0 <= reported[0] < num_targets
+        and isinstance(reported[2], str)
+        and (reported[1] == "" or is_address(reported[1]))
+    )

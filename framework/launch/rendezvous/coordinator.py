@@ -5,29 +5,28 @@ from __future__ import annotations
 import json
 import re
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final, NoReturn
 
 from framework.errors import ConfigError, PeerLostError, Problem, RunStopped
 from framework.launch.rendezvous.connections import Client, Clients, TurnedAway
 from framework.launch.rendezvous.connectivity import Place, Round, peer_name
-from framework.launch.rendezvous.handshake import disagreements, validate_handshake
+from framework.launch.rendezvous.handshake import disagreements, is_hello, name_of
 from framework.launch.rendezvous.messages import (
     LARGEST_LINE_BYTES,
     ConnectionLost,
     Message,
-    NoAgent,
     Peers,
-    as_line,
+    foreign,
     is_proof,
     proof,
 )
 from framework.launch.rendezvous.session import CALLING_SECONDS, LOOK_SECONDS, SPARE_CONNECTIONS, Session
 from framework.system.limits import require
-from framework.system.output import write
+from framework.system.log import print_problem
 
 _SETTLE_SECONDS: Final = 5.0  # so that all disagreements are told at once, and a node that is being replaced can go
 _COMPARE_SECONDS: Final = 2.0  # also when nobody came: a mark in the shared folder may be seen late
@@ -54,7 +53,7 @@ class Coordinator:
         self._found: list[Problem] = []
         self._seen: set[str] = set()  # marks
         self._differ_since = self._compare_at = 0.0
-        self._compared = -1  # version of the guests
+        self._compared = -1  # version of the clients
         self._round: Round | None = None
         self._round_version = 0
         self._reported: object = None
@@ -71,50 +70,45 @@ class Coordinator:
                 if peers is not None:
                     return peers
         except (RunStopped, PeerLostError) as error:
-            self._clients.send_to_all(
-                "stop" if isinstance(error, RunStopped) else "lost", why=str(error)[:_LONGEST_REPORT]
-            )
+            kind = "stop" if isinstance(error, RunStopped) else "lost"
+            self._clients.send_to_all(kind, why=str(error)[:_LONGEST_REPORT])
             self._clients.see_off()
             raise
         finally:
             self._clients.close()
 
     def _heard(self, client: Client, message: Message) -> None:
-        if client.hello is not None:
+        if client.hello:
             if message["type"] == "stop":
                 raise RunStopped(f"{client.name} was asked to stop before any rank was started [stopped-early]")
             if message["type"] == "reached" and self._round is not None:
-                self._round.hear(client.hello["node_rank"], message)
+                self._round.hear(client.node, message)
             return
         if message["type"] == "refused":
             kind = str(message.get("why"))
             raise TurnedAway("it refuses this node", kind if _KIND.fullmatch(kind) else "node-refused")
         hello, nonce = message.get("hello"), message.get("nonce")
-        if message["type"] != "hello" or validate_handshake(hello) or not isinstance(nonce, str):
-            raise NoAgent("it does not speak this protocol")
+        if message["type"] != "hello" or not is_hello(hello) or not isinstance(nonce, str):
+            raise foreign()
         assert isinstance(hello, dict)
         nonces, token = (client.nonce, nonce), self._meeting.token
+        refused = None
         if token and not is_proof(message.get("proof"), proof(token, role="node", nonces=nonces, content=hello)):
-            self._turn_away(
-                client, "token-refused", "it does not know the token of this job", "give every node the same DSF_TOKEN"
-            )
-        if hello["job"] != self._meeting.hello["job"]:
-            self._turn_away(
-                client, "other-job", "another job listens here", "give every job a --master_port of its own"
-            )
-        self._clients.let_in(
-            client, hello | {"ahead": ahead(hello["clock"], sent=client.challenged_at, received=time.time())}
-        )
-        signed = proof(token, role="lead", nonces=nonces, content={}) if token else ""
-        client.link.pass_on(as_line("welcome", proof=signed))
-
-    def _turn_away(self, client: Client, kind: str, reason: str, fix: str) -> NoReturn:
-        client.link.send("nogo", problems=[Problem(kind=kind, reason=reason, fix=fix).to_dict()])
-        raise TurnedAway(reason, kind)
+            reason = "it does not know the token of this job"
+            refused = Problem(kind="token-refused", reason=reason, fix="give every node the same DSF_TOKEN")
+        elif hello["job"] != self._meeting.hello["job"]:
+            fix = "give every job a --master_port of its own"
+            refused = Problem(kind="other-job", reason="another job listens here", fix=fix)
+        if refused is not None:
+            client.link.send("nogo", problems=[refused.to_dict()])
+            raise TurnedAway(refused.reason, refused.kind)
+        clock = ahead(hello["clock"], sent=client.challenged_at, received=time.time())
+        self._clients.let_in(client, hello | {"ahead": clock})
+        client.link.send("welcome", proof=proof(token, role="lead", nonces=nonces, content={}) if token else "")
 
     def _judge(self) -> Peers | None:
         present = self._clients.present
-        hellos = [self._meeting.hello, *(client.hello for client in present if client.hello)]
+        hellos = [self._meeting.hello, *(client.hello for client in present)]
         is_full = len(hellos) >= self._meeting.topology.nnodes
         if self._round_version != self._clients.version:
             self._round = None
@@ -125,7 +119,7 @@ class Coordinator:
         errors = [*self._problems, *(problem for problem in self._found if problem.severity == "error")]
         if not errors:
             self._differ_since = 0.0
-            return self._meet(present) if len(hellos) == self._meeting.topology.nnodes else None
+            return self._meet(present, hellos) if len(hellos) == self._meeting.topology.nnodes else None
         self._differ_since = self._differ_since or now
         # A node that has just died is still among them: only those that speak again count.
         alive = all(client.link.heard_at > self._differ_since for client in present)
@@ -134,17 +128,14 @@ class Coordinator:
         return None
 
     def _compare(self, hellos: Sequence[Mapping[str, Any]]) -> None:
-        """It takes a while with a thousand nodes, and reads a shared folder: while nodes come, now and then is
-        enough.
-        """
+        """It takes a while with a thousand nodes, and reads a shared folder: now and then is enough."""
         began = time.monotonic()
         self._compared, self._found = self._clients.version, disagreements(hellos, seen=self._seen)
         now = time.monotonic()
         self._compare_at = now + max(_COMPARE_SECONDS, _REST * (now - began))
 
-    def _meet(self, present: Sequence[Client]) -> Peers | None:
+    def _meet(self, present: Sequence[Client], hellos: Sequence[Mapping[str, Any]]) -> Peers | None:
         """All are there and agree; where they have looked at themselves, they call each other first."""
-        hellos = [self._meeting.hello, *(client.hello or {} for client in present)]
         if not all("look" in hello for hello in hellos) or not all("echo" in hello for hello in hellos[1:]):
             return self._go(present)
         if self._round is None:
@@ -158,53 +149,43 @@ class Coordinator:
         return self._go(present)
 
     def _begin_round(self, present: Sequence[Client]) -> Round:
-        topology, here = self._meeting.topology, f"0 ({self._meeting.hello['host']})"
+        topology, here = self._meeting.topology, name_of(self._meeting.hello)
         try:
             port = self._meeting.answer_at(self._address)
             self._meeting.answer_at(self._address, topology.master_port)
         except OSError as error:
-            self._refuse(
-                [
-                    Problem(
-                        kind="port-not-usable",
-                        file=f"node {here}",
-                        key="--master_port",
-                        value=topology.master_port,
-                        reason=f"nobody can meet there: {(error.strerror or str(error)).lower()}",
-                        fix="give all nodes another --master_port",
-                    )
-                ]
+            problem = Problem(
+                kind="port-not-usable",
+                file=f"node {here}",
+                key="--master_port",
+                value=topology.master_port,
+                reason=f"nobody can meet there: {(error.strerror or str(error)).lower()}",
+                fix="give all nodes another --master_port",
             )
+            self._refuse([problem])
         places = {0: Place(here, present[0].local_address, port)}
-        for client in present:
-            assert client.hello is not None
-            node, place = client.hello["node_rank"], client.hello["echo"]
-            places[node] = Place(f"{node} ({client.hello['host']})", *place)
+        places |= {client.node: Place(name_of(client.hello), *client.hello["echo"]) for client in present}
         found = Round(places, master=(topology.master_addr, topology.master_port))
         for client in present:
-            assert client.hello is not None
             try:
-                client.link.pass_on(as_line("reach", **found.order(client.hello["node_rank"])))
+                client.link.send("reach", **found.order(client.node))
             except ConnectionLost as lost:
                 self._clients.part(client, lost)
         return found
 
     def _go(self, present: Sequence[Client]) -> Peers:
         for problem in self._found:  # no errors: they have all been refused
-            write(sys.stderr, f"{problem.severity}: {problem}\n")
-        hosts = {0: str(self._meeting.hello["host"])}
-        hosts |= {client.hello["node_rank"]: client.hello["host"] for client in present if client.hello}
+            print_problem(problem)
+        hosts = {0: str(self._meeting.hello["host"])} | {client.node: client.hello["host"] for client in present}
         self._meeting.local_address = present[0].local_address
         self._meeting.close()  # ranks listen there next
-        links = {client.hello["node_rank"]: client.link for client in present if client.hello}
+        links = {client.node: client.link for client in present}
         self._send_go(hosts)
         self._clients.close_unknown()
         return Peers(0, links, hosts)
 
     def _refuse(self, problems: Sequence[Problem]) -> NoReturn:
-        """Tell all what differs, as much of it as fits on a line: who has a thousand nodes reads node 0's output for
-        the rest.
-        """
+        """Tell all what differs, as much of it as fits on a line: the rest is in node 0's output."""
         reported: list[dict[str, Any]] = []
         room = LARGEST_LINE_BYTES // 2
         for problem in problems:
@@ -214,12 +195,8 @@ class Coordinator:
             }
             room -= len(json.dumps(stated))
             if reported and room < 0:
-                more = Problem(
-                    kind="nodes-differ",
-                    file="node 0",
-                    reason=f"{len(problems) - len(reported)} more problems",
-                    fix="read its output",
-                )
+                reason = f"{len(problems) - len(reported)} more problems"
+                more = Problem(kind="nodes-differ", file="node 0", reason=reason, fix="read its output")
                 reported.append(more.to_dict())
                 break
             reported.append(stated)
@@ -245,26 +222,20 @@ class Coordinator:
 
     def _waiting_for(self) -> str:
         topology = self._meeting.topology
-        here = {0, *(client.hello["node_rank"] for client in self._clients.present if client.hello)}
+        here = {0, *(client.node for client in self._clients.present)}
         absent = [rank for rank in range(topology.nnodes) if rank not in here]
         if not absent:
             return f"waiting for all {topology.nnodes} nodes to agree"
+        known = partial(peer_name, master=topology.master_addr, names=self._meeting.names)
         with ThreadPoolExecutor(max_workers=_MOST_MISSED) as pool:  # each asks a name server
-            reported = list(
-                pool.map(
-                    lambda rank: peer_name(rank, master=topology.master_addr, names=self._meeting.names),
-                    absent[:_MOST_MISSED],
-                )
-            )
+            reported = list(pool.map(known, absent[:_MOST_MISSED]))
         more = f" and {len(absent) - _MOST_MISSED} more" if len(absent) > _MOST_MISSED else ""
         rejected = self._clients.rejections.reported()
         return f"waiting for {len(absent)}/{topology.nnodes} nodes: {', '.join(reported)}{more}{rejected}"
 
 
 def ahead(clock: float, *, sent: float, received: float) -> float:
-    """Seconds by which a clock, read between two moments of ours, is ahead; what the way there and back may be is not
-    counted.
-    """
+    """Seconds by which a clock, read between two moments of ours, is ahead; what the way may take is not counted."""
     apart, unknown = clock - (sent + received) / 2, abs(received - sent) / 2
     return max(0.0, apart - unknown) if apart > 0 else min(0.0, apart + unknown)
 

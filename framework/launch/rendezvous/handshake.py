@@ -24,7 +24,6 @@ from framework.launch.hosts.hostfile import first_few, most_common, node_names
 from framework.launch.rendezvous.connectivity import is_place
 
 _PACKAGES: Final = ("torch", "deepspeed")
-# What every HELLO holds, and of which type.
 HELLO: Final[Mapping[str, type]] = {
     "protocol": int,
     "job": str,
@@ -38,17 +37,18 @@ HELLO: Final[Mapping[str, type]] = {
     "clock": float,
     "facts": dict,
 }
+_ONE_HOSTFILE: Final = "copy one hostfile to every node"
 _SAME: Final = {
     "protocol": "agents of different versions do not understand each other; install the same everywhere",
     "attempt": "start all nodes again",
     "nnodes": "give every node the same --nnodes, or the same hostfile",
     "slots": "give every node the same --num_gpus, or the same hostfile",
     "master_port": "give every node the same --master_port",
+    "hosts": _ONE_HOSTFILE,
 }
-# A HELLO is one line, and holds much else.
-_LONGEST_LIST: Final = 4096
+_SAME_CONFIG: Final = "start it with the same file and settings everywhere"
+_LONGEST_LIST: Final = 4096  # a HELLO is one line, and holds much else
 _COUNTED: Final = re.compile(r"[0-9]+ hosts \([0-9a-f]{16}\)")
-_ONE_HOSTFILE: Final = "copy one hostfile to every node"
 
 
 def node_facts(config: RunConfig) -> dict[str, str]:
@@ -62,19 +62,19 @@ def node_facts(config: RunConfig) -> dict[str, str]:
     }
 
 
-def validate_handshake(hello: object) -> bool:
-    """It is not what an agent sends."""
-    if not isinstance(hello, dict) or any(type(hello.get(name)) is not kind for name, kind in HELLO.items()):
-        return True
-    if "look" in hello and not is_look(hello["look"]):
-        return True
-    if not 0 <= hello["node_rank"] < hello["nnodes"]:
-        return True
-    if not math.isfinite(hello["clock"]) or not isinstance(hello.get("master_addr", ""), str):
-        return True
-    if "echo" in hello and not is_place(hello["echo"]):
-        return True
-    return not all(isinstance(value, str) for value in hello["facts"].values()) or len(hello["facts"]) > 100
+def is_hello(hello: object) -> bool:
+    """Check whether an agent sends such a thing."""
+    return (
+        isinstance(hello, dict)
+        and all(type(hello.get(name)) is kind for name, kind in HELLO.items())
+        and ("look" not in hello or is_look(hello["look"]))
+        and 0 <= hello["node_rank"] < hello["nnodes"]
+        and math.isfinite(hello["clock"])
+        and isinstance(hello.get("master_addr", ""), str)
+        and ("echo" not in hello or is_place(hello["echo"]))
+        and all(isinstance(value, str) for value in hello["facts"].values())
+        and len(hello["facts"]) <= 100
+    )
 
 
 def disagreements(hellos: Sequence[Mapping[str, Any]], *, seen: set[str]) -> list[Problem]:
@@ -87,16 +87,11 @@ def disagreements(hellos: Sequence[Mapping[str, Any]], *, seen: set[str]) -> lis
     """
     problems = list(_rank_problems(hellos))
     for name, fix in _SAME.items():
-        problems += _differences(hellos, name, lambda hello, name=name: hello[name], fix)
-    problems += _differences(hellos, "hosts", lambda hello: hello["hosts"], _ONE_HOSTFILE, _first_difference)
+        problems += _differences(hellos, name, [hello[name] for hello in hellos], fix)
     problems += _elsewhere(hellos)
     for fact in sorted({name for hello in hellos for name in hello["facts"]}):
-        fix = (
-            "start it with the same file and settings everywhere"
-            if fact == "config"
-            else "install the same on every node"
-        )
-        problems += _differences(hellos, fact, lambda hello, fact=fact: hello["facts"].get(fact, "nothing"), fix)
+        fix = _SAME_CONFIG if fact == "config" else "install the same on every node"
+        problems += _differences(hellos, fact, [hello["facts"].get(fact, "nothing") for hello in hellos], fix)
     return _together([*problems, *_of_preflights(hellos, seen)])
 
 
@@ -108,13 +103,14 @@ def hosts_text(names: Sequence[str]) -> str:
     return f"{len(names)} hosts ({hashlib.sha256(listed.encode('utf-8', 'backslashreplace')).hexdigest()[:16]})"
 
 
-def _name(hello: Mapping[str, Any]) -> str:
+def name_of(hello: Mapping[str, Any]) -> str:
+    """``RANK (HOST)``."""
     return f"{hello['node_rank']} ({hello['host']})"
 
 
 def _of_preflights(hellos: Sequence[Mapping[str, Any]], seen: set[str]) -> list[Problem]:
-    """Collect the findings of the nodes' own preflights, where there were some (`framework.doctor.node.start`)."""
-    looked = {_name(hello): hello for hello in hellos if "look" in hello}
+    """Compare what the nodes found on themselves, where they looked (`framework.doctor.node.start`)."""
+    looked = {name_of(hello): hello for hello in hellos if "look" in hello}
     if len(looked) < 2:
         return []
     clocks = compare_clocks({name: hello.get("ahead", 0.0) for name, hello in looked.items()})
@@ -137,23 +133,17 @@ def _rank_problems(hellos: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
             )
 
 
-def _differences(
-    hellos: Sequence[Mapping[str, Any]], name: str, value: Any, fix: str, reported: Any = None
-) -> Iterator[Problem]:
+def _differences(hellos: Sequence[Mapping[str, Any]], name: str, values: Sequence[Any], fix: str) -> Iterator[Problem]:
     """Of those that are not like most; with two nodes nobody can say which one is wrong, and node 0 is right."""
-    usual = most_common(value(hello) for hello in hellos)
-    others = [hello for hello in hellos if value(hello) != usual]
-    alike = [_name(hello) for hello in hellos if value(hello) == usual] if others else []
-    for hello in others:
-        its, theirs = reported(value(hello), usual) if reported else (value(hello), usual)
-        yield Problem(
-            kind="nodes-differ",
-            file=f"node {_name(hello)}",
-            key=name,
-            value=its,
-            fix=fix,
-            reason=f"{node_names(alike)} {'has' if len(alike) == 1 else 'have'} {theirs}",
-        )
+    usual = most_common(values)
+    alike = [name_of(hello) for hello, value in zip(hellos, values, strict=True) if value == usual]
+    for hello, value in zip(hellos, values, strict=True):
+        if value != usual:
+            its, theirs = _first_difference(value, usual) if name == "hosts" else (value, usual)
+            reason = f"{node_names(alike)} {'has' if len(alike) == 1 else 'have'} {theirs}"
+            yield Problem(
+                kind="nodes-differ", file=f"node {name_of(hello)}", key=name, value=its, fix=fix, reason=reason
+            )
 
 
 def _first_difference(hosts: str, usual: str) -> tuple[str, str]:
@@ -176,10 +166,10 @@ def _elsewhere(hellos: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
         if "master_addr" in hello:
             yield Problem(
                 kind="nodes-differ",
-                file=f"node {_name(hello)}",
+                file=f"node {name_of(hello)}",
                 key="master_addr",
                 value=hello["master_addr"],
-                reason=f"node {_name(hellos[0])} is not there",
+                reason=f"node {name_of(hellos[0])} is not there",
                 fix=f"give every node the same --master_addr, or {_ONE_HOSTFILE}",
             )
 

@@ -1,6 +1,8 @@
-"""A member on its way to the coordinator, and the holder of the coordinator's address that is not node 0.
+"""A node on its way to node 0: calls until it is answered, says what it is, and waits for GO.
 
-A node on its way to node 0: calls until it is answered, says what it is, and waits for GO.
+`meet` is the door to this room: before any rank starts, node 0 listens, the others call, and all are compared. A wrong
+topology would otherwise be a silent hang of twice the timeout. Everything that differs is told at once, to every node,
+and each ends with 78.
 """
 
 from __future__ import annotations
@@ -10,22 +12,26 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
+from framework.doctor.node.links import Reached
 from framework.errors import MISSING, ConfigError, PeerLostError, Problem, RunStopped
-from framework.launch.print_settings import print_line
+from framework.launch.job import print_line
 from framework.launch.rendezvous.connectivity import (
-    Calls,
-    Dial,
-    Lookup,
     PortInUse,
+    call_others,
+    dial,
+    in_background,
     is_address,
     is_loopback,
     listen_at,
+    resolve,
     targets_of,
 )
+from framework.launch.rendezvous.coordinator import Coordinator
 from framework.launch.rendezvous.messages import (
     BEAT_SECONDS,
     PROTOCOL,
@@ -35,49 +41,48 @@ from framework.launch.rendezvous.messages import (
     Message,
     NoAgent,
     Peers,
-    as_line,
+    foreign,
     is_proof,
     proof,
     readable,
 )
 from framework.launch.rendezvous.session import (
     CALLING_SECONDS,
-    DOUBT_SECONDS,
     HANDSHAKE_SECONDS,
     LOOK_SECONDS,
     SPARE_CONNECTIONS,
     Session,
-    elsewhere_problem,
 )
 
-# A node that has node 0's address and is not node 0: somebody has to tell those who call there. Perhaps its hostfile
-# is in another order, and node 0 is elsewhere and waits: the other hosts are asked once, so that a node 0 among them
-# hears what differs. Or the name is that of a pod which has come back elsewhere, and this one has its old address:
-# the name is looked up again and again, and in a pod nobody is told before no name server can have the old answer any
-# more.
-
-
+_PORT_IN_USE_SECONDS: Final = 5.0
+# A name may still mean the last pod of this rank: name servers keep an answer for half a minute, some of them behind
+# each other.
+_DOUBT_SECONDS: Final = 120.0
 _HOLDER_SECONDS: Final = 30.0
 _LOOK_UP_SECONDS: Final = 2.0
 _EVERY_ADDRESS: Final = ("0.0.0.0", "::")  # what a listener is bound to where the name has a loopback address as well
 # The kubelet gives it to every container.
 _OF_A_POD: Final = "KUBERNETES_SERVICE_HOST"
-
-
-class Visit(Protocol):
-    """One call to a host that may be node 0."""
-
-    def move(self, seconds: float) -> object:
-        """Go on, for at most so long; raises ConfigError with what node 0 says there."""
-
-    def close(self) -> None:
-        """Hang up."""
+_NO_AGENT_SECONDS: Final = 20.0
+_HOLDER_AFTER_SECONDS: Final = 5.0
+# Node 0 keeps the deadline and says why, so that nobody else is the first to leave.
+_AFTER_DEADLINE_SECONDS: Final = 30.0
+_MOST_VISITS: Final = 64
+_LONGEST_REPORT: Final = 500
+_LONGEST_TOKEN: Final = 64
+_STATED: Final = ("kind", "reason", "fix", "key", "file")  # of a problem, as texts
 
 
 class AddressHolder:
-    """A node that has node 0's address, and is not node 0."""
+    """A node that has node 0's address, and is not node 0: somebody has to tell those who call there.
 
-    def __init__(self, meeting: Session, listener: socket.socket, *, visits: Sequence[Visit] = ()) -> None:
+    Perhaps its hostfile is in another order, and node 0 is elsewhere and waits: the other hosts are asked once, so that
+    a node 0 among them hears what differs. Or the name is that of a pod which has come back elsewhere, and this one has
+    its old address: the name is looked up again and again, and in a pod nobody is told before no name server can have
+    the old answer any more.
+    """
+
+    def __init__(self, meeting: Session, listener: socket.socket, *, visits: Sequence[Member] = ()) -> None:
         self._meeting, self._listener = meeting, listener
         self._visits = list(visits)
         self._found: list[Problem] = []
@@ -85,7 +90,7 @@ class AddressHolder:
         self._greeted: list[Link] = []
         self._reported_at = 0.0
         self._opened_at = self._looked_up_at = time.monotonic()
-        self._lookup: Lookup | None = None
+        self._lookup: Future[list[str]] | None = None
         self._is_named = not is_address(meeting.topology.master_addr)
         self._problem = elsewhere_problem(meeting)
 
@@ -103,19 +108,20 @@ class AddressHolder:
                 if any(message["type"] == "hello" for message in link.receive()):
                     self._greeted.append(link)
             except ConnectionLost:
-                self._hang_up(link)
+                self._links.remove(link)
+                self._greeted = [each for each in self._greeted if each is not link]
+                link.close()
         if self._has_moved(now):
             self._close()
             return False
-        doubt = DOUBT_SECONDS if self._is_named and _OF_A_POD in os.environ else 0.0
+        doubt = _DOUBT_SECONDS if self._is_named and _OF_A_POD in os.environ else 0.0
         is_sure = now - self._meeting.started_at > doubt
         if is_sure:
             self._report(now)
         for visit in list(self._visits):
             self._move(visit)
-        if (self._reported_at and now - self._reported_at > 2.0) or (
-            is_sure and now - self._opened_at > _HOLDER_SECONDS
-        ):
+        is_heard = self._reported_at and now - self._reported_at > 2.0
+        if is_heard or (is_sure and now - self._opened_at > _HOLDER_SECONDS):
             self._close()
             raise ConfigError([*self._found, self._problem])
         return True
@@ -123,33 +129,24 @@ class AddressHolder:
     def _has_moved(self, now: float) -> bool:
         """The name leads somewhere else."""
         if self._lookup is None and self._is_named and now - self._looked_up_at > _LOOK_UP_SECONDS:
-            self._lookup, self._looked_up_at = Lookup(self._meeting.topology.master_addr), now
-        if self._lookup is None or self._lookup.addresses is None:
+            self._lookup, self._looked_up_at = in_background(resolve, self._meeting.topology.master_addr), now
+        if self._lookup is None or not self._lookup.done():
             return False
-        found, self._lookup = self._lookup.addresses, None
+        found, self._lookup = self._lookup.result(), None
         return bool(found) and self._listener.getsockname()[0] not in (*found, *_EVERY_ADDRESS)
 
     def _report(self, now: float) -> None:
         for link in self._greeted:
-            try:
-                link.send("nogo", problems=[self._problem.to_dict()])
-                self._reported_at = self._reported_at or now
-            except ConnectionLost:
-                self._hang_up(link)
+            link.send("nogo", problems=[self._problem.to_dict()])
+            self._reported_at = self._reported_at or now
         self._greeted = []
 
-    def _hang_up(self, link: Link) -> None:
-        self._links = [each for each in self._links if each is not link]
-        self._greeted = [each for each in self._greeted if each is not link]
-        link.close()
-
     def _close(self) -> None:
-        self._listener.close()
-        closing: list[Link | Visit] = [*self._links, *self._visits]
+        closing: list[Any] = [self._listener, *self._links, *self._visits]
         for each in closing:
             each.close()
 
-    def _move(self, visit: Visit) -> None:
+    def _move(self, visit: Member) -> None:
         try:
             visit.move(0)
         except ConfigError as error:
@@ -166,22 +163,10 @@ class AddressHolder:
             connection, address = self._listener.accept()
         except OSError:
             return
-        link = Link(connection, name=str(address[0]))
-        try:
-            # No welcome: this node proves nothing, and what it says is taken where no token is asked for.
-            link.send("challenge", protocol=PROTOCOL, nonce=secrets.token_hex(16), token=bool(self._meeting.token))
-            self._links.append(link)
-        except ConnectionLost:
-            link.close()
-
-
-_NO_AGENT_SECONDS: Final = 20.0
-_HOLDER_AFTER_SECONDS: Final = 5.0
-# Node 0 keeps the deadline and says why, so that nobody else is the first to leave.
-_AFTER_DEADLINE_SECONDS: Final = 30.0
-_MOST_VISITS: Final = 64
-_LONGEST_REPORT: Final = 500
-_LONGEST_TOKEN: Final = 64
+        self._links.append(Link(connection, name=str(address[0])))
+        # No welcome: this node proves nothing, and what it says is taken where no token is asked for.
+        nonce, has_token = secrets.token_hex(16), bool(self._meeting.token)
+        self._links[-1].send("challenge", protocol=PROTOCOL, nonce=nonce, token=has_token)
 
 
 class Member:
@@ -197,14 +182,15 @@ class Member:
         self._meeting = meeting
         self._visited = visited
         self._where = visited or meeting.topology.master_addr
-        self._dial: Dial | None = None
+        self._dial: Future[socket.socket | str] | None = None
         self._link: Link | None = None
         self._nonce = ""  # one for each connection
         self._challenge = ""
         self._why = "no answer yet"
         self._welcomed_at: float | None = None
         self._waits = "waiting for the others"
-        self._calls: Calls | None = None
+        self._calls: Future[dict[int, Reached]] | None = None
+        self._calls_token = ""
         self._beaten_at = self._no_agent_since = self._next_dial_at = 0.0
         self._address_holder: AddressHolder | None = None
 
@@ -224,8 +210,7 @@ class Member:
             self._meeting.look(self._waiting_for, deadline=deadline)
         except RunStopped:
             if self._link is not None:
-                with suppress(ConnectionLost):
-                    self._link.send("stop", why=self._meeting.requests.asked)
+                self._link.send("stop", why=self._meeting.requests.asked)
             raise
         return self.move(LOOK_SECONDS)
 
@@ -264,18 +249,20 @@ class Member:
                 self._address_holder = None
             return
         if self._dial is None and time.monotonic() >= self._next_dial_at:
-            self._dial = Dial(self._where, self._meeting.port)
-        if self._dial is None or not self._dial.wait(seconds):
-            time.sleep(0 if self._dial else seconds)
+            self._dial = in_background(dial, self._where, self._meeting.port)
+        if self._dial is None:
+            time.sleep(seconds)
             return
-        connection, self._why = self._dial.connection, self._dial.why
+        if not wait([self._dial], seconds).done:
+            return
+        found = self._dial.result()
         self._dial, self._next_dial_at = None, math.inf if self._visited else time.monotonic() + 1.0
-        if connection is not None and self._visited and _is_of_itself(connection):
-            connection.close()  # another name of this host: this node has answered itself
-        elif connection is not None:
-            self._meeting.local_address = str(connection.getsockname()[0])
-            self._link, self._nonce = Link(connection, name="node 0"), secrets.token_hex(16)
-        if self._link is not None:
+        self._why = found if isinstance(found, str) else ""
+        if isinstance(found, socket.socket) and self._visited and _is_of_itself(found):
+            found.close()  # another name of this host: this node has answered itself
+        elif isinstance(found, socket.socket):
+            self._meeting.local_address = str(found.getsockname()[0])
+            self._link, self._nonce = Link(found, name="node 0"), secrets.token_hex(16)
             return
         self._no_agent_since = 0.0  # nothing listens there, so no other program does
         is_late = time.monotonic() - self._meeting.started_at > _HOLDER_AFTER_SECONDS
@@ -289,10 +276,8 @@ class Member:
             listener = None if is_loopback(where) else listen_at(where, self._meeting.port)
             if listener is None:
                 return
-            print_line(
-                f"node {self._meeting.topology.node_rank} has the address of node 0 ({where}); waiting for somebody "
-                "to tell"
-            )
+            rank = self._meeting.topology.node_rank
+            print_line(f"node {rank} has the address of node 0 ({where}); waiting for somebody to tell")
             others = [name.rpartition("@")[2] for name in self._meeting.names]
             visits = [Member(self._meeting, visited=name) for name in others if name != where][:_MOST_VISITS]
             self._address_holder = AddressHolder(self._meeting, listener, visits=visits)
@@ -305,12 +290,13 @@ class Member:
                 peers.hear(0, messages[index + 1 :])
                 return peers
         now = time.monotonic()
-        if self._calls is not None and self._calls.is_over:
-            link.pass_on(as_line("reached", **self._calls.reported()))
+        if self._calls is not None and self._calls.done():
+            failed = [[number, each.address, each.reason] for number, each in self._calls.result().items()]
+            link.send("reached", token=self._calls_token, failed=failed)
             self._calls = None
         if self._challenge and now - self._beaten_at > BEAT_SECONDS:
             self._beaten_at = now
-            link.pass_on(as_line("beat"))
+            link.send("beat")
         if now - link.heard_at > (SILENCE_SECONDS if self._challenge else HANDSHAKE_SECONDS):
             raise ConnectionLost("connected, but no agent answers there")
         return None
@@ -321,8 +307,12 @@ class Member:
             self._introduce(link, message)
         elif kind == "welcome" and self._challenge:
             self._check_welcome(message)
-        elif kind == "nogo" and self._challenge and self._may_refuse(message):
-            raise ConfigError(_problems(message))
+        elif kind == "nogo" and self._challenge:
+            problems = _problems(message)
+            # Said before a welcome it may be by anybody: believed only because it ends this node alone, and says why.
+            is_known = any(problem.kind in ("token-refused", "node-rank-swapped") for problem in problems)
+            if self._welcomed_at is not None or not self._meeting.token or is_known:
+                raise ConfigError(problems)
         elif self._welcomed_at is None:
             return None
         elif kind == "stop":
@@ -332,7 +322,8 @@ class Member:
         elif kind == "waiting":
             self._waits = str(message.get("text"))[:_LONGEST_REPORT]
         elif kind == "reach":
-            self._calls = Calls(targets_of(message), token=str(message.get("token"))[:_LONGEST_TOKEN])
+            self._calls_token = str(message.get("token"))[:_LONGEST_TOKEN]
+            self._calls = in_background(call_others, targets_of(message), self._calls_token)
         elif kind == "go":
             return self._go(link, message)
         return None
@@ -341,18 +332,11 @@ class Member:
         """Say who this is; the clock is compared with that of node 0."""
         token = self._meeting.token
         if bool(challenge.get("token")) != bool(token):
-            side = "asks for a token" if challenge.get("token") else "has no token, and this node has one"
-            with suppress(ConnectionLost):
-                link.send("refused", why="token-refused")
+            reason = "it asks for a token" if challenge.get("token") else "it has no token, and this node has one"
+            link.send("refused", why="token-refused")
             self.close()
-            raise ConfigError(
-                Problem(
-                    kind="token-refused",
-                    file="node 0",
-                    reason=f"it {side}",
-                    fix="give every node the same DSF_TOKEN, or none",
-                )
-            )
+            fix = "give every node the same DSF_TOKEN, or none"
+            raise ConfigError(Problem(kind="token-refused", file="node 0", reason=reason, fix=fix))
         self._challenge = challenge["nonce"]
         hello = {**self._meeting.hello, "clock": time.time()}
         if self._visited:
@@ -362,7 +346,7 @@ class Member:
                 address = self._meeting.local_address
                 hello["echo"] = [address, self._meeting.answer_at(address)]
         signed = proof(token, role="node", nonces=(self._challenge, self._nonce), content=hello) if token else ""
-        link.pass_on(as_line("hello", hello=hello, nonce=self._nonce, proof=signed))
+        link.send("hello", hello=hello, nonce=self._nonce, proof=signed)
 
     def _check_welcome(self, message: Message) -> None:
         token = self._meeting.token
@@ -371,10 +355,6 @@ class Member:
             raise ConnectionLost("whoever answers there does not know the token")
         self._welcomed_at, self._no_agent_since = time.monotonic(), 0.0
 
-    def _may_refuse(self, message: Message) -> bool:
-        """Said before a welcome it may be by anybody."""
-        return self._welcomed_at is not None or not self._meeting.token or _is_token_refusal(message)
-
     def _go(self, link: Link, message: Message) -> Peers:
         hosts, topology = message.get("hosts"), self._meeting.topology
         if message.get("nnodes") == topology.nnodes:
@@ -382,7 +362,7 @@ class Member:
                 str(topology.node_rank): self._meeting.hello["host"]
             }
         if not isinstance(hosts, dict) or set(hosts) != {str(node) for node in range(topology.nnodes)}:
-            raise ConnectionLost("it does not speak this protocol")
+            raise foreign()
         return Peers(topology.node_rank, {0: link}, {int(node): str(host)[:255] for node, host in hosts.items()})
 
     def _note_no_agent(self, lost: ConnectionLost) -> None:
@@ -396,15 +376,14 @@ class Member:
         self._no_agent_since = self._no_agent_since or now
         if now - self._no_agent_since > _NO_AGENT_SECONDS:
             where = f"{self._where}:{self._meeting.port}"
-            raise ConfigError(
-                Problem(
-                    kind="port-not-usable",
-                    key="--control_port",
-                    value=self._meeting.port,
-                    reason=f"what answers at {where} is no agent: {self._why}",
-                    fix="give all nodes another --master_port",
-                )
-            )
+            reason = f"what answers at {where} is no agent: {self._why}"
+            raise _port_error(self._meeting.port, reason, fix="give all nodes another --master_port")
+
+
+def _port_error(port: int, reason: str, *, fix: str, file: str = "") -> ConfigError:
+    return ConfigError(
+        Problem(kind="port-not-usable", file=file, key="--control_port", value=port, reason=reason, fix=fix)
+    )
 
 
 def _is_of_itself(connection: socket.socket) -> bool:
@@ -413,30 +392,71 @@ def _is_of_itself(connection: socket.socket) -> bool:
     return False
 
 
-def _is_token_refusal(message: Message) -> bool:
-    """Said before a welcome, so by anybody: believed only because it ends this node alone, and says why."""
-    return any(problem.kind in ("token-refused", "node-rank-swapped") for problem in _problems(message))
-
-
 def _problems(message: Message) -> list[Problem]:
     """As node 0 found them."""
     found = message.get("problems")
     items = [item for item in found if isinstance(item, dict)][:200] if isinstance(found, list) else []
-    refused = [
-        Problem(
-            kind=_text(item, "kind"),
-            reason=_text(item, "reason"),
-            fix=_text(item, "fix"),
-            key=_text(item, "key"),
-            file=_text(item, "file"),
-            value=item["value"] if isinstance(item.get("value"), (str, int)) else MISSING,
-        )
-        for item in items
-    ]
+    refused = []
+    for item in items:
+        stated: dict[str, Any] = {name: str(item.get(name, ""))[:300] for name in _STATED}
+        refused.append(Problem(**stated, value=item["value"] if isinstance(item.get("value"), (str, int)) else MISSING))
     return refused or [
         Problem(kind="node-refused", file="node 0", reason="it refused, and said no reason", fix="read its output")
     ]
 
 
-def _text(item: Mapping[str, Any], name: str) -> str:
-    return str(item.get(name, ""))[:300]
+def elsewhere_problem(meeting: Session) -> Problem:
+    """Node 0 and master_addr are not on one machine; said by either."""
+    topology = meeting.topology
+    is_of = f"this is the address of node {topology.node_rank}, not of node 0"
+    return Problem(
+        kind="node-rank-swapped",
+        file=f"node {topology.node_rank} ({meeting.hello['host']})",
+        key="master_addr",
+        value=topology.master_addr,
+        reason=is_of if topology.node_rank else "node 0 does not have this address",
+        fix="give node rank 0 to the host whose address is master_addr",
+    )
+
+
+def meet(meeting: Session) -> Peers:
+    """Wait for all nodes, and compare them.
+
+    Raises:
+        ConfigError: nodes disagree, or the port cannot be used.
+        PeerLostError: not all came in time.
+        RunStopped: somebody asked for that.
+    """
+    topology = meeting.topology
+    if topology.nnodes == 1:
+        return Peers(0, {}, {0: str(meeting.hello["host"])})
+    try:
+        return _coordinate_or_join(meeting) if topology.node_rank == 0 else Member(meeting).wait()
+    finally:
+        meeting.close()
+
+
+def _coordinate_or_join(meeting: Session) -> Peers:
+    """Node 0 listens as soon as master_addr is an address of this machine; until then it asks there who listens
+    instead.
+    """
+    master, caller = meeting.topology.master_addr, Member(meeting)
+    while True:
+        try:
+            # Who speaks with another node 0 hears it out: its last word lies there, perhaps, and its port is free
+            # already.
+            listener = None if caller.is_heard else listen_at(master, meeting.port)
+            if listener is not None:
+                caller.close()
+                return Coordinator(meeting, listener).wait()
+        except PortInUse as in_use:
+            # Perhaps by another node 0, which will say so; not by an agent, if nobody has asked who we are by now.
+            if not caller.is_heard and time.monotonic() - meeting.started_at > _PORT_IN_USE_SECONDS:
+                reason = f"agents cannot meet at {in_use}: another program listens there"
+                fix = "give all nodes another --master_port or --control_port"
+                raise _port_error(meeting.port, reason, file="node 0", fix=fix) from None
+        peers = caller.step()
+        if peers is not None:
+            return peers
+        if resolve(master) and time.monotonic() - meeting.started_at > _DOUBT_SECONDS:
+            raise ConfigError(elsewhere_problem(meeting))

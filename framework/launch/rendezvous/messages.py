@@ -1,10 +1,8 @@
 """Messages between agents, and `Peers`, the job's state as a node knows it.
 
-Messages between agents: JSON objects, one to a line, over TCP.
-
-The other end may be anything that found the port, so a line, a queue and a handshake have limits, nothing but JSON is
-read, and nothing that is read is run. With a shared token both sides prove that they know it before anything else is
-believed; the token itself never travels.
+A message is a JSON object on a line, over TCP. The other end may be anything that found the port, so a line, a queue
+and a handshake have limits, nothing but JSON is read, and nothing that is read is run. With a shared token both sides
+prove that they know it before anything else is believed; the token itself never travels.
 """
 
 from __future__ import annotations
@@ -23,9 +21,13 @@ from typing import Any, Final, Protocol, TypeVar
 from framework.errors import EXIT_PEER_LOST
 
 PROTOCOL: Final = 2
-# A HELLO with the facts of a node is some kilobytes.
-LARGEST_LINE_BYTES: Final = 1 << 16
+LARGEST_LINE_BYTES: Final = 1 << 16  # a HELLO with the facts of a node is some kilobytes
 _LARGEST_QUEUE_BYTES: Final = 1 << 20
+BEAT_SECONDS: Final = 2.0
+SILENCE_SECONDS: Final = 15.0
+# How nodes ended is passed on in lots: a thousand that end together would cost a million messages.
+_ENDED_SECONDS: Final = 0.5
+_MOST_ENDED: Final = 2000  # fit on one line
 
 Message = Mapping[str, Any]
 
@@ -45,6 +47,11 @@ class NoAgent(ConnectionLost):
     """Error: the other end is no agent of this job."""
 
 
+def foreign() -> NoAgent:
+    """The error for a message that no agent of this release sends."""
+    return NoAgent("it does not speak this protocol")
+
+
 def readable(waiting: Iterable[_Waiting], seconds: float) -> set[_Waiting]:
     """Return the links with something to read, after at most so long; `select.select` takes no descriptor above
     1023.
@@ -56,7 +63,7 @@ def readable(waiting: Iterable[_Waiting], seconds: float) -> set[_Waiting]:
 
 
 class Link:
-    """One connection, both ways, that never blocks.
+    """One connection, both ways, that never blocks. That it is gone is found by `receive`, behind its last words.
 
     Attributes:
         name: who is at the other end, for messages.
@@ -67,52 +74,35 @@ class Link:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
-        self._received = bytearray()
+        self._received = b""
         self._unsent = bytearray()
         self.name = name
         self.opened_at = self.heard_at = time.monotonic()
 
     def fileno(self) -> int:
-        """For `select`."""
+        """For `readable`."""
         return self._connection.fileno()
 
-    def send(self, kind: str, **content: Any) -> None:
+    def send(self, kind: str, /, **content: Any) -> None:
         """Queue a message and send what the connection takes now.
-
-        Raises:
-            ConnectionLost: the other end is gone, or reads nothing.
-        """
-        self._queue(as_line(kind, **content))
-        self.flush()
-
-    def pass_on(self, line: bytes) -> None:
-        """Send what `as_line` has made, perhaps for many: a connection that is gone is found by `receive`, behind its
-        last words.
 
         Raises:
             ConnectionLost: the other end reads nothing.
         """
-        self._queue(line)
+        self.send_line(as_line(kind, **content))
+
+    def send_line(self, line: bytes) -> None:
+        """Do the same with what `as_line` has made, perhaps for many."""
+        self._unsent += line
+        if len(self._unsent) > _LARGEST_QUEUE_BYTES:
+            raise ConnectionLost("it reads nothing")
         self.push()
 
     def push(self) -> None:
-        """As `flush`, and `receive` finds that the connection is gone."""
-        with suppress(ConnectionLost):
-            self.flush()
-
-    def flush(self) -> None:
-        """Send what is queued, as far as it goes.
-
-        Raises:
-            ConnectionLost: the other end is gone.
-        """
-        try:
+        """Send what is queued, as far as it goes."""
+        with suppress(OSError):
             while self._unsent:
                 del self._unsent[: self._connection.send(self._unsent)]
-        except BlockingIOError:
-            return
-        except OSError as error:
-            raise ConnectionLost(error.strerror or "the connection broke") from None
 
     def receive(self) -> list[Message]:
         """What has come since.
@@ -120,11 +110,19 @@ class Link:
         Raises:
             ConnectionLost: the other end is gone, or is none of us.
         """
-        messages: list[Message] = []
-        ended = self._read()
-        while (end := self._received.find(b"\n")) >= 0:
-            messages.append(_parse(bytes(self._received[:end])))
-            del self._received[: end + 1]
+        ended = ""
+        try:
+            content = self._connection.recv(LARGEST_LINE_BYTES)
+            if content:
+                self.heard_at = time.monotonic()
+            else:
+                ended = "the connection was closed"
+        except BlockingIOError:
+            content = b""
+        except OSError as error:
+            content, ended = b"", error.strerror or "the connection broke"
+        *lines, self._received = (self._received + content).split(b"\n")
+        messages = [_parse(line) for line in lines]
         if len(self._received) > LARGEST_LINE_BYTES:
             raise NoAgent("it sends lines without an end")
         # What was said before the end counts; the end itself is met again at the next look.
@@ -137,24 +135,6 @@ class Link:
         self.push()
         self._connection.close()
 
-    def _queue(self, line: bytes) -> None:
-        self._unsent += line
-        if len(self._unsent) > _LARGEST_QUEUE_BYTES:
-            raise ConnectionLost("it reads nothing")
-
-    def _read(self) -> str:
-        """Take what is there, no more than a few lines at once; returns how the connection ended, or nothing."""
-        try:
-            content = self._connection.recv(LARGEST_LINE_BYTES)
-        except BlockingIOError:
-            return ""
-        except OSError as error:
-            return error.strerror or "the connection broke"
-        if content:
-            self._received += content
-            self.heard_at = time.monotonic()
-        return "" if content else "the connection was closed"
-
 
 def _parse(line: bytes) -> Message:
     try:
@@ -162,11 +142,11 @@ def _parse(line: bytes) -> Message:
     except (ValueError, RecursionError):
         message = None
     if not isinstance(message, dict) or not isinstance(message.get("type"), str):
-        raise NoAgent("it does not speak this protocol")
+        raise foreign()
     return message
 
 
-def as_line(kind: str, **content: Any) -> bytes:
+def as_line(kind: str, /, **content: Any) -> bytes:
     """A message as it travels."""
     return json.dumps({"type": kind, **content}).encode() + b"\n"
 
@@ -182,18 +162,6 @@ def is_proof(given: object, expected: str) -> bool:
     cannot.
     """
     return isinstance(given, str) and hmac.compare_digest(given.encode("utf-8", "backslashreplace"), expected.encode())
-
-
-# The other agents of a running job: what each said, and whether they are still there. Node 0 passes everything on to
-# everybody, so all nodes know the same and decide alike. A link that closes, or is silent for 15 s, is a lost node.
-# Every message names the node it is about.
-
-
-BEAT_SECONDS: Final = 2.0
-SILENCE_SECONDS: Final = 15.0
-# How nodes ended is passed on in lots: a thousand that end together would cost a million messages.
-_ENDED_SECONDS: Final = 0.5
-_MOST_ENDED: Final = 2000  # fit on one line
 
 
 @dataclass(frozen=True)
@@ -214,7 +182,8 @@ class Failure:
 
 
 class Peers:
-    """State of the job as this node knows it.
+    """State of the job as this node knows it. Node 0 passes everything on to everybody, so all nodes know the same and
+    decide alike. A link that closes, or is silent for 15 s, is a lost node. Every message names the node it is about.
 
     Attributes:
         failures: in the order in which node 0 heard of them.
@@ -227,16 +196,14 @@ class Peers:
         self._node_rank = node_rank
         self._links = dict(links)  # of node 0: to all others; elsewhere: to node 0
         self._hosts = dict(hosts)
-        self._beaten_at = 0.0
+        self._beaten_at = self._ended_reported_at = 0.0
         self.failures: list[Failure] = []
         self.stop = ""
         self.killed = False
         self.ended: dict[int, int] = {}
         self._untold: list[int] = []  # on node 0: those whose end has not been passed on yet
-        self._ended_reported_at = 0.0
-        now = time.monotonic()
         for link in self._links.values():
-            link.heard_at = now
+            link.heard_at = time.monotonic()
 
     @property
     def all_ended(self) -> bool:
@@ -268,10 +235,7 @@ class Peers:
 
     def send_failure(self, what: str, *, code: int) -> None:
         """This node has failed; the others end."""
-        at = time.strftime("%H:%M:%S")
-        self._report(
-            "failure", **{key: value for key, value in asdict(Failure(0, what, code, at)).items() if key != "node"}
-        )
+        self._report("failure", what=what, code=code, at=_now())
 
     def send_ended(self, code: int) -> None:
         """No rank runs here any more."""
@@ -285,7 +249,7 @@ class Peers:
         now = time.monotonic()
         if now - self._beaten_at > BEAT_SECONDS:
             self._beaten_at = now
-            self._send_all("beat", {})
+            self._send_all("beat")
         ready = readable(self._links.values(), seconds)
         for node, link in list(self._links.items()):
             try:
@@ -294,7 +258,7 @@ class Peers:
                 if time.monotonic() - link.heard_at > SILENCE_SECONDS:
                     raise ConnectionLost(f"silent for {SILENCE_SECONDS:.0f} s")
             except ConnectionLost as lost:
-                self._lose(node, str(lost))
+                self._lose(node, lost)
         if self.all_ended or time.monotonic() - self._ended_reported_at > _ENDED_SECONDS:
             self._pass_on_ends()
 
@@ -304,7 +268,7 @@ class Peers:
             for message in messages:
                 self._heard(sender, message)
         except ConnectionLost as lost:
-            self._lose(sender, str(lost))
+            self._lose(sender, lost)
 
     def close(self) -> None:
         """Nothing more to say."""
@@ -319,27 +283,26 @@ class Peers:
         if self._node_rank == 0 or not self._links:
             self._apply(kind, content)
         if self._node_rank or kind != "ended":
-            self._send_all(kind, content)
+            self._send_all(kind, **content)
 
     def _pass_on_ends(self) -> None:
-        """Node 0 tells all others what it has heard of ends since; one that reads nothing is found lost, and told as
-        well.
-        """
+        """On node 0: tell all others what was heard of ends; one that reads nothing is found lost, and told as well."""
         while self._untold:
             nodes, self._untold = self._untold[:_MOST_ENDED], self._untold[_MOST_ENDED:]
-            self._send_all("ended", {"codes": {str(node): self.ended[node] for node in nodes}})
+            self._send_all("ended", codes={str(node): self.ended[node] for node in nodes})
         self._ended_reported_at = time.monotonic()
 
-    def _send_all(self, kind: str, content: Mapping[str, Any]) -> None:
+    def _send_all(self, kind: str, /, **content: Any) -> None:
         line = as_line(kind, **content)
         for node, link in list(self._links.items()):
             try:
-                link.pass_on(line)
+                link.send_line(line)
             except ConnectionLost as lost:
-                self._lose(node, str(lost))
+                self._lose(node, lost)
 
     def _heard(self, sender: int, message: Message) -> None:
-        kind, content = str(message["type"]), {key: value for key, value in message.items() if key != "type"}
+        content = dict(message)
+        kind = content.pop("type")
         if kind == "beat":
             return
         if kind == "ended" and "codes" in content and self._node_rank:
@@ -351,7 +314,7 @@ class Peers:
             raise ConnectionLost("it speaks for another node")
         self._apply(kind, content)
         if self._node_rank == 0 and kind != "ended":
-            self._send_all(kind, content)
+            self._send_all(kind, **content)
 
     def _codes(self, reported: object) -> dict[int, int]:
         """Node -> exit code, as node 0 says it."""
@@ -361,13 +324,13 @@ class Peers:
             or not reported.keys() <= nodes.keys()
             or any(type(code) is not int for code in reported.values())
         ):
-            raise ConnectionLost("it does not speak this protocol")
+            raise foreign()
         return {nodes[node]: code for node, code in reported.items()}
 
-    def _apply(self, kind: str, content: Mapping[str, Any]) -> None:
+    def _apply(self, kind: str, content: Message) -> None:
         node, why, code = content["node"], content.get("why", content.get("what", "")), content.get("code", 0)
         if not isinstance(why, str) or not isinstance(code, int):
-            raise ConnectionLost("it does not speak this protocol")
+            raise foreign()
         if kind == "stop":
             self.stop = self.stop or f"{why} at {self.name(node)}"
         elif kind == "kill":
@@ -382,7 +345,7 @@ class Peers:
         if self._node_rank == 0:
             self._untold.append(node)
 
-    def _lose(self, node: int, how: str) -> None:
+    def _lose(self, node: int, how: ConnectionLost) -> None:
         link = self._links.pop(node, None)
         if link is None:
             return
@@ -391,9 +354,13 @@ class Peers:
         # Whoever has said its last word may leave; node 0 only when it has told everybody everything.
         if node in self.ended and (self._node_rank == 0 or self.all_ended):
             return
-        failure = Failure(node, f"{self.name(node)}: lost: {how}", EXIT_PEER_LOST, time.strftime("%H:%M:%S"))
+        failure = Failure(node, f"{self.name(node)}: lost: {how}", EXIT_PEER_LOST, _now())
         self.failures.append(failure)
         if node not in self.ended:
             self._end(node, EXIT_PEER_LOST)
         if self._node_rank == 0:
-            self._send_all("failure", asdict(failure))
+            self._send_all("failure", **asdict(failure))
+
+
+def _now() -> str:
+    return time.strftime("%H:%M:%S")

@@ -10,16 +10,13 @@ from typing import Any, Final
 from framework.doctor.node.links import Echo
 from framework.errors import PeerLostError, Problem
 from framework.launch.hosts.topology import Topology
-from framework.launch.print_settings import print_line
+from framework.launch.job import print_line
 from framework.launch.stop_requests import StopRequests
 
 HANDSHAKE_SECONDS: Final = 10.0
 SPARE_CONNECTIONS: Final = 64  # connections beyond one per node that may wait for their handshake at once
 LOOK_SECONDS: Final = 0.2
 CALLING_SECONDS: Final = 0.01  # between looks for calls to other nodes that have ended, which wake nobody
-# A name may still mean the last pod of this rank: name servers keep an answer for half a minute, some of them behind
-# each other.
-DOUBT_SECONDS: Final = 120.0
 _REPORT_SECONDS: Final = 15.0
 
 
@@ -30,14 +27,13 @@ class Session:
     Attributes:
         topology: its place.
         port: control port.
-        hello: what it says about itself; `hello.HELLO` has the names.
+        hello: what it says about itself; `handshake.HELLO` has the names.
         requests: requests to stop.
         token: shared secret, or nothing.
         deadline_seconds: how long to wait for all.
         names: of the hosts, where a hostfile tells them.
         problems: what keeps node 0 from training; the others are to hear of it.
         local_address: on which this node and the others reach each other, once they have met.
-        echoes: what answers here until then, so that others can try whether they reach this node.
     """
 
     topology: Topology
@@ -49,7 +45,7 @@ class Session:
     names: Sequence[str] = ()
     problems: Sequence[Problem] = ()
     local_address: str = field(default="", init=False)
-    echoes: dict[tuple[str, int], Echo] = field(default_factory=dict, init=False)
+    _echoes: dict[tuple[str, int], Echo] = field(default_factory=dict, init=False)
     started_at: float = field(default_factory=time.monotonic, init=False)
     _reported_at: float = field(default=0.0, init=False)
 
@@ -77,36 +73,17 @@ class Session:
             self._reported_at = now if self._reported_at else now - _REPORT_SECONDS + 3  # the first time after 3 s
 
     def answer_at(self, address: str, port: int = 0) -> int:
-        """Answer at a port, or at any that is free, of an address of this machine, until `close`; returns the port.
+        """Answer at a port, or at any that is free, until `close`, so that others can try this node; returns the port.
 
         Raises:
             OSError: that is not possible.
         """
-        if (address, port) not in self.echoes:
-            self.echoes[address, port] = Echo(port, address=address)
-        return self.echoes[address, port].port
+        if (address, port) not in self._echoes:
+            self._echoes[address, port] = Echo(port, address=address)
+        return self._echoes[address, port].port
 
     def close(self) -> None:
         """Answer nobody any more."""
-        for echo in self.echoes.values():
+        for echo in self._echoes.values():
             echo.close()
-        self.echoes.clear()
-
-
-def elsewhere_problem(meeting: Session) -> Problem:
-    """Node 0 and master_addr are not on one machine; said by either."""
-    topology, host = meeting.topology, meeting.hello["host"]
-    at_zero = topology.node_rank == 0
-    reason = (
-        "node 0 does not have this address"
-        if at_zero
-        else f"this is the address of node {topology.node_rank}, not of node 0"
-    )
-    return Problem(
-        kind="node-rank-swapped",
-        file=f"node {topology.node_rank} ({host})",
-        key="master_addr",
-        value=topology.master_addr,
-        reason=reason,
-        fix="give node rank 0 to the host whose address is master_addr",
-    )
+        self._echoes.clear()

@@ -15,7 +15,7 @@ import pytest
 from framework.config.load import config_from_values
 from framework.doctor.node.start import differences, is_look, look_before_start
 from framework.errors import Problem
-from framework.launch.rendezvous.handshake import disagreements, node_facts, validate_handshake
+from framework.launch.rendezvous.handshake import disagreements, is_hello, node_facts
 from framework.plan.cluster import Cluster
 
 CLUSTER = Cluster(num_hosts=2, devices_per_host=1, device="cpu")
@@ -157,9 +157,9 @@ def test_node_0_refuses_what_the_looks_say(looks: dict[str, Any]) -> None:
 
 def test_a_hello_with_another_look_is_a_strangers(looks: dict[str, Any]) -> None:
     (first, _) = looks.values()
-    assert not validate_handshake(hello(0, first))
-    assert not validate_handshake(hello(0, None))
-    assert validate_handshake(hello(0, {"versions": 3}))
+    assert is_hello(hello(0, first))
+    assert is_hello(hello(0, None))
+    assert not is_hello(hello(0, {"versions": 3}))
 
 
 def test_a_folder_is_listed_once_however_many_nodes(

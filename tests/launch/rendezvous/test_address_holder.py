@@ -39,7 +39,7 @@ def stepped(address_holder: AddressHolder, until: Callable[[], bool]) -> None:
 def test_a_name_that_leads_elsewhere_by_now_is_let_go(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     """Node 0 is a pod that has come back with another address, and a name server had the old one, which is ours now."""
     addresses = ["127.0.0.1"]
-    monkeypatch.setattr("framework.launch.rendezvous.connectivity.resolve", lambda _: list(addresses))
+    monkeypatch.setattr("framework.launch.rendezvous.member.resolve", lambda _: list(addresses))
     monkeypatch.setattr("framework.launch.rendezvous.member._LOOK_UP_SECONDS", 0.0)
     address_holder = AddressHolder(named(), listener)
     caller = Member(named())
@@ -63,7 +63,7 @@ def test_a_listener_of_every_address_has_not_moved(monkeypatch: pytest.MonkeyPat
     """As where a host's file gives its name a loopback address beside its own."""
     asked: list[str] = []
     monkeypatch.setattr(
-        "framework.launch.rendezvous.connectivity.resolve", lambda name: asked.append(name) or ["127.0.1.1", "10.0.0.5"]
+        "framework.launch.rendezvous.member.resolve", lambda name: asked.append(name) or ["127.0.1.1", "10.0.0.5"]
     )
     monkeypatch.setattr("framework.launch.rendezvous.member._LOOK_UP_SECONDS", 0.0)
     with socket.create_server(("", 0)) as listener:
@@ -80,7 +80,7 @@ def test_a_listener_of_every_address_has_not_moved(monkeypatch: pytest.MonkeyPat
 def test_nobody_is_told_while_a_name_server_may_have_an_old_answer(
     name: str, in_pod: bool, at_once: bool, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("framework.launch.rendezvous.connectivity.resolve", lambda _: ["127.0.0.1"])
+    monkeypatch.setattr("framework.launch.rendezvous.member.resolve", lambda _: ["127.0.0.1"])
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     if in_pod:
         monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")

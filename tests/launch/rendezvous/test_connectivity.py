@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from framework.doctor.node.links import Echo, Reached
-from framework.launch.rendezvous.connectivity import Calls, Place, Round, is_place, targets_of
+from framework.launch.rendezvous.connectivity import Place, Round, call_others, in_background, is_place, targets_of
 
 UNKNOWN = "no-such-host.invalid"
 
@@ -65,23 +65,19 @@ def test_calls_that_are_answered_later_are_no_failures() -> None:
     with socket.socket() as later:
         later.bind(("127.0.0.1", 0))
         port = later.getsockname()[1]
-        calls = Calls([("127.0.0.1", port)], token="t")
+        calls = in_background(call_others, [("127.0.0.1", port)], "t")
         time.sleep(0.2)
     echo: list[Echo] = []
     threading.Timer(0.3, lambda: echo.append(Echo(port, address="127.0.0.1"))).start()
-    until(lambda: calls.is_over)
-    assert calls.failed == {}
-    assert calls.reported() == {"token": "t", "failed": []}
+    assert calls.result(60) == {}
     echo[0].close()
 
 
 @pytest.mark.usefixtures("at_once")
 def test_what_fails_is_told() -> None:
-    calls = Calls([(UNKNOWN, 1)], token="t")
-    until(lambda: calls.is_over)
-    ((number, address, reason),) = calls.reported()["failed"]
-    assert (number, address) == (0, "")
-    assert "name is not known" in reason
+    ((number, reached),) = call_others([(UNKNOWN, 1)], "t").items()
+    assert (number, reached.address) == (0, "")
+    assert "name is not known" in reached.reason
 
 
 @pytest.mark.usefixtures("reaches_all")

@@ -19,10 +19,9 @@ from framework.doctor.node.start import _REPORTED
 from framework.errors import ConfigError, FrameworkError
 from framework.launch.hosts.topology import Topology
 from framework.launch.rendezvous.connectivity import peer_name
-from framework.launch.rendezvous.handshake import disagreements, validate_handshake
-from framework.launch.rendezvous.member import Member
+from framework.launch.rendezvous.handshake import disagreements, is_hello
+from framework.launch.rendezvous.member import Member, meet
 from framework.launch.rendezvous.messages import Peers
-from framework.launch.rendezvous.rendezvous import meet
 from framework.launch.rendezvous.session import Session
 from framework.launch.stop_requests import StopRequests
 from tests.launch.rendezvous.members import Members, ended, reset
@@ -277,8 +276,8 @@ def test_equal_nodes_agree() -> None:
     ],
 )
 def test_what_is_no_hello(wrong: object) -> None:
-    assert validate_handshake(wrong)
-    assert not validate_handshake(HELLO)
+    assert not is_hello(wrong)
+    assert is_hello(HELLO)
 
 
 @pytest.mark.parametrize(
