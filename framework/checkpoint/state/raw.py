@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.names import MODEL_FILE, OPTIMIZER_FILE, SWAPPED
+from framework.checkpoint.names import MODEL_FILE, OPTIMIZER_FILE, SWAPPED, RawNames, read_names
+from framework.checkpoint.resume_point import UNVERIFIED
 from framework.checkpoint.state.checkpoint_engine import read_file
-from framework.checkpoint.unverified import KIND, RawNames, read_names
 from framework.errors import StorageError, in_one_line
 from framework.system.log import warn
 
@@ -61,7 +61,7 @@ def warn_of(checkpoint: SavedCheckpoint, *, resumed: bool = False) -> None:
             "many steps of this run's own order; random states are not in it and start from run.seed; learning rate, "
             "schedule and all other settings are those of this run"
         )
-    warn(f"{text} [{KIND}]")
+    warn(f"{text} [{UNVERIFIED}]")
 
 
 def _refuse_other_kinds(folder: Path, names: RawNames) -> None:
@@ -150,4 +150,6 @@ def _dtype(written_with: Mapping[str, Any]) -> str:
 
 
 def _refused(folder: Path, reason: str) -> StorageError:
-    return StorageError(f"{folder}: it cannot be read without a manifest: {reason}; name another checkpoint [{KIND}]")
+    return StorageError(
+        f"{folder}: it cannot be read without a manifest: {reason}; name another checkpoint [{UNVERIFIED}]"
+    )
