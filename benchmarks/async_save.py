@@ -22,9 +22,8 @@ from typing import Any
 
 from benchmarks.records import RESULTS, load_average, machine, spread, write
 from framework.checkpoint.async_checkpointer import AsyncCheckpointer
-from framework.checkpoint.checkpointer import Checkpointer
+from framework.checkpoint.checkpointer import Checkpointer, Retention
 from framework.checkpoint.manifest import list_checkpoints
-from framework.checkpoint.retention import Retention
 from framework.config.load import config_from_values
 from framework.engine import random_state
 from framework.engine.distributed import gather, process_group

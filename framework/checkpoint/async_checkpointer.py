@@ -15,8 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Final, Literal
 
-from framework.checkpoint.checkpointer import Checkpointer
-from framework.checkpoint.commit import discard, make_room
+from framework.checkpoint.checkpointer import Checkpointer, make_room
 from framework.checkpoint.names import SAVING, tag_of
 from framework.checkpoint.save_stream import StagedFiles
 from framework.checkpoint.writer import ALL_WRITTEN, GIVE_UP, WriterProcess
@@ -45,7 +44,6 @@ class AsyncCheckpointer(Checkpointer):
         self._step: int | None = None  # of the save that is under way
         self._state: State = "published"
         self._failure = ""  # this rank's
-        self._written: dict[str, FileRecord] = {}
         self._has_waited = False
         try:
             self._writer: WriterProcess | None = WriterProcess(self._staged.descriptor)
@@ -68,31 +66,52 @@ class AsyncCheckpointer(Checkpointer):
         Raises:
             StorageError: the last save of the run failed.
         """
-        self._settle(due=step)
-        tag = tag_of(step)
-        state = {"step": step, **self._position(step)}
+        self._mention_waiting(due=step)
+        self.finish()
+        tag, state, written = tag_of(step), {"step": step, **self._position(step)}, dict[str, FileRecord]()
         self._staged.clear()
-        failure = self._agree(lambda: self._on_main(lambda: make_room(self._folder))) or self._agree(
-            lambda: self._stage(tag, state)
-        )
+
+        def stage() -> None:
+            # What does not pass through memory is written already, such as DeepSpeed's copies of state on NVMe.
+            written.update(self._engine.save(self._folder / SAVING, tag, state, open_file=self._staged.open) or {})
+
+        failure = self._agree(lambda: make_room(self._folder), only_main=True) or self._agree(stage)
         if failure:
-            self._on_main(lambda: discard(self._folder))
+            self._discard()
             self._report(step, failure)
             return False
         ticket = self._gather(uuid.uuid4().hex if self._is_main else "")[0]
         self._step = step
-        self._begin(self._order(tag, ticket, self._stated(state, metrics or {})))
+        self._begin(self._order(tag, ticket, self._stated(state, metrics or {}), written))
         if step == self._last_step:
-            self._settle()
+            self.finish()
         return True
 
     def finish(self, *, is_final: bool = False) -> None:
-        """Wait until the save that is under way is published. Collective.
+        """Wait until the save that is under way is published: it comes to its end on every rank alike. Collective.
 
         Raises:
-            StorageError: it failed, and `is_final` says that no other follows.
+            StorageError: it failed, and no other follows: `is_final` says so, or it was of the last step.
         """
-        self._settle(is_final=is_final)
+        if self._step is None:
+            return
+        step = self._step
+        failure = next(filter(None, self._await_all("writing", lambda: self._failure)), "")
+        if self._state == "written" and self._is_main and self._writer is not None:
+            with suppress(OSError):  # rank 0's may be over, or dead: its answer tells
+                self._writer.send(word=GIVE_UP if failure else ALL_WRITTEN, failure=failure)
+
+        def conclusion() -> tuple[str, bool]:
+            """As rank 0 knows it: the failure, and whether its writer has logged it."""
+            if self._state == "published":  # all files were there: a writer that died before it said so did its part
+                return "", False
+            return failure or self._failure, self._state == "failed"
+
+        failure, is_reported = self._await_all("written", conclusion, is_mine=self._is_main)[0]
+        self._step = None
+        if failure:
+            self._discard()
+            self._report(step, failure, is_reported=is_reported, is_final=is_final)
 
     def close(self) -> None:
         """End the writer; a save that is under way has a moment to become whole. Not collective."""
@@ -101,36 +120,26 @@ class AsyncCheckpointer(Checkpointer):
             while self._step is not None and (self._state == "writing" or (self._state == "written" and self._is_main)):
                 self._await_answer(max(0.0, deadline - time.monotonic()))
         self._step = None
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        self._reap()
         self._staged.close()
 
-    def _stage(self, tag: str, state: Mapping[str, Any]) -> None:
-        # What does not pass through memory is written already, such as DeepSpeed's copies of state on NVMe.
-        self._written = dict(self._engine.save(self._folder / SAVING, tag, state, open_file=self._staged.open) or {})
-
-    def _order(self, tag: str, ticket: str, stated: Mapping[str, Any]) -> dict[str, Any]:
+    def _order(
+        self, tag: str, ticket: str, stated: Mapping[str, Any], written: Mapping[str, FileRecord]
+    ) -> dict[str, Any]:
         """Build the writer's order; rank 0's publishes as well. The ticket tells this save from all others."""
         root = self._folder / SAVING / tag
-        files = [(file.path.relative_to(root).as_posix(), file.offset, file.num_bytes) for file in self._staged.files]
-        written = {name: asdict(record) for name, record in self._written.items()}
         order: dict[str, Any] = {
             "folder": str(self._folder.absolute()),
             "tag": tag,
             "ticket": ticket,
             "rank": self._rank,
-            "files": files,
-            "written": written,
+            "files": [(one.path.relative_to(root).as_posix(), one.offset, one.num_bytes) for one in self._staged.files],
+            "written": {name: asdict(record) for name, record in written.items()},
         }
-        if not self._is_main:
-            return order
-        return order | {
-            "said": stated,
-            "retention": asdict(self._retention),
-            "world_size": self._world_size,
-            "warns": stated["step"] != self._last_step,
-        }
+        if self._is_main:
+            order |= {"stated": stated, "retention": asdict(self._retention), "world_size": self._world_size}
+            order["warns"] = stated["step"] != self._last_step
+        return order
 
     def _begin(self, order: Mapping[str, Any]) -> None:
         """Give the order, to a fresh writer where the last one has died."""
@@ -144,26 +153,8 @@ class AsyncCheckpointer(Checkpointer):
             except OSError as error:
                 self._reap()
                 if is_last_try:
-                    self._state, self._failure = (
-                        "dead",
-                        f"no process can be started to write it: {error.strerror or error}",
-                    )
-
-    def _settle(self, *, due: int | None = None, is_final: bool = False) -> None:
-        """The save that is under way comes to its end, on every rank alike. Collective."""
-        if self._step is None:
-            return
-        step = self._step
-        if due is not None:
-            self._mention_waiting(step, due=due)
-        failure = next(filter(None, self._await_all("writing", lambda: self._failure)), "")
-        if self._is_main:
-            self._confirm(failure)
-        failure, is_reported = self._await_all("written", lambda: self._conclusion(failure), is_mine=self._is_main)[0]
-        self._step = None
-        if failure:
-            self._on_main(lambda: discard(self._folder))
-            self._report(step, failure, is_reported=is_reported, is_final=is_final)
+                    self._state = "dead"
+                    self._failure = f"no process can be started to write it: {error.strerror or error}"
 
     def _await_all(self, state: State, found: Callable[[], Any], *, is_mine: bool = True) -> list[Any]:
         """Wait until no writer is in this state any more, and return the findings of every rank; a rank whose writer
@@ -179,18 +170,6 @@ class AsyncCheckpointer(Checkpointer):
             if not any(waits for waits, _ in everyone):
                 return [what for _, what in everyone]
 
-    def _confirm(self, failure: str) -> None:
-        """Rank 0's writer is to publish, or to give up."""
-        if self._state == "written" and self._writer is not None:
-            with suppress(OSError):  # it may be over, or dead: its answer tells
-                self._writer.send(word=GIVE_UP if failure else ALL_WRITTEN, failure=failure)
-
-    def _conclusion(self, failure: str) -> tuple[str, bool]:
-        """Return the failure, and whether rank 0's writer has logged it; as rank 0 knows it."""
-        if self._state == "published":  # all files were there: a writer that died before it said so has done its part
-            return "", False
-        return failure or self._failure, self._state == "failed"
-
     def _await_answer(self, timeout: float | None = None) -> None:
         assert self._writer is not None
         answer = self._writer.answer(timeout)
@@ -203,9 +182,9 @@ class AsyncCheckpointer(Checkpointer):
             self._writer.close()
             self._writer = None
 
-    def _mention_waiting(self, step: int, *, due: int) -> None:
+    def _mention_waiting(self, *, due: int) -> None:
         """Once: a disk that is too slow for how often is saved takes time from training, which nobody would see."""
-        if not self._is_main or self._has_waited:
+        if self._step is None or not self._is_main or self._has_waited:
             return
         try:
             while self._state in ("writing", "written"):
@@ -213,6 +192,6 @@ class AsyncCheckpointer(Checkpointer):
         except TimeoutError:
             self._has_waited = True
             warn(
-                f"checkpoint.mode = async: step {due} is to be saved while step {step} is still being written: "
+                f"checkpoint.mode = async: step {due} is to be saved while step {self._step} is still being written: "
                 "training waits for it, now and from here on without a word; save less often [checkpoint-waits]"
             )

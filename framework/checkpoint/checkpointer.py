@@ -1,4 +1,4 @@
-"""When a checkpoint is complete, and which are kept.
+"""Checkpoints of a run: saved, published under their names, kept or deleted, and put right at the next start.
 
 A save never touches what is there: it is written under ``.saving/``, every file flushed to disk, its manifest last;
 then the folder is renamed to its name, and `latest` is replaced. Whenever it is interrupted, the checkpoints that have
@@ -8,46 +8,31 @@ start.
 
 from __future__ import annotations
 
+import errno
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
-from framework.checkpoint.commit import discard, failure_of, make_room, publish, warn_of_failure
-from framework.checkpoint.manifest import list_checkpoints
+from framework.checkpoint.manifest import FORMAT, SavedCheckpoint, list_checkpoints, seal
 from framework.checkpoint.names import LATEST, LEAVING, MANIFEST, SAVING, latest_tag, tag_of
-from framework.checkpoint.retention import Retention
 from framework.engine.protocol import Engine, Gather
 from framework.errors import StorageError
-from framework.system.files import FileRecord, refuse_link, replace_text
+from framework.system.files import (
+    FileRecord,
+    hash_file,
+    refuse_link,
+    replace_text,
+    sync_file,
+    sync_folder,
+    sync_folders,
+)
+from framework.system.log import warn
 
-
-def clear_unfinished(folder: Path) -> list[str]:
-    """Remove what interrupted saves and deletions left, and put `latest` right; returns what was removed.
-
-    A checkpoint that was about to be replaced by one of the same step gets its name back.
-    """
-    removed = []
-    for path in sorted(folder.glob(f"{LEAVING}*")):
-        refuse_link(path)
-        original = folder / path.name.removeprefix(LEAVING)
-        if (path / MANIFEST).exists() and not original.exists():
-            path.rename(original)
-        else:
-            shutil.rmtree(path)
-            removed.append(path.name)
-    refuse_link(folder / SAVING)
-    if (folder / SAVING).exists():
-        removed += sorted(f"{SAVING}/{path.name}" for path in (folder / SAVING).iterdir())
-        shutil.rmtree(folder / SAVING)
-    for path in folder.glob(f".{LATEST}.*.tmp"):
-        path.unlink()
-    newest = next(reversed(list_checkpoints(folder)), None)
-    if newest is not None and latest_tag(folder) != newest.tag:
-        replace_text(folder / LATEST, newest.tag)
-    return removed
+_SCRIPTS: Final = ("zero_to_fp32.py", "zero_to_torch.py")
 
 
 class Checkpointer:
@@ -92,25 +77,22 @@ class Checkpointer:
         Raises:
             StorageError: the last save of the run failed.
         """
-        tag = tag_of(step)
-        state = {"step": step, **self._position(step)}
-        failure = (
-            self._agree(lambda: self._on_main(lambda: make_room(self._folder)))
-            or self._write(tag, state)
-            or self._agree(
-                lambda: self._on_main(
-                    lambda: publish(
-                        self._folder,
-                        tag,
-                        stated=self._stated(state, metrics or {}),
-                        records=self._records,
-                        retention=self._retention,
-                    )
-                )
-            )
-        )
+        tag, state, records = tag_of(step), {"step": step, **self._position(step)}, dict[str, FileRecord]()
+
+        def write() -> None:
+            records.update(self._engine.save(self._folder / SAVING, tag, state) or {})
+
+        def name() -> None:
+            stated = self._stated(state, metrics or {})
+            publish(self._folder, tag, stated=stated, records=records, retention=self._retention)
+
+        failure = self._agree(lambda: make_room(self._folder), only_main=True) or self._agree(write)
+        if not failure:
+            for written in self._gather(records):
+                records |= written
+            failure = self._agree(name, only_main=True)
         if failure:
-            self._on_main(lambda: discard(self._folder))
+            self._discard()
             self._report(step, failure)
         return not failure
 
@@ -131,38 +113,205 @@ class Checkpointer:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         return {**state, **self._description, "saved_at": now, "metrics": measured}
 
+    def _agree(self, work: Callable[[], None], *, only_main: bool = False) -> str:
+        """Do it on every rank, or on rank 0; the first rank's failure, on every rank, or nothing."""
+        failure = ""
+        try:
+            if self._is_main or not only_main:
+                work()
+        except OSError as error:
+            failure = error.strerror or str(error)
+        return next(filter(None, self._gather(failure)), "")
+
+    def _discard(self) -> None:
+        """Remove what a failed save has written; what cannot be removed now is removed before the next save."""
+        if self._is_main:
+            shutil.rmtree(self._folder / SAVING, ignore_errors=True)
+
     def _report(self, step: int, failure: str, *, is_reported: bool = False, is_final: bool = False) -> None:
         """A save has failed: a warning, unless it has been given, or an error where no other save follows."""
         if step == self._last_step or is_final:
             raise StorageError(
-                f"{failure_of(self._folder, step, failure)}; free space or check permissions, then resume with "
+                f"{_described(self._folder, step, failure)}; free space or check permissions, then resume with "
                 "checkpoint.resume=auto [checkpoint-not-written]"
             )
         if self._is_main and not is_reported:
             warn_of_failure(self._folder, step, failure)
 
-    def _write(self, tag: str, state: Mapping[str, Any]) -> str:
-        """All ranks write their files; the first failure of any of them."""
-        self._records: dict[str, FileRecord] = {}
 
-        def write() -> None:
-            self._records = dict(self._engine.save(self._folder / SAVING, tag, state) or {})
+def _described(folder: Path, step: int, failure: str) -> str:
+    return f"{folder / tag_of(step)}: the checkpoint cannot be written ({failure}); earlier ones are untouched"
 
-        failure = self._agree(write)
-        if not failure:
-            for records in self._gather(self._records):
-                self._records |= records
-        return failure
 
-    def _agree(self, work: Callable[[], None]) -> str:
-        """Do it on every rank; the first rank's failure, on every rank, or nothing."""
-        failure = ""
-        try:
-            work()
-        except OSError as error:
-            failure = error.strerror or str(error)
-        return next((stated for stated in self._gather(failure) if stated), "")
+def warn_of_failure(folder: Path, step: int, failure: str) -> None:
+    """A save has failed, and the run does without it."""
+    warn(
+        f"{_described(folder, step, failure)}, training goes on, and the next save tries again [checkpoint-not-written]"
+    )
 
-    def _on_main(self, work: Callable[[], None]) -> None:
-        if self._is_main:
-            work()
+
+# What follows is done by rank 0, or by the process that writes for it: it knows of no engine and of no other rank.
+
+
+def make_room(folder: Path) -> None:
+    """An empty ``.saving`` in a ``checkpoints`` folder."""
+    staging = folder / SAVING
+    refuse_link(folder)
+    refuse_link(staging)
+    if staging.exists():
+        shutil.rmtree(staging)
+    if not folder.exists():
+        folder.mkdir()  # and no parents: a run folder that was removed is not made anew
+    staging.mkdir()
+
+
+def publish(
+    folder: Path, tag: str, *, stated: Mapping[str, Any], records: Mapping[str, FileRecord], retention: Retention
+) -> None:
+    """All files of ``.saving/<tag>`` are written: describe them, flush them, give the checkpoint its name, delete old
+    ones.
+
+    Args:
+        folder: the ``checkpoints`` folder.
+        tag: the checkpoint's name.
+        stated: what the manifest says beside its format and its files; ``step`` is in it.
+        records: the files that the ranks wrote; others that lie there are hashed.
+        retention: which checkpoints are kept.
+
+    Raises:
+        OSError: the file system refused; the checkpoints that have a name are as they were, or the new one has its own.
+    """
+    written, target = folder / SAVING / tag, folder / tag
+    files = {name: asdict(record) for name, record in sorted(_all_records(written, records).items())}
+    replace_text(written / MANIFEST, seal({"format": FORMAT, **stated, "files": files}))
+    sync_folders(written)
+    aside = folder / f"{LEAVING}{tag}"
+    if target.exists():  # the same step, saved again after a resume
+        target.rename(aside)
+    written.rename(target)
+    sync_folder(folder)
+    replace_text(folder / LATEST, tag)
+    _tidy(folder, aside, retention=retention, newest=int(stated["step"]))
+
+
+def _all_records(written: Path, records: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
+    """Records of what the ranks wrote, and of what DeepSpeed put there by itself.
+
+    A run folder on a disk that each host has for itself is refused: its ranks write, and rank 0 sees nothing of it.
+    """
+    for name, record in records.items():
+        path = written / name
+        if not path.exists() or path.lstat().st_size != record.num_bytes:
+            reason = "is not whole where rank 0 looks: all hosts must share the run folder"
+            raise OSError(errno.EIO, f"{name}, which a rank has written, {reason}")
+    found = dict(records)
+    for path in sorted(written.rglob("*")):
+        name = path.relative_to(written).as_posix()
+        if path.is_file() and name not in found:
+            sync_file(path)
+            found[name] = hash_file(path)
+    return found
+
+
+def _tidy(folder: Path, replaced: Path, *, retention: Retention, newest: int) -> None:
+    """Failing here costs disk space, not the run: the new checkpoint is complete."""
+    try:
+        for script in _SCRIPTS:
+            if (folder / SAVING / script).exists():
+                (folder / SAVING / script).replace(folder / script)
+        shutil.rmtree(folder / SAVING)
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        checkpoints = list_checkpoints(folder)
+        if absence := retention.describe_absence(checkpoints, newest=newest):
+            warn(absence)
+        for old in retention.superfluous(checkpoints, newest=newest):
+            # Without a name and a manifest first, so that a kill in the middle leaves nothing to resume from.
+            leaving = folder / f"{LEAVING}{old.tag}"
+            old.path.rename(leaving)
+            (leaving / MANIFEST).unlink()
+            shutil.rmtree(leaving)
+    except OSError as error:
+        warn(f"{folder}: an old checkpoint cannot be deleted ({error}) [checkpoint-not-deleted]")
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Rules for checkpoints that are never deleted.
+
+    Attributes:
+        last: the newest so many.
+        every_steps: those whose step is a multiple of it; None for no such rule.
+        best: name of a metric; the one checkpoint that has its best value. While none has a value, any may turn out to
+            be what was meant, and none is deleted. None for no such rule.
+        best_is: whether the largest or the smallest value is the best.
+    """
+
+    last: int
+    every_steps: int | None = None
+    best: str | None = None
+    best_is: Literal["max", "min"] = "max"
+
+    def superfluous(self, checkpoints: Sequence[SavedCheckpoint], *, newest: int) -> list[SavedCheckpoint]:
+        """List the checkpoints up to the newest step that may be deleted; later ones belong to another past of the run.
+
+        Args:
+            checkpoints: oldest first.
+            newest: step of the checkpoint just written.
+        """
+        own = [checkpoint for checkpoint in checkpoints if checkpoint.step <= newest]
+        kept = {checkpoint.step for checkpoint in own[-self.last :]}
+        if self.every_steps is not None:
+            kept |= {checkpoint.step for checkpoint in own if checkpoint.step % self.every_steps == 0}
+        if self.best is not None:
+            if (best := self.best_of(own)) is None:
+                return []
+            kept.add(best.step)
+        return [checkpoint for checkpoint in own if checkpoint.step not in kept]
+
+    def best_of(self, checkpoints: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
+        """The checkpoint with the best value, the newest of equals; None where none has one."""
+        sign, known = 1 if self.best_is == "max" else -1, []
+        for checkpoint in checkpoints:
+            value = checkpoint.manifest.get("metrics", {}).get(self.best)
+            if isinstance(value, (int, float)) and not math.isnan(value):  # NaN is best of nobody
+                known.append((sign * value, checkpoint.step, checkpoint))
+        return max(known, key=lambda entry: entry[:2])[2] if known else None
+
+    def describe_absence(self, checkpoints: Sequence[SavedCheckpoint], *, newest: int) -> str:
+        """Describe, at the first save of a run, a metric that was not measured at its step; else empty."""
+        own = [checkpoint for checkpoint in checkpoints if checkpoint.step <= newest]
+        if self.best is None or len(own) != 1 or self.best_of(own) is not None:
+            return ""
+        known = ", ".join(sorted(own[0].manifest.get("metrics", {}))) or "nothing"
+        return (
+            f"checkpoint.keep_best = {self.best}: it was not measured at step {own[0].step}, where {known} was; until "
+            "a checkpoint has it none is deleted: evaluate at the steps that are saved, or name another metric "
+            "[metric-not-measured]"
+        )
+
+
+def clear_unfinished(folder: Path) -> list[str]:
+    """Remove what interrupted saves and deletions left, and put `latest` right; returns what was removed.
+
+    A checkpoint that was about to be replaced by one of the same step gets its name back.
+    """
+    removed = []
+    for path in sorted(folder.glob(f"{LEAVING}*")):
+        refuse_link(path)
+        original = folder / path.name.removeprefix(LEAVING)
+        if (path / MANIFEST).exists() and not original.exists():
+            path.rename(original)
+        else:
+            shutil.rmtree(path)
+            removed.append(path.name)
+    refuse_link(folder / SAVING)
+    if (folder / SAVING).exists():
+        removed += sorted(f"{SAVING}/{path.name}" for path in (folder / SAVING).iterdir())
+        shutil.rmtree(folder / SAVING)
+    for path in folder.glob(f".{LATEST}.*.tmp"):
+        path.unlink()
+    newest = next(reversed(list_checkpoints(folder)), None)
+    if newest is not None and latest_tag(folder) != newest.tag:
+        replace_text(folder / LATEST, newest.tag)
+    return removed

@@ -1,9 +1,9 @@
-"""Checkpoints on disk: their manifest, and `SavedCheckpoint`, a checkpoint that was read through it.
+"""`SavedCheckpoint`: a checkpoint on disk, read through its manifest.
 
-Reading a manifest: text to values of the types that every reader relies on, so that all of them judge it alike.
-
-Its seal says that nothing was changed by chance. Who changes it on purpose computes the seal anew, and can write
-anything.
+It is DeepSpeed's layout, ``checkpoints/global_step<N>/`` and ``checkpoints/latest``, plus ``manifest.json`` in each
+checkpoint: files, sizes and SHA-256, step, topology, versions and the resolved config. The manifest's seal says that
+nothing was changed by chance. Who changes it on purpose computes the seal anew, and can write anything: so every value
+that a reader relies on has the type that is given here, or the checkpoint is none.
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from framework.checkpoint.names import MANIFEST, REPLACED, TAG, named_folders
-from framework.checkpoint.unverified import irregular
+from framework.checkpoint.names import MANIFEST, REPLACED, TAG, irregular, named_folders
 from framework.checkpoint.verification import Verification
 from framework.system.files import FileRecord, read_regular
 
@@ -32,162 +30,6 @@ LONGEST_BYTES: Final = 8 << 20
 _LONGEST_NUMBER: Final = 40
 _LARGEST_COUNT: Final = 1 << 63
 _NAMES: Final = ("kind", "target", "object")
-_COUNTS: Final = ("steps_per_epoch", "total_steps", "num_train_samples", "epoch", "step_in_epoch", "samples")
-_LAYOUT: Final = frozenset(
-    {"world_size", "data_parallel_size", "pipe_size", "global_size", "micro_size", "accumulation_steps"}
-)
-
-
-def read_manifest(text: bytes, *, step: int) -> dict[str, Any] | None:
-    """The manifest of the checkpoint of a step; None where the text is not whole, was changed, or holds other types."""
-    if len(text) > LONGEST_BYTES or not text.endswith(b"\n"):
-        return None
-    try:
-        manifest: Any = json.loads(text, parse_constant=_refuse, parse_int=_whole, parse_float=_finite)
-        is_ours = (
-            isinstance(manifest, dict) and manifest.get(SEAL) == hash_of(manifest) and _is_well_formed(manifest, step)
-        )
-    except (ValueError, RecursionError, OverflowError):
-        return None
-    return manifest if is_ours else None
-
-
-def hash_of(manifest: Mapping[str, Any]) -> str:
-    """SHA-256 of everything but the seal."""
-    own = {key: value for key, value in manifest.items() if key != SEAL}
-    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
-
-
-def _refuse(text: str) -> float:
-    raise ValueError(f"{text} is no number of JSON")
-
-
-def _whole(text: str) -> int:
-    return int(text) if len(text) <= _LONGEST_NUMBER else int(_refuse(text))
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    return number if math.isfinite(number) else _refuse(text)
-
-
-def _is_well_formed(manifest: Mapping[str, Any], step: int) -> bool:
-    files, layout = manifest.get("files"), manifest.get("layout")
-    return (
-        _is_count(manifest.get("format"))
-        and manifest["format"] == FORMAT
-        and _is_count(manifest.get("step"))
-        and manifest["step"] == step
-        and all(manifest.get(name) is None or _is_count(manifest[name]) for name in _COUNTS)
-        and isinstance(files, dict)
-        and all(_is_inside(name) and _is_record(record) for name, record in files.items())
-        and isinstance(layout, dict)
-        and layout.keys() >= _LAYOUT
-        and all(_is_count(value) and value > 0 for value in layout.values())
-        and _is_config(manifest.get("config"))
-        and _is_pipeline(manifest.get("pipeline", {"layers": []}))
-        and _is_measured(manifest)
-        and _is_about_its_writer(manifest)
-    )
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _LARGEST_COUNT
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
-
-
-def _is_config(config: Any) -> bool:
-    """Every section is one; those that every reader looks into are there."""
-    if not isinstance(config, dict) or not all(isinstance(section, dict) for section in config.values()):
-        return False
-    run, zero, precision, optimizer, model, training, parallel = (
-        config.get(name, {}) for name in ("run", "zero", "precision", "optimizer", "model", "training", "parallel")
-    )
-    ema = training.get("ema")
-    return (
-        isinstance(run.get("name"), str)
-        and type(zero.get("stage")) is int
-        and 0 <= zero["stage"] <= 3
-        and all(isinstance(zero.get(name), (dict, type(None))) for name in ("offload_optimizer", "offload_param"))
-        and isinstance(precision.get("dtype"), str)
-        and all(
-            isinstance(one, str) for one in (*map(model.get, _NAMES), *map(optimizer.get, _NAMES)) if one is not None
-        )
-        and any(map(model.get, _NAMES))
-        and any(map(optimizer.get, _NAMES))
-        and (optimizer.get("lr") is None or _is_number(optimizer["lr"]))
-        and (ema is None or (isinstance(ema, dict) and _is_number(ema.get("decay"))))
-        and isinstance(parallel.get("partition"), (str, type(None)))
-    )
-
-
-def _is_pipeline(pipeline: Any) -> bool:
-    if not isinstance(pipeline, dict) or not isinstance(pipeline.get("layers"), list):
-        return False
-    layers, bounds = pipeline["layers"], pipeline.get("bounds")
-    return all(isinstance(layer, str) for layer in layers) and (
-        bounds is None
-        or (
-            isinstance(bounds, list)
-            and all(map(_is_count, bounds))
-            and all(start < stop for start, stop in pairwise(bounds))
-            and (bounds[:1], bounds[-1:]) == ([0], [len(layers)])
-        )
-    )
-
-
-def _is_measured(manifest: Mapping[str, Any]) -> bool:
-    """Metrics are numbers, or texts for what JSON has no number for."""
-    metrics, best = manifest.get("metrics", {}), manifest.get("best")
-    is_best = best is None or (
-        isinstance(best, dict)
-        and isinstance(best.get("metric"), str)
-        and _is_number(best.get("value"))
-        and _is_count(best.get("step"))
-    )
-    return (
-        is_best
-        and isinstance(metrics, dict)
-        and all(_is_number(value) or value in ("inf", "-inf", "nan") for value in metrics.values())
-    )
-
-
-def _is_about_its_writer(manifest: Mapping[str, Any]) -> bool:
-    versions, saved_at = manifest.get("versions", {}), manifest.get("saved_at")
-    if saved_at is not None:
-        if not isinstance(saved_at, str):
-            return False
-        datetime.fromisoformat(saved_at).astimezone()
-    is_known = isinstance(versions, dict) and all(isinstance(each, (str, type(None))) for each in versions.values())
-    return is_known and isinstance(manifest.get("data_sha256"), (str, type(None)))
-
-
-def _is_record(record: Any) -> bool:
-    return (
-        isinstance(record, dict)
-        and record.keys() == {"num_bytes", "sha256"}
-        and _is_count(record["num_bytes"])
-        and isinstance(record["sha256"], str)
-    )
-
-
-def _is_inside(name: str) -> bool:
-    """Check that a name stays inside the checkpoint: a manifest that somebody sealed anew must not point at files
-    elsewhere.
-    """
-    path = Path(name)
-    return "\0" not in name and not path.is_absolute() and ".." not in path.parts
-
-
-# Checkpoints on disk: which there are, and whether the bytes of one are those that were written. It is DeepSpeed's
-# layout, ``checkpoints/global_step<N>/`` and ``checkpoints/latest``, plus ``manifest.json`` in each checkpoint, which
-# says what is in it: files, sizes and SHA-256, step, topology, versions and the resolved config. A checkpoint gets
-# its name only when it is complete and on disk (`checkpointer`), so that one with a name is finished.
-
-
 _FORMER_NAME: Final = "dsframework"
 
 
@@ -219,10 +61,13 @@ class SavedCheckpoint:
         """Releases that wrote it, by package; empty where unknown. Older ones noted the project under its former
         name.
         """
-        found = self.manifest.get("versions")
-        if not isinstance(found, Mapping):
-            return {}
+        found = self.manifest.get("versions", {})
         return {"dsf-trainer" if name == _FORMER_NAME else name: version for name, version in found.items()}
+
+    @property
+    def records(self) -> dict[str, FileRecord]:
+        """Its files, as they were written."""
+        return {name: FileRecord(**record) for name, record in self.manifest["files"].items()}
 
     def damage(self) -> list[str]:
         """Find files that are not as they were written, a line for each; reads every byte.
@@ -232,38 +77,22 @@ class SavedCheckpoint:
         """
         if not self.verified:
             return sorted(irregular(self.path))
-        work = Verification(self.path, self.records)
-        try:
+        with contextlib.closing(Verification(self.path, self.records)) as work:
             return sorted([*self.unexpected_files(), *work.damage()])
-        finally:
-            work.close()
-
-    @property
-    def records(self) -> dict[str, FileRecord]:
-        """Its files, as they were written."""
-        return {name: FileRecord(**record) for name, record in self.manifest["files"].items()}
 
     def unexpected_files(self) -> list[str]:
         """A line for each file too many: DeepSpeed finds some of its files by pattern, so that it would be read as
         well.
         """
-        return sorted(self._unexpected_files())
-
-    def _unexpected_files(self) -> Iterator[str]:
-        expected = {*self.manifest["files"], MANIFEST}
+        expected, found = {*self.manifest["files"], MANIFEST}, []
         for place, folders, names in os.walk(self.path):
-            for name in (*folders, *names):
-                path = Path(place, name)
+            for path in (Path(place, name) for name in (*folders, *names)):
                 relative = path.relative_to(self.path).as_posix()
                 if path.is_symlink():
-                    yield f"{relative}: it is a symbolic link"
+                    found.append(f"{relative}: it is a symbolic link")
                 elif not path.is_dir() and relative not in expected:
-                    yield f"{relative}: it was not there when the checkpoint was written"
-
-
-def seal(manifest: Mapping[str, Any]) -> str:
-    """The text of a manifest, with a hash over itself."""
-    return json.dumps({**manifest, SEAL: hash_of(manifest)}, indent=2) + "\n"
+                    found.append(f"{relative}: it was not there when the checkpoint was written")
+        return sorted(found)
 
 
 def list_checkpoints(folder: Path) -> list[SavedCheckpoint]:
@@ -294,7 +123,7 @@ def read_checkpoint(path: Path) -> SavedCheckpoint | None:
         text = read_regular(path / MANIFEST, num_bytes=LONGEST_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    manifest = read_manifest(text, step=int(name["step"])) if text is not None else None
+    manifest = _parsed(text, step=int(name["step"])) if text is not None else None
     return SavedCheckpoint(path.parent, path.name, manifest) if manifest is not None else None
 
 
@@ -313,3 +142,145 @@ def diagnose(path: Path) -> str:
     if len(text) > LONGEST_BYTES:
         return f"{MANIFEST}: it is larger than {LONGEST_BYTES >> 20} MiB, which no checkpoint needs"
     return f"{MANIFEST}: it has changed since it was written, or is of another release"
+
+
+def seal(manifest: Mapping[str, Any]) -> str:
+    """The text of a manifest, with a hash over itself."""
+    return json.dumps({**manifest, SEAL: _hash_of(manifest)}, indent=2) + "\n"
+
+
+def _hash_of(manifest: Mapping[str, Any]) -> str:
+    own = {key: value for key, value in manifest.items() if key != SEAL}
+    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+
+
+def _parsed(text: bytes, *, step: int) -> dict[str, Any] | None:
+    """The manifest of the checkpoint of a step; None where the text is not whole, was changed, or holds other types."""
+    if len(text) > LONGEST_BYTES or not text.endswith(b"\n"):
+        return None
+    try:
+        manifest: dict[str, Any] = json.loads(text, parse_constant=_refuse, parse_int=_whole, parse_float=_finite)
+        is_ours = manifest[SEAL] == _hash_of(manifest) and manifest["step"] == step
+        for path, is_right in _TYPES.items():
+            is_ours = is_ours and all(map(is_right, _values(manifest, path.split("."))))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
+        return None
+    return manifest if is_ours else None
+
+
+def _refuse(text: str) -> float:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _whole(text: str) -> int:
+    return int(text) if len(text) <= _LONGEST_NUMBER else int(_refuse(text))
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refuse(text)
+
+
+def _values(value: Any, path: Sequence[str]) -> Iterator[Any]:
+    """Yield what lies at a path of `_TYPES`.
+
+    Raises:
+        LookupError, TypeError: it leads nowhere.
+    """
+    if not path:
+        yield value
+        return
+    key, may_be_missing = path[0].removesuffix("?"), path[0].endswith("?")
+    if key == "*":
+        parts = value.values() if isinstance(value, dict) else value
+    else:
+        parts = [] if may_be_missing and key not in value else [value[key]]
+    for part in parts:
+        if part is not None or not may_be_missing or not path[1:]:
+            yield from _values(part, path[1:])
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _LARGEST_COUNT
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_time(value: str) -> bool:
+    return bool(datetime.fromisoformat(value).astimezone())
+
+
+def _or_null(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or is_right(value)
+
+
+def _has_name(section: Mapping[str, Any]) -> bool:
+    return any(map(section.get, _NAMES))
+
+
+def _are_records(files: Mapping[str, Any]) -> bool:
+    """All of them stay inside the checkpoint: a manifest that was sealed anew must not point at files elsewhere."""
+    return all(
+        "\0" not in name
+        and not Path(name).is_absolute()
+        and ".." not in Path(name).parts
+        and record.keys() == {"num_bytes", "sha256"}
+        and _is_count(record["num_bytes"])
+        and _is_text(record["sha256"])
+        for name, record in files.items()
+    )
+
+
+def _is_pipeline(pipeline: Mapping[str, Any]) -> bool:
+    """Its cut, where it is given, goes up from 0 to the number of layers."""
+    layers, bounds = pipeline["layers"], pipeline.get("bounds")
+    return isinstance(layers, list) and (
+        bounds is None
+        or (all(map(_is_count, bounds)) and sorted({*bounds}) == bounds and [bounds[0], bounds[-1]] == [0, len(layers)])
+    )
+
+
+_COUNTS: Final = ("steps_per_epoch", "total_steps", "num_train_samples", "epoch", "step_in_epoch", "samples")
+_LAYOUT: Final = ("world_size", "data_parallel_size", "pipe_size", "global_size", "micro_size", "accumulation_steps")
+_TYPES: Final[Mapping[str, Callable[[Any], bool]]] = {
+    "format": lambda value: _is_count(value) and value == FORMAT,
+    "step": _is_count,
+    **{f"{name}?": _or_null(_is_count) for name in _COUNTS},
+    "files": _are_records,
+    **{f"layout.{name}": _is_count for name in _LAYOUT},
+    "layout.*": lambda value: _is_count(value) and value > 0,
+    "config.*": _is_mapping,
+    "config.run.name": _is_text,
+    "config.zero.stage": lambda value: _is_count(value) and value <= 3,
+    "config.zero.offload_optimizer?": _or_null(_is_mapping),
+    "config.zero.offload_param?": _or_null(_is_mapping),
+    "config.precision.dtype": _is_text,
+    **{f"config.{section}": _has_name for section in ("model", "optimizer")},
+    **{f"config.{section}.{name}?": _or_null(_is_text) for section in ("model", "optimizer") for name in _NAMES},
+    "config.optimizer.lr?": _or_null(_is_number),
+    "config.training?.ema?.decay": _is_number,
+    "config.parallel?.partition?": _or_null(_is_text),
+    "pipeline?": _is_pipeline,
+    "pipeline?.layers.*": _is_text,
+    "metrics?": _is_mapping,
+    "metrics?.*": lambda value: _is_number(value) or value in ("inf", "-inf", "nan"),  # JSON has no number for these
+    "best?.metric": _is_text,
+    "best?.value": _is_number,
+    "best?.step": _is_count,
+    "saved_at?": _or_null(_is_time),
+    "versions?": _is_mapping,
+    "versions?.*": _or_null(_is_text),
+    "data_sha256?": _or_null(_is_text),
+}
+"""Dotted path in a manifest -> whether a value there is right. What is marked ? may be missing, and what is in it then
+as well; * stands for every key or item."""

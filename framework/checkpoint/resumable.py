@@ -1,6 +1,7 @@
 """Resume rules: which runs may go on from a checkpoint, which keys may differ, and when its state has to be moved.
 
-Runs that may go on from a checkpoint: those whose arithmetic is the same.
+One table for all keys of the run config: DeepSpeed restores most of what an optimizer, a schedule and a loss scale were
+given from the checkpoint, so that a value that was changed in the config would be lost without a word.
 """
 
 from __future__ import annotations
@@ -12,97 +13,52 @@ from framework.checkpoint.manifest import SavedCheckpoint
 from framework.config.run_config import RunConfig
 from framework.errors import MISSING, ConfigError, Problem, show_value
 
-# Rules for a key of the run config that differs between a checkpoint and the run that goes on from it. One table for
-# all of them, because DeepSpeed restores most of what an optimizer, a schedule and a loss scale were given from the
-# checkpoint: a value that was changed in the config would be lost without a word.
-
-
 Rule = Literal["applied", "refused", "irrelevant"]
 """applied: the new value holds from the next step on, and the run says so. refused: it must be the same. irrelevant: it
 has nothing to do with what goes on."""
 
-RULES: Final[Mapping[str, Rule]] = {
-    "run.name": "irrelevant",
-    "run.output_dir": "irrelevant",
-    "run.seed": "refused",
-    "run.world_size": "irrelevant",
-    "run.backend": "applied",
-    "model": "refused",
-    "data": "refused",
-    "data.root": "applied",
-    "data.path": "applied",
-    "data.download": "irrelevant",
-    "data.num_workers": "irrelevant",
-    "data.prefetch_batches": "irrelevant",
-    "task": "refused",
-    "batch.global_size": "refused",
-    "batch.micro_size": "applied",
-    "batch.accumulation_steps": "applied",
-    "precision.dtype": "applied",
-    "precision.matmul": "applied",
-    "precision.compute_dtype": "applied",
-    "precision.lower_precision_safe_modules": "applied",
-    "precision.check_grad_overflow": "applied",
-    "precision.grad_accumulation": "applied",
-    "precision.grad_reduction": "applied",
-    "precision.loss_scale": "refused",
-    "precision.initial_scale_power": "irrelevant",
-    "precision.loss_scale_window": "refused",
-    "precision.hysteresis": "refused",
-    "precision.consecutive_hysteresis": "refused",
-    "precision.min_loss_scale": "refused",
-    "zero": "applied",
-    "parallel.pipe": "applied",
-    "parallel.partition": "applied",
-    "parallel.stages": "applied",
-    "optimizer": "refused",
-    "scheduler": "refused",
-    "training.max_epochs": "applied",
-    "training.max_steps": "applied",
-    "training.log_every": "applied",
-    "training.clip_grad_norm": "refused",
-    "training.recompute_every": "applied",
-    "training.sync_batch_norm": "applied",
-    "training.deterministic": "applied",
-    "training.channels_last": "applied",
-    "training.freeze": "refused",
-    "training.ema": "applied",
-    "evaluation.every_epochs": "applied",
-    "evaluation.every_steps": "applied",
-    "evaluation.at_end": "applied",
-    "evaluation.batch_size": "applied",
-    "evaluation.max_samples": "applied",
-    "evaluation.weights": "applied",
-    "checkpoint.every_steps": "applied",
-    "checkpoint.every_epochs": "applied",
-    "checkpoint.at_end": "applied",
-    "checkpoint.keep_last": "applied",
-    "checkpoint.keep_every": "applied",
-    "checkpoint.keep_best": "applied",
-    "checkpoint.best_is": "applied",
-    "checkpoint.init_weights": "irrelevant",
-    "checkpoint.resume": "irrelevant",
-    "checkpoint.mode": "applied",
-    "checkpoint.allow_unverified": "irrelevant",
-    "monitors": "irrelevant",
-    "deepspeed": "refused",
-    # Of what is passed through, these measure and tell.
-    "deepspeed.comms_logger": "irrelevant",
-    "deepspeed.dump_state": "irrelevant",
-    "deepspeed.flops_profiler": "irrelevant",
-    "deepspeed.log_level": "irrelevant",
-    "deepspeed.memory_breakdown": "irrelevant",
-    "deepspeed.timers": "irrelevant",
-    "deepspeed.wall_clock_breakdown": "irrelevant",
-    "deepspeed.comet": "irrelevant",
-    "deepspeed.wandb": "irrelevant",
+_KEYS: Final[Mapping[Rule, str]] = {
+    "applied": """
+        zero parallel.pipe parallel.partition parallel.stages batch.micro_size batch.accumulation_steps
+        precision.dtype precision.matmul precision.compute_dtype precision.lower_precision_safe_modules
+        precision.check_grad_overflow precision.grad_accumulation precision.grad_reduction
+        run.backend data.root data.path
+        training.max_epochs training.max_steps training.log_every training.recompute_every training.sync_batch_norm
+        training.deterministic training.channels_last training.ema
+        evaluation.every_epochs evaluation.every_steps evaluation.at_end evaluation.batch_size evaluation.max_samples
+        evaluation.weights
+        checkpoint.every_steps checkpoint.every_epochs checkpoint.at_end checkpoint.keep_last checkpoint.keep_every
+        checkpoint.keep_best checkpoint.best_is checkpoint.mode
+    """,
+    "refused": """
+        model data task optimizer scheduler deepspeed run.seed batch.global_size training.clip_grad_norm training.freeze
+        precision.loss_scale precision.loss_scale_window precision.hysteresis precision.consecutive_hysteresis
+        precision.min_loss_scale
+    """,
+    # Of what is passed through to DeepSpeed, these measure and tell.
+    "irrelevant": """
+        run.name run.output_dir run.world_size data.download data.num_workers data.prefetch_batches
+        precision.initial_scale_power checkpoint.init_weights checkpoint.resume checkpoint.allow_unverified monitors
+        deepspeed.comms_logger deepspeed.dump_state deepspeed.flops_profiler deepspeed.log_level
+        deepspeed.memory_breakdown deepspeed.timers deepspeed.wall_clock_breakdown deepspeed.comet deepspeed.wandb
+    """,
 }
+RULES: Final[Mapping[str, Rule]] = {key: rule for rule, keys in _KEYS.items() for key in keys.split()}
 """Key, or section with all that is in it and not named by itself -> what becomes of a difference."""
 
 # Compared as samples per step: any one of the three keys of `batch` may be left out.
-COMPARED_BY_LAYOUT: Final = "batch.global_size"
+_COMPARED_BY_LAYOUT: Final = "batch.global_size"
 # They belong to fp16, and go with it when the precision changes.
 _OF_ONE_KIND: Final = "precision."
+_EMA: Final = "training.ema"
+_OBJECT_ARGS: Final = "optimizer.args."
+_DATA: Final = {
+    "steps_per_epoch": "its epochs had {} steps and now they have {}: the training data has another size",
+    "num_train_samples": "its training data had {:,} samples and now has {:,}",
+    "data_sha256": "its training data had other tokens, by the checksums of their files",
+}
+# Those whose arithmetic a run is made of.
+_VERSIONS: Final = ("dsf-trainer", "deepspeed", "torch")
 
 
 def rule_of(key: str) -> Rule:
@@ -112,17 +68,7 @@ def rule_of(key: str) -> Rule:
     return next((RULES[prefix] for prefix in prefixes if prefix in RULES), "refused")
 
 
-def must_not_differ(key: str, *, saved: Mapping[str, object], now: Mapping[str, object]) -> bool:
-    """Check whether a difference between two flat configs is one that no run may go on with."""
-    if key == COMPARED_BY_LAYOUT or (key.startswith(_OF_ONE_KIND) and not (key in saved and key in now)):
-        return False
-    return rule_of(key) == "refused"
-
-
-# The run config that a checkpoint was trained with, in a form that can be compared with another.
-
-
-def completed(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _completed(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """A saved config with the keys that an older version did not know at their defaults, which it trained with."""
     try:
         return RunConfig.model_validate(dict(config)).to_dict()
@@ -130,21 +76,15 @@ def completed(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return config
 
 
-def flat(values: Any, prefix: str = "") -> dict[str, Any]:
+def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
     """Dotted keys -> values; lists are values."""
     if not isinstance(values, Mapping):
         return {prefix: values}
     return {
         key: value
         for name, part in values.items()
-        for key, value in flat(part, f"{prefix}.{name}" if prefix else str(name)).items()
+        for key, value in _flat(part, f"{prefix}.{name}" if prefix else str(name)).items()
     }
-
-
-_EMA: Final = "training.ema"
-_OBJECT_ARGS: Final = ("optimizer.args.",)
-# Those whose arithmetic a run is made of.
-_VERSIONS: Final = ("dsf-trainer", "deepspeed", "torch")
 
 
 def check_resumable(
@@ -164,7 +104,7 @@ def check_resumable(
         config: of this run, resolved.
         global_size: samples per step.
         steps_per_epoch: steps in one pass over the data.
-        data: what this run's own checkpoints say of its training data (`framework.setup.assemble.description`).
+        data: what this run's own checkpoints say of its training data (`framework.setup.wiring.description`).
 
     Raises:
         ConfigError: with one problem for every key that differs.
@@ -178,67 +118,52 @@ def check_resumable(
 def _other_steps(checkpoint: SavedCheckpoint, global_size: int) -> Problem | None:
     """The place in the data is counted in steps."""
     saved = checkpoint.manifest["layout"]["global_size"]
-    if saved is None and checkpoint.step:
-        return Problem(
-            kind="resume-global-size",
-            key="batch.global_size",
-            value=global_size,
-            reason=f"the checkpoint {checkpoint.path} counts {checkpoint.manifest['samples']:,} samples in "
-            f"{checkpoint.step:,} steps, so its steps were not all alike, and its place in the data cannot be told",
-            fix="take the weights alone with checkpoint.init_weights",
+    if saved == global_size or (saved is None and not checkpoint.step):
+        return None
+    if saved is None:
+        reason = (
+            f"counts {checkpoint.manifest['samples']:,} samples in {checkpoint.step:,} steps, so its steps were not "
+            "all alike, and its place in the data cannot be told"
         )
-    if saved not in (None, global_size):
-        return Problem(
-            kind="resume-global-size",
-            key="batch.global_size",
-            value=global_size,
-            reason=f"the checkpoint {checkpoint.path} was trained with {saved} samples per step, and "
-            "its place in the data is counted in such steps",
-            fix=f"set batch.global_size: {saved}",
-        )
-    return None
+    else:
+        reason = f"was trained with {saved} samples per step, and its place in the data is counted in such steps"
+    return Problem(
+        kind="resume-global-size",
+        key="batch.global_size",
+        value=global_size,
+        reason=f"the checkpoint {checkpoint.path} {reason}",
+        fix=f"set batch.global_size: {saved}" if saved else "take the weights alone with checkpoint.init_weights",
+    )
 
 
 def _other_data(checkpoint: SavedCheckpoint, steps_per_epoch: int, data: Mapping[str, Any]) -> Problem | None:
     """The order of the samples is a function of how many there are. An older checkpoint says less, and is believed."""
-    saved = checkpoint.manifest
-    stated = ""
-    if saved.get("steps_per_epoch", steps_per_epoch) != steps_per_epoch:
-        stated = (
-            f"its epochs had {saved['steps_per_epoch']} steps and now they have {steps_per_epoch}: the training data "
-            "has another size"
-        )
-    elif _differ(saved, data, "num_train_samples"):
-        stated = (
-            f"its training data had {saved['num_train_samples']:,} samples and now has {data['num_train_samples']:,}"
-        )
-    elif _differ(saved, data, "data_sha256"):
-        stated = "its training data had other tokens, by the checksums of their files"
-    if not stated:
+    saved, now = checkpoint.manifest, {**data, "steps_per_epoch": steps_per_epoch}
+    differing = [name for name in _DATA if name in saved and None not in (saved[name], now.get(name))]
+    first = next((name for name in differing if saved[name] != now[name]), None)
+    if first is None:
         return None
     return Problem(
         kind="resume-data-differs",
         key="checkpoint.resume",
         value=str(checkpoint.path),
-        reason=f"{stated}, so its place in the data means other samples",
+        reason=f"{_DATA[first].format(saved[first], now[first])}, so its place in the data means other samples",
         fix="restore the data, or start afresh under another run.name",
     )
-
-
-def _differ(saved: Mapping[str, Any], now: Mapping[str, Any], name: str) -> bool:
-    return None not in (saved.get(name), now.get(name)) and saved[name] != now[name]
 
 
 def _other_config(checkpoint: SavedCheckpoint, config: Mapping[str, Any]) -> Iterator[Problem]:
     if not checkpoint.verified:  # there is no config to be compared
         return
     saved = checkpoint.manifest["config"]
-    before, now = flat(completed(saved)), flat(config)
-    unsaid = _OBJECT_ARGS if "args" not in (saved.get("optimizer") or {}) else ()  # an older release did not note them
+    before, now = _flat(_completed(saved)), _flat(config)
+    has_args = "args" in (saved.get("optimizer") or {})  # an older release did not note them
     for key in sorted(before.keys() | now.keys()):
-        if key.startswith(unsaid):
+        if key == _COMPARED_BY_LAYOUT or (key.startswith(_OBJECT_ARGS) and not has_args):
             continue
-        if before.get(key) != now.get(key) and must_not_differ(key, saved=before, now=now):
+        if key.startswith(_OF_ONE_KIND) and not (key in before and key in now):
+            continue
+        if before.get(key) != now.get(key) and rule_of(key) == "refused":
             how = f"with {show_value(before[key])}" if key in before else "without it"
             yield Problem(
                 kind="resume-config-differs",
@@ -279,8 +204,8 @@ def describe_changes(checkpoint: SavedCheckpoint, *, config: Mapping[str, Any]) 
     """
     if not checkpoint.verified:  # nobody knows with what it was trained
         return []
-    saved = completed(checkpoint.manifest["config"])
-    before, now = flat(saved), flat(config)
+    saved = _completed(checkpoint.manifest["config"])
+    before, now = _flat(saved), _flat(config)
     stated = [
         f"{key}: {show_value(before.get(key))} -> {show_value(now.get(key))}"
         for key in sorted(before.keys() | now.keys())
@@ -309,22 +234,17 @@ def _inline(settings: Mapping[str, Any]) -> str:
     return "{" + ", ".join(f"{key}: {value}" for key, value in settings.items()) + "}"
 
 
-# Comparison of a checkpoint's layout with that of a run: read as it is, moved, or refused. DeepSpeed reads its own
-# files back where nothing has changed that decides which numbers lie in which file; otherwise every parameter is looked
-# up by its name (`framework.checkpoint.state.reader`).
-
-
 _OFFLOADS: Final = ("offload_optimizer", "offload_param")
 # Of what lies on NVMe, DeepSpeed copies the files of a rank from the checkpoint to wherever the run has its drive.
 _NOT_IN_NVME_FILES: Final = frozenset({"nvme_path", "pin_memory", "pipeline_read", "pipeline_write"})
 
 
 def needs_resharding(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]) -> bool:
-    """Check whether a checkpoint lies on disk in another way than this run would write it.
+    """Check whether a checkpoint lies on disk in another way than this run, by the `description` that its own
+    checkpoints have, would write it.
 
-    Args:
-        checkpoint: what is resumed from.
-        description: what this run's own checkpoints say about it.
+    DeepSpeed reads its own files back where nothing has changed that decides which numbers lie in which file; otherwise
+    every parameter is looked up by its name (`framework.checkpoint.state.reader`).
     """
     return not checkpoint.verified or _arrangement(checkpoint.manifest) != _arrangement(description)
 
@@ -353,7 +273,7 @@ def check_movable(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]
         (checkpoint.manifest, f"the checkpoint {checkpoint.path} holds"),
         (description, "this run keeps"),
     ):
-        zero = completed(manifest["config"]).get("zero") or {}
+        zero = _completed(manifest["config"]).get("zero") or {}
         for section in _OFFLOADS:
             if (zero.get(section) or {}).get("device") == "nvme":
                 raise ConfigError(
@@ -373,7 +293,7 @@ def check_movable(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]
 
 def _arrangement(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return what decides which numbers lie in which file of DeepSpeed's."""
-    layout, config = manifest["layout"], completed(manifest["config"])
+    layout, config = manifest["layout"], _completed(manifest["config"])
     bounds = (manifest.get("pipeline") or {}).get("bounds")
     return {
         "ranks": layout["world_size"],
@@ -403,6 +323,6 @@ def _spread(zero: Mapping[str, Any]) -> dict[str, Any]:
         found[f"{section}.ratio"] = offload.get("ratio")
         if offload.get("device") == "nvme":
             found |= {
-                f"{section}.{key}": value for key, value in flat(offload).items() if key not in _NOT_IN_NVME_FILES
+                f"{section}.{key}": value for key, value in _flat(offload).items() if key not in _NOT_IN_NVME_FILES
             }
     return found

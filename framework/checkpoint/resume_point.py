@@ -15,80 +15,17 @@ from framework.checkpoint.names import (
     LATEST,
     REPLACED,
     TAG,
+    find_raw,
     holders,
     named_folders,
     own_names,
     replaced_names,
 )
-from framework.checkpoint.unverified import find_raw, refused
 from framework.errors import ConfigError, Problem, StorageError, show_value
 from framework.system.files import replace_text
 
+UNVERIFIED: Final = "checkpoint-unverified"
 _RESUME: Final = "checkpoint.resume"
-
-
-def newest_at(path: str, *, key: str, allow_unverified: bool = False) -> SavedCheckpoint | None:
-    """The checkpoint that a path names, or the newest one of the folder that it names, without a look at its files.
-
-    None where there is no finished one; `absence_at` tells why.
-
-    Args:
-        path: of a checkpoint, of a run folder, or of its ``checkpoints``.
-        key: what the user gave the path for.
-        allow_unverified: it may be a checkpoint that has no manifest.
-
-    Raises:
-        ConfigError: there is one without a manifest, and nobody asked for that; kind ``checkpoint-unverified``.
-        StorageError: the manifest of the newest checkpoint is damaged, or storage does not answer.
-    """
-    with explaining_storage_errors(key, path):
-        found = _at(path, key=key, allow_unverified=allow_unverified)
-        damaged = _unreadable(_searched(path, found), known=found, key=key)
-    newer = [damaged[step] for step in sorted(damaged, reverse=True) if step > found[0].step]
-    if newer:
-        raise StorageError(
-            f"{key} = {path}: {'; '.join(newer)}; restore it from a copy, or name an older one, such as "
-            f"{found[0].path} [checkpoint-damaged]"
-        )
-    return next(iter(found), None)
-
-
-def absence_at(path: str, *, key: str) -> str:
-    """Why there is no finished checkpoint at a path where `newest_at` has found none."""
-    with explaining_storage_errors(key, path):
-        if not Path(path).exists():
-            return "there is no such folder"
-        wrong = [_reported(named, key=key) for named in _bearing_a_name(Path(path))]
-    return f"there is no finished checkpoint: {wrong[-1]}" if wrong else "there is no finished checkpoint"
-
-
-def find_checkpoint(resume: str, *, run_checkpoints: Path, allow_unverified: bool = False) -> SavedCheckpoint | None:
-    """The checkpoint that ``checkpoint.resume`` asks for, without a look at its files; None for a fresh start.
-
-    Args:
-        resume: ``auto``, ``never`` or a path.
-        run_checkpoints: where `auto` looks.
-        allow_unverified: a path may name a checkpoint that has no manifest.
-
-    Raises:
-        ConfigError: a path was given and there is no finished checkpoint, or one without a manifest that nobody asked
-        for.
-        StorageError: `auto`, and all that are there are damaged; a folder was given, and the manifest of its newest
-            checkpoint is damaged; or storage does not answer.
-    """
-    if resume == "never":
-        return None
-    if resume != "auto":
-        found = newest_at(resume, key=_RESUME, allow_unverified=allow_unverified)
-        if found is None:
-            raise _not_found(resume)
-        return found
-    with explaining_storage_errors(_RESUME, resume):
-        found = next(reversed(list_checkpoints(run_checkpoints)), None)
-        damaged = {} if found else _unreadable(run_checkpoints, known=(), key=_RESUME)
-    if damaged:
-        raise _none_sound(resume, damaged)
-    return found
 
 
 def find_sound_checkpoint(
@@ -117,22 +54,18 @@ def find_sound_checkpoint(
     if resume == "never":
         return None, []
     with explaining_storage_errors(_RESUME, resume):
-        candidates = (
-            list(reversed(list_checkpoints(run_checkpoints)))
-            if resume == "auto"
-            else _at(resume, key=_RESUME, allow_unverified=allow_unverified)
-        )
-        searched = run_checkpoints if resume == "auto" else _searched(resume, candidates)
-        refused = _unreadable(searched, known=candidates, key=_RESUME)
-    if resume != "auto" and not candidates:
-        raise _not_found(resume)
-    _refuse_replaced(candidates)
+        if resume == "auto":
+            candidates = list_checkpoints(run_checkpoints)[::-1]
+            refused = _unreadable(run_checkpoints, known=candidates, key=_RESUME)
+        else:
+            candidates, refused = _at(resume, key=_RESUME, allow_unverified=allow_unverified)
+    if resume != "auto":
+        if not candidates:
+            raise _not_found(resume)
+        candidates = candidates[:1]
+        _refuse_replaced(candidates[0])
     for candidate in candidates:
-        newer = (
-            [refused[step] for step in sorted(refused, reverse=True) if step > candidate.step]
-            if candidate.verified
-            else []
-        )
+        newer = _newer(refused, than=candidate)
         if resume != "auto" and newer:
             break
         damage = damage_of(candidate)
@@ -140,71 +73,78 @@ def find_sound_checkpoint(
             return candidate, newer
         more = f" (and {len(damage) - 1} more)" if damage[1:] else ""
         refused[candidate.step if candidate.verified else -1] = f"{candidate.path}/{damage[0]}{more}"
-        if resume != "auto":
-            break
-    if refused:
-        raise _none_sound(resume, refused)
-    return None, []
-
-
-def _none_sound(resume: str, refused: Mapping[int, str]) -> StorageError:
-    reported = "; ".join(refused[step] for step in sorted(refused, reverse=True))
-    return StorageError(
-        f"{_RESUME} = {resume}: {'no checkpoint is sound' if resume == 'auto' else 'the checkpoint is damaged'}: "
-        f"{reported}; "
+    if not refused:
+        return None, []
+    stated = "no checkpoint is sound" if resume == "auto" else "the checkpoint is damaged"
+    raise StorageError(
+        f"{_RESUME} = {resume}: {stated}: {'; '.join(refused[step] for step in sorted(refused, reverse=True))}; "
         "restore it from a copy, name another one, or start afresh with checkpoint.resume=never [checkpoint-damaged]"
     )
 
 
-def _refuse_replaced(candidates: Sequence[SavedCheckpoint]) -> None:
-    """The run that goes on from it writes checkpoints of the steps that follow, beside it: it needs its own name for
-    that.
+def find_checkpoint(resume: str, *, run_checkpoints: Path, allow_unverified: bool = False) -> SavedCheckpoint | None:
+    """The checkpoint that ``checkpoint.resume`` asks for, without a look at its files; None for a fresh start.
+
+    Arguments and errors are those of `find_sound_checkpoint`, but for a folder whose newest manifest is damaged: there
+    it is the error of `newest_at`.
     """
-    for candidate in candidates:
-        if replaced := REPLACED.match(candidate.tag):
-            back = candidate.folder / replaced["tag"]
-            raise ConfigError(
-                Problem(
-                    kind="checkpoint-replaced",
-                    key=_RESUME,
-                    value=str(candidate.path),
-                    reason="it was set aside when the steps before it were taken again",
-                    fix=f"rename it back to {back}"
-                    + (", after what has that name now," if back.exists() else "")
-                    + " and name that",
-                )
-            )
+    if resume in ("auto", "never"):
+        return find_sound_checkpoint(resume, run_checkpoints=run_checkpoints, damage_of=lambda _: [])[0]
+    found = newest_at(resume, key=_RESUME, allow_unverified=allow_unverified)
+    if found is None:
+        raise _not_found(resume)
+    return found
 
 
-def _searched(path: str, found: Sequence[SavedCheckpoint]) -> Path | None:
-    """The folder of which the newest checkpoint is asked for; None where a checkpoint is named, or there is none."""
-    if not found or not found[0].verified or found[0].path.resolve() == Path(path).resolve():
-        return None
-    return found[0].folder
+def newest_at(path: str, *, key: str, allow_unverified: bool = False) -> SavedCheckpoint | None:
+    """The checkpoint that a path names, or the newest one of the folder that it names, without a look at its files.
 
+    None where there is no finished one; `absence_at` tells why.
 
-def _unreadable(folder: Path | None, *, known: Sequence[SavedCheckpoint], key: str) -> dict[int, str]:
-    """Steps whose checkpoint has its name, and no manifest of this release as it was written; and what to say of
-    them.
+    Args:
+        path: of a checkpoint, of a run folder, or of its ``checkpoints``.
+        key: what the user gave the path for.
+        allow_unverified: it may be a checkpoint that has no manifest.
+
+    Raises:
+        ConfigError: there is one without a manifest, and nobody asked for that; kind ``checkpoint-unverified``.
+        StorageError: the manifest of the newest checkpoint is damaged, or storage does not answer.
     """
-    tags = {checkpoint.tag for checkpoint in known}
-    return (
-        {step: _reported(path, key=key) for step, path in named_folders(folder) if path.name not in tags}
-        if folder
-        else {}
-    )
+    with explaining_storage_errors(key, path):
+        found, damaged = _at(path, key=key, allow_unverified=allow_unverified)
+    if found and (newer := _newer(damaged, than=found[0])):
+        raise StorageError(
+            f"{key} = {path}: {'; '.join(newer)}; restore it from a copy, or name an older one, such as "
+            f"{found[0].path} [checkpoint-damaged]"
+        )
+    return next(iter(found), None)
 
 
-def _reported(path: Path, *, key: str) -> str:
-    stated = f"{path}{': ' if path.is_symlink() else '/'}{diagnose(path)}"
-    if find_raw(path) is None:
-        return stated
-    how = (
-        f"{key}={path} with checkpoint.allow_unverified=true"
-        if key.startswith("checkpoint.")
-        else f"{path} --allow-unverified"
+def absence_at(path: str, *, key: str) -> str:
+    """Why there is no finished checkpoint at a path where `newest_at` has found none."""
+    with explaining_storage_errors(key, path):
+        named = Path(path)
+        if not named.exists():
+            return "there is no such folder"
+        bears_a_name = TAG.match(named.name) or REPLACED.match(named.name)
+        inside = [found for folder in reversed(holders(named)) for _, found in named_folders(folder)]
+        wrong = [_reported(found, key=key) for found in ([named] if bears_a_name else inside)]
+    return f"there is no finished checkpoint: {wrong[-1]}" if wrong else "there is no finished checkpoint"
+
+
+def refused_unverified(path: Path, *, key: str) -> ConfigError:
+    """The error for a checkpoint without a manifest that nobody asked for; `key` is what names it."""
+    word = "checkpoint.allow_unverified: true" if key.startswith("checkpoint.") else "--allow-unverified"
+    return ConfigError(
+        Problem(
+            kind=UNVERIFIED,
+            key=key,
+            value=str(path),
+            reason="it has no manifest (DeepSpeed wrote it by itself, or the manifest is lost), so nothing tells "
+            "whether its files are whole, or whose they are",
+            fix=f"{word} reads it nevertheless, as weights only",
+        )
     )
-    return f"{stated} ({how} reads it without one)"
 
 
 @contextlib.contextmanager
@@ -220,18 +160,56 @@ def explaining_storage_errors(key: str, value: str) -> Iterator[None]:
         ) from error
 
 
-def _at(path: str, *, key: str, allow_unverified: bool) -> list[SavedCheckpoint]:
-    """Finished checkpoints at a path, the newest first."""
+def _at(path: str, *, key: str, allow_unverified: bool) -> tuple[list[SavedCheckpoint], dict[int, str]]:
+    """Finished checkpoints at a path, the newest first; where it names their folder, also what `_unreadable` finds."""
     for named in own_names(Path(path)):
         if checkpoint := read_checkpoint(named):
-            return [checkpoint]
+            return [checkpoint], {}
     for folder in holders(Path(path)):
         if found := list_checkpoints(folder):
-            return list(reversed(found))
+            return found[::-1], _unreadable(folder, known=found, key=key)
     raw = find_raw(Path(path))
     if raw is not None and not allow_unverified:
-        raise refused(raw, key=key)
-    return [SavedCheckpoint(raw.parent, raw.name, {}, verified=False)] if raw is not None else []
+        raise refused_unverified(raw, key=key)
+    return [SavedCheckpoint(raw.parent, raw.name, {}, verified=False)] if raw is not None else [], {}
+
+
+def _unreadable(folder: Path, *, known: Sequence[SavedCheckpoint], key: str) -> dict[int, str]:
+    """Steps whose checkpoint has its name, and no manifest of this release as it was written -> what to say of it."""
+    tags = {checkpoint.tag for checkpoint in known}
+    return {step: _reported(path, key=key) for step, path in named_folders(folder) if path.name not in tags}
+
+
+def _newer(refused: Mapping[int, str], *, than: SavedCheckpoint) -> list[str]:
+    return [refused[step] for step in sorted(refused, reverse=True) if step > than.step]
+
+
+def _reported(path: Path, *, key: str) -> str:
+    stated = f"{path}{': ' if path.is_symlink() else '/'}{diagnose(path)}"
+    if find_raw(path) is None:
+        return stated
+    how = (
+        f"{key}={path} with checkpoint.allow_unverified=true"
+        if key.startswith("checkpoint.")
+        else f"{path} --allow-unverified"
+    )
+    return f"{stated} ({how} reads it without one)"
+
+
+def _refuse_replaced(candidate: SavedCheckpoint) -> None:
+    """The run that goes on from it writes the checkpoints that follow beside it: it needs its own name for that."""
+    if replaced := REPLACED.match(candidate.tag):
+        back = candidate.folder / replaced["tag"]
+        after = ", after what has that name now," if back.exists() else ""
+        raise ConfigError(
+            Problem(
+                kind="checkpoint-replaced",
+                key=_RESUME,
+                value=str(candidate.path),
+                reason="it was set aside when the steps before it were taken again",
+                fix=f"rename it back to {back}{after} and name that",
+            )
+        )
 
 
 def _not_found(resume: str) -> ConfigError:
@@ -244,13 +222,6 @@ def _not_found(resume: str) -> ConfigError:
             fix="name a .../global_step<N> folder or a run folder that holds one, or write auto or never",
         )
     )
-
-
-def _bearing_a_name(path: Path) -> list[Path]:
-    """Find checkpoints by name: the path itself, or folders in it, the oldest first."""
-    if (TAG.match(path.name) or REPLACED.match(path.name)) and path.exists():
-        return [path]
-    return [found for folder in reversed(holders(path)) for _, found in named_folders(folder)]
 
 
 def set_aside_later(start: SavedCheckpoint) -> list[Path]:

@@ -1,7 +1,4 @@
-"""Verification of files, by one process in threads, and by all ranks of a run together.
-
-Verification of files, all of them read in threads, by one process.
-"""
+"""Verification of a checkpoint's files, by one process in threads, or by all ranks of a run together."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ import stat
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,6 +19,8 @@ if TYPE_CHECKING:
     from framework.checkpoint.manifest import SavedCheckpoint
 
 _MOST_THREADS: Final = 16
+_BEAT_SECONDS: Final = 5.0
+_BEATS_PER_LINE: Final = 6
 
 
 class Verification:
@@ -34,7 +34,7 @@ class Verification:
         self._threads = ThreadPoolExecutor(threads)  # hashing releases the interpreter
         self._lines: list[Future[str]] = [self._threads.submit(self._compare, *record) for record in records.items()]
 
-    def wait(self, seconds: float | None = None) -> bool:
+    def wait(self, seconds: float) -> bool:
         """Check whether all of it is done, within so many seconds."""
         return not wait(self._lines, timeout=seconds).not_done
 
@@ -71,15 +71,6 @@ class Verification:
         self._done[name] = num_bytes
 
 
-# Verification of a checkpoint by all ranks of a run together. A terabyte takes longer to read than ranks wait for each
-# other in a collective. So each reads its share, and all of them meet every few seconds meanwhile to say how far they
-# are.
-
-
-_BEAT_SECONDS: Final = 5.0
-_BEATS_PER_LINE: Final = 6
-
-
 def share_of(records: Mapping[str, FileRecord], *, index: int, count: int) -> dict[str, FileRecord]:
     """The files that the one with this index of `count` reads: each has about as many bytes as any other."""
     loads, mine = [0] * count, {}
@@ -94,6 +85,9 @@ def share_of(records: Mapping[str, FileRecord], *, index: int, count: int) -> di
 class SharedVerification:
     """A checkpoint is verified by all ranks. Rank 0 asks for it, and the others help until it says that no more
     follows.
+
+    A terabyte takes longer to read than ranks wait for each other in a collective. So each reads its share, and all of
+    them meet every few seconds meanwhile to say how far they are.
     """
 
     def __init__(
@@ -129,22 +123,17 @@ class SharedVerification:
         neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[self._rank]]
         sharing = neighbours if on_every_host else range(len(hosts))
         mine = share_of(checkpoint.records, index=sharing.index(self._rank), count=len(sharing))
-        work = Verification(checkpoint.path, mine, num_sharing=len(neighbours))
-        try:
-            self._meet_until_done(work, checkpoint, times_read=len(hosts) / len(sharing))
+        total = sum(record.num_bytes for record in checkpoint.records.values()) * len(hosts) / len(sharing)
+        with closing(Verification(checkpoint.path, mine, num_sharing=len(neighbours))) as work:
+            self._meet_until_done(work, f"of {total / 1e9:.1f} GB are verified", checkpoint.path)
             own = work.damage() + (checkpoint.unexpected_files() if sharing[0] == self._rank else [])
-        finally:
-            work.close()
         return sorted({line for lines in self._gather(own) for line in lines})
 
-    def _meet_until_done(self, work: Verification, checkpoint: SavedCheckpoint, *, times_read: float) -> None:
-        total = sum(record.num_bytes for record in checkpoint.records.values()) * times_read
-        beat = 0
-        is_done = False
+    def _meet_until_done(self, work: Verification, stated: str, path: Path) -> None:
+        beat, is_done = 0, False
         while not is_done:
             states = self._gather((work.wait(_BEAT_SECONDS), work.done_bytes))
             is_done = all(done for done, _ in states)
             if self._rank == 0 and not is_done and beat % _BEATS_PER_LINE == 0:
-                read = sum(num_bytes for _, num_bytes in states)
-                self._print_line(f"{checkpoint.path}: {read / 1e9:.1f} of {total / 1e9:.1f} GB are verified")
+                self._print_line(f"{path}: {sum(num_bytes for _, num_bytes in states) / 1e9:.1f} {stated}")
             beat += 1

@@ -1,6 +1,4 @@
-"""Background writer: the process that writes a rank's checkpoints, the rank's view of it, and their messages.
-
-The process that writes a rank's checkpoints while the rank trains on.
+"""Background writer: the process that writes a rank's checkpoints while the rank trains on, and the rank's view of it.
 
 It takes orders over a channel and finds the files in memory that it shares with the rank. Beside the files it leaves a
 record of what they hold. The writer of rank 0 waits for the records of all ranks and then publishes the checkpoint, so
@@ -28,21 +26,28 @@ from pathlib import Path
 from typing import Any, Final
 
 import framework
-from framework.checkpoint.commit import publish, warn_of_failure
+from framework.checkpoint.checkpointer import Retention, publish, warn_of_failure
 from framework.checkpoint.names import SAVING
-from framework.checkpoint.retention import Retention
 from framework.system.files import FileRecord, digest_of, replace_text, write_new
 from framework.system.parent_watch import die_with
 from framework.system.stopping import SIGNALS
 
-# Messages between a rank and the process that writes its checkpoints: a line of JSON each, over a pair of sockets.
-
-
+GIVE_UP: Final = "give-up"
+ALL_WRITTEN: Final = "all-written"
+_SHORTEST_PAUSE_SECONDS: Final = 0.005
+_LONGEST_PAUSE_SECONDS: Final = 1.0
+# One alone is slower than many a disk; the cores belong to training.
+_HASHING_THREADS: Final = 2
+# A shared file system shows what another host has written within about a minute (NFS: `acdirmax`, 60 s).
+_LONGEST_DELAY_SECONDS: Final = 180.0
 _BLOCK: Final = 1 << 16
+_END_SECONDS: Final = 5.0
+_ROOT: Final = str(Path(framework.__file__).resolve().parents[1])
+_PROGRAM: Final = f"import sys; sys.path.insert(0, {_ROOT!r}); from framework.checkpoint.writer import main; main()"
 
 
 class Channel:
-    """One end."""
+    """One end of a pair of sockets between a rank and its writer: each message is a line of JSON."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end, self._read = end, b""
@@ -84,14 +89,6 @@ class Channel:
         self._end.close()
 
 
-GIVE_UP: Final = "give-up"
-ALL_WRITTEN: Final = "all-written"
-_SHORTEST_PAUSE_SECONDS: Final = 0.005
-_LONGEST_PAUSE_SECONDS: Final = 1.0
-# One alone is slower than many a disk; the cores belong to training.
-_HASHING_THREADS: Final = 2
-# A shared file system shows what another host has written within about a minute (NFS: `acdirmax`, 60 s).
-_LONGEST_DELAY_SECONDS: Final = 180.0
 # Waits so many seconds for a message from the rank; empty where there was none.
 Listen = Callable[[float], Mapping[str, Any]]
 
@@ -122,14 +119,6 @@ def write_files(order: Mapping[str, Any], memory: memoryview) -> None:
     replace_text(_record(order), json.dumps({"files": files | order["written"], "failure": ""}))
 
 
-def note_failure(order: Mapping[str, Any], failure: str) -> None:
-    """Leave word for rank 0's writer, if the disk has room for it; otherwise the ranks tell each other at the next
-    save.
-    """
-    with suppress(OSError):
-        replace_text(_record(order), json.dumps({"files": {}, "failure": failure}))
-
-
 def publish_when_all_have_written(order: Mapping[str, Any], listen: Listen) -> None:
     """Wait for the records of all ranks, and give the checkpoint its name.
 
@@ -143,7 +132,7 @@ def publish_when_all_have_written(order: Mapping[str, Any], listen: Listen) -> N
         if reported["failure"]:
             raise _NotWrittenError(reported["failure"])
         records |= {name: FileRecord(**record) for name, record in reported["files"].items()}
-    publish(folder, order["tag"], stated=order["said"], records=records, retention=Retention(**order["retention"]))
+    publish(folder, order["tag"], stated=order["stated"], records=records, retention=Retention(**order["retention"]))
 
 
 def _await_record(path: Path, rank: int, listen: Listen) -> Mapping[str, Any]:
@@ -194,9 +183,10 @@ class Writer:
         except (OSError, _NotWrittenError) as error:
             failure = getattr(error, "strerror", None) or str(error)
             if order["rank"] != 0:
-                note_failure(order, failure)
+                with suppress(OSError):  # without room for it, the ranks tell each other at the next save
+                    replace_text(_record(order), json.dumps({"files": {}, "failure": failure}))
             elif order["warns"]:
-                warn_of_failure(Path(order["folder"]), order["said"]["step"], failure)
+                warn_of_failure(Path(order["folder"]), order["stated"]["step"], failure)
             self._report(state="failed", failure=failure)
 
     def _write(self, order: Mapping[str, Any]) -> None:
@@ -239,16 +229,11 @@ def main() -> None:
         Writer(Channel(socket.socket(fileno=channel)), memory).serve()
 
 
-# The writer, as a rank sees it: a process that is started once, given orders, and replaced when it has died.
-
-
-_ROOT: Final = str(Path(framework.__file__).resolve().parents[1])
-_PROGRAM: Final = f"import sys; sys.path.insert(0, {_ROOT!r}); from framework.checkpoint.writer import main; main()"
-_END_SECONDS: Final = 5.0
-
-
 class WriterProcess:
-    """One process; it is not forked, because forks of a process that drives a GPU do not work."""
+    """The writer, as a rank sees it: one process, given orders, and replaced when it has died.
+
+    It is not forked, because forks of a process that drives a GPU do not work.
+    """
 
     def __init__(self, memory: int) -> None:
         """Start it.

@@ -21,9 +21,8 @@ import torch
 
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.resume_point import absence_at, newest_at
-from framework.checkpoint.state.exported_weights import PICKLED, TIES
-from framework.checkpoint.state.merged_weights import MergedWeights
-from framework.checkpoint.state.weight_files import entries, split, write_pt, write_safetensors
+from framework.checkpoint.state.reader import MergedWeights
+from framework.checkpoint.state.weight_files import PICKLED, TIES, entries, split, write_pt, write_safetensors
 from framework.config.base import Object, Target
 from framework.config.run_config import RunConfig
 from framework.errors import EXIT_OK, ConfigError, Problem, StorageError, printable

@@ -24,8 +24,7 @@ from typing import Any, Final
 import torch
 
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.resume_point import absence_at, newest_at
-from framework.checkpoint.unverified import KIND as UNVERIFIED
+from framework.checkpoint.resume_point import UNVERIFIED, absence_at, newest_at
 from framework.config.data import Text, TextPairs
 from framework.config.language_models import GPT
 from framework.config.load import load_config

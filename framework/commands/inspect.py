@@ -21,14 +21,17 @@ from framework.checkpoint.names import (
     REPLACED,
     SWAPPED,
     TAG,
+    find_raw,
     holders,
+    irregular,
     latest_tag,
     named_folders,
     own_names,
+    read_names,
     replaced_folders,
     size_of,
 )
-from framework.checkpoint.unverified import find_raw, irregular, read_names, refused
+from framework.checkpoint.resume_point import refused_unverified
 from framework.errors import EXIT_OK, EXIT_STORAGE, ConfigError, Problem, StorageError, counted, printable, show_value
 from framework.train.best import best_in
 
@@ -87,7 +90,7 @@ def _raw(path: Path, *, as_json: bool, allowed: bool) -> tuple[str, bool]:
     folder = find_raw(path)
     assert folder is not None
     if not allowed:
-        raise refused(folder, key="inspect")
+        raise refused_unverified(folder, key="inspect")
     names, damage = read_names(folder), list(irregular(folder))
     rows: dict[str, str] = {
         "checkpoint": str(folder),

@@ -15,8 +15,8 @@ import torch.distributed
 
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.resume_point import explaining_storage_errors, newest_at
-from framework.checkpoint.state.exported_weights import PICKLED, LazyWeights, is_exported, read_exported, shapes_of
-from framework.checkpoint.state.merged_weights import MergedWeights
+from framework.checkpoint.state.reader import MergedWeights
+from framework.checkpoint.state.weight_files import PICKLED, LazyWeights, is_exported, read_exported, shapes_of
 from framework.errors import ConfigError, StorageError, in_one_line, show_value
 from framework.models.survey import Surveyed
 

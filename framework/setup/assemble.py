@@ -10,7 +10,7 @@ import torch
 
 from framework.checkpoint.async_checkpointer import AsyncCheckpointer
 from framework.checkpoint.checkpointer import Checkpointer
-from framework.checkpoint.state.exported_weights import LazyWeights
+from framework.checkpoint.state.weight_files import LazyWeights
 from framework.config.base import Object, Target
 from framework.engine import random_state
 from framework.engine.distributed import from_rank0, rank

@@ -12,7 +12,7 @@ from typing import Any
 
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.resume_point import find_checkpoint
-from framework.checkpoint.state.exported_weights import LazyWeights
+from framework.checkpoint.state.weight_files import LazyWeights
 from framework.config.load import Source
 from framework.config.run_config import RunConfig
 from framework.data.splits import tokens_sha256

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from framework.checkpoint.async_checkpointer import AsyncCheckpointer
-from framework.checkpoint.checkpointer import Checkpointer
-from framework.checkpoint.retention import Retention
+from framework.checkpoint.checkpointer import Checkpointer, Retention
 from framework.config.precision import BF16, FP16, FP32, Autocast
 from framework.config.run_config import RunConfig
 from framework.data.loaders import EvalLoader, TrainLoader

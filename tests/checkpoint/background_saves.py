@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from framework.checkpoint.async_checkpointer import AsyncCheckpointer
-from framework.checkpoint.retention import Retention
+from framework.checkpoint.checkpointer import Retention
 from framework.checkpoint.save_stream import OpenFile
 from framework.errors import StorageError
 from framework.system.files import FileRecord, NewFile

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from framework.checkpoint.checkpointer import Checkpointer
+from framework.checkpoint.checkpointer import Checkpointer, Retention
 from framework.checkpoint.manifest import SavedCheckpoint, list_checkpoints
 from framework.checkpoint.resume_point import find_checkpoint
-from framework.checkpoint.retention import Retention
 from framework.config.load import config_from_values
 from framework.system.files import FileRecord
 

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from framework.checkpoint import async_checkpointer
-from framework.checkpoint.checkpointer import Checkpointer
+from framework.checkpoint.checkpointer import Checkpointer, Retention
 from framework.checkpoint.manifest import list_checkpoints
-from framework.checkpoint.retention import Retention
 from framework.errors import StorageError
 from framework.system.files import FileRecord
 from tests.checkpoint.background_saves import (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.checkpoint import commit as publication
+from framework.checkpoint import checkpointer as publication
 from framework.errors import StorageError
 from framework.system.files import FileRecord
 from tests.checkpoint.small_checkpoints import (

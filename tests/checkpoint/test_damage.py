@@ -18,8 +18,8 @@ import pytest
 
 from framework.checkpoint.checkpointer import clear_unfinished
 from framework.checkpoint.manifest import list_checkpoints, read_checkpoint, seal
+from framework.checkpoint.names import find_raw
 from framework.checkpoint.resume_point import find_checkpoint, find_sound_checkpoint, newest_at, set_aside_later
-from framework.checkpoint.unverified import find_raw
 from framework.commands.inspect import run_inspect
 from framework.errors import ConfigError, StorageError
 from tests.checkpoint.test_every_fault import before

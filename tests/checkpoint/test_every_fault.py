@@ -22,10 +22,9 @@ import pytest
 
 from framework.checkpoint import async_checkpointer
 from framework.checkpoint.async_checkpointer import AsyncCheckpointer
-from framework.checkpoint.checkpointer import Checkpointer, clear_unfinished
+from framework.checkpoint.checkpointer import Checkpointer, Retention, clear_unfinished
 from framework.checkpoint.manifest import list_checkpoints
 from framework.checkpoint.resume_point import find_sound_checkpoint
-from framework.checkpoint.retention import Retention
 from framework.checkpoint.save_stream import OpenFile
 from framework.checkpoint.writer import Writer
 from framework.config.load import config_from_values

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.checkpoint.checkpointer import clear_unfinished
-from framework.checkpoint.commit import make_room
+from framework.checkpoint.checkpointer import clear_unfinished, make_room
 from framework.data.token_files import keep_tokenizer
 from framework.errors import StorageError
 from framework.system.files import open_own

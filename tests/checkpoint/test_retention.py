@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from framework.checkpoint.checkpointer import Retention
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.retention import Retention
 
 
 def saved(step: int, **metrics: Any) -> SavedCheckpoint:

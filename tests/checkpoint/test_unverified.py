@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from framework.checkpoint.names import find_raw, irregular, read_names
 from framework.checkpoint.resume_point import find_checkpoint, find_sound_checkpoint
-from framework.checkpoint.unverified import find_raw, irregular, read_names
 from framework.errors import ConfigError, StorageError
 
 STAGES = {

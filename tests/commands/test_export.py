@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from framework.checkpoint.state.exported_weights import INDEX, TIES, read_exported
+from framework.checkpoint.state.weight_files import INDEX, TIES, read_exported
 from framework.commands.export import export, main
 from framework.engine.weights import put_weights
 from framework.errors import ConfigError, FrameworkError, StorageError, UsageError, show_value
@@ -181,7 +181,7 @@ class TestRealCheckpoints:
     def test_a_number_that_fp16_has_not_is_named(
         self, tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from framework.checkpoint.state.merged_weights import MergedWeights
+        from framework.checkpoint.state.reader import MergedWeights
 
         read = MergedWeights.__getitem__
         monkeypatch.setattr(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from framework.checkpoint.manifest import SavedCheckpoint, list_checkpoints
-from framework.checkpoint.state.exported_weights import LazyWeights
+from framework.checkpoint.state.weight_files import LazyWeights
 from framework.data.prepare import prepare
 from framework.engine.weights import checkpoint_weights, find_weights
 from tests.engine.test_pipeline import BERT, GPT, RESNET

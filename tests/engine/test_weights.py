@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 
 from framework.checkpoint.manifest import SavedCheckpoint, seal
 from framework.checkpoint.resume_point import find_checkpoint
-from framework.checkpoint.state.exported_weights import LazyWeights
+from framework.checkpoint.state.weight_files import LazyWeights
 from framework.config.load import config_from_values
 from framework.data.batches import WholeBatch
 from framework.data.order import epoch_order

@@ -109,17 +109,8 @@ class AtomicCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._records[path.relative_to(self._root).as_posix()] = hash_file(path)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Read one file.
-
-        Raises:
-            StorageError: it cannot be read; with its name and the reason, to be put into a sentence.
-        """
-        try:
-            return read_file(Path(path), map_location=map_location)
-        except pickle.UnpicklingError as error:
-            raise StorageError(str(error)) from error
-        except Exception as error:  # a cut-off file alone has five types of exceptions, by where it was cut
-            raise StorageError(f"{Path(path).name} cannot be read: {in_one_line(error)}") from error
+        """Read one file; raises what `read_or_explain` raises."""
+        return read_or_explain(Path(path), map_location=map_location)
 
 
 def _write(state: Any, path: Path, open_file: OpenFile) -> FileRecord | None:
@@ -183,12 +174,25 @@ def read_file(path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> A
         ) from None
 
 
+def read_or_explain(path: Path, **options: Any) -> Any:
+    """As `read_file`.
+
+    Raises:
+        StorageError: it cannot be read; with its name and the reason, to be put into a sentence.
+    """
+    try:
+        return read_file(path, **options)
+    except pickle.UnpicklingError as error:
+        raise StorageError(str(error)) from error
+    except Exception as error:  # a cut-off file alone has five types of exceptions, by where it was cut
+        raise StorageError(f"{path.name} cannot be read: {in_one_line(error)}") from error
+
+
 @contextlib.contextmanager
 def keeping_copies(files: AtomicCheckpointEngine) -> Iterator[None]:
     """DeepSpeed copies the files of its NVMe swapper with `shutil.copytree`, past its checkpoint engine. Every rank
-    flushes and hashes its own: rank 0 alone would take longer than the others wait. A failure on one rank waits for
-    `end` as all
-    others do, and leaves no other rank in a barrier."""
+    flushes and hashes its own: rank 0 alone would take longer than the others wait.
+    """
     copytree = shutil.copytree
 
     def copy(source: Any, target: Any, **options: Any) -> None:

@@ -38,9 +38,7 @@ Names = Mapping[torch.Tensor, str]
 
 
 def names_of(module: torch.nn.Module, plain: Callable[[str], str] = str) -> Names:
-    """Name the parameters and saved buffers of a module; `plain` turns a name within it into that of the plain
-    module.
-    """
+    """Name its parameters and saved buffers; `plain` turns a name within it into that of the plain module."""
     saved = module.state_dict(keep_vars=True)
     buffers = ((name, buffer) for name, buffer in module.named_buffers() if name in saved)
     return {tensor: plain(name) for name, tensor in (*module.named_parameters(), *buffers)}
@@ -48,9 +46,7 @@ def names_of(module: torch.nn.Module, plain: Callable[[str], str] = str) -> Name
 
 def stepped_groups(optimizer: Any) -> list[list[torch.nn.Parameter]]:
     """The parameters that an optimizer steps, group by group, in its own order: the model's own at stage 0 only."""
-    if isinstance(
-        optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)
-    ):  # half precision, bf16 as well: its groups hold copies
+    if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):  # and of bf16: its groups hold copies
         return [list(group) for group in optimizer.fp16_groups]
     return [list(group["params"]) for group in getattr(optimizer, "param_groups", [])]
 
@@ -111,21 +107,19 @@ class OptimizerViews:
         optimizer = self._optimizer
         if hasattr(optimizer, "fp32_partitioned_groups_flat"):
             yield from self._of_stage3(keys)
-        elif hasattr(optimizer, "single_partition_of_fp32_groups"):
-            yield from self._of_fragments(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, keys)
-        elif hasattr(optimizer, "fp32_groups_flat_partition"):
-            yield from self._of_fragments(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, keys)
+        elif fragments := self._fragments():
+            yield from self._of_fragments(*fragments, keys)
         elif hasattr(optimizer, "fp32_groups_flat"):
             yield from self._of_flat_copies(keys)
         else:
             # In half precision the optimizer steps fp32 copies, which have no name of their own.
-            for parameter, copy in zip(chain(*stepped_groups(optimizer)), self._base_parameters(), strict=True):
+            for parameter, (copy, _) in zip(chain(*stepped_groups(optimizer)), self._stepped(), strict=True):
                 for key, whole in self._tensors(copy, copy.data, keys):
                     yield View(self._names[parameter], key, 0, whole.view(-1))
 
     def set_step(self, step: float) -> None:
         """Tell the optimizer how many steps it has taken."""
-        for parameter, options in zip(self._base_parameters(), self._base_options(), strict=True):
+        for parameter, options in self._stepped():
             state = self._base.state[parameter]
             known = state.get("step")
             as_tensor = isinstance(known, torch.Tensor) or (
@@ -156,11 +150,8 @@ class OptimizerViews:
             for number, part in enumerate(optimizer.fp16_groups):
                 members[optimizer.sub_group_to_group_id[number]] += part
             return members
-        if hasattr(optimizer, "single_partition_of_fp32_groups"):
-            return [list(group) for group in optimizer.bit16_groups]
-        if hasattr(optimizer, "fp32_groups_flat_partition"):
-            return [list(group) for group in optimizer.bf16_groups]
-        return stepped_groups(optimizer)
+        fragments = self._fragments()
+        return stepped_groups(optimizer) if fragments is None else [list(group) for group in fragments[0]]
 
     def set_loss_scale(self, values: Mapping[str, float]) -> None:
         """Put back fp16's dynamic loss scale and its counters, where this optimizer has one that moves."""
@@ -183,23 +174,26 @@ class OptimizerViews:
             for partition, piece in zip(optimizer.fp16_partitioned_groups[number], pieces, strict=True):
                 partition.data = piece.data
 
-    def _base_parameters(self) -> Iterator[torch.nn.Parameter]:
-        """List the tensors that the wrapped optimizer steps: flat pieces, or the model's own parameters."""
-        if hasattr(self._optimizer, "fp32_partitioned_groups_flat"):
-            yield from self._optimizer.fp32_partitioned_groups_flat
-            return
-        for group in self._base.param_groups:
-            yield from group["params"]
-
-    def _base_options(self) -> Iterator[Mapping[str, Any]]:
-        """The parameter group of each of `_base_parameters`."""
-        groups = self._base.param_groups
-        if hasattr(self._optimizer, "fp32_partitioned_groups_flat"):
-            numbers = range(len(self._optimizer.fp32_partitioned_groups_flat))
-            yield from (groups[self._optimizer.sub_group_to_group_id[number]] for number in numbers)
+    def _stepped(self) -> Iterator[tuple[torch.nn.Parameter, Mapping[str, Any]]]:
+        """Tensors that the wrapped optimizer steps (flat pieces, or the model's own parameters), and their groups."""
+        optimizer, groups = self._optimizer, self._base.param_groups
+        if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+            for number, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
+                yield flat, groups[optimizer.sub_group_to_group_id[number]]
             return
         for group in groups:
-            yield from [group] * len(group["params"])
+            for parameter in group["params"]:
+                yield parameter, group
+
+    def _fragments(self) -> tuple[Any, Any] | None:
+        """At stages 1 and 2: the model's parameters group by group, and this rank's flat piece of each group."""
+        for groups, flats in (
+            ("bit16_groups", "single_partition_of_fp32_groups"),
+            ("bf16_groups", "fp32_groups_flat_partition"),
+        ):
+            if hasattr(self._optimizer, flats):
+                return getattr(self._optimizer, groups), getattr(self._optimizer, flats)
+        return None
 
     def _of_fragments(self, groups: Any, flats: Any, keys: Sequence[str]) -> Iterator[View]:
         """Stages 1 and 2: DeepSpeed notes for every parameter where its piece lies in the flat one."""
@@ -223,9 +217,7 @@ class OptimizerViews:
                 start += parameter.numel()
 
     def _of_stage3(self, keys: Sequence[str]) -> Iterator[View]:
-        """Stage 3: every parameter is cut into equal pieces, the last one padded; a sub-group lays its pieces in a
-        row.
-        """
+        """Stage 3: parameters are cut into equal pieces, the last one padded; a sub-group lays its pieces in a row."""
         optimizer = self._optimizer
         rank = torch.distributed.get_rank(group=optimizer.dp_process_group)
         for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):

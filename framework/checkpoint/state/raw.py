@@ -7,17 +7,16 @@ Its files are read as weights only, and no checksum tells whether they are as th
 from __future__ import annotations
 
 import os
-import pickle
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.names import MODEL_FILE, OPTIMIZER_FILE, SWAPPED
-from framework.checkpoint.state.checkpoint_engine import read_file
-from framework.checkpoint.unverified import KIND, RawNames, read_names
+from framework.checkpoint.names import MODEL_FILE, OPTIMIZER_FILE, SWAPPED, RawNames, read_names
+from framework.checkpoint.resume_point import UNVERIFIED
+from framework.checkpoint.state.checkpoint_engine import read_or_explain
+from framework.checkpoint.state.shard_map import CheckpointFiles
 from framework.errors import StorageError, in_one_line
 from framework.system.log import warn
 
@@ -61,7 +60,7 @@ def warn_of(checkpoint: SavedCheckpoint, *, resumed: bool = False) -> None:
             "many steps of this run's own order; random states are not in it and start from run.seed; learning rate, "
             "schedule and all other settings are those of this run"
         )
-    warn(f"{text} [{KIND}]")
+    warn(f"{text} [{UNVERIFIED}]")
 
 
 def _refuse_other_kinds(folder: Path, names: RawNames) -> None:
@@ -80,7 +79,11 @@ def _refuse_other_kinds(folder: Path, names: RawNames) -> None:
 
 
 def _manifest(folder: Path, names: RawNames) -> dict[str, Any]:
-    files = {"model": _by_rank(folder, MODEL_FILE), "optimizer": _by_rank(folder, OPTIMIZER_FILE)}
+    named = CheckpointFiles(folder).named
+    files = {
+        kind: {rank: name for (rank, _), name in named(pattern).items()}
+        for kind, pattern in (("model", MODEL_FILE), ("optimizer", OPTIMIZER_FILE))
+    }
     first = _read(folder / files["model"][0])
     counters = {name: _count(first[name], name) for name in _COUNTERS}
     step, samples, ranks = counters["global_steps"], counters["global_samples"], counters["dp_world_size"]
@@ -98,6 +101,7 @@ def _manifest(folder: Path, names: RawNames) -> dict[str, Any]:
                 if missing is None
                 else f"{ranks} ranks wrote it, and there is no {kind} file of rank {missing}",
             )
+    per_step = samples // step if step and samples % step == 0 else None  # None: the steps were not all alike
     written_with = first["ds_config"] if isinstance(first["ds_config"], Mapping) else {}
     stage = 0
     if names.stages != (0,):
@@ -107,7 +111,7 @@ def _manifest(folder: Path, names: RawNames) -> dict[str, Any]:
     return {
         "step": step,
         "samples": samples,
-        "layout": {"world_size": ranks, "pipe_size": 1, "global_size": _per_step(samples, step)},
+        "layout": {"world_size": ranks, "pipe_size": 1, "global_size": per_step},
         "versions": {"deepspeed": str(first["ds_version"])},
         "config": {
             "run": {"name": folder.parent.name},
@@ -119,27 +123,15 @@ def _manifest(folder: Path, names: RawNames) -> dict[str, Any]:
 
 def _read(file: Path) -> Any:
     try:
-        return read_file(file, mmap=True)
-    except pickle.UnpicklingError as error:
+        return read_or_explain(file, mmap=True)
+    except StorageError as error:
         raise _refused(file.parent, str(error)) from error
-    except Exception as error:  # a cut-off file alone has five types of exceptions, by where it was cut
-        raise _refused(file.parent, f"{file.name} cannot be read: {in_one_line(error)}") from error
-
-
-def _by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, str]:
-    matches = filter(None, (pattern.fullmatch(path.name) for path in folder.iterdir()))
-    return {int(match["rank"] or 0): match[0] for match in matches}
 
 
 def _count(value: Any, name: str) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{name} is {value!r}")
     return value
-
-
-def _per_step(samples: int, step: int) -> int | None:
-    """Samples in each step; None where that is no one number, or no step was taken."""
-    return samples // step if step and samples % step == 0 else None
 
 
 def _dtype(written_with: Mapping[str, Any]) -> str:
@@ -150,4 +142,6 @@ def _dtype(written_with: Mapping[str, Any]) -> str:
 
 
 def _refused(folder: Path, reason: str) -> StorageError:
-    return StorageError(f"{folder}: it cannot be read without a manifest: {reason}; name another checkpoint [{KIND}]")
+    return StorageError(
+        f"{folder}: it cannot be read without a manifest: {reason}; name another checkpoint [{UNVERIFIED}]"
+    )

@@ -1,31 +1,37 @@
-"""Reader of checkpoints of any layout, parameter by parameter: fp32 weights and optimizer state under their plain
-names.
+"""Readers of checkpoints of any layout, parameter by parameter, under their plain names: `StoredState` for a run that
+goes on (fp32 weights and optimizer state), `MergedWeights` for whoever wants the weights alone.
 
 `shard_map` knows where every number lies; here they are read, only what is asked for, so that every rank of the next
-run takes its own part.
+run takes its own part, and a model costs the memory of its largest weight. Nothing is unpickled but tensors and plain
+values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Final
 
 import torch
 
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.names import MODEL_FILE, model_file_of
-from framework.checkpoint.state.files import Piece, Place, Stored
-from framework.checkpoint.state.optimizer_shards import FP32
-from framework.checkpoint.state.shard_map import STATE_KEY, ShardMap, map_checkpoint
-from framework.errors import StorageError, in_one_line
+from framework.checkpoint.state.optimizer_shards import EMA_KEY, FP32
+from framework.checkpoint.state.raw import describe_raw, warn_of
+from framework.checkpoint.state.shard_map import STATE_KEY, CheckpointFiles, Place, Stored, map_checkpoint
+from framework.errors import ConfigError, Problem, StorageError, in_one_line
 
 _STEP: Final = "step"
 _LOSS_SCALE: Final = ("cur_scale", "cur_iter", "cur_hysteresis", "last_overflow_iter")
-_Read = TypeVar("_Read")
 
 
 class StoredState:
-    """The state in one checkpoint."""
+    """The state in one checkpoint. Everything here raises StorageError where files cannot be read as expected.
+
+    Attributes:
+        common: what DeepSpeed saves beside weights: schedule, counters, our own state under `STATE_KEY`.
+    """
 
     def __init__(self, checkpoint: SavedCheckpoint) -> None:
         """Open its files, whose checksums have been verified.
@@ -34,18 +40,19 @@ class StoredState:
             StorageError: the files are not laid out as DeepSpeed 0.19.8 lays them out.
         """
         self._path = checkpoint.path
-        self._map: ShardMap = self._reading(lambda: map_checkpoint(checkpoint))
-        self._common: Mapping[str, Any] = self._reading(self._first_model_file)
-        self._states = self._reading(
-            lambda: [self._map.files.value(piece.state) for piece in self._pieces() if piece.state]
-        )
+        with self._reading():
+            self._map = map_checkpoint(checkpoint)
+            self._files = self._map.files
+            self.common: Mapping[str, Any] = self._files[self._files.named(MODEL_FILE)[0, 0]]
+            pieces = [piece for stored in self._map.stored.values() for piece in stored.pieces]
+            self._places = [piece.state for piece in pieces if piece.state]
+            self._states = [self._files.value(place) for place in self._places]
 
     @property
     def keys(self) -> list[str]:
-        """Keys of the optimizer's state, such as ``exp_avg``."""
-        return sorted(
-            {key for state in self._states for key, value in state.items() if key != _STEP and _is_spread(value)}
-        )
+        """Keys of the optimizer's state that belong to every number of a parameter, such as ``exp_avg``."""
+        pairs = (pair for state in self._states for pair in state.items())
+        return sorted({key for key, value in pairs if key != _STEP and torch.is_tensor(value) and value.ndim > 0})
 
     @property
     def step(self) -> float:
@@ -54,49 +61,35 @@ class StoredState:
 
     def group_of(self, name: str) -> Mapping[str, Any] | None:
         """The options of the parameter group that a parameter was in; None where the optimizer keeps no state of it."""
-
-        def read() -> dict[str, Any] | None:
+        with self._reading():
             place = next((piece.state for piece in self._of(name).pieces if piece.state), None)
             if place is None:
                 return None
-            groups = self._map.files.value(Place(place.file, (*place.keys[:-2], "param_groups")))
+            groups = self._files.value(Place(place.file, (*place.keys[:-2], "param_groups")))
             own = next(group for group in groups if place.keys[-1] in group["params"])
             return {key: value for key, value in own.items() if key != "params"}
-
-        return self._reading(read)
 
     @property
     def loss_scale(self) -> Mapping[str, float]:
         """fp16's dynamic loss scale and its counters; empty where it was fixed, or in another precision."""
-
-        def read() -> dict[str, float]:
-            piece = next(piece for piece in self._pieces() if piece.state)
-            assert piece.state is not None
-            content = self._map.files[piece.state.file]
+        if not self._places:
+            return {}
+        with self._reading():
+            content = self._files[self._places[0].file]
             held = content.get("optimizer_state_dict") or content["optimizer"]
             values = vars(held["loss_scaler"]) if "loss_scaler" in held else held
             # A fixed scale has no overflows to count.
             return {key: values[key] for key in _LOSS_SCALE if key in values} if _LOSS_SCALE[-1] in values else {}
 
-        return self._reading(read) if self._states else {}
-
-    @property
-    def common(self) -> Mapping[str, Any]:
-        """Return what DeepSpeed saves beside weights: schedule, counters, our own state under `STATE_KEY`."""
-        return self._common
-
     def random_state(self, rank: int) -> Any:
         """The random generators of a rank; None where nothing is known of them. At stage 3 they are in the rank's own
         file.
         """
-
-        def find() -> Any:
+        with self._reading():
             states = self.common[STATE_KEY].get("random_states", ())
             if isinstance(states, Mapping) and rank not in states:
-                states = self._map.files[model_file_of(rank)][STATE_KEY]["random_states"]
+                states = self._files[model_file_of(rank)][STATE_KEY]["random_states"]
             return states[rank] if states else None
-
-        return self._reading(find)
 
     def read(self, name: str, key: str, start: int, count: int) -> torch.Tensor:
         """Numbers of a flattened tensor from `start` on, float32, one-dimensional.
@@ -108,7 +101,8 @@ class StoredState:
         for piece in self._of(name).pieces:
             begin, end = max(start, offset), min(start + count, offset + piece.num)
             if begin < end:
-                stretch = self._reading(lambda piece=piece: self._numbers(piece, key))  # type: ignore[misc]
+                with self._reading():
+                    stretch = self._files.numbers(piece, state="" if key == FP32 else key)
                 result[begin - start : end - start] = stretch[begin - offset : end - offset]
                 found += end - begin
             offset += piece.num
@@ -123,7 +117,8 @@ class StoredState:
             StorageError: the checkpoint does not hold it, or in another shape.
         """
         self.refuse_other_shape(name, shape)
-        return self._reading(lambda: self._map.files.whole(self._of(name)))
+        with self._reading():
+            return self._files.whole(self._of(name))
 
     def refuse_other_shape(self, name: str, shape: torch.Size) -> None:
         """Numbers of another shape would come to stand in wrong places where a tensor is read as flat.
@@ -148,27 +143,17 @@ class StoredState:
             also = f" (and {len(more) - 1} more)" if more[1:] else ""
             raise self._lacks(more[0] + also, "numbers, and the run's model has nothing of that name")
 
-    def _numbers(self, piece: Piece, key: str) -> torch.Tensor:
-        return self._map.files.numbers(piece, state="" if key == FP32 else key)
-
     def _of(self, name: str) -> Stored:
         stored = self._map.stored.get(self._map.ties.get(name, name))
         if stored is None:
             raise self._lacks(name, "nothing of that name")
         return stored
 
-    def _pieces(self) -> list[Piece]:
-        return [piece for stored in self._map.stored.values() for piece in stored.pieces]
-
-    def _first_model_file(self) -> Mapping[str, Any]:
-        files = self._map.files
-        found: Mapping[str, Any] = files[files.named(MODEL_FILE)[0, 0]]
-        return found
-
-    def _reading(self, work: Callable[[], _Read]) -> _Read:
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
         """Files that were written by another release of DeepSpeed fail in a dozen ways."""
         try:
-            return work()
+            yield
         except StorageError:
             raise
         except Exception as error:
@@ -183,8 +168,77 @@ class StoredState:
         )
 
 
-def _is_spread(value: Any) -> bool:
-    """Check whether a value of the optimizer's state belongs to every number of a parameter, and is laid out as it
-    is.
+class MergedWeights(Mapping[str, torch.Tensor]):
+    """Plain name -> tensor on the CPU, put together when it is asked for; the fp32 copy where the checkpoint has one.
+
+    `ties` maps further names of a weight to the name under which it is found here; `checkpoint` has a manifest, also
+    where DeepSpeed wrote none.
     """
-    return isinstance(value, torch.Tensor) and value.ndim > 0
+
+    def __init__(
+        self, checkpoint: SavedCheckpoint, *, average: bool = False, damage: Sequence[str] | None = None
+    ) -> None:
+        """Map the files, after holding them against their checksums: a changed one would be read silently.
+
+        With `damage` that has been done, and this is what was found.
+
+        With `average`, the moving average of every weight that was trained; others, and buffers, have none and are as
+        they are.
+
+        Raises:
+            ConfigError: kind ``ema-not-kept``: the run that wrote it kept no average.
+            StorageError: kind ``weights-not-read``.
+        """
+        checkpoint = describe_raw(checkpoint)
+        warn_of(checkpoint)
+        self.checkpoint, self._place, self._average = checkpoint, checkpoint.path, average
+        if average and not (checkpoint.manifest["config"].get("training") or {}).get("ema"):
+            raise ConfigError(
+                Problem(
+                    kind="ema-not-kept",
+                    key="--weights",
+                    value="ema",
+                    file=str(checkpoint.path),
+                    reason="its run kept no moving average of the weights (training.ema)",
+                    fix="leave --weights out to take the trained ones",
+                )
+            )
+        damage = checkpoint.damage() if damage is None else damage
+        if damage:
+            more = f", and {len(damage) - 1} more" if damage[1:] else ""
+            raise self._not_read(f"it is damaged: {damage[0]}{more}")
+        try:
+            found = map_checkpoint(checkpoint)
+        except Exception as error:  # a file that is laid out in another way has any type of exception
+            raise self._not_read(in_one_line(error)) from error
+        self._files: CheckpointFiles = found.files
+        self.stored: Mapping[str, Stored] = found.stored
+        self.ties: Mapping[str, str] = found.ties
+        if average and all(self._averaged(stored) is stored for stored in self.stored.values()):
+            raise self._not_read("nothing in its files is a moving average")
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        stored = self.stored[name]
+        return self._files.whole(self._averaged(stored) if self._average else stored)
+
+    def _averaged(self, stored: Stored) -> Stored:
+        """The same stretches of the average, which is laid out as the weight is. A weight without gradients has
+        none.
+        """
+        pieces = []
+        for piece in stored.pieces:
+            if piece.state is None or EMA_KEY not in self._files.value(piece.state):
+                return stored
+            pieces.append(replace(piece, place=piece.state.then(EMA_KEY)))
+        return replace(stored, pieces=tuple(pieces))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stored)
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    def _not_read(self, reason: str) -> StorageError:
+        return StorageError(
+            f"{self._place}: its weights cannot be read: {reason}; name another checkpoint [weights-not-read]"
+        )

@@ -15,93 +15,18 @@ Files are mapped into memory, so that a map costs their headers only.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.names import MODEL_FILE, OPTIMIZER_FILE, SWAPPED, layer_file
-from framework.checkpoint.state.files import CheckpointFiles, Piece, Place, Stored
-
-# At stage 0 DeepSpeed's optimizer numbers what it steps. Our own checkpoints note the names; for others they are
-# found here. The weights of a group lie in it in the order of the module, wherever a group was made from
-# `module.parameters()`. Which weights belong to which group is told by their shapes, and in half precision by their
-# values; where that is not plain, nothing is said, and the optimizer's state stays unread.
-
-
-def names_by_shape(content: Mapping[str, Any]) -> list[list[str]]:
-    """Names of what the optimizer steps, group by group; empty where they cannot be told.
-
-    Args:
-        content: of ``mp_rank_00_model_states.pt``.
-    """
-    optimizer = content.get("optimizer") or {}
-    inner = optimizer.get("optimizer_state_dict", optimizer)
-    weights = _parameters(content)
-    shapes = {name: tensor.shape for name, tensor in weights.items()}
-    flats: Sequence[torch.Tensor] = optimizer.get("fp32_groups_flat", ())
-    if flats:  # laid end to end: where there is one group, it is everything or it is not known
-        sizes = [shape.numel() for shape in shapes.values()]
-        whole = len(flats) == 1 and flats[0].numel() == sum(sizes)
-        return (
-            [list(shapes)]
-            if whole and _are_copies([list(torch.split(flats[0], sizes))], [list(shapes)], weights)
-            else []
-        )
-    groups = _shapes_in_groups(optimizer, inner)
-    group_of = {shape: number for number, members in enumerate(groups) for shape in members}
-    if sum(len(set(members)) for members in groups) != len(group_of):
-        return []  # two groups hold weights of one shape
-    found = [[name for name, shape in shapes.items() if group_of.get(shape) == number] for number in range(len(groups))]
-    reported = [[shapes[name] for name in names] for names in found]
-    return found if reported == groups and _are_copies(optimizer.get("fp32_groups", ()), found, weights) else []
-
-
-def _are_copies(
-    copies: Sequence[Sequence[torch.Tensor]], names: Sequence[Sequence[str]], weights: Mapping[str, torch.Tensor]
-) -> bool:
-    """In half precision the weights are the rounded copies: where they are not, the order is another one."""
-    pairs = (
-        (copy, weights[name])
-        for group, members in zip(copies, names, strict=False)
-        for copy, name in zip(group, members, strict=True)
-    )
-    return all(
-        torch.equal(copy.detach().to(weight.dtype).flatten(), weight.detach().flatten()) for copy, weight in pairs
-    )
-
-
-def _parameters(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The module's weights in its order, each under its first name."""
-    buffers, seen = set(content["buffer_names"]), set()
-    found = {}
-    for name, tensor in content["module"].items():
-        one = (tensor.data_ptr(), tensor.shape)
-        if name not in buffers and one not in seen:
-            seen.add(one)
-            found[name] = tensor
-    return found
-
-
-def _shapes_in_groups(optimizer: Mapping[str, Any], inner: Mapping[str, Any]) -> list[list[torch.Size]]:
-    """List the shapes that every group steps, by its copies in half precision and by the optimizer's state
-    otherwise.
-    """
-    if "fp32_groups" in optimizer:
-        return [[copy.shape for copy in copies] for copies in optimizer["fp32_groups"]]
-    states = inner.get("state", {})
-    numbers = [list(group["params"]) for group in inner.get("param_groups", ())]
-    spread = {
-        number: [value.shape for value in state.values() if isinstance(value, torch.Tensor) and value.ndim]
-        for number, state in states.items()
-    }
-    if any(not spread.get(number) for group in numbers for number in group):
-        return []  # an optimizer without state, such as plain SGD, or weights that have no axis
-    return [[spread[number][0] for number in group] for group in numbers]
-
+from framework.checkpoint.state.checkpoint_engine import read_file
 
 # The project's former name: a part of the file format, which releases before and after the change of name share.
 STATE_KEY: Final = "dsframework"
@@ -111,7 +36,90 @@ _ROWS: Final = "fp32_flat_groups"
 _INNER: Final = "optimizer_state_dict"
 _COPIES: Final = "fp32_groups"
 _FLAT: Final = "fp32_groups_flat"
+_Whole = tuple[str, torch.Tensor, "Place"]
 _Found = Iterator[tuple[str, "torch.Size | None", "Piece"]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A value in a checkpoint: the name of a file, and the way to the value through the dicts and lists in it."""
+
+    file: str
+    keys: tuple[str | int, ...]
+
+    def then(self, *keys: str | int) -> Place:
+        """A place further in."""
+        return Place(self.file, (*self.keys, *keys))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of one stored tensor, seen as flat.
+
+    Attributes:
+        place: the tensor.
+        start: where the stretch begins in it.
+        num: how many numbers it has.
+        state: the optimizer's state of that tensor, a dict whose tensors are laid out alike; None where there is none.
+    """
+
+    place: Place
+    start: int
+    num: int
+    state: Place | None = None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One weight or buffer.
+
+    Attributes:
+        shape: of the whole tensor.
+        dtype: of what lies in `pieces`.
+        pieces: in order; together they are the flattened tensor. The fp32 copies where the optimizer keeps any.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+
+
+class CheckpointFiles:
+    """The files of one checkpoint, each mapped into memory when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._open: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        """Return the content of a file. Raises whatever `read_file` raises."""
+        if name not in self._open:
+            self._open[name] = read_file(self.folder / name, mmap=True)
+        return self._open[name]
+
+    def value(self, place: Place) -> Any:
+        """Return the value at a place."""
+        found = self[place.file]
+        for key in place.keys:
+            found = found[key]
+        return found
+
+    def numbers(self, piece: Piece, *, state: str = "") -> torch.Tensor:
+        """A stretch, one-dimensional, still in the file; of the optimizer's `state` of that name, if one is given."""
+        assert not state or piece.state is not None
+        place = piece.state.then(state) if state and piece.state else piece.place
+        flat: torch.Tensor = self.value(place)
+        return flat.reshape(-1).narrow(0, piece.start, piece.num)
+
+    def whole(self, stored: Stored) -> torch.Tensor:
+        """A weight or buffer put together, in its shape; still in the file where it lies in one piece."""
+        pieces = [self.numbers(piece) for piece in stored.pieces]
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).detach().view(stored.shape)
+
+    def named(self, pattern: re.Pattern[str]) -> dict[tuple[int, int], str]:
+        """Files of one kind: (data-parallel rank, model-parallel rank, which counts pipeline stages) -> name."""
+        matches = filter(None, map(pattern.fullmatch, (path.name for path in self.folder.iterdir())))
+        return dict(sorted(((int(match["rank"] or 0), int(match["model_rank"])), match[0]) for match in matches))
 
 
 @dataclass(frozen=True)
@@ -140,7 +148,8 @@ def map_checkpoint(checkpoint: SavedCheckpoint) -> ShardMap:
         raise ValueError("its state lies in the files of DeepSpeed's NVMe swapper, which nobody else reads")
     models, optimizers = files.named(MODEL_FILE), files.named(OPTIMIZER_FILE)
     pipeline = manifest.get("pipeline")
-    stored, ties = _each_once(_of_layers(files, pipeline) if pipeline else _of_module(files, models[0, 0]))
+    wholes = _of_layers(files, pipeline) if pipeline else _of_dict(files, models[0, 0], "module")
+    stored, ties = _each_once(wholes)
     if not optimizers:
         seen: set[str] = set()  # a tied weight has the same state on every stage that has it
         found: _Found = chain.from_iterable(_numbered(files, file, stored, seen) for file in models.values())
@@ -149,7 +158,10 @@ def map_checkpoint(checkpoint: SavedCheckpoint) -> ShardMap:
         found = _rows(files, models, optimizers)
     else:
         found = _slices(files, optimizers, pipeline)
-    for name, (shape, pieces) in _together(found).items():
+    together: dict[str, tuple[torch.Size | None, list[Piece]]] = {}
+    for name, shape, piece in found:
+        together.setdefault(name, (shape, []))[1].append(piece)
+    for name, (shape, pieces) in together.items():
         own = ties.get(name, name)
         dtype = files.value(pieces[0].place).dtype
         stored[own] = Stored(shape if shape is not None else stored[own].shape, dtype, tuple(pieces))
@@ -161,22 +173,19 @@ def map_checkpoint(checkpoint: SavedCheckpoint) -> ShardMap:
     return ShardMap(files, stored, ties)
 
 
-def _of_module(files: CheckpointFiles, file: str) -> Iterator[tuple[str, torch.Tensor, Place]]:
-    for name, tensor in files[file]["module"].items():
-        yield name, tensor, Place(file, ("module", name))
+def _of_dict(files: CheckpointFiles, file: str, *keys: str, prefix: str = "") -> Iterator[_Whole]:
+    for name, tensor in files.value(Place(file, keys)).items():
+        yield prefix + name, tensor, Place(file, (*keys, name))
 
 
-def _of_layers(files: CheckpointFiles, pipeline: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor, Place]]:
+def _of_layers(files: CheckpointFiles, pipeline: Mapping[str, Any]) -> Iterator[_Whole]:
     for number, layer in enumerate(pipeline["layers"]):
-        file = layer_file(number)
-        if (
-            layer not in pipeline["tied"] and (files.folder / file).exists()
-        ):  # there is none for a layer without weights
-            for name, tensor in files[file].items():
-                yield f"{layer}.{name}", tensor, Place(file, (name,))
+        file = layer_file(number)  # there is none for a layer without weights
+        if layer not in pipeline["tied"] and (files.folder / file).exists():
+            yield from _of_dict(files, file, prefix=f"{layer}.")
 
 
-def _each_once(wholes: Iterable[tuple[str, torch.Tensor, Place]]) -> tuple[dict[str, Stored], dict[str, str]]:
+def _each_once(wholes: Iterable[_Whole]) -> tuple[dict[str, Stored], dict[str, str]]:
     """Whole tensors, and which of them are one tensor under a further name."""
     stored: dict[str, Stored] = {}
     ties: dict[str, str] = {}
@@ -187,14 +196,6 @@ def _each_once(wholes: Iterable[tuple[str, torch.Tensor, Place]]) -> tuple[dict[
             one = first.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), name)
             ties |= {name: one} if one != name else {}
     return stored, ties
-
-
-def _together(found: _Found) -> dict[str, tuple[torch.Size | None, list[Piece]]]:
-    """The pieces of every parameter, in the order in which they come."""
-    together: dict[str, tuple[torch.Size | None, list[Piece]]] = {}
-    for name, shape, piece in found:
-        together.setdefault(name, (shape, []))[1].append(piece)
-    return together
 
 
 def _numbered(files: CheckpointFiles, file: str, stored: Mapping[str, Stored], seen: set[str]) -> _Found:
@@ -235,20 +236,13 @@ def _slices(
                 name = inner_name
                 if pipeline:
                     name = plain_name(name, layers=pipeline["layers"], tied_keys=pipeline["tied_keys"])
-                if (
-                    stage_of.setdefault(name, stage) == stage
-                ):  # a tied weight has the same copies on every stage that has it
+                if stage_of.setdefault(name, stage) == stage:  # a tied weight has the same copies on all its stages
                     yield name, None, Piece(top.then(_SLICES, group), part.start, part.numel, state)
 
 
 def plain_name(name: str, *, layers: Sequence[str], tied_keys: Mapping[str, str]) -> str:
     """A weight's name in the plain module, from DeepSpeed's PipelineModule: it calls the weights of layer 3
-    ``3.weight``, and tied ones ``tied_modules.<key>.weight``.
-
-    Args:
-        name: as the PipelineModule has it.
-        layers: names of the layers, in order.
-        tied_keys: key of tied layers -> name of the first of them.
+    ``3.weight``, and tied ones ``tied_modules.<key>.weight``; `tied_keys` maps the key to the first of its layers.
     """
     number, _, rest = name.partition(".")
     if number == "tied_modules":
@@ -296,11 +290,8 @@ class _Row:
         while size:
             count = min(size, self._sizes[self._group] - self._start)
             if own or count == size:
-                state = (
-                    self._top.then("optimizer_state_dict", "state", self._group)
-                    if self._group in self._states
-                    else None
-                )
+                place = self._top.then("optimizer_state_dict", "state", self._group)
+                state = place if self._group in self._states else None
                 yield Piece(self._top.then(_ROWS, self._group), self._start, min(own, count), state)
             size, own, self._start = size - count, max(0, own - count), self._start + count
             if self._start == self._sizes[self._group]:
@@ -310,3 +301,70 @@ class _Row:
         """All numbers of a rank belong to a parameter; with a rest, all of them would be misread."""
         if self._group < len(self._sizes):
             raise ValueError(f"{self._top.file} holds more numbers than the parameters have")
+
+
+def names_by_shape(content: Mapping[str, Any]) -> list[list[str]]:
+    """Names of what the optimizer of a ``mp_rank_00_model_states.pt`` steps, group by group; empty where they cannot be
+    told, so that its state stays unread.
+
+    At stage 0 the optimizer only numbers it, and another program than ours notes no names. The weights of a group lie
+    in it in the order of the module, wherever it was made from `module.parameters()`; which belong to which group is
+    told by their shapes, and in half precision by their values.
+    """
+    optimizer = content.get("optimizer") or {}
+    inner = optimizer.get("optimizer_state_dict", optimizer)
+    weights = _parameters(content)
+    shapes = {name: tensor.shape for name, tensor in weights.items()}
+    flats: Sequence[torch.Tensor] = optimizer.get("fp32_groups_flat", ())
+    if flats:  # laid end to end: where there is one group, it is everything or it is not known
+        sizes, names = [shape.numel() for shape in shapes.values()], [list(shapes)]
+        is_whole = len(flats) == 1 and flats[0].numel() == sum(sizes)
+        return names if is_whole and _are_copies([list(torch.split(flats[0], sizes))], names, weights) else []
+    groups = _shapes_in_groups(optimizer, inner)
+    group_of = {shape: number for number, members in enumerate(groups) for shape in members}
+    if sum(len(set(members)) for members in groups) != len(group_of):
+        return []  # two groups hold weights of one shape
+    found = [[name for name, shape in shapes.items() if group_of.get(shape) == number] for number in range(len(groups))]
+    reported = [[shapes[name] for name in names] for names in found]
+    return found if reported == groups and _are_copies(optimizer.get("fp32_groups", ()), found, weights) else []
+
+
+def _are_copies(
+    copies: Sequence[Sequence[torch.Tensor]], names: Sequence[Sequence[str]], weights: Mapping[str, torch.Tensor]
+) -> bool:
+    """In half precision the weights are the rounded copies: where they are not, the order is another one."""
+    pairs = (
+        (copy, weights[name])
+        for group, members in zip(copies, names, strict=False)
+        for copy, name in zip(group, members, strict=True)
+    )
+    return all(
+        torch.equal(copy.detach().to(weight.dtype).flatten(), weight.detach().flatten()) for copy, weight in pairs
+    )
+
+
+def _parameters(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The module's weights in its order, each under its first name."""
+    buffers, seen = set(content["buffer_names"]), set()
+    found = {}
+    for name, tensor in content["module"].items():
+        one = (tensor.data_ptr(), tensor.shape)
+        if name not in buffers and one not in seen:
+            seen.add(one)
+            found[name] = tensor
+    return found
+
+
+def _shapes_in_groups(optimizer: Mapping[str, Any], inner: Mapping[str, Any]) -> list[list[torch.Size]]:
+    """Shapes that every group steps, by its copies in half precision and by the optimizer's state otherwise."""
+    if "fp32_groups" in optimizer:
+        return [[copy.shape for copy in copies] for copies in optimizer["fp32_groups"]]
+    states = inner.get("state", {})
+    numbers = [list(group["params"]) for group in inner.get("param_groups", ())]
+    spread = {
+        number: [value.shape for value in state.values() if isinstance(value, torch.Tensor) and value.ndim]
+        for number, state in states.items()
+    }
+    if any(not spread.get(number) for group in numbers for number in group):
+        return []  # an optimizer without state, such as plain SGD, or weights that have no axis
+    return [[spread[number][0] for number in group] for group in numbers]

@@ -1,24 +1,32 @@
-"""Weights written for other programs: one safetensors file, or several with the index that Hugging Face's loaders read.
+"""Weights in files of other programs: safetensors, one or several with Hugging Face's index, written and read back.
 
-safetensors is a length, a JSON header and the numbers, so a file is written here tensor by tensor: the library's own
-function wants all tensors of a file in memory at once, and one file may be the whole model.
+Read: ours or anybody's, mapped by the library, so that the ranks of a host share one copy (`LazyWeights`). Written: a
+length, a JSON header and the numbers, tensor by tensor: the library's own function wants all tensors of a file in
+memory at once, and one file may be the whole model.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
-from framework.checkpoint.state.exported_weights import INDEX, SUFFIX, WHOLE
-from framework.checkpoint.state.merged_weights import MergedWeights
-from framework.errors import ConfigError, Problem
+from framework.checkpoint.state.reader import MergedWeights
+from framework.errors import ConfigError, Problem, StorageError, in_one_line
 from framework.system.files import NewFile, replace_text
 
+SUFFIX: Final = ".safetensors"
+WHOLE: Final = f"model{SUFFIX}"
+INDEX: Final = f"{WHOLE}.index.json"
+PICKLED: Final = "model.pt"
+# Further names of a weight -> the name under which it is stored, in a file's metadata.
+TIES: Final = "dsf_ties"
+_FORMER_TIES: Final = "dsframework_ties"  # in exports made before the project changed its name
 _NAMES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -33,6 +41,125 @@ _NAMES: Final = {
 }
 _BLOCK: Final = 1 << 24
 _ALIGNMENT: Final = 8
+
+
+Read = Callable[[], torch.Tensor]
+
+
+class LazyWeights(Mapping[str, torch.Tensor]):
+    """Name -> tensor on the CPU, in the order given; each access reads it anew, from mapped files.
+
+    `shapes` tells what there is without reading it.
+    """
+
+    def __init__(self, shapes: Mapping[str, torch.Size], read: Mapping[str, Read]) -> None:
+        assert shapes.keys() == read.keys()
+        self.shapes, self._read = dict(shapes), dict(read)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._read[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def let_go(self) -> None:
+        """Close the files; nothing can be read any more."""
+        self.shapes, self._read = {}, {}
+
+
+def shapes_of(weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Size]:
+    """The shape of every weight; lazy ones are not read for it."""
+    if isinstance(weights, LazyWeights):
+        return weights.shapes
+    return {name: tensor.shape for name, tensor in weights.items()}
+
+
+def is_exported(path: Path) -> bool:
+    """Check whether there is a safetensors file, or a folder of an export."""
+    return (path.suffix == SUFFIX and path.is_file()) or any((path / name).is_file() for name in (WHOLE, INDEX))
+
+
+def read_exported(path: Path) -> LazyWeights:
+    """Every tensor by name; a tied one under all its names, where the export noted them.
+
+    Raises:
+        StorageError: kind ``weights-not-read``.
+    """
+    if path.is_dir():
+        index = path / INDEX
+        return _read_shards(index) if index.is_file() else _lazy(_open(path / WHOLE))
+    return _lazy(_open(path))
+
+
+_Opened = tuple[dict[str, torch.Size], dict[str, Read], dict[str, str]]
+"""Shapes and ways to read the tensors of a file, and further names for some of them."""
+
+
+def _lazy(opened: _Opened) -> LazyWeights:
+    """A tie into another file is that file's to give."""
+    shapes, read, ties = opened
+    own = {name: first for name, first in ties.items() if first in shapes}
+    return LazyWeights(
+        shapes | {name: shapes[first] for name, first in own.items()},
+        read | {name: read[first] for name, first in own.items()},
+    )
+
+
+def _open(file: Path) -> _Opened:
+    try:
+        from safetensors import safe_open  # here: no other run needs it
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            Problem(
+                kind="package-missing",
+                key="checkpoint.init_weights",
+                value=str(file),
+                reason="safetensors is not installed",
+                fix="pip install safetensors",
+            )
+        ) from error
+    try:
+        opened: Any = safe_open(file, framework="pt")  # checks the header against the size of the file
+        shapes = {name: torch.Size(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118  # it is no dict
+        ties = _ties_in(opened.metadata() or {})
+    except Exception as error:  # the library has an error of its own, and of the system's for files that are cut off
+        raise _not_read(file, in_one_line(error)) from error
+    return shapes, {name: partial(opened.get_tensor, name) for name in shapes}, ties
+
+
+def _ties_in(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Return further names of weights, as the metadata of a file note them."""
+    return dict(json.loads(metadata.get(TIES) or metadata.get(_FORMER_TIES, "{}")))
+
+
+def _read_shards(index: Path) -> LazyWeights:
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+        placed = dict(content["weight_map"])
+        ties = _ties_in(content.get("metadata", {}))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise _not_read(index, "it is not an index of shards") from error
+    shapes: dict[str, torch.Size] = {}
+    read: dict[str, Read] = {}
+    for name in sorted({str(shard) for shard in placed.values()}):
+        if Path(name).name != name or not name.endswith(SUFFIX):
+            raise _not_read(index, f"its shard {name!r} is not a file beside it")
+        more_shapes, more_read, more_ties = _open(index.with_name(name))
+        shapes |= more_shapes
+        read |= more_read
+        ties |= more_ties
+    if missing := sorted(placed.keys() - shapes.keys()):
+        raise _not_read(index, f"{missing[0]} is in none of its shards")
+    return _lazy((shapes, read, ties))
+
+
+def _not_read(file: Path, reason: str) -> StorageError:
+    return StorageError(
+        f"{file}: not a file of weights: {reason}; write it again, or name another one [weights-not-read]"
+    )
 
 
 @dataclass(frozen=True)
@@ -99,38 +226,32 @@ def write_safetensors(
         ConfigError: a number is too large for the type.
         OSError: the file system refused.
     """
-    one = len(shards) == 1
     count = len(shards)
-    names = [WHOLE] if one else [f"model-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(1, count + 1)]
+    names = [f"model-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(1, count + 1)] if count > 1 else [WHOLE]
+    placed = dict(zip(names, shards, strict=True))
     written = {
-        name: _write_file(folder / name, weights, shard, metadata=metadata)
-        for name, shard in zip(names, shards, strict=True)
+        name: _write(folder / name, partial(_fill, weights=weights, shard=shard, metadata=metadata))
+        for name, shard in placed.items()
     }
-    if not one:
+    if count > 1:
         total = sum(entry.num_bytes for shard in shards for entry in shard)
-        placed = {entry.written: name for name, shard in zip(names, shards, strict=True) for entry in shard}
-        text = json.dumps({"metadata": {"total_size": total} | dict(metadata), "weight_map": placed}, indent=2) + "\n"
+        files = {entry.written: name for name, shard in placed.items() for entry in shard}
+        text = json.dumps({"metadata": {"total_size": total} | dict(metadata), "weight_map": files}, indent=2) + "\n"
         replace_text(folder / INDEX, text)
         written[INDEX] = len(text.encode())
     return written
 
 
 def write_pt(path: Path, weights: MergedWeights, shard: list[Entry], *, ties: Mapping[str, str]) -> int:
-    """Write what `torch.save` makes of a state dict, `ties` (name -> the first one's) included. It holds the whole
-    model in memory.
+    """Write a state dict with `torch.save`, `ties` (name -> the first one's) included; the whole model is in memory.
 
     Raises:
         ConfigError: a number is too large for the type.
         OSError: the file system refused.
     """
     state = {entry.written: converted(weights[entry.name], entry) for entry in shard}
-    stream = NewFile(path)
-    try:
-        torch.save(state | {name: state[first] for name, first in ties.items()}, stream)  # type: ignore[arg-type]
-    except BaseException:
-        stream.abandon()
-        raise
-    return stream.close().num_bytes
+    state |= {name: state[first] for name, first in ties.items()}
+    return _write(path, lambda stream: torch.save(state, stream))  # type: ignore[arg-type]
 
 
 def converted(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
@@ -154,19 +275,23 @@ def converted(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
     return result.contiguous()
 
 
-def _write_file(path: Path, weights: MergedWeights, shard: list[Entry], *, metadata: Mapping[str, str]) -> int:
-    # The library orders by size of the type as well: every tensor then begins at a multiple of its own.
-    ordered = sorted(shard, key=lambda entry: -entry.dtype.itemsize)
+def _write(path: Path, fill: Callable[[NewFile], None]) -> int:
     stream = NewFile(path)
     try:
-        stream.write(_header(ordered, metadata))
-        for entry in ordered:
-            for block in _blocks(converted(weights[entry.name], entry)):
-                stream.write(block)
+        fill(stream)
     except BaseException:
         stream.abandon()
         raise
     return stream.close().num_bytes
+
+
+def _fill(stream: NewFile, *, weights: MergedWeights, shard: list[Entry], metadata: Mapping[str, str]) -> None:
+    # The library orders by size of the type as well: every tensor then begins at a multiple of its own.
+    ordered = sorted(shard, key=lambda entry: -entry.dtype.itemsize)
+    stream.write(_header(ordered, metadata))
+    for entry in ordered:
+        for block in _blocks(converted(weights[entry.name], entry)):
+            stream.write(block)
 
 
 def _header(ordered: list[Entry], metadata: Mapping[str, str]) -> bytes:
