@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from framework.checkpoint.state.shard_map import STATE_KEY
 from framework.config.load import config_from_values
 from framework.data.order import epoch_order
 from framework.engine.step_loss import StepLoss
@@ -159,7 +160,7 @@ def test_modules_in_evaluation_mode_stay_there(request: pytest.FixtureRequest, e
     folder: Path = request.getfixturevalue(engine) / "evaluated"
     assert list(series(folder, "eval/loss")) == [1, 2, 3]
     files = list(folder.glob("checkpoints/*/*mp_rank_*_model_states.pt"))
-    saved = [torch.load(file, weights_only=False)["dsframework"]["state"]["best"]["value"] for file in files]
+    saved = [torch.load(file, weights_only=False)[STATE_KEY]["state"]["best"]["value"] for file in files]
     assert saved == [max(series(folder, "memory/host_peak_bytes").values())] * 2, "not the value of rank 0"
 
 

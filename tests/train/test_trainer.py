@@ -393,7 +393,7 @@ def test_a_run_that_is_to_stop_saves_the_step_and_goes_on_as_if_nothing_had_been
     outcome = run.fit()
     assert (outcome.step, outcome.stopped) == (4, "SIGTERM")
     assert run.engine.events[-3:] == ["train 4", "read 4", "save 4"]
-    assert asked == [0, 1, 2, 3, 4]
+    assert asked == [0, 1, 2, 3, 3, 4], "an evaluation asks between its batches"
     assert (monitor.closed, run.data.closed) == (1, 1)
     rest = make_run(start_step=4)
     rest.fit()
