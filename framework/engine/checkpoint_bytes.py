@@ -20,7 +20,7 @@ from framework.checkpoint.state.optimizer_shards import Names, OptimizerViews, o
 from framework.checkpoint.state.reader import StoredState
 from framework.checkpoint.state.shard_map import STATE_KEY
 from framework.engine import random_state
-from framework.engine.distributed import claims_error_report, gather
+from framework.engine.distributed import claims_error_report, device, gather
 from framework.engine.failures import known_failure
 from framework.engine.rendezvous import failure_of_nccl, is_lost_peer
 from framework.engine.workarounds.grad_scaler import restore_scaler, scaler_state
@@ -51,11 +51,11 @@ def save_bytes(
         OSError: the file system refused, on this rank.
     """
     # At stage 3 every rank writes a file of its own. Elsewhere one serves many ranks, and holds the states of all.
-    own_random = random_state.capture()
-    has_own_file = engine.zero_optimization_stage() == 3
-    of_ranks = gather((None if has_own_file else own_random, scaler_state(engine)))
-    states, scalers = map(list, zip(*of_ranks, strict=True))
-    random_states = {torch.distributed.get_rank(): own_random} if has_own_file else states
+    own_random, own_scaler = random_state.capture(), scaler_state(engine)
+    scalers = [] if own_scaler is None else gather(own_scaler)
+    random_states: Any = {torch.distributed.get_rank(): own_random}
+    if engine.zero_optimization_stage() < 3:
+        random_states = _rows_of_ranks(own_random, everywhere=isinstance(engine.module, PipelineModule))
     # One key of our own: DeepSpeed merges client state into its own dict, where `module` would overwrite the weights.
     # At stage 0 the optimizer only numbers what it steps.
     own = [group for group in stepped_groups(engine.optimizer) if all(parameter in names for parameter in group)]
@@ -66,6 +66,18 @@ def save_bytes(
     with keeping_copies(files):
         engine.save_checkpoint(str(folder), tag=tag, client_state=client_state, save_latest=False)
     return files.end()
+
+
+def _rows_of_ranks(own: torch.Tensor, *, everywhere: bool) -> torch.Tensor | None:
+    """Every rank's bytes, (ranks, bytes) uint8, on rank 0, which writes the model, or on all. Collective."""
+    num_ranks, on_device = torch.distributed.get_world_size(), own.to(device())
+    is_writer = torch.distributed.get_rank() == 0
+    rows = torch.empty(num_ranks if everywhere or is_writer else 0, len(own), dtype=torch.uint8, device=device())
+    if everywhere:
+        torch.distributed.all_gather(list(rows.unbind()), on_device)
+    else:
+        torch.distributed.gather(on_device, list(rows.unbind()) if is_writer else None, dst=0)
+    return rows.cpu() if len(rows) else None
 
 
 def load_bytes(engine: deepspeed.DeepSpeedEngine, folder: Path, tag: str) -> Mapping[str, Any]:
@@ -79,10 +91,23 @@ def load_bytes(engine: deepspeed.DeepSpeedEngine, folder: Path, tag: str) -> Map
         if path is None:
             raise StorageError("DeepSpeed does not find its files there")
         complete_nvme_state(engine, folder, tag)
+        _leave_file(engine.optimizer)
         saved = client_state[STATE_KEY]
     random_state.restore(saved["random_states"][torch.distributed.get_rank()])
     restore_scaler(engine, saved.get("grad_scalers", ()))
     return dict(saved["state"])
+
+
+def _leave_file(optimizer: Any) -> None:
+    """Copy what an optimizer took from a mapped file as it is: the file may go before the run does."""
+    while optimizer is not None:
+        for state in getattr(optimizer, "state", {}).values():
+            state |= {key: value.clone() for key, value in state.items() if _is_on_host(value)}
+        optimizer = getattr(optimizer, "optimizer", None)
+
+
+def _is_on_host(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu"
 
 
 def _failed_load(place: Path, error: Exception) -> StorageError | None:

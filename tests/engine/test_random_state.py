@@ -75,3 +75,22 @@ def test_every_rank_and_every_step_has_a_seed_of_its_own() -> None:
     assert len(set(seeds)) == len(seeds)
     assert seeds == [random_state.seed_of(seed, rank=rank, step=step) for seed, rank, step in places]
     random_state.seed_everything(max(seeds))  # torch takes all of it
+
+
+def test_states_of_older_checkpoints_are_put_back() -> None:
+    random_state.seed_everything(6)
+    draw()
+    name, keys, *rest = np.random.get_state()
+    old = {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+    }
+    expected = draw()
+    random_state.restore(old)
+    assert draw() == expected
+
+
+def test_a_thousand_ranks_states_are_small() -> None:
+    assert random_state.capture().dtype == torch.uint8
+    assert len(random_state.capture()) < 11_000

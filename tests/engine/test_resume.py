@@ -235,8 +235,8 @@ def test_a_file_holds_the_random_states_of_the_ranks_that_read_it(runs: Path, ca
     files = [read_file(path)[STATE_KEY]["random_states"] for path in sorted(checkpoint.path.glob("*model_states.pt"))]
     assert [len(states) for states in files] == [in_each_file] * (2 // in_each_file)
     stored = StoredState(checkpoint)
-    expected = [(files[rank] if in_each_file == 1 else files[0])[rank]["torch"] for rank in (0, 1)]
-    assert [torch.equal(stored.random_state(rank)["torch"], expected[rank]) for rank in (0, 1)] == [True, True]
+    expected = [(files[rank] if in_each_file == 1 else files[0])[rank] for rank in (0, 1)]
+    assert [torch.equal(stored.random_state(rank), expected[rank]) for rank in (0, 1)] == [True, True]
     assert not torch.equal(*expected)
 
 

@@ -109,8 +109,8 @@ class AtomicCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._records[path.relative_to(self._root).as_posix()] = hash_file(path)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Read one file; raises what `read_or_explain` raises."""
-        return read_or_explain(Path(path), map_location=map_location)
+        """Map one file, of which the ranks of a host share the pages; raises what `read_or_explain` raises."""
+        return read_or_explain(Path(path), map_location=map_location, mmap=True)
 
 
 def _write(state: Any, path: Path, open_file: OpenFile) -> FileRecord | None:

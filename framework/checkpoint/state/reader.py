@@ -89,7 +89,7 @@ class StoredState:
             states = self.common[STATE_KEY].get("random_states", ())
             if isinstance(states, Mapping) and rank not in states:
                 states = self._files[model_file_of(rank)][STATE_KEY]["random_states"]
-            return states[rank] if states else None
+            return states[rank] if len(states) else None
 
     def read(self, name: str, key: str, start: int, count: int) -> torch.Tensor:
         """Numbers of a flattened tensor from `start` on, float32, one-dimensional.
