@@ -23,7 +23,7 @@ from framework.setup import start_point
 from framework.setup.assemble import assemble_engine, build_trainer
 from framework.setup.objects import MakeOptimizer, ModelSource, Objects, config_with_objects, refuse_unknown_arguments
 from framework.setup.prepared import Prepared, prepare
-from framework.setup.wiring import description, make_checkpointer
+from framework.setup.wiring import description, make_checkpointer, order_of
 from framework.system.exits import end_in_one_line, refusing_exits
 from framework.system.log import noting_errors
 from framework.system.stopping import StopRequest
@@ -103,12 +103,12 @@ def _train(
     engine = assemble_engine(prepared)
     seed_ranks(plan.config.run.seed, rank=rank(), step=start.step if start else 0)
     best = BestSoFar(of_checkpoint.keep_best, best_is=of_checkpoint.best_is)
-    described = description(plan, prepared.parts.splits, pipeline=prepared.pipeline())
+    described = description(plan, prepared.parts.splits, pipeline=prepared.pipeline(), order=order_of(start))
     start_step = start_point.load_start(engine, start, best, described)
     start_point.report_start(prepared, folder, start_step=start_step)
     checkpointer = make_checkpointer(engine, folder.checkpoints, plan=plan, description=described, further=best.state)
     with closing(checkpointer), agreed_stops(request, start_step=start_step) as stop:
-        trainer = build_trainer(engine, prepared, folder, checkpointer, best, start_step=start_step, stop=stop)
+        trainer = build_trainer(engine, prepared, folder, checkpointer, best, start, stop=stop)
         outcome = trainer.fit()
         checkpointer.finish(is_final=bool(outcome.stopped))
         from_rank0(start_point.on_rank0(folder.check_held))

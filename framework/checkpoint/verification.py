@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import os
 import socket
 import stat
@@ -73,10 +74,10 @@ class Verification:
 
 def share_of(records: Mapping[str, FileRecord], *, index: int, count: int) -> dict[str, FileRecord]:
     """The files that the one with this index of `count` reads: each has about as many bytes as any other."""
-    loads, mine = [0] * count, {}
+    loads, mine = [(0, number) for number in range(count)], {}
     for name, record in sorted(records.items(), key=lambda item: (-item[1].num_bytes, item[0])):
-        least = loads.index(min(loads))
-        loads[least] += record.num_bytes
+        load, least = loads[0]
+        heapq.heapreplace(loads, (load + record.num_bytes, least))
         if least == index:
             mine[name] = record
     return mine

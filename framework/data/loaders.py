@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from framework.data.batches import collate, own_collate
-from framework.data.order import KeyedMicroBatchSampler, MicroBatchSampler, Share, mix_int
+from framework.data.order import LATEST_ORDER, KeyedMicroBatchSampler, MicroBatchSampler, Share, mix_int
 from framework.data.sample_seed import (
     KeyedSamples,
     SamplesWithoutExit,
@@ -77,6 +77,7 @@ class TrainLoader:
         prefetch_batches: int = 2,
         pin_memory: bool = False,
         random_samples: bool = False,
+        order_version: int = LATEST_ORDER,
     ) -> None:
         """Check that an epoch has a step; nothing is read yet.
 
@@ -94,6 +95,7 @@ class TrainLoader:
             pin_memory: copy batches into page-locked memory, for asynchronous transfer to the GPU.
             random_samples: reading a sample draws random numbers, which are then seeded per (seed, epoch, index). What
                 a `collate_fn` of the dataset's own draws is seeded in any case.
+            order_version: of the order of samples, as the run began with it.
 
         Raises:
             ConfigError: kind ``dataset-smaller-than-batch``.
@@ -102,7 +104,7 @@ class TrainLoader:
         self._dataset = dataset
         self._seed = seed
         self._shuffle = shuffle
-        self._random_samples = random_samples
+        self._random_samples, self._order_version = random_samples, order_version
         self._fetching: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
         if num_workers > 0:
             self._fetching["prefetch_factor"] = prefetch_batches
@@ -129,7 +131,12 @@ class TrainLoader:
 
     def _loader(self, start_step: int) -> DataLoader[Any]:
         indices = MicroBatchSampler(
-            len(self._dataset), share=self._share, seed=self._seed, shuffle=self._shuffle, start_step=start_step
+            len(self._dataset),
+            share=self._share,
+            seed=self._seed,
+            shuffle=self._shuffle,
+            start_step=start_step,
+            version=self._order_version,
         )
         own = own_collate(self._dataset)
         samples, is_keyed = self._dataset, self._random_samples or own is not None

@@ -10,9 +10,10 @@ others to that place (unless `shuffle` is off: then the same last samples are ne
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ from torch.utils.data import Sampler
 
 
 Seeds = npt.NDArray[np.uint64]
+Positions = npt.NDArray[np.int64]
 
 _GAMMA: Final = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIERS: Final = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
@@ -87,19 +89,12 @@ class Share:
         assert product == self.global_size, f"global batch {self.global_size} != {product}"
         assert 0 <= self.rank < self.world_size, f"rank {self.rank} of {self.world_size}"
 
-    def of_step(self, order: Tensor, step: int) -> tuple[Tensor, ...]:
-        """This rank's micro-batches of step `step` of an epoch.
-
-        Args:
-            order: the epoch's order, (N,) int64.
-            step: from 0 to floor(N / global_size) - 1.
-
-        Returns:
-            `accumulation_steps` tensors of sample indices, each (micro_size,).
-        """
+    def positions(self, first_step: int, num_steps: int) -> Positions:
+        """Places in an epoch's order of this rank's samples: (num_steps x accumulation_steps, micro_size) int64."""
         per_rank = self.global_size // self.world_size
-        start = step * self.global_size + self.rank * per_rank
-        return tuple(order[start : start + per_rank].view(self.accumulation_steps, self.micro_size))
+        starts = np.arange(first_step, first_step + num_steps) * self.global_size + self.rank * per_rank
+        places: Positions = (starts[:, None] + np.arange(per_rank)).reshape(-1, self.micro_size)
+        return places
 
 
 def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> Tensor:
@@ -120,10 +115,77 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> Te
     return torch.randperm(num_samples, generator=torch.Generator().manual_seed(mix_int(_ORDER_SALT, seed, epoch)))
 
 
+LATEST_ORDER: Final = 2
+"""Of new runs; 1, of those whose checkpoints name none, has every permutation in memory."""
+_COMPUTED_FROM: Final = 1 << 20  # samples; a smaller permutation of torch's has at most 8 MB
+_ROUNDS: Final = 8
+_AT_ONCE: Final = 4096  # places that are computed together
+
+
+class ComputedOrder:
+    """A permutation of 0 to N - 1 that computes the part it is asked for: it needs no memory, whatever N.
+
+    A Feistel network over pairs of digits (Black and Rogaway 2002, "Ciphers with arbitrary finite domains", 4.2
+    generalised Feistel cipher with cycle walking): x = left + side * right with side = ceil(sqrt(N)); each round adds a
+    hash of one digit to the other, modulo side. What ends at N or above goes through once more.
+    """
+
+    def __init__(self, num_samples: int, *, seed: int, epoch: int) -> None:
+        """N, `run.seed`, and the epoch from 0."""
+        self._num_samples, self._side = num_samples, math.isqrt(num_samples - 1) + 1
+        self._keys = [mix_int(_ORDER_SALT, seed, epoch, number) for number in range(_ROUNDS)]
+
+    def __getitem__(self, positions: Positions) -> Positions:
+        """Samples at these places of the order, each from 0 to N - 1, in the same shape."""
+        found = self._once(positions.astype(np.uint64).ravel())
+        while (outside := found >= self._num_samples).any():
+            found[outside] = self._once(found[outside])
+        return found.astype(np.int64).reshape(positions.shape)
+
+    def _once(self, numbers: Seeds) -> Seeds:
+        side = np.uint64(self._side)
+        right, left = np.divmod(numbers, side)
+        for key in self._keys:
+            left, right = right, (left + _scrambled((right ^ np.uint64(key)) * _GAMMA)) % side
+        joined: Seeds = left + side * right
+        return joined
+
+
+def order_of_epoch(num_samples: int, *, seed: int, epoch: int, shuffle: bool, version: int) -> Order:
+    """The order in which an epoch visits the samples, to be asked for places in it; arguments as of `epoch_order`."""
+    if not shuffle:
+        return _AsTheyAre()
+    if version > 1 and num_samples >= _COMPUTED_FROM:
+        return ComputedOrder(num_samples, seed=seed, epoch=epoch)
+    in_memory: Order = epoch_order(num_samples, seed=seed, epoch=epoch, shuffle=True).numpy()
+    return in_memory
+
+
+class Order(Protocol):
+    """A permutation of the samples."""
+
+    def __getitem__(self, positions: Positions) -> Positions:
+        """Samples at these places, in the same shape."""
+
+
+class _AsTheyAre:
+    def __getitem__(self, positions: Positions) -> Positions:
+        return positions
+
+
 class MicroBatchSampler(Sampler[list[int]]):
     """Endless lists of sample indices, one per micro-batch of this rank; for `DataLoader(batch_sampler=...)`."""
 
-    def __init__(self, num_samples: int, *, share: Share, seed: int, shuffle: bool, start_step: int = 0) -> None:
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        share: Share,
+        seed: int,
+        shuffle: bool,
+        start_step: int = 0,
+        version: int = LATEST_ORDER,
+    ) -> None:
         """Describe the stream; iterating anew starts anew.
 
         Args:
@@ -133,12 +195,14 @@ class MicroBatchSampler(Sampler[list[int]]):
             shuffle: see `epoch_order`.
             start_step: optimizer step to start at, counted from the beginning of the run; epoch e starts at step
                 e x floor(num_samples / global_size).
+            version: of the order, as the run began with it.
         """
         self.num_samples = num_samples
         self.share = share
         self.seed = seed
         self.shuffle = shuffle
         self.start_step = start_step
+        self.version = version
 
     def __iter__(self) -> Iterator[list[int]]:
         for _, indices in self.with_epochs():
@@ -150,10 +214,15 @@ class MicroBatchSampler(Sampler[list[int]]):
         assert steps_per_epoch > 0, f"{self.num_samples} samples do not fill a batch of {self.share.global_size}"
         epoch, step = divmod(self.start_step, steps_per_epoch)
         while True:
-            order = epoch_order(self.num_samples, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
-            for following in range(step, steps_per_epoch):
-                for indices in self.share.of_step(order, following):
-                    yield epoch, indices.tolist()
+            order = order_of_epoch(
+                self.num_samples, seed=self.seed, epoch=epoch, shuffle=self.shuffle, version=self.version
+            )
+            at_once = max(1, _AT_ONCE * self.share.world_size // self.share.global_size)
+            while step < steps_per_epoch:
+                num_steps = min(at_once, steps_per_epoch - step)
+                for indices in order[self.share.positions(step, num_steps)].tolist():
+                    yield epoch, indices
+                step += num_steps
             epoch, step = epoch + 1, 0
 
 

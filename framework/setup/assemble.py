@@ -10,6 +10,7 @@ import torch
 
 from framework.checkpoint.async_checkpointer import AsyncCheckpointer
 from framework.checkpoint.checkpointer import Checkpointer
+from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.state.weight_files import LazyWeights
 from framework.config.base import Object, Target
 from framework.engine import random_state
@@ -25,7 +26,7 @@ from framework.models.sync_batch_norm import with_sync_batch_norm
 from framework.setup.parts import Parts
 from framework.setup.prepared import Prepared
 from framework.setup.start_point import on_rank0
-from framework.setup.wiring import make_eval_loader, make_monitors, make_schedule, make_train_loader
+from framework.setup.wiring import make_eval_loader, make_monitors, make_schedule, make_train_loader, order_of
 from framework.train.best import BestSoFar
 from framework.train.monitors.base import HeldFolder, Monitor
 from framework.train.monitors.console import LogLines
@@ -93,12 +94,12 @@ def build_trainer(
     folder: RunFolder,
     checkpointer: Checkpointer | AsyncCheckpointer,
     best: BestSoFar,
+    start: SavedCheckpoint | None,
     *,
-    start_step: int,
     stop: Callable[[int], str],
 ) -> Trainer:
     """Build the Trainer of a run with its data and its monitors. Collective."""
-    plan, splits = prepared.plan, prepared.parts.splits
+    plan, splits, start_step = prepared.plan, prepared.parts.splits, start.step if start is not None else 0
     schedule = make_schedule(plan, tokens_per_sample=getattr(splits.train, "tokens_per_sample", None))
     monitors: list[Monitor] = [HeldFolder(folder), best, LogLines(schedule.total_steps)]
 
@@ -110,7 +111,7 @@ def build_trainer(
     return Trainer(
         engine,
         agenda=schedule,
-        train_data=ExplainedData(make_train_loader(plan, splits, rank=rank())),
+        train_data=ExplainedData(make_train_loader(plan, splits, rank=rank(), order=order_of(start))),
         eval_data=ExplainedData(eval_loader) if eval_loader is not None else None,
         monitors=monitors,
         save=checkpointer.save,

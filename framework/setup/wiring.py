@@ -9,9 +9,11 @@ from typing import Any, Final
 
 from framework.checkpoint.async_checkpointer import AsyncCheckpointer
 from framework.checkpoint.checkpointer import Checkpointer, Retention
+from framework.checkpoint.manifest import SavedCheckpoint
 from framework.config.precision import BF16, FP16, FP32, Autocast
 from framework.config.run_config import RunConfig
 from framework.data.loaders import EvalLoader, TrainLoader
+from framework.data.order import LATEST_ORDER
 from framework.data.splits import Splits, tokens_sha256
 from framework.engine.distributed import describe_environment, from_rank0, gather, gather_from_disks, rank
 from framework.engine.protocol import Engine
@@ -70,12 +72,20 @@ def position(plan: Plan, step: int) -> dict[str, int]:
     return {"epoch": epoch, "step_in_epoch": step_in_epoch, "samples": step * plan.layout.global_size}
 
 
-def description(plan: Plan, splits: Splits, *, pipeline: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def order_of(start: SavedCheckpoint | None) -> int:
+    """Version of the order of samples: a run that goes on keeps its own, and a new one has the latest."""
+    return LATEST_ORDER if start is None else int(start.manifest.get("order", 1))
+
+
+def description(
+    plan: Plan, splits: Splits, *, pipeline: Mapping[str, Any] | None = None, order: int = LATEST_ORDER
+) -> dict[str, Any]:
     """Describe the run for its checkpoints; `pipeline` names the model's layers and where it was cut."""
     text = tokens_sha256(splits.train)
     return {
         **({"pipeline": pipeline} if pipeline else {}),
         # With other data its place in them would mean other samples.
+        "order": order,
         "num_train_samples": plan.length.num_train_samples,
         **({"data_sha256": text} if text else {}),
         "steps_per_epoch": plan.length.steps_per_epoch,
@@ -132,7 +142,9 @@ def make_monitors(config: RunConfig, folder: Path, *, total_steps: int, from_ste
     return [*monitors, console] if console is not None else monitors
 
 
-def make_train_loader(plan: Plan, splits: Splits, *, rank: int, num_workers: int | None = None) -> TrainLoader:
+def make_train_loader(
+    plan: Plan, splits: Splits, *, rank: int, num_workers: int | None = None, order: int = LATEST_ORDER
+) -> TrainLoader:
     """This rank's stream of micro-batches. With `num_workers`, other than the config's, no device is touched."""
     data = plan.config.data
     return TrainLoader(
@@ -148,6 +160,7 @@ def make_train_loader(plan: Plan, splits: Splits, *, rank: int, num_workers: int
         prefetch_batches=data.prefetch_batches,
         pin_memory=plan.cluster.device != "cpu" and num_workers is None,
         random_samples=data.has_random_samples(),
+        order_version=order,
     )
 
 

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import tracemalloc
+from collections import Counter
 from itertools import islice
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framework.data.order import KeyedMicroBatchSampler, MicroBatchSampler, Share, epoch_order
+from framework.data.order import ComputedOrder, KeyedMicroBatchSampler, MicroBatchSampler, Share, epoch_order
 
 
 @st.composite
@@ -104,3 +107,57 @@ def test_a_share_that_does_not_multiply_out_is_a_bug() -> None:
         Share(8, 2, 1, 0, 3)
     with pytest.raises(AssertionError, match="rank 3 of 3"):
         Share(6, 2, 1, 3, 3)
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 3, 5, 100, 101, 1024, 9999, 65_537])
+def test_a_computed_order_is_a_permutation(num_samples: int) -> None:
+    order = ComputedOrder(num_samples, seed=3, epoch=1)
+    places = np.arange(num_samples)
+    whole = order[places]
+    assert sorted(whole.tolist()) == places.tolist()
+    part = places[::-3].reshape(-1, 1)
+    assert np.array_equal(order[part], whole[part]), "any part is the part of the whole"
+
+
+def test_a_computed_order_mixes_like_a_random_one() -> None:
+    """Of 20,000 places: where they come from, how far they move, and what stands beside them."""
+    count = 20_000
+    orders = [ComputedOrder(count, seed=seed, epoch=epoch)[np.arange(count)] for seed in (0, 1) for epoch in (0, 1)]
+    for order in orders:
+        by_part = np.histogram2d(np.arange(count), order, bins=20)[0]  # 400 cells of 50 each
+        chi_square = float(((by_part - 50) ** 2 / 50).sum())
+        assert 260 < chi_square < 470, "361 degrees of freedom: 361 +- 27"
+        moved = np.abs(order - np.arange(count)).mean() / count
+        assert moved == pytest.approx(1 / 3, abs=0.01)
+        assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.03
+        assert (np.abs(np.diff(order)) == 1).sum() < 12, "neighbours that stay neighbours: 2 of a random order"
+    pairs = [(a, b) for a in range(4) for b in range(a)]
+    assert all((orders[a] == orders[b]).sum() < 10 for a, b in pairs), "another seed or epoch is another order"
+
+
+def test_every_order_of_four_comes_equally_often() -> None:
+    found = Counter(tuple(ComputedOrder(4, seed=seed, epoch=0)[np.arange(4)].tolist()) for seed in range(4800))
+    assert len(found) == 24
+    assert all(120 < times < 290 for times in found.values()), found  # 200 +- 14
+
+
+def test_large_data_has_a_computed_order_and_old_runs_keep_theirs() -> None:
+    count = 1 << 20
+    share = Share(global_size=64, micro_size=8, accumulation_steps=2, rank=1, world_size=4)
+    new = islice(MicroBatchSampler(count, share=share, seed=5, shuffle=True, start_step=70), 4)
+    computed = ComputedOrder(count, seed=5, epoch=0)
+    starts = [70 * 64 + 16, 70 * 64 + 24, 71 * 64 + 16, 71 * 64 + 24]
+    assert [*new] == [computed[np.arange(start, start + 8)].tolist() for start in starts]
+    old = islice(MicroBatchSampler(count, share=share, seed=5, shuffle=True, start_step=70, version=1), 4)
+    in_memory = epoch_order(count, seed=5, epoch=0, shuffle=True)
+    assert [*old] == [in_memory[start : start + 8].tolist() for start in starts]
+
+
+def test_a_computed_order_needs_no_memory() -> None:
+    tracemalloc.start()
+    stream = iter(MicroBatchSampler(10**12, share=Share(1024, 8, 2, 63, 64), seed=0, shuffle=True, start_step=10**6))
+    first = next(stream)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert max(first) < 10**12
+    assert peak < 2_000_000, f"{peak} bytes for a part of an order of 1e12"
