@@ -200,13 +200,16 @@ class EvalLoader:
             rank: of data parallelism.
             world_size: of data parallelism.
             max_samples: take this many at most, over all ranks, the first ones; None: all.
-            num_workers: processes that fetch ahead; they live for one iteration.
+            num_workers: processes that fetch ahead; they stay for the next evaluation, as each fork of a large rank is
+                slow.
             pin_memory: copy batches into page-locked memory.
         """
         self._dataset = dataset
         num_samples = min(len(dataset), max_samples or len(dataset))
         self._batches = rank_batches(num_samples, batch_size=batch_size, rank=rank, world_size=world_size)
         self._fetching: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
+        self._fetching["persistent_workers"] = num_workers > 0
+        self._loader: DataLoader[Any] | None = None
 
     def __len__(self) -> int:
         """Number of batches, the same on every rank."""
@@ -216,8 +219,14 @@ class EvalLoader:
         """One pass. The global random state is left as it was; what samples and batches draw is the same in every
         pass.
         """
+        if self._loader is None:
+            self._loader = self._made()
+        for batch, (_, counts) in zip(self._loader, self._batches, strict=True):
+            yield batch, counts
+
+    def _made(self) -> DataLoader[Any]:
         own, samples = own_collate(self._dataset), SeededBatches(self._dataset)
-        loader = DataLoader(
+        return DataLoader(
             SamplesWithoutExit(
                 SeededCollate(samples, collate=own, seed=_EVALUATION_SEED) if own is not None else samples
             ),
@@ -228,8 +237,6 @@ class EvalLoader:
             generator=torch.Generator().manual_seed(_WORKER_SEED),
             **self._fetching,
         )
-        for batch, (_, counts) in zip(loader, self._batches, strict=True):
-            yield batch, counts
 
 
 def rank_batches(num_samples: int, *, batch_size: int, rank: int, world_size: int) -> list[tuple[range, bool]]:

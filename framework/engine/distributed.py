@@ -113,8 +113,10 @@ def check_device(dtype: str, backend: str | None = None) -> None:
         )
 
 
-def check_device_of_rank(environment: Mapping[str, str]) -> None:
-    """Refuse a rank for which this host shows no device: the others of its host would wait for it in NCCL.
+def take_device_of_rank(environment: Mapping[str, str]) -> None:
+    """Make this rank's device the current one: what is asked of CUDA before would be done on the first, by all ranks.
+
+    A rank for which this host shows no device is refused: the others of its host would wait for it in NCCL.
 
     Raises:
         ConfigError: with kind ``more-ranks-than-devices``; the first such rank of a host tells it.
@@ -122,7 +124,10 @@ def check_device_of_rank(environment: Mapping[str, str]) -> None:
     if device_name() == "cpu":  # whose number DeepSpeed asks another program for
         return
     local_rank, num_devices = environment.get("LOCAL_RANK", "0"), get_accelerator().device_count()
-    if not local_rank.isdecimal() or int(local_rank) < num_devices:
+    if not local_rank.isdecimal():
+        return
+    if int(local_rank) < num_devices:
+        get_accelerator().set_device(int(local_rank))
         return
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     of = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""

@@ -136,12 +136,14 @@ def added_environment(environment: Mapping[str, str], *, device: str, num_ranks:
     if programs not in environment.get("PATH", "").split(os.pathsep):
         # An environment that is not activated: torch calls `ninja` by name to compile DeepSpeed's optimizers.
         added["PATH"] = os.pathsep.join(filter(None, [programs, environment.get("PATH", "")]))
-    if device == "cpu":
-        if not environment.get("DS_ACCELERATOR"):
-            added["DS_ACCELERATOR"] = "cpu"
-        if not environment.get("OMP_NUM_THREADS"):
-            # Every rank would take every core, and they would wait for each other.
-            added["OMP_NUM_THREADS"] = str(max(1, usable_cores() // num_ranks))
+    if device == "cpu" and not environment.get("DS_ACCELERATOR"):
+        added["DS_ACCELERATOR"] = "cpu"
+    if not environment.get("OMP_NUM_THREADS"):
+        # Every rank would take every core, and they would wait for each other: beside GPUs in offloaded optimizers.
+        added["OMP_NUM_THREADS"] = str(max(1, usable_cores() // num_ranks))
+    if device == "cuda" and not environment.get("PYTORCH_ALLOC_CONF", environment.get("PYTORCH_CUDA_ALLOC_CONF")):
+        # Batches of evaluation have other sizes than those of training: fixed segments would be left in pieces.
+        added["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return added
 
 

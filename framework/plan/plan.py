@@ -11,7 +11,7 @@ from framework.errors import ConfigError, Problem
 from framework.plan.cluster import Cluster
 from framework.plan.layout import Layout, implied_data_parallel_size, largest_global_size, make_layout
 from framework.plan.rules import apply_rules
-from framework.plan.rules.devices import long_sum_in_half_precision
+from framework.plan.rules.devices import half_precision_without_zero
 from framework.plan.rules.metrics_and_ema import length_for_ema
 from framework.plan.rules.schedule import length_for_schedule, overruled
 
@@ -81,7 +81,7 @@ def make_plan(
     if num_train_samples is None:
         num_train_samples = config.data.num_train_samples()
     length = _length(config, layout, num_train_samples)
-    findings += [*_length_findings(config, layout, length), *long_sum_in_half_precision(config, layout)]
+    findings += [*_length_findings(config, layout, length), *half_precision_without_zero(config, cluster, layout)]
     if any(finding.severity == "error" for finding in findings):
         raise _refusal(findings, source)
     return Plan(config, cluster, layout, length, tuple(source.locate(finding) for finding in findings))

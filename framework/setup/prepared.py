@@ -17,7 +17,7 @@ from framework.config.load import Source
 from framework.config.run_config import RunConfig
 from framework.data.splits import tokens_sha256
 from framework.dslint.judge import judge_passed_through
-from framework.engine.distributed import check_device, check_device_of_rank, device_name
+from framework.engine.distributed import check_device, device_name, take_device_of_rank
 from framework.engine.weights import checkpoint_weights, find_weights, refuse_other_layers
 from framework.errors import ConfigError, Problem, StorageError, counted
 from framework.plan.cluster import Cluster
@@ -98,8 +98,8 @@ def prepare(config: RunConfig, *, objects: Objects | None = None, source: Source
     config = describe_objects(config, objects)
     cluster = Cluster.from_environment(os.environ, device=device_name())  # type: ignore[arg-type]
     make_plan(config, cluster, source=source)  # what is wrong with the config alone is told before anything is imported
+    take_device_of_rank(os.environ)
     check_device(config.precision.dtype, config.run.backend)
-    check_device_of_rank(os.environ)
     with _placing(source):
         _check_monitors(config)
         _check_resume(config)

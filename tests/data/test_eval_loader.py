@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import random
 from collections import Counter
 from typing import Any
@@ -137,3 +138,22 @@ def test_what_a_collate_fn_draws_is_the_same_in_every_pass(num_workers: int) -> 
     assert list(EvalLoader(Hiding(), batch_size=2, rank=0, world_size=2, num_workers=num_workers)) == here
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (random.getstate(), str(np.random.get_state())) == before[1:]
+
+
+class Processes(Dataset[int]):
+    """Each sample is the number of the process that reads it."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
+
+
+def test_workers_stay_for_the_next_evaluation_also_after_one_that_was_stopped() -> None:
+    loader = EvalLoader(Processes(), batch_size=2, rank=0, world_size=1, num_workers=2)
+    first = {int(process) for batch, _ in loader for process in batch}
+    assert os.getpid() not in first
+    for _ in loader:
+        break
+    assert {int(process) for batch, _ in loader for process in batch} == first

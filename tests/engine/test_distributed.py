@@ -15,7 +15,7 @@ import torch
 import torch.distributed
 
 from framework.engine import distributed
-from framework.engine.distributed import check_device_of_rank, claims_error_report, process_group
+from framework.engine.distributed import claims_error_report, process_group, take_device_of_rank
 from framework.errors import ConfigError
 
 
@@ -53,7 +53,7 @@ def test_a_rank_without_a_device_is_refused_and_told_once_on_its_host(
     host: Accelerator, local_rank: str, tells: bool
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        check_device_of_rank({"LOCAL_RANK": local_rank, "CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+        take_device_of_rank({"LOCAL_RANK": local_rank, "CUDA_VISIBLE_DEVICES": "0,1,2,3"})
     assert str(refused.value) == (
         f"LOCAL_RANK = {local_rank}: this process sees 4 devices (CUDA_VISIBLE_DEVICES=0,1,2,3), and the first one's "
         "number is 0; "
@@ -65,10 +65,10 @@ def test_a_rank_without_a_device_is_refused_and_told_once_on_its_host(
 def test_ranks_with_a_device_and_ranks_that_need_none_are_taken(
     host: Accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_device_of_rank({"LOCAL_RANK": "3"})
-    check_device_of_rank({})
+    take_device_of_rank({"LOCAL_RANK": "3"})
+    take_device_of_rank({})
     monkeypatch.setattr(host, "_name", "cpu")
-    check_device_of_rank({"LOCAL_RANK": "6"})
+    take_device_of_rank({"LOCAL_RANK": "6"})
 
 
 def test_in_a_group_of_the_scripts_own_a_rank_uses_its_device(

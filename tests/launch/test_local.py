@@ -304,12 +304,15 @@ def test_variables_that_are_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert added_environment(here, device="cpu", num_ranks=2) == {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "2"}
     assert added_environment(here, device="cpu", num_ranks=9)["OMP_NUM_THREADS"] == "1"
     assert added_environment(here | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "3"}, device="cpu", num_ranks=2) == {}
-    assert added_environment(here, device="cuda", num_ranks=2) == {}
+    of_gpus = {"OMP_NUM_THREADS": "2", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert added_environment(here, device="cuda", num_ranks=2) == of_gpus
+    own = {"OMP_NUM_THREADS": "3", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
+    assert added_environment(here | own, device="cuda", num_ranks=2) == {}
 
 
 def test_an_environment_that_is_not_activated_gets_its_programs() -> None:
     added = added_environment({"PATH": "/usr/bin"}, device="cuda", num_ranks=1)
-    assert added == {"PATH": f"{Path(sys.executable).parent}:/usr/bin"}
+    assert added["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
 
 
 def test_the_printed_line_is_what_a_shell_reads() -> None:

@@ -433,5 +433,7 @@ def test_further_data_types_stand_beside_the_sums() -> None:
 
 def test_a_long_sum_that_deepspeed_rounds_is_noted() -> None:
     values = {"precision": {"dtype": "bf16"}, "batch": {"micro_size": 1, "accumulation_steps": 9}}
-    kinds = [found.kind for found in make_plan(config_from_values(values), Cluster(devices_per_host=1)).findings]
-    assert kinds == ["long-sum-in-half-precision"]
+    config, slow, long = config_from_values(values), "half-precision-without-zero", "long-sum-in-half-precision"
+    for device, kinds in (("cpu", [long]), ("cuda", [slow, long])):
+        findings = make_plan(config, Cluster(devices_per_host=1, device=device)).findings  # type: ignore[arg-type]
+        assert [found.kind for found in findings] == kinds

@@ -75,18 +75,21 @@ def fp32_sums_need_zero(config: RunConfig, cluster: Cluster) -> Iterator[Problem
         )
 
 
-def long_sum_in_half_precision(config: RunConfig, layout: Layout) -> Iterator[Problem]:
-    """Not wrong, but less exact than at any other stage, and nothing in a run would show it."""
-    steps = layout.accumulation_steps
-    if config.zero.stage == 0 and isinstance(config.precision, BF16 | FP16) and steps > LONG_SUM:
-        yield Problem(
-            kind="long-sum-in-half-precision",
-            key="zero.stage",
-            value=0,
-            severity="note",
-            reason=f"the gradients of {steps} micro-batches are summed in {config.precision.dtype}, which rounds each",
-            fix="set zero.stage: 1, where they are summed in fp32",
-        )
+def half_precision_without_zero(config: RunConfig, cluster: Cluster, layout: Layout) -> Iterator[Problem]:
+    """Find what is not wrong at stage 0, but less exact, or slower, than at any other stage.
+
+    deepspeed/runtime/fp16/unfused_optimizer.py `step` looks at each gradient from the host.
+    """
+    if config.zero.stage or config.parallel.pipe > 1 or not isinstance(config.precision, BF16 | FP16):
+        return
+    dtype, steps = config.precision.dtype, layout.accumulation_steps
+    found = [("half-precision-without-zero", f"in {dtype} every step waits for the device once for each weight there")]
+    if steps > LONG_SUM:
+        reason = f"the gradients of {steps} micro-batches are summed in {dtype}, which rounds each"
+        found.append(("long-sum-in-half-precision", reason))
+    fix = "set zero.stage: 1, on a single device as well"
+    for kind, reason in found if cluster.device == "cuda" else found[1:]:
+        yield Problem(kind=kind, key="zero.stage", value=0, severity="note", reason=reason, fix=fix)
 
 
 # Rules between a run and the devices it is to run on.
