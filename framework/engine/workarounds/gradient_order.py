@@ -15,6 +15,7 @@ import deepspeed
 import torch
 import torch.distributed
 
+from framework.engine.distributed import gather
 from framework.errors import TrainingError
 
 
@@ -204,15 +205,14 @@ class _FetchOrder:
     def _see(self, entry: int) -> None:
         """Compare an entry; collective in the first pass."""
         if not self._known:
-            everyone: list[Any] = [None] * torch.distributed.get_world_size(self._group)
-            torch.distributed.all_gather_object(everyone, entry, group=self._group)
-            for rank, other in enumerate(everyone):
-                if other != everyone[0]:
-                    self._refuse(f"rank 0 {self._text(everyone[0])} where rank {rank} {self._text(other)}")
+            first, *others = gather(entry, group=self._group)
+            for rank, other in enumerate(others, start=1):
+                if other != first:
+                    self._refuse(f"rank 0 {self._text(first)} where rank {rank} {self._text(other)}")
         elif entry != (expected := self._known[len(self._seen)]):
-            first = self._text(expected).replace("calls", "called")
+            own, known = self._text(entry), self._text(expected).replace("calls", "called")
             rank = torch.distributed.get_rank()
-            self._refuse(f"rank {rank} {self._text(entry)} where the first step {first}", is_of_one_rank=True)
+            self._refuse(f"rank {rank} {own} where the first step {known}", is_of_one_rank=True)
         self._seen.append(entry)
 
     def _text(self, entry: int) -> str:
