@@ -188,10 +188,10 @@ def barrier() -> None:
     torch.distributed.barrier()
 
 
-def gather(value: Any, *, group: Any = None) -> list[Any]:
+def gather(value: Any) -> list[Any]:
     """Every rank's value, in the order of ranks. Collective."""
-    everyone: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(everyone, value, group=group)
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, value)
     return everyone
 
 
@@ -240,9 +240,9 @@ def claims_error_report(text: str, *, wait_seconds: float = 3.0) -> bool:
             return True
         store.add(f"{key}-asked", 1)
         # no `store.wait`: torch writes pages about one that times out
-        is_told = _wait_until(lambda: store.check([key]), wait_seconds)
+        is_reported = _wait_until(lambda: store.check([key]), wait_seconds)
         me = str(rank())
-        is_first = not is_told and str(store.compare_set(f"{key}-elsewhere", "", me).decode()) == me
+        is_first = not is_reported and str(store.compare_set(f"{key}-elsewhere", "", me).decode()) == me
         # A launcher that sees this rank end stops the one that speaks before it has spoken.
         time.sleep(0.0 if is_first else _OTHERS_ASK_SECONDS + 1.0)
         return is_first

@@ -15,7 +15,6 @@ import deepspeed
 import torch
 import torch.distributed
 
-from framework.engine.distributed import gather
 from framework.errors import TrainingError
 
 
@@ -205,10 +204,11 @@ class _FetchOrder:
     def _see(self, entry: int) -> None:
         """Compare an entry; collective in the first pass."""
         if not self._known:
-            first, *others = gather(entry, group=self._group)
-            for rank, other in enumerate(others, start=1):
-                if other != first:
-                    self._refuse(f"rank 0 {self._text(first)} where rank {rank} {self._text(other)}")
+            everyone: list[Any] = [None] * torch.distributed.get_world_size(self._group)
+            torch.distributed.all_gather_object(everyone, entry, group=self._group)
+            for rank, other in enumerate(everyone):
+                if other != everyone[0]:
+                    self._refuse(f"rank 0 {self._text(everyone[0])} where rank {rank} {self._text(other)}")
         elif entry != (expected := self._known[len(self._seen)]):
             own, known = self._text(entry), self._text(expected).replace("calls", "called")
             rank = torch.distributed.get_rank()
