@@ -27,7 +27,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "doctor": (118, 20),
     "report": (9, 2),
     "commands": (77, 11),
-    "models": (75, 11),
+    "models": (73, 11),
     "tasks": (18, 5),
     "data": (137, 20),
     "engine": (163, 25),
