@@ -28,7 +28,7 @@ from deepspeed.accelerator import get_accelerator
 from framework.engine.extensions import refusing_what_does_not_compile, use_own_cache
 from framework.engine.rendezvous import INIT_METHOD, check_environment, explaining_rendezvous
 from framework.engine.workarounds.shared_buffers import remove_dead_buffers, remove_own_buffers
-from framework.errors import ConfigError, Problem, StorageError, counted
+from framework.errors import ConfigError, StorageError, counted
 from framework.system.files import make_own_folder, open_own
 from framework.system.log import warn, write_to
 from framework.system.ports import free_port
@@ -215,26 +215,21 @@ def refuse_different_ranks(fingerprint: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: on all ranks, naming what differs and the first rank on which it does.
     """
-    everyone = gather(dict(fingerprint))
-    problems = [
-        Problem(
-            kind="ranks-differ",
-            key=name,
-            value=other.get(name),
-            reason=f"rank {number} has this, rank 0 has {everyone[0].get(name)}",
-            fix="give every rank the same config and the same data",
-        )
-        for number, other in enumerate(everyone)
-        for name in sorted(everyone[0].keys() | other.keys())
-        if other.get(name) != everyone[0].get(name)
-    ]
-    if problems:
-        raise ConfigError(problems[:1])
+    first, *others = gather(dict(fingerprint))
+    for number, other in enumerate(others, start=1):
+        for name in sorted(first.keys() | other.keys()):
+            if other.get(name) != first.get(name):
+                raise ConfigError.of(
+                    kind="ranks-differ",
+                    key=name,
+                    value=other.get(name),
+                    reason=f"rank {number} has this, rank 0 has {first.get(name)}",
+                    fix="give every rank the same config and the same data",
+                )
 
 
 def claims_error_report(text: str, *, wait_seconds: float = 3.0) -> bool:
-    """Check whether this rank should tell of a failure that others may have met as well: rank 0 always, else the first
-    of the others.
+    """Check whether this rank reports a failure that others may have met too: rank 0 always, else the first to ask.
 
     No collective: ranks that have not failed need not take part.
     """
@@ -250,9 +245,9 @@ def claims_error_report(text: str, *, wait_seconds: float = 3.0) -> bool:
             return True
         store.add(f"{key}-asked", 1)
         # no `store.wait`: torch writes pages about one that times out
-        was_reported = _wait_until(lambda: store.check([key]), wait_seconds)
+        is_reported = _wait_until(lambda: store.check([key]), wait_seconds)
         me = str(rank())
-        is_first = not was_reported and str(store.compare_set(f"{key}-elsewhere", "", me).decode()) == me
+        is_first = not is_reported and str(store.compare_set(f"{key}-elsewhere", "", me).decode()) == me
         # A launcher that sees this rank end stops the one that speaks before it has spoken.
         time.sleep(0.0 if is_first else _OTHERS_ASK_SECONDS + 1.0)
         return is_first

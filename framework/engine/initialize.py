@@ -182,13 +182,7 @@ def _sending_scalars() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Step:
-    """Result of one step.
-
-    Attributes:
-        read_loss: reads the loss, which is still on the device. Collective.
-        lr: the learning rate that the step was taken with.
-        may_be_skipped: it may have left the weights as they were.
-    """
+    """Result of one step, taken at rate `lr`; its loss is still on the device, and `read_loss` is collective."""
 
     engine: BaseEngine
     read_loss: Callable[[], float]
@@ -212,15 +206,7 @@ class BaseEngine:
         names: Callable[[], Names],
         stages: Any = None,
     ) -> None:
-        """Take the engine.
-
-        Args:
-            engine: DeepSpeed's.
-            plan: what was decided.
-            task: loss and metrics; what it holds is moved to the device.
-            names: tells the plain names of what the engine holds, when they are needed.
-            stages: process group of a pipeline's stages.
-        """
+        """Take the engine; `names` tells the plain names of what it holds, `stages` is a pipeline's process group."""
         place(task, device())
         self.engine, self._task, self._names = engine, task, names
         self._batches = DeviceBatches(

@@ -56,14 +56,7 @@ def main() -> int:
 
 
 def measure(device: torch.device, *, seconds: float, folder: Path | None, file_bytes: int) -> dict[str, Any]:
-    """Everything, as plain values. Collective.
-
-    Args:
-        device: this rank's.
-        seconds: about how long each size is measured.
-        folder: where files are written and read; None: nowhere.
-        file_bytes: how large each is.
-    """
+    """Everything, as plain values, about so many seconds for each size; files only in a folder. Collective."""
     backend = dist.get_backend()
     hosts = _gather((socket.gethostname(), int(os.environ.get("LOCAL_RANK", "0"))))
     speak = [rank for rank, (_, local) in enumerate(hosts) if local == 0]

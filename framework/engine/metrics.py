@@ -116,11 +116,7 @@ def time_layers(
 ) -> list[float]:
     """Median seconds of every layer, one after the other on this rank's device, each built and thrown away in turn.
 
-    Args:
-        layers: the model.
-        inputs: one micro-batch for the first layer, on the CPU.
-        seed: the model's seed.
-        precision: the config's section.
+    `inputs` is one micro-batch for the first layer, on the CPU.
 
     Raises:
         ConfigError: kind ``layer-failed``: what runs where the layers were looked at need not run on the device.

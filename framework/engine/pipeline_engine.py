@@ -42,30 +42,6 @@ stage).
 """
 
 
-Make = Callable[[], torch.nn.Module]
-
-
-class _Spec(LayerSpec):  # type: ignore[misc]
-    """A layer that is built under its own seed."""
-
-    def __init__(self, make: Make) -> None:
-        super().__init__(torch.nn.Module)
-        self._make = make
-
-    def build(self, log: bool = False) -> torch.nn.Module:
-        return self._make()
-
-
-class _TiedSpec(TiedLayerSpec):  # type: ignore[misc]
-    """A layer that shares its weights with layers of other stages. All of them are built as the first one is."""
-
-    def __init__(self, layer: Layer, make: Make) -> None:
-        super().__init__(layer.tied, torch.nn.Module, forward_fn=layer.call, tied_weight_attr=list(layer.tied_weights))
-        self._make = make
-
-    build = _Spec.build
-
-
 class StagesModule(PipelineModule):  # type: ignore[misc]
     """A PipelineModule that is cut where it is told, each layer built under its own seed."""
 
@@ -81,11 +57,16 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
         )
 
     def _specs(self, layers: Sequence[Layer]) -> list[LayerSpec]:
-        firsts: dict[str, Make] = {}
+        """What DeepSpeed builds this stage from; layers that share weights are all built as the first one is."""
+        firsts: dict[str, partial[torch.nn.Module]] = {}
         specs: list[LayerSpec] = []
         for number, layer in enumerate(layers):
-            make = partial(self._make, layer, number)
-            specs.append(_TiedSpec(layer, firsts.setdefault(layer.tied, make)) if layer.tied else _Spec(make))
+            spec, make = LayerSpec(torch.nn.Module), partial(self._make, layer, number)
+            if layer.tied:
+                weights, make = list(layer.tied_weights), firsts.setdefault(layer.tied, make)
+                spec = TiedLayerSpec(layer.tied, torch.nn.Module, forward_fn=layer.call, tied_weight_attr=weights)
+            spec.build = make
+            specs.append(spec)
         return specs
 
     def _make(self, layer: Layer, number: int) -> torch.nn.Module:
@@ -135,16 +116,8 @@ def build_pipeline(
 ) -> PipelineEngine:
     """Build this rank's stage and wrap it with `deepspeed.initialize`. Collective.
 
-    Args:
-        plan: what was decided; its layout says how many stages there are.
-        ds_config: the rendered JSON.
-        layers: all layers of the model.
-        bounds: where it is cut.
-        task: loss and metrics; runs on the last stage.
-        make_optimizer: the user's optimizer, if the JSON names none.
-        adapt: changes a layer's module after it was built.
-        varying_shapes: batches may differ in more than their number of samples: the stages then tell each other the
-            shape of everything they send.
+    Where `varying_shapes` says that batches may differ in more than their number of samples, the stages tell each other
+    the shape of everything they send.
     """
     loss = _LastStageLoss(task)
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its layers; the plan's table says more

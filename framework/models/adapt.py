@@ -70,10 +70,6 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 def frozen_names(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
     """The names that a pattern matches from beginning to end.
 
-    Args:
-        names: of all parameters of the whole model.
-        patterns: regular expressions.
-
     Raises:
         ConfigError: kind ``freeze-matches-nothing`` for every pattern without a parameter, ``freeze-matches-all``.
     """

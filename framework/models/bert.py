@@ -23,18 +23,7 @@ from framework.models.layers import Layer, LayeredModel
 
 @dataclass(frozen=True, kw_only=True)
 class BERTShape:
-    """Shape of a BERT.
-
-    Attributes:
-        vocab_size: number of different tokens.
-        max_positions: longest sequence.
-        num_types: number of segments that a token may belong to.
-        hidden_size: width between blocks, a multiple of `num_heads`.
-        num_layers: number of blocks.
-        num_heads: attention heads of a block.
-        mlp_size: width inside the perceptron of a block.
-        dropout: probability, for embeddings, attention weights and what a block adds.
-        norm_eps: added to the variance in a layernorm.
+    """Shape of a BERT, whose fields `framework.config.language_models.BERT` describes.
 
     Raises:
         ValueError: the heads do not divide the hidden units.

@@ -23,11 +23,11 @@ from framework.models.initialized import (
 )
 from framework.models.layers import Layer, LayeredModel
 
-# Rotary positions (Su et al. 2021, "RoFormer"), in the half-split order of Llama's released weights.
-
 
 def rotate(*heads: Tensor, theta: float) -> tuple[Tensor, ...]:
     """Turn the pair (i, i + d/2) of the vector at position p by the angle p * theta^(-2i/d).
+
+    Rotary positions (Su et al. 2021, "RoFormer"), in the half-split order of Llama's released weights.
 
     The angles are computed anew in float32 (float64 for such input) and never kept in a buffer: ZeRO-3's constructor
     patch and half-precision casts would round them, and a checkpoint would hold what is no weight. Queries and keys,
@@ -46,34 +46,18 @@ def rotate(*heads: Tensor, theta: float) -> tuple[Tensor, ...]:
     positions = torch.arange(some.shape[-2], device=some.device).to(dtype)
     angles = torch.outer(positions, theta ** (-pairs / width))
     cos, sin = angles.cos(), angles.sin()
-    return tuple(_turned(one.to(dtype), cos, sin).to(one.dtype) for one in heads)
-
-
-def _turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = heads.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    halves = (one.to(dtype).chunk(2, dim=-1) for one in heads)
+    return tuple(
+        torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(some.dtype)
+        for first, second in halves
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPTShape:
-    """Shape of a GPT; the defaults are GPT-2's.
+    """Shape of a GPT, whose fields `framework.config.language_models.GPT` describes; the defaults are GPT-2's.
 
-    Attributes:
-        vocab_size: number of different tokens.
-        max_positions: longest sequence with learned positions.
-        hidden_size: width between blocks, a multiple of `num_heads`.
-        num_layers: number of blocks.
-        num_heads: attention heads of a block, a multiple of `num_kv_heads`.
-        num_kv_heads: heads of keys and values; each serves num_heads / num_kv_heads heads (Ainslie et al. 2023).
-        mlp_size: width inside the perceptron of a block.
-        positions: a learned vector that is added, or rotation of queries and keys, which needs an even head width.
-        rope_theta: base of the rotary wavelengths.
-        norm: kind of normalisation.
-        norm_eps: added to the variance in it.
-        mlp: two matrices around GELU (tanh form), or SwiGLU's three.
-        bias: whether linear layers and layernorm have a bias.
-        dropout: probability, for embeddings, attention weights and what a block adds.
-        tie_embeddings: whether the output layer uses the matrix of the token embedding.
+    Each of `num_kv_heads` serves num_heads / num_kv_heads heads (Ainslie et al. 2023).
 
     Raises:
         ValueError: the head counts do not divide, or rotary heads have an odd width.

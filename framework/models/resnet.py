@@ -47,12 +47,6 @@ class SmallResNet18(LayerStack):
     """
 
     def __init__(self, num_classes: int = 10, *, in_channels: int = 1) -> None:
-        """Build the network.
-
-        Args:
-            num_classes: width of the last layer.
-            in_channels: channels of an input image.
-        """
         layers = OrderedDict[str, nn.Module](
             conv=HeConv2d(in_channels, STAGE_WIDTHS[0], kernel_size=3, padding=1, bias=False),
             norm=nn.BatchNorm2d(STAGE_WIDTHS[0]),
@@ -86,10 +80,6 @@ class LayeredResNet(resnet.ResNet):  # type: ignore[misc]
 def resnet18(num_classes: int = 1000, *, in_channels: int = 3) -> nn.Module:
     """ResNet-18 (He et al. 2015) of torchvision: 11,689,512 parameters for 3 channels and 1000 classes.
 
-    Args:
-        num_classes: width of the last layer.
-        in_channels: channels of an input image.
-
     Returns:
         A module from images (batch, in_channels, H, W), H and W of 32 pixels or more, to logits (batch, num_classes).
     """
@@ -99,7 +89,7 @@ def resnet18(num_classes: int = 1000, *, in_channels: int = 3) -> nn.Module:
 def resnet50(num_classes: int = 1000, *, in_channels: int = 3) -> nn.Module:
     """ResNet-50 (He et al. 2015, stride in the 3x3 convolution) of torchvision: 25,557,032 parameters for 1000 classes.
 
-    Args and result as for `resnet18`.
+    Result as for `resnet18`.
     """
     return _build(resnet.Bottleneck, (3, 4, 6, 3), num_classes=num_classes, in_channels=in_channels)
 

@@ -21,12 +21,7 @@ class LeNet(LayerStack):
     """
 
     def __init__(self, num_classes: int = 10, *, in_channels: int = 1, image_size: int = 28) -> None:
-        """Build the network.
-
-        Args:
-            num_classes: width of the last layer.
-            in_channels: channels of an input image.
-            image_size: height and width in pixels: 32 as in the paper, or 28, which the first convolution pads to 32.
+        """Build the network for images of 32 pixels, as in the paper, or of 28, which the first convolution pads to 32.
 
         Raises:
             ValueError: `image_size` is neither 28 nor 32.
@@ -66,15 +61,7 @@ class MLP(LayerStack):
         hidden_sizes: Sequence[int] = (256, 256),
         dropout: float = 0.0,
     ) -> None:
-        """Build the network.
-
-        Args:
-            num_classes: width of the last layer.
-            in_channels: channels of an input image.
-            image_size: height and width of an input image in pixels.
-            hidden_sizes: width of each hidden layer; none gives a linear classifier.
-            dropout: probability that a hidden unit is dropped while training.
-        """
+        """Build the network; no `hidden_sizes` give a linear classifier, `dropout` is a hidden unit's probability."""
         widths = [in_channels * image_size**2, *hidden_sizes]
         layers = OrderedDict[str, nn.Module](flatten=nn.Flatten())
         for number, (before, after) in enumerate(pairwise(widths), start=1):

@@ -62,9 +62,7 @@ def survey(
     """Weigh every layer and look at what it passes on.
 
     Args:
-        layers: the model.
         inputs: what the first layer gets, one micro-batch on the CPU: a tensor or a tuple of tensors.
-        seed: the model's seed.
         float_bytes: bytes per number of floating tensors in the run; 2 for bf16 and fp16.
         frozen: full names of parameters that will not be trained.
 
@@ -215,7 +213,6 @@ def refuse_untrue_layers(model: nn.Module, inputs: Any, *, seed: int) -> None:
     Args:
         model: with its weights; neither it nor the inputs are touched.
         inputs: of one micro-batch, on the CPU: a tensor or a tuple of tensors.
-        seed: for both runs.
 
     Raises:
         ConfigError: kind ``layers-differ-from-forward``.

@@ -210,9 +210,9 @@ class _FetchOrder:
                 if other != everyone[0]:
                     self._refuse(f"rank 0 {self._text(everyone[0])} where rank {rank} {self._text(other)}")
         elif entry != (expected := self._known[len(self._seen)]):
-            first = self._text(expected).replace("calls", "called")
+            own, known = self._text(entry), self._text(expected).replace("calls", "called")
             rank = torch.distributed.get_rank()
-            self._refuse(f"rank {rank} {self._text(entry)} where the first step {first}", is_of_one_rank=True)
+            self._refuse(f"rank {rank} {own} where the first step {known}", is_of_one_rank=True)
         self._seen.append(entry)
 
     def _text(self, entry: int) -> str:
