@@ -195,6 +195,11 @@ class ConfigError(FrameworkError):
         self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
         super().__init__("\n".join(map(str, self.problems)))
 
+    @classmethod
+    def of(cls, kind: str, reason: str, fix: str = "", key: str = "", value: Any = MISSING) -> ConfigError:
+        """The error of one problem that stands in no file."""
+        return cls(Problem(kind, reason, fix, key, value))
+
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...] | str]]:
         return type(self), (tuple(self.problems) or str(self),)
 

@@ -26,7 +26,7 @@ from framework.data.token_files import (
 from framework.errors import ConfigError, Problem
 from framework.plan.cluster import Cluster
 from framework.plan.plan import Plan, make_plan
-from framework.plan.rules.parts import vocabulary_problem
+from framework.plan.rules.model import vocabulary_problem
 
 _KEY = "data.path"
 

@@ -20,7 +20,7 @@ from framework.config.run_config import RunConfig
 from framework.data.splits import Splits, as_splits
 from framework.errors import ConfigError, Problem
 from framework.models.layers import Layer, LayeredModel, as_layers
-from framework.plan.rules.parts import vocabulary_problem
+from framework.plan.rules.model import vocabulary_problem
 from framework.setup.objects import MakeOptimizer, ModelSource, Objects, type_name
 from framework.setup.targets import call_factory, call_failed, check_arguments, check_handed_over, load_target, takes
 from framework.setup.user_optimizer import check_optimizer, refuse_closure, savable
