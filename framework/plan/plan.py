@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
@@ -72,7 +72,7 @@ class Plan:
             ConfigError: the run cannot work on it.
         """
         cluster = replace(self.cluster, device=device)
-        _accepted([found for rule in rules.OF_DEVICE for found in rule(self.config, cluster)], source)
+        accepted(rules.apply_rules(self.config, cluster), source)
         return replace(self, cluster=cluster)
 
     def with_data(self, num_train_samples: int, source: Source) -> Plan:
@@ -85,7 +85,7 @@ class Plan:
         before = list(map(source.locate, _length_findings(self.config, self.layout, self.length)))
         kept = [finding for finding in self.findings if finding not in before]
         found = [*kept, *_length_findings(self.config, self.layout, length)]
-        return replace(self, length=length, findings=_accepted(found, source))
+        return replace(self, length=length, findings=accepted(found, source))
 
 
 def default_cluster(config: RunConfig) -> Cluster:
@@ -95,7 +95,12 @@ def default_cluster(config: RunConfig) -> Cluster:
 
 
 def make_plan(
-    config: RunConfig, cluster: Cluster, *, num_train_samples: int | None = None, source: Source | None = None
+    config: RunConfig,
+    cluster: Cluster,
+    *,
+    num_train_samples: int | None = None,
+    source: Source | None = None,
+    further: Sequence[Problem] = (),
 ) -> Plan:
     """Decide everything that follows from a config and a cluster.
 
@@ -104,6 +109,7 @@ def make_plan(
         cluster: where it will run.
         num_train_samples: real size of the training data; left out: as published, where that is known.
         source: where the config's values came from, so that problems name file and line.
+        further: what else was found, to be reported with the plan's findings.
 
     Raises:
         ConfigError: with every problem found.
@@ -112,12 +118,12 @@ def make_plan(
     findings = [*rules.apply_rules(config, cluster), *overruled(config, source)]
     layout = make_layout(config.batch, world_size=cluster.world_size, pipe_size=config.parallel.pipe)
     if isinstance(layout, Problem):
-        raise ConfigError(_errors([layout, *findings], source))
+        raise ConfigError(_errors([layout, *findings, *further], source))
     if num_train_samples is None:
         num_train_samples = config.data.num_train_samples()
     length = _length(config, layout, num_train_samples)
-    findings += _length_findings(config, layout, length)
-    return Plan(config, cluster, layout, length, _accepted(findings, source))
+    findings = [*findings, *_length_findings(config, layout, length), *further]
+    return Plan(config, cluster, layout, length, accepted(findings, source))
 
 
 def errors_of_known(config: RunConfig, unknown: Set[str], cluster: Cluster | None, *, source: Source) -> list[Problem]:
@@ -150,7 +156,7 @@ def _errors(findings: Iterable[Problem], source: Source) -> list[Problem]:
     return [source.locate(finding) for finding in findings if finding.severity == "error"]
 
 
-def _accepted(findings: Iterable[Problem], source: Source) -> tuple[Problem, ...]:
+def accepted(findings: Iterable[Problem], source: Source) -> tuple[Problem, ...]:
     """The findings with their places.
 
     Raises:

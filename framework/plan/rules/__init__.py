@@ -16,8 +16,6 @@ from framework.plan.rules.base import LISTED, Rule
 
 _THEMES: Final = [theme.__name__ for theme in (devices, schedule, model, metrics_and_ema, passthrough)]
 ALL: Final[tuple[Rule, ...]] = tuple(sorted(LISTED, key=lambda rule: _THEMES.index(rule.__module__)))
-# Those that ask for the kind of device, which a rank knows when torch is there.
-OF_DEVICE: Final = (devices.fp16_needs_gpu, devices.optimizer_needs_gpu)
 
 
 def apply_rules(config: RunConfig, cluster: Cluster) -> list[Problem]:
