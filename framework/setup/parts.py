@@ -17,9 +17,11 @@ import torch
 
 from framework.config.base import Object, Target
 from framework.config.run_config import RunConfig
+from framework.data.loaders import TrainLoader
 from framework.data.splits import Splits, as_splits
 from framework.errors import ConfigError, Problem
 from framework.models.layers import Layer, LayeredModel, as_layers
+from framework.plan.plan import Plan
 from framework.plan.rules.model import vocabulary_problem
 from framework.setup.objects import MakeOptimizer, ModelSource, Objects, type_name
 from framework.setup.targets import call_factory, call_failed, check_arguments, check_handed_over, load_target, takes
@@ -59,6 +61,25 @@ def gather_parts(config: RunConfig, objects: Objects) -> Parts:
         )
     return Parts(
         build_model=_model_builder(config, objects.model), splits=splits, task=task, make_optimizer=make_optimizer
+    )
+
+
+def make_train_loader(plan: Plan, splits: Splits, *, rank: int, num_workers: int | None = None) -> TrainLoader:
+    """This rank's stream of micro-batches. With `num_workers`, other than the config's, no device is touched."""
+    data = plan.config.data
+    return TrainLoader(
+        splits.train,
+        global_size=plan.layout.global_size,
+        micro_size=plan.layout.micro_size,
+        accumulation_steps=plan.layout.accumulation_steps,
+        rank=plan.layout.data_parallel_rank(rank),
+        world_size=plan.layout.data_parallel_size,
+        seed=plan.config.run.seed,
+        shuffle=data.shuffle,
+        num_workers=data.num_workers if num_workers is None else num_workers,
+        prefetch_batches=data.prefetch_batches,
+        pin_memory=plan.cluster.device != "cpu" and num_workers is None,
+        random_samples=data.has_random_samples(),
     )
 
 
