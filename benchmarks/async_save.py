@@ -28,8 +28,8 @@ from framework.config.load import config_from_values
 from framework.engine import random_state
 from framework.engine.distributed import gather, process_group
 from framework.engine.plain_engine import PlainEngine, build_engine
+from framework.setup.parts import make_train_loader
 from framework.setup.prepared import prepare
-from framework.setup.wiring import description, make_train_loader
 
 BLOCK = 8 << 20
 
@@ -72,7 +72,7 @@ def _engine(hidden: int) -> tuple[PlainEngine, dict[str, Any], Callable[[], None
     engine.train_step(batches).read()
     return (
         engine,
-        description(prepared.plan, prepared.parts.splits),
+        prepared.description(),
         lambda: (engine.train_step(batches).read(), None)[1],
     )
 

@@ -35,8 +35,9 @@ from framework.engine.distributed import barrier, describe_environment, process_
 from framework.engine.metrics import mean_over_ranks
 from framework.engine.plain_engine import build_engine
 from framework.engine.stop_agreement import agreed_stops
+from framework.setup.assemble import make_monitors, make_schedule
+from framework.setup.parts import make_train_loader
 from framework.setup.prepared import Prepared, prepare
-from framework.setup.wiring import make_monitors, make_schedule, make_train_loader
 from framework.system.stopping import StopRequest
 from framework.train.monitors.base import Monitor, Point
 from framework.train.trainer import Every, Schedule, Trainer

@@ -197,7 +197,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from framework.plan.text import rows
+    from framework.plan.plan import rows
 
     plan, source = _make_plan(arguments, plan_with_data=True)
     balance = _stage_balance(plan, source)

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from framework.config.load import Source, load_with_source
 from framework.config.run_config import RunConfig
-from framework.errors import ConfigError
 from framework.plan.cluster import Cluster
-from framework.plan.plan import Plan, default_cluster, make_plan
+from framework.plan.plan import Plan, accepted, default_cluster, make_plan
 from framework.system.output import write
 
 
@@ -54,11 +53,12 @@ class LoadedRun:
         return make_plan(self.config, cluster or default_cluster(self.config), source=self.source)
 
     def plan_with_data(self, cluster: Cluster | None = None, *, data_elsewhere: bool = True) -> Plan:
-        """Plan the run with the size of its text, and with what is wrong with its data (`plan_with_text`)."""
-        from framework.plan.token_folder import plan_with_text
+        """Plan the run as `plan` does, with the size of its text, and with what is wrong with its data."""
+        from framework.plan.token_folder import look_at_data
 
+        found, size = look_at_data(self.config, data_elsewhere=data_elsewhere)
         cluster = cluster or default_cluster(self.config)
-        return plan_with_text(self.config, cluster, source=self.source, data_elsewhere=data_elsewhere)
+        return make_plan(self.config, cluster, num_train_samples=size, source=self.source, further=found)
 
     def checked_plan(self, cluster: Cluster) -> Plan:
         """Plan the run for a cluster that is elsewhere, its DeepSpeed JSON checked as well; warnings and notes go to
@@ -74,9 +74,7 @@ class LoadedRun:
             from framework.plan.render import render
 
             found += judge_passed_through(plan, render(plan), source=self.source, release=None)
-        if wrong := [problem for problem in found if problem.severity == "error"]:
-            raise ConfigError(wrong)
-        for problem in found:
+        for problem in accepted(found, self.source):
             print(f"{problem.severity}: {problem}", file=sys.stderr)
         return plan
 

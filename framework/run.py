@@ -18,12 +18,12 @@ from framework.engine.plain_engine import arithmetic_of
 from framework.engine.random_state import seed_ranks
 from framework.engine.stop_agreement import agreed_stops
 from framework.errors import RunStopped
+from framework.plan.plan import Plan
 from framework.report.summary import RunResult, describe_stop, print_end, print_next
 from framework.setup import start_point
-from framework.setup.assemble import assemble_engine, build_trainer
+from framework.setup.assemble import assemble_engine, build_trainer, make_checkpointer
 from framework.setup.objects import MakeOptimizer, ModelSource, Objects, config_with_objects, refuse_unknown_arguments
-from framework.setup.prepared import Prepared, prepare
-from framework.setup.wiring import description, make_checkpointer, order_of
+from framework.setup.prepared import Prepared, order_of, prepare
 from framework.system.exits import end_in_one_line, refusing_exits
 from framework.system.log import noting_errors
 from framework.system.stopping import StopRequest
@@ -68,10 +68,12 @@ def fit(
         return _run(prepared, request)
 
 
-def fit_loaded(config: RunConfig, source: Source, request: StopRequest, *, words: Sequence[str]) -> RunResult:
-    """Train what was read from a file; `words`: the file and its settings, for the command proposed at the end."""
+def fit_loaded(plan: Plan, source: Source, request: StopRequest, *, words: Sequence[str]) -> RunResult:
+    """Train what was read from a file and planned; `words`: the file and its settings, for the command proposed at the
+    end.
+    """
     with refusing_exits():
-        prepared = prepare(config, source=source)
+        prepared = prepare(plan.config, source=source, plan=plan)
     result = _run(prepared, request)
     if os.environ.get("RANK", "0") == "0":
         print_next(prepared.plan, words, environment=os.environ)
@@ -103,7 +105,7 @@ def _train(
     engine = assemble_engine(prepared)
     seed_ranks(plan.config.run.seed, rank=rank(), step=start.step if start else 0)
     best = BestSoFar(of_checkpoint.keep_best, best_is=of_checkpoint.best_is)
-    described = description(plan, prepared.parts.splits, pipeline=prepared.pipeline(), order=order_of(start))
+    described = prepared.description(order=order_of(start))
     start_step = start_point.load_start(engine, start, best, described)
     start_point.report_start(prepared, folder, start_step=start_step)
     checkpointer = make_checkpointer(engine, folder.checkpoints, plan=plan, description=described, further=best.state)

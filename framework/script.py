@@ -39,10 +39,10 @@ def _train(request: StopRequest, arguments: argparse.Namespace) -> None:
     job = load_run(arguments.config, arguments.overrides, deepspeed_config=arguments.deepspeed_config)
     if AGENT_VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":  # else the launcher has told them
         job.print_notes()
-    job.plan(Cluster.from_environment(os.environ))  # before the seconds that torch takes to import
+    plan = job.plan(Cluster.from_environment(os.environ))  # before the seconds that torch takes to import
     from framework.run import fit_loaded
 
-    fit_loaded(job.config, job.source, request, words=job.words)
+    fit_loaded(plan, job.source, request, words=job.words)
 
 
 def exit_code() -> int:

@@ -129,7 +129,7 @@ def _check_run_config(file: str, overrides: Sequence[str], against: CheckContext
     from framework.config.load import Source
     from framework.dslint.judge import assumption, foreign_problem, judge_passed_alone, judge_rendered
     from framework.load_run import load_run
-    from framework.plan.text import one_line
+    from framework.plan.plan import one_line
     from framework.text.document import document_of
 
     try:
@@ -152,7 +152,7 @@ def _check_run_config(file: str, overrides: Sequence[str], against: CheckContext
 def _errors_of_known(document: Document, overrides: Sequence[str], against: CheckContext) -> list[Problem]:
     """Find the errors of the sections that can be read, beside those that cannot."""
     from framework.config.load import load_known
-    from framework.plan.partial import errors_of_known
+    from framework.plan.plan import errors_of_known
 
     try:
         config, unknown, source = load_known(document, overrides)

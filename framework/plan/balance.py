@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
-from math import inf
-from typing import Any, Final
+from typing import Any, TypeVar
 
 from framework.config.training import Parallel
 from framework.errors import Problem, counted
 
 Bounds = tuple[int, ...]
 MayBe = Callable[[int, int], bool]
-_MEASURED: Final = "measured"
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -81,35 +80,27 @@ class StageTable:
     def _stage(self, start: int, stop: int) -> Stage:
         own = self.layers[start:stop]
         firsts = [layer for n, layer in enumerate(own) if not layer.tied or layer.tied not in {o.tied for o in own[:n]}]
-        seconds = [layer.seconds for layer in own if layer.seconds is not None]
-        flops = [layer.flops for layer in own if layer.flops is not None]
-        is_last = stop == len(self.layers)
         return Stage(
             start,
             stop,
             num_params=sum(layer.num_params for layer in firsts),
             param_bytes=sum(layer.param_bytes for layer in firsts),
-            output_bytes=None if is_last else own[-1].output_bytes,
-            seconds=sum(seconds) if len(seconds) == len(own) else None,
-            flops=sum(flops) if len(flops) == len(own) else None,
+            output_bytes=None if stop == len(self.layers) else own[-1].output_bytes,
+            seconds=_total([layer.seconds for layer in own]),
+            flops=_total([layer.flops for layer in own]),
         )
 
     def to_dict(self) -> dict[str, Any]:
         """The table as plain values, as written to ``plan.json``."""
+        firsts = {layer.tied: layer.name for layer in reversed(self.layers) if layer.tied}
+        later = [layer for layer in self.layers if layer.tied and firsts[layer.tied] != layer.name]
         return {
             "layers": [layer.name for layer in self.layers],
-            "tied": dict(self._ties()),
-            "tied_keys": {layer.tied: layer.name for layer in reversed(self.layers) if layer.tied},
+            "tied": {layer.name: firsts[layer.tied] for layer in later},
+            "tied_keys": firsts,
             "bounds": list(self.bounds),
             "stages": [asdict(stage) for stage in self.stages()],
         }
-
-    def _ties(self) -> Iterator[tuple[str, str]]:
-        """(name of a layer, name of the earlier layer whose weights it uses)."""
-        firsts: dict[str, str] = {}
-        for layer in self.layers:
-            if layer.tied and firsts.setdefault(layer.tied, layer.name) != layer.name:
-                yield layer.name, firsts[layer.tied]
 
     def lines(self) -> Iterator[str]:
         """One line per stage for a person. What was not timed is estimated by its share of the floating-point
@@ -117,14 +108,13 @@ class StageTable:
         """
         total = sum(layer.flops or 0 for layer in self.layers)
         for number, stage in enumerate(self.stages()):
-            first, last = self.layers[stage.start].name, self.layers[stage.stop - 1].name
-            span = first if stage.stop - stage.start == 1 else f"{first} .. {last}"
-            count = stage.stop - stage.start
-            parts = [
-                f"{counted(count, 'layer')} ({span})",
-                f"{stage.num_params:,} parameters",
-                f"{stage.param_bytes / 1e6:,.1f} MB",
-            ]
+            first, last, count = (
+                self.layers[stage.start].name,
+                self.layers[stage.stop - 1].name,
+                stage.stop - stage.start,
+            )
+            span = f"{counted(count, 'layer')} ({first if count == 1 else f'{first} .. {last}'})"
+            parts = [span, f"{stage.num_params:,} parameters", f"{stage.param_bytes / 1e6:,.1f} MB"]
             if stage.seconds is not None:
                 parts.append(f"{1000 * stage.seconds:,.2f} ms per micro-batch")
             elif stage.flops is not None and total:
@@ -132,6 +122,11 @@ class StageTable:
             if stage.output_bytes is not None:
                 parts.append(f"sends {stage.output_bytes / 1e6:,.2f} MB per micro-batch")
             yield f"stage {number}: {', '.join(parts)}"
+
+
+def _total(values: Sequence[Number | None]) -> Number | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
 
 
 def cut(layers: Sequence[LayerFacts], parallel: Parallel, *, same_groups: bool = False) -> StageTable | Problem:
@@ -144,8 +139,8 @@ def cut(layers: Sequence[LayerFacts], parallel: Parallel, *, same_groups: bool =
             group, over all stages (runtime/zero/stage_1_and_2.py `scaled_global_norm`): stages with one group and
             stages with two would wait for each other for ever.
     """
-    if len(layers) < parallel.pipe:
-        return too_few_layers(parallel, len(layers))
+    if problem := next(stage_problems(parallel, len(layers), [layer.name for layer in layers]), None):
+        return problem
     all_groups = _has_all_groups(layers)
     if parallel.stages is not None:
         bounds = _explicit(layers, parallel)
@@ -155,99 +150,61 @@ def cut(layers: Sequence[LayerFacts], parallel: Parallel, *, same_groups: bool =
         return bounds
     table = StageTable(tuple(layers), bounds)
     for number, stage in enumerate(table.stages()):
-        if same_groups and stage.num_params and not all_groups(stage.start, stage.stop):
-            only = " and ".join(
-                sorted(frozenset().union(*(layer.groups for layer in layers[stage.start : stage.stop])))
-            )
-            return _refused(
-                "stage-with-one-group",
-                "optimizer.weight_decay_on",
-                "matrices",
-                f"stage {number} ({layers[stage.start].name} .. {layers[stage.stop - 1].name}) has only {only}, and "
-                "with ZeRO every stage must have both",
-                "set optimizer.weight_decay_on: all, or fewer stages",
-            )
+        own = layers[stage.start : stage.stop]
         if not stage.num_params:
-            key = "parallel.stages" if parallel.stages is not None else "parallel.partition"
-            names = ", ".join(layer.name for layer in layers[stage.start : stage.stop])
-            return _refused(
-                "stage-without-parameters",
-                key,
-                parallel.stages or parallel.partition,
-                f"stage {number} ({names}) would have nothing to train",
-                "set parallel.partition: parameters, or fewer stages",
+            key, value = ("stages", parallel.stages) if parallel.stages else ("partition", parallel.partition)
+            reason = f"stage {number} ({', '.join(layer.name for layer in own)}) would have nothing to train"
+            fix = "set parallel.partition: parameters, or fewer stages"
+            return Problem("stage-without-parameters", reason, fix, f"parallel.{key}", value)
+        if same_groups and not all_groups(stage.start, stage.stop):
+            only = " and ".join(sorted(frozenset().union(*(layer.groups for layer in own))))
+            reason = (
+                f"stage {number} ({own[0].name} .. {own[-1].name}) has only {only}, and with ZeRO every stage must "
             )
+            fix, key = "set optimizer.weight_decay_on: all, or fewer stages", "optimizer.weight_decay_on"
+            return Problem("stage-with-one-group", f"{reason}have both", fix, key, "matrices")
     return table
 
 
+def stage_problems(parallel: Parallel, num_layers: int | None, names: Sequence[str] = ()) -> Iterator[Problem]:
+    """Find what is wrong with the cut as it is written; `num_layers` None: not known yet."""
+    stages, pipe, key = parallel.stages, parallel.pipe, "parallel.stages"
+    if num_layers is not None and num_layers < pipe:
+        reason = f"the model has only {counted(num_layers, 'layer')}"
+        fix = f"set parallel.pipe: {num_layers}{' or less' if num_layers > 1 else ''}"
+        yield Problem("pipe-exceeds-layers", reason, fix, "parallel.pipe", pipe)
+    if stages is None:
+        fix, method = "write for example type:Linear", parallel.partition
+        yield from pattern_problem(method.removeprefix("type:"), key="parallel.partition", value=method, fix=fix)
+    elif num_layers is not None and len(stages) != num_layers:
+        reported = f": {', '.join(names)}" if names else ""
+        reason = f"it names {len(stages)} layers and the model has {num_layers}{reported}"
+        yield Problem("stages-differ-from-layers", reason, "write one stage for each", key, stages)
+    elif sorted(stages) != stages or set(stages) != set(range(pipe)):
+        wanted = ", ".join(map(str, range(pipe)))
+        reason = f"the stages of {pipe} are {wanted}, each for some layers in a row"
+        yield Problem("stages-out-of-order", reason, "write them in ascending order, none left out", key, stages)
+
+
+def pattern_problem(pattern: str, *, key: str, value: str, fix: str) -> Iterator[Problem]:
+    """Text that is no regular expression."""
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        yield Problem("bad-pattern", f"it is no regular expression: {error}", fix, key, value)
+
+
 def _explicit(layers: Sequence[LayerFacts], parallel: Parallel) -> Bounds | Problem:
-    stages, key = list(parallel.stages or ()), "parallel.stages"
-    complaint = stages_complaint(parallel, num_layers=len(layers), names=[layer.name for layer in layers])
-    if complaint is not None:
-        return complaint
+    stages = parallel.stages or []
     bounds = (*(stages.index(number) for number in range(parallel.pipe)), len(layers))
     for start in bounds[1:-1]:
         if not layers[start].may_start_stage:
-            return _refused(
-                "stage-cannot-start",
-                key,
-                stages,
+            reason, fix = (
                 f"a stage cannot begin with {layers[start].name}",
                 f"put it on the stage of {layers[start - 1].name}",
             )
+            return Problem("stage-cannot-start", reason, fix, "parallel.stages", stages)
     return bounds
-
-
-def too_few_layers(parallel: Parallel, num_layers: int) -> Problem:
-    """There would be a stage without a layer."""
-    return _refused(
-        "pipe-exceeds-layers",
-        "parallel.pipe",
-        parallel.pipe,
-        f"the model has only {counted(num_layers, 'layer')}",
-        f"set parallel.pipe: {num_layers}{' or less' if num_layers > 1 else ''}",
-    )
-
-
-def stages_complaint(parallel: Parallel, *, num_layers: int | None, names: Sequence[str] = ()) -> Problem | None:
-    """Why the stages that were written down cannot be; `num_layers` None: not known yet."""
-    if parallel.stages is None:
-        return None
-    stages, key = list(parallel.stages), "parallel.stages"
-    if num_layers is not None and len(stages) != num_layers:
-        reported = f": {', '.join(names)}" if names else ""
-        return _refused(
-            "stages-differ-from-layers",
-            key,
-            stages,
-            f"it names {len(stages)} layers and the model has {num_layers}{reported}",
-            "write one stage for each",
-        )
-    if sorted(stages) != stages or set(stages) != set(range(parallel.pipe)):
-        wanted = ", ".join(map(str, range(parallel.pipe)))
-        return _refused(
-            "stages-out-of-order",
-            key,
-            stages,
-            f"the stages of {parallel.pipe} are {wanted}, each for some layers in a row",
-            "write them in ascending order, none left out",
-        )
-    return None
-
-
-def pattern_complaint(parallel: Parallel) -> Problem | None:
-    """Why ``type:<regex>`` is no regular expression."""
-    try:
-        re.compile(parallel.partition.removeprefix("type:"))
-    except (re.error, OverflowError, RecursionError) as error:
-        return _refused(
-            "bad-pattern",
-            "parallel.partition",
-            parallel.partition,
-            f"it is no regular expression: {error}",
-            "write for example type:Linear",
-        )
-    return None
 
 
 def _has_all_groups(layers: Sequence[LayerFacts]) -> MayBe:
@@ -260,40 +217,27 @@ def _has_all_groups(layers: Sequence[LayerFacts]) -> MayBe:
 
 
 def _chosen(layers: Sequence[LayerFacts], parallel: Parallel, *, may_be: MayBe | None) -> Bounds | Problem:
-    method, key = parallel.partition, "parallel.partition"
+    method, pipe = parallel.partition, parallel.pipe
     if method.startswith("type:"):
-        complaint = pattern_complaint(parallel)
-        if complaint is not None:
-            return complaint
         pattern = re.compile(method.removeprefix("type:"), re.IGNORECASE)
         costs = [float(bool(pattern.search(layer.kind))) for layer in layers]
-        if sum(costs) < parallel.pipe:
+        if sum(costs) < pipe:
             kinds = ", ".join(sorted({layer.kind for layer in layers}))
-            return _refused(
-                "type-matches-too-few",
-                key,
-                method,
-                f"it matches {int(sum(costs))} layers, fewer than stages",
-                f"the layers are of {kinds}",
-            )
+            reason, fix = f"it matches {int(sum(costs))} layers, fewer than stages", f"the layers are of {kinds}"
+            return Problem("type-matches-too-few", reason, fix, "parallel.partition", method)
     elif method == "uniform":
         costs = [1.0] * len(layers)
-    elif method == _MEASURED and all(layer.seconds is not None for layer in layers):
+    elif method == "measured" and all(layer.seconds is not None for layer in layers):
         costs = [layer.seconds or 0.0 for layer in layers]
     else:  # `measured` before the measurement: what is known so far
         costs = [float(layer.num_params) for layer in layers]
     may_start = [layer.may_start_stage for layer in layers]
-    bounds = balanced(costs, parallel.pipe, may_start=may_start, may_be=may_be)
+    bounds = balanced(costs, pipe, may_start=may_start, may_be=may_be)
     if bounds is None and may_be is not None:  # no cut will do, and one of them tells why
-        bounds = balanced(costs, parallel.pipe, may_start=may_start)
+        bounds = balanced(costs, pipe, may_start=may_start)
     if bounds is None:
-        return _refused(
-            "pipe-exceeds-layers",
-            "parallel.pipe",
-            parallel.pipe,
-            "there are not enough places where a stage may begin",
-            "set fewer stages",
-        )
+        reason = "there are not enough places where a stage may begin"
+        return Problem("pipe-exceeds-layers", reason, "set fewer stages", "parallel.pipe", pipe)
     return bounds
 
 
@@ -312,40 +256,25 @@ def balanced(
     """
     allowed = may_start or [True] * len(costs)
     fits = cache(may_be or (lambda start, stop: True))
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-
-    @cache
-    def best(stop: int, count: int) -> tuple[float, float, Bounds]:
-        if count == 1:
-            return (sums[stop], sums[stop] ** 2, (0, stop)) if stop and fits(0, stop) else (inf, inf, ())
-        found: tuple[float, float, Bounds] = (inf, inf, ())
-        for start in range(count - 1, stop):
-            if not allowed[start] or not fits(start, stop):
-                continue
-            largest, squares, bounds = best(start, count - 1)
-            own = sums[stop] - sums[start]
-            candidate = (max(largest, own), squares + own**2, (*bounds, stop))
-            found = min(found, candidate)
-        return found
-
-    _each_stop_first(best, len(costs), parts)
-    largest, _, bounds = best(len(costs), parts)
-    return bounds if largest < inf else None
-
-
-def _each_stop_first(best: Callable[[int, int], Any], num_items: int, parts: int) -> None:
-    """Fill the table from below, so that the recursion is never deeper than one call."""
-    for count in range(1, parts):
-        for stop in range(count, num_items + 1):
-            best(stop, count)
+    sums = list(accumulate(costs, initial=0.0))
+    ends = range(1, len(sums))
+    # End of the last part -> largest sum, sum of squares and bounds of the best cut up to there.
+    best: dict[int, tuple[float, float, Bounds]]
+    best = {stop: (sums[stop], sums[stop] ** 2, (0, stop)) for stop in ends if fits(0, stop)}
+    for _ in range(1, parts):
+        cuts: dict[int, tuple[float, float, Bounds]] = {}
+        for stop in ends:
+            found = [
+                (max(largest, sums[stop] - sums[start]), squares + (sums[stop] - sums[start]) ** 2, (*bounds, stop))
+                for start, (largest, squares, bounds) in best.items()
+                if start < stop and allowed[start] and fits(start, stop)
+            ]
+            if found:
+                cuts[stop] = min(found)
+        best = cuts
+    return best[len(costs)][2] if len(costs) in best else None
 
 
 def with_seconds(layers: Sequence[LayerFacts], seconds: Sequence[float]) -> list[LayerFacts]:
     """The same layers with their measured times."""
     return [replace(layer, seconds=time) for layer, time in zip(layers, seconds, strict=True)]
-
-
-def _refused(kind: str, key: str, value: Any, reason: str, fix: str) -> Problem:
-    return Problem(kind=kind, key=key, value=value, reason=reason, fix=fix)

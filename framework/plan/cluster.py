@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from framework.errors import ConfigError, Problem, UsageError, counted
+from framework.errors import ConfigError, UsageError, counted
 
 Device = Literal["cuda", "cpu", "npu", "xpu", "hpu", "mps", "unknown"]
 # torchrun's name first, then the DeepSpeed launcher's (deepspeed/launcher/launch.py).
@@ -51,20 +51,16 @@ class Cluster:
         world_size = _number(environment, "WORLD_SIZE", 1)
         planned = _number(environment, PLANNED_VARIABLE, world_size)
         if planned != world_size:
-            raise ConfigError(
-                Problem(
-                    kind="world-size-differs",
-                    key="WORLD_SIZE",
-                    value=world_size,
-                    reason=f"the job was planned for {planned} ranks ({PLANNED_VARIABLE}), and the launcher started "
-                    f"{world_size}",
-                    fix="check that every node was given the same hostfile and that it can be read there: without one "
-                    "the deepspeed launcher lets each node train alone",
-                )
+            raise ConfigError.of(
+                "world-size-differs",
+                f"the job was planned for {planned} ranks ({PLANNED_VARIABLE}), and the launcher started {world_size}",
+                "check that every node was given the same hostfile and that it can be read there: without one the "
+                "deepspeed launcher lets each node train alone",
+                key="WORLD_SIZE",
+                value=world_size,
             )
-        local = next(
-            (_number(environment, name, 1) for name in _LOCAL_SIZE_VARIABLES if name in environment), world_size
-        )
+        name = next((name for name in _LOCAL_SIZE_VARIABLES if name in environment), "")
+        local = _number(environment, name, world_size)
         if local > world_size or world_size % local:
             raise UsageError(f"WORLD_SIZE={world_size} is not a multiple of {local} ranks per host")
         return Cluster(num_hosts=world_size // local, devices_per_host=local, device=device)

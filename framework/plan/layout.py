@@ -67,19 +67,19 @@ def largest_global_size(batch: Batch, *, parallel: int, at_most: int) -> int:
 
 def make_layout(batch: Batch, *, world_size: int, pipe_size: int = 1) -> Layout | Problem:
     """Fill in the numbers that were left out, or say why they cannot fit."""
-    if world_size % pipe_size:
-        return _stages_do_not_divide(world_size, pipe_size)
-    parallel = world_size // pipe_size
-    sizes = _sizes(batch, parallel)
-    return sizes if isinstance(sizes, Problem) else Layout(world_size, parallel, *sizes, pipe_size)
-
-
-def _sizes(batch: Batch, parallel: int) -> tuple[int, int, int] | Problem:
-    """Global size, micro-batch size and accumulation steps on `parallel` data-parallel ranks."""
+    parallel, remainder = divmod(world_size, pipe_size)
+    if remainder:
+        below = parallel * pipe_size
+        counts = f"{below} or {below + pipe_size}" if below else str(pipe_size)
+        pipelines = f"pipelines of {counted(pipe_size, 'stage')}"
+        reason = f"{counted(world_size, 'device')} cannot be split into {pipelines}"
+        return Problem(
+            "pipe-not-divisible", reason, f"use {counts} devices, or other stages", "parallel.pipe", pipe_size
+        )
     given_global, micro, accumulation = batch.global_size, batch.micro_size, batch.accumulation_steps
     if given_global is None:
         micro, accumulation = micro or DEFAULT_MICRO_SIZE, accumulation or 1
-        return micro * accumulation * parallel, micro, accumulation
+        return Layout(world_size, parallel, micro * accumulation * parallel, micro, accumulation, pipe_size)
     samples, devices = counted(given_global, "sample"), counted(parallel, "device")
     if given_global % parallel:
         return _does_not_divide(batch, parallel, f"{samples} cannot be split evenly over {devices}")
@@ -95,32 +95,19 @@ def _sizes(batch: Batch, parallel: int) -> tuple[int, int, int] | Problem:
         reason = f"{given_global} is not micro_size {micro} x accumulation_steps {accumulation} x {devices}"
     if remainder or not micro or not accumulation:
         return _does_not_divide(batch, parallel, reason)
-    return given_global, micro, accumulation
-
-
-def _stages_do_not_divide(world_size: int, pipe_size: int) -> Problem:
-    below = world_size // pipe_size * pipe_size
-    counts = f"{below} or {below + pipe_size}" if below else str(pipe_size)
-    return Problem(
-        kind="pipe-not-divisible",
-        key="parallel.pipe",
-        value=pipe_size,
-        reason=f"{counted(world_size, 'device')} cannot be split into pipelines of {counted(pipe_size, 'stage')}",
-        fix=f"use {counts} devices, or other stages",
-    )
+    return Layout(world_size, parallel, given_global, micro, accumulation, pipe_size)
 
 
 def _does_not_divide(batch: Batch, parallel: int, reason: str) -> Problem:
     assert batch.global_size is not None
-    unit = _unit(batch, parallel)
+    unit, key = _unit(batch, parallel), "batch.global_size"
+    below = largest_global_size(batch, parallel=parallel, at_most=batch.global_size)
+    fix = f"set {key}: {f'{below} or {below + unit}' if below else unit}"
     if batch.micro_size is not None and batch.accumulation_steps is not None:
         devices = implied_data_parallel_size(batch)
-        fix = f"set batch.global_size: {unit}, or leave one of the three out"
+        fix = f"set {key}: {unit}, or leave one of the three out"
         fix += f", or use {counted(devices, 'device')}" if devices else ""
-    else:
-        below = batch.global_size // unit * unit
-        fix = f"set batch.global_size: {f'{below} or {below + unit}' if below else unit}"
-    return Problem(kind="batch-not-divisible", key="batch.global_size", value=batch.global_size, reason=reason, fix=fix)
+    return Problem("batch-not-divisible", reason, fix, key, batch.global_size)
 
 
 def _unit(batch: Batch, parallel: int) -> int:

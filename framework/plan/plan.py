@@ -1,16 +1,19 @@
-"""`make_plan`: what will happen when this config runs on this cluster."""
+"""`make_plan`: what will happen when this config runs on this cluster; and a plan in words."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 from framework.config.load import Source
 from framework.config.run_config import RunConfig
-from framework.errors import ConfigError, Problem
-from framework.plan.cluster import Cluster
+from framework.errors import ConfigError, Problem, counted
+from framework.plan import rules
+from framework.plan.cluster import Cluster, Device
 from framework.plan.layout import Layout, implied_data_parallel_size, largest_global_size, make_layout
-from framework.plan.rules import apply_rules
 from framework.plan.rules.devices import half_precision_without_zero
 from framework.plan.rules.metrics_and_ema import length_for_ema
 from framework.plan.rules.schedule import length_for_schedule, overruled
@@ -32,6 +35,17 @@ class Length:
     num_train_samples: int | None
     unused_samples_per_epoch: int
 
+    def __str__(self) -> str:
+        if self.total_steps is None:
+            return "known when the data is read"
+        steps = counted(self.total_steps, "step")
+        if self.steps_per_epoch is None:
+            return steps
+        left, epochs = self.unused_samples_per_epoch, self.total_steps / self.steps_per_epoch
+        in_words = counted(int(epochs), "epoch") if epochs.is_integer() else f"{epochs:.2f} epochs"
+        in_words = "less than 0.01 epochs" if epochs < 0.01 else in_words
+        return f"{steps} = {in_words} of {self.steps_per_epoch}{f', {left} samples left out of each' if left else ''}"
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -52,6 +66,26 @@ class Plan:
             "findings": [finding.to_dict() for finding in self.findings],
         }
 
+    def on_device(self, device: Device, source: Source) -> Plan:
+        """The plan where the kind of device has become known.
+
+        Raises:
+            ConfigError: the run cannot work on it.
+        """
+        return make_plan(self.config, replace(self.cluster, device=device), source=source)
+
+    def with_data(self, num_train_samples: int, source: Source) -> Plan:
+        """The plan with the real size of the training data.
+
+        Raises:
+            ConfigError: it is too small for a step.
+        """
+        length = _length(self.config, self.layout, num_train_samples)
+        before = list(map(source.locate, _length_findings(self.config, self.layout, self.length)))
+        kept = [finding for finding in self.findings if finding not in before]
+        found = [*kept, *_length_findings(self.config, self.layout, length)]
+        return replace(self, length=length, findings=accepted(found, source))
+
 
 def default_cluster(config: RunConfig) -> Cluster:
     """The smallest cluster that the config alone allows: what it says it is meant for, or what its batch implies."""
@@ -60,7 +94,12 @@ def default_cluster(config: RunConfig) -> Cluster:
 
 
 def make_plan(
-    config: RunConfig, cluster: Cluster, *, num_train_samples: int | None = None, source: Source | None = None
+    config: RunConfig,
+    cluster: Cluster,
+    *,
+    num_train_samples: int | None = None,
+    source: Source | None = None,
+    further: Sequence[Problem] = (),
 ) -> Plan:
     """Decide everything that follows from a config and a cluster.
 
@@ -69,54 +108,115 @@ def make_plan(
         cluster: where it will run.
         num_train_samples: real size of the training data; left out: as published, where that is known.
         source: where the config's values came from, so that problems name file and line.
+        further: what else was found, to be reported with the plan's findings.
 
     Raises:
         ConfigError: with every problem found.
     """
     source = source or Source()
-    findings = [*apply_rules(config, cluster), *overruled(config, source)]
+    findings = [*rules.apply_rules(config, cluster), *overruled(config, source)]
     layout = make_layout(config.batch, world_size=cluster.world_size, pipe_size=config.parallel.pipe)
     if isinstance(layout, Problem):
-        raise _refusal([layout, *findings], source)
+        raise ConfigError(_errors([layout, *findings, *further], source))
     if num_train_samples is None:
         num_train_samples = config.data.num_train_samples()
     length = _length(config, layout, num_train_samples)
-    findings += [*_length_findings(config, layout, length), *half_precision_without_zero(config, cluster, layout)]
-    if any(finding.severity == "error" for finding in findings):
-        raise _refusal(findings, source)
-    return Plan(config, cluster, layout, length, tuple(source.locate(finding) for finding in findings))
+    notes = half_precision_without_zero(config, cluster, layout)
+    findings = [*findings, *_length_findings(config, layout, length), *notes, *further]
+    return Plan(config, cluster, layout, length, accepted(findings, source))
 
 
-def _refusal(findings: list[Problem], source: Source) -> ConfigError:
-    return ConfigError([source.locate(finding) for finding in findings if finding.severity == "error"])
+def errors_of_known(config: RunConfig, unknown: Set[str], cluster: Cluster | None, *, source: Source) -> list[Problem]:
+    """Find errors that follow from the sections that could be read; a rule ends where it asks for another one.
+
+    Args:
+        config: the run config without the sections that cannot be read.
+        unknown: their names; what stands in `config` under them means nothing.
+        cluster: where it is to run; None: on what the config implies.
+        source: where the config's values came from.
+    """
+    sections = {name: getattr(config, name) for name in RunConfig.model_fields.keys() - unknown}
+    known, where = cast(RunConfig, SimpleNamespace(**sections)), cluster or cast(Cluster, SimpleNamespace())
+    with suppress(AttributeError):
+        where = cluster or default_cluster(known)
+
+    def layout_problem() -> Iterator[Problem]:
+        layout = make_layout(known.batch, world_size=where.world_size, pipe_size=known.parallel.pipe)
+        if isinstance(layout, Problem):
+            yield layout
+
+    found: list[Problem] = []
+    for problems in (*(rule(known, where) for rule in rules.ALL), overruled(known, source), layout_problem()):
+        with suppress(AttributeError):
+            found.extend(problems)
+    return _errors(found, source)
+
+
+def _errors(findings: Iterable[Problem], source: Source) -> list[Problem]:
+    return [source.locate(finding) for finding in findings if finding.severity == "error"]
+
+
+def accepted(findings: Iterable[Problem], source: Source) -> tuple[Problem, ...]:
+    """The findings with their places.
+
+    Raises:
+        ConfigError: some of them are errors.
+    """
+    if errors := _errors(findings, source):
+        raise ConfigError(errors)
+    return tuple(map(source.locate, findings))
 
 
 def _length(config: RunConfig, layout: Layout, num_samples: int | None) -> Length:
-    steps_per_epoch = None if num_samples is None else num_samples // layout.global_size
+    steps_per_epoch, unused = (None, 0) if num_samples is None else divmod(num_samples, layout.global_size)
     total = config.training.max_steps
     if total is None and steps_per_epoch is not None:
         total = steps_per_epoch * (config.training.max_epochs or 1)
-    unused = 0 if num_samples is None else num_samples % layout.global_size
     return Length(steps_per_epoch, total, num_samples, unused)
 
 
-def _length_findings(config: RunConfig, layout: Layout, length: Length) -> list[Problem]:
+def _length_findings(config: RunConfig, layout: Layout, length: Length) -> Iterator[Problem]:
     """Find contradictions to the length of the run."""
-    found = []
     if length.num_train_samples is not None and not length.steps_per_epoch:
-        largest = largest_global_size(
-            config.batch, parallel=layout.data_parallel_size, at_most=length.num_train_samples
-        )
-        found.append(
-            Problem(
-                kind="dataset-smaller-than-batch",
-                key="batch.global_size",
-                value=layout.global_size,
-                reason=f"the training data has only {length.num_train_samples} samples, not enough for one step",
-                fix=f"set batch.global_size: {largest} or less"
-                if largest
-                else "use fewer devices or smaller micro-batches",
-            )
-        )
-    total = length.total_steps
-    return [*found, *length_for_schedule(config, total), *length_for_ema(config, total)]
+        samples, key = length.num_train_samples, "batch.global_size"
+        largest = largest_global_size(config.batch, parallel=layout.data_parallel_size, at_most=samples)
+        reason = f"the training data has only {samples} samples, not enough for one step"
+        fix = f"set {key}: {largest} or less" if largest else "use fewer devices or smaller micro-batches"
+        yield Problem("dataset-smaller-than-batch", reason, fix, key, layout.global_size)
+    yield from length_for_schedule(config, length.total_steps)
+    yield from length_for_ema(config, length.total_steps)
+
+
+def one_line(plan: Plan) -> str:
+    """Summarise a plan without problems: how a step is made and how long it takes to the end."""
+    known = plan.length.total_steps is not None
+    return f"fine on {plan.cluster}: {plan.layout}, {'' if known else 'length '}{plan.length}"
+
+
+def rows(plan: Plan) -> dict[str, str]:
+    """Label -> what is planned."""
+    return {
+        "run": plan.config.run.name,
+        "cluster": f"{plan.cluster} = {counted(plan.cluster.world_size, 'rank')}",
+        "batch": str(plan.layout),
+        "length": str(plan.length),
+        "precision": plan.config.precision.dtype,
+        "ZeRO": _zero(plan),
+    }
+
+
+def _zero(plan: Plan) -> str:
+    zero = plan.config.zero
+    spread = (
+        "nothing is spread",
+        "optimizer state is spread",
+        "optimizer state and gradients are spread",
+        "optimizer state, gradients and weights are spread",
+    )
+    over = f" over {counted(plan.layout.data_parallel_size, 'rank')}" if zero.stage else ""
+    offloads = [
+        f"{what} on {device}"
+        for what, device in (("optimizer", zero.offload_optimizer.device), ("weights", zero.offload_param.device))
+        if device != "none"
+    ]
+    return ", ".join([f"stage {zero.stage}: {spread[zero.stage]}{over}", *offloads])

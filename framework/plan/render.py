@@ -13,11 +13,11 @@ from typing import Any, Final
 
 from framework.config.base import Object, Target
 from framework.config.deepspeed_words import SCHEDULES, SHARED
-from framework.config.optimizer import SGD, Adagrad, Adam, AdamW, Lamb, Lion, optimizer_lr
+from framework.config.optimizer import AdamW, optimizer_lr
 from framework.config.precision import BF16, FP16, FP32, Autocast
 from framework.config.scheduler import Constant, Cosine, OneCycle
 from framework.config.zero import STAGE3_KEYS, Zero
-from framework.errors import ConfigError, Problem
+from framework.errors import ConfigError
 from framework.plan.plan import Plan
 from framework.plan.rules.devices import sums_of
 
@@ -66,18 +66,15 @@ def _precision(plan: Plan) -> Json:
     match precision:
         case FP32():
             pass
-        case FP16():
-            sections["fp16"] = {
-                "enabled": True,
-                **precision.model_dump(exclude={"dtype", "grad_accumulation", "grad_reduction"}),
-            }
-        case BF16():
-            sections["bf16"] = {"enabled": True, "check_grad_overflow": precision.check_grad_overflow}
+        case FP16() | BF16():
+            options = precision.model_dump(exclude={"dtype", "grad_accumulation", "grad_reduction"})
+            sections[precision.dtype] = {"enabled": True, **options}
         case Autocast():
-            section: Json = {"enabled": True, "dtype": {"bf16": "bfloat16", "fp16": "float16"}[precision.compute_dtype]}
-            if precision.lower_precision_safe_modules is not None:
-                section["lower_precision_safe_modules"] = list(precision.lower_precision_safe_modules)
-            sections["torch_autocast"] = section
+            names = {"bf16": "bfloat16", "fp16": "float16"}
+            sections["torch_autocast"] = {"enabled": True, "dtype": names[precision.compute_dtype]}
+            sections["torch_autocast"] |= precision.model_dump(
+                include={"lower_precision_safe_modules"}, exclude_none=True
+            )
     return sections
 
 
@@ -122,32 +119,12 @@ def _optimizer(plan: Plan) -> Json:
         # Built by us and handed to deepspeed.initialize; the two flags only let ZeRO accept it.
         return {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": not offloaded}
     params: Json = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
-    match optimizer:
-        case AdamW():  # and Adam, which DeepSpeed tells apart by adam_w_mode only
-            name = "Adam" if isinstance(optimizer, Adam) else "AdamW"
-            params |= {
-                "betas": list(optimizer.betas),
-                "eps": optimizer.eps,
-                "torch_adam": optimizer.implementation == "torch",
-                "adam_w_mode": name == "AdamW",
-            }
-        case SGD():
-            name = "SGD"
-            params |= {"momentum": optimizer.momentum, "nesterov": optimizer.nesterov}
-        case Adagrad():
-            name = "Adagrad"
-            params |= {"eps": optimizer.eps}
-        case Lion():
-            name = "Lion"
-            params |= {"betas": list(optimizer.betas)}
-        case Lamb():
-            name = "Lamb"
-            params |= {
-                "betas": list(optimizer.betas),
-                "eps": optimizer.eps,
-                "max_coeff": optimizer.max_coeff,
-                "min_coeff": optimizer.min_coeff,
-            }
+    name = type(optimizer).__name__  # DeepSpeed's too
+    if isinstance(optimizer, AdamW):  # and Adam, which DeepSpeed tells apart by adam_w_mode only
+        params |= {"betas": list(optimizer.betas), "eps": optimizer.eps}
+        params |= {"torch_adam": optimizer.implementation == "torch", "adam_w_mode": name == "AdamW"}
+    else:
+        params |= optimizer.model_dump(exclude={"kind", "lr", "weight_decay", "weight_decay_on"})
     return {
         "optimizer": {"type": name, "params": params},
         "zero_allow_untested_optimizer": not isinstance(optimizer, AdamW),
@@ -182,12 +159,10 @@ def schedule_steps(plan: Plan) -> int:
     """Length of the schedule in steps: as configured, or the length of the run."""
     given = getattr(plan.config.scheduler, "total_steps", None) or plan.length.total_steps
     if given is None:
-        raise ConfigError(
-            Problem(
-                kind="run-length-unknown",
-                key="scheduler.total_steps",
-                reason="the schedule needs the number of steps, and the size of the data is only known when it is read",
-                fix="set training.max_steps, scheduler.total_steps or data.train_samples",
-            )
+        raise ConfigError.of(
+            "run-length-unknown",
+            "the schedule needs the number of steps, and the size of the data is only known when it is read",
+            "set training.max_steps, scheduler.total_steps or data.train_samples",
+            key="scheduler.total_steps",
         )
     return int(given)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from framework.config.data import ImageFolder, Text, TextPairs
-from framework.config.load import Source
 from framework.config.run_config import RunConfig
 from framework.data.token_files import (
     Meta,
@@ -24,88 +23,52 @@ from framework.data.token_files import (
     too_short,
 )
 from framework.errors import ConfigError, Problem
-from framework.plan.cluster import Cluster
-from framework.plan.plan import Plan, make_plan
-from framework.plan.rules.parts import vocabulary_problem
+from framework.plan.rules.model import vocabulary_problem
 
 _KEY = "data.path"
 
 
-@dataclass(frozen=True)
-class TextFound:
-    """Facts about the text: `num_train_samples` is None where nothing is known."""
-
-    problems: tuple[Problem, ...] = ()
-    num_train_samples: int | None = None
-
-
-def plan_with_text(config: RunConfig, cluster: Cluster, *, source: Source, data_elsewhere: bool = True) -> Plan:
-    """Make the plan with the size of the text, and with what is wrong with the data.
+def look_at_data(config: RunConfig, *, data_elsewhere: bool = True) -> tuple[list[Problem], int | None]:
+    """Read what a folder of text says of itself; of images only whether their folders are here.
 
     Args:
         config: of the run.
-        cluster: where it is to run.
-        source: of its values.
         data_elsewhere: a folder that is not here is a warning, no error.
 
-    Raises:
-        ConfigError: with every problem found.
+    Returns:
+        What is wrong with the data, and the number of training samples; None where it is not known.
     """
-    found = look_at_text(config, data_elsewhere=data_elsewhere)
-    problems = [source.locate(problem) for problem in found.problems]
-    errors = [problem for problem in problems if problem.severity == "error"]
-    try:
-        plan = make_plan(config, cluster, num_train_samples=found.num_train_samples, source=source)
-    except ConfigError as error:
-        raise ConfigError([*error.problems, *errors]) from None
-    if errors:
-        raise ConfigError(errors)
-    return replace(plan, findings=(*plan.findings, *problems))
-
-
-def look_at_text(config: RunConfig, *, data_elsewhere: bool = True) -> TextFound:
-    """Read what the folder says of itself; of images only whether their folders are here."""
     data = config.data
-    if not isinstance(data, (Text, TextPairs)):
-        return TextFound(tuple(_missing_images(config, data_elsewhere=data_elsewhere)))
-    if data.path is None:
-        return TextFound()
+    if isinstance(data, ImageFolder):
+        return [_not_here(problem, data_elsewhere=data_elsewhere) for problem in _missing_images(data)], None
+    if not isinstance(data, (Text, TextPairs)) or data.path is None:
+        return [], None
     try:
         folder, meta = read_meta(data.path, _KEY)
     except ConfigError as error:
-        return TextFound(tuple(_not_here(each, data_elsewhere=data_elsewhere) for each in error.problems))
+        return [_not_here(each, data_elsewhere=data_elsewhere) for each in error.problems], None
+    count = num_windows if isinstance(data, Text) else num_pairs
     problems = [*size_problems(folder, meta, data.path, _KEY), *_unfit(config, data, meta)]
-    num_tokens, length = meta.parts["train"].num_tokens, data.sequence_length
-    num_samples = (num_windows if isinstance(data, Text) else num_pairs)(num_tokens, length)
-    return TextFound(tuple(problems), num_samples or None)
+    return problems, count(meta.parts["train"].num_tokens, data.sequence_length) or None
 
 
-def _missing_images(config: RunConfig, *, data_elsewhere: bool) -> Iterator[Problem]:
-    data = config.data
-    if not isinstance(data, ImageFolder):
-        return
-    for key, name, value in (
-        ("data.root", "", data.root),
-        ("data.train_dir", data.train_dir, data.train_dir),
-        ("data.eval_dir", data.eval_dir, data.eval_dir),
-    ):
-        folder = os.path.join(os.path.expanduser(data.root), name)  # noqa: PTH111, PTH118 - pathlib raises where ~user is nobody
+def _missing_images(data: ImageFolder) -> Iterator[Problem]:
+    for name in ("root", "train_dir", "eval_dir"):
+        value = getattr(data, name)
+        folder = os.path.join(os.path.expanduser(data.root), "" if name == "root" else value)  # noqa: PTH111, PTH118 - pathlib raises where ~user is nobody
         if not os.path.isdir(folder):  # noqa: PTH112 - and where the name is too long
-            yield _not_here(Problem("dataset-not-found", "", "", key, value), data_elsewhere=data_elsewhere)
-            if key == "data.root":
+            yield Problem("dataset-not-found", "", key=f"data.{name}", value=value)
+            if name == "root":
                 return
 
 
 def _not_here(problem: Problem, *, data_elsewhere: bool) -> Problem:
     if problem.kind not in ("text-not-found", "dataset-not-found"):
         return problem
-    make = "make it with python -m framework prepare" if problem.kind == "text-not-found" else "name the folder"
-    if data_elsewhere:
-        return replace(
-            problem, severity="warning", reason="there is no such folder here", fix=f"{make}, or start where it is"
-        )
-    fix = f"{make}; where another machine has it: check --data_elsewhere"
-    return replace(problem, reason="there is no such folder here", fix=fix)
+    fix = "make it with python -m framework prepare" if problem.kind == "text-not-found" else "name the folder"
+    fix += ", or start where it is" if data_elsewhere else "; where another machine has it: check --data_elsewhere"
+    severity = "warning" if data_elsewhere else problem.severity
+    return replace(problem, severity=severity, reason="there is no such folder here", fix=fix)
 
 
 def _unfit(config: RunConfig, data: Text | TextPairs, meta: Meta) -> Iterator[Problem]:

@@ -1,20 +1,25 @@
-"""From a prepared run to its engine: the model with its weights and its optimizer, on this rank."""
+"""From a prepared run to its engine and its trainer, with all that these are given, on this rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 
 from framework.checkpoint.async_checkpointer import AsyncCheckpointer
-from framework.checkpoint.checkpointer import Checkpointer
+from framework.checkpoint.checkpointer import Checkpointer, Retention
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.state.weight_files import LazyWeights
 from framework.config.base import Object, Target
+from framework.config.precision import FP16, Autocast
+from framework.config.run_config import RunConfig
+from framework.config.training import Checkpoint, Evaluation
+from framework.data.loaders import EvalLoader
+from framework.data.splits import Splits
 from framework.engine import random_state
-from framework.engine.distributed import from_rank0, rank
+from framework.engine.distributed import from_rank0, gather, gather_from_disks, rank
 from framework.engine.failures import ExplainedData
 from framework.engine.model_build import build_model
 from framework.engine.pipeline_engine import build_pipeline
@@ -23,23 +28,29 @@ from framework.engine.protocol import Engine
 from framework.engine.weights import put_layer_weights, put_weights
 from framework.models.adapt import prepare_model
 from framework.models.sync_batch_norm import with_sync_batch_norm
-from framework.setup.parts import Parts
-from framework.setup.prepared import Prepared
+from framework.plan.plan import Plan
+from framework.setup.parts import Parts, make_train_loader
+from framework.setup.prepared import Prepared, order_of
 from framework.setup.start_point import on_rank0
-from framework.setup.wiring import make_eval_loader, make_monitors, make_schedule, make_train_loader, order_of
 from framework.train.best import BestSoFar
 from framework.train.monitors.base import HeldFolder, Monitor
-from framework.train.monitors.console import LogLines
+from framework.train.monitors.console import LogLines, make_console
+from framework.train.monitors.metric_files import CsvFile, JsonlFile
+from framework.train.monitors.tensorboard_events import TensorBoardEvents
 from framework.train.run_folder import RunFolder
-from framework.train.trainer import Trainer
+from framework.train.trainer import Every, Schedule, Trainer
+
+# Logged losses in a row that may be infinite in fp16, whose step is skipped: the dynamic loss scale has found its level
+# long before.
+_IN_FP16: Final = 4
 
 
 def assemble_engine(prepared: Prepared) -> Engine:
     """The model with its optimizer, plain or as this rank's stage of a pipeline. Collective."""
-    assert prepared.weights_of is None, "they are read when the ranks have met"
     plan, parts, cut, ds_config = prepared.plan, prepared.parts, prepared.cut, prepared.ds_config
     random_state.seed_everything(plan.config.run.seed)  # the same weights on every rank
-    training, weights = plan.config.training, prepared.weights
+    weights = prepared.weights
+    assert not isinstance(weights, SavedCheckpoint), "they are read when the ranks have met"
     if cut is not None:
         stage = build_pipeline(
             plan,
@@ -48,16 +59,18 @@ def assemble_engine(prepared: Prepared) -> Engine:
             bounds=cut.table.bounds,
             task=parts.task,
             make_optimizer=parts.make_optimizer,
-            adapt=partial(_adapt_layer, prepared),
+            adapt=partial(_adapt_layer, plan, cut.frozen, weights),
             varying_shapes=_may_vary(parts),
         )
-        _let_go(weights)
+        if weights is not None:
+            weights.let_go()  # `Prepared` would hold them to the end of the run
         return stage
     is_ours = not isinstance(plan.config.model, (Target, Object))  # whose modules draw in their own constructors
-    model = prepare_model(build_model(parts.build_model, ds_config=ds_config, draws_in_pieces=is_ours), training)
+    model = build_model(parts.build_model, ds_config=ds_config, draws_in_pieces=is_ours)
+    model = prepare_model(model, plan.config.training)
     if weights is not None:
         put_weights(model, weights, source=str(plan.config.checkpoint.init_weights))
-        _let_go(weights)
+        weights.let_go()
     return build_engine(plan, ds_config=ds_config, model=model, task=parts.task, make_optimizer=parts.make_optimizer)
 
 
@@ -68,24 +81,22 @@ def _may_vary(parts: Parts) -> bool:
     return any(callable(getattr(split, "collate_fn", None)) for split in (parts.splits.train, parts.splits.evaluation))
 
 
-def _let_go(weights: LazyWeights | None) -> None:
-    """`Prepared` would hold them to the end of the run."""
-    if weights is not None:
-        weights.let_go()
-
-
-def _adapt_layer(prepared: Prepared, module: torch.nn.Module, layer: str, data_parallel_group: Any) -> torch.nn.Module:
+def _adapt_layer(
+    plan: Plan,
+    frozen: frozenset[str],
+    weights: Mapping[str, Any] | None,
+    module: torch.nn.Module,
+    layer: str,
+    data_parallel_group: Any,
+) -> torch.nn.Module:
     """Apply to one layer of a stage what `prepare_model` does to a whole model."""
-    config, cut = prepared.plan.config, prepared.cut
-    assert cut is not None
-    if prepared.weights is not None:
-        put_layer_weights(module, prepared.weights, layer=layer)
+    if weights is not None:
+        put_layer_weights(module, weights, layer=layer)
     for name, parameter in module.named_parameters():
-        if f"{layer}.{name}" in cut.frozen:
+        if f"{layer}.{name}" in frozen:
             parameter.requires_grad_(False)
-    return (
-        with_sync_batch_norm(module, process_group=data_parallel_group) if config.training.sync_batch_norm else module
-    )
+    synced = plan.config.training.sync_batch_norm
+    return with_sync_batch_norm(module, process_group=data_parallel_group) if synced else module
 
 
 def build_trainer(
@@ -117,4 +128,96 @@ def build_trainer(
         save=checkpointer.save,
         start_step=start_step,
         stop=stop,
+    )
+
+
+def make_schedule(plan: Plan, *, tokens_per_sample: int | None = None) -> Schedule:
+    """Build the schedule of what is due after which step; `tokens_per_sample` where the training data is text."""
+    config, precision = plan.config, plan.config.precision
+    steps_per_epoch, total_steps = plan.length.steps_per_epoch or 0, plan.length.total_steps or 0
+    assert steps_per_epoch * total_steps, "prepare() plans with the real size of the data"
+    in_fp16 = isinstance(precision, FP16) or (isinstance(precision, Autocast) and precision.compute_dtype == "fp16")
+
+    def often(section: Evaluation | Checkpoint) -> Every:
+        return Every.of(
+            every_steps=section.every_steps,
+            every_epochs=section.every_epochs,
+            at_end=section.at_end,
+            steps_per_epoch=steps_per_epoch,
+        )
+
+    return Schedule(
+        total_steps=total_steps,
+        steps_per_epoch=steps_per_epoch,
+        samples_per_step=plan.layout.global_size,
+        tokens_per_step=plan.layout.global_size * tokens_per_sample if tokens_per_sample else None,
+        log=Every(config.training.log_every, at_end=True),
+        evaluate=often(config.evaluation),
+        save=often(config.checkpoint),
+        not_finite_allowed=_IN_FP16 if in_fp16 else 0,
+    )
+
+
+def make_checkpointer(
+    engine: Engine,
+    folder: Path,
+    *,
+    plan: Plan,
+    description: Mapping[str, Any],
+    further: Callable[[], Mapping[str, Any]],
+) -> Checkpointer:
+    """Build the checkpointer that saves this run in `folder`, at once or in the background; to be closed. `further`
+    adds to the state of every save.
+
+    Raises:
+        StorageError: the process that would write in the background does not start.
+    """
+    asked, in_background = plan.config.checkpoint, plan.config.checkpoint.mode == "async"
+    is_own = not str(asked.keep_best).startswith(("train/", "eval/"))  # each rank measures another value
+
+    def position(step: int) -> dict[str, Any]:
+        """The order of the samples is a function of the position in the data and of the seed."""
+        epoch, step_in_epoch = divmod(step, plan.length.steps_per_epoch or 1)
+        samples = step * plan.layout.global_size
+        return {"epoch": epoch, "step_in_epoch": step_in_epoch, "samples": samples} | dict(
+            from_rank0(further()) if is_own else further()
+        )
+
+    options: dict[str, Any] = {
+        "retention": Retention(asked.keep_last, asked.keep_every, asked.keep_best, asked.best_is),
+        "is_main": rank() == 0,
+        # In the background ranks meet every few seconds, however long a disk takes: there a long silence means a lost
+        # peer.
+        "gather": gather if in_background else gather_from_disks,
+        "position": position,
+        "last_step": plan.length.total_steps,
+        "description": description,
+    }
+    if in_background:
+        return AsyncCheckpointer(engine, folder, rank=rank(), world_size=plan.layout.world_size, **options)
+    return Checkpointer(engine, folder, **options)
+
+
+def make_monitors(config: RunConfig, folder: Path, *, total_steps: int, from_step: int) -> list[Monitor]:
+    monitors: list[Monitor] = [JsonlFile(folder / "metrics.jsonl", from_step=from_step)]
+    if config.monitors.csv:
+        monitors.append(CsvFile(folder / "metrics.csv", from_step=from_step))
+    if config.monitors.tensorboard:
+        monitors.append(TensorBoardEvents(folder / "tensorboard", from_step=from_step))
+    console = make_console(config.monitors.progress, total_steps=total_steps, from_step=from_step)
+    return [*monitors, console] if console is not None else monitors
+
+
+def make_eval_loader(plan: Plan, splits: Splits, *, rank: int) -> EvalLoader | None:
+    """This rank's share of the evaluation data; None where there is none."""
+    if splits.evaluation is None:
+        return None
+    return EvalLoader(
+        splits.evaluation,
+        batch_size=plan.config.evaluation.batch_size or plan.layout.micro_size,
+        rank=plan.layout.data_parallel_rank(rank),
+        world_size=plan.layout.data_parallel_size,
+        max_samples=plan.config.evaluation.max_samples,
+        num_workers=plan.config.data.num_workers,
+        pin_memory=plan.cluster.device != "cpu",
     )

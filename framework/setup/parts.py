@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,13 @@ import torch
 
 from framework.config.base import Object, Target
 from framework.config.run_config import RunConfig
+from framework.data.loaders import TrainLoader
+from framework.data.order import LATEST_ORDER
 from framework.data.splits import Splits, as_splits
 from framework.errors import ConfigError, Problem
 from framework.models.layers import Layer, LayeredModel, as_layers
-from framework.plan.rules.parts import vocabulary_problem
+from framework.plan.plan import Plan
+from framework.plan.rules.model import vocabulary_problem
 from framework.setup.objects import MakeOptimizer, ModelSource, Objects, type_name
 from framework.setup.targets import call_factory, call_failed, check_arguments, check_handed_over, load_target, takes
 from framework.setup.user_optimizer import check_optimizer, refuse_closure, savable
@@ -34,7 +37,7 @@ class Parts:
     build_model: Callable[[], torch.nn.Module]
     splits: Splits
     task: Task
-    make_optimizer: MakeOptimizer | None = field(default=None)
+    make_optimizer: MakeOptimizer | None = None
 
 
 def gather_parts(config: RunConfig, objects: Objects) -> Parts:
@@ -46,43 +49,49 @@ def gather_parts(config: RunConfig, objects: Objects) -> Parts:
     _refuse_objects_from_files(config, objects)
     splits = objects.splits or as_splits(call_factory(config.data.factory(), key="data"))
     task = as_task(_load_task(config)) if objects.task is None else _given_task(objects.task)
-    _check_class_count(config, splits)
-    _check_vocabulary(config, splits)
-    make_optimizer = _optimizer_maker(config) if objects.optimizer is None else _given_optimizer(objects.optimizer)
+    _check_labels_and_tokens(config, splits)
+    if objects.optimizer is not None:
+        make_optimizer: MakeOptimizer | None = _given_optimizer(objects.optimizer)
+        key, value = "optimizer", type_name(objects.optimizer)
+    else:
+        make_optimizer = _optimizer_maker(config)
+        key, value = "optimizer.target", getattr(config.optimizer, "target", "")
     if make_optimizer is not None:
-        is_given = objects.optimizer is not None
-        check_optimizer(
-            make_optimizer,
-            stage=config.zero.stage,
-            key="optimizer" if is_given else "optimizer.target",
-            value=type_name(objects.optimizer) if is_given else getattr(config.optimizer, "target", ""),
-        )
-    return Parts(
-        build_model=_model_builder(config, objects.model), splits=splits, task=task, make_optimizer=make_optimizer
+        check_optimizer(make_optimizer, stage=config.zero.stage, key=key, value=value)
+    return Parts(_model_builder(config, objects.model), splits, task, make_optimizer)
+
+
+def make_train_loader(
+    plan: Plan, splits: Splits, *, rank: int, num_workers: int | None = None, order: int = LATEST_ORDER
+) -> TrainLoader:
+    """This rank's stream of micro-batches. With `num_workers`, other than the config's, no device is touched."""
+    data = plan.config.data
+    return TrainLoader(
+        splits.train,
+        global_size=plan.layout.global_size,
+        micro_size=plan.layout.micro_size,
+        accumulation_steps=plan.layout.accumulation_steps,
+        rank=plan.layout.data_parallel_rank(rank),
+        world_size=plan.layout.data_parallel_size,
+        seed=plan.config.run.seed,
+        shuffle=data.shuffle,
+        num_workers=data.num_workers if num_workers is None else num_workers,
+        prefetch_batches=data.prefetch_batches,
+        pin_memory=plan.cluster.device != "cpu" and num_workers is None,
+        random_samples=data.has_random_samples(),
+        order_version=order,
     )
 
 
-def _check_class_count(config: RunConfig, splits: Splits) -> None:
-    """Some datasets know their classes only from the files; a label out of range would fail inside a GPU kernel."""
+def _check_labels_and_tokens(config: RunConfig, splits: Splits) -> None:
+    """Some datasets know their classes, or their different tokens, only from the files; one that the model lacks would
+    fail inside a GPU kernel.
+    """
     found, expected = getattr(splits.train, "classes", None), getattr(config.model, "num_classes", None)
     if isinstance(found, Sized) and expected is not None and len(found) > expected:
-        raise ConfigError(
-            Problem(
-                kind="model-data-num-classes",
-                key="model.num_classes",
-                value=expected,
-                reason=f"the training data has {len(found)} classes",
-                fix=f"set model.num_classes: {len(found)}",
-            )
-        )
-
-
-def _check_vocabulary(config: RunConfig, splits: Splits) -> None:
-    """The token file knows how many different tokens it has; one that the model lacks would fail inside a GPU
-    kernel.
-    """
-    problems = tuple(vocabulary_problem(getattr(splits.train, "vocab_size", None), config.model))
-    if problems:
+        reason, key = f"the training data has {len(found)} classes", "model.num_classes"
+        raise ConfigError.of("model-data-num-classes", reason, f"set {key}: {len(found)}", key, expected)
+    if problems := tuple(vocabulary_problem(getattr(splits.train, "vocab_size", None), config.model)):
         raise ConfigError(problems)
 
 
@@ -99,15 +108,8 @@ def _load_task(config: RunConfig) -> Any:
     found = load_target(section.target, key="task.target")
     if isinstance(found, (Task, torch.nn.Module)) or not callable(found):
         if section.args:
-            raise ConfigError(
-                Problem(
-                    kind="target-not-callable",
-                    key="task.target",
-                    value=section.target,
-                    fix="leave args out",
-                    reason=f"it is an object ({type_name(found)}), which takes no args",
-                )
-            )
+            reason = f"it is an object ({type_name(found)}), which takes no args"
+            raise ConfigError.of("target-not-callable", reason, "leave args out", "task.target", section.target)
         return found
     may_be_loss = not inspect.isclass(found) and takes(found, {}, positional=2)
     if may_be_loss and not (section.args and takes(found, section.args)):
@@ -118,13 +120,8 @@ def _load_task(config: RunConfig) -> Any:
 
 def _given_task(task: Any) -> Task:
     if callable(task) and not isinstance(task, (Task, type)):
-        check_handed_over(
-            task,
-            key="task",
-            call="(outputs, targets)",
-            num_values=2,
-            fix="hand over functools.partial(...) with what else it takes",
-        )
+        fix = "hand over functools.partial(...) with what else it takes"
+        check_handed_over(task, key="task", call="(outputs, targets)", num_values=2, fix=fix)
     return as_task(task, handed_over=True)
 
 
@@ -136,18 +133,11 @@ def _model_builder(config: RunConfig, model: ModelSource | None) -> Callable[[],
     if isinstance(model, (torch.nn.Module, list, tuple)):
         return lambda: _as_module(model)
     if not callable(model):
-        raise ConfigError(
-            Problem(
-                kind="model-target-result",
-                key="model",
-                value=type_name(model),
-                reason="it is neither a torch.nn.Module nor a list of layers, nor a callable that builds one",
-                fix="hand over a module, or a function that returns one",
-            )
-        )
-    check_handed_over(
-        model, key="model", call="()", fix="hand over functools.partial(...) with its arguments, or the built model"
-    )
+        reason = "it is neither a torch.nn.Module nor a list of layers, nor a callable that builds one"
+        fix = "hand over a module, or a function that returns one"
+        raise ConfigError.of("model-target-result", reason, fix, "model", type_name(model))
+    fix = "hand over functools.partial(...) with its arguments, or the built model"
+    check_handed_over(model, key="model", call="()", fix=fix)
     return lambda: _as_module(model())
 
 
@@ -156,23 +146,14 @@ def _as_module(model: Any) -> torch.nn.Module:
     if isinstance(model, torch.nn.Module) and not isinstance(model, torch.nn.ModuleList):
         return model
     if not isinstance(model, (torch.nn.ModuleList, list, tuple)):
-        raise ConfigError(
-            Problem(
-                kind="model-target-result",
-                key="model",
-                value=type_name(model),
-                reason="it is neither a torch.nn.Module nor a list of layers",
-                fix="return a module",
-            )
-        )
+        reason = "it is neither a torch.nn.Module nor a list of layers"
+        raise ConfigError.of("model-target-result", reason, "return a module", "model", type_name(model))
     layers = list(model)
     if layers and all(isinstance(layer, Layer) for layer in layers):
         try:
             return LayeredModel(layers)
         except ValueError as error:
-            raise ConfigError(
-                Problem(kind="layers-do-not-fit", key="model", reason=str(error), fix="mend the list")
-            ) from error
+            raise ConfigError.of("layers-do-not-fit", str(error), "mend the list", "model") from error
     return LayeredModel(as_layers(model))
 
 
@@ -197,15 +178,8 @@ def _given_optimizer(make: Any) -> MakeOptimizer:
     fix = "hand over a function from parameters to an optimizer, such as functools.partial(torch.optim.SGD, lr=0.1)"
     if not callable(make):
         built = "it is built already, over parameters that are yet to move to their device"
-        raise ConfigError(
-            Problem(
-                kind="optimizer-target-result",
-                key="optimizer",
-                value=type_name(make),
-                reason=built if isinstance(make, torch.optim.Optimizer) else "it cannot be called",
-                fix=fix,
-            )
-        )
+        reason = built if isinstance(make, torch.optim.Optimizer) else "it cannot be called"
+        raise ConfigError.of("optimizer-target-result", reason, fix, "optimizer", type_name(make))
     check_handed_over(make, key="optimizer", call="(parameters)", num_values=1, fix=fix)
     return lambda parameters: _checked_optimizer(make(parameters), key="optimizer", value=type_name(make))
 
@@ -214,15 +188,9 @@ def _checked_optimizer(optimizer: Any, *, key: str, value: str) -> torch.optim.O
     if isinstance(optimizer, torch.optim.Optimizer):
         refuse_closure(optimizer, key=key, value=value)
         return savable(optimizer, key=key, value=value)
-    raise ConfigError(
-        Problem(
-            kind="optimizer-target-result",
-            key=key,
-            value=value,
-            reason=f"it returned {type_name(optimizer)}, not a torch.optim.Optimizer",
-            fix="return an optimizer over the given parameters",
-        )
-    )
+    reason = f"it returned {type_name(optimizer)}, not a torch.optim.Optimizer"
+    fix = "return an optimizer over the given parameters"
+    raise ConfigError.of("optimizer-target-result", reason, fix, key, value)
 
 
 def _refuse_objects_from_files(config: RunConfig, objects: Objects) -> None:
@@ -230,11 +198,11 @@ def _refuse_objects_from_files(config: RunConfig, objects: Objects) -> None:
     given = {"model": objects.model, "data": objects.train_data, "task": objects.task, "optimizer": objects.optimizer}
     problems = [
         Problem(
-            kind="object-not-given",
-            key=f"{key}.object",
-            value=getattr(config, key).object,
-            reason="it was handed over from Python and exists only there",
-            fix=f"hand it over again with framework.fit(..., {'train_data' if key == 'data' else key}=...)",
+            "object-not-given",
+            "it was handed over from Python and exists only there",
+            f"hand it over again with framework.fit(..., {'train_data' if key == 'data' else key}=...)",
+            f"{key}.object",
+            getattr(config, key).object,
         )
         for key, given_object in given.items()
         if given_object is None and isinstance(getattr(config, key), Object)

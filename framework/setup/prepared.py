@@ -5,23 +5,24 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.resume_point import find_checkpoint
 from framework.checkpoint.state.weight_files import LazyWeights
 from framework.config.load import Source
 from framework.config.run_config import RunConfig
+from framework.data.order import LATEST_ORDER
 from framework.data.splits import tokens_sha256
 from framework.dslint.judge import judge_passed_through
-from framework.engine.distributed import check_device, device_name, take_device_of_rank
-from framework.engine.weights import checkpoint_weights, find_weights, refuse_other_layers
-from framework.errors import ConfigError, Problem, StorageError, counted
-from framework.plan.cluster import Cluster
-from framework.plan.plan import Plan, make_plan
+from framework.engine.distributed import check_device, describe_environment, device_name, take_device_of_rank
+from framework.engine.weights import find_weights, refuse_other_layers
+from framework.errors import ConfigError, StorageError, counted
+from framework.plan.cluster import Cluster, Device
+from framework.plan.plan import Plan, accepted, make_plan
 from framework.plan.render import render
 from framework.setup.objects import Objects, describe_objects
 from framework.setup.parts import Parts, gather_parts
@@ -38,16 +39,15 @@ class Prepared:
         ds_config: the rendered DeepSpeed JSON.
         parts: model, data, task and optimizer.
         cut: the model as layers, for a pipeline.
-        weights: what a fresh start begins with, if they are not drawn.
-        weights_of: a checkpoint to take them from, when its files have been verified: by all ranks, when they have met.
+        weights: what a fresh start begins with, if they are not drawn; or the checkpoint to take them from, when all
+            ranks have met and verified its files.
     """
 
     plan: Plan
     ds_config: dict[str, Any]
     parts: Parts
     cut: CutModel | None = None
-    weights: LazyWeights | None = None
-    weights_of: SavedCheckpoint | None = None
+    weights: LazyWeights | SavedCheckpoint | None = None
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the values that must be equal on every rank, or collectives would hang or mix different runs."""
@@ -62,42 +62,63 @@ class Prepared:
         """Describe the weights that this rank has found for a fresh start, before the ranks met: a file system may not
         show all of them the same yet.
         """
-        if self.weights_of is not None:
-            return f"{self.weights_of.tag} is found there"
+        if isinstance(self.weights, SavedCheckpoint):
+            return f"{self.weights.tag} is found there"
         return (
             "no weights are read" if self.weights is None else f"{counted(len(self.weights), 'tensor')} are found there"
         )
 
     def without_weights(self) -> Prepared:
         """A checkpoint is resumed from, whatever this rank has seen of it when it looked."""
-        return (
-            self if self.weights is None and self.weights_of is None else replace(self, weights=None, weights_of=None)
-        )
-
-    def with_weights(self, *, damage: Sequence[str]) -> Prepared:
-        """With the weights of the checkpoint `weights_of`, in which this damage was found.
-
-        Raises:
-            ConfigError: they are another model's.
-            StorageError: there is damage, or they cannot be read.
-        """
-        assert self.weights_of is not None
-        weights = checkpoint_weights(self.weights_of, damage=damage)
-        if self.cut is not None:
-            refuse_other_layers(weights, self.cut.surveyed, source=str(self.plan.config.checkpoint.init_weights))
-        return replace(self, weights=weights, weights_of=None)
+        return replace(self, weights=None)
 
     def pipeline(self) -> dict[str, Any] | None:
         """The layers of the model and where they are cut, as plain values; None without a pipeline."""
         return None if self.cut is None else self.cut.table.to_dict()
 
+    def description(self, *, order: int = LATEST_ORDER) -> dict[str, Any]:
+        """Describe the run for its checkpoints; `order` is the version of the order of its samples."""
+        plan, pipeline, text = self.plan, self.pipeline(), tokens_sha256(self.parts.splits.train)
+        return {
+            **({"pipeline": pipeline} if pipeline else {}),
+            "order": order,
+            # With other data its place in them would mean other samples.
+            "num_train_samples": plan.length.num_train_samples,
+            **({"data_sha256": text} if text else {}),
+            "steps_per_epoch": plan.length.steps_per_epoch,
+            "total_steps": plan.length.total_steps,
+            "layout": asdict(plan.layout),
+            "versions": describe_environment()["versions"],
+            "config": plan.config.to_dict(),
+        }
 
-def prepare(config: RunConfig, *, objects: Objects | None = None, source: Source | None = None) -> Prepared:
-    """Plan the run, import and build its parts, render its DeepSpeed JSON."""
-    objects, source = objects or Objects(), source or Source()
+
+def order_of(start: SavedCheckpoint | None) -> int:
+    """Version of the order of samples: a run that goes on keeps its own, and a new one has the latest."""
+    return LATEST_ORDER if start is None else int(start.manifest.get("order", 1))
+
+
+def prepare(
+    config: RunConfig, *, objects: Objects | None = None, source: Source | None = None, plan: Plan | None = None
+) -> Prepared:
+    """Import and build the parts of a run, and render its DeepSpeed JSON.
+
+    Args:
+        config: of the run.
+        objects: parts of it that were handed over.
+        source: where the config's values came from.
+        plan: of the config for this cluster, where it was made before the device was known.
+
+    Raises:
+        ConfigError, StorageError: the run cannot work.
+    """
+    objects, source, device = objects or Objects(), source or Source(), cast(Device, device_name())
     config = describe_objects(config, objects)
-    cluster = Cluster.from_environment(os.environ, device=device_name())  # type: ignore[arg-type]
-    make_plan(config, cluster, source=source)  # what is wrong with the config alone is told before anything is imported
+    # What is wrong with the config alone is told before anything is imported.
+    if plan is None:
+        plan = make_plan(config, Cluster.from_environment(os.environ, device=device), source=source)
+    else:
+        plan = plan.on_device(device, source)
     take_device_of_rank(os.environ)
     check_device(config.precision.dtype, config.run.backend)
     with _placing(source):
@@ -105,24 +126,15 @@ def prepare(config: RunConfig, *, objects: Objects | None = None, source: Source
         _check_resume(config)
         RunFolder(config.run.folder).check_usable()
         parts = gather_parts(config, objects)
-    plan = make_plan(config, cluster, num_train_samples=len(parts.splits.train), source=source)
+    plan = plan.with_data(len(parts.splits.train), source)
     ds_config = render(plan)
-    problems = judge_passed_through(plan, ds_config, source=source)
-    if any(problem.severity == "error" for problem in problems):
-        raise ConfigError([problem for problem in problems if problem.severity == "error"])
+    problems = accepted(judge_passed_through(plan, ds_config, source=source), source)
     with _placing(source):
         cut = cut_model(plan, parts) if plan.layout.pipe_size > 1 else None
         if cut is None:
             check_recomputed(plan, parts)
-        weights, weights_of = _first_weights(config, cut)
-    return Prepared(
-        plan=replace(plan, findings=(*plan.findings, *problems)),
-        ds_config=ds_config,
-        parts=parts,
-        cut=cut,
-        weights=weights,
-        weights_of=weights_of,
-    )
+        weights = _first_weights(config, cut)
+    return Prepared(replace(plan, findings=(*plan.findings, *problems)), ds_config, parts, cut, weights)
 
 
 def _check_resume(config: RunConfig) -> None:
@@ -135,24 +147,18 @@ def _check_resume(config: RunConfig) -> None:
             find_checkpoint(asked, run_checkpoints=Path(), allow_unverified=unverified)
 
 
-def _first_weights(config: RunConfig, cut: CutModel | None) -> tuple[LazyWeights | None, SavedCheckpoint | None]:
-    """Find the weights that `checkpoint.init_weights` names, or a checkpoint that holds them; neither where weights are
+def _first_weights(config: RunConfig, cut: CutModel | None) -> LazyWeights | SavedCheckpoint | None:
+    """Find the weights that `checkpoint.init_weights` names, or a checkpoint that holds them; None where weights are
     drawn, or a checkpoint will be resumed from.
     """
-    path = config.checkpoint.init_weights
-    own = RunFolder(config.run.folder).checkpoints
-    unverified = config.checkpoint.allow_unverified
-    if (
-        path is None
-        or find_checkpoint(config.checkpoint.resume, run_checkpoints=own, allow_unverified=unverified) is not None
-    ):
-        return None, None
+    asked, own = config.checkpoint, RunFolder(config.run.folder).checkpoints
+    path, unverified = asked.init_weights, asked.allow_unverified
+    if path is None or find_checkpoint(asked.resume, run_checkpoints=own, allow_unverified=unverified) is not None:
+        return None
     found = find_weights(path, allow_unverified=unverified)
-    if isinstance(found, SavedCheckpoint):
-        return None, found
-    if cut is not None:
+    if cut is not None and not isinstance(found, SavedCheckpoint):
         refuse_other_layers(found, cut.surveyed, source=path)
-    return found, None
+    return found
 
 
 @contextlib.contextmanager
@@ -167,12 +173,5 @@ def _placing(source: Source) -> Iterator[None]:
 def _check_monitors(config: RunConfig) -> None:
     """On every rank: found missing on rank 0 only, and later, the others would be left waiting."""
     if config.monitors.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError(
-            Problem(
-                kind="package-missing",
-                key="monitors.tensorboard",
-                value=True,
-                reason="tensorboard is not installed",
-                fix="pip install tensorboard, or set monitors.tensorboard: false",
-            )
-        )
+        reason, fix = "tensorboard is not installed", "pip install tensorboard, or set monitors.tensorboard: false"
+        raise ConfigError.of("package-missing", reason, fix, "monitors.tensorboard", value=True)

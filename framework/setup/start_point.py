@@ -28,12 +28,12 @@ from framework.engine.distributed import describe_environment, from_rank0, gathe
 from framework.engine.metrics import time_layers
 from framework.engine.protocol import Engine
 from framework.engine.rendezvous import is_lost_peer
+from framework.engine.weights import checkpoint_weights, refuse_other_layers
 from framework.errors import FrameworkError, StorageError, TrainingError, in_one_line
 from framework.plan.plan import Plan
 from framework.report.summary import print_start
 from framework.setup.prepared import Prepared
 from framework.setup.stages import cut_as_saved, cut_by_time
-from framework.setup.wiring import description
 from framework.system.log import print_line
 from framework.train.best import BestSoFar
 from framework.train.run_folder import RunFolder
@@ -83,19 +83,22 @@ def with_verified_weights(prepared: Prepared) -> Prepared:
     Before the run folder is touched: an earlier run of the same name, whose weights these may be, is renamed then. So
     all ranks have opened the files, or all fail, when this returns.
     """
-    of = prepared.weights_of
-    if of is None:
+    of = prepared.weights
+    if not isinstance(of, SavedCheckpoint):
         return prepared
     damage = _verification().verify(of, on_every_host=True) if of.verified else of.damage()
     error = None
     try:
-        prepared = prepared.with_weights(damage=damage)
+        weights = checkpoint_weights(of, damage=damage)
+        if prepared.cut is not None:
+            source = str(prepared.plan.config.checkpoint.init_weights)
+            refuse_other_layers(weights, prepared.cut.surveyed, source=source)
     except FrameworkError as own:
         error = own
     for problem in gather(error):
         if problem is not None:
             raise problem
-    return prepared
+    return replace(prepared, weights=weights)
 
 
 def _verification() -> SharedVerification:
@@ -170,7 +173,7 @@ def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint |
     """
     config, plan = prepared.plan.config, prepared.plan
     if start is not None:
-        described = description(plan, prepared.parts.splits, pipeline=prepared.pipeline())
+        described = prepared.description()
         check_movable(start, description=described)
         check_resumable(
             start,

@@ -1,7 +1,6 @@
 """Imports and calls what a config names: ``package.module:name`` with keyword arguments.
 
-Everything that can go wrong in the user's module becomes one problem that names the key, the reason and the line of
-code.
+Whatever goes wrong in the user's module becomes one problem that names the key, the reason and the line of code.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from framework.config.base import Factory
-from framework.errors import ConfigError, FrameworkError, Problem
+from framework.errors import ConfigError, FrameworkError
 from framework.text.typos import nearest
 
 
@@ -27,38 +26,33 @@ def load_target(path: str, *, key: str) -> Any:
     """
 
     def refuse(kind: str, reason: str, fix: str) -> ConfigError:
-        return ConfigError(Problem(kind=kind, key=key, value=path, reason=reason, fix=fix))
+        return ConfigError.of(kind, reason, fix, key, path)
 
     module_name, _, name = path.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
-            fix = f"check the spelling, or start where {module_name.split('.')[0]} can be imported"
-            raise refuse("target-not-found", f"there is no module {error.name}", fix) from error
-        if error.name:
-            fix = f"install {error.name}, or check its spelling"
-            raise refuse("target-import-failed", f"importing it needs {error.name}{_place(error)}", fix) from error
-        raise refuse("target-import-failed", f"importing it failed: {summary(error)}", "mend the module") from error
     except (Exception, SystemExit) as error:  # a script without `if __name__ == "__main__"` exits, perhaps with code 0
-        raise refuse("target-import-failed", f"importing it failed: {summary(error)}", "mend the module") from error
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if not missing:
+            raise refuse("target-import-failed", f"importing it failed: {summary(error)}", "mend the module") from error
+        if module_name == missing or module_name.startswith(f"{missing}."):
+            fix = f"check the spelling, or start where {module_name.split('.')[0]} can be imported"
+            raise refuse("target-not-found", f"there is no module {missing}", fix) from error
+        fix = f"install {missing}, or check its spelling"
+        raise refuse("target-import-failed", f"importing it needs {missing}{_place(error)}", fix) from error
     walked = module_name
     for part in name.split("."):
         try:
             found = getattr(found, part)
         except AttributeError as error:
             guess = nearest(part, [known for known in dir(found) if not known.startswith("_")])
-            raise refuse(
-                "target-not-found",
-                f"{walked} has no {part}",
-                f"did you mean '{guess}'?" if guess else "check the spelling",
-            ) from error
+            fix = f"did you mean '{guess}'?" if guess else "check the spelling"
+            raise refuse("target-not-found", f"{walked} has no {part}", fix) from error
         except Exception as error:  # modules that import on first use
-            raise refuse(
-                "target-import-failed", f"reading {part} failed: {summary(error)}", "mend the module"
-            ) from error
+            reason = f"reading {part} failed: {summary(error)}"
+            raise refuse("target-import-failed", reason, "mend the module") from error
         walked = f"{walked}.{part}"
     return found
 
@@ -81,15 +75,8 @@ def call_factory(factory: Factory, *, key: str) -> Any:
 
 def call_failed(error: BaseException, path: str, *, key: str) -> ConfigError:
     """The problem of a target that was called and raised."""
-    return ConfigError(
-        Problem(
-            kind="target-failed",
-            key=f"{key}.target",
-            value=path,
-            reason=f"calling it failed: {summary(error)}",
-            fix=f"check {key}.args and the code",
-        )
-    )
+    reason, fix = f"calling it failed: {summary(error)}", f"check {key}.args and the code"
+    return ConfigError.of("target-failed", reason, fix, f"{key}.target", path)
 
 
 def takes(function: Any, kwargs: Mapping[str, Any], *, positional: int = 0) -> bool:
@@ -106,15 +93,8 @@ def takes(function: Any, kwargs: Mapping[str, Any], *, positional: int = 0) -> b
 def check_arguments(function: Any, kwargs: Mapping[str, Any], *, key: str, positional: int = 0) -> None:
     """Refuse something that cannot be called with these keyword arguments (after `positional` others)."""
     if not callable(function):
-        raise ConfigError(
-            Problem(
-                kind="target-not-callable",
-                key=f"{key}.target",
-                value=f"a {type(function).__name__}",
-                reason="it cannot be called",
-                fix="name a class or a function",
-            )
-        )
+        value, fix = f"a {type(function).__name__}", "name a class or a function"
+        raise ConfigError.of("target-not-callable", "it cannot be called", fix, f"{key}.target", value)
     try:
         # A decorator may supply arguments that the function beneath it asks for: what is called counts.
         signature = inspect.signature(function, follow_wrapped=False)
@@ -123,15 +103,7 @@ def check_arguments(function: Any, kwargs: Mapping[str, Any], *, key: str, posit
     try:
         signature.bind(*[None] * positional, **kwargs)
     except TypeError as error:
-        raise ConfigError(
-            Problem(
-                kind="target-args",
-                key=f"{key}.args",
-                value=dict(kwargs),
-                reason=str(error),
-                fix=f"it takes {signature}",
-            )
-        ) from error
+        raise ConfigError.of("target-args", str(error), f"it takes {signature}", f"{key}.args", dict(kwargs)) from error
 
 
 def check_handed_over(function: Any, *, key: str, call: str, fix: str, num_values: int = 0) -> None:
@@ -148,15 +120,8 @@ def check_handed_over(function: Any, *, key: str, call: str, fix: str, num_value
         check_arguments(function, {}, key=key, positional=num_values)
     except ConfigError as error:
         name = getattr(function, "__qualname__", type(function).__qualname__)
-        raise ConfigError(
-            Problem(
-                kind="object-args",
-                key=key,
-                value=name,
-                fix=fix,
-                reason=f"it will be called as {name}{call}: {error.problems[0].reason}",
-            )
-        ) from error
+        reason = f"it will be called as {name}{call}: {error.problems[0].reason}"
+        raise ConfigError.of("object-args", reason, fix, key, name) from error
 
 
 def summary(error: BaseException) -> str:

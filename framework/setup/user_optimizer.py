@@ -1,22 +1,24 @@
-"""The user's own optimizer: its parameter groups, and a probe whether ZeRO may step it.
-
-Parameter groups of the user's own optimizer: their content goes into every checkpoint, and must come back out of
-it.
-"""
+"""The user's own optimizer: what its parameter groups hold, and a probe whether ZeRO may step it."""
 
 from __future__ import annotations
 
 import inspect
 import io
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 import torch
 
 from framework.engine.initialize import MakeOptimizer
-from framework.errors import ConfigError, Problem
+from framework.errors import ConfigError
 from framework.setup.objects import type_name
+
+_SHAPES: Final = ((4, 6), (3, 5))
+_NUM_STEPS: Final = 3  # a first step may be the sign of the gradient alone
+_SHARE: Final = 17  # no weight ends there
+_TOLERANCE: Final = 1e-4  # of the largest change; kernels for vectors and for matrices differ in the last bits
 
 
 def savable(optimizer: torch.optim.Optimizer, *, key: str, value: str) -> torch.optim.Optimizer:
@@ -33,21 +35,12 @@ def savable(optimizer: torch.optim.Optimizer, *, key: str, value: str) -> torch.
             would be written into each of them, and the first to notice would be the run that is to go on.
     """
     for group in optimizer.param_groups:
-        for name, held in group.items():
-            if name == "params":
-                continue
-            group[name] = _plain(held)
+        for name in [name for name in group if name != "params"]:
+            held, group[name] = group[name], _plain(group[name])
             if not _comes_back(group[name]):
                 reason = f"its parameter groups hold {name}, {type_name(held)}, which no checkpoint could give back"
-                raise ConfigError(
-                    Problem(
-                        kind="optimizer-group-object",
-                        key=key,
-                        value=value,
-                        reason=reason,
-                        fix="keep only numbers, text, tensors and lists of them there",
-                    )
-                )
+                fix = "keep only numbers, text, tensors and lists of them there"
+                raise ConfigError.of("optimizer-group-object", reason, fix, key, value)
     return optimizer
 
 
@@ -70,23 +63,14 @@ def _comes_back(value: Any) -> bool:
     return True
 
 
-# Steps a user's optimizer on two small matrices, to see whether it may be given what ZeRO gives it: shares of one
-# flat vector. At stages 1 to 3 DeepSpeed joins the weights of a group end to end and gives every rank a share. An
-# optimizer that looks at one number at a time takes the same step there; one that looks at rows and columns
-# (Adafactor, Muon, Shampoo) or at the norm of a weight (LARS, LAMB) silently takes another one.
-
-
-_SHAPES: Final = ((4, 6), (3, 5))
-_NUM_STEPS: Final = 3  # a first step may be the sign of the gradient alone
-_SHARE: Final = 17  # no weight ends there
-_TOLERANCE: Final = 1e-4  # of the largest change; kernels for vectors and for matrices differ in the last bits
-
-
 def check_optimizer(make: MakeOptimizer, *, stage: int, key: str, value: str) -> None:
-    """Refuse an optimizer that cannot be stepped by DeepSpeed, or not at this ZeRO stage.
+    """Refuse an optimizer that cannot be stepped by DeepSpeed, or not at this ZeRO stage: it is stepped on two small
+    matrices.
 
-    Where no copy of it can be made or stepped here, as it wants a GPU or the model's own weights, or where its steps
-    are random, it is not judged.
+    At stages 1 to 3 DeepSpeed joins the weights of a group end to end and gives every rank a share. An optimizer that
+    looks at one number at a time takes the same step there; one that looks at rows and columns (Adafactor, Muon,
+    Shampoo) or at the norm of a weight (LARS, LAMB) silently takes another one. Where no copy of it can be made or
+    stepped here, as it wants a GPU or the model's own weights, or where its steps are random, it is not judged.
 
     Raises:
         ConfigError: kind ``optimizer-needs-closure`` or ``optimizer-sees-shape``, or what `make` refuses itself.
@@ -96,10 +80,11 @@ def check_optimizer(make: MakeOptimizer, *, stage: int, key: str, value: str) ->
         [_numbers(shape, seed=10 * step + index + 7) for index, shape in enumerate(_SHAPES)]
         for step in range(_NUM_STEPS)
     ]
+    changes = partial(_changes, make, needs_closure=_needs_closure(key, value))
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         try:
-            whole = _joined(_changes(make, weights, gradients, key=key, value=value))
-            if not stage or not torch.equal(whole, _joined(_changes(make, weights, gradients, key=key, value=value))):
+            whole = _joined(changes(weights, gradients))
+            if not stage or not torch.equal(whole, _joined(changes(weights, gradients))):
                 return  # the latter draws random numbers
         except _NotJudgedError:
             return
@@ -107,22 +92,16 @@ def check_optimizer(make: MakeOptimizer, *, stage: int, key: str, value: str) ->
         reason = "its step depends on the shape of a weight"
         try:
             shares = [
-                _changes(make, [flat[part]], [[each[part]] for each in flat_gradients], key=key, value=value)[0]
+                changes([flat[part]], [[each[part]] for each in flat_gradients])[0]
                 for part in (slice(_SHARE), slice(_SHARE, None))
             ]
             if torch.allclose(torch.cat(shares), whole, rtol=0.0, atol=_TOLERANCE * float(whole.abs().max())):
                 return
         except _NotJudgedError as error:
             reason = f"it takes no weight that is a flat vector ({error})"
-    raise ConfigError(
-        Problem(
-            kind="optimizer-sees-shape",
-            key=key,
-            value=value,
-            reason=f"{reason}, and at zero.stage {stage} it sees shares of one flat vector of all weights",
-            fix="set zero.stage: 0, or take an optimizer that works number by number, such as AdamW, Lion or SGD",
-        )
-    )
+    reason += f", and at zero.stage {stage} it sees shares of one flat vector of all weights"
+    fix = "set zero.stage: 0, or take an optimizer that works number by number, such as AdamW, Lion or SGD"
+    raise ConfigError.of("optimizer-sees-shape", reason, fix, key, value)
 
 
 def refuse_closure(optimizer: torch.optim.Optimizer, *, key: str, value: str) -> None:
@@ -139,8 +118,17 @@ def refuse_closure(optimizer: torch.optim.Optimizer, *, key: str, value: str) ->
         return
 
 
+def _needs_closure(key: str, value: str) -> ConfigError:
+    reason = "its step() asks for a closure that computes the loss anew, and DeepSpeed steps without one"
+    return ConfigError.of("optimizer-needs-closure", reason, "take another optimizer, such as adamw", key, value)
+
+
 class _NotJudgedError(Exception):
     """No copy of the optimizer can be made or stepped here."""
+
+
+def _not_judged(error: Exception) -> _NotJudgedError:
+    return _NotJudgedError(f"{type(error).__name__}: {error}"[:120])
 
 
 def _changes(
@@ -148,8 +136,7 @@ def _changes(
     weights: Sequence[torch.Tensor],
     gradients: Sequence[Sequence[torch.Tensor]],
     *,
-    key: str,
-    value: str,
+    needs_closure: ConfigError,
 ) -> list[torch.Tensor]:
     """Run some steps of a new optimizer on copies of the weights and return the changes."""
     parameters = [torch.nn.Parameter(weight.clone()) for weight in weights]
@@ -161,8 +148,8 @@ def _changes(
             optimizer.step()
         except Exception as error:
             if _takes_closure(optimizer):
-                raise _needs_closure(key, value) from error
-            raise _NotJudgedError(f"{type(error).__name__}: {error}"[:120]) from error
+                raise needs_closure from error
+            raise _not_judged(error) from error
     return [parameter.detach() - weight for parameter, weight in zip(parameters, weights, strict=True)]
 
 
@@ -174,12 +161,10 @@ def _made(make: MakeOptimizer, parameters: list[torch.nn.Parameter]) -> torch.op
             raise
         raise _NotJudgedError(str(error.__cause__)[:120]) from error
     except Exception as error:
-        raise _NotJudgedError(f"{type(error).__name__}: {error}"[:120]) from error
+        raise _not_judged(error) from error
     held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    if sorted(held) != sorted(map(id, parameters)):
-        raise _NotJudgedError(
-            "it holds other weights than it was given"
-        )  # the model's own, perhaps, which no step may touch
+    if sorted(held) != sorted(map(id, parameters)):  # the model's own, perhaps, which no step may touch
+        raise _NotJudgedError("it holds other weights than it was given")
     return optimizer
 
 
@@ -190,18 +175,6 @@ def _takes_closure(optimizer: torch.optim.Optimizer) -> bool:
     except Exception:  # whatever its code raises
         return False
     return True
-
-
-def _needs_closure(key: str, value: str) -> ConfigError:
-    return ConfigError(
-        Problem(
-            kind="optimizer-needs-closure",
-            key=key,
-            value=value,
-            reason="its step() asks for a closure that computes the loss anew, and DeepSpeed steps without one",
-            fix="take another optimizer, such as adamw",
-        )
-    )
 
 
 def _numbers(shape: tuple[int, ...], *, seed: int) -> torch.Tensor:

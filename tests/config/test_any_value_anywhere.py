@@ -15,8 +15,7 @@ from framework.config.run_config import RunConfig
 from framework.config.schema import run_schema
 from framework.errors import ConfigError
 from framework.plan.cluster import Cluster
-from framework.plan.partial import errors_of_known
-from framework.plan.plan import make_plan
+from framework.plan.plan import errors_of_known, make_plan
 from framework.text.document import Document
 
 SCHEMA = run_schema()

@@ -17,7 +17,7 @@ from framework.engine import initialize
 from framework.engine.distributed import collective_timeout, gather_from_disks
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
-from framework.setup.wiring import make_checkpointer
+from framework.setup.assemble import make_checkpointer
 from framework.system.files import NewFile
 from tests.launched import ROOT, run_ranks
 

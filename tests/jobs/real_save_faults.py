@@ -21,8 +21,8 @@ from framework.checkpoint.checkpointer import Checkpointer
 from framework.config.load import config_from_values
 from framework.engine.distributed import process_group, quiet_deepspeed
 from framework.setup.assemble import assemble_engine
+from framework.setup.parts import make_train_loader
 from framework.setup.prepared import prepare
-from framework.setup.wiring import make_train_loader
 from tests.checkpoint.test_every_fault import CONFIG, LAYOUT, OPTIONS, Ended, Faults, faults, fresh_start
 
 CONFIG_HERE = {

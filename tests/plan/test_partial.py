@@ -11,7 +11,7 @@ from framework.config.load import config_from_values, load_known
 from framework.errors import Problem
 from framework.plan.cluster import Cluster
 from framework.plan.layout import make_layout
-from framework.plan.partial import errors_of_known
+from framework.plan.plan import errors_of_known
 from framework.plan.rules import apply_rules
 from framework.text.document import Document
 from tests.plan.rules.cases import CASES

@@ -16,7 +16,7 @@ class Found:
     """A prepared run of one rank, as far as its first weights go."""
 
     def __init__(self, reported: str) -> None:
-        self.reported, self.plan, self.weights_of = reported, self, None
+        self.reported, self.plan, self.weights = reported, self, None
         self.config = config_from_values({"checkpoint": {"init_weights": "first.pt"}})
 
     def describe_weights(self) -> str:

@@ -1,46 +1,127 @@
-"""Rules about the model by itself, and about what `training` asks of it."""
+"""Rules about the model: by itself, beside data and task, under what `training` asks of it, and cut into stages."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
-from framework.config.base import ModelKind
+from pydantic import ValidationError
+
+from framework.config.base import ModelKind, Object, Section, Target
+from framework.config.data import DataObject, DataTarget
 from framework.config.language_models import BERT, GPT
+from framework.config.model import Classifier, ModelSection
 from framework.config.run_config import RunConfig
 from framework.errors import Problem
+from framework.plan.balance import pattern_problem, stage_problems
 from framework.plan.cluster import Cluster
+from framework.plan.rules.base import Found, rule
+
+# What is read -> the kinds that read or give it; every other kind is for images.
+_PARTS: Final[Mapping[str, Mapping[str, str]]] = {
+    "text": {"model": "gpt", "data": "text", "task": "causal_lm"},
+    "text_pairs": {"model": "bert", "data": "text_pairs", "task": "masked_lm"},
+    "images": {"model": "lenet", "data": "digits", "task": "classification"},
+}
+_WORDS: Final = {"images": "images", "text": "windows of text", "text_pairs": "pairs of text segments"}
 
 
-def heads_divide(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
+@rule()
+def image_shapes_agree(config: RunConfig, cluster: Cluster) -> Found:
+    """Model and data are both known by name and their shapes differ: the first forward pass would fail."""
+    model, data = config.model, config.data
+    if not isinstance(model, Classifier) or isinstance(data, (DataTarget, DataObject)):
+        return
+    shape = data.image_shape()
+    if shape is None:
+        return
+    pairs = [
+        ("image_size", model.expected_image_size(), "image_size", shape.size, "pixels"),
+        ("in_channels", model.in_channels, "channels", shape.channels, "channel(s)"),
+        ("num_classes", model.num_classes, "num_classes", shape.num_classes, "classes"),
+    ]
+    for key, expected, data_key, given, words in pairs:
+        if expected is not None and given is not None and expected != given:
+            fixes = [f"model.{key}: {given}"] if _takes(model, key, given) else []
+            fixes += [f"data.{data_key}: {expected}"] if _takes(data, data_key, expected) else []
+            fix = f"set {' or '.join(fixes)}" if fixes else "choose another model or other data"
+            kind, reason = f"model-data-{key.replace('_', '-')}", f"the {data.kind} data has {given} {words}"
+            yield Problem(kind, reason, fix, f"model.{key}", expected)
+
+
+@rule()
+def parts_speak_of_the_same(config: RunConfig, cluster: Cluster) -> Found:
+    """Image data with a language model, or a loss that the data has no targets for: the first step would fail."""
+    known = {part: form for part in ("data", "model", "task") if (form := _form(config, part))}
+    first = next(iter(known), "")
+    for part, form in known.items():
+        if form != known[first]:
+            kind, its_kind = getattr(config, part).kind, getattr(config, first).kind
+            given = f"{its_kind}, the {first}, {'has' if first == 'data' else 'reads'} {_WORDS[known[first]]}"
+            fix = f"set {part}.kind: {_PARTS[known[first]][part]} or {first}.kind: {_PARTS[form][first]}"
+            reason = f"it reads {_WORDS[form]}, and {given}"
+            yield Problem(f"{part}-{first}-mismatch", reason, fix, f"{part}.kind", kind)
+
+
+@rule("sequence-too-long")
+def sequence_fits(config: RunConfig, cluster: Cluster) -> Found:
+    """A position beyond the model's last one would fail inside a GPU kernel."""
+    length, most = getattr(config.data, "sequence_length", None), getattr(config.model, "max_positions", None)
+    if isinstance(length, int) and isinstance(most, int) and length > most:
+        fix = f"set data.sequence_length: {most} or model.max_positions: {length}"
+        yield "data.sequence_length", f"the model has {most} positions", fix
+
+
+@rule()
+def vocabulary_fits(config: RunConfig, cluster: Cluster) -> Found:
+    """A token that the model does not know would fail inside a GPU kernel; a token file's size is checked before
+    training.
+    """
+    size_of = getattr(config.data, "vocab_size", None)
+    yield from vocabulary_problem(size_of() if callable(size_of) else None, config.model)
+
+
+def vocabulary_problem(given: Any, model: ModelSection) -> Iterator[Problem]:
+    """Data with so many different tokens, as soon as somebody knows how many."""
+    known = getattr(model, "vocab_size", None)
+    if isinstance(given, int) and isinstance(known, int) and given > known:
+        reason, fix = f"the data has {given} different tokens", f"set model.vocab_size: {given} or more"
+        yield Problem("model-data-vocab-size", reason, fix, "model.vocab_size", known)
+
+
+def _takes(section: Section, key: str, value: int) -> bool:
+    try:
+        type(section).model_validate({**section.model_dump(), key: value})
+    except ValidationError:
+        return False
+    return True
+
+
+def _form(config: RunConfig, part: str) -> str | None:
+    """Return the form of what a part gives or takes; None where it is the user's own."""
+    section: Any = getattr(config, part)
+    if isinstance(section, (Target, Object)):
+        return None
+    return next((form for form, kinds in _PARTS.items() if kinds[part] == section.kind), "images")
+
+
+@rule("heads-not-divisible")
+def heads_divide(config: RunConfig, cluster: Cluster) -> Found:
     """Attention splits the hidden units evenly over its heads, and shares key heads evenly; a rotation turns pairs."""
-    model = config.model
+    model, key = config.model, "model.num_heads"
     if not isinstance(model, (GPT, BERT)):
         return
-    if model.hidden_size % model.num_heads:
-        yield Problem(
-            kind="heads-not-divisible",
-            key="model.num_heads",
-            value=model.num_heads,
-            reason=f"{model.hidden_size} hidden units cannot be split evenly over the heads",
-            fix=f"set model.num_heads: {_divisor(model.hidden_size, near=model.num_heads)}",
-        )
-    elif isinstance(model, GPT) and model.num_heads % model.num_kv_heads:
-        yield Problem(
-            kind="heads-not-divisible",
-            key="model.num_kv_heads",
-            value=model.num_kv_heads,
-            reason=f"{model.num_heads} heads cannot share them evenly",
-            fix=f"set model.num_kv_heads: {_divisor(model.num_heads, near=model.num_kv_heads)}",
-        )
-    elif isinstance(model, GPT) and model.positions == "rotary" and model.hidden_size // model.num_heads % 2:
-        yield Problem(
-            kind="odd-rotary-heads",
-            key="model.num_heads",
-            value=model.num_heads,
-            reason=f"a head has {model.hidden_size // model.num_heads} units, and rotary positions turn pairs of them",
-            fix="set model.hidden_size to an even multiple of model.num_heads",
-        )
+    units, heads = model.hidden_size, model.num_heads
+    if units % heads:
+        reason = f"{units} hidden units cannot be split evenly over the heads"
+        yield key, reason, f"set {key}: {_divisor(units, near=heads)}"
+    elif isinstance(model, GPT) and heads % model.num_kv_heads:
+        fix = f"set model.num_kv_heads: {_divisor(heads, near=model.num_kv_heads)}"
+        yield "model.num_kv_heads", f"{heads} heads cannot share them evenly", fix
+    elif isinstance(model, GPT) and model.positions == "rotary" and units // heads % 2:
+        reason = f"a head has {units // heads} units, and rotary positions turn pairs of them"
+        fix = "set model.hidden_size to an even multiple of model.num_heads"
+        yield Problem("odd-rotary-heads", reason, fix, key, heads)
 
 
 def _divisor(number: int, *, near: int) -> int:
@@ -49,63 +130,102 @@ def _divisor(number: int, *, near: int) -> int:
     return next(d for step in range(number) for d in (near - step, near + step) if d > 0 and number % d == 0)
 
 
-def recompute_in_parts(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
+@rule("recompute-whole-model", "warning")
+def recompute_in_parts(config: RunConfig, cluster: Cluster) -> Found:
     """One group of everything runs everything again and holds, while it does, as much as without."""
-    every = config.training.recompute_every
-    if isinstance(config.model, ModelKind) and every >= config.model.num_layers_in_list():
-        count = config.model.num_layers_in_list()
-        yield Problem(
-            kind="recompute-whole-model",
-            key="training.recompute_every",
-            value=every,
-            severity="warning",
-            reason=f"all {count} layers are one group, which computes them twice and saves next to no memory",
-            fix="set training.recompute_every: 1 or a few",
-        )
+    key, model = "training.recompute_every", config.model
+    if isinstance(model, ModelKind) and config.training.recompute_every >= (count := model.num_layers_in_list()):
+        reason = f"all {count} layers are one group, which computes them twice and saves next to no memory"
+        yield key, reason, f"set {key}: 1 or a few"
 
 
-def inert_model_options(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
+@rule("inert-for-model", "warning")
+def inert_model_options(config: RunConfig, cluster: Cluster) -> Found:
     """An option for layers that the model does not have."""
     model, training = config.model, config.training
-    if not isinstance(model, ModelKind):
-        return
-    for key, asked, has, words in (
-        ("sync_batch_norm", training.sync_batch_norm, model.has_batch_norm, "batch norm"),
-        ("channels_last", training.channels_last, model.has_convolutions, "convolution"),
-    ):
-        if asked and not has:
-            yield Problem(
-                kind="inert-for-model",
-                key=f"training.{key}",
-                value=True,
-                severity="warning",
-                reason=f"the {model.kind} model has no {words}",
-                fix="remove it",
-            )
+    if isinstance(model, ModelKind):
+        if training.sync_batch_norm and not model.has_batch_norm:
+            yield "training.sync_batch_norm", f"the {model.kind} model has no batch norm", "remove it"
+        if training.channels_last and not model.has_convolutions:
+            yield "training.channels_last", f"the {model.kind} model has no convolution", "remove it"
 
 
-def channels_last_with_pipeline(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
+@rule("channels-last-with-pipeline")
+def channels_last_with_pipeline(config: RunConfig, cluster: Cluster) -> Found:
     """Activations between stages would have their channels last: gloo says "input tensor has to be contiguous"."""
+    key = "training.channels_last"
     if config.training.channels_last and config.parallel.pipe > 1:
-        yield Problem(
-            kind="channels-last-with-pipeline",
-            key="training.channels_last",
-            value=True,
-            reason="stages can send only tensors in the usual order",
-            fix="set training.channels_last: false or parallel.pipe: 1",
-        )
+        yield key, "stages can send only tensors in the usual order", f"set {key}: false or parallel.pipe: 1"
 
 
-def freeze_patterns(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
+@rule()
+def freeze_patterns(config: RunConfig, cluster: Cluster) -> Found:
     """Text that is no regular expression, such as ``*.bias``."""
     for number, pattern in enumerate(config.training.freeze):
-        try:
-            re.compile(pattern)
-        except (re.error, OverflowError, RecursionError) as error:
-            yield Problem(
-                kind="bad-pattern",
-                key=f"training.freeze.{number}",
-                value=pattern,
-                reason=f"it is no regular expression: {error}",
-                fix="write for example .*bias for all that ends so",
-            )
+        fix = "write for example .*bias for all that ends so"
+        yield from pattern_problem(pattern, key=f"training.freeze.{number}", value=pattern, fix=fix)
+
+
+@rule("zero-with-pipeline")
+def zero_with_pipeline(config: RunConfig, cluster: Cluster) -> Found:
+    """deepspeed/runtime/pipe/engine.py `PipelineEngine.__init__`: "ZeRO-2 and ZeRO-3 are incompatible with
+    pipeline".
+    """
+    if config.parallel.pipe > 1 and config.zero.stage > 1:
+        yield "zero.stage", "pipeline engines accept stage 0 or 1", "set zero.stage: 1 or parallel.pipe: 1"
+
+
+@rule("bf16-pipeline-without-zero")
+def bf16_pipeline_needs_zero1(config: RunConfig, cluster: Cluster) -> Found:
+    """deepspeed/runtime/bf16_optimizer.py `load_state_dict`: such a run saves checkpoints that fail to load, KeyError
+    '0'.
+    """
+    if config.parallel.pipe > 1 and config.precision.dtype == "bf16" and config.zero.stage == 0:
+        reason = "a bf16 pipeline at stage 0 writes checkpoints that DeepSpeed cannot load again"
+        yield "zero.stage", reason, "set zero.stage: 1"
+
+
+@rule()
+def stages_fit(config: RunConfig, cluster: Cluster) -> Found:
+    """The cut into stages as it is written, by itself and with models that are known by name; others are looked at when
+    they are built.
+    """
+    if config.parallel.pipe > 1:
+        yield from stage_problems(config.parallel, getattr(config.model, "num_layers_in_list", lambda: None)())
+
+
+@rule("inert-without-pipe", "warning")
+def stages_need_a_pipeline(config: RunConfig, cluster: Cluster) -> Found:
+    """A way to cut is written down, and nothing is cut."""
+    for key in ("partition", "stages"):
+        if config.parallel.pipe == 1 and key in config.parallel.model_fields_set:
+            yield f"parallel.{key}", "with one stage nothing is cut", "remove it or set parallel.pipe"
+
+
+@rule("inert-beside-stages", "warning")
+def partition_beside_stages(config: RunConfig, cluster: Cluster) -> Found:
+    """Two ways to cut were written down, and one of them decides."""
+    parallel = config.parallel
+    # A resolved config writes the default down too.
+    is_asked = parallel.partition != type(parallel).model_fields["partition"].default
+    if parallel.pipe > 1 and parallel.stages is not None and is_asked:
+        yield "parallel.partition", "parallel.stages names the stage of every layer", "remove one of them"
+
+
+@rule()
+def idle_stages(config: RunConfig, cluster: Cluster) -> Found:
+    """Share of a step in which a stage waits: (p - 1) / (m + p - 1) (Narayanan et al. 2021, "Efficient Large-Scale
+    Language Model Training", section 2.2)."""
+    stages, batch = config.parallel.pipe, config.batch
+    count = batch.accumulation_steps
+    if count is None and batch.global_size and batch.micro_size:
+        count = batch.global_size * stages // (batch.micro_size * cluster.world_size)
+    count = count or 1
+    if 1 < stages > count:
+        idle, then_idle = ((stages - 1) / (number + stages - 1) for number in (count, 4 * stages))
+        batches = f"{count} micro-batch{'es' if count > 1 else ''}"
+        reason = f"with {batches} per step {stages} stages stand idle {idle:.0%} of the time"
+        key = "batch.accumulation_steps"
+        yield Problem(
+            "pipeline-idle", reason, f"set {key}: {4 * stages} for {then_idle:.0%}", key, count, severity="note"
+        )

@@ -1,9 +1,7 @@
 """Keys under `deepspeed:`: which pass through to the JSON, which a typed section decides, and which a run cannot have.
 
-A key passes beside the typed ones of its section (`zero_optimization.zero_hpz_partition_size` beside `zero`); one that
-a typed section decides is a contradiction, whether the section was written or not, because rendering writes its default
-out. What would change the layout of ranks, the number of samples or the state in a checkpoint is refused, with the
-reason.
+A key that a typed section decides is a contradiction, whether the section was written or not: rendering writes its
+default out. What would change the layout of ranks, the number of samples or the state in a checkpoint is refused.
 """
 
 from __future__ import annotations
@@ -16,12 +14,18 @@ from framework.config.base import Object, Target
 from framework.config.deepspeed_words import OWNED, PASSED_THROUGH, SHARED, TYPED
 from framework.config.run_config import RunConfig
 from framework.config.scheduler import Constant, Cosine
+from framework.config.zero import OFFLOADS
 from framework.errors import Problem
 from framework.plan.cluster import Cluster
+from framework.plan.rules.base import Found, rule
 from framework.text.typos import nearest
 
 _STATE: Final = "the optimizer's state is then not what a checkpoint here holds, and could not be resumed or moved"
 _SPLIT: Final = "leave it out (a run config has data and pipeline parallelism)"
+_LOADER: Final = "the samples are read by a loader of the framework"
+_ORDER: Final = "remove data_sampling; the order of samples is the dataset's, or data.shuffle's"
+_FILES: Final = "than a checkpoint here is verified and read"
+_BESIDE: Final = "remove it; checkpoint.mode: async writes beside training"
 # DeepSpeed's dotted key -> (why a run cannot have it, what to do).
 _NOT_IN_A_RUN: Final[Mapping[str, tuple[str, str]]] = {
     "sequence_parallel_size": (
@@ -34,15 +38,14 @@ _NOT_IN_A_RUN: Final[Mapping[str, tuple[str, str]]] = {
         "DeepSpeed's autotuner ends every rank after some steps, in the middle of the run",
         "remove it; the deepspeed launcher's --autotuning works on scripts of its own",
     ),
-    "dataloader_drop_last": ("the samples are read by a loader of the framework, which never sees it", "remove it"),
+    "dataloader_drop_last": (f"{_LOADER}, which never sees it", "remove it"),
     "data_efficiency.data_sampling.enabled": (
-        "the samples are read by a loader of the framework, "
-        "so that DeepSpeed's sampler and curriculum would do nothing",
-        "remove data_sampling; the order of samples is the dataset's, or data.shuffle's",
+        f"{_LOADER}, so that DeepSpeed's sampler and curriculum would do nothing",
+        _ORDER,
     ),
     "data_efficiency.data_sampling.curriculum_learning.enabled": (
-        "the samples are read by a loader of the framework, so that DeepSpeed's curriculum would do nothing",
-        "remove data_sampling; the order of samples is the dataset's, or data.shuffle's",
+        f"{_LOADER}, so that DeepSpeed's curriculum would do nothing",
+        _ORDER,
     ),
     "hybrid_engine.enabled": ("it trains through another engine, which no checkpoint here knows", "remove it"),
     "disable_allgather": ("DeepSpeed reads it and does nothing with it", "remove it"),
@@ -71,14 +74,8 @@ _NOT_IN_A_RUN: Final[Mapping[str, tuple[str, str]]] = {
     "optimizer.params.amsgrad": (f"with a third moment {_STATE}", "remove it"),
     "optimizer.params.fp32_optimizer_states": (f"in half precision {_STATE}", "remove it"),
     "checkpoint.load_universal": ("checkpoints here load into any layout without being converted", "remove it"),
-    "checkpoint.writer": (
-        "the files would be named and written otherwise than a checkpoint here is verified and read",
-        "remove it; checkpoint.mode: async writes beside training",
-    ),
-    "datastates_ckpt": (
-        "the files would be written otherwise than a checkpoint here is verified and read",
-        "remove it; checkpoint.mode: async writes beside training",
-    ),
+    "checkpoint.writer": (f"the files would be named and written otherwise {_FILES}", _BESIDE),
+    "datastates_ckpt": (f"the files would be written otherwise {_FILES}", _BESIDE),
 }
 # Values that are as good as left out; false and null where nothing stands here.
 _HARMLESS: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -115,64 +112,39 @@ def not_in_a_run(path: str, value: Any) -> tuple[str, str] | None:
     return _NOT_IN_A_RUN[path]
 
 
-def deepspeed_section(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
+@rule()
+def deepspeed_section(config: RunConfig, cluster: Cluster) -> Found:
     """DeepSpeed drops unknown top-level keys silently, and a second place for one setting is a contradiction."""
-    for key, value in config.deepspeed.items():
-        if key in SHARED and isinstance(value, dict):
-            yield from _shared(config, key, value)
-        elif key in OWNED:
-            yield _clash(key, value, OWNED[key])
-        elif key in REMOVED:
-            release, instead = REMOVED[key]
-            yield Problem(
-                kind="removed-deepspeed-key",
-                key=f"deepspeed.{key}",
-                value=value,
-                reason=f"DeepSpeed removed it in {release} and refuses it",
-                fix=instead,
-            )
-        elif (refusal := not_in_a_run(key, value)) is not None:
-            yield _refusal(key, value, *refusal)
-        elif key not in PASSED_THROUGH:
-            guess = nearest(key, [*PASSED_THROUGH, *OWNED])
-            meant = f"{OWNED[guess]} decides '{guess}'" if guess and guess in OWNED else f"did you mean '{guess}'?"
-            yield Problem(
-                kind="unknown-deepspeed-key",
-                key=f"deepspeed.{key}",
-                value=value,
-                reason="DeepSpeed reads no such key and would ignore it",
-                fix=meant if guess else "remove it",
-            )
-        elif isinstance(value, dict):
-            for inner, item in _paths(value, key):
-                if (refusal := not_in_a_run(inner, item)) is not None:
-                    yield _refusal(inner, item, *refusal)
+    for section, values in config.deepspeed.items():
+        has_further_keys = isinstance(values, dict) and (section in SHARED or section in PASSED_THROUGH)
+        for path, value in _paths(values, section) if has_further_keys else [(section, values)]:
+            if found := _wrong(config, section, path, value):
+                kind, reason, fix = found
+                yield Problem(kind, reason, fix, f"deepspeed.{path}", value)
 
 
-def _shared(config: RunConfig, section: str, values: Mapping[str, Any]) -> Iterator[Problem]:
-    """Further keys of a section that a typed one decides."""
-    absent = _why_absent(config, section)
-    for path, value in _paths(values, section):
+def _wrong(config: RunConfig, section: str, path: str, value: Any) -> tuple[str, str, str] | None:
+    """Kind, reason and fix of what is wrong with one key."""
+    name, _, field = path[len(section) + 1 :].partition(".")
+    ours = OWNED.get(path)
+    if section in SHARED and name:
         ours = TYPED.get(path)
-        if ours is not None and _is_typed(config, ours):
-            yield _clash(path, value, ours)
-        elif absent is not None:
-            yield _clash(path, value, absent)
-        elif (refusal := not_in_a_run(path, value)) is not None:
-            yield _refusal(path, value, *refusal)
-        elif (
-            path.startswith("zero_optimization.offload_")
-            and path.count(".") == 2
-            and _stays(config, path.split(".")[1])
-        ):
-            name = path.split(".")[1]
-            yield Problem(
-                kind="section-clash",
-                key=f"deepspeed.{path}",
-                value=value,
-                reason=f"zero.{name} moves nothing",
-                fix=f"set zero.{name}: {{device: cpu}}, or remove it here",
-            )
+        ours = ours if ours and _is_typed(config, ours) else _why_absent(config, section)
+    if ours is not None:
+        return "section-clash", f"{ours} decides it", f"set {ours} and remove it here"
+    if path in REMOVED:
+        release, instead = REMOVED[path]
+        return "removed-deepspeed-key", f"DeepSpeed removed it in {release} and refuses it", instead
+    if (refusal := not_in_a_run(path, value)) is not None:
+        return "not-in-a-run", *refusal
+    if not name and path not in PASSED_THROUGH:
+        guess = nearest(path, [*PASSED_THROUGH, *OWNED]) or ""
+        meant = f"{OWNED[guess]} decides '{guess}'" if guess in OWNED else f"did you mean '{guess}'?"
+        reason = "DeepSpeed reads no such key and would ignore it"
+        return "unknown-deepspeed-key", reason, meant if guess else "remove it"
+    if name in OFFLOADS and field and "." not in field and getattr(config.zero, name).device == "none":
+        return "section-clash", f"zero.{name} moves nothing", f"set zero.{name}: {{device: cpu}}, or remove it here"
+    return None
 
 
 def _why_absent(config: RunConfig, section: str) -> str | None:
@@ -191,10 +163,6 @@ def _is_typed(config: RunConfig, key: str) -> bool:
     return section not in ("optimizer", "scheduler") or name in fields
 
 
-def _stays(config: RunConfig, name: str) -> bool:
-    return bool(getattr(config.zero, name).device == "none")
-
-
 def _paths(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     """Keys that hold no section, and sections that are refused as a whole."""
     for name, value in values.items():
@@ -205,55 +173,23 @@ def _paths(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield path, value
 
 
-def _clash(path: str, value: Any, ours: str) -> Problem:
-    return Problem(
-        kind="section-clash",
-        key=f"deepspeed.{path}",
-        value=value,
-        reason=f"{ours} decides it",
-        fix=f"set {ours} and remove it here",
-    )
-
-
-def _refusal(path: str, value: Any, reason: str, fix: str) -> Problem:
-    return Problem(kind="not-in-a-run", key=f"deepspeed.{path}", value=value, reason=reason, fix=fix)
-
-
-def deepspeed_values(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
+@rule()
+def deepspeed_values(config: RunConfig, cluster: Cluster) -> Found:
     """DeepSpeed drops "auto" silently and fails on most nulls; JSON knows neither NaN nor Python's objects."""
     for key, value in _leaves(config.deepspeed, "deepspeed"):
         if value == "auto" and not key.startswith(_AUTO_HAS_MEANING):
-            yield Problem(
-                kind="auto-in-deepspeed",
-                key=key,
-                value=value,
-                reason="DeepSpeed drops it and takes its default",
-                fix="write the value, or remove the key",
-            )
+            reason, fix = "DeepSpeed drops it and takes its default", "write the value, or remove the key"
+            yield Problem("auto-in-deepspeed", reason, fix, key, value)
         elif value is None:
-            yield Problem(
-                kind="null-in-deepspeed",
-                key=key,
-                value=value,
-                reason="DeepSpeed wants a value or no key",
-                fix="remove the key",
-            )
+            yield Problem("null-in-deepspeed", "DeepSpeed wants a value or no key", "remove the key", key, value)
         elif not isinstance(value, (str, int, float)) or (isinstance(value, float) and not isfinite(value)):
-            yield Problem(
-                kind="not-json",
-                key=key,
-                value=value,
-                reason="JSON has no such value",
-                fix="write text, a finite number, true, false, a list or a section",
-            )
+            fix = "write text, a finite number, true, false, a list or a section"
+            yield Problem("not-json", "JSON has no such value", fix, key, value)
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for name, item in value.items():
+    if isinstance(value, (dict, list, tuple)):
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _leaves(item, f"{key}.{name}")
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _leaves(item, f"{key}.{index}")
     else:
         yield key, value

@@ -49,9 +49,9 @@ def test_typed_sections_are_judged_against_the_gpu(tmp_path: Path, capsys: Captu
     code, (line,) = reported(tmp_path, "precision: {dtype: fp16}\n", capsys, "--gpu", "p100-16gb")
     assert (code, "precision.dtype = fp16: DeepSpeed does not train fp16 on p100-16gb" in line) == (2, True)
     assert "set precision.dtype: fp32 [fp16-unsupported]" in line
-    code, (line,) = reported(tmp_path, "precision: {dtype: bf16}\n", capsys, "--gpu", "t4-16gb")
+    code, (line,) = reported(tmp_path, "precision: {dtype: bf16}\nzero: {stage: 1}\n", capsys, "--gpu", "t4-16gb")
     assert (code, line.startswith("warning: "), "[bf16-emulated]" in line) == (0, True, True)
-    assert reported(tmp_path, "precision: {dtype: bf16}\n", capsys, "--gpu", "h100-80gb") == (0, [])
+    assert reported(tmp_path, "precision: {dtype: bf16}\nzero: {stage: 1}\n", capsys, "--gpu", "h100-80gb") == (0, [])
 
 
 def test_a_length_that_only_the_data_tells_stops_no_judgement(tmp_path: Path, capsys: Capture) -> None:

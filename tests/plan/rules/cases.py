@@ -206,12 +206,10 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (piped(precision={"dtype": "autocast"}), "cuda", None),
         ({"precision": {"dtype": "bf16"}}, "cuda", None),
     ],
-    "enough_layers": [
+    "stages_fit": [
         (piped(13), "cuda", "pipe-exceeds-layers"),
         (piped(12), "cuda", None),
         (piped(13, model={"target": "a:b"}), "cuda", None),
-    ],
-    "stages_as_written": [
         (cut_at([0, 1]), "cuda", "stages-differ-from-layers"),
         (cut_at([1] * 6 + [0] * 6), "cuda", "stages-out-of-order"),
         (cut_at([0, 1, 0], model={"target": "a:b"}), "cuda", "stages-out-of-order"),
