@@ -130,3 +130,11 @@ def test_functions_are_short(path: Path) -> None:
         and node.end_lineno - node.lineno + 1 > LONGEST_FUNCTION
     ]
     assert long == []
+
+
+def test_the_map_names_files_that_are_there() -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:[a-z_]+/)*[a-z_]+(?:\.py|/))`", page)) - {"framework/"}
+    places = [ROOT, ROOT / "framework", *(ROOT / "framework").glob("*/")]
+    assert len(named) > 40
+    assert [name for name in sorted(named) if not any((place / name).exists() for place in places)] == []

@@ -104,7 +104,7 @@ def check_resumable(
         config: of this run, resolved.
         global_size: samples per step.
         steps_per_epoch: steps in one pass over the data.
-        data: what this run's own checkpoints say of its training data (`framework.setup.prepared.Prepared.description`).
+        data: what this run's own checkpoints say of its training data (`Prepared.description`).
 
     Raises:
         ConfigError: with one problem for every key that differs.
