@@ -56,7 +56,9 @@ class Training(Section):
     channels_last: bool = False
     """Store images with the channels last; convolutions follow, and tensor cores read that order faster."""
     freeze: list[str] = []
-    """Regular expressions; parameters whose whole name matches one are not trained, for example ``embed\\..*``."""
+    """Regular expressions; parameters whose whole name matches one are not trained, for example ``embed\\..*``.
+    A frozen batch norm's running statistics follow the batches all the same, unless the model keeps it in evaluation
+    mode."""
     ema: EMA | None = None
     """Keep a moving average of the weights, in fp32, spread over the ranks as the optimizer's state is; left out:
     none.
