@@ -32,6 +32,7 @@ from framework.plan.plan import Plan
 from framework.setup.parts import Parts, make_train_loader
 from framework.setup.prepared import Prepared, order_of
 from framework.setup.start_point import on_rank0
+from framework.tasks.task import Task
 from framework.train.best import BestSoFar
 from framework.train.monitors.base import HeldFolder, Monitor
 from framework.train.monitors.console import LogLines, make_console
@@ -122,7 +123,16 @@ def build_trainer(
     return Trainer(
         engine,
         agenda=schedule,
-        train_data=ExplainedData(make_train_loader(plan, splits, rank=rank(), order=order_of(start))),
+        train_data=ExplainedData(
+            make_train_loader(
+                plan,
+                splits,
+                rank=rank(),
+                order=order_of(start),
+                # A loss of sums: the step counts all of its micro-batches before the first forward pass.
+                read_at_once=plan.layout.accumulation_steps if type(prepared.parts.task).count is not Task.count else 1,
+            )
+        ),
         eval_data=ExplainedData(eval_loader) if eval_loader is not None else None,
         monitors=monitors,
         save=checkpointer.save,

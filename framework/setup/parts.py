@@ -62,10 +62,20 @@ def gather_parts(config: RunConfig, objects: Objects) -> Parts:
 
 
 def make_train_loader(
-    plan: Plan, splits: Splits, *, rank: int, num_workers: int | None = None, order: int = LATEST_ORDER
+    plan: Plan,
+    splits: Splits,
+    *,
+    rank: int,
+    num_workers: int | None = None,
+    order: int = LATEST_ORDER,
+    read_at_once: int = 1,
 ) -> TrainLoader:
-    """This rank's stream of micro-batches. With `num_workers`, other than the config's, no device is touched."""
+    """This rank's stream of micro-batches. With `num_workers`, other than the config's, no device is touched.
+
+    `read_at_once`: micro-batches that a step takes before it begins; the workers have that many ready together.
+    """
     data = plan.config.data
+    workers = data.num_workers if num_workers is None else num_workers
     return TrainLoader(
         splits.train,
         global_size=plan.layout.global_size,
@@ -75,8 +85,8 @@ def make_train_loader(
         world_size=plan.layout.data_parallel_size,
         seed=plan.config.run.seed,
         shuffle=data.shuffle,
-        num_workers=data.num_workers if num_workers is None else num_workers,
-        prefetch_batches=data.prefetch_batches,
+        num_workers=workers,
+        prefetch_batches=max(data.prefetch_batches, -(-read_at_once // max(workers, 1))),
         pin_memory=plan.cluster.device != "cpu" and num_workers is None,
         random_samples=data.has_random_samples(),
         order_version=order,

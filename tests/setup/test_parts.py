@@ -20,8 +20,10 @@ from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
 from framework.data.prepare import prepare
 from framework.errors import ConfigError, UsageError
+from framework.plan.cluster import Cluster
+from framework.plan.plan import make_plan
 from framework.setup.objects import Objects, describe_objects
-from framework.setup.parts import Parts, gather_parts
+from framework.setup.parts import Parts, gather_parts, make_train_loader
 from framework.tasks.task import Ratio, Task
 from tests.tasks.value import value_of
 
@@ -358,3 +360,13 @@ def test_a_vocabulary_that_only_the_files_know(size: int, tmp_path: Path) -> Non
         "model.vocab_size = 260: the data has 261 different tokens; set model.vocab_size: 261 or more "
         "[model-data-vocab-size]"
     ]
+
+
+@pytest.mark.parametrize(("accumulation", "expected"), [(1, 2), (6, 2), (7, 3), (30, 10)])
+def test_workers_have_a_step_ready_that_reads_all_its_batches_first(accumulation: int, expected: int) -> None:
+    batch = {"micro_size": 1, "accumulation_steps": accumulation}
+    config = config_from_values({"batch": batch, "data": {"kind": "digits", "num_workers": 3}})
+    plan = make_plan(config, Cluster(devices_per_host=1))
+    splits = gather_parts(config, Objects()).splits
+    loader = make_train_loader(plan, splits, rank=0, read_at_once=accumulation)
+    assert loader._fetching["prefetch_factor"] == expected
