@@ -70,14 +70,17 @@ def config_with_objects(values: RunConfig | Mapping[str, Any], objects: Objects)
     if objects.eval_data is not None and objects.train_data is None:
         reason, fix = "it was handed over without train_data", "hand over train_data as well"
         raise ConfigError.of("train-data-not-given", reason, fix, "eval_data")
-    if objects.train_data is not None and objects.model is None:
-        # The default model reads images of the default data: data of one's own is hardly ever meant for it.
-        if "model" not in (values.model_fields_set if isinstance(values, RunConfig) else values):
-            fix = "hand over model=..., or name one in the config's model section"
-            raise ConfigError.of("model-not-given", "train_data was handed over, and no model", fix, "model")
+    # The default model reads images of the default data: data of one's own is hardly ever meant for it.
+    if objects.train_data is not None and objects.model is None and not _names_model(values):
+        fix = "hand over model=..., or name one in the config's model section"
+        raise ConfigError.of("model-not-given", "train_data was handed over, and no model", fix, "model")
     if isinstance(values, Mapping):
         values = _with_sections(plain_values(values), objects)
     return describe_objects(config_from_values(values), objects)
+
+
+def _names_model(values: RunConfig | Mapping[str, Any]) -> bool:
+    return "model" in (values.model_fields_set if isinstance(values, RunConfig) else values)
 
 
 def describe_objects(config: RunConfig, objects: Objects) -> RunConfig:
