@@ -130,8 +130,7 @@ def cut_by_time(model: CutModel, plan: Plan, seconds: Sequence[float]) -> CutMod
     Raises:
         ConfigError: what crosses the new cut cannot be sent.
     """
-    facts = with_seconds(_facts(model.surveyed), seconds)
-    return replace(model, table=_cut(facts, model.surveyed, plan))
+    return replace(model, table=_cut(with_seconds(model.table.layers, seconds), model.surveyed, plan))
 
 
 def cut_as_saved(model: CutModel, plan: Plan, manifest: Mapping[str, Any]) -> CutModel | None:
@@ -148,7 +147,7 @@ def cut_as_saved(model: CutModel, plan: Plan, manifest: Mapping[str, Any]) -> Cu
         return None
     stages = [number for number, (start, stop) in enumerate(pairwise(bounds)) for _ in range(start, stop)]
     config = plan.config.model_copy(update={"parallel": parallel.model_copy(update={"stages": stages})})
-    return replace(model, table=_cut(_facts(model.surveyed), model.surveyed, replace(plan, config=config)))
+    return replace(model, table=_cut(model.table.layers, model.surveyed, replace(plan, config=config)))
 
 
 def _cut(facts: Sequence[LayerFacts], surveyed: Sequence[Surveyed], plan: Plan) -> StageTable:
