@@ -10,14 +10,17 @@ import os
 import sys
 import time
 import traceback
-from typing import NoReturn
+from functools import partial
+from typing import Final, NoReturn
 
-from framework.errors import EXIT_CONFIG, EXIT_OK, EXIT_TRAINING, FrameworkError, in_one_line, missing_package
+from framework.errors import EXIT_OK, EXIT_TRAINING, FrameworkError, in_one_line, missing_package
 from framework.system.arguments import CommandParser
-from framework.system.exits import SILENT_RANKS_WAIT_SECONDS, refusing_exits
+from framework.system.exits import SILENT_RANKS_WAIT_SECONDS, refusing_exits, report
 from framework.system.output import write
 from framework.system.parent_watch import AGENT_VARIABLE, report_end, watch_parent
 from framework.system.stopping import StopRequest
+
+_OF_TRAINING: Final = ("torch", "deepspeed", "numpy", "pydantic", "yaml")
 
 
 def _parser() -> CommandParser:
@@ -46,10 +49,7 @@ def _train(request: StopRequest, arguments: argparse.Namespace) -> None:
 
 
 def exit_code() -> int:
-    """Train; returns what the process ends with. Mostly every rank meets the same problem, and one on each host prints
-    it.
-    """
-    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+    """Train; returns what the process ends with."""
     request = StopRequest()
     request.listen()
     try:
@@ -59,25 +59,13 @@ def exit_code() -> int:
             _train(request, arguments)
         return EXIT_OK
     except FrameworkError as error:
-        report_end(str(error))
-        if speaks or error.is_of_one_rank:
-            write(sys.stderr, f"{error}\n")
-        else:
-            _let_the_other_report(request)
+        report(error, wait=partial(_let_the_other_report, request))
         return error.exit_code
-    except ModuleNotFoundError as error:
-        if error.name not in ("torch", "deepspeed", "numpy", "pydantic", "yaml"):
-            report_end(in_one_line(error))
-            write(sys.stderr, traceback.format_exc())
-            return EXIT_TRAINING
-        missing = missing_package(error.name, what="training")
-        report_end(str(missing))
-        if speaks:
-            write(sys.stderr, f"{missing}\n")
-        else:
-            _let_the_other_report(request)
-        return EXIT_CONFIG
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name in _OF_TRAINING:
+            missing = missing_package(error.name, what="training")
+            report(missing, wait=partial(_let_the_other_report, request))
+            return missing.exit_code
         report_end(in_one_line(error))
         write(sys.stderr, traceback.format_exc())
         return EXIT_TRAINING
