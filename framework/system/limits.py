@@ -90,6 +90,9 @@ def _of_group(folder: Path, limit: str, usage: str, prefix: str) -> Iterator[tup
         return
 
 
+# Limit of open files of this process: raised as far as the system allows, refused by name where that is too few.
+
+
 def require(wanted: int, what: str, *, fix: str = "") -> None:
     """See to it that so many files can be open at once; what this process starts has the same limit.
 
@@ -110,6 +113,12 @@ def require(wanted: int, what: str, *, fix: str = "") -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
             soft = allowed
     if soft < wanted:
-        reason = f"{what} take {wanted} open files"
-        fix = f"ulimit -n {wanted}, which needs root or limits.conf{fix and f', or {fix}'}"
-        raise ConfigError(Problem("nofile-low", reason, fix, key="ulimit -n", value=soft))
+        raise ConfigError(
+            Problem(
+                kind="nofile-low",
+                key="ulimit -n",
+                value=soft,
+                reason=f"{what} take {wanted} open files",
+                fix=f"ulimit -n {wanted}, which needs root or limits.conf{fix and f', or {fix}'}",
+            )
+        )

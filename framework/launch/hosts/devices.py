@@ -131,9 +131,12 @@ def unused_gpus(devices: LocalDevices, environment: Mapping[str, str]) -> Proble
     if not count or torch_text("hip"):
         return None
     gpus = "an AMD GPU" if count == 1 else f"{count} AMD GPUs"
-    reason = f"{gpus} here, and this torch computes on processors only"
-    fix = "install a ROCm build of torch, or DS_ACCELERATOR=cpu if that is meant"
-    return Problem("gpus-unused", reason, fix, severity="warning")
+    return Problem(
+        kind="gpus-unused",
+        severity="warning",
+        reason=f"{gpus} here, and this torch computes on processors only",
+        fix="install a ROCm build of torch, or DS_ACCELERATOR=cpu if that is meant",
+    )
 
 
 def _other_gpus(environment: Mapping[str, str]) -> LocalDevices | None:
