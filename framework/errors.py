@@ -212,7 +212,7 @@ def missing_package(name: str, *, what: str, extra: str = "train") -> ConfigErro
     """A package that `what` takes is not installed: the command line is right, and trying again does not help."""
     reason = f"{what} needs the package {name}, which {sys.executable} does not have"
     fix = f"in the checkout: ./launch.sh setup {extra}, or pip install -e '.[{extra}]'"
-    return ConfigError(Problem(kind="package-missing", reason=reason, fix=fix))
+    return ConfigError.of(kind="package-missing", reason=reason, fix=fix)
 
 
 @contextmanager

@@ -182,15 +182,13 @@ def check_reachable(checkpoint: SavedCheckpoint, *, total_steps: int) -> None:
         ConfigError: kind ``resume-beyond-end``.
     """
     if not checkpoint.verified and checkpoint.step > total_steps:
-        raise ConfigError(
-            Problem(
-                kind="resume-beyond-end",
-                key="training.max_steps",
-                value=total_steps,
-                reason=f"the checkpoint {checkpoint.path} says that it stands at step {checkpoint.step:,}, beyond the "
-                "end of this run",
-                fix="set it higher, or take the weights alone with checkpoint.init_weights",
-            )
+        raise ConfigError.of(
+            kind="resume-beyond-end",
+            key="training.max_steps",
+            value=total_steps,
+            reason=f"the checkpoint {checkpoint.path} says that it stands at step {checkpoint.step:,}, beyond the "
+            "end of this run",
+            fix="set it higher, or take the weights alone with checkpoint.init_weights",
         )
 
 
@@ -276,18 +274,16 @@ def check_movable(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]
         zero = _completed(manifest["config"]).get("zero") or {}
         for section in _OFFLOADS:
             if (zero.get(section) or {}).get("device") == "nvme":
-                raise ConfigError(
-                    Problem(
-                        kind="resume-nvme-moved",
-                        key="checkpoint.resume",
-                        value=str(checkpoint.path),
-                        reason=f"{reason} state on NVMe (zero.{section}), which can be resumed in the very same "
-                        f"layout only: {describe_resharding(checkpoint, description=description)}",
-                        fix="restore ranks, zero, parallel and precision, or take the weights alone with "
-                        "checkpoint.init_weights"
-                        if manifest is description
-                        else "restore ranks, zero, parallel and precision as they were",
-                    )
+                raise ConfigError.of(
+                    kind="resume-nvme-moved",
+                    key="checkpoint.resume",
+                    value=str(checkpoint.path),
+                    reason=f"{reason} state on NVMe (zero.{section}), which can be resumed in the very same "
+                    f"layout only: {describe_resharding(checkpoint, description=description)}",
+                    fix="restore ranks, zero, parallel and precision, or take the weights alone with "
+                    "checkpoint.init_weights"
+                    if manifest is description
+                    else "restore ranks, zero, parallel and precision as they were",
                 )
 
 

@@ -21,7 +21,7 @@ from framework.checkpoint.names import (
     own_names,
     replaced_names,
 )
-from framework.errors import ConfigError, Problem, StorageError, show_value
+from framework.errors import ConfigError, StorageError, show_value
 from framework.system.files import replace_text
 
 UNVERIFIED: Final = "checkpoint-unverified"
@@ -135,15 +135,13 @@ def absence_at(path: str, *, key: str) -> str:
 def refused_unverified(path: Path, *, key: str) -> ConfigError:
     """The error for a checkpoint without a manifest that nobody asked for; `key` is what names it."""
     word = "checkpoint.allow_unverified: true" if key.startswith("checkpoint.") else "--allow-unverified"
-    return ConfigError(
-        Problem(
-            kind=UNVERIFIED,
-            key=key,
-            value=str(path),
-            reason="it has no manifest (DeepSpeed wrote it by itself, or the manifest is lost), so nothing tells "
-            "whether its files are whole, or whose they are",
-            fix=f"{word} reads it nevertheless, as weights only",
-        )
+    return ConfigError.of(
+        kind=UNVERIFIED,
+        key=key,
+        value=str(path),
+        reason="it has no manifest (DeepSpeed wrote it by itself, or the manifest is lost), so nothing tells "
+        "whether its files are whole, or whose they are",
+        fix=f"{word} reads it nevertheless, as weights only",
     )
 
 
@@ -201,26 +199,22 @@ def _refuse_replaced(candidate: SavedCheckpoint) -> None:
     if replaced := REPLACED.match(candidate.tag):
         back = candidate.folder / replaced["tag"]
         after = ", after what has that name now," if back.exists() else ""
-        raise ConfigError(
-            Problem(
-                kind="checkpoint-replaced",
-                key=_RESUME,
-                value=str(candidate.path),
-                reason="it was set aside when the steps before it were taken again",
-                fix=f"rename it back to {back}{after} and name that",
-            )
+        raise ConfigError.of(
+            kind="checkpoint-replaced",
+            key=_RESUME,
+            value=str(candidate.path),
+            reason="it was set aside when the steps before it were taken again",
+            fix=f"rename it back to {back}{after} and name that",
         )
 
 
 def _not_found(resume: str) -> ConfigError:
-    return ConfigError(
-        Problem(
-            kind="checkpoint-not-found",
-            key=_RESUME,
-            value=resume,
-            reason=absence_at(resume, key=_RESUME),
-            fix="name a .../global_step<N> folder or a run folder that holds one, or write auto or never",
-        )
+    return ConfigError.of(
+        kind="checkpoint-not-found",
+        key=_RESUME,
+        value=resume,
+        reason=absence_at(resume, key=_RESUME),
+        fix="name a .../global_step<N> folder or a run folder that holds one, or write auto or never",
     )
 
 

@@ -232,34 +232,28 @@ def export(
 def _source_of(source: str, out: Path, *, hf: bool, allow_unverified: bool) -> SavedCheckpoint:
     checkpoint = newest_at(source, key=_KEY, allow_unverified=allow_unverified)
     if checkpoint is None:
-        raise ConfigError(
-            Problem(
-                kind="checkpoint-not-found",
-                key=_KEY,
-                value=source,
-                reason=absence_at(source, key=_KEY),
-                fix="name a .../global_step<N> folder or a run folder that holds one",
-            )
+        raise ConfigError.of(
+            kind="checkpoint-not-found",
+            key=_KEY,
+            value=source,
+            reason=absence_at(source, key=_KEY),
+            fix="name a .../global_step<N> folder or a run folder that holds one",
         )
     if checkpoint.path.resolve() in (out.resolve(), *out.resolve().parents):
-        raise ConfigError(
-            Problem(
-                kind="export-exists",
-                key="OUT",
-                value=str(out),
-                reason="it lies in the checkpoint, where every further file counts as damage",
-                fix="name a folder elsewhere",
-            )
+        raise ConfigError.of(
+            kind="export-exists",
+            key="OUT",
+            value=str(out),
+            reason="it lies in the checkpoint, where every further file counts as damage",
+            fix="name a folder elsewhere",
         )
     if hf and not checkpoint.verified:
-        raise ConfigError(
-            Problem(
-                kind="hf-names-missing",
-                key=_KEY,
-                value=str(checkpoint.path),
-                reason="without a manifest nothing in it says which model's names these are",
-                fix="leave --hf out",
-            )
+        raise ConfigError.of(
+            kind="hf-names-missing",
+            key=_KEY,
+            value=str(checkpoint.path),
+            reason="without a manifest nothing in it says which model's names these are",
+            fix="leave --hf out",
         )
     return checkpoint
 
@@ -329,7 +323,7 @@ def _refuse_taken(out: Path, *, force: bool) -> None:
         return
     reason = "it exists" if ours else "it exists and is not an earlier export"
     fix = "name a new folder" + (", or give --force to replace it" if ours else "")
-    raise ConfigError(Problem(kind="export-exists", key="OUT", value=str(out), reason=reason, fix=fix))
+    raise ConfigError.of(kind="export-exists", key="OUT", value=str(out), reason=reason, fix=fix)
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:

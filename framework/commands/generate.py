@@ -170,14 +170,12 @@ def find_gpt(path: str, *, allow_unverified: bool = False) -> SavedCheckpoint:
     """
     found = newest_at(path, key=_KEY, allow_unverified=allow_unverified)
     if found is None:
-        raise ConfigError(
-            Problem(
-                kind="checkpoint-not-found",
-                key=_KEY,
-                value=path,
-                reason=absence_at(path, key=_KEY),
-                fix="name a .../global_step<N> folder or a run folder that holds one",
-            )
+        raise ConfigError.of(
+            kind="checkpoint-not-found",
+            key=_KEY,
+            value=path,
+            reason=absence_at(path, key=_KEY),
+            fix="name a .../global_step<N> folder or a run folder that holds one",
         )
     if found.verified:
         _refuse_other_models(found.manifest["config"]["model"], file=str(found.path))
@@ -191,14 +189,12 @@ def _config_of(checkpoint: SavedCheckpoint, file: str | None) -> RunConfig:
     if checkpoint.verified:
         config = _config_in(checkpoint)
     elif file is None:
-        raise ConfigError(
-            Problem(
-                kind=UNVERIFIED,
-                key=_KEY,
-                value=str(checkpoint.path),
-                reason="without a manifest nothing in it says what model it is of",
-                fix="give --config FILE, a run config with its model and its data",
-            )
+        raise ConfigError.of(
+            kind=UNVERIFIED,
+            key=_KEY,
+            value=str(checkpoint.path),
+            reason="without a manifest nothing in it says what model it is of",
+            fix="give --config FILE, a run config with its model and its data",
         )
     else:
         config = load_config(file)
@@ -211,14 +207,12 @@ def _config_in(checkpoint: SavedCheckpoint) -> RunConfig:
     try:
         return RunConfig.model_validate(checkpoint.manifest["config"])
     except ValueError:  # pydantic's error is one
-        raise ConfigError(
-            Problem(
-                kind="not-a-gpt",
-                key=_KEY,
-                value=str(checkpoint.path),
-                reason="its manifest does not hold a run config of this release",
-                fix="use the release that wrote it",
-            )
+        raise ConfigError.of(
+            kind="not-a-gpt",
+            key=_KEY,
+            value=str(checkpoint.path),
+            reason="its manifest does not hold a run config of this release",
+            fix="use the release that wrote it",
         ) from None
 
 
@@ -278,14 +272,12 @@ def _read_tokenizer(path: str | None, key: str) -> Tokenizer:
     if Path(path).is_file() or (file.is_file() and not file.with_name(META_FILE).exists()):
         return load_tokenizer(path if Path(path).is_file() else str(file))
     if key == "--tokenizer" and not Path(path).exists():
-        raise ConfigError(
-            Problem(
-                kind="tokenizer-not-found",
-                key=key,
-                value=path,
-                reason="there is no such file or folder",
-                fix="name a tokenizer.json, a folder with one, or bytes",
-            )
+        raise ConfigError.of(
+            kind="tokenizer-not-found",
+            key=key,
+            value=path,
+            reason="there is no such file or folder",
+            fix="name a tokenizer.json, a folder with one, or bytes",
         )
     try:
         folder, meta = read_meta(path, key)

@@ -32,7 +32,7 @@ from framework.checkpoint.names import (
     size_of,
 )
 from framework.checkpoint.resume_point import refused_unverified
-from framework.errors import EXIT_OK, EXIT_STORAGE, ConfigError, Problem, StorageError, counted, printable, show_value
+from framework.errors import EXIT_OK, EXIT_STORAGE, ConfigError, StorageError, counted, printable, show_value
 from framework.train.best import best_in
 
 _WIDTH: Final = 11
@@ -130,14 +130,12 @@ def _checkpoints_at(path: Path) -> list[Path]:
         if found := [child for _, child in named_folders(folder) if child.is_dir()]:
             return found
     reason = "there is no checkpoint" if path.exists() else "there is no such folder"
-    raise ConfigError(
-        Problem(
-            kind="checkpoint-not-found",
-            key="inspect",
-            value=str(path),
-            reason=reason,
-            fix="name a .../global_step<N> folder or a run folder that holds one",
-        )
+    raise ConfigError.of(
+        kind="checkpoint-not-found",
+        key="inspect",
+        value=str(path),
+        reason=reason,
+        fix="name a .../global_step<N> folder or a run folder that holds one",
     )
 
 

@@ -57,9 +57,7 @@ def given_splits(train_data: object, eval_data: object = None) -> Splits:
     train, evaluation = _pair(train_data, _GIVEN)
     if evaluation is not None and eval_data is not None:
         reason = "train_data is a pair (training, evaluation), so that there are two evaluation sets"
-        raise ConfigError(
-            Problem(kind="data-target-result", key="eval_data", reason=reason, fix="leave one of them out")
-        )
+        raise ConfigError.of(kind="data-target-result", key="eval_data", reason=reason, fix="leave one of them out")
     return _checked(train, eval_data if evaluation is None else evaluation, _GIVEN)
 
 
@@ -85,7 +83,7 @@ def _pair(result: object, door: _Door) -> tuple[Any, Any]:
     if len(result) == 2:
         return result
     reason, fix = f"a tuple of {len(result)} was {door.given}", f"{door.give} (training, evaluation)"
-    raise ConfigError(Problem(kind="data-target-result", key=door.train_key, reason=reason, fix=fix))
+    raise ConfigError.of(kind="data-target-result", key=door.train_key, reason=reason, fix=fix)
 
 
 def _checked(train: Any, evaluation: Any, door: _Door) -> Splits:

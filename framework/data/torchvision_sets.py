@@ -18,7 +18,7 @@ from torchvision.datasets import CIFAR10, FashionMNIST  # type: ignore[import-un
 
 from framework.data.image_sets import ImageTensors
 from framework.data.splits import Splits
-from framework.errors import ConfigError, Problem
+from framework.errors import ConfigError
 
 _NUM_CLASSES: Final = 10
 _SILENT_SERVER_SECONDS: Final = 60.0
@@ -85,14 +85,12 @@ def _build(source: _Source, *, root: str, download: bool, augment: bool) -> Spli
     folder = Path(root).expanduser()
     missing = source.missing(folder)
     if missing and not download:
-        raise ConfigError(
-            Problem(
-                kind="dataset-not-found",
-                key="data.root",
-                value=root,
-                reason=f"{source.name} needs {', '.join(missing)} in {folder / source.folder}",
-                fix=f"set data.download: true or put torchvision's {source.folder} under {root}",
-            )
+        raise ConfigError.of(
+            kind="dataset-not-found",
+            key="data.root",
+            value=root,
+            reason=f"{source.name} needs {', '.join(missing)} in {folder / source.folder}",
+            fix=f"set data.download: true or put torchvision's {source.folder} under {root}",
         )
     if missing:
         _download(source, folder, root=root)
@@ -107,15 +105,13 @@ def _load(source: _Source, folder: Path, *, root: str, train: bool, augment: boo
         images, labels = _tensors(source.dataset(str(folder), train=train))
         return ImageTensors(images, labels, mean=source.mean, std=source.std, augment=augment)
     except Exception as error:  # a damaged file surfaces as any of a dozen types, AssertionError among them
-        raise ConfigError(
-            Problem(
-                kind="dataset-unreadable",
-                key="data.root",
-                value=root,
-                reason=f"the {'training' if train else 'test'} files in {folder / source.folder} cannot be read as "
-                f"{source.name} ({_in_one_line(error)})",
-                fix="delete that folder and set data.download: true, or copy the files there again",
-            )
+        raise ConfigError.of(
+            kind="dataset-unreadable",
+            key="data.root",
+            value=root,
+            reason=f"the {'training' if train else 'test'} files in {folder / source.folder} cannot be read as "
+            f"{source.name} ({_in_one_line(error)})",
+            fix="delete that folder and set data.download: true, or copy the files there again",
         ) from error
 
 
@@ -153,14 +149,12 @@ def _download(source: _Source, folder: Path, *, root: str) -> None:
             finally:
                 shutil.rmtree(aside, ignore_errors=True)
     except Exception as error:  # no network, a full disk, a wrong checksum: each of them its own type
-        raise ConfigError(
-            Problem(
-                kind="dataset-download-failed",
-                key="data.root",
-                value=root,
-                reason=f"{source.name} could not be fetched ({_in_one_line(error)})",
-                fix=f"put torchvision's {source.folder} under {root} from a machine with a network, or try again",
-            )
+        raise ConfigError.of(
+            kind="dataset-download-failed",
+            key="data.root",
+            value=root,
+            reason=f"{source.name} could not be fetched ({_in_one_line(error)})",
+            fix=f"put torchvision's {source.folder} under {root} from a machine with a network, or try again",
         ) from error
 
 

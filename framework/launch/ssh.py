@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Final, NamedTuple, TextIO
 
 import framework
-from framework.errors import EXIT_OK, EXIT_PEER_LOST, EXIT_STOPPED, ConfigError, Problem, UsageError
+from framework.errors import EXIT_OK, EXIT_PEER_LOST, EXIT_STOPPED, ConfigError, UsageError
 from framework.launch.deepspeed_command import as_shell_line, find_train_script, hosts_command
 from framework.launch.hosts.devices import LocalDevices
 from framework.launch.hosts.hostfile import Chosen, Host, choose_hosts, first_few
@@ -306,7 +306,7 @@ class Agents:
                 process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
             except FileNotFoundError:
                 fix = "install OpenSSH's client, or start `launch node` on every host"
-                raise ConfigError(Problem(kind="not-installed", reason="there is no ssh on PATH", fix=fix)) from None
+                raise ConfigError.of(kind="not-installed", reason="there is no ssh on PATH", fix=fix) from None
             self._running[node] = process
             for stream, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
                 assert stream is not None

@@ -68,22 +68,18 @@ def config_with_objects(values: RunConfig | Mapping[str, Any], objects: Objects)
         UsageError: it is no config at all.
     """
     if objects.eval_data is not None and objects.train_data is None:
-        raise ConfigError(
-            Problem(
-                kind="train-data-not-given",
-                key="eval_data",
-                reason="it was handed over without train_data",
-                fix="hand over train_data as well",
-            )
+        raise ConfigError.of(
+            kind="train-data-not-given",
+            key="eval_data",
+            reason="it was handed over without train_data",
+            fix="hand over train_data as well",
         )
     if objects.train_data is not None and objects.model is None and not _names_model(values):
-        raise ConfigError(
-            Problem(
-                kind="model-not-given",
-                key="model",
-                reason="train_data was handed over, and no model",
-                fix="hand over model=..., or name one in the config's model section",
-            )
+        raise ConfigError.of(
+            kind="model-not-given",
+            key="model",
+            reason="train_data was handed over, and no model",
+            fix="hand over model=..., or name one in the config's model section",
         )
     if isinstance(values, Mapping):
         values = _with_sections(plain_values(values), objects)
@@ -126,8 +122,8 @@ def _with_sections(values: dict[str, Any], objects: Objects) -> dict[str, Any]:
         stated, rate = section.get("lr"), found.get("lr")
         if name == "optimizer" and None not in (stated, rate) and stated != rate:
             reason = f"the optimizer that was handed over has lr={rate:g}"
-            raise ConfigError(
-                Problem(kind="object-lr-differs", key="optimizer.lr", value=stated, reason=reason, fix="give one")
+            raise ConfigError.of(
+                kind="object-lr-differs", key="optimizer.lr", value=stated, reason=reason, fix="give one"
             )
         values[name] = {**section, **found}
     return values
@@ -212,14 +208,12 @@ def refuse_unknown_arguments(names: Iterable[str], *, further: Sequence[Any] = (
     """
     if further:
         given = ", ".join(type(one).__name__ for one in further)
-        raise ConfigError(
-            Problem(
-                kind="unknown-argument",
-                key="fit",
-                value=given,
-                reason="only the config is taken by its place, as the first argument",
-                fix="write fit(config, model=..., train_data=..., eval_data=..., task=..., optimizer=...)",
-            )
+        raise ConfigError.of(
+            kind="unknown-argument",
+            key="fit",
+            value=given,
+            reason="only the config is taken by its place, as the first argument",
+            fix="write fit(config, model=..., train_data=..., eval_data=..., task=..., optimizer=...)",
         )
     problems = [
         Problem(kind="unknown-argument", key=name, reason="fit() takes no such argument", fix=_fix(name))

@@ -79,21 +79,17 @@ def cut_model(plan: Plan, parts: Parts) -> CutModel:
     try:
         refuse_bad_ties(layers)
     except ValueError as error:
-        raise ConfigError(
-            Problem(kind="layers-do-not-fit", key="model", reason=str(error), fix="mend the list")
-        ) from error
+        raise ConfigError.of(kind="layers-do-not-fit", key="model", reason=str(error), fix="mend the list") from error
     _refuse_own_forward(parts)
     inputs = _first_inputs(plan, parts)
     if not _is_tensors(inputs):
-        raise ConfigError(
-            Problem(
-                kind="inputs-unsendable",
-                key="parallel.pipe",
-                value=plan.config.parallel.pipe,
-                reason=f"the task hands a {type(inputs).__name__} to the model, and a pipeline's first stage takes a "
-                "tensor or a tuple of tensors",
-                fix="let split(batch) return such inputs, or set parallel.pipe: 1",
-            )
+        raise ConfigError.of(
+            kind="inputs-unsendable",
+            key="parallel.pipe",
+            value=plan.config.parallel.pipe,
+            reason=f"the task hands a {type(inputs).__name__} to the model, and a pipeline's first stage takes a "
+            "tensor or a tuple of tensors",
+            fix="let split(batch) return such inputs, or set parallel.pipe: 1",
         )
     in_half = plan.config.precision.dtype in ("bf16", "fp16")
     look = partial(survey, layers, inputs, seed=seed, float_bytes=2 if in_half else 4)
@@ -215,29 +211,25 @@ def _refuse_shared_weights(table: StageTable, surveyed: Sequence[Surveyed]) -> N
             for name in layer.params:
                 other_stage, other = holders.setdefault(id(weights[name]), (stage, layer))
                 if other_stage != stage:
-                    raise ConfigError(
-                        Problem(
-                            kind="weight-on-two-stages",
-                            key="model",
-                            value=f"{layer.layer.name}.{name}",
-                            reason=f"it is a weight of {other.layer.name} on stage {other_stage} as well as of "
-                            f"{layer.layer.name} on stage {stage}, and the copies would drift apart",
-                            fix="put both on one stage in parallel.stages, or build a LayeredModel with tied layers",
-                        )
+                    raise ConfigError.of(
+                        kind="weight-on-two-stages",
+                        key="model",
+                        value=f"{layer.layer.name}.{name}",
+                        reason=f"it is a weight of {other.layer.name} on stage {other_stage} as well as of "
+                        f"{layer.layer.name} on stage {stage}, and the copies would drift apart",
+                        fix="put both on one stage in parallel.stages, or build a LayeredModel with tied layers",
                     )
 
 
 def _refuse_own_forward(parts: Parts) -> None:
     """The stages call their layers themselves."""
     if type(parts.task).forward is not Task.forward:
-        raise ConfigError(
-            Problem(
-                kind="task-forward-with-pipeline",
-                key="task",
-                value=type(parts.task).__name__,
-                reason="its own forward() would not be called in a pipeline, whose stages call their layers themselves",
-                fix="move it into the model's layers, or set parallel.pipe: 1",
-            )
+        raise ConfigError.of(
+            kind="task-forward-with-pipeline",
+            key="task",
+            value=type(parts.task).__name__,
+            reason="its own forward() would not be called in a pipeline, whose stages call their layers themselves",
+            fix="move it into the model's layers, or set parallel.pipe: 1",
         )
 
 
@@ -256,13 +248,11 @@ def _first_inputs(plan: Plan, parts: Parts) -> Any:
     except FrameworkError:
         raise
     except Exception as error:
-        raise ConfigError(
-            Problem(
-                kind="first-batch-failed",
-                key="data",
-                reason=f"the first micro-batch cannot be read: {summary(error)}",
-                fix="mend the dataset, its collate_fn, or the task's split(batch)",
-            )
+        raise ConfigError.of(
+            kind="first-batch-failed",
+            key="data",
+            reason=f"the first micro-batch cannot be read: {summary(error)}",
+            fix="mend the dataset, its collate_fn, or the task's split(batch)",
         ) from error
     finally:
         batches.close()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from framework.errors import ConfigError, Problem
+from framework.errors import ConfigError
 
 _KIB: Final = 1024
 # Larger than any machine: version 1 writes "no limit" as the largest number of pages.
@@ -113,12 +113,10 @@ def require(wanted: int, what: str, *, fix: str = "") -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
             soft = allowed
     if soft < wanted:
-        raise ConfigError(
-            Problem(
-                kind="nofile-low",
-                key="ulimit -n",
-                value=soft,
-                reason=f"{what} take {wanted} open files",
-                fix=f"ulimit -n {wanted}, which needs root or limits.conf{fix and f', or {fix}'}",
-            )
+        raise ConfigError.of(
+            kind="nofile-low",
+            key="ulimit -n",
+            value=soft,
+            reason=f"{what} take {wanted} open files",
+            fix=f"ulimit -n {wanted}, which needs root or limits.conf{fix and f', or {fix}'}",
         )

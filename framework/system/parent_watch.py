@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from framework.errors import EXIT_PEER_LOST, EXIT_STOPPED, ConfigError, Problem
+from framework.errors import EXIT_PEER_LOST, EXIT_STOPPED, ConfigError
 
 AGENT_VARIABLE: Final = "DSF_AGENT"
 REPORT_VARIABLE: Final = "DSF_REPORT_FD"
@@ -111,14 +111,12 @@ def _agent(environment: Mapping[str, str]) -> str | None:
         return None
     pid, colon, started = text.partition(":")
     if not (pid.isdecimal() and int(pid) and colon and (started.isdecimal() or not started)):
-        raise ConfigError(
-            Problem(
-                kind="agent-not-named",
-                key=AGENT_VARIABLE,
-                value=text,
-                reason="not <process id>:<start time>",
-                fix="leave the variable to the launcher",
-            )
+        raise ConfigError.of(
+            kind="agent-not-named",
+            key=AGENT_VARIABLE,
+            value=text,
+            reason="not <process id>:<start time>",
+            fix="leave the variable to the launcher",
         )
     return text
 

@@ -176,7 +176,7 @@ def as_task(obj: object, *, handed_over: bool = False) -> Task:
     key, was, give = ("task", "handed over", "hand over") if handed_over else ("task.target", "returned", "return")
 
     def refuse(reason: str, fix: str, *, kind: str = "task-target-result") -> ConfigError:
-        return ConfigError(Problem(kind=kind, key=key, reason=reason, fix=fix))
+        return ConfigError.of(kind=kind, key=key, reason=reason, fix=fix)
 
     if isinstance(obj, type):
         raise refuse(f"the class {obj.__module__}.{obj.__qualname__} was {was}", f"{give} an instance")

@@ -136,14 +136,12 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         found = {entry.name for entry in self.path.iterdir()}
         if fresh and found and not found & _OF_A_RUN:
-            raise ConfigError(
-                Problem(
-                    kind="run-folder-foreign",
-                    key="run.name",
-                    value=self.path.name,
-                    reason=f"{self.path} holds files that are no run's",
-                    fix="choose another run.name, or move them away",
-                )
+            raise ConfigError.of(
+                kind="run-folder-foreign",
+                key="run.name",
+                value=self.path.name,
+                reason=f"{self.path} holds files that are no run's",
+                fix="choose another run.name, or move them away",
             )
         self._take_lock()
         moved = None

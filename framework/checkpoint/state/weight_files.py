@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 
 from framework.checkpoint.state.reader import MergedWeights
-from framework.errors import ConfigError, Problem, StorageError, in_one_line
+from framework.errors import ConfigError, StorageError, in_one_line
 from framework.system.files import NewFile, replace_text
 
 SUFFIX: Final = ".safetensors"
@@ -112,14 +112,12 @@ def _open(file: Path) -> _Opened:
     try:
         from safetensors import safe_open  # here: no other run needs it
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            Problem(
-                kind="package-missing",
-                key="checkpoint.init_weights",
-                value=str(file),
-                reason="safetensors is not installed",
-                fix="pip install safetensors",
-            )
+        raise ConfigError.of(
+            kind="package-missing",
+            key="checkpoint.init_weights",
+            value=str(file),
+            reason="safetensors is not installed",
+            fix="pip install safetensors",
         ) from error
     try:
         opened: Any = safe_open(file, framework="pt")  # checks the header against the size of the file
@@ -187,14 +185,12 @@ def entries(weights: MergedWeights, *, dtype: torch.dtype, names: Mapping[str, s
     found = []
     for name, stored in weights.stored.items():
         if stored.dtype not in _NAMES:
-            raise ConfigError(
-                Problem(
-                    kind="export-dtype",
-                    key=name,
-                    value=str(stored.dtype),
-                    reason="safetensors has no such type",
-                    fix="export with --format pt",
-                )
+            raise ConfigError.of(
+                kind="export-dtype",
+                key=name,
+                value=str(stored.dtype),
+                reason="safetensors has no such type",
+                fix="export with --format pt",
             )
         found.append(
             Entry(name, names.get(name, name), stored.shape, dtype if stored.dtype.is_floating_point else stored.dtype)
@@ -263,14 +259,12 @@ def converted(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
     result = tensor.to(entry.dtype)
     if entry.dtype == torch.float16 and bool((result.isinf() & tensor.isfinite()).any()):
         largest = float(tensor.abs()[tensor.isfinite()].max())
-        raise ConfigError(
-            Problem(
-                kind="export-overflow",
-                key=entry.name,
-                value=largest,
-                reason="fp16 ends at 65504",
-                fix="export with --dtype bf16 or fp32",
-            )
+        raise ConfigError.of(
+            kind="export-overflow",
+            key=entry.name,
+            value=largest,
+            reason="fp16 ends at 65504",
+            fix="export with --dtype bf16 or fp32",
         )
     return result.contiguous()
 
