@@ -11,9 +11,9 @@ others to that place (unless `shuffle` is off: then the same last samples are ne
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -151,26 +151,17 @@ class ComputedOrder:
         return joined
 
 
+Order = Callable[[Positions], Positions]
+"""The samples at these places of an order, in the same shape."""
+
+
 def order_of_epoch(num_samples: int, *, seed: int, epoch: int, shuffle: bool, version: int) -> Order:
     """The order in which an epoch visits the samples, to be asked for places in it; arguments as of `epoch_order`."""
     if not shuffle:
-        return _AsTheyAre()
+        return lambda positions: positions
     if version > 1 and num_samples >= _COMPUTED_FROM:
-        return ComputedOrder(num_samples, seed=seed, epoch=epoch)
-    in_memory: Order = epoch_order(num_samples, seed=seed, epoch=epoch, shuffle=True).numpy()
-    return in_memory
-
-
-class Order(Protocol):
-    """A permutation of the samples."""
-
-    def __getitem__(self, positions: Positions) -> Positions:
-        """Samples at these places, in the same shape."""
-
-
-class _AsTheyAre:
-    def __getitem__(self, positions: Positions) -> Positions:
-        return positions
+        return ComputedOrder(num_samples, seed=seed, epoch=epoch).__getitem__
+    return epoch_order(num_samples, seed=seed, epoch=epoch, shuffle=True).numpy().take
 
 
 class MicroBatchSampler(Sampler[list[int]]):
@@ -220,7 +211,7 @@ class MicroBatchSampler(Sampler[list[int]]):
             at_once = max(1, _AT_ONCE * self.share.world_size // self.share.global_size)
             while step < steps_per_epoch:
                 num_steps = min(at_once, steps_per_epoch - step)
-                for indices in order[self.share.positions(step, num_steps)].tolist():
+                for indices in order(self.share.positions(step, num_steps)).tolist():
                     yield epoch, indices
                 step += num_steps
             epoch, step = epoch + 1, 0

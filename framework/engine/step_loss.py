@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import islice
 from typing import Any, Final
 
 import torch
 import torch.distributed
 
-from framework.errors import ConfigError, Problem
+from framework.errors import ConfigError
 from framework.tasks.task import Ratio, Task
 
 _NOTHING: Final = 1e-30  # less than any count, and its reciprocal a float
@@ -25,10 +26,8 @@ class StepLoss:
     def __init__(self, task: Task, *, micro_batches: int, group: Any = None) -> None:
         """Take the number of micro-batches in a step, and the process group whose losses are averaged (None: all)."""
         self._task, self._micro_batches, self._group = task, micro_batches, group
-        self._counts, self._per_count = False, 0.0
-        self._sums = torch.zeros(1)
-        self._pending: torch.distributed.Work | None = None
-        self._scales: tuple[torch.Tensor, ...] | None = None
+        # One factor for each sum of a loss, once the ranks' counts are there; None where the task counts nothing.
+        self._scales: Callable[[], Sequence[torch.Tensor]] | None = None
 
     def weighted(self, stream: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
         """Yield the step's (inputs, targets), once the ranks have agreed on what they count.
@@ -39,33 +38,30 @@ class StepLoss:
         first = next(step)
         count = self._task.count(first[1])
         if count is None:
-            self._counts = False
+            self._scales = None
             yield first
         else:
-            self._counts, pairs = True, [first, *step]
-            self._agree([count, *(self._task.count(targets) for _, targets in pairs[1:])])
+            pairs = [first, *step]
+            self._scales = self._agree([count, *(self._task.count(targets) for _, targets in pairs[1:])])
             yield from pairs
         yield from step
 
-    def _agree(self, counts: list[Any]) -> None:
-        """Begin to add what all ranks count; it is waited for when the first loss is there."""
+    def _agree(self, counts: list[Any]) -> Callable[[], Sequence[torch.Tensor]]:
+        """Begin to add what all ranks count; the result waits for it when the first loss is there."""
         device = next((part.device for count in counts for part in _parts(count) if torch.is_tensor(part)), None)
         summands = [torch.stack([_number(part, device) for part in _parts(count)]) for count in counts]
-        self._sums = torch.stack(summands).sum(0) if len(summands) > 1 else summands[0]
+        sums = torch.stack(summands).sum(0) if len(summands) > 1 else summands[0]
         ranks = torch.distributed.get_world_size(self._group)
-        self._pending = (
-            torch.distributed.all_reduce(self._sums, group=self._group, async_op=True) if ranks > 1 else None
-        )
-        self._scales, self._per_count = None, float(self._micro_batches * ranks)
+        adding = torch.distributed.all_reduce(sums, group=self._group, async_op=True) if ranks > 1 else None
 
-    def _agreed(self) -> tuple[torch.Tensor, ...]:
-        """One factor for each sum of a loss."""
-        if self._scales is None:
-            if self._pending is not None:
-                self._pending.wait()
+        @cache
+        def scales() -> Sequence[torch.Tensor]:
+            if adding is not None:
+                adding.wait()
             # Where nothing counts the sums are zero as well, and so is the loss.
-            self._scales = (self._per_count / self._sums.clamp(min=_NOTHING)).unbind()
-        return self._scales
+            return (float(self._micro_batches * ranks) / sums.clamp(min=_NOTHING)).unbind()
+
+        return scales
 
     def __call__(self, outputs: Any, targets: Any) -> torch.Tensor:
         """Loss of a micro-batch, 0-d, on the device.
@@ -74,11 +70,11 @@ class StepLoss:
             ConfigError: kind ``task-loss-result``, where `loss` and `count` of the task do not belong together.
         """
         loss = self._task.loss(outputs, targets)
-        if not self._counts and isinstance(loss, torch.Tensor):
+        if self._scales is None and isinstance(loss, torch.Tensor):
             return loss
-        sums, scales = _parts(loss), self._agreed() if self._counts else ()
+        sums, scales = _parts(loss), self._scales() if self._scales is not None else ()
         if len(sums) != len(scales) or not all(isinstance(ratio, Ratio) for ratio in sums):
-            raise ConfigError(_no_pair(self._task, counts=self._counts))
+            raise _no_pair(self._task, counts=self._scales is not None)
         weighted = [ratio.total.float() * scale for ratio, scale in zip(sums, scales, strict=True)]
         return weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
 
@@ -92,8 +88,8 @@ def _number(part: torch.Tensor | int, device: torch.device | None) -> torch.Tens
     return part.float() if isinstance(part, torch.Tensor) else torch.full((), float(part), device=device)
 
 
-def _no_pair(task: Task, *, counts: bool) -> Problem:
-    return Problem(
+def _no_pair(task: Task, *, counts: bool) -> ConfigError:
+    return ConfigError.of(
         kind="task-loss-result",
         key="task",
         value=type(task).__name__,

@@ -183,7 +183,8 @@ def make_checkpointer(
         StorageError: the process that would write in the background does not start.
     """
     asked, in_background = plan.config.checkpoint, plan.config.checkpoint.mode == "async"
-    is_own = not str(asked.keep_best).startswith(("train/", "eval/"))  # each rank measures another value
+    # Where each rank measures a value of its own, all save rank 0's.
+    is_own = asked.keep_best is not None and not asked.keep_best.startswith(("train/", "eval/"))
 
     def position(step: int) -> dict[str, Any]:
         """The order of the samples is a function of the position in the data and of the seed."""

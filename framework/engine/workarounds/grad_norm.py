@@ -27,26 +27,29 @@ class KeptNorm:
     def __call__(self) -> None:
         """Clip the gradients in place to the engine's limit. Collective in a pipeline."""
         parameters = [parameter for parameter in self._engine.module.parameters() if parameter.grad is not None]
-        own = [parameter for parameter in parameters if not getattr(parameter, "ds_pipe_replicated", False)]
-        norm = _norm(_dense(own if self._stages is not None else parameters), device=self._engine.device)
-        if self._stages is not None:
-            square = norm.square()
+        gradients = [_dense(parameter) for parameter in parameters]
+        if self._stages is None:
+            norm = _norm(gradients, device=self._engine.device)
+        else:
+            pairs = zip(parameters, gradients, strict=True)
+            once = [gradient for parameter, gradient in pairs if not getattr(parameter, "ds_pipe_replicated", False)]
+            square = _norm(once, device=self._engine.device).square()
             torch.distributed.all_reduce(square, group=self._stages)
             norm = square.sqrt()
         self.norm = norm
         # A number divided by a tensor would be rounded twice: torch takes the reciprocal. `full` fills on the device.
         limit = torch.full((), self._engine.gradient_clipping(), device=norm.device)
-        if parameters:
-            torch._foreach_mul_(_dense(parameters), (limit / (norm + 1e-6)).clamp(max=1.0))
+        if gradients:
+            torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
 
 
-def _dense(parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """Gradients, of a sparse one its numbers."""
-    for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.coalesce()
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
+def _dense(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The gradient, or the numbers of a sparse one."""
+    assert parameter.grad is not None
+    if not parameter.grad.is_sparse:
+        return parameter.grad
+    parameter.grad = parameter.grad.coalesce()
+    return parameter.grad._values()
 
 
 def _norm(gradients: list[torch.Tensor], *, device: torch.device) -> torch.Tensor:
