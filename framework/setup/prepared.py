@@ -95,7 +95,7 @@ class Prepared:
 
 def order_of(start: SavedCheckpoint | None) -> int:
     """Version of the order of samples: a run that goes on keeps its own, and a new one has the latest."""
-    return LATEST_ORDER if start is None else int(start.manifest.get("order", 1))
+    return LATEST_ORDER if start is None else start.manifest.get("order", 1)
 
 
 def prepare(

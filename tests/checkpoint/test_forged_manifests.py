@@ -55,6 +55,8 @@ FORGED: dict[str, dict[str, Any]] = {
     "steps-per-epoch-is-text": {"steps_per_epoch": "11"},
     "total-steps-is-a-list": {"total_steps": [60]},
     "number-of-samples-is-text": {"num_train_samples": "1437"},
+    "order-is-text": {"order": "computed"},
+    "order-is-null": {"order": None},
     "pipeline-is-text": {"pipeline": "2"},
     "pipeline-without-layers": {"pipeline": {}},
     "layout-is-text": {"layout": "2x2"},
