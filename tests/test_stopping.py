@@ -31,11 +31,15 @@ GONE_SECONDS = 20.0
 
 
 def write_config(folder: Path, *, num_workers: int = 0) -> Path:
-    """Steps of 60 ms, a save after every eighth of them."""
+    """Steps of 60 ms, a save after every eighth of them, an evaluation of a second after every tenth."""
     config: dict[str, Any] = {
         "run": {"name": "stops", "output_dir": str(folder)},
         "model": {"kind": "mlp", "hidden_sizes": [64, 64], "dropout": 0.3},
-        "data": {"target": "tests.jobs.parts:slow_digits", "args": {"seconds": 0.001}, "num_workers": num_workers},
+        "data": {
+            "target": "tests.jobs.parts:slow_digits",
+            "args": {"seconds": 0.001, "eval_seconds": 0.005},
+            "num_workers": num_workers,
+        },
         "batch": {"global_size": 100},
         "zero": {"stage": 2},
         "scheduler": {"kind": "warmup_cosine", "warmup_steps": 5},
@@ -92,6 +96,8 @@ def ask(job: Job, run: Path, when: str, number: int, *ranks: int) -> int:
     before = newest(run)
     if when == "save":
         until((run / "checkpoints" / ".saving").exists, lives=lambda: not job.is_over())
+    elif when == "evaluation":
+        until(lambda: logged(run) > before and not logged(run) % 10, lives=lambda: not job.is_over())
     else:
         until(lambda: logged(run) >= before + 3, lives=lambda: not job.is_over())
     job.signal(number, *ranks)
@@ -114,6 +120,7 @@ def test_stopped_again_and_again_a_run_ends_as_the_unbroken_one(
     ask(first, run, "step", TERM, 1)
     assert f"resume: auto: no checkpoint in {run}, starting afresh\n" in first.stated()
     ask(start(warm, tmp_path), run, "step", INT, 0, 1)
+    ask(start(warm, tmp_path), run, "evaluation", TERM, 0)
     reached = ask(start(warm, tmp_path), run, "save", USR1, 0)
     early = start(warm, tmp_path)
     until(lambda: all(map(listens, early.pids)), lives=lambda: not early.is_over())

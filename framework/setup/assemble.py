@@ -137,8 +137,13 @@ def build_trainer(
         monitors=monitors,
         save=checkpointer.save,
         start_step=start_step,
+        evaluates_first=start is not None and start.verified and not _was_evaluated(start),
         stop=stop,
     )
+
+
+def _was_evaluated(checkpoint: SavedCheckpoint) -> bool:
+    return any(name.startswith("eval/") for name in checkpoint.manifest.get("metrics", {}))
 
 
 def make_schedule(plan: Plan, *, tokens_per_sample: int | None = None) -> Schedule:

@@ -107,6 +107,7 @@ class Trainer:
         monitors: Sequence[Monitor] = (),
         save: Callable[[int, Mapping[str, float]], object] | None = None,
         start_step: int = 0,
+        evaluates_first: bool = False,
         stop: Callable[[int], str] = lambda step: "",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -120,6 +121,7 @@ class Trainer:
             monitors: what is told of every measurement.
             save: writes a checkpoint of a step and says whether it could; None where nothing is saved.
             start_step: optimizer steps that were taken before.
+            evaluates_first: what is due after `start_step` was not measured before: a stop had ended it.
             stop: asked before the first step, after every step but the last, and between the batches of an evaluation;
                 the name of a signal, the same on all ranks, ends the run there.
             clock: seconds, for throughput.
@@ -127,6 +129,7 @@ class Trainer:
         self._engine, self._agenda = engine, agenda
         self._train_data, self._eval_data = train_data, eval_data
         self._monitors, self._save, self._stop = list(monitors), save, stop
+        self._evaluates_first = evaluates_first
         self._saved_step = -1
         self._not_finite = 0  # logged losses in a row, up to now
         self._skipped_steps = SkippedSteps(start_step)
@@ -154,6 +157,8 @@ class Trainer:
             stream = self._train_data.stream(outcome.step)
             ending.callback(getattr(stream, "close", lambda: None))
             micro_batches = self._unending(stream)
+            if self._evaluates_first and self._eval_data is not None and self._due(agenda.evaluate):
+                self._evaluate(self._eval_data)
             while outcome.step < agenda.total_steps:
                 outcome.stopped = self._stop(outcome.step)
                 if outcome.stopped:

@@ -42,8 +42,8 @@ class SlowDigits(NoisyDigits):
         return super().__getitem__(index)
 
 
-def slow_digits(seconds: float) -> tuple[NoisyDigits, NoisyDigits]:
-    return SlowDigits(seconds, train=True), NoisyDigits(0.5, train=False)
+def slow_digits(seconds: float, eval_seconds: float = 0.0) -> tuple[NoisyDigits, NoisyDigits]:
+    return SlowDigits(seconds, train=True), SlowDigits(eval_seconds, train=False)
 
 
 def digits_that_differ_between_ranks() -> Dataset[tuple[torch.Tensor, int]]:

@@ -137,6 +137,7 @@ def make_run(
     eval_data: Any = EVAL_DATA,
     saves: bool = True,
     stop: Callable[[int], str] = lambda step: "",
+    evaluates_first: bool = False,
 ) -> Run:
     engine, data = engine or RecordingEngine(), data or Numbers()
     engine.step = start_step
@@ -148,6 +149,7 @@ def make_run(
         monitors=monitors,
         start_step=start_step,
         stop=stop,
+        evaluates_first=evaluates_first,
         save=(lambda step, metrics: engine.events.append(f"save {step}")) if saves else None,
     )
     return Run(engine, data, trainer.fit)
@@ -469,6 +471,27 @@ def test_a_request_in_an_evaluation_ends_it_and_saves(last: int) -> None:
     outcome = run.fit()
     assert (outcome.step, outcome.stopped, run.engine.events[-1]) == (last, "SIGTERM", f"save {last}")
     assert "eval/loss" not in monitor.points[-1].metrics
+
+
+@pytest.mark.parametrize("last", [3, 6])
+def test_an_evaluation_that_a_stop_has_ended_is_made_up_for(last: int) -> None:
+    unbroken, stopped, rest = Memory(), Memory(), Memory()
+    make_run(monitors=[unbroken]).fit()
+    make_run(stop=stop_after(last), monitors=[stopped]).fit()
+    make_run(start_step=last, monitors=[rest], evaluates_first=True).fit()
+
+    def measured(points: Sequence[Point]) -> list[tuple[int, float]]:
+        return [(point.step, point.metrics["eval/loss"]) for point in points if "eval/loss" in point.metrics]
+
+    assert measured([*stopped.points, *rest.points]) != measured(stopped.points)
+    assert [step for step, _ in measured([*stopped.points, *rest.points])] == [3, 6]
+    assert [step for step, _ in measured(unbroken.points)] == [3, 6]
+
+
+def test_an_evaluation_that_is_not_due_is_not_made_up_for() -> None:
+    run = make_run(start_step=4, evaluates_first=True)
+    run.fit()
+    assert "evaluate 4" not in run.engine.events
 
 
 def test_without_saving_a_stop_ends_the_run_all_the_same() -> None:
