@@ -19,7 +19,7 @@ from framework.engine.random_state import seed_ranks
 from framework.engine.stop_agreement import agreed_stops
 from framework.errors import RunStopped
 from framework.plan.plan import Plan
-from framework.report.summary import RunResult, describe_stop, print_end, print_next
+from framework.report.summary import RunResult, describe_stop, print_end, print_next, print_start
 from framework.setup import start_point
 from framework.setup.assemble import assemble_engine, build_trainer, make_checkpointer
 from framework.setup.objects import MakeOptimizer, ModelSource, Objects, config_with_objects, refuse_unknown_arguments
@@ -107,7 +107,10 @@ def _train(
     best = BestSoFar(of_checkpoint.keep_best, best_is=of_checkpoint.best_is)
     described = prepared.description(order=order_of(start))
     start_step = start_point.load_start(engine, start, best, described)
-    start_point.report_start(prepared, folder, start_step=start_step)
+    if rank() == 0:
+        stages = prepared.cut.table if prepared.cut else None
+        evaluates = prepared.parts.splits.evaluation is not None
+        print_start(plan, folder.path, start_step=start_step, stages=stages, evaluates=evaluates)
     checkpointer = make_checkpointer(engine, folder.checkpoints, plan=plan, description=described, further=best.state)
     with closing(checkpointer), agreed_stops(request, start_step=start_step) as stop:
         trainer = build_trainer(engine, prepared, folder, checkpointer, best, start, stop=stop)

@@ -12,7 +12,7 @@ import time
 import traceback
 from typing import NoReturn
 
-from framework.errors import EXIT_CONFIG, EXIT_OK, EXIT_TRAINING, FrameworkError, in_one_line, missing_package
+from framework.errors import EXIT_OK, EXIT_TRAINING, FrameworkError, in_one_line, missing_package
 from framework.system.arguments import CommandParser
 from framework.system.exits import SILENT_RANKS_WAIT_SECONDS, refusing_exits
 from framework.system.output import write
@@ -58,29 +58,24 @@ def exit_code() -> int:
         with refusing_exits():
             _train(request, arguments)
         return EXIT_OK
-    except FrameworkError as error:
-        report_end(str(error))
-        if speaks or error.is_of_one_rank:
-            write(sys.stderr, f"{error}\n")
-        else:
-            _let_the_other_report(request)
-        return error.exit_code
-    except ModuleNotFoundError as error:
-        if error.name not in ("torch", "deepspeed", "numpy", "pydantic", "yaml"):
-            report_end(in_one_line(error))
+    except Exception as error:
+        known = _as_ours(error)
+        report_end(str(known) if known else in_one_line(error))
+        if known is None:
             write(sys.stderr, traceback.format_exc())
             return EXIT_TRAINING
-        missing = missing_package(error.name, what="training")
-        report_end(str(missing))
-        if speaks:
-            write(sys.stderr, f"{missing}\n")
+        if speaks or known.is_of_one_rank:
+            write(sys.stderr, f"{known}\n")
         else:
             _let_the_other_report(request)
-        return EXIT_CONFIG
-    except Exception as error:
-        report_end(in_one_line(error))
-        write(sys.stderr, traceback.format_exc())
-        return EXIT_TRAINING
+        return known.exit_code
+
+
+def _as_ours(error: Exception) -> FrameworkError | None:
+    """Return the error for a user; None where only a traceback tells."""
+    if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "deepspeed", "numpy", "pydantic", "yaml"):
+        return missing_package(error.name, what="training")
+    return error if isinstance(error, FrameworkError) else None
 
 
 def _let_the_other_report(request: StopRequest) -> None:

@@ -13,15 +13,12 @@ import platform
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from framework.plan.cluster import Device
-
-_OFFLOADED: Final = ("cpu", "nvme")
-_ADAM: Final = ("adam", "adamw")
 
 
 @dataclass(frozen=True)
@@ -45,39 +42,33 @@ def needed_ops(ds_config: Mapping[str, Any], *, device: Device) -> tuple[Op, ...
     """The ops that DeepSpeed 0.19.8 loads for this JSON; nothing for devices other than NVIDIA GPUs and processors."""
     if device not in ("cuda", "cpu"):
         return ()
-    named = dict(_names(ds_config, on_cpu=device == "cpu"))
+    zero = ds_config.get("zero_optimization") or {}
+    devices = {key: (zero.get(key) or {}).get("device", "none") for key in ("offload_optimizer", "offload_param")}
+    named = {"deepspeed_shm_comm": "ranks on processors talk through shared memory"} if device == "cpu" else {}
+    on_host = devices["offload_optimizer"] in ("cpu", "nvme")
+    named |= _op_of_optimizer(ds_config.get("optimizer") or {}, on_host=on_host)
+    for key, where in devices.items():
+        if where == "nvme":
+            named |= dict.fromkeys(("pin_memory", "async_io"), f"zero.{key}.device is nvme")
+    for key in ("zero_quantized_weights", "zero_quantized_gradients"):
+        if zero.get(key):
+            named["quantizer"] = f"{key} is on"
     # Built where CUDA is, every op is a CUDAOpBuilder, those for the host's optimizers and its disks as well.
     return tuple(
         Op(name, reason, device == "cuda", "aio" if name == "async_io" else None) for name, reason in named.items()
     )
 
 
-def _names(ds_config: Mapping[str, Any], *, on_cpu: bool) -> Iterator[tuple[str, str]]:
-    if on_cpu:
-        yield "deepspeed_shm_comm", "ranks on processors talk through shared memory"
-    zero = ds_config.get("zero_optimization") or {}
-    devices = {key: (zero.get(key) or {}).get("device", "none") for key in ("offload_optimizer", "offload_param")}
-    yield from _of_the_optimizer(ds_config.get("optimizer") or {}, offloaded=devices["offload_optimizer"] in _OFFLOADED)
-    for key, device in devices.items():
-        if device == "nvme":
-            yield "pin_memory", f"zero.{key}.device is nvme"
-            yield "async_io", f"zero.{key}.device is nvme"
-    for key in ("zero_quantized_weights", "zero_quantized_gradients"):
-        if zero.get(key):
-            yield "quantizer", f"{key} is on"
-
-
-def _of_the_optimizer(optimizer: Mapping[str, Any], *, offloaded: bool) -> Iterator[tuple[str, str]]:
+def _op_of_optimizer(optimizer: Mapping[str, Any], *, on_host: bool) -> dict[str, str]:
     """As runtime/engine.py `_configure_basic_optimizer` chooses."""
-    kind = str(optimizer.get("type", "")).lower()
-    if kind in _ADAM and not (optimizer.get("params") or {}).get("torch_adam", False):
-        yield "cpu_adam" if offloaded else "fused_adam", "optimizer.implementation is deepspeed"
-    elif kind == "adagrad" and offloaded:
-        yield "cpu_adagrad", "optimizer.kind is adagrad, on the host"
-    elif kind == "lion":
-        yield "cpu_lion" if offloaded else "fused_lion", "optimizer.kind is lion"
-    elif kind == "lamb":
-        yield "fused_lamb", "optimizer.kind is lamb"
+    kind, prefix = str(optimizer.get("type", "")).lower(), "cpu" if on_host else "fused"
+    if kind in ("adam", "adamw") and not (optimizer.get("params") or {}).get("torch_adam", False):
+        return {f"{prefix}_adam": "optimizer.implementation is deepspeed"}
+    if kind == "adagrad" and on_host:
+        return {"cpu_adagrad": "optimizer.kind is adagrad, on the host"}
+    if kind in ("lion", "lamb"):
+        return {f"{prefix if kind == 'lion' else 'fused'}_{kind}": f"optimizer.kind is {kind}"}
+    return {}
 
 
 def path_of_compilers(environment: Mapping[str, str]) -> str:

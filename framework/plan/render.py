@@ -14,7 +14,7 @@ from typing import Any, Final
 from framework.config.base import Object, Target
 from framework.config.deepspeed_words import SCHEDULES, SHARED
 from framework.config.optimizer import AdamW, optimizer_lr
-from framework.config.precision import BF16, FP16, FP32, Autocast
+from framework.config.precision import FP32, Autocast
 from framework.config.scheduler import Constant, Cosine, OneCycle
 from framework.config.zero import STAGE3_KEYS, Zero
 from framework.errors import ConfigError
@@ -32,7 +32,7 @@ def render(plan: Plan) -> Json:
     Raises:
         ConfigError: a schedule needs the length of the run and the size of the data is not known.
     """
-    config, layout = plan.config, plan.layout
+    config, layout, every = plan.config, plan.layout, plan.config.training.recompute_every
     decided: Json = {
         "train_batch_size": layout.global_size,
         "train_micro_batch_size_per_gpu": layout.micro_size,
@@ -44,7 +44,7 @@ def render(plan: Plan) -> Json:
         **_precision(plan),
         **_sums(plan),
         "zero_optimization": _zero(config.zero),
-        **_pipeline(plan),
+        **({"pipeline": {"activation_checkpoint_interval": every}} if layout.pipe_size > 1 else {}),
         **_optimizer(plan),
         **_scheduler(plan),
     }
@@ -62,19 +62,14 @@ def _merged(section: Any, further: Any) -> Any:
 
 def _precision(plan: Plan) -> Json:
     precision = plan.config.precision
-    sections: Json = {"fp16": {"enabled": False}, "bf16": {"enabled": False}, "torch_autocast": {"enabled": False}}
-    match precision:
-        case FP32():
-            pass
-        case FP16() | BF16():
-            options = precision.model_dump(exclude={"dtype", "grad_accumulation", "grad_reduction"})
-            sections[precision.dtype] = {"enabled": True, **options}
-        case Autocast():
-            names = {"bf16": "bfloat16", "fp16": "float16"}
-            sections["torch_autocast"] = {"enabled": True, "dtype": names[precision.compute_dtype]}
-            sections["torch_autocast"] |= precision.model_dump(
-                include={"lower_precision_safe_modules"}, exclude_none=True
-            )
+    sections: Json = {name: {"enabled": False} for name in ("fp16", "bf16", "torch_autocast")}
+    if isinstance(precision, Autocast):
+        names = {"bf16": "bfloat16", "fp16": "float16"}
+        modules = precision.model_dump(include={"lower_precision_safe_modules"}, exclude_none=True)
+        sections["torch_autocast"] = {"enabled": True, "dtype": names[precision.compute_dtype], **modules}
+    elif not isinstance(precision, FP32):
+        options = precision.model_dump(exclude={"dtype", "grad_accumulation", "grad_reduction"})
+        sections[precision.dtype] = {"enabled": True, **options}
     return sections
 
 
@@ -107,12 +102,6 @@ def _zero(zero: Zero) -> Json:
     return section
 
 
-def _pipeline(plan: Plan) -> Json:
-    if plan.layout.pipe_size == 1:
-        return {}
-    return {"pipeline": {"activation_checkpoint_interval": plan.config.training.recompute_every}}
-
-
 def _optimizer(plan: Plan) -> Json:
     optimizer, offloaded = plan.config.optimizer, plan.config.zero.offload_optimizer.device != "none"
     if isinstance(optimizer, (Target, Object)):
@@ -136,9 +125,8 @@ def _scheduler(plan: Plan) -> Json:
     if isinstance(scheduler, (Constant, Cosine)):  # ours: framework/engine/initialize.py
         return {}
     name, theirs = SCHEDULES[type(scheduler)]
-    return {
-        "scheduler": {"type": name, "params": {their: _schedule_value(plan, ours) for ours, their in theirs.items()}}
-    }
+    params = {their: _schedule_value(plan, ours) for ours, their in theirs.items()}
+    return {"scheduler": {"type": name, "params": params}}
 
 
 def _schedule_value(plan: Plan, field: str) -> Any:

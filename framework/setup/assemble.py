@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,7 +28,7 @@ from framework.engine.weights import put_layer_weights, put_weights
 from framework.models.adapt import prepare_model
 from framework.models.sync_batch_norm import with_sync_batch_norm
 from framework.plan.plan import Plan
-from framework.setup.parts import Parts, make_train_loader
+from framework.setup.parts import make_train_loader
 from framework.setup.prepared import Prepared, order_of
 from framework.setup.start_point import on_rank0
 from framework.tasks.task import Task
@@ -53,6 +52,17 @@ def assemble_engine(prepared: Prepared) -> Engine:
     weights = prepared.weights
     assert not isinstance(weights, SavedCheckpoint), "they are read when the ranks have met"
     if cut is not None:
+        frozen, synced = cut.frozen, plan.config.training.sync_batch_norm
+
+        def adapt(module: torch.nn.Module, layer: str, data_parallel_group: Any) -> torch.nn.Module:
+            """What `prepare_model` does to a whole model."""
+            if weights is not None:
+                put_layer_weights(module, weights, layer=layer)
+            for name, parameter in module.named_parameters():
+                if f"{layer}.{name}" in frozen:
+                    parameter.requires_grad_(False)
+            return with_sync_batch_norm(module, process_group=data_parallel_group) if synced else module
+
         stage = build_pipeline(
             plan,
             ds_config=ds_config,
@@ -60,8 +70,9 @@ def assemble_engine(prepared: Prepared) -> Engine:
             bounds=cut.table.bounds,
             task=parts.task,
             make_optimizer=parts.make_optimizer,
-            adapt=partial(_adapt_layer, plan, cut.frozen, weights),
-            varying_shapes=_may_vary(parts),
+            adapt=adapt,
+            # A dataset's own `collate_fn` pads as it likes.
+            varying_shapes=any(callable(getattr(split, "collate_fn", None)) for split in vars(parts.splits).values()),
         )
         if weights is not None:
             weights.let_go()  # `Prepared` would hold them to the end of the run
@@ -73,31 +84,6 @@ def assemble_engine(prepared: Prepared) -> Engine:
         put_weights(model, weights, source=str(plan.config.checkpoint.init_weights))
         weights.let_go()
     return build_engine(plan, ds_config=ds_config, model=model, task=parts.task, make_optimizer=parts.make_optimizer)
-
-
-def _may_vary(parts: Parts) -> bool:
-    """Check whether batches may differ in more than their number of samples: a dataset's own `collate_fn` pads as it
-    likes.
-    """
-    return any(callable(getattr(split, "collate_fn", None)) for split in (parts.splits.train, parts.splits.evaluation))
-
-
-def _adapt_layer(
-    plan: Plan,
-    frozen: frozenset[str],
-    weights: Mapping[str, Any] | None,
-    module: torch.nn.Module,
-    layer: str,
-    data_parallel_group: Any,
-) -> torch.nn.Module:
-    """Apply to one layer of a stage what `prepare_model` does to a whole model."""
-    if weights is not None:
-        put_layer_weights(module, weights, layer=layer)
-    for name, parameter in module.named_parameters():
-        if f"{layer}.{name}" in frozen:
-            parameter.requires_grad_(False)
-    synced = plan.config.training.sync_batch_norm
-    return with_sync_batch_norm(module, process_group=data_parallel_group) if synced else module
 
 
 def build_trainer(
@@ -154,12 +140,8 @@ def make_schedule(plan: Plan, *, tokens_per_sample: int | None = None) -> Schedu
     in_fp16 = isinstance(precision, FP16) or (isinstance(precision, Autocast) and precision.compute_dtype == "fp16")
 
     def often(section: Evaluation | Checkpoint) -> Every:
-        return Every.of(
-            every_steps=section.every_steps,
-            every_epochs=section.every_epochs,
-            at_end=section.at_end,
-            steps_per_epoch=steps_per_epoch,
-        )
+        asked = {name: getattr(section, name) for name in ("every_steps", "every_epochs", "at_end")}
+        return Every.of(**asked, steps_per_epoch=steps_per_epoch)
 
     return Schedule(
         total_steps=total_steps,

@@ -68,26 +68,18 @@ def config_with_objects(values: RunConfig | Mapping[str, Any], objects: Objects)
         UsageError: it is no config at all.
     """
     if objects.eval_data is not None and objects.train_data is None:
-        raise ConfigError.of(
-            kind="train-data-not-given",
-            key="eval_data",
-            reason="it was handed over without train_data",
-            fix="hand over train_data as well",
-        )
+        reason, fix = "it was handed over without train_data", "hand over train_data as well"
+        raise ConfigError.of("train-data-not-given", reason, fix, "eval_data")
+    # The default model reads images of the default data: data of one's own is hardly ever meant for it.
     if objects.train_data is not None and objects.model is None and not _names_model(values):
-        raise ConfigError.of(
-            kind="model-not-given",
-            key="model",
-            reason="train_data was handed over, and no model",
-            fix="hand over model=..., or name one in the config's model section",
-        )
+        fix = "hand over model=..., or name one in the config's model section"
+        raise ConfigError.of("model-not-given", "train_data was handed over, and no model", fix, "model")
     if isinstance(values, Mapping):
         values = _with_sections(plain_values(values), objects)
     return describe_objects(config_from_values(values), objects)
 
 
 def _names_model(values: RunConfig | Mapping[str, Any]) -> bool:
-    """The default model reads images of the default data: data of one's own is hardly ever meant for it."""
     return "model" in (values.model_fields_set if isinstance(values, RunConfig) else values)
 
 
@@ -122,9 +114,7 @@ def _with_sections(values: dict[str, Any], objects: Objects) -> dict[str, Any]:
         stated, rate = section.get("lr"), found.get("lr")
         if name == "optimizer" and None not in (stated, rate) and stated != rate:
             reason = f"the optimizer that was handed over has lr={rate:g}"
-            raise ConfigError.of(
-                kind="object-lr-differs", key="optimizer.lr", value=stated, reason=reason, fix="give one"
-            )
+            raise ConfigError.of("object-lr-differs", reason, "give one", "optimizer.lr", stated)
         values[name] = {**section, **found}
     return values
 
@@ -134,26 +124,21 @@ def _sections(objects: Objects) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     if objects.model is not None:
         found["model"] = {"object": type_name(objects.model)}
-    splits = objects.splits
-    if splits is not None:
+    if (splits := objects.splits) is not None:
         found["data"] = {"object": type_name(splits.train), "train_samples": len(splits.train)}
     elif objects.eval_data is not None:
         raise UsageError("eval_data was given without train_data; give both, or name both in the config's data section")
     if objects.task is not None:
         found["task"] = {"object": type_name(objects.task)}
     if objects.optimizer is not None:
-        lr = _lr_of(objects.optimizer)
-        found["optimizer"] = {"object": type_name(objects.optimizer), "args": _plain_args(objects.optimizer)}
-        found["optimizer"] |= {} if lr is None else {"lr": lr}
+        # Of a `functools.partial` as much as JSON has: a run that goes on must have the same.
+        keywords = objects.optimizer.keywords if isinstance(objects.optimizer, partial) else {}
+        args = {name: _listed(value) for name, value in keywords.items() if name != "lr" and _is_plain(value)}
+        found["optimizer"] = {"object": type_name(objects.optimizer), "args": args}
+        lr = keywords.get("lr")  # one that is no plain number (a tensor) is the optimizer's business
+        if isinstance(lr, (int, float)) and not isinstance(lr, bool) and math.isfinite(lr) and lr >= 0:
+            found["optimizer"]["lr"] = float(lr)
     return found
-
-
-def _plain_args(optimizer: Any) -> dict[str, Any]:
-    """Return the arguments of a `functools.partial` beside the rate, as far as JSON has them: a run that goes on must
-    have the same.
-    """
-    keywords = optimizer.keywords if isinstance(optimizer, partial) else {}
-    return {name: _listed(value) for name, value in keywords.items() if name != "lr" and _is_plain(value)}
 
 
 def _is_plain(value: Any) -> bool:
@@ -166,33 +151,16 @@ def _listed(value: Any) -> Any:
     return [_listed(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-def _lr_of(optimizer: Any) -> float | None:
-    """The rate that a `functools.partial` says; one that is no plain number (a tensor) is the optimizer's business."""
-    lr = optimizer.keywords.get("lr") if isinstance(optimizer, partial) else None
-    if isinstance(lr, bool) or not isinstance(lr, (int, float)):
-        return None
-    return float(lr) if math.isfinite(lr) and lr >= 0 else None
-
-
 # Arguments of `fit` that there are not: where what they mean is written instead.
-
-
 _KNOWN: Final = ("config", "model", "train_data", "eval_data", "task", "optimizer")
 _MEANT: Final = {
     "collate_fn": "give the dataset a method collate_fn(samples)",
     "callbacks": "there are none; what is measured is in metrics.jsonl of the run folder",
-    "loss": "write task=",
-    "loss_fn": "write task=",
-    "criterion": "write task=",
-    "dataset": "write train_data=",
-    "data": "write train_data=",
-    "train_dataset": "write train_data=",
-    "train_loader": "write train_data= with the dataset itself",
-    "train_dataloader": "write train_data= with the dataset itself",
-    "eval_dataset": "write eval_data=",
-    "val_data": "write eval_data=",
-    "epochs": "set training.max_epochs in the config",
-    "max_epochs": "set training.max_epochs in the config",
+    **dict.fromkeys(("loss", "loss_fn", "criterion"), "write task="),
+    **dict.fromkeys(("dataset", "data", "train_dataset"), "write train_data="),
+    **dict.fromkeys(("train_loader", "train_dataloader"), "write train_data= with the dataset itself"),
+    **dict.fromkeys(("eval_dataset", "val_data"), "write eval_data="),
+    **dict.fromkeys(("epochs", "max_epochs"), "set training.max_epochs in the config"),
     "steps": "set training.max_steps in the config",
     "batch_size": "set batch.global_size in the config",
     "lr": "set optimizer.lr in the config",
@@ -208,18 +176,10 @@ def refuse_unknown_arguments(names: Iterable[str], *, further: Sequence[Any] = (
     """
     if further:
         given = ", ".join(type(one).__name__ for one in further)
-        raise ConfigError.of(
-            kind="unknown-argument",
-            key="fit",
-            value=given,
-            reason="only the config is taken by its place, as the first argument",
-            fix="write fit(config, model=..., train_data=..., eval_data=..., task=..., optimizer=...)",
-        )
-    problems = [
-        Problem(kind="unknown-argument", key=name, reason="fit() takes no such argument", fix=_fix(name))
-        for name in names
-    ]
-    if problems:
+        reason = "only the config is taken by its place, as the first argument"
+        fix = "write fit(config, model=..., train_data=..., eval_data=..., task=..., optimizer=...)"
+        raise ConfigError.of("unknown-argument", reason, fix, "fit", given)
+    if problems := [Problem("unknown-argument", "fit() takes no such argument", _fix(name), name) for name in names]:
         raise ConfigError(problems)
 
 

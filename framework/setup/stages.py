@@ -71,7 +71,7 @@ def cut_model(plan: Plan, parts: Parts) -> CutModel:
     Raises:
         ConfigError: it cannot be cut, a layer fails, or what crosses a cut cannot be sent.
     """
-    seed = plan.config.run.seed
+    config, seed = plan.config, plan.config.run.seed
     torch.manual_seed(seed)  # as the plain engine does before it builds the model
     with recipes_only():
         model = parts.build_model()
@@ -79,25 +79,27 @@ def cut_model(plan: Plan, parts: Parts) -> CutModel:
     try:
         refuse_bad_ties(layers)
     except ValueError as error:
-        raise ConfigError.of(kind="layers-do-not-fit", key="model", reason=str(error), fix="mend the list") from error
-    _refuse_own_forward(parts)
+        raise ConfigError.of("layers-do-not-fit", str(error), "mend the list", "model") from error
+    if type(parts.task).forward is not Task.forward:
+        reason = "its own forward() would not be called in a pipeline, whose stages call their layers themselves"
+        fix = "move it into the model's layers, or set parallel.pipe: 1"
+        raise ConfigError.of("task-forward-with-pipeline", reason, fix, "task", type(parts.task).__name__)
     inputs = _first_inputs(plan, parts)
     if not _is_tensors(inputs):
-        raise ConfigError.of(
-            kind="inputs-unsendable",
-            key="parallel.pipe",
-            value=plan.config.parallel.pipe,
-            reason=f"the task hands a {type(inputs).__name__} to the model, and a pipeline's first stage takes a "
-            "tensor or a tuple of tensors",
-            fix="let split(batch) return such inputs, or set parallel.pipe: 1",
+        reason = f"the task hands a {type(inputs).__name__} to the model, and a pipeline's first stage takes a "
+        reason, fix = (
+            f"{reason}tensor or a tuple of tensors",
+            "let split(batch) return such inputs, or set parallel.pipe: 1",
         )
-    in_half = plan.config.precision.dtype in ("bf16", "fp16")
+        raise ConfigError.of("inputs-unsendable", reason, fix, "parallel.pipe", config.parallel.pipe)
+    in_half = config.precision.dtype in ("bf16", "fp16")
     look = partial(survey, layers, inputs, seed=seed, float_bytes=2 if in_half else 4)
     surveyed = tuple(look())
-    frozen = _frozen(surveyed, plan)
+    names = {f"{layer.place}.{name}": None for layer in surveyed for name in layer.params}
+    frozen = frozenset(frozen_names(names, config.training.freeze))
     if frozen:  # once more, now that the names are known: no gradient flows through what is frozen
         surveyed = tuple(look(frozen=frozen))
-    if lists_layers(model) and not isinstance(plan.config.model, ModelKind):  # those of our own are tested
+    if lists_layers(model) and not isinstance(config.model, ModelKind):  # those of our own are tested
         refuse_untrue_layers(model, inputs, seed=seed)
     return CutModel(layers, _cut(_facts(surveyed), surveyed, plan), inputs, surveyed, frozen)
 
@@ -128,8 +130,7 @@ def cut_by_time(model: CutModel, plan: Plan, seconds: Sequence[float]) -> CutMod
     Raises:
         ConfigError: what crosses the new cut cannot be sent.
     """
-    facts = with_seconds(_facts(model.surveyed), seconds)
-    return replace(model, table=_cut(facts, model.surveyed, plan))
+    return replace(model, table=_cut(with_seconds(model.table.layers, seconds), model.surveyed, plan))
 
 
 def cut_as_saved(model: CutModel, plan: Plan, manifest: Mapping[str, Any]) -> CutModel | None:
@@ -137,39 +138,35 @@ def cut_as_saved(model: CutModel, plan: Plan, manifest: Mapping[str, Any]) -> Cu
     stages.
     """
     saved, parallel = manifest.get("pipeline") or {}, plan.config.parallel
-    measured = manifest["config"].get("parallel", {}).get("partition") == parallel.partition
     bounds, layers = saved.get("bounds"), [layer.name for layer in model.table.layers]
-    if (
-        not measured
-        or saved.get("layers") != layers
-        or not isinstance(bounds, list)
-        or len(bounds) != parallel.pipe + 1
-    ):
+    was_measured = manifest["config"].get("parallel", {}).get("partition") == parallel.partition
+    if not was_measured or saved.get("layers") != layers or not isinstance(bounds, list):
         return None
-    if (bounds[0], bounds[-1]) != (0, len(layers)) or not all(type(bound) is int for bound in bounds):
+    is_whole = all(type(bound) is int for bound in bounds) and [0, len(layers)] == [*bounds[:1], *bounds[-1:]]
+    if not is_whole or len(bounds) != parallel.pipe + 1:
         return None
     stages = [number for number, (start, stop) in enumerate(pairwise(bounds)) for _ in range(start, stop)]
-    explicit = replace(
-        plan, config=plan.config.model_copy(update={"parallel": parallel.model_copy(update={"stages": stages})})
-    )
-    return replace(model, table=_cut(_facts(model.surveyed), model.surveyed, explicit))
+    config = plan.config.model_copy(update={"parallel": parallel.model_copy(update={"stages": stages})})
+    return replace(model, table=_cut(model.table.layers, model.surveyed, replace(plan, config=config)))
 
 
 def _cut(facts: Sequence[LayerFacts], surveyed: Sequence[Surveyed], plan: Plan) -> StageTable:
-    table = cut(facts, plan.config.parallel, same_groups=_needs_same_groups(plan))
+    config, optimizer = plan.config, plan.config.optimizer
+    # ZeRO reduces over both parameter groups of such an optimizer.
+    in_groups = getattr(optimizer, "weight_decay_on", "all") == "matrices" and getattr(optimizer, "weight_decay", 0.0)
+    table = cut(facts, config.parallel, same_groups=bool(in_groups) and config.zero.stage > 0)
     if isinstance(table, Problem):
         raise ConfigError(table)
     problems = [
         Problem(
-            kind="layer-output-unsendable",
-            key="parallel.pipe",
-            value=plan.config.parallel.pipe,
-            reason=f"a stage ends with layer {surveyed[stop - 1].layer.name} ({surveyed[stop - 1].kind}), and "
-            f"{surveyed[stop - 1].cannot_send}",
-            fix="change the layer, or name other stages in parallel.stages",
+            "layer-output-unsendable",
+            f"a stage ends with layer {last.layer.name} ({last.kind}), and {last.cannot_send}",
+            "change the layer, or name other stages in parallel.stages",
+            "parallel.pipe",
+            config.parallel.pipe,
         )
-        for stop in table.bounds[1:-1]
-        if surveyed[stop - 1].cannot_send
+        for last in (surveyed[stop - 1] for stop in table.bounds[1:-1])
+        if last.cannot_send
     ]
     if problems:
         raise ConfigError(problems)
@@ -195,49 +192,22 @@ def _facts(surveyed: Sequence[Surveyed]) -> list[LayerFacts]:
     ]
 
 
-def _frozen(surveyed: Sequence[Surveyed], plan: Plan) -> frozenset[str]:
-    names = [f"{layer.place}.{name}" for layer in surveyed for name in layer.params]
-    return frozenset(frozen_names(dict.fromkeys(names), plan.config.training.freeze))
-
-
 def _refuse_shared_weights(table: StageTable, surveyed: Sequence[Surveyed]) -> None:
     """One weight in two layers that nobody tied: each stage would train a copy, and they would drift apart."""
-    holders: dict[int, tuple[int, Surveyed]] = {}
+    holders: dict[int, tuple[int, str]] = {}
     for stage, (start, stop) in enumerate(pairwise(table.bounds)):
-        for layer in surveyed[start:stop]:
-            if not layer.layer.is_built or layer.layer.tied:
+        for surveyed_layer in surveyed[start:stop]:
+            layer = surveyed_layer.layer
+            if not layer.is_built or layer.tied:
                 continue
-            weights = dict(layer.layer.build().named_parameters())
-            for name in layer.params:
-                other_stage, other = holders.setdefault(id(weights[name]), (stage, layer))
+            weights = dict(layer.build().named_parameters())
+            for name in surveyed_layer.params:
+                other_stage, other = holders.setdefault(id(weights[name]), (stage, layer.name))
                 if other_stage != stage:
-                    raise ConfigError.of(
-                        kind="weight-on-two-stages",
-                        key="model",
-                        value=f"{layer.layer.name}.{name}",
-                        reason=f"it is a weight of {other.layer.name} on stage {other_stage} as well as of "
-                        f"{layer.layer.name} on stage {stage}, and the copies would drift apart",
-                        fix="put both on one stage in parallel.stages, or build a LayeredModel with tied layers",
-                    )
-
-
-def _refuse_own_forward(parts: Parts) -> None:
-    """The stages call their layers themselves."""
-    if type(parts.task).forward is not Task.forward:
-        raise ConfigError.of(
-            kind="task-forward-with-pipeline",
-            key="task",
-            value=type(parts.task).__name__,
-            reason="its own forward() would not be called in a pipeline, whose stages call their layers themselves",
-            fix="move it into the model's layers, or set parallel.pipe: 1",
-        )
-
-
-def _needs_same_groups(plan: Plan) -> bool:
-    """Check whether the optimizer has two parameter groups and ZeRO reduces over both."""
-    optimizer = plan.config.optimizer
-    in_groups = getattr(optimizer, "weight_decay_on", "all") == "matrices" and getattr(optimizer, "weight_decay", 0.0)
-    return bool(in_groups) and plan.config.zero.stage > 0
+                    reason = f"it is a weight of {other} on stage {other_stage} as well as of {layer.name} on stage "
+                    reason += f"{stage}, and the copies would drift apart"
+                    fix = "put both on one stage in parallel.stages, or build a LayeredModel with tied layers"
+                    raise ConfigError.of("weight-on-two-stages", reason, fix, "model", f"{layer.name}.{name}")
 
 
 def _first_inputs(plan: Plan, parts: Parts) -> Any:
@@ -248,12 +218,9 @@ def _first_inputs(plan: Plan, parts: Parts) -> Any:
     except FrameworkError:
         raise
     except Exception as error:
-        raise ConfigError.of(
-            kind="first-batch-failed",
-            key="data",
-            reason=f"the first micro-batch cannot be read: {summary(error)}",
-            fix="mend the dataset, its collate_fn, or the task's split(batch)",
-        ) from error
+        reason = f"the first micro-batch cannot be read: {summary(error)}"
+        fix = "mend the dataset, its collate_fn, or the task's split(batch)"
+        raise ConfigError.of("first-batch-failed", reason, fix, "data") from error
     finally:
         batches.close()
     return inputs

@@ -31,7 +31,6 @@ from framework.engine.rendezvous import is_lost_peer
 from framework.engine.weights import checkpoint_weights, refuse_other_layers
 from framework.errors import FrameworkError, StorageError, TrainingError, in_one_line
 from framework.plan.plan import Plan
-from framework.report.summary import print_start
 from framework.setup.prepared import Prepared
 from framework.setup.stages import cut_as_saved, cut_by_time
 from framework.system.log import print_line
@@ -59,30 +58,25 @@ def on_rank0(work: Callable[[], Any]) -> Any:
 def agreed_weights(prepared: Prepared, start: SavedCheckpoint | None) -> Prepared:
     """With the weights of a fresh start, or without, as all ranks have them. Collective.
 
+    The files of a checkpoint as `checkpoint.init_weights` are verified by the ranks of each host in shares. Before the
+    run folder is touched: an earlier run of the same name, whose weights these may be, is renamed then. So all ranks
+    have opened the files, or all fail, when this returns.
+
     Raises:
-        StorageError: not all of them have found the same; with a code that platforms try again, for their hosts may
-        yet.
+        ConfigError: the weights of the checkpoint are another model's.
+        StorageError: they are damaged; or not all ranks have found the same, with a code that platforms try again, for
+            their hosts may yet.
     """
     if start is not None:
         return prepared.without_weights()
+    path = str(prepared.plan.config.checkpoint.init_weights)
     everyone = gather(prepared.describe_weights())
     for number, other in enumerate(everyone):
         if other != everyone[0]:
-            path = prepared.plan.config.checkpoint.init_weights
             raise StorageError(
                 f"checkpoint.init_weights = {path}: on rank {number}, {other}; on rank 0, {everyone[0]}; all hosts "
                 "must see the same files there [weights-differ]"
             )
-    return with_verified_weights(prepared)
-
-
-def with_verified_weights(prepared: Prepared) -> Prepared:
-    """With a checkpoint as `checkpoint.init_weights`: its files, which the ranks of each host verify in shares.
-    Collective.
-
-    Before the run folder is touched: an earlier run of the same name, whose weights these may be, is renamed then. So
-    all ranks have opened the files, or all fail, when this returns.
-    """
     of = prepared.weights
     if not isinstance(of, SavedCheckpoint):
         return prepared
@@ -91,8 +85,7 @@ def with_verified_weights(prepared: Prepared) -> Prepared:
     try:
         weights = checkpoint_weights(of, damage=damage)
         if prepared.cut is not None:
-            source = str(prepared.plan.config.checkpoint.init_weights)
-            refuse_other_layers(weights, prepared.cut.surveyed, source=source)
+            refuse_other_layers(weights, prepared.cut.surveyed, source=path)
     except FrameworkError as own:
         error = own
     for problem in gather(error):
@@ -150,11 +143,8 @@ def measure_cut(prepared: Prepared, start: SavedCheckpoint | None) -> Prepared:
         if rank() == 0:
             print_line("resume: the pipeline is cut as it was measured at the first start")
         return replace(prepared, cut=as_saved)
-    seconds = from_rank0(
-        on_rank0(
-            lambda: time_layers(cut.layers, cut.inputs, seed=plan.config.run.seed, precision=plan.config.precision)
-        )
-    )
+    seed, precision = plan.config.run.seed, plan.config.precision
+    seconds = from_rank0(on_rank0(lambda: time_layers(cut.layers, cut.inputs, seed=seed, precision=precision)))
     return replace(prepared, cut=cut_by_time(cut, plan, seconds))
 
 
@@ -169,7 +159,7 @@ def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint |
     """See whether the run may go on from where it starts, and open its folder; nothing is written before that is
     settled.
 
-    Returns the folder's word, for hosts that may still see another one of its name.
+    Returns the folder's generation, for hosts that may still see another one of its name.
     """
     config, plan = prepared.plan.config, prepared.plan
     if start is not None:
@@ -211,21 +201,19 @@ def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint |
 
 def _report_resume(start: SavedCheckpoint | None, plan: Plan, folder: RunFolder) -> None:
     """Print the checkpoint that the run starts from, and what is not as it was there."""
-    if plan.config.checkpoint.resume == "auto":
+    if start is None:
+        if plan.config.checkpoint.resume == "auto":
+            print_line(f"resume: auto: no checkpoint in {folder.path}, starting afresh")
+        return
+    print_line(f"resume: {'auto: ' if plan.config.checkpoint.resume == 'auto' else ''}from {start.path}")
+    for change in describe_changes(start, config=plan.config.to_dict()):
+        print_line(f"resume: changed since the save, and applied: {change}")
+    if versions := describe_versions(start, versions=describe_environment()["versions"]):
         print_line(
-            f"resume: auto: {f'from {start.path}' if start else f'no checkpoint in {folder.path}, starting afresh'}"
+            f"note: other releases wrote this checkpoint ({versions}); an unbroken run may differ in the last bits"
         )
-    elif start is not None:
-        print_line(f"resume: from {start.path}")
-    if start is not None:
-        for change in describe_changes(start, config=plan.config.to_dict()):
-            print_line(f"resume: changed since the save, and applied: {change}")
-        if versions := describe_versions(start, versions=describe_environment()["versions"]):
-            print_line(
-                f"note: other releases wrote this checkpoint ({versions}); an unbroken run may differ in the last bits"
-            )
-        for note in _changed_schedule(start, plan):
-            print_line(f"note: {note}")
+    for note in _changed_schedule(start, plan):
+        print_line(f"note: {note}")
 
 
 def _changed_schedule(start: SavedCheckpoint, plan: Plan) -> Iterator[str]:
@@ -252,11 +240,3 @@ def load_start(engine: Engine, start: SavedCheckpoint | None, best: BestSoFar, d
     state = engine.load(start, moved=moved)
     best.restore(state)
     return int(state["step"])
-
-
-def report_start(prepared: Prepared, folder: RunFolder, *, start_step: int) -> None:
-    """Print what is about to happen, on rank 0."""
-    if rank() == 0:
-        stages = prepared.cut.table if prepared.cut else None
-        evaluates = prepared.parts.splits.evaluation is not None
-        print_start(prepared.plan, folder.path, start_step=start_step, stages=stages, evaluates=evaluates)
