@@ -200,9 +200,19 @@ class ConfigError(FrameworkError):
         super().__init__("\n".join(map(str, self.problems)))
 
     @classmethod
-    def of(cls, kind: str, reason: str, fix: str = "", key: str = "", value: Any = MISSING) -> ConfigError:
-        """The error of one problem that stands in no file."""
-        return cls(Problem(kind, reason, fix, key, value))
+    def of(
+        cls,
+        kind: str,
+        reason: str,
+        fix: str = "",
+        key: str = "",
+        value: Any = MISSING,
+        file: str = "",
+        line: int = 0,
+        column: int = 0,
+    ) -> ConfigError:
+        """Make the error of one problem; the arguments are those of `Problem`."""
+        return cls(Problem(kind, reason, fix, key, value, file, line, column))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...] | str]]:
         return type(self), (tuple(self.problems) or str(self),)

@@ -10,14 +10,17 @@ import os
 import sys
 import time
 import traceback
-from typing import NoReturn
+from functools import partial
+from typing import Final, NoReturn
 
 from framework.errors import EXIT_OK, EXIT_TRAINING, FrameworkError, in_one_line, missing_package
 from framework.system.arguments import CommandParser
-from framework.system.exits import SILENT_RANKS_WAIT_SECONDS, refusing_exits
+from framework.system.exits import SILENT_RANKS_WAIT_SECONDS, refusing_exits, report
 from framework.system.output import write
 from framework.system.parent_watch import AGENT_VARIABLE, report_end, watch_parent
 from framework.system.stopping import StopRequest
+
+_OF_TRAINING: Final = ("torch", "deepspeed", "numpy", "pydantic", "yaml")
 
 
 def _parser() -> CommandParser:
@@ -46,10 +49,7 @@ def _train(request: StopRequest, arguments: argparse.Namespace) -> None:
 
 
 def exit_code() -> int:
-    """Train; returns what the process ends with. Mostly every rank meets the same problem, and one on each host prints
-    it.
-    """
-    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+    """Train; returns what the process ends with."""
     request = StopRequest()
     request.listen()
     try:
@@ -58,24 +58,17 @@ def exit_code() -> int:
         with refusing_exits():
             _train(request, arguments)
         return EXIT_OK
+    except FrameworkError as error:
+        report(error, wait=partial(_let_the_other_report, request))
+        return error.exit_code
     except Exception as error:
-        known = _as_ours(error)
-        report_end(str(known) if known else in_one_line(error))
-        if known is None:
-            write(sys.stderr, traceback.format_exc())
-            return EXIT_TRAINING
-        if speaks or known.is_of_one_rank:
-            write(sys.stderr, f"{known}\n")
-        else:
-            _let_the_other_report(request)
-        return known.exit_code
-
-
-def _as_ours(error: Exception) -> FrameworkError | None:
-    """Return the error for a user; None where only a traceback tells."""
-    if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "deepspeed", "numpy", "pydantic", "yaml"):
-        return missing_package(error.name, what="training")
-    return error if isinstance(error, FrameworkError) else None
+        if isinstance(error, ModuleNotFoundError) and error.name in _OF_TRAINING:
+            missing = missing_package(error.name, what="training")
+            report(missing, wait=partial(_let_the_other_report, request))
+            return missing.exit_code
+        report_end(in_one_line(error))
+        write(sys.stderr, traceback.format_exc())
+        return EXIT_TRAINING
 
 
 def _let_the_other_report(request: StopRequest) -> None:

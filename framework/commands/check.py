@@ -1,17 +1,19 @@
-"""The `check` command: options, and what is printed where. Exit code 0: fine, 2: problems."""
+"""The `check` command: options, and what is printed where: for people, for tools, and for GitHub. Exit code 0: fine, 2:
+problems.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from framework.commands.check_report import as_github, as_json, as_text
 from framework.commands.verdict import CheckContext, Verdict, check_document, check_file, find_gpu
-from framework.errors import EXIT_OK, EXIT_PROBLEMS, ConfigError, StorageError, UsageError
+from framework.errors import EXIT_OK, EXIT_PROBLEMS, ConfigError, Problem, StorageError, UsageError
 from framework.plan.cluster import Cluster
 from framework.system.output import visible, write
 from framework.text.document import COMMAND_LINE, is_setting, parse_scalar
@@ -104,16 +106,37 @@ def _refuse_unknown_release(release: str | None) -> None:
 
 
 def _report(verdicts: Sequence[Verdict], format_: str, *, on_stdout: bool = True) -> int:
+    problems = [problem for verdict in verdicts for problem in verdict.problems]
     if format_ == "json":
-        print(as_json(verdicts))
+        print(json.dumps([problem.to_dict() for problem in problems], indent=2))
     elif format_ == "github":
-        print("\n".join(as_github(verdicts)))
+        print("\n".join(map(_as_github, problems)))
     else:
-        fine, found = as_text(verdicts)
-        for lines, stream in ((fine if on_stdout else [], sys.stdout), (found, sys.stderr)):
+        fine = [f"{verdict.file}: {verdict.summary}" for verdict in verdicts if verdict.is_fine and on_stdout]
+        for lines, stream in ((fine, sys.stdout), (list(map(_as_text, problems)), sys.stderr)):
             if lines:
                 print(visible("\n".join(lines)), file=stream)
     return EXIT_OK if all(verdict.is_fine for verdict in verdicts) else EXIT_PROBLEMS
+
+
+def _as_text(problem: Problem) -> str:
+    """With the column, which many editors and terminals open a file at."""
+    text, place = str(problem), f"{problem.file}:{problem.line}:"
+    if problem.column and text.startswith(place):
+        text = f"{place}{problem.column}:{text.removeprefix(place)}"
+    return text if problem.severity == "error" else f"{problem.severity}: {text}"
+
+
+def _as_github(problem: Problem) -> str:
+    """A workflow command: GitHub shows it beside the line in a pull request."""
+
+    def escaped(text: str, characters: str = "%\r\n") -> str:
+        return "".join(f"%{ord(each):02X}" if each in characters else each for each in text)
+
+    command = {"error": "error", "warning": "warning", "note": "notice"}[problem.severity]
+    file, title = (escaped(text, "%\r\n:,") for text in (problem.file, problem.kind))
+    place = f"file={file},line={problem.line or 1},col={problem.column or 1}"
+    return f"::{command} {place},title={title}::{escaped(str(problem))}"
 
 
 def _fix(file: str, against: CheckContext, format_: str) -> StorageError | None:

@@ -25,119 +25,11 @@ from framework.checkpoint.state.reader import MergedWeights
 from framework.checkpoint.state.weight_files import PICKLED, TIES, entries, split, write_pt, write_safetensors
 from framework.config.base import Object, Target
 from framework.config.run_config import RunConfig
-from framework.errors import EXIT_OK, ConfigError, Problem, StorageError, printable
+from framework.errors import EXIT_OK, ConfigError, StorageError, printable
 from framework.setup.targets import call_factory
 from framework.system.arguments import CommandParser
 from framework.system.files import sync_folder
 from framework.system.stopping import ending_in_good_order
-
-# Names for `export --hf`: those that the model itself gives for Hugging Face's loaders, by its method ``hf_names()``.
-
-
-def hf_names(checkpoint: SavedCheckpoint, *, stored: Collection[str], trust: str | None = None) -> dict[str, str]:
-    """Our name -> Hugging Face's, for everything that is stored, and for further names of it; of a checkpoint with a
-    manifest.
-
-    The checkpoint's model is built on torch's meta device, where it takes no memory, and asked. A model that is
-    transformers' own has its names already.
-
-    Args:
-        checkpoint: whoever wrote its manifest must not choose what is called here: of itself it names a built-in model
-            only.
-        stored: the names in it.
-        trust: the folder whose manifest may name any code, as the user gave it.
-
-    Raises:
-        ConfigError: it cannot be built, has no such method, or its names are not whole; kinds ``target-not-trusted``,
-            ``hf-names-missing`` and ``hf-names-wrong``.
-    """
-    try:
-        model = RunConfig.model_validate(checkpoint.manifest["config"]).model
-    except ValueError:  # pydantic's error is one
-        raise _refused(
-            "missing",
-            checkpoint,
-            "its manifest does not hold a run config of this release",
-            "export with the release that wrote it, or leave --hf out",
-        ) from None
-    if isinstance(model, Object):
-        raise _refused(
-            "missing",
-            checkpoint,
-            f"{model.object} was handed over from Python, and nobody can ask it here",
-            "name the model in the config (model.target)",
-        )
-    if isinstance(model, Target):
-        _refuse_untrusted(model, checkpoint, trust)
-    with torch.device("meta"):
-        built: Any = call_factory(model.factory(), key="model")
-    asked = getattr(built, "hf_names", None)
-    if not callable(asked) and _is_of_transformers(built):
-        return {name: name for name in stored}
-    if not callable(asked):
-        raise _refused(
-            "missing",
-            checkpoint,
-            f"{type(built).__name__} has no method hf_names()",
-            "give it one that returns {its name of a weight: Hugging Face's}, or leave --hf out",
-        )
-    names = asked()
-    if names is None and not isinstance(model, Target):
-        raise _refused(
-            "missing",
-            checkpoint,
-            f"a {model.kind} of this shape has no counterpart in transformers that stores its weights in the same form",
-            "leave --hf out",
-        )
-    wrong = _wrong(names, stored)
-    if wrong and not isinstance(model, Target):
-        raise _refused("wrong", checkpoint, f"the names of model.kind {model.kind} {wrong}", "leave --hf out")
-    if wrong:
-        raise _refused(
-            "wrong", checkpoint, f"hf_names() of {type(built).__name__} {wrong}", "mend it, or leave --hf out"
-        )
-    return dict(names)
-
-
-def _refuse_untrusted(model: Target, checkpoint: SavedCheckpoint, trust: str | None) -> None:
-    places = (checkpoint.path, checkpoint.folder, checkpoint.folder.absolute().parent)
-    if trust is None:
-        reason = f"the manifest names code of its own, model.target = {model.target}, which export would run"
-    elif Path(trust).resolve() not in [place.resolve() for place in places]:
-        reason = f"--trust names {trust}, and this checkpoint is in another folder"
-    else:
-        return
-    raise ConfigError(
-        Problem(
-            kind="target-not-trusted",
-            key="--hf",
-            reason=reason,
-            file=str(checkpoint.path),
-            fix=f"if you trust whoever wrote the folder, give --trust {checkpoint.path}; or leave --hf out",
-        )
-    )
-
-
-def _is_of_transformers(built: Any) -> bool:
-    return any(cls.__module__.partition(".")[0] == "transformers" for cls in type(built).__mro__)
-
-
-def _wrong(names: Any, stored: Collection[str]) -> str:
-    """Describe what keeps the names from being used; empty where they can be."""
-    if not isinstance(names, Mapping) or not all(isinstance(name, str) for pair in names.items() for name in pair):
-        return "does not return a dict of text to text: its architecture has no counterpart, or it is not one"
-    if missing := [name for name in stored if name not in names]:
-        return f"lacks {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else "")
-    first: dict[str, str] = {}
-    for name in stored:
-        if first.setdefault(names[name], name) != name:
-            return f"gives {first[names[name]]} and {name} one name, {names[name]}"
-    return ""
-
-
-def _refused(kind: str, checkpoint: SavedCheckpoint, reason: str, fix: str) -> ConfigError:
-    return ConfigError(Problem(kind=f"hf-names-{kind}", key="--hf", reason=reason, fix=fix, file=str(checkpoint.path)))
-
 
 _KEY: Final = "CHECKPOINT"
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -153,33 +45,17 @@ def main(words: Sequence[str]) -> int:
         ConfigError: there is no such checkpoint, or OUT is taken.
         StorageError: the checkpoint is damaged, or OUT cannot be written.
     """
-    arguments = _parse(words)
-    out = Path(arguments.out)
+    arguments = vars(_parse(words))
+    source, out = arguments.pop("checkpoint"), Path(arguments.pop("out"))
     try:
         with ending_in_good_order():
-            written = _export(arguments, out)
+            written = export(source, out, **arguments)
     except OSError as error:
-        raise StorageError(
-            f"export: {error.filename or out}: {error.strerror or error} [export-not-written]"
-        ) from error
+        reason = f"export: {error.filename or out}: {error.strerror or error} [export-not-written]"
+        raise StorageError(reason) from error
     for name, num_bytes in written.items():
         print(printable(f"{out / name}  {num_bytes:,} bytes"))
     return EXIT_OK
-
-
-def _export(arguments: argparse.Namespace, out: Path) -> dict[str, int]:
-    return export(
-        arguments.checkpoint,
-        out,
-        weights=arguments.weights,
-        dtype=arguments.dtype,
-        shard_bytes=arguments.shard_size,
-        file_format=arguments.format,
-        force=arguments.force,
-        hf=arguments.hf,
-        trust=arguments.trust,
-        allow_unverified=arguments.allow_unverified,
-    )
 
 
 def export(
@@ -225,36 +101,34 @@ def export(
     with _appearing_whole(out) as aside:
         if file_format == "pt":
             return {PICKLED: write_pt(aside / PICKLED, merged, found, ties=ties)}
-        metadata = _metadata(merged.checkpoint, ties, weights=weights, dtype=dtype)
+        config = merged.checkpoint.manifest["config"]
+        metadata = {"source": f"{config['run']['name']}/{merged.checkpoint.tag}", "step": str(merged.checkpoint.step)}
+        metadata |= {"dtype": dtype} | ({"weights": weights} if weights != "trained" else {})
+        metadata |= {TIES: json.dumps(ties)} if ties else {}
         return write_safetensors(aside, merged, split(found, shard_bytes=shard_bytes), metadata=metadata)
 
 
+def find_source(path: str, *, allow_unverified: bool) -> SavedCheckpoint:
+    """The checkpoint that a path names, or the newest one of the run that it names.
+
+    Raises:
+        ConfigError: kind ``checkpoint-not-found`` or ``checkpoint-unverified``.
+    """
+    found = newest_at(path, key=_KEY, allow_unverified=allow_unverified)
+    if found is None:
+        fix = "name a .../global_step<N> folder or a run folder that holds one"
+        raise ConfigError.of("checkpoint-not-found", absence_at(path, key=_KEY), fix, key=_KEY, value=path)
+    return found
+
+
 def _source_of(source: str, out: Path, *, hf: bool, allow_unverified: bool) -> SavedCheckpoint:
-    checkpoint = newest_at(source, key=_KEY, allow_unverified=allow_unverified)
-    if checkpoint is None:
-        raise ConfigError.of(
-            kind="checkpoint-not-found",
-            key=_KEY,
-            value=source,
-            reason=absence_at(source, key=_KEY),
-            fix="name a .../global_step<N> folder or a run folder that holds one",
-        )
+    checkpoint = find_source(source, allow_unverified=allow_unverified)
     if checkpoint.path.resolve() in (out.resolve(), *out.resolve().parents):
-        raise ConfigError.of(
-            kind="export-exists",
-            key="OUT",
-            value=str(out),
-            reason="it lies in the checkpoint, where every further file counts as damage",
-            fix="name a folder elsewhere",
-        )
+        reason = "it lies in the checkpoint, where every further file counts as damage"
+        raise _taken(out, reason, "name a folder elsewhere")
     if hf and not checkpoint.verified:
-        raise ConfigError.of(
-            kind="hf-names-missing",
-            key=_KEY,
-            value=str(checkpoint.path),
-            reason="without a manifest nothing in it says which model's names these are",
-            fix="leave --hf out",
-        )
+        reason, value = "without a manifest nothing in it says which model's names these are", str(checkpoint.path)
+        raise ConfigError.of("hf-names-missing", reason, "leave --hf out", key=_KEY, value=value)
     return checkpoint
 
 
@@ -273,10 +147,8 @@ def _appearing_whole(out: Path) -> Iterator[Path]:
         aside.rename(out)
         sync_folder(out.parent)
     except OSError as error:
-        raise StorageError(
-            f"{out}: the export cannot be written ({error.strerror or error}); free space or name another folder "
-            "[export-not-written]"
-        ) from error
+        reason = f"{out}: the export cannot be written ({error.strerror or error})"
+        raise StorageError(f"{reason}; free space or name another folder [export-not-written]") from error
     finally:
         if earlier.exists() and not out.exists():
             earlier.rename(out)
@@ -300,16 +172,6 @@ def _clear_left_over(out: Path) -> None:
                 shutil.rmtree(path)
 
 
-def _metadata(checkpoint: SavedCheckpoint, ties: Mapping[str, str], *, weights: str, dtype: str) -> dict[str, str]:
-    """Text only, as safetensors wants it. The ties let the weights be loaded into a module that has each under all its
-    names.
-    """
-    config = checkpoint.manifest["config"]
-    stated = {"source": f"{config['run']['name']}/{checkpoint.tag}", "step": str(checkpoint.step), "dtype": dtype}
-    stated |= {"weights": weights} if weights != "trained" else {}
-    return stated | ({TIES: json.dumps(ties)} if ties else {})
-
-
 def _refuse_taken(out: Path, *, force: bool) -> None:
     """An empty folder will do; an earlier export with --force; and whoever mistypes OUT must not lose a folder of other
     things.
@@ -323,7 +185,11 @@ def _refuse_taken(out: Path, *, force: bool) -> None:
         return
     reason = "it exists" if ours else "it exists and is not an earlier export"
     fix = "name a new folder" + (", or give --force to replace it" if ours else "")
-    raise ConfigError.of(kind="export-exists", key="OUT", value=str(out), reason=reason, fix=fix)
+    raise _taken(out, reason, fix)
+
+
+def _taken(out: Path, reason: str, fix: str) -> ConfigError:
+    return ConfigError.of("export-exists", reason, fix, key="OUT", value=str(out))
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
@@ -344,10 +210,19 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--dtype", choices=tuple(_DTYPES), default="fp32", help="type of the numbers (fp32)")
     parser.add_argument(
-        "--shard-size", type=_size, default=5 * 10**9, metavar="SIZE", help="largest file, such as 500MB (5GB)"
+        "--shard-size",
+        dest="shard_bytes",
+        type=_size,
+        default=5 * 10**9,
+        metavar="SIZE",
+        help="largest file, such as 500MB (5GB)",
     )
     parser.add_argument(
-        "--format", choices=("safetensors", "pt"), default="safetensors", help="kind of file (safetensors)"
+        "--format",
+        choices=("safetensors", "pt"),
+        default="safetensors",
+        dest="file_format",
+        help="kind of file (safetensors)",
     )
     parser.add_argument("--hf", action="store_true", help="with Hugging Face's names, where the model has hf_names()")
     parser.add_argument(
@@ -368,3 +243,79 @@ def _size(text: str) -> int:
     if size < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a size; write for example 500MB or 5GB")
     return size
+
+
+def hf_names(checkpoint: SavedCheckpoint, *, stored: Collection[str], trust: str | None = None) -> dict[str, str]:
+    """Our name -> Hugging Face's, for everything that is stored, and for further names of it; of a checkpoint with a
+    manifest.
+
+    The checkpoint's model is built on torch's meta device, where it takes no memory, and asked for the names that it
+    gives for Hugging Face's loaders. A model that is transformers' own has them already.
+
+    Args:
+        checkpoint: whoever wrote its manifest must not choose what is called here: of itself it names a built-in model
+            only.
+        stored: the names in it.
+        trust: the folder whose manifest may name any code, as the user gave it.
+
+    Raises:
+        ConfigError: it cannot be built, has no such method, or its names are not whole; kinds ``target-not-trusted``,
+            ``hf-names-missing`` and ``hf-names-wrong``.
+    """
+
+    def refused(kind: str, reason: str, fix: str = "leave --hf out") -> ConfigError:
+        return ConfigError.of(f"hf-names-{kind}", reason, fix, key="--hf", file=str(checkpoint.path))
+
+    try:
+        model = RunConfig.model_validate(checkpoint.manifest["config"]).model
+    except ValueError:  # pydantic's error is one
+        reason = "its manifest does not hold a run config of this release"
+        raise refused("missing", reason, "export with the release that wrote it, or leave --hf out") from None
+    if isinstance(model, Object):
+        reason = f"{model.object} was handed over from Python, and nobody can ask it here"
+        raise refused("missing", reason, "name the model in the config (model.target)")
+    if isinstance(model, Target):
+        _refuse_untrusted(model, checkpoint, trust)
+    with torch.device("meta"):
+        built: Any = call_factory(model.factory(), key="model")
+    asked = getattr(built, "hf_names", None)
+    if not callable(asked):
+        if any(cls.__module__.partition(".")[0] == "transformers" for cls in type(built).__mro__):
+            return {name: name for name in stored}
+        fix = "give it one that returns {its name of a weight: Hugging Face's}, or leave --hf out"
+        raise refused("missing", f"{type(built).__name__} has no method hf_names()", fix)
+    names = asked()
+    if isinstance(model, Target):
+        if wrong := _wrong(names, stored):
+            raise refused("wrong", f"hf_names() of {type(built).__name__} {wrong}", "mend it, or leave --hf out")
+    elif names is None:
+        reason = "of this shape has no counterpart in transformers that stores its weights in the same form"
+        raise refused("missing", f"a {model.kind} {reason}")
+    elif wrong := _wrong(names, stored):
+        raise refused("wrong", f"the names of model.kind {model.kind} {wrong}")
+    return dict(names)
+
+
+def _refuse_untrusted(model: Target, checkpoint: SavedCheckpoint, trust: str | None) -> None:
+    places = (checkpoint.path, checkpoint.folder, checkpoint.folder.absolute().parent)
+    if trust is None:
+        reason = f"the manifest names code of its own, model.target = {model.target}, which export would run"
+    elif Path(trust).resolve() not in [place.resolve() for place in places]:
+        reason = f"--trust names {trust}, and this checkpoint is in another folder"
+    else:
+        return
+    fix = f"if you trust whoever wrote the folder, give --trust {checkpoint.path}; or leave --hf out"
+    raise ConfigError.of("target-not-trusted", reason, fix, key="--hf", file=str(checkpoint.path))
+
+
+def _wrong(names: Any, stored: Collection[str]) -> str:
+    """Describe what keeps the names from being used; empty where they can be."""
+    if not isinstance(names, Mapping) or not all(isinstance(name, str) for pair in names.items() for name in pair):
+        return "does not return a dict of text to text: its architecture has no counterpart, or it is not one"
+    if missing := [name for name in stored if name not in names]:
+        return f"lacks {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else "")
+    first: dict[str, str] = {}
+    for name in stored:
+        if first.setdefault(names[name], name) != name:
+            return f"gives {first[names[name]]} and {name} one name, {names[name]}"
+    return ""

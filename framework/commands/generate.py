@@ -1,7 +1,4 @@
-"""The command `generate`: a sample of text from a checkpoint of a GPT, of whatever layout.
-
-python -m framework generate CHECKPOINT [--prompt TEXT] [--max-new-tokens N] [--temperature T] [--top-k K] [--seed S]
-    [--weights trained|ema] [--tokenizer PATH|bytes] [--allow-unverified --config FILE]
+"""``generate CHECKPOINT``: a sample of text from a checkpoint of a GPT, of whatever layout.
 
 The model is the one that the checkpoint's manifest names, the tokenizer that which the run has kept. No keys and values
 are kept between tokens: each costs one forward pass over the window, which is short for a look at a model and long for
@@ -24,16 +21,17 @@ from typing import Any, Final
 import torch
 
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.resume_point import UNVERIFIED, absence_at, newest_at
+from framework.checkpoint.resume_point import UNVERIFIED
+from framework.commands.export import find_source
 from framework.config.data import Text, TextPairs
 from framework.config.language_models import GPT
 from framework.config.load import load_config
 from framework.config.run_config import RunConfig
 from framework.data.token_files import KEPT_TOKENIZER, META_FILE, TOKENIZER_FILE, read_meta
 from framework.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from framework.errors import EXIT_OK, ConfigError, Problem
+from framework.errors import EXIT_OK, ConfigError
 from framework.setup.targets import call_factory
-from framework.system.arguments import CommandParser
+from framework.system.arguments import CommandParser, whole
 from framework.system.output import visible
 
 _KEY: Final = "CHECKPOINT"
@@ -52,8 +50,12 @@ def main(words: Sequence[str]) -> int:
     config = _config_of(checkpoint, arguments.config)
     tokenizer = _tokenizer_of(config, checkpoint, asked=arguments.tokenizer)
     prompt = os.fsencode(arguments.prompt)
-    if tokenizer.needs_utf8:
-        _refuse_other_encodings(prompt, arguments.prompt)
+    try:
+        if tokenizer.needs_utf8:
+            prompt.decode()
+    except UnicodeDecodeError as error:
+        shown, reason = ascii(arguments.prompt), "this tokenizer takes UTF-8 only"
+        raise ConfigError.of("prompt-not-utf8", reason, "write it in UTF-8", "--prompt", shown) from error
     # A document begins behind the end of the one before: so does a sample without a prompt.
     ids = tokenizer.encode([prompt])[0].tolist() or [tokenizer.special.end]
     model = load_gpt(checkpoint, config, average=arguments.weights == "ema")
@@ -168,15 +170,7 @@ def find_gpt(path: str, *, allow_unverified: bool = False) -> SavedCheckpoint:
     Raises:
         ConfigError: kind ``checkpoint-not-found``, ``checkpoint-unverified`` or ``not-a-gpt``.
     """
-    found = newest_at(path, key=_KEY, allow_unverified=allow_unverified)
-    if found is None:
-        raise ConfigError.of(
-            kind="checkpoint-not-found",
-            key=_KEY,
-            value=path,
-            reason=absence_at(path, key=_KEY),
-            fix="name a .../global_step<N> folder or a run folder that holds one",
-        )
+    found = find_source(path, allow_unverified=allow_unverified)
     if found.verified:
         _refuse_other_models(found.manifest["config"]["model"], file=str(found.path))
     return found
@@ -186,16 +180,17 @@ def _config_of(checkpoint: SavedCheckpoint, file: str | None) -> RunConfig:
     """Read the config that names model and tokenizer: the manifest's, or without one a run config that the user
     gives.
     """
+    stated: dict[str, Any] = {"key": _KEY, "value": str(checkpoint.path)}
     if checkpoint.verified:
-        config = _config_in(checkpoint)
+        try:
+            config = RunConfig.model_validate(checkpoint.manifest["config"])
+        except ValueError:  # pydantic's error is one
+            reason = "its manifest does not hold a run config of this release"
+            raise ConfigError.of("not-a-gpt", reason, "use the release that wrote it", **stated) from None
     elif file is None:
-        raise ConfigError.of(
-            kind=UNVERIFIED,
-            key=_KEY,
-            value=str(checkpoint.path),
-            reason="without a manifest nothing in it says what model it is of",
-            fix="give --config FILE, a run config with its model and its data",
-        )
+        reason = "without a manifest nothing in it says what model it is of"
+        fix = "give --config FILE, a run config with its model and its data"
+        raise ConfigError.of(UNVERIFIED, reason, fix, **stated)
     else:
         config = load_config(file)
     if not isinstance(config.model, GPT):  # nothing that a manifest names is called, but for this kind
@@ -203,32 +198,11 @@ def _config_of(checkpoint: SavedCheckpoint, file: str | None) -> RunConfig:
     return config
 
 
-def _config_in(checkpoint: SavedCheckpoint) -> RunConfig:
-    try:
-        return RunConfig.model_validate(checkpoint.manifest["config"])
-    except ValueError:  # pydantic's error is one
-        raise ConfigError.of(
-            kind="not-a-gpt",
-            key=_KEY,
-            value=str(checkpoint.path),
-            reason="its manifest does not hold a run config of this release",
-            fix="use the release that wrote it",
-        ) from None
-
-
 def _refuse_other_models(model: Mapping[str, Any], *, file: str) -> None:
     kind = model.get("target") or model.get("object") or model.get("kind")
     if kind != "gpt":
-        raise ConfigError(
-            Problem(
-                kind="not-a-gpt",
-                key="model.kind",
-                value=kind,
-                reason="only a GPT writes text, and this is another model",
-                fix="name a checkpoint of model.kind: gpt",
-                file=file,
-            )
-        )
+        reason, fix = "only a GPT writes text, and this is another model", "name a checkpoint of model.kind: gpt"
+        raise ConfigError.of("not-a-gpt", reason, fix, key="model.kind", value=kind, file=file)
 
 
 def _tokenizer_of(config: RunConfig, checkpoint: SavedCheckpoint, *, asked: str | None) -> Tokenizer:
@@ -239,29 +213,16 @@ def _tokenizer_of(config: RunConfig, checkpoint: SavedCheckpoint, *, asked: str 
     if asked is not None:
         key, path = "--tokenizer", None if asked == "bytes" else asked
     elif not isinstance(config.data, (Text, TextPairs)):
-        raise ConfigError(
-            Problem(
-                kind="tokenizer-unknown",
-                key="data",
-                reason="it is not a token folder, so nobody knows what its numbers stand for",
-                fix="name a tokenizer with --tokenizer",
-                file=str(checkpoint.path),
-            )
-        )
+        reason = "it is not a token folder, so nobody knows what its numbers stand for"
+        fix = "name a tokenizer with --tokenizer"
+        raise ConfigError.of("tokenizer-unknown", reason, fix, key="data", file=str(checkpoint.path))
     elif path is not None and (kept / META_FILE).is_file():
         path = str(kept)
     tokenizer = _read_tokenizer(path, key)
     if tokenizer.vocab_size > config.model.vocab_size:
-        raise ConfigError(
-            Problem(
-                kind="model-data-vocab-size",
-                key=key,
-                value=path,
-                file=str(checkpoint.path),
-                reason=f"its tokenizer has {tokenizer.vocab_size} tokens and the model {config.model.vocab_size}",
-                fix="name the tokenizer that the model was trained with",
-            )
-        )
+        reason = f"its tokenizer has {tokenizer.vocab_size} tokens and the model {config.model.vocab_size}"
+        fix, file = "name the tokenizer that the model was trained with", str(checkpoint.path)
+        raise ConfigError.of("model-data-vocab-size", reason, fix, key=key, value=path, file=file)
     return tokenizer
 
 
@@ -272,42 +233,28 @@ def _read_tokenizer(path: str | None, key: str) -> Tokenizer:
     if Path(path).is_file() or (file.is_file() and not file.with_name(META_FILE).exists()):
         return load_tokenizer(path if Path(path).is_file() else str(file))
     if key == "--tokenizer" and not Path(path).exists():
-        raise ConfigError.of(
-            kind="tokenizer-not-found",
-            key=key,
-            value=path,
-            reason="there is no such file or folder",
-            fix="name a tokenizer.json, a folder with one, or bytes",
-        )
+        reason, fix = "there is no such file or folder", "name a tokenizer.json, a folder with one, or bytes"
+        raise ConfigError.of("tokenizer-not-found", reason, fix, key=key, value=path)
     try:
         folder, meta = read_meta(path, key)
     except ConfigError as error:
         if key == "--tokenizer":
             raise
-        raise ConfigError(
-            [replace(problem, fix=f"{problem.fix}, or say --tokenizer") for problem in error.problems]
-        ) from error
+        problems = [replace(problem, fix=f"{problem.fix}, or say --tokenizer") for problem in error.problems]
+        raise ConfigError(problems) from error
     return ByteTokenizer() if meta.tokenizer == "bytes" else load_tokenizer(str(folder / TOKENIZER_FILE))
-
-
-def _refuse_other_encodings(prompt: bytes, shown: str) -> None:
-    try:
-        prompt.decode()
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            Problem("prompt-not-utf8", "this tokenizer takes UTF-8 only", "write it in UTF-8", "--prompt", ascii(shown))
-        ) from error
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser(
         prog="python -m framework generate", description="Print a sample of text from a checkpoint of a GPT."
     )
+    count = whole(1, 10**9, "'{}' is not a number from 1 to 999999999")
     parser.add_argument(
         "checkpoint", metavar="CHECKPOINT", help="run folder (its newest checkpoint) or .../global_step<N>"
     )
     parser.add_argument("--prompt", default="", metavar="TEXT", help="what to go on from; left out: a new document")
-    parser.add_argument("--max-new-tokens", type=_count, default=200, metavar="N", help="tokens at most (200)")
+    parser.add_argument("--max-new-tokens", type=count, default=200, metavar="N", help="tokens at most (200)")
     parser.add_argument(
         "--temperature",
         type=_temperature,
@@ -315,8 +262,14 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         metavar="T",
         help="below 1: likelier tokens still likelier; 0: always the likeliest (0.8)",
     )
-    parser.add_argument("--top-k", type=_count, metavar="K", help="draw from the K likeliest tokens only")
-    parser.add_argument("--seed", type=_seed, default=0, metavar="S", help="another seed, another sample (0)")
+    parser.add_argument("--top-k", type=count, metavar="K", help="draw from the K likeliest tokens only")
+    parser.add_argument(
+        "--seed",
+        type=whole(0, 10**18, "'{}' is not a whole number from 0 up"),
+        default=0,
+        metavar="S",
+        help="another seed, another sample (0)",
+    )
     parser.add_argument(
         "--weights", choices=("trained", "ema"), default="trained", help="as trained, or their moving average (trained)"
     )
@@ -326,18 +279,6 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--allow-unverified", action="store_true", help="read what DeepSpeed wrote without a manifest")
     parser.add_argument("--config", metavar="FILE", help="run config with the model and the data of such a checkpoint")
     return parser.parse_args(words)
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) >= 1):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number from 1 to 999999999")
-    return int(text)
-
-
-def _seed(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) < 19):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 0 up")
-    return int(text)
 
 
 def _temperature(text: str) -> float:

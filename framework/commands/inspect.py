@@ -1,12 +1,10 @@
-"""``inspect CHECKPOINT|RUN``: what a checkpoint is, and whether every file of it is as it was written. Nothing is
-deserialised.
-"""
+"""``inspect CHECKPOINT|RUN``: what a checkpoint is, and whether its files are as written. Nothing is deserialised."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -35,7 +33,7 @@ from framework.checkpoint.resume_point import refused_unverified
 from framework.errors import EXIT_OK, EXIT_STORAGE, ConfigError, StorageError, counted, printable, show_value
 from framework.train.best import best_in
 
-_WIDTH: Final = 11
+_PACKAGES: Final = ("dsf-trainer", "deepspeed", "torch", "python")  # their versions decide who can read a checkpoint
 
 
 @dataclass(frozen=True)
@@ -63,29 +61,25 @@ def run_inspect(source: str, *, as_json: bool, verify: bool, allow_unverified: b
         StorageError: the folder is there and does not answer.
     """
     try:
-        text, is_sound = _described(Path(source), as_json=as_json, verify=verify, allow_unverified=allow_unverified)
+        paths = _checkpoints_at(Path(source))
+        if not paths:
+            lines, stated, is_sound = _raw(Path(source), allowed=allow_unverified)
+        else:
+            found = [_inspect(path, verify=verify) for path in paths]
+            lines, stated = _lines(found[0]) if len(found) == 1 else _table(found), map(_as_json, found)
+            is_sound = not any(one.damage for one in found)
+        if as_json:  # JSON escapes all control characters by itself, but for one
+            text = json.dumps(list(stated), indent=2).replace("\x7f", "\\u007f")
+        else:
+            text = "\n".join(map(printable, lines))
     except OSError as error:
-        raise StorageError(
-            f"inspect: {show_value(error.filename or source)}: it cannot be read: {error.strerror or error} "
-            "[checkpoint-not-read]"
-        ) from error
+        reason = f"inspect: {show_value(error.filename or source)}: it cannot be read: {error.strerror or error}"
+        raise StorageError(f"{reason} [checkpoint-not-read]") from error
     print(text)
     return EXIT_OK if is_sound else EXIT_STORAGE
 
 
-def _described(source: Path, *, as_json: bool, verify: bool, allow_unverified: bool) -> tuple[str, bool]:
-    """Describe a checkpoint, and whether all of it is sound."""
-    paths = _checkpoints_at(source)
-    if not paths:
-        return _raw(source, as_json=as_json, allowed=allow_unverified)
-    found = [_inspect(path, verify=verify) for path in paths]
-    is_sound = not any(one.damage for one in found)
-    if as_json:
-        return _json([_as_json(one) for one in found]), is_sound
-    return "\n".join(map(printable, _lines(found[0]) if len(found) == 1 else _table(found))), is_sound
-
-
-def _raw(path: Path, *, as_json: bool, allowed: bool) -> tuple[str, bool]:
+def _raw(path: Path, *, allowed: bool) -> tuple[Iterator[str], Iterator[dict[str, Any]], bool]:
     """Describe a checkpoint by the names of its files; nothing of them is read."""
     folder = find_raw(path)
     assert folder is not None
@@ -101,20 +95,13 @@ def _raw(path: Path, *, as_json: bool, allowed: bool) -> tuple[str, bool]:
         "files": f"{names.num_files:,}, {_size(names.num_bytes)}",
         "verified": "no: there are no checksums to hold the files against",
     }
-    if as_json:
-        text = _json([{"path": str(folder), "verified": False, "damage": damage, **asdict(names)}])
-    else:
-        lines = [
-            *(f"{label:<{_WIDTH}}{stated}" for label, stated in rows.items() if stated),
-            *(f"damaged    {line}" for line in damage),
-        ]
-        text = "\n".join(map(printable, lines))
-    return text, not damage
+    stated = {"path": str(folder), "verified": False, "damage": damage, **asdict(names)}
+    return _lined(rows, damage), iter([stated]), not damage
 
 
-def _json(found: Any) -> str:
-    """JSON escapes all control characters by itself, but for one."""
-    return json.dumps(found, indent=2).replace("\x7f", "\\u007f")
+def _lined(rows: Mapping[str, str], damage: Iterable[str]) -> Iterator[str]:
+    yield from (f"{label:<11}{text}" for label, text in rows.items() if text)
+    yield from (f"damaged    {line}" for line in damage)
 
 
 def _checkpoints_at(path: Path) -> list[Path]:
@@ -130,13 +117,8 @@ def _checkpoints_at(path: Path) -> list[Path]:
         if found := [child for _, child in named_folders(folder) if child.is_dir()]:
             return found
     reason = "there is no checkpoint" if path.exists() else "there is no such folder"
-    raise ConfigError.of(
-        kind="checkpoint-not-found",
-        key="inspect",
-        value=str(path),
-        reason=reason,
-        fix="name a .../global_step<N> folder or a run folder that holds one",
-    )
+    fix = "name a .../global_step<N> folder or a run folder that holds one"
+    raise ConfigError.of("checkpoint-not-found", reason, fix, key="inspect", value=str(path))
 
 
 def _inspect(path: Path, *, verify: bool) -> Inspected:
@@ -150,60 +132,43 @@ def _inspect(path: Path, *, verify: bool) -> Inspected:
 
 
 def _lines(one: Inspected) -> Iterator[str]:
-    rows: dict[str, str] = {"checkpoint": str(one.path)}
+    rows = {"checkpoint": str(one.path)}
     if replaced := REPLACED.match(one.path.name):
-        rows["replaced"] = (
-            f"set aside by a resume from an earlier step; mv {one.path} {one.path.with_name(replaced['tag'])}"
-        )
-        rows["replaced"] += " brings it back, where nothing has that name"
+        back = f"mv {one.path} {one.path.with_name(replaced['tag'])} brings it back, where nothing has that name"
+        rows["replaced"] = f"set aside by a resume from an earlier step; {back}"
     if one.checkpoint is not None:
         rows |= _rows(one.checkpoint)
-    rows["verified"] = _verdict(one)
-    for label, text in rows.items():
-        yield f"{label:<{_WIDTH}}{text}"
-    for stated in one.damage or ():
-        yield f"damaged    {stated}"
-
-
-def _verdict(one: Inspected) -> str:
+    rows["verified"] = "every file is as it was written"
     if one.damage is None:
-        return "no (--no-verify)"
-    count = len(one.damage)
-    return (
-        f"{count} file{'s are' if count > 1 else ' is'} not as written" if count else "every file is as it was written"
-    )
+        rows["verified"] = "no (--no-verify)"
+    elif count := len(one.damage):
+        rows["verified"] = f"{count} file{'s are' if count > 1 else ' is'} not as written"
+    return _lined(rows, one.damage or ())
 
 
 def _rows(checkpoint: SavedCheckpoint) -> dict[str, str]:
     manifest = checkpoint.manifest
-    config, sizes = manifest["config"], _sizes(checkpoint)
+    config, sizes, versions = manifest["config"], _sizes(checkpoint), checkpoint.versions
     parts = " + ".join(f"{name} {_size(size)}" for name, size in sizes.items() if size)
-    total = sum(sizes.values())
-    rows = {
-        "step": f"{checkpoint.step:,}{_of(manifest.get('total_steps'))}{_place(manifest)}",
+    total_steps, ema = manifest.get("total_steps"), config.get("training", {}).get("ema")
+    return {
+        "step": f"{checkpoint.step:,}{f' of {total_steps:,}' if total_steps else ''}{_place(manifest)}",
         "model": _name_of(config["model"]),
         "layout": _layout(manifest),
         "pipeline": _pipeline(manifest.get("pipeline")),
         "optimizer": _optimizer(config["optimizer"]),
         "metrics": _metrics(manifest),
         "best": str(best_in(manifest) or ""),
-        "average": _average(config.get("training", {}).get("ema")),
-        "versions": ", ".join(f"{name} {version}" for name, version in _versions(checkpoint).items()),
+        "average": f"of the weights, decay {ema['decay']:g}" if ema else "",
+        "versions": ", ".join(f"{name} {versions[name]}" for name in _PACKAGES if versions.get(name)),
         "written": _written(checkpoint),
-        "files": f"{len(manifest['files']):,}, {_size(total)}: {parts}",
+        "files": f"{len(manifest['files']):,}, {_size(sum(sizes.values()))}: {parts}",
     }
-    return {label: text for label, text in rows.items() if text}
 
 
 def _name_of(section: Mapping[str, Any]) -> str:
-    """Return the name of a section's object: of one's own code its import path, or the type of what was handed over
-    from Python.
-    """
+    """A section's object: a kind, one's own code's import path, or the type of what was handed over from Python."""
     return next(str(section[key]) for key in ("kind", "target", "object") if section.get(key))
-
-
-def _of(total: int | None) -> str:
-    return f" of {total:,}" if total else ""
 
 
 def _place(manifest: Mapping[str, Any]) -> str:
@@ -241,35 +206,18 @@ def _optimizer(optimizer: Mapping[str, Any]) -> str:
 
 
 def _metrics(manifest: Mapping[str, Any]) -> str:
-    """Format the metrics that rate a checkpoint; a value that is not finite is text in the manifest: JSON has no number
-    for it.
-    """
+    """The metrics that rate a checkpoint; one that is not finite is text in the manifest: JSON has no number for it."""
     found = manifest.get("metrics", {})
     shown = (name for name in found if name == "train/loss" or name.startswith("eval/"))
     return ", ".join(f"{name} {float(found[name]):.4g}" for name in shown)
 
 
-def _average(ema: Mapping[str, Any] | None) -> str:
-    """Check whether there is a moving average of the weights as well."""
-    return f"of the weights, decay {ema['decay']:g}" if ema else ""
-
-
-def _versions(checkpoint: SavedCheckpoint) -> dict[str, str]:
-    """Return the versions that decide whether a checkpoint can be read."""
-    versions = checkpoint.versions
-    return {name: versions[name] for name in ("dsf-trainer", "deepspeed", "torch", "python") if versions.get(name)}
-
-
 def _written(checkpoint: SavedCheckpoint) -> str:
-    """When it was saved; of an older release, which does not say so, the date of the file: a copy may have another
-    one.
-    """
-    stated = checkpoint.manifest.get("saved_at")
-    when = (
-        datetime.fromisoformat(stated)
-        if stated
-        else datetime.fromtimestamp((checkpoint.path / MANIFEST).stat().st_mtime)
-    )
+    """When it was saved; of an older release, which does not say so, the date of the file, of a copy perhaps."""
+    if stated := checkpoint.manifest.get("saved_at"):
+        when = datetime.fromisoformat(stated)
+    else:
+        when = datetime.fromtimestamp((checkpoint.path / MANIFEST).stat().st_mtime)
     return when.astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
 
 
@@ -307,10 +255,8 @@ def _table(found: list[Inspected]) -> Iterator[str]:
         if one.checkpoint is not None:
             size, metrics = _size(sum(_sizes(one.checkpoint).values())), _metrics(one.checkpoint.manifest)
             stated += [f"{size:>10}", _written(one.checkpoint), metrics]
-        stated += [
-            "latest" if one.path.name == latest else "",
-            "" if one.damage is None else "damaged" if one.damage else "sound",
-        ]
+        stated.append("latest" if one.path.name == latest else "")
+        stated.append("" if one.damage is None else "damaged" if one.damage else "sound")
         yield "  ".join(filter(None, stated))
         yield from (f"  damaged: {one.path.name}/{line}" for line in one.damage or ())
     for path in replaced_folders(found[0].path.parent):
@@ -319,17 +265,10 @@ def _table(found: list[Inspected]) -> Iterator[str]:
 
 def _as_json(one: Inspected) -> dict[str, Any]:
     """The manifest without its list of files, whose sizes are summed up, and the verdict."""
-    stated: dict[str, Any] = {
-        "path": str(one.path),
-        "verified": one.damage is not None,
-        "damage": list(one.damage or ()),
-    }
+    stated = {"path": str(one.path), "verified": one.damage is not None, "damage": list(one.damage or ())}
     if one.checkpoint is None:
         return stated
-    manifest = {name: value for name, value in one.checkpoint.manifest.items() if name not in ("files", "sha256")}
-    files = one.checkpoint.manifest["files"]
-    return (
-        stated
-        | manifest
-        | {"num_files": len(files), "num_bytes": _sizes(one.checkpoint), "written": _written(one.checkpoint)}
-    )
+    manifest = dict(one.checkpoint.manifest)
+    num_files, _ = len(manifest.pop("files")), manifest.pop("sha256", None)
+    sums = {"num_files": num_files, "num_bytes": _sizes(one.checkpoint), "written": _written(one.checkpoint)}
+    return stated | manifest | sums

@@ -1,10 +1,5 @@
-"""The balance of a pipeline's stages, for the command `plan`: told by a child process, because it takes torch and the
-model.
-
-    this process --config and cluster, JSON--> python -m framework.setup.stages --the table, or why there is none,
-    JSON--> here
-
-The model is built and looked at on processors only; nothing trains, and no device is touched.
+"""The balance of a pipeline's stages, for the command `plan`: a child process, `framework.setup.stages`, builds the
+model on processors and looks at it, because that takes torch. Nothing trains, and no device is touched.
 """
 
 from __future__ import annotations
@@ -29,11 +24,11 @@ _NEEDED: Final = ("torch", "deepspeed")
 
 @dataclass(frozen=True)
 class StageBalance:
-    """Facts about the stages before the run.
+    """Facts about the stages before the run, where any are known.
 
     Attributes:
-        lines: one per stage, for a person; empty where nothing is known.
-        pipeline: the table as ``plan.json`` has it; None where nothing is known.
+        lines: one per stage, for a person.
+        pipeline: the table as ``plan.json`` has it.
         notes: why nothing is known, or what may still change.
     """
 
@@ -55,11 +50,8 @@ def find_stage_balance(plan: Plan, *, source: Source, longest_seconds: float = _
     try:
         done = subprocess.run(
             [sys.executable, "-m", "framework.setup.stages"],
-            input=json.dumps(question),
+            input=json.dumps(question).encode(),
             capture_output=True,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
             env={"DS_ACCELERATOR": "cpu", **os.environ},
             timeout=longest_seconds,
             check=False,
@@ -68,48 +60,29 @@ def find_stage_balance(plan: Plan, *, source: Source, longest_seconds: float = _
         return _unknown(plan, f"looking at the model took more than {longest_seconds:g} s")
     except OSError as error:
         return _unknown(plan, f"{sys.executable} cannot be started: {error.strerror}")
-    return _read(plan, done, source)
-
-
-def _read(plan: Plan, done: subprocess.CompletedProcess[str], source: Source) -> StageBalance:
     try:
         reported = json.loads(done.stdout)
     except ValueError:
-        stated = done.stderr.strip().splitlines()
-        return _unknown(
-            plan, f"looking at the model ended with code {done.returncode}{f': {stated[-1]}' if stated else ''}"
-        )
+        stated = done.stderr.decode("utf-8", errors="replace").strip().splitlines()
+        why = f": {stated[-1]}" if stated else ""
+        return _unknown(plan, f"looking at the model ended with code {done.returncode}{why}")
     if "problems" in reported:
         raise ConfigError(source.locate(Problem.from_dict(each)) for each in reported["problems"])
     if "missing" in reported:
         return _unknown(plan, str(source.locate(Problem.from_dict(reported["missing"][0]))))
-    return StageBalance(tuple(reported["lines"]), reported["pipeline"], tuple(_may_change(plan)))
+    parallel, notes = plan.config.parallel, []
+    if parallel.partition == "measured" and parallel.stages is None:
+        # Times on another machine say nothing of those on the devices of the run, so nothing is timed here.
+        reason = "the layers are timed on the device when the run starts; until then the stages share the parameters"
+        notes = [_note("stages-measured-at-start", "partition", "measured", reason, "the run tells where it cuts")]
+    return StageBalance(tuple(reported["lines"]), reported["pipeline"], tuple(notes))
 
 
 def _unknown(plan: Plan, reason: str) -> StageBalance:
-    note = Problem(
-        kind="stages-unknown",
-        key="parallel.pipe",
-        value=plan.config.parallel.pipe,
-        severity="note",
-        reason=f"what each stage will hold is not known here: {reason}",
-        fix="the run tells it when it starts",
-    )
+    unknown = f"what each stage will hold is not known here: {reason}"
+    note = _note("stages-unknown", "pipe", plan.config.parallel.pipe, unknown, "the run tells it when it starts")
     return StageBalance(notes=(note,))
 
 
-def _may_change(plan: Plan) -> list[Problem]:
-    """Times on another machine say nothing of those on the devices of the run, so nothing is timed here."""
-    parallel = plan.config.parallel
-    if parallel.partition != "measured" or parallel.stages is not None:
-        return []
-    return [
-        Problem(
-            kind="stages-measured-at-start",
-            key="parallel.partition",
-            value="measured",
-            severity="note",
-            reason="the layers are timed on the device when the run starts; until then the stages share the parameters",
-            fix="the run tells where it cuts",
-        )
-    ]
+def _note(kind: str, key: str, value: object, reason: str, fix: str) -> Problem:
+    return Problem(kind, reason, fix, key=f"parallel.{key}", value=value, severity="note")

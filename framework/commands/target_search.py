@@ -30,14 +30,9 @@ def missing_targets(config: RunConfig) -> Iterator[Problem]:
         target = getattr(section, "target", None) if isinstance(section, Target) else None
         missing = _missing_module(target.partition(":")[0]) if isinstance(target, str) else None
         if missing is not None:
-            yield Problem(
-                kind="target-not-found",
-                key=f"{name}.target",
-                value=target,
-                severity="warning",
-                reason=f"there is no module {missing} here",
-                fix=f"check the spelling, or start where {missing.partition('.')[0]} can be imported",
-            )
+            reason = f"there is no module {missing} here"
+            fix = f"check the spelling, or start where {missing.partition('.')[0]} can be imported"
+            yield Problem("target-not-found", reason, fix, key=f"{name}.target", value=target, severity="warning")
 
 
 def _missing_module(module: str) -> str | None:
@@ -65,9 +60,7 @@ def _missing_module(module: str) -> str | None:
 
 
 def _find_top(name: str) -> importlib.machinery.ModuleSpec | None:
-    """Of a name without dots, finding imports nothing. train.py looks in its own folder and in the current one
-    first.
-    """
+    """Of a name without dots, finding imports nothing. train.py looks in its own and the current folder first."""
     own = str(Path(framework.__file__).parents[1])
     spec = importlib.machinery.PathFinder.find_spec(name, [os.getcwd(), own])
     return spec or importlib.util.find_spec(name)

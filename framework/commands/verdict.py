@@ -150,7 +150,7 @@ def _check_run_config(file: str, overrides: Sequence[str], against: CheckContext
 
 
 def _errors_of_known(document: Document, overrides: Sequence[str], against: CheckContext) -> list[Problem]:
-    """Find the errors of the sections that can be read, beside those that cannot."""
+    """Those of the sections that can be read, beside those that cannot."""
     from framework.config.load import load_known
     from framework.plan.plan import errors_of_known
 
@@ -162,7 +162,6 @@ def _errors_of_known(document: Document, overrides: Sequence[str], against: Chec
 
 
 def _release_note(file: str, against: CheckContext) -> Iterator[Problem]:
-    """Not every patch has a table."""
     from framework.dslint.keys import load_table
 
     if against.release is None:
@@ -170,13 +169,8 @@ def _release_note(file: str, against: CheckContext) -> Iterator[Problem]:
     judged = load_table(against.release).release
     written = against.release.strip().removeprefix("v").partition("+")[0]
     if judged != written and not judged.startswith(f"{written}."):
-        yield Problem(
-            kind="release-without-table",
-            file=file,
-            severity="note",
-            reason=f"there is no table of DeepSpeed {written}, so {judged} was taken",
-            fix="check the keys that it names",
-        )
+        reason, fix = f"there is no table of DeepSpeed {written}, so {judged} was taken", "check the keys that it names"
+        yield Problem("release-without-table", reason, fix, file=file, severity="note")
 
 
 def _place(problem: Problem) -> tuple[str, int, int]:

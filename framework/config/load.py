@@ -163,14 +163,12 @@ def _with_overrides(document: Document, overrides: Sequence[str]) -> tuple[dict[
     source = Source(document)
     values = {} if document.value is None else document.value
     if not isinstance(values, dict):
-        raise ConfigError(
-            Problem(
-                kind="config-syntax",
-                file=document.name,
-                value=values,
-                reason="a run config is a mapping of sections",
-                fix="start with a section such as `run:`",
-            )
+        raise ConfigError.of(
+            kind="config-syntax",
+            file=document.name,
+            value=values,
+            reason="a run config is a mapping of sections",
+            fix="start with a section such as `run:`",
         )
     if isinstance(values.get("$schema"), str):  # where editors find the JSON Schema
         values = {name: section for name, section in values.items() if name != "$schema"}
@@ -280,15 +278,13 @@ def _apply_override(values: dict[str, Any], override: str, source: Source) -> No
         section = section[part]
         if not isinstance(section, dict):
             key = ".".join(map(str, path[:depth]))
-            raise ConfigError(
-                Problem(
-                    kind="override-not-a-section",
-                    file=COMMAND_LINE,
-                    key=match[1],
-                    value=value,
-                    reason=f"{key} holds a value, not a section",
-                    fix=f"set {key} itself",
-                )
+            raise ConfigError.of(
+                kind="override-not-a-section",
+                file=COMMAND_LINE,
+                key=match[1],
+                value=value,
+                reason=f"{key} holds a value, not a section",
+                fix=f"set {key} itself",
             )
     section[path[-1]] = value
     source.override(path, parsed.texts)

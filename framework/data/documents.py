@@ -274,15 +274,13 @@ def _parsed(line: bytes, path: str, number: int) -> Any:
     except (ValueError, RecursionError) as error:
         reason = "nested too deep" if isinstance(error, RecursionError) else getattr(error, "msg", str(error))
         reason = reason.removesuffix(" at").removesuffix(" starting")  # the place is said in front of the line
-        raise ConfigError(
-            Problem(
-                kind="text-bad-json",
-                reason=f"the line is not JSON: {reason}",
-                file=path,
-                line=number,
-                column=getattr(error, "colno", 0),
-                fix="write one JSON object per line, or remove the line",
-            )
+        raise ConfigError.of(
+            kind="text-bad-json",
+            reason=f"the line is not JSON: {reason}",
+            file=path,
+            line=number,
+            column=getattr(error, "colno", 0),
+            fix="write one JSON object per line, or remove the line",
         ) from error
 
 
@@ -306,7 +304,7 @@ def _field(row: Any, name: str, path: str, number: int) -> str:
             f"the field '{name}' holds no text",
             "say which one does with --jsonl-field",
         )
-    raise ConfigError(Problem(kind=kind, reason=reason, fix=fix, file=path, line=number))
+    raise ConfigError.of(kind=kind, reason=reason, fix=fix, file=path, line=number)
 
 
 def _check_utf8(text: bytes, path: str, *, position: int = 0, line: int = 0) -> None:

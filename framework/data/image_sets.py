@@ -214,8 +214,8 @@ def _open(place: Path, *, root: str, transform: Any) -> ImageFolder:
         return ImageFolder(str(place), transform=transform, loader=_read_image)
     except FileNotFoundError as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(
-            Problem("dataset-no-images", f"{place}: {reason}", _layout(root, place.name), "data.root", root)
+        raise ConfigError.of(
+            "dataset-no-images", f"{place}: {reason}", _layout(root, place.name), "data.root", root
         ) from error
 
 

@@ -29,7 +29,7 @@ from framework.data.token_files import PART_WORDS, Meta
 from framework.data.token_writer import FolderWriter, made_aside
 from framework.data.tokenizer import SMALLEST_BPE, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 from framework.data.tokens import verify_token_folder
-from framework.errors import EXIT_OK, ConfigError, Problem, StorageError
+from framework.errors import EXIT_OK, ConfigError, StorageError
 from framework.system.arguments import CommandParser
 from framework.system.stopping import ending_in_good_order
 
@@ -130,8 +130,8 @@ def prepare(
             ):
                 _write(pieces("writing tokens"), ready, writer)
                 if not writer.train.num_documents:
-                    raise ConfigError(
-                        Problem("text-empty", "there is no text in it", "name files with text", file=", ".join(inputs))
+                    raise ConfigError.of(
+                        "text-empty", "there is no text in it", "name files with text", file=", ".join(inputs)
                     )
                 return writer.finish()
         except OSError as error:
@@ -222,10 +222,8 @@ def _refuse_used_folder(out: str) -> None:
     except (OSError, ValueError) as error:
         raise StorageError(f"{out!r}: cannot be read ({error}) [text-not-written]") from error
     if not is_free:
-        raise ConfigError(
-            Problem(
-                "output-exists", "it exists and is not an empty folder", "remove it, or name another folder", file=out
-            )
+        raise ConfigError.of(
+            "output-exists", "it exists and is not an empty folder", "remove it, or name another folder", file=out
         )
 
 

@@ -101,19 +101,17 @@ def read_meta(path: str, key: str) -> tuple[Path, Meta]:
     """
     folder = Path(os.path.expanduser(path))  # noqa: PTH111 - pathlib raises where there is no such user
     if not os.path.isdir(folder):  # noqa: PTH112 - and where the name is too long
-        raise ConfigError(
-            Problem(
-                "text-not-found",
-                f"there is no folder {folder}",
-                "name one made by python -m framework prepare",
-                key,
-                path,
-            )
+        raise ConfigError.of(
+            "text-not-found",
+            f"there is no folder {folder}",
+            "name one made by python -m framework prepare",
+            key,
+            path,
         )
     file = folder / META_FILE
     if not file.is_file():
         reason = f"there is no {META_FILE} in it: it was not made by prepare, or prepare did not finish"
-        raise ConfigError(Problem("text-not-prepared", reason, PREPARE, key, path))
+        raise ConfigError.of("text-not-prepared", reason, PREPARE, key, path)
     try:
         with file.open("rb") as stream:
             return folder, Meta.model_validate_json(stream.read(_LARGEST_META_BYTES))

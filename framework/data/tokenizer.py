@@ -12,7 +12,7 @@ import numpy as np
 from framework.config.data import BYTE_VOCAB_SIZE
 from framework.data.token_files import TOKENIZER_FILE, SpecialTokens
 from framework.data.tokens import Corpus, EvaluationShare, Numbers, Tokens
-from framework.errors import ConfigError, Problem, in_one_line
+from framework.errors import ConfigError, in_one_line
 
 # What known tokenizers call the special tokens, the best first, which is also what they are called here. [SEP] and </s>
 # may end documents too; the end of a document is learnt.
@@ -122,19 +122,15 @@ def load_tokenizer(path: str) -> LibraryTokenizer:
     """
     library = _library()
     if not Path(path).expanduser().is_file():
-        raise ConfigError(
-            Problem(
-                "tokenizer-not-found", "there is no such file", "name a tokenizer.json, or bytes", "--tokenizer", path
-            )
+        raise ConfigError.of(
+            "tokenizer-not-found", "there is no such file", "name a tokenizer.json, or bytes", "--tokenizer", path
         )
     try:
         return LibraryTokenizer(library.Tokenizer.from_file(str(Path(path).expanduser())))
     except Exception as error:  # the library raises bare Exceptions
         reason = f"it cannot be read as a tokenizer ({in_one_line(error)})"
-        raise ConfigError(
-            Problem(
-                "tokenizer-unreadable", reason, "name a tokenizer.json of the library tokenizers", "--tokenizer", path
-            )
+        raise ConfigError.of(
+            "tokenizer-unreadable", reason, "name a tokenizer.json of the library tokenizers", "--tokenizer", path
         ) from error
 
 
@@ -170,7 +166,7 @@ def _library() -> Any:
     except ImportError as error:
         reason = f"it needs the package tokenizers, which cannot be imported ({error})"
         fix = "in the checkout: ./launch.sh setup text, or pip install -e '.[text]'; or use --tokenizer bytes"
-        raise ConfigError(Problem("package-missing", reason, fix, "--tokenizer")) from error
+        raise ConfigError.of("package-missing", reason, fix, "--tokenizer") from error
     return tokenizers
 
 
@@ -198,14 +194,12 @@ def python_sources(folder: Path | None = None) -> Corpus:
     folder = folder or Path(sysconfig.get_paths()["stdlib"])
     texts = _texts(folder)
     if len(texts) < 20:  # too few to deal between training and evaluation
-        raise ConfigError(
-            Problem(
-                "text-not-found",
-                f"this Python has no sources in {folder}",
-                "name a folder made by python -m framework prepare",
-                "data.path",
-                None,
-            )
+        raise ConfigError.of(
+            "text-not-found",
+            f"this Python has no sources in {folder}",
+            "name a folder made by python -m framework prepare",
+            "data.path",
+            None,
         )
     share = EvaluationShare(_EVAL_FRACTION)
     dealt: dict[bool, list[bytes]] = {False: [], True: []}

@@ -28,7 +28,7 @@ _INCLUDE: Final = "--include=${include#@}"
 
 @dataclass(frozen=True)
 class PlainCommand:
-    """Plain command for a person to type, with what has to come before it in the shell, and variables for it alone."""
+    """Command for a person to type, with what has to come before it in the shell, and variables for it alone."""
 
     words: list[str]
     before: str = ""
@@ -44,13 +44,12 @@ def local_command(
     address: str | None = None,
     chosen: Sequence[int] | None = None,
 ) -> list[str]:
-    """The plain `deepspeed` command.
+    """The `deepspeed` command that trains the same on this machine.
 
     Args:
-        arguments: of train.py.
+        arguments: of train.py, which is `script`.
         num_ranks: processes, one for each device.
-        port: where the ranks meet.
-        script: train.py.
+        port, script: where the ranks meet, and what they run.
         address: where they meet, if somebody chose it.
         chosen: device numbers of ``CUDA_VISIBLE_DEVICES``; without them the launcher takes the first.
     """
@@ -77,9 +76,8 @@ def node_command(
     before, path, include = "", hostfile, []
     if path is None or numbers:
         slots = max(numbers) + 1 if numbers else topology.slots
-        places = (
-            " ".join(map(str, range(topology.nnodes))) if topology.nnodes <= _FEW else f"$(seq 0 {topology.nnodes - 1})"
-        )
+        few = " ".join(map(str, range(topology.nnodes)))
+        places = few if topology.nnodes <= _FEW else f"$(seq 0 {topology.nnodes - 1})"
         before, path = f"hosts=$(mktemp) && printf 'node-%s slots={slots}\\n' {places} > $hosts && ", "$hosts"
         if numbers:
             before += f"include=$(printf '@node-%s:{','.join(map(str, numbers))}' {places}) && "
@@ -100,16 +98,8 @@ def hosts_command(
 ) -> PlainCommand | None:
     """The `deepspeed` command for the same hosts, through pdsh; None where it has no words for them."""
     names = [item.host.name for item in chosen]
-    filters = [
-        f"--{name}={value}"
-        for name, value in (
-            ("include", options.include),
-            ("exclude", options.exclude),
-            ("num_nodes", options.num_nodes),
-            ("num_gpus", options.num_gpus),
-        )
-        if value
-    ]
+    choice = options.choice
+    filters = [f"--{name}={choice[name]}" for name in ("include", "exclude", "num_nodes", "num_gpus") if choice[name]]
     before, path = "", options.hostfile
     every = [host.name for host in read_hostfile(options.hostfile or "")] if options.include or options.exclude else []
     if any(":" in name for name in names) or any(set(name) & set("@:") for name in every):
@@ -149,12 +139,9 @@ def added_environment(environment: Mapping[str, str], *, device: str, num_ranks:
 
 def as_shell_line(command: Sequence[str], added: Mapping[str, str], *, before: str = "") -> str:
     """Format the command as a line for the shell; `before` defines the ``$hosts`` and ``$include`` in it."""
-    variables = [
-        f"PATH={shlex.quote(value.partition(os.pathsep)[0])}:$PATH"
-        if name == "PATH"
-        else f"{name}={shlex.quote(value)}"
-        for name, value in added.items()
-    ]
+    variables = [f"{name}={shlex.quote(value)}" for name, value in added.items() if name != "PATH"]
+    if "PATH" in added:
+        variables.insert(0, f"PATH={shlex.quote(added['PATH'].partition(os.pathsep)[0])}:$PATH")
     found = shutil.which("deepspeed")
     on_path = found is not None and Path(found).absolute() == Path(command[0])
     program = "deepspeed" if on_path else command[0]
@@ -185,16 +172,9 @@ def usable_port(asked: int | None) -> int:
         try:
             probe.bind(("", asked))
         except OSError as error:
-            raise ConfigError(
-                Problem(
-                    kind="port-not-usable",
-                    file="command line",
-                    key="--master_port",
-                    value=asked,
-                    reason=f"ranks cannot meet there: {error.strerror}",
-                    fix="leave it out, and a free one is taken",
-                )
-            ) from None
+            reason, fix = f"ranks cannot meet there: {error.strerror}", "leave it out, and a free one is taken"
+            stated = Problem("port-not-usable", reason, fix, key="--master_port", value=asked, file="command line")
+            raise ConfigError(stated) from None
     return asked
 
 

@@ -58,14 +58,10 @@ def refuse_too_few(job: LoadedRun, devices: LocalDevices, *, num_ranks: int, sta
     """
     if not devices.count or num_ranks <= devices.count:
         return
-    problem = Problem(
-        kind="too-few-devices",
-        key=stated_by,
-        value=num_ranks,
-        file="command line" if stated_by.startswith("-") else "",
-        reason=f"this machine has {devices.count} {devices.kind} devices for it",
-        fix=f"at most {devices.count}{where}, or DS_ACCELERATOR=cpu to try it on processors",
-    )
+    reason = f"this machine has {devices.count} {devices.kind} devices for it"
+    fix = f"at most {devices.count}{where}, or DS_ACCELERATOR=cpu to try it on processors"
+    file = "command line" if stated_by.startswith("-") else ""
+    problem = Problem("too-few-devices", reason, fix, key=stated_by, value=num_ranks, file=file)
     raise ConfigError(job.source.locate(problem) if stated_by.startswith("run.") else problem)
 
 

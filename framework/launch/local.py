@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from framework.config.run_config import RunConfig
-from framework.errors import EXIT_OK, ConfigError, Problem, UsageError
+from framework.errors import EXIT_OK, ConfigError, UsageError
 from framework.launch.deepspeed_command import (
     added_environment,
     as_shell_line,
@@ -107,12 +107,7 @@ def _launch_here(options: LaunchOptions, requests: StopRequests, *, alone: Chose
 
 
 def _look_at_ops(job: LoadedRun, cluster: Cluster, environment: Mapping[str, str]) -> None:
-    """Refuse what the first rank could not compile, and announce what it will: it takes long enough to be taken for a
-    hang.
-
-    Raises:
-        ConfigError: as `doctor` would find it.
-    """
+    """Refuse what the first rank could not compile, and announce what it will, which may be taken for a hang."""
     from framework.doctor.node.compilers import check_ops, ops_to_compile
     from framework.doctor.node.need import need_of
 
@@ -121,15 +116,12 @@ def _look_at_ops(job: LoadedRun, cluster: Cluster, environment: Mapping[str, str
     if errors:
         raise ConfigError(errors)
     if names := ops_to_compile(need, environment):
-        write(
-            sys.stderr, f"compiling DeepSpeed's {', '.join(names)}: half a minute or more each, once on this machine\n"
-        )
+        listed = ", ".join(names)
+        write(sys.stderr, f"compiling DeepSpeed's {listed}: half a minute or more each, once on this machine\n")
 
 
 def _refuse_what_hosts_would_refuse(options: LaunchOptions) -> None:
-    """A variable that is not set, a token file that is not there: nothing of it is needed here, and the mistake is the
-    same.
-    """
+    """A variable that is not set, a token file that is not there: not needed here, and a mistake all the same."""
     from framework.launch.ssh import passed_on
 
     passed_on(os.environ, exports=options.exports)
@@ -137,8 +129,7 @@ def _refuse_what_hosts_would_refuse(options: LaunchOptions) -> None:
 
 
 def check(options: LaunchOptions, devices: LocalDevices) -> tuple[LoadedRun, Setting]:
-    """The job, and its number of ranks with who decided it, after everything that can be known beforehand has been
-    checked.
+    """The job, and its number of ranks with who decided it, after all checks that are possible beforehand.
 
     Raises:
         ConfigError: with every problem found.
@@ -193,13 +184,7 @@ def refuse_lone_start(environment: Mapping[str, str], options: LaunchOptions) ->
     """
     several = [item for item in described(environment) if item.name == "nnodes" and item.value not in ("", "1")]
     if several and "LOCAL_RANK" not in environment and options.num_gpus is None:
-        raise ConfigError(
-            Problem(
-                kind="several-nodes",
-                file="environment",
-                key=several[0].source,
-                value=several[0].value,
-                reason="this is one of several nodes, and would train alone",
-                fix="start `launch node CONFIG`, or say --num_gpus N for this machine alone",
-            )
-        )
+        reason = "this is one of several nodes, and would train alone"
+        fix = "start `launch node CONFIG`, or say --num_gpus N for this machine alone"
+        key, value = several[0].source, several[0].value
+        raise ConfigError.of("several-nodes", reason, fix, key=key, value=value, file="environment")

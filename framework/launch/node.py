@@ -325,7 +325,5 @@ def read_token(path: str | None) -> str:
     else:
         reason = "it is empty"
     if not text:
-        raise ConfigError(
-            Problem(kind="token-unreadable", file=path, reason=reason, fix="name a file that holds the secret")
-        )
+        raise ConfigError.of(kind="token-unreadable", file=path, reason=reason, fix="name a file that holds the secret")
     return text

@@ -1,8 +1,5 @@
 """Ends of a process: uncaught errors become one line and an exit code, and early exits of foreign code are named.
 
-Errors that a script does not catch end it as they end train.py: with one line and their exit code, not a traceback
-and 1.
-
 `fit` and `load_config` see to it where nobody else has: not in an interpreter that somebody types into, a notebook or
 pytest, not where the script has a `sys.excepthook` of its own, and not with `DSF_TRACEBACK=1` in the environment. What
 a script catches, or fails with by itself, is its own business.
@@ -41,6 +38,10 @@ from framework.system.parent_watch import report_end
 SWITCH: Final = "DSF_TRACEBACK"
 # A launcher ends all ranks when the first one ends: the one that speaks has to be given the time to.
 SILENT_RANKS_WAIT_SECONDS: Final = 2.0
+_EXITS: Final = re.compile(r"_sitebuiltins|[/\\]argparse\.py$")  # `exit`, `quit`; a parser that is asked in mid-run
+# Of signals: a command's own, and a run's, from which a script's own is called.
+_HANDLERS: Final = frozenset({("framework.system.stopping", "end"), ("framework.system.stopping", "handle")})
+_LONGEST: Final = 200
 
 
 def end_in_one_line() -> None:
@@ -55,9 +56,7 @@ def end_in_one_line() -> None:
 
 
 def _is_known(hook: Any) -> bool:
-    """Python's, or torch's around that or around ours: torch keeps the hook that it found, which may be the script's
-    own.
-    """
+    """Python's, or torch's around that or around ours: torch keeps the hook that it found, perhaps the script's own."""
     is_torchs = False
     while getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d":
         is_torchs, hook = True, inspect.getclosurevars(hook).nonlocals.get("old_hook")
@@ -85,12 +84,19 @@ class _Hook:
             _leave(EXIT_TRAINING)
 
 
-def _end(error: FrameworkError) -> NoReturn:
+def report(error: FrameworkError, *, wait: Callable[[], None] = lambda: time.sleep(SILENT_RANKS_WAIT_SECONDS)) -> None:
+    """Say why this process ends. Mostly every rank meets the same error, and one on each host prints it; the others
+    `wait` meanwhile.
+    """
     report_end(str(error))
     if os.environ.get("LOCAL_RANK", "0") == "0" or error.is_of_one_rank:
         write(sys.stderr, f"{error}\n")
     else:
-        time.sleep(SILENT_RANKS_WAIT_SECONDS)
+        wait()
+
+
+def _end(error: FrameworkError) -> NoReturn:
+    report(error)
     if error.exit_code in (EXIT_CONFIG, EXIT_USAGE) and not _group_is_up():
         raise SystemExit(error.exit_code) from None  # nothing was started: exit handlers have nothing to wait for
     if error.exit_code == EXIT_STOPPED and not _group_is_up():
@@ -116,22 +122,10 @@ def _came_through_fit(trace: TracebackType | None) -> bool:
     return any(frame.f_globals.get("__name__") == "framework.run" for frame, _ in walk_tb(trace))
 
 
-# Code that calls `exit()` while it is part of a run: a failure with a place, never an end like any other.
-# `SystemExit` is no `Exception`. Nobody on its way would stop it, and a rank that ends with 0 in mid-run looks
-# finished to every launcher.
-
-
-_EXITS: Final = re.compile(
-    r"_sitebuiltins|[/\\]argparse\.py$"
-)  # `exit`, `quit`; a parser that somebody asks in mid-run
-# Of signals: a command's own, and a run's, from which a script's own is called.
-_HANDLERS: Final = frozenset({("framework.system.stopping", "end"), ("framework.system.stopping", "handle")})
-_LONGEST: Final = 200
-
-
 @contextmanager
 def refusing_exits(*, speaks: Callable[[str], bool] = lambda text: True) -> Iterator[None]:
-    """Raise a TrainingError where code in the block, a user's or a library's, would end the process.
+    """Raise a TrainingError where code in the block, a user's or a library's, would end the process: a rank that ends
+    with 0 in mid-run looks finished to every launcher.
 
     Args:
         speaks: whether this rank prints the error of this text; by default it does, for nobody knows of the others.
@@ -150,9 +144,7 @@ def refusing_exits(*, speaks: Callable[[str], bool] = lambda text: True) -> Iter
 
 
 def is_asked_for(end: SystemExit) -> bool:
-    """Check whether a user asked for it: for the help of a command, or by a signal (the framework's handler, or a
-    script's own).
-    """
+    """Check whether a user asked for it: for the help of a command, or by a signal."""
     frames = (frame for frame, _ in walk_tb(end.__traceback__))
     return isinstance(end, HelpShown) or any(
         (each.f_globals.get("__name__"), each.f_code.co_name) in _HANDLERS for each in frames

@@ -1,8 +1,6 @@
-"""Files that survive a crash: new ones, hashed and flushed while they are written; small ones, replaced whole; folders,
-flushed.
+"""Files that survive a crash: a reader, or a power cut, sees the old content or the new one and nothing between.
 
-A reader, or a power cut, sees the old content or the new one and nothing between. What is read of a stranger's files is
-read here as well: no links, no pipes, and no more than was asked for.
+What is read of a stranger's files is read here as well: no links, no pipes, and no more than was asked for.
 """
 
 from __future__ import annotations
@@ -17,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
 
-# What file systems answer that cannot flush a folder (some network and FUSE ones); their renames are as durable as they
-# get.
+# What file systems answer that cannot flush a folder (some network and FUSE ones).
 _CANNOT_FLUSH_FOLDERS: Final = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
 _HASH_BLOCK: Final = 1 << 22
 _WRITE_BLOCK: Final = 1 << 23
@@ -35,8 +32,8 @@ class FileRecord:
 class NewFile:
     """A file that did not exist, hashed while it is written and flushed to disk when it is closed.
 
-    It has the methods that `torch.save` calls on a file. It is written with the operating system's own calls and
-    without a buffer, so that every failure of the disk is seen where it happens.
+    It has the methods that `torch.save` calls on a file, and no buffer, so that every failure of the disk is seen where
+    it happens.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,9 +44,8 @@ class NewFile:
         """Append; returns the number of bytes."""
         rest = memoryview(data).cast("B")
         while rest:
-            count = os.write(
-                self._descriptor, rest
-            )  # may be less than asked for, when a signal or a quota comes between
+            # Fewer than asked for, when a signal or a quota comes between.
+            count = os.write(self._descriptor, rest)
             self._hash.update(rest[:count])
             self._num_bytes += count
             rest = rest[count:]
@@ -113,8 +109,7 @@ def hash_file(path: Path, *, on_read: Callable[[int], None] = lambda _: None) ->
 
 
 def read_regular(path: Path, *, num_bytes: int) -> bytes | None:
-    """A file's first `num_bytes`; None of a link, a pipe and the like, which may lead elsewhere or keep a reader
-    waiting for ever.
+    """A file's first `num_bytes`; None of a link or a pipe, which may lead elsewhere or keep a reader waiting for ever.
 
     Raises:
         OSError: there is none, or the file system does not answer.
@@ -223,11 +218,8 @@ def sync_folder(folder: Path) -> None:
 
 def sync_file(path: Path) -> None:
     """Make the content of a file survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
 
 
 def sync_folders(folder: Path) -> None:

@@ -90,9 +90,6 @@ def _of_group(folder: Path, limit: str, usage: str, prefix: str) -> Iterator[tup
         return
 
 
-# Limit of open files of this process: raised as far as the system allows, refused by name where that is too few.
-
-
 def require(wanted: int, what: str, *, fix: str = "") -> None:
     """See to it that so many files can be open at once; what this process starts has the same limit.
 
@@ -113,10 +110,6 @@ def require(wanted: int, what: str, *, fix: str = "") -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
             soft = allowed
     if soft < wanted:
-        raise ConfigError.of(
-            kind="nofile-low",
-            key="ulimit -n",
-            value=soft,
-            reason=f"{what} take {wanted} open files",
-            fix=f"ulimit -n {wanted}, which needs root or limits.conf{fix and f', or {fix}'}",
-        )
+        reason = f"{what} take {wanted} open files"
+        fix = f"ulimit -n {wanted}, which needs root or limits.conf{fix and f', or {fix}'}"
+        raise ConfigError.of("nofile-low", reason, fix, key="ulimit -n", value=soft)

@@ -1,9 +1,7 @@
 """Log of a rank: its own file, lines on stdout, and warnings on stderr.
 
-A rank's own log file: what is said here stands beside DeepSpeed's messages, so that the file tells how far the rank
-came.
-
-Nothing goes anywhere before a file is given. `logging` is what DeepSpeed writes with, so both share one handler.
+The file also has DeepSpeed's messages, so that it tells how far the rank came: both write with `logging` and share one
+handler. Nothing goes there before a file is given.
 """
 
 from __future__ import annotations
@@ -26,19 +24,8 @@ _LOGGER.addHandler(logging.NullHandler())  # else `logging` prints warnings by i
 _FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-def note(text: str) -> None:
-    """A line for the log alone."""
-    _LOGGER.info("%s", text)
-
-
-def note_warning(text: str) -> None:
-    """The same for what may have gone wrong."""
-    _LOGGER.warning("%s", text)
-
-
-def note_error(text: str) -> None:
-    """Why this rank ends, a traceback perhaps: also on ranks that leave it to another one to tell it."""
-    _LOGGER.error("%s", text)
+# For the log alone; errors also on ranks that leave it to another one to tell them.
+note, note_warning, note_error = _LOGGER.info, _LOGGER.warning, _LOGGER.error
 
 
 def print_line(line: str = "") -> None:
@@ -56,7 +43,7 @@ class _Visible(logging.Formatter):
 
 
 def write_to(handler: logging.FileHandler) -> None:
-    """From now on to this file, and no more to the one before."""
+    """Log to this file from now on, and no more to the one before."""
     let_go()
     handler.setFormatter(_Visible(_FORMAT))
     _LOGGER.addHandler(handler)
@@ -71,7 +58,7 @@ def let_go() -> None:
 
 @contextmanager
 def noting_errors() -> Iterator[None]:
-    """Log the error that ends the run on every rank, and re-raise it: one of them may have to report it for all."""
+    """Log the error that ends the run, and re-raise it: another rank may report it for all."""
     try:
         yield
     except RunStopped as stopped:
@@ -97,11 +84,8 @@ def _reported(error: Exception) -> str:
     return "\n".join(reported).rstrip()
 
 
-# Warnings while a run goes on: one line on stderr, beside the progress on stdout, and in the rank's log.
-
-
 def warn(text: str, *, is_of_all_ranks: bool = False) -> None:
-    """Say it where somebody may still be listening; a closed terminal is no reason to end a run.
+    """Print a warning on stderr, beside the progress on stdout, and log it.
 
     Args:
         text: the warning, with its kind in brackets.

@@ -6,9 +6,9 @@ used again). When one is gone, the rank ends: at once, because a save in the wri
 it is complete) and whoever starts the run again needs the devices and the run folder free; only a rank that has been
 asked to stop, and may be saving for good, gets some seconds.
 
-The kernel could do it too (PR_SET_PDEATHSIG), but it acts when the *thread* that started us ends, which may be one of
-many in a launcher that lives on, and its SIGKILL would leave neither the line nor the seconds. Standard library only:
-train.py starts this before it imports anything else.
+The kernel could do it too (PR_SET_PDEATHSIG), but it acts when the *thread* that started us ends, in a launcher that
+may live on, and its SIGKILL would leave neither the line nor the seconds. Standard library only: train.py starts this
+before it imports anything else.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ REPORT_VARIABLE: Final = "DSF_REPORT_FD"
 _LONGEST_REPORT: Final = 600
 _LOOK_SECONDS: Final = 0.5
 _STOPPING_SECONDS: Final = 10.0
+_DIE_WITH_PARENT: Final = 1  # prctl's PR_SET_PDEATHSIG
 _START_TIME: Final = 22 - 3  # its place in /proc/<pid>/stat after the name in parentheses, which is the second
 
 
@@ -41,9 +42,7 @@ def identity(pid: int) -> str:
         ProcessLookupError: there is no such process.
     """
     try:
-        fields = (
-            Path("/proc", str(pid), "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        )
+        fields = Path("/proc", str(pid), "stat").read_bytes().rpartition(b")")[2].decode().split()
     except FileNotFoundError:
         os.kill(pid, 0)
         return f"{pid}:"
@@ -111,20 +110,9 @@ def _agent(environment: Mapping[str, str]) -> str | None:
         return None
     pid, colon, started = text.partition(":")
     if not (pid.isdecimal() and int(pid) and colon and (started.isdecimal() or not started)):
-        raise ConfigError.of(
-            kind="agent-not-named",
-            key=AGENT_VARIABLE,
-            value=text,
-            reason="not <process id>:<start time>",
-            fix="leave the variable to the launcher",
-        )
+        reason, fix = "not <process id>:<start time>", "leave the variable to the launcher"
+        raise ConfigError.of("agent-not-named", reason, fix, key=AGENT_VARIABLE, value=text)
     return text
-
-
-# No process outlives the one that started it. Standard library only.
-
-
-_DIE_WITH_PARENT: Final = 1  # prctl's PR_SET_PDEATHSIG
 
 
 def die_with(parent: int) -> None:

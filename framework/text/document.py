@@ -41,7 +41,7 @@ def read_text(path: Path, *, name: str) -> str:
     """
 
     def refuse(kind: str, reason: str, fix: str) -> ConfigError:
-        return ConfigError(Problem(kind=kind, file=name, reason=reason, fix=fix))
+        return ConfigError.of(kind=kind, file=name, reason=reason, fix=fix)
 
     try:
         data = _read(path, name)
@@ -74,7 +74,7 @@ def _read(path: Path, name: str) -> bytes:
         raise IsADirectoryError
     if not (stat.S_ISREG(kind) or stat.S_ISFIFO(kind)):  # not even opened: some devices act on that
         reason = "it is a device or a socket, and no file"
-        raise ConfigError(Problem(kind="config-unreadable", file=name, reason=reason, fix="name a .yaml or .json file"))
+        raise ConfigError.of(kind="config-unreadable", file=name, reason=reason, fix="name a .yaml or .json file")
     # Without O_NONBLOCK, opening a pipe waits for its writer, perhaps for ever.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -111,7 +111,7 @@ def _read_pipe(descriptor: int, name: str) -> bytes:
 
 
 def _silent(name: str, reason: str) -> ConfigError:
-    return ConfigError(Problem(kind="config-unreadable", file=name, reason=reason, fix="write the text to a file"))
+    return ConfigError.of(kind="config-unreadable", file=name, reason=reason, fix="write the text to a file")
 
 
 MAX_VALUES: Final = 50_000
@@ -225,15 +225,13 @@ def _compose(text: str, name: str) -> yaml.Node | None:
         tag = getattr(event, "tag", None)
         if tag is not None:
             written = tag.replace("tag:yaml.org,2002:", "!!")
-            raise ConfigError(
-                Problem(
-                    kind="config-syntax",
-                    file=name,
-                    line=line,
-                    column=column,
-                    reason=f"the tag {written} is not allowed",
-                    fix="write a plain value; text may stand in quotes",
-                )
+            raise ConfigError.of(
+                kind="config-syntax",
+                file=name,
+                line=line,
+                column=column,
+                reason=f"the tag {written} is not allowed",
+                fix="write a plain value; text may stand in quotes",
             )
     return yaml.compose(text, Loader=_LOADER)
 

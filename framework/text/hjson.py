@@ -95,20 +95,16 @@ def _refuse_odd_text(text: str, name: str) -> None:
         num_bytes = len(text.encode())
     except UnicodeEncodeError:
         reason, fix = "half of a UTF-16 pair is no text", "save the text as UTF-8"
-        raise ConfigError(Problem(kind="config-not-text", file=name, reason=reason, fix=fix)) from None
+        raise ConfigError.of(kind="config-not-text", file=name, reason=reason, fix=fix) from None
     if num_bytes > MAX_BYTES:
-        raise ConfigError(
-            Problem(
-                kind="config-too-large",
-                file=name,
-                reason=f"more than {MAX_BYTES:,} bytes",
-                fix="a DeepSpeed config is a few kilobytes of text",
-            )
+        raise ConfigError.of(
+            kind="config-too-large",
+            file=name,
+            reason=f"more than {MAX_BYTES:,} bytes",
+            fix="a DeepSpeed config is a few kilobytes of text",
         )
     if "\0" in text:
-        raise ConfigError(
-            Problem(kind="config-not-text", file=name, reason="it holds zero bytes", fix="name a text file")
-        )
+        raise ConfigError.of(kind="config-not-text", file=name, reason="it holds zero bytes", fix="name a text file")
 
 
 class _Reader:

@@ -20,7 +20,7 @@ from framework.checkpoint.names import MODEL_FILE, model_file_of
 from framework.checkpoint.state.optimizer_shards import EMA_KEY, FP32
 from framework.checkpoint.state.raw import describe_raw, warn_of
 from framework.checkpoint.state.shard_map import STATE_KEY, CheckpointFiles, Place, Stored, map_checkpoint
-from framework.errors import ConfigError, Problem, StorageError, in_one_line
+from framework.errors import ConfigError, StorageError, in_one_line
 
 _STEP: Final = "step"
 _LOSS_SCALE: Final = ("cur_scale", "cur_iter", "cur_hysteresis", "last_overflow_iter")
@@ -193,15 +193,13 @@ class MergedWeights(Mapping[str, torch.Tensor]):
         warn_of(checkpoint)
         self.checkpoint, self._place, self._average = checkpoint, checkpoint.path, average
         if average and not (checkpoint.manifest["config"].get("training") or {}).get("ema"):
-            raise ConfigError(
-                Problem(
-                    kind="ema-not-kept",
-                    key="--weights",
-                    value="ema",
-                    file=str(checkpoint.path),
-                    reason="its run kept no moving average of the weights (training.ema)",
-                    fix="leave --weights out to take the trained ones",
-                )
+            raise ConfigError.of(
+                kind="ema-not-kept",
+                key="--weights",
+                value="ema",
+                file=str(checkpoint.path),
+                reason="its run kept no moving average of the weights (training.ema)",
+                fix="leave --weights out to take the trained ones",
             )
         damage = checkpoint.damage() if damage is None else damage
         if damage:

@@ -18,7 +18,7 @@ from framework.deploy.k8s.options import parse
 from framework.deploy.k8s.render import manifest
 from framework.deploy.k8s.request import K8sRequest
 from framework.deploy.k8s.values import as_service_name
-from framework.errors import EXIT_OK, EXIT_PROBLEMS, ConfigError, Problem, UsageError, printable
+from framework.errors import EXIT_OK, EXIT_PROBLEMS, ConfigError, UsageError, printable
 from framework.launch.job import hand_out, refuse_one_start
 from framework.load_run import load_run
 from framework.text.document import read_text
@@ -91,25 +91,21 @@ def _refuse_lone_folders(request: K8sRequest) -> None:
     """
     folder = next(word.partition("=")[2] for word in reversed(request.overrides) if word.startswith("run.output_dir="))
     if request.nodes > 1 and not request.claim:
-        raise ConfigError(
-            Problem(
-                kind="shared-storage-missing",
-                file="command line",
-                key="--ckpt_pvc",
-                reason=f"{request.nodes} pods write one checkpoint together and share no folder",
-                fix="give a ReadWriteMany claim: --ckpt_pvc CLAIM",
-            )
+        raise ConfigError.of(
+            kind="shared-storage-missing",
+            file="command line",
+            key="--ckpt_pvc",
+            reason=f"{request.nodes} pods write one checkpoint together and share no folder",
+            fix="give a ReadWriteMany claim: --ckpt_pvc CLAIM",
         )
     if not PurePosixPath(folder).is_relative_to(request.run_path):
-        raise ConfigError(
-            Problem(
-                kind="outside-the-volume",
-                file="command line",
-                key="run.output_dir",
-                value=folder,
-                reason=f"the pods' volume is at {request.run_path}",
-                fix="leave it out, or change --ckpt_path",
-            )
+        raise ConfigError.of(
+            kind="outside-the-volume",
+            file="command line",
+            key="run.output_dir",
+            value=folder,
+            reason=f"the pods' volume is at {request.run_path}",
+            fix="leave it out, or change --ckpt_path",
         )
 
 

@@ -180,7 +180,7 @@ def _lines(root: yaml.Node, name: str) -> Iterator[tuple[KeyPath, int]]:
 
 def _refusal(name: str, line: int, reason: str, *, kind: str = "not-yaml") -> ConfigError:
     fix = "keep one of them" if kind == "duplicate-key" else "compare with what `launch k8s` prints"
-    return ConfigError(Problem(kind=f"k8s-{kind}", file=name, line=line, reason=reason, fix=fix))
+    return ConfigError.of(kind=f"k8s-{kind}", file=name, line=line, reason=reason, fix=fix)
 
 
 # `Workload`: one training job in manifests, whichever kind of object describes it.

@@ -94,7 +94,7 @@ def find_devices(environment: Mapping[str, str]) -> LocalDevices:
         found = _visible("cuda", count, environment) or (None if count else _uncounted())
     if found is None:
         reason, fix = f"this process sees no {asked} device", "unset it, or DS_ACCELERATOR=cpu to train on processors"
-        raise ConfigError(Problem("no-device", reason, fix, key="DS_ACCELERATOR", value=asked, file="environment"))
+        raise ConfigError.of("no-device", reason, fix, key="DS_ACCELERATOR", value=asked, file="environment")
     return found
 
 
@@ -131,12 +131,9 @@ def unused_gpus(devices: LocalDevices, environment: Mapping[str, str]) -> Proble
     if not count or torch_text("hip"):
         return None
     gpus = "an AMD GPU" if count == 1 else f"{count} AMD GPUs"
-    return Problem(
-        kind="gpus-unused",
-        severity="warning",
-        reason=f"{gpus} here, and this torch computes on processors only",
-        fix="install a ROCm build of torch, or DS_ACCELERATOR=cpu if that is meant",
-    )
+    reason = f"{gpus} here, and this torch computes on processors only"
+    fix = "install a ROCm build of torch, or DS_ACCELERATOR=cpu if that is meant"
+    return Problem("gpus-unused", reason, fix, severity="warning")
 
 
 def _other_gpus(environment: Mapping[str, str]) -> LocalDevices | None:
@@ -187,5 +184,5 @@ def _visible(kind: Device, count: int, environment: Mapping[str, str]) -> LocalD
     if len(numbers) < len(words) or len(set(numbers)) < len(numbers) or max(numbers) >= count:
         reason = f"the deepspeed launcher takes device numbers here, from 0 to {count - 1}, each once"
         fix = "write numbers separated by commas, or start with torchrun, which takes any form"
-        raise ConfigError(Problem("visible-devices", reason, fix, key=name, value=text, file="environment"))
+        raise ConfigError.of("visible-devices", reason, fix, key=name, value=text, file="environment")
     return LocalDevices(kind, len(numbers), tuple(numbers))

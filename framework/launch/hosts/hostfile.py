@@ -175,13 +175,13 @@ def cluster_of(hosts: Sequence[Host], *, path: str | Path = "") -> Cluster:
     counts = sorted({host.slots for host in hosts})
     if len(counts) > 1:
         listed, fix = odd_ones({host.name: host.slots for host in hosts}), f"give every host slots={counts[0]}"
-        raise ConfigError(Problem("hostfile-mixed-slots", _MIXED, fix, key="slots", value=listed, file=str(path)))
+        raise ConfigError.of("hostfile-mixed-slots", _MIXED, fix, key="slots", value=listed, file=str(path))
     return Cluster(num_hosts=len(hosts), devices_per_host=counts[0])
 
 
 def _read_text(path: Path, *, name: str) -> str:
     def refuse(kind: str, reason: str, fix: str) -> ConfigError:
-        return ConfigError(Problem(kind=f"hostfile-{kind}", file=name, reason=reason, fix=fix))
+        return ConfigError.of(kind=f"hostfile-{kind}", file=name, reason=reason, fix=fix)
 
     try:
         status = path.stat()

@@ -18,6 +18,7 @@ from framework.launch.hosts.hostfile import Host, bare, cluster_of, is_host
 from framework.plan.cluster import RANKS_ON_CPU
 
 DEFAULT_PORT: Final = 29500
+_VALUE: Final = "topology-value"
 _LARGEST: Final = {"nnodes": 9999, "node_rank": 9998, "slots": 1024, "master_port": 65534}
 _FLAGS: Final = {
     "nnodes": "--nnodes",
@@ -156,26 +157,23 @@ def _complete(chosen: dict[str, Setting]) -> Topology:
     if numbers["node_rank"] >= numbers["nnodes"]:
         rank, nodes = chosen["node_rank"], chosen["nnodes"]
         reason = f"{nodes.value} nodes ({nodes.source}) have ranks 0 to {numbers['nnodes'] - 1}"
-        fix, place = "number the nodes from 0", _place(rank.source)
-        raise ConfigError(Problem("node-rank", reason, fix, key=rank.source, value=int(rank.value), file=place))
+        raise ConfigError(_problem("node-rank", rank, reason, "number the nodes from 0", value=int(rank.value)))
     sources = {name: item.source for name, item in chosen.items()}
     return Topology(**numbers, master_addr=chosen["master_addr"].value, sources=sources)
 
 
 def _wrong(item: Setting) -> Problem | None:
     """Describe what is wrong with a value by itself."""
-
-    def refuse(reason: str, fix: str) -> Problem:
-        return Problem("topology-value", reason, fix, key=item.source, value=item.value, file=_place(item.source))
-
     if item.name == "master_addr":
         fix = "write a name, or an address such as 10.0.0.2 or fd00::2; the port has a flag of its own"
-        return None if is_host(item.value) else refuse("no host has this name or address", fix)
+        return None if is_host(item.value) else _problem(_VALUE, item, "no host has this name or address", fix)
     if item.name == "nnodes" and ":" in item.value:
-        return refuse("a range of nodes is elastic training, which DeepSpeed 0.19.8 does not have", "write one number")
+        reason = "a range of nodes is elastic training, which DeepSpeed 0.19.8 does not have"
+        return _problem(_VALUE, item, reason, "write one number")
     least, most = 1 if item.name in ("nnodes", "slots", "master_port") else 0, _LARGEST[item.name]
     if not (item.value.isascii() and item.value.isdigit() and len(item.value) < 9 and least <= int(item.value) <= most):
-        return refuse("it is not a number that can be meant here", f"write a whole number from {least} to {most}")
+        fix = f"write a whole number from {least} to {most}"
+        return _problem(_VALUE, item, "it is not a number that can be meant here", fix)
     return None
 
 
@@ -184,18 +182,19 @@ def _contradictions(stated: Sequence[Setting]) -> Iterator[Problem]:
         values = [item for item in stated if item.name == name]
         other = next((item for item in values if item.value != values[0].value), None)
         if other:
-            yield Problem(
-                kind="topology-conflict",
-                file=_place(values[0].source),
-                key=values[0].source,
-                value=values[0].value,
-                reason=f"{other.source} says {other.value}",
-                fix=f"unset the one that is wrong, or give {_FLAGS[name]}",
+            yield _problem(
+                "topology-conflict",
+                values[0],
+                f"{other.source} says {other.value}",
+                f"unset the one that is wrong, or give {_FLAGS[name]}",
             )
 
 
-def _place(source: str) -> str:
-    return "command line" if source.startswith("--") else "" if "/" in source or source == "hostfile" else "environment"
+def _problem(kind: str, item: Setting, reason: str, fix: str, *, value: object = None) -> Problem:
+    source = item.source
+    in_file = "/" in source or source == "hostfile"
+    file = "command line" if source.startswith("--") else "" if in_file else "environment"
+    return Problem(kind, reason, fix, key=source, value=item.value if value is None else value, file=file)
 
 
 # Who says what, in this order.
@@ -246,14 +245,9 @@ def _slurm_problems(environment: Mapping[str, str]) -> Iterator[Problem]:
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
     in_step = {"SLURM_STEP_ID", "SLURM_NODEID"} <= environment.keys()
     if in_step and any(int(count) > 1 for count in re.findall(r"(?:^|,)(\d+)", tasks)):
-        yield Problem(
-            kind="slurm-tasks",
-            file="environment",
-            key="SLURM_STEP_TASKS_PER_NODE",
-            value=tasks,
-            reason="one launcher per node starts all ranks of it",
-            fix="srun --ntasks-per-node=1",
-        )
+        stated = Setting("slots", tasks, "SLURM_STEP_TASKS_PER_NODE")
+        reason = "one launcher per node starts all ranks of it"
+        yield _problem("slurm-tasks", stated, reason, "srun --ntasks-per-node=1")
 
 
 def first_of_nodelist(text: str) -> str:

@@ -154,15 +154,9 @@ class Coordinator:
             port = self._meeting.answer_at(self._address)
             self._meeting.answer_at(self._address, topology.master_port)
         except OSError as error:
-            problem = Problem(
-                kind="port-not-usable",
-                file=f"node {here}",
-                key="--master_port",
-                value=topology.master_port,
-                reason=f"nobody can meet there: {(error.strerror or str(error)).lower()}",
-                fix="give all nodes another --master_port",
-            )
-            self._refuse([problem])
+            reason = f"nobody can meet there: {(error.strerror or str(error)).lower()}"
+            fix, value = "give all nodes another --master_port", topology.master_port
+            self._refuse([Problem("port-not-usable", reason, fix, "--master_port", value, file=f"node {here}")])
         places = {0: Place(here, present[0].local_address, port)}
         places |= {client.node: Place(name_of(client.hello), *client.hello["echo"]) for client in present}
         found = Round(places, master=(topology.master_addr, topology.master_port))

@@ -123,14 +123,9 @@ def _rank_problems(hellos: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
         if count > 1:
             who = first_few([str(hello["host"]) for hello in hellos if hello["node_rank"] == rank])
             absent = sorted(set(range(hellos[0]["nnodes"])) - set(by_rank))
-            yield Problem(
-                kind="node-rank-duplicate",
-                file=who,
-                key="node_rank",
-                value=rank,
-                reason=f"{count} nodes have the same rank" + (f", and rank {absent[0]} is missing" if absent else ""),
-                fix="give every node a rank of its own",
-            )
+            reason = f"{count} nodes have the same rank" + (f", and rank {absent[0]} is missing" if absent else "")
+            fix = "give every node a rank of its own"
+            yield Problem("node-rank-duplicate", reason, fix, key="node_rank", value=rank, file=who)
 
 
 def _differences(hellos: Sequence[Mapping[str, Any]], name: str, values: Sequence[Any], fix: str) -> Iterator[Problem]:
@@ -141,9 +136,7 @@ def _differences(hellos: Sequence[Mapping[str, Any]], name: str, values: Sequenc
         if value != usual:
             its, theirs = _first_difference(value, usual) if name == "hosts" else (value, usual)
             reason = f"{node_names(alike)} {'has' if len(alike) == 1 else 'have'} {theirs}"
-            yield Problem(
-                kind="nodes-differ", file=f"node {name_of(hello)}", key=name, value=its, fix=fix, reason=reason
-            )
+            yield Problem("nodes-differ", reason, fix, key=name, value=its, file=f"node {name_of(hello)}")
 
 
 def _first_difference(hosts: str, usual: str) -> tuple[str, str]:
@@ -164,14 +157,9 @@ def _elsewhere(hellos: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
     """Nodes that look for node 0 at themselves, and have asked here only because their hostfile has this host, too."""
     for hello in hellos[1:]:
         if "master_addr" in hello:
-            yield Problem(
-                kind="nodes-differ",
-                file=f"node {name_of(hello)}",
-                key="master_addr",
-                value=hello["master_addr"],
-                reason=f"node {name_of(hellos[0])} is not there",
-                fix=f"give every node the same --master_addr, or {_ONE_HOSTFILE}",
-            )
+            reason, value = f"node {name_of(hellos[0])} is not there", hello["master_addr"]
+            fix = f"give every node the same --master_addr, or {_ONE_HOSTFILE}"
+            yield Problem("nodes-differ", reason, fix, "master_addr", value, file=f"node {name_of(hello)}")
 
 
 def _together(problems: Sequence[Problem]) -> list[Problem]:

@@ -336,7 +336,7 @@ class Member:
             link.send("refused", why="token-refused")
             self.close()
             fix = "give every node the same DSF_TOKEN, or none"
-            raise ConfigError(Problem(kind="token-refused", file="node 0", reason=reason, fix=fix))
+            raise ConfigError.of(kind="token-refused", file="node 0", reason=reason, fix=fix)
         self._challenge = challenge["nonce"]
         hello = {**self._meeting.hello, "clock": time.time()}
         if self._visited:
@@ -381,9 +381,7 @@ class Member:
 
 
 def _port_error(port: int, reason: str, *, fix: str, file: str = "") -> ConfigError:
-    return ConfigError(
-        Problem(kind="port-not-usable", file=file, key="--control_port", value=port, reason=reason, fix=fix)
-    )
+    return ConfigError.of(kind="port-not-usable", file=file, key="--control_port", value=port, reason=reason, fix=fix)
 
 
 def _is_of_itself(connection: socket.socket) -> bool:
