@@ -72,9 +72,7 @@ class StageTable:
     bounds: Bounds
 
     def stages(self) -> list[Stage]:
-        """Return the weight of every stage. Tied layers on one stage are counted once, on several stages once on
-        each.
-        """
+        """Return the weight of every stage; tied layers are counted once on each stage that has them."""
         return [self._stage(start, stop) for start, stop in pairwise(self.bounds)]
 
     def _stage(self, start: int, stop: int) -> Stage:
@@ -103,9 +101,7 @@ class StageTable:
         }
 
     def lines(self) -> Iterator[str]:
-        """One line per stage for a person. What was not timed is estimated by its share of the floating-point
-        operations.
-        """
+        """One line per stage for a person; what was not timed is estimated by its share of the FLOPs."""
         total = sum(layer.flops or 0 for layer in self.layers)
         for number, stage in enumerate(self.stages()):
             first, last, count = (

@@ -28,9 +28,8 @@ from framework.models.survey import Surveyed, refuse_untrue_layers, survey
 from framework.plan.balance import LayerFacts, StageTable, cut, with_seconds
 from framework.plan.cluster import Cluster
 from framework.plan.plan import Plan, make_plan
-from framework.setup.objects import Objects
+from framework.setup.objects import Objects, summary
 from framework.setup.parts import Parts, gather_parts, make_train_loader
-from framework.setup.targets import summary
 from framework.tasks.task import Task
 
 # Of what is found while the parts are gathered: not that this machine lacks something, but that the run cannot work.

@@ -18,7 +18,7 @@ from framework.data.batches import WholeBatch
 from framework.data.order import epoch_order
 from framework.data.sample_seed import SeededBatches, SeededSamples
 from framework.data.splits import as_splits
-from framework.setup.targets import call_factory, load_target
+from framework.setup.objects import call_factory, load_target
 from framework.tasks.task import as_task
 
 _OPTIMIZERS: dict[str, Callable[[Any, Any], torch.optim.Optimizer]] = {

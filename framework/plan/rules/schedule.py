@@ -33,9 +33,7 @@ def warmup_fits(config: RunConfig, cluster: Cluster) -> Found:
 
 @rule("cycle-upside-down")
 def cycle_order(config: RunConfig, cluster: Cluster) -> Found:
-    """DeepSpeed takes the ends as they come: the cycle would go down first, and begin at the rate that was meant as its
-    top.
-    """
+    """DeepSpeed takes the ends as they come: the cycle would go down first, from what was meant as its top."""
     cycle = config.scheduler
     if not isinstance(cycle, OneCycle):
         return
