@@ -20,7 +20,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "system": (45, 11),
     "text": (80, 9),
     "config": (106, 18),
-    "plan": (110, 19),
+    "plan": (91, 15),
     "checkpoint": (178, 26),
     "train": (46, 12),
     "launch": (230, 31),
@@ -31,7 +31,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "tasks": (18, 5),
     "data": (137, 20),
     "engine": (180, 29),
-    "setup": (82, 11),
+    "setup": (74, 8),
     "dslint": (292, 29),
     "deploy": (127, 16),
 }
