@@ -154,11 +154,9 @@ def cut(layers: Sequence[LayerFacts], parallel: Parallel, *, same_groups: bool =
             return Problem("stage-without-parameters", reason, fix, f"parallel.{key}", value)
         if same_groups and not all_groups(stage.start, stage.stop):
             only = " and ".join(sorted(frozenset().union(*(layer.groups for layer in own))))
-            reason = (
-                f"stage {number} ({own[0].name} .. {own[-1].name}) has only {only}, and with ZeRO every stage must "
-            )
-            fix, key = "set optimizer.weight_decay_on: all, or fewer stages", "optimizer.weight_decay_on"
-            return Problem("stage-with-one-group", f"{reason}have both", fix, key, "matrices")
+            span, key = f"stage {number} ({own[0].name} .. {own[-1].name})", "optimizer.weight_decay_on"
+            reason = f"{span} has only {only}, and with ZeRO every stage must have both"
+            return Problem("stage-with-one-group", reason, f"set {key}: all, or fewer stages", key, "matrices")
     return table
 
 

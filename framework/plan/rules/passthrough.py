@@ -140,7 +140,8 @@ def _wrong(config: RunConfig, section: str, path: str, value: Any) -> tuple[str,
         meant = f"{OWNED[guess]} decides '{guess}'" if guess in OWNED else f"did you mean '{guess}'?"
         reason = "DeepSpeed reads no such key and would ignore it"
         return "unknown-deepspeed-key", reason, meant if guess else "remove it"
-    if name in OFFLOADS and field and "." not in field and getattr(config.zero, name).device == "none":
+    is_offload = section == "zero_optimization" and name in OFFLOADS and field and "." not in field
+    if is_offload and getattr(config.zero, name).device == "none":
         return "section-clash", f"zero.{name} moves nothing", f"set zero.{name}: {{device: cpu}}, or remove it here"
     return None
 
