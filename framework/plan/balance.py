@@ -193,10 +193,8 @@ def _explicit(layers: Sequence[LayerFacts], parallel: Parallel) -> Bounds | Prob
     bounds = (*(stages.index(number) for number in range(parallel.pipe)), len(layers))
     for start in bounds[1:-1]:
         if not layers[start].may_start_stage:
-            reason, fix = (
-                f"a stage cannot begin with {layers[start].name}",
-                f"put it on the stage of {layers[start - 1].name}",
-            )
+            reason = f"a stage cannot begin with {layers[start].name}"
+            fix = f"put it on the stage of {layers[start - 1].name}"
             return Problem("stage-cannot-start", reason, fix, "parallel.stages", stages)
     return bounds
 
