@@ -26,7 +26,7 @@ from framework.checkpoint.state.weight_files import PICKLED, TIES, entries, spli
 from framework.config.base import Object, Target
 from framework.config.run_config import RunConfig
 from framework.errors import EXIT_OK, ConfigError, StorageError, printable
-from framework.setup.targets import call_factory
+from framework.setup.objects import call_factory
 from framework.system.arguments import CommandParser
 from framework.system.files import sync_folder
 from framework.system.stopping import ending_in_good_order

@@ -30,7 +30,7 @@ from framework.config.run_config import RunConfig
 from framework.data.token_files import KEPT_TOKENIZER, META_FILE, TOKENIZER_FILE, read_meta
 from framework.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from framework.errors import EXIT_OK, ConfigError
-from framework.setup.targets import call_factory
+from framework.setup.objects import call_factory
 from framework.system.arguments import CommandParser, whole
 from framework.system.output import visible
 

@@ -72,9 +72,7 @@ class StageTable:
     bounds: Bounds
 
     def stages(self) -> list[Stage]:
-        """Return the weight of every stage. Tied layers on one stage are counted once, on several stages once on
-        each.
-        """
+        """Return the weight of every stage; tied layers are counted once on each stage that has them."""
         return [self._stage(start, stop) for start, stop in pairwise(self.bounds)]
 
     def _stage(self, start: int, stop: int) -> Stage:
@@ -103,9 +101,7 @@ class StageTable:
         }
 
     def lines(self) -> Iterator[str]:
-        """One line per stage for a person. What was not timed is estimated by its share of the floating-point
-        operations.
-        """
+        """One line per stage for a person; what was not timed is estimated by its share of the FLOPs."""
         total = sum(layer.flops or 0 for layer in self.layers)
         for number, stage in enumerate(self.stages()):
             first, last, count = (
@@ -158,11 +154,9 @@ def cut(layers: Sequence[LayerFacts], parallel: Parallel, *, same_groups: bool =
             return Problem("stage-without-parameters", reason, fix, f"parallel.{key}", value)
         if same_groups and not all_groups(stage.start, stage.stop):
             only = " and ".join(sorted(frozenset().union(*(layer.groups for layer in own))))
-            reason = (
-                f"stage {number} ({own[0].name} .. {own[-1].name}) has only {only}, and with ZeRO every stage must "
-            )
-            fix, key = "set optimizer.weight_decay_on: all, or fewer stages", "optimizer.weight_decay_on"
-            return Problem("stage-with-one-group", f"{reason}have both", fix, key, "matrices")
+            span, key = f"stage {number} ({own[0].name} .. {own[-1].name})", "optimizer.weight_decay_on"
+            reason = f"{span} has only {only}, and with ZeRO every stage must have both"
+            return Problem("stage-with-one-group", reason, f"set {key}: all, or fewer stages", key, "matrices")
     return table
 
 
@@ -199,10 +193,8 @@ def _explicit(layers: Sequence[LayerFacts], parallel: Parallel) -> Bounds | Prob
     bounds = (*(stages.index(number) for number in range(parallel.pipe)), len(layers))
     for start in bounds[1:-1]:
         if not layers[start].may_start_stage:
-            reason, fix = (
-                f"a stage cannot begin with {layers[start].name}",
-                f"put it on the stage of {layers[start - 1].name}",
-            )
+            reason = f"a stage cannot begin with {layers[start].name}"
+            fix = f"put it on the stage of {layers[start - 1].name}"
             return Problem("stage-cannot-start", reason, fix, "parallel.stages", stages)
     return bounds
 

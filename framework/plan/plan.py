@@ -75,11 +75,7 @@ class Plan:
         return make_plan(self.config, replace(self.cluster, device=device), source=source)
 
     def with_data(self, num_train_samples: int, source: Source) -> Plan:
-        """The plan with the real size of the training data.
-
-        Raises:
-            ConfigError: it is too small for a step.
-        """
+        """The plan with the real size of the training data; a ConfigError where that is too small for a step."""
         length = _length(self.config, self.layout, num_train_samples)
         before = list(map(source.locate, _length_findings(self.config, self.layout, self.length)))
         kept = [finding for finding in self.findings if finding not in before]
@@ -157,11 +153,7 @@ def _errors(findings: Iterable[Problem], source: Source) -> list[Problem]:
 
 
 def accepted(findings: Iterable[Problem], source: Source) -> tuple[Problem, ...]:
-    """The findings with their places.
-
-    Raises:
-        ConfigError: some of them are errors.
-    """
+    """The findings with their places; a ConfigError where some of them are errors."""
     if errors := _errors(findings, source):
         raise ConfigError(errors)
     return tuple(map(source.locate, findings))

@@ -1,7 +1,6 @@
 """The data that a run config names, where it is on this machine: what is wrong with it, and how long the run will be.
 
-Read are ``meta.json`` and the sizes of the files, not the tokens: a laptop needs neither numpy nor torch for it. A
-folder that is not here is an error, and a warning where the data may be elsewhere: the machine that trains may have it.
+Read are ``meta.json`` and the sizes of the files, not the tokens: a laptop needs neither numpy nor torch for it.
 """
 
 from __future__ import annotations

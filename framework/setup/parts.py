@@ -24,8 +24,18 @@ from framework.errors import ConfigError, Problem
 from framework.models.layers import Layer, LayeredModel, as_layers
 from framework.plan.plan import Plan
 from framework.plan.rules.model import vocabulary_problem
-from framework.setup.objects import MakeOptimizer, ModelSource, Objects, type_name
-from framework.setup.targets import call_factory, call_failed, check_arguments, check_handed_over, load_target, takes
+from framework.setup.objects import (
+    MakeOptimizer,
+    ModelSource,
+    Objects,
+    call_factory,
+    call_failed,
+    check_arguments,
+    check_handed_over,
+    load_target,
+    takes,
+    type_name,
+)
 from framework.setup.user_optimizer import check_optimizer, refuse_closure, savable
 from framework.tasks.task import Task, as_task
 
@@ -94,9 +104,7 @@ def make_train_loader(
 
 
 def _check_labels_and_tokens(config: RunConfig, splits: Splits) -> None:
-    """Some datasets know their classes, or their different tokens, only from the files; one that the model lacks would
-    fail inside a GPU kernel.
-    """
+    """Of what some datasets only know from their files: a class that the model lacks would fail in a GPU kernel."""
     found, expected = getattr(splits.train, "classes", None), getattr(config.model, "num_classes", None)
     if isinstance(found, Sized) and expected is not None and len(found) > expected:
         reason, key = f"the training data has {len(found)} classes", "model.num_classes"
@@ -107,10 +115,7 @@ def _check_labels_and_tokens(config: RunConfig, splits: Splits) -> None:
 
 def _load_task(config: RunConfig) -> Any:
     """A task target is a loss function ``loss(outputs, targets, **args)``, or a class or function to call with the
-    args.
-
-    What takes two values besides the args is a loss. A function that would do as either is a loss where there are no
-    args.
+    args. A function that would do as either is a loss where there are no args.
     """
     section = config.task
     if not isinstance(section, Target):

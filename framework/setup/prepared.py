@@ -59,14 +59,12 @@ class Prepared:
         return sizes | {f"config.{name}": section for name, section in self.plan.config.to_dict().items()}
 
     def describe_weights(self) -> str:
-        """Describe the weights that this rank has found for a fresh start, before the ranks met: a file system may not
-        show all of them the same yet.
-        """
+        """Describe the weights that this rank has found for a fresh start: a file system may show others to others."""
+        if self.weights is None:
+            return "no weights are read"
         if isinstance(self.weights, SavedCheckpoint):
             return f"{self.weights.tag} is found there"
-        return (
-            "no weights are read" if self.weights is None else f"{counted(len(self.weights), 'tensor')} are found there"
-        )
+        return f"{counted(len(self.weights), 'tensor')} are found there"
 
     def without_weights(self) -> Prepared:
         """A checkpoint is resumed from, whatever this rank has seen of it when it looked."""
@@ -138,9 +136,7 @@ def prepare(
 
 
 def _check_resume(config: RunConfig) -> None:
-    """A path must lead to a checkpoint. Whether its bytes are those that were written is found out when the run folder
-    is held.
-    """
+    """A path must lead to a checkpoint; its bytes are verified when the run folder is held."""
     asked, unverified = config.checkpoint.resume, config.checkpoint.allow_unverified
     if asked not in ("auto", "never"):
         with contextlib.suppress(StorageError, OSError):  # damaged, or a file system that may answer next time
@@ -148,9 +144,7 @@ def _check_resume(config: RunConfig) -> None:
 
 
 def _first_weights(config: RunConfig, cut: CutModel | None) -> LazyWeights | SavedCheckpoint | None:
-    """Find the weights that `checkpoint.init_weights` names, or a checkpoint that holds them; None where weights are
-    drawn, or a checkpoint will be resumed from.
-    """
+    """Find what `checkpoint.init_weights` names; None where weights are drawn, or a checkpoint is resumed from."""
     asked, own = config.checkpoint, RunFolder(config.run.folder).checkpoints
     path, unverified = asked.init_weights, asked.allow_unverified
     if path is None or find_checkpoint(asked.resume, run_checkpoints=own, allow_unverified=unverified) is not None:

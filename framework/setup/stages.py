@@ -28,9 +28,8 @@ from framework.models.survey import Surveyed, refuse_untrue_layers, survey
 from framework.plan.balance import LayerFacts, StageTable, cut, with_seconds
 from framework.plan.cluster import Cluster
 from framework.plan.plan import Plan, make_plan
-from framework.setup.objects import Objects
+from framework.setup.objects import Objects, summary
 from framework.setup.parts import Parts, gather_parts, make_train_loader
-from framework.setup.targets import summary
 from framework.tasks.task import Task
 
 # Of what is found while the parts are gathered: not that this machine lacks something, but that the run cannot work.
@@ -86,11 +85,9 @@ def cut_model(plan: Plan, parts: Parts) -> CutModel:
         raise ConfigError.of("task-forward-with-pipeline", reason, fix, "task", type(parts.task).__name__)
     inputs = _first_inputs(plan, parts)
     if not _is_tensors(inputs):
-        reason = f"the task hands a {type(inputs).__name__} to the model, and a pipeline's first stage takes a "
-        reason, fix = (
-            f"{reason}tensor or a tuple of tensors",
-            "let split(batch) return such inputs, or set parallel.pipe: 1",
-        )
+        handed = f"the task hands a {type(inputs).__name__} to the model"
+        reason = f"{handed}, and a pipeline's first stage takes a tensor or a tuple of tensors"
+        fix = "let split(batch) return such inputs, or set parallel.pipe: 1"
         raise ConfigError.of("inputs-unsendable", reason, fix, "parallel.pipe", config.parallel.pipe)
     in_half = config.precision.dtype in ("bf16", "fp16")
     look = partial(survey, layers, inputs, seed=seed, float_bytes=2 if in_half else 4)

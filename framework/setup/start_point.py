@@ -156,10 +156,9 @@ def open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint | 
 
 
 def _open_folder(folder: RunFolder, prepared: Prepared, start: SavedCheckpoint | None) -> str:
-    """See whether the run may go on from where it starts, and open its folder; nothing is written before that is
-    settled.
+    """See whether the run may go on from where it starts, then open its folder.
 
-    Returns the folder's generation, for hosts that may still see another one of its name.
+    Returns its generation, for hosts that may still see another folder of its name.
     """
     config, plan = prepared.plan.config, prepared.plan
     if start is not None:
@@ -228,8 +227,8 @@ def _changed_schedule(start: SavedCheckpoint, plan: Plan) -> Iterator[str]:
 
 
 def load_start(engine: Engine, start: SavedCheckpoint | None, best: BestSoFar, description: Mapping[str, Any]) -> int:
-    """Load the checkpoint that the run starts from, moved into the run's layout where that is another one; returns its
-    step, 0 without one. Collective.
+    """Load the checkpoint that the run starts from, moved into the run's layout; returns its step, 0 without one.
+    Collective.
     """
     if start is None:
         return 0

@@ -22,7 +22,7 @@ from framework.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
 from framework.engine.weights import checkpoint_weights
 from framework.errors import FrameworkError, show_value
 from framework.models.gpt import GPT
-from framework.setup.targets import call_factory
+from framework.setup.objects import call_factory
 from tests.launched import ROOT, job_environment, read_metrics, train_cases
 
 SHAPE: dict[str, Any] = {

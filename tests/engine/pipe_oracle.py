@@ -18,7 +18,7 @@ from framework.data.batches import WholeBatch
 from framework.data.order import epoch_order
 from framework.data.sample_seed import SeededBatches, SeededSamples
 from framework.data.splits import as_splits
-from framework.setup.targets import call_factory, load_target
+from framework.setup.objects import call_factory, load_target
 from framework.tasks.task import as_task
 from tests.tasks.value import value_of_step
 

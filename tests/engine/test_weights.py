@@ -25,7 +25,7 @@ from framework.data.prepare import prepare
 from framework.data.sample_seed import SeededSamples
 from framework.engine.weights import checkpoint_weights, find_weights, put_weights
 from framework.errors import ConfigError, StorageError, show_value
-from framework.setup.targets import call_factory
+from framework.setup.objects import call_factory
 from framework.system.files import hash_file
 from framework.tasks.task import as_task
 from tests.checkpoint.test_every_fault import before

@@ -10,7 +10,7 @@ import torch
 from framework.config.language_models import BERT, GPT
 from framework.config.run_config import RunConfig
 from framework.models.layers import as_layers
-from framework.setup.targets import call_factory
+from framework.setup.objects import call_factory
 
 # GPT-2: counts of the released checkpoints. Llama: of the released safetensors. tiny GPT: 261*128 + 256*128 + 4 *
 # (12*128^2 + 13*128) + 2*128. BERT: of BertForPreTraining; 4.4, 11.3, 29.1, 41.7 million in Turc et al. 2019, 110 and

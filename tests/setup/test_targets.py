@@ -11,7 +11,7 @@ import pytest
 
 from framework.config.base import Factory
 from framework.errors import ConfigError, Problem, TrainingError
-from framework.setup.targets import call_factory, check_arguments, load_target, summary, takes
+from framework.setup.objects import call_factory, check_arguments, load_target, summary, takes
 
 MODULES = {
     "good.py": """

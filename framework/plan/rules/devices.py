@@ -119,9 +119,7 @@ def half_precision_without_zero(config: RunConfig, cluster: Cluster, layout: Lay
 
 @rule("offload-needs-stage")
 def offload_needs_stage(config: RunConfig, cluster: Cluster) -> Found:
-    """Below these stages DeepSpeed drops the setting without a word, and the memory that was counted on is not
-    freed.
-    """
+    """Below these stages DeepSpeed drops the setting without a word, and frees no memory."""
     zero, offload = config.zero, config.zero.offload_optimizer
     for name, needed in NEEDED_STAGE.items():
         stage = needed.get(getattr(zero, name).device, 0)
@@ -164,9 +162,7 @@ def lamb_needs_dynamic_scale(config: RunConfig, cluster: Cluster) -> Found:
 
 @rule("optimizer-sees-shape")
 def lamb_sees_shards(config: RunConfig, cluster: Cluster) -> Found:
-    """Its ratio is one of norms of a weight; ZeRO gives it shares of one flat vector of all weights, and nobody says
-    so.
-    """
+    """Its ratio is one of norms of a weight, and ZeRO gives it shares of one flat vector of all weights."""
     zero = config.zero
     if isinstance(config.optimizer, Lamb) and zero.stage and zero.offload_optimizer.device == "none":  # else refused
         yield (

@@ -84,8 +84,9 @@ def length_for_ema(config: RunConfig, total_steps: int | None) -> Iterator[Probl
     rest, key = ema.decay**updates, "training.ema.decay"
     if rest > _LARGEST_REST:
         decay = 1 - 10 / updates if updates > 20 else 0.5  # reaches back over about a tenth of the run
-        reason = f"after {updates:,} update{'' if updates == 1 else 's'} {rest:.0%} of the average is still what it "
-        reason, fix = f"{reason}began with", f"set {key}: {decay:.3g}, or begin later with training.ema.start_step"
+        after = f"after {updates:,} update{'' if updates == 1 else 's'}"
+        reason = f"{after} {rest:.0%} of the average is still what it began with"
+        fix = f"set {key}: {decay:.3g}, or begin later with training.ema.start_step"
         yield Problem("ema-longer-than-run", reason, fix, key, ema.decay, severity="warning")
 
 
@@ -105,9 +106,9 @@ def best_is_measured(config: RunConfig, cluster: Cluster) -> Found:
     if names and metric not in names:
         kind = getattr(config.task, "kind", "")
         yield _unknown(metric, names, f"the {kind} task measures {', '.join(names)}", "error")
-    fix = "set evaluation.every_epochs: 1"
     if evaluation.every_steps or evaluation.every_epochs:
         return
+    fix = "set evaluation.every_epochs: 1"
     if not evaluation.at_end:
         yield Problem("metric-never-measured", "evaluation is off", fix, _BEST, metric)
     elif checkpoint.every_steps or checkpoint.every_epochs:

@@ -74,9 +74,7 @@ def sequence_fits(config: RunConfig, cluster: Cluster) -> Found:
 
 @rule()
 def vocabulary_fits(config: RunConfig, cluster: Cluster) -> Found:
-    """A token that the model does not know would fail inside a GPU kernel; a token file's size is checked before
-    training.
-    """
+    """A token that the model does not know would fail inside a GPU kernel; token files are looked at later."""
     size_of = getattr(config.data, "vocab_size", None)
     yield from vocabulary_problem(size_of() if callable(size_of) else None, config.model)
 
@@ -187,9 +185,7 @@ def bf16_pipeline_needs_zero1(config: RunConfig, cluster: Cluster) -> Found:
 
 @rule()
 def stages_fit(config: RunConfig, cluster: Cluster) -> Found:
-    """The cut into stages as it is written, by itself and with models that are known by name; others are looked at when
-    they are built.
-    """
+    """The cut into stages as it is written; models that are not known by name are looked at when they are built."""
     if config.parallel.pipe > 1:
         yield from stage_problems(config.parallel, getattr(config.model, "num_layers_in_list", lambda: None)())
 

@@ -26,19 +26,36 @@ _LOADER: Final = "the samples are read by a loader of the framework"
 _ORDER: Final = "remove data_sampling; the order of samples is the dataset's, or data.shuffle's"
 _FILES: Final = "than a checkpoint here is verified and read"
 _BESIDE: Final = "remove it; checkpoint.mode: async writes beside training"
-# DeepSpeed's dotted key -> (why a run cannot have it, what to do).
+# DeepSpeed's dotted key -> why a run cannot have it.
+_REMOVE: Final[Mapping[str, str]] = {
+    "data_parallel_size": "the layout of the run decides it: devices divided by parallel.pipe",
+    "dataloader_drop_last": f"{_LOADER}, which never sees it",
+    "hybrid_engine.enabled": "it trains through another engine, which no checkpoint here knows",
+    "disable_allgather": "DeepSpeed reads it and does nothing with it",
+    "zero_optimization.zenflow": f"ZenFlow counts the micro-batches of a step itself, and {_STATE}",
+    "zero_optimization.offload_optimizer.super_offload": f"SuperOffload steps in a process of its own, and {_STATE}",
+    "zero_optimization.parameter_alignment": f"weights are then padded, and {_STATE}",
+    "zero_optimization.elastic_checkpoint": "checkpoints here load on another number of ranks without it",
+    "zero_optimization.load_from_fp32_weights": "a resumed run would go on from rounded weights",
+    "fp16.fp16_master_weights_and_grads": f"without weights in fp32 {_STATE}",
+    "bf16.bf16_master_weights_and_grads": f"without weights in fp32 {_STATE}",
+    "bf16.bf16_optimizer_states": f"in bf16 {_STATE}",
+    "optimizer.params.amsgrad": f"with a third moment {_STATE}",
+    "optimizer.params.fp32_optimizer_states": f"in half precision {_STATE}",
+    "checkpoint.load_universal": "checkpoints here load into any layout without being converted",
+}
+# The same, and what to do; all of them together.
 _NOT_IN_A_RUN: Final[Mapping[str, tuple[str, str]]] = {
+    **{path: (reason, "remove it") for path, reason in _REMOVE.items()},
     "sequence_parallel_size": (
         "a run config gives every rank samples of its own, and has no sequence parallelism",
         _SPLIT,
     ),
-    "data_parallel_size": ("the layout of the run decides it: devices divided by parallel.pipe", "remove it"),
     "allgather_size": ("it belongs to a form of zero_optimization that is gone", "set zero.allgather_bucket_size"),
     "autotuning.enabled": (
         "DeepSpeed's autotuner ends every rank after some steps, in the middle of the run",
         "remove it; the deepspeed launcher's --autotuning works on scripts of its own",
     ),
-    "dataloader_drop_last": (f"{_LOADER}, which never sees it", "remove it"),
     "data_efficiency.data_sampling.enabled": (
         f"{_LOADER}, so that DeepSpeed's sampler and curriculum would do nothing",
         _ORDER,
@@ -47,8 +64,6 @@ _NOT_IN_A_RUN: Final[Mapping[str, tuple[str, str]]] = {
         f"{_LOADER}, so that DeepSpeed's curriculum would do nothing",
         _ORDER,
     ),
-    "hybrid_engine.enabled": ("it trains through another engine, which no checkpoint here knows", "remove it"),
-    "disable_allgather": ("DeepSpeed reads it and does nothing with it", "remove it"),
     "tensor_parallel.autotp_size": (
         "the ranks of a tensor-parallel group must see the same samples, and a run config gives every rank its own",
         _SPLIT,
@@ -57,23 +72,6 @@ _NOT_IN_A_RUN: Final[Mapping[str, tuple[str, str]]] = {
         "the experts would be spread over ranks, and checkpoints here hold every weight for all data-parallel ranks",
         _SPLIT,
     ),
-    "zero_optimization.zenflow": (f"ZenFlow counts the micro-batches of a step itself, and {_STATE}", "remove it"),
-    "zero_optimization.offload_optimizer.super_offload": (
-        f"SuperOffload steps in a process of its own, and {_STATE}",
-        "remove it",
-    ),
-    "zero_optimization.parameter_alignment": (f"weights are then padded, and {_STATE}", "remove it"),
-    "zero_optimization.elastic_checkpoint": (
-        "checkpoints here load on another number of ranks without it",
-        "remove it",
-    ),
-    "zero_optimization.load_from_fp32_weights": ("a resumed run would go on from rounded weights", "remove it"),
-    "fp16.fp16_master_weights_and_grads": (f"without weights in fp32 {_STATE}", "remove it"),
-    "bf16.bf16_master_weights_and_grads": (f"without weights in fp32 {_STATE}", "remove it"),
-    "bf16.bf16_optimizer_states": (f"in bf16 {_STATE}", "remove it"),
-    "optimizer.params.amsgrad": (f"with a third moment {_STATE}", "remove it"),
-    "optimizer.params.fp32_optimizer_states": (f"in half precision {_STATE}", "remove it"),
-    "checkpoint.load_universal": ("checkpoints here load into any layout without being converted", "remove it"),
     "checkpoint.writer": (f"the files would be named and written otherwise {_FILES}", _BESIDE),
     "datastates_ckpt": (f"the files would be written otherwise {_FILES}", _BESIDE),
 }
@@ -142,7 +140,8 @@ def _wrong(config: RunConfig, section: str, path: str, value: Any) -> tuple[str,
         meant = f"{OWNED[guess]} decides '{guess}'" if guess in OWNED else f"did you mean '{guess}'?"
         reason = "DeepSpeed reads no such key and would ignore it"
         return "unknown-deepspeed-key", reason, meant if guess else "remove it"
-    if name in OFFLOADS and field and "." not in field and getattr(config.zero, name).device == "none":
+    is_offload = section == "zero_optimization" and name in OFFLOADS and field and "." not in field
+    if is_offload and getattr(config.zero, name).device == "none":
         return "section-clash", f"zero.{name} moves nothing", f"set zero.{name}: {{device: cpu}}, or remove it here"
     return None
 

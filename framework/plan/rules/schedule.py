@@ -33,9 +33,7 @@ def warmup_fits(config: RunConfig, cluster: Cluster) -> Found:
 
 @rule("cycle-upside-down")
 def cycle_order(config: RunConfig, cluster: Cluster) -> Found:
-    """DeepSpeed takes the ends as they come: the cycle would go down first, and begin at the rate that was meant as its
-    top.
-    """
+    """DeepSpeed takes the ends as they come: the cycle would go down first, from what was meant as its top."""
     cycle = config.scheduler
     if not isinstance(cycle, OneCycle):
         return
@@ -47,19 +45,20 @@ def cycle_order(config: RunConfig, cluster: Cluster) -> Found:
 
 def length_for_schedule(config: RunConfig, total_steps: int | None) -> Iterator[Problem]:
     """A run that ends on the way up, or before the rate is down again."""
-    cycle, warmup = config.scheduler, getattr(config.scheduler, "warmup_steps", 0)
+    scheduler, warmup = config.scheduler, getattr(config.scheduler, "warmup_steps", 0)
     if not total_steps:
         return
     run = f"the run has {total_steps} steps"
-    if isinstance(cycle, OneCycle):
-        first, whole = cycle.first_steps, cycle.first_steps + (cycle.second_steps or cycle.first_steps)
+    if isinstance(scheduler, OneCycle):
+        first = scheduler.first_steps
+        whole = first + (scheduler.second_steps or first)
         if whole > total_steps:
             never = f"{run} and never reaches max_lr"
             early = f"up and down take {whole} steps and {run}: it ends before the rate is down"
             reason, other = (never, "") if first >= total_steps else (early, ", or second_steps")
             fix = f"set scheduler.first_steps: {max(1, total_steps // 2)}{other}"
             yield Problem("cycle-too-long", reason, fix, "scheduler.first_steps", first, severity="warning")
-    elif getattr(cycle, "total_steps", None) is None and warmup >= total_steps:
+    elif getattr(scheduler, "total_steps", None) is None and warmup >= total_steps:
         reason, key = f"{run} and never reaches the full learning rate", "scheduler.warmup_steps"
         yield Problem("warmup-too-long", reason, "make it shorter", key, warmup, severity="warning")
 
