@@ -157,9 +157,7 @@ def _appearing_whole(out: Path) -> Iterator[Path]:
 
 
 def _clear_left_over(out: Path) -> None:
-    """Remove what exports to OUT left beside it, by processes of this host that are gone; an earlier export that one
-    had set aside is restored.
-    """
+    """Remove what exports of ended processes of this host left beside OUT; restore what one had set aside."""
     pattern = re.compile(rf"\.{re.escape(out.name)}\.{re.escape(socket.gethostname())}\.(\d+)\.(tmp|earlier)")
     with contextlib.suppress(OSError):  # another user's, or a file system that cannot be written: the export will tell
         for path in list(out.parent.iterdir()):
@@ -173,9 +171,7 @@ def _clear_left_over(out: Path) -> None:
 
 
 def _refuse_taken(out: Path, *, force: bool) -> None:
-    """An empty folder will do; an earlier export with --force; and whoever mistypes OUT must not lose a folder of other
-    things.
-    """
+    """Whoever mistypes OUT must not lose a folder of other things."""
     if not (out.exists() or out.is_symlink()):
         return
     is_folder = out.is_dir() and not out.is_symlink()

@@ -85,9 +85,7 @@ def _window(config: RunConfig) -> int:
 
 
 def load_gpt(checkpoint: SavedCheckpoint, config: RunConfig, *, average: bool = False) -> torch.nn.Module:
-    """The plain module with the checkpoint's weights, or their average, ready for evaluation, on a GPU where there is
-    one.
-    """
+    """The module with the checkpoint's weights, or their average, for evaluation, on a GPU where there is one."""
     with contextlib.redirect_stdout(io.StringIO()):  # where it is imported, DeepSpeed tells which device it found
         from framework.engine.weights import checkpoint_weights, put_weights
     model: torch.nn.Module = call_factory(config.model.factory(), key="model")
@@ -144,9 +142,7 @@ def _draw(logits: torch.Tensor, *, temperature: float, top_k: int | None, genera
 
 
 def as_text(tokens: Iterator[int], decode: Callable[[Sequence[int]], str], *, after: Sequence[int]) -> Iterator[str]:
-    """Text as it comes, in whole characters: a token may be a part of one, and its text may depend on the token
-    before.
-    """
+    """Text in whole characters: a token may be a part of one, and its text may depend on the token before."""
     seen, start, shown = list(after), 0, len(after)
     for token in tokens:
         seen.append(token)
@@ -177,9 +173,7 @@ def find_gpt(path: str, *, allow_unverified: bool = False) -> SavedCheckpoint:
 
 
 def _config_of(checkpoint: SavedCheckpoint, file: str | None) -> RunConfig:
-    """Read the config that names model and tokenizer: the manifest's, or without one a run config that the user
-    gives.
-    """
+    """The config that names model and tokenizer: the manifest's, or without one that which the user gives."""
     stated: dict[str, Any] = {"key": _KEY, "value": str(checkpoint.path)}
     if checkpoint.verified:
         try:

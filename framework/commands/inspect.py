@@ -105,9 +105,7 @@ def _lined(rows: Mapping[str, str], damage: Iterable[str]) -> Iterator[str]:
 
 
 def _checkpoints_at(path: Path) -> list[Path]:
-    """Folders with the name of a checkpoint: the path itself, or those in it, oldest first. None where there is a raw
-    one.
-    """
+    """Folders with the name of a checkpoint: the path, or those in it, oldest first; none where there is a raw one."""
     if find_raw(path) and not any(next(folder.glob(f"global_step*/{MANIFEST}"), None) for folder in holders(path)):
         return []
     for named in own_names(path):

@@ -39,16 +39,6 @@ class LaunchOptions:
     """A parsed command line of `launch`, each option under its own name; None: to be chosen.
 
     Attributes:
-        config: path of the run config.
-        overrides: ``key=value`` settings.
-        hostfile: hosts to start on through ssh.
-        include, exclude: parts of the hostfile, as DeepSpeed writes them.
-        num_nodes, num_gpus: the first so many hosts, and the ranks on each machine.
-        master_addr, master_port: where the ranks meet.
-        control_port: where agents meet.
-        grace_seconds: for a checkpoint after a request to stop.
-        wait_seconds: how long agents wait for each other.
-        ssh_args: further options of `ssh`, one text.
         exports: names of further variables that go to the hosts.
         fit_batch: take as many devices as divide the batch where no number is given.
         num_gpus_flag: the word that gave `num_gpus`.
@@ -226,9 +216,7 @@ def _add_common(parser: CommandParser) -> None:
 
 
 class AsSpelled(argparse.Action):
-    """Stores a value, and beside it, as ``NAME_flag``, which of its names it was given under: errors blame no other
-    word.
-    """
+    """Stores a value, and as ``NAME_flag`` the name under which it was given: errors blame no other word."""
 
     def __call__(
         self,

@@ -124,9 +124,7 @@ class Ranks:
                 process.send_signal(number)
 
     def clear(self) -> None:
-        """End whatever the ranks started and left: it carries this agent's id in its environment, wherever it moved
-        to.
-        """
+        """End whatever the ranks started and left: it carries this agent's id in its environment, wherever it is."""
         self.signal(signal.SIGKILL)
         for process in self._running.values():
             process.wait()
@@ -198,9 +196,7 @@ def _reap_orphans(ours: set[int]) -> None:
 
 
 class OomKills:
-    """Kills by the kernel for lack of memory in this machine's control group, which SIGKILL alone does not show, since
-    this was made; none where the kernel's counter cannot be read.
-    """
+    """Kills for lack of memory in this control group since this was made, as far as the kernel's count can be read."""
 
     def __init__(self, counters: Sequence[Path] | None = None) -> None:
         """Read the first of the files that has the counter.

@@ -243,9 +243,7 @@ def ends_reported(ends: Sequence[HostEnd]) -> str:
 
 
 class Agents:
-    """The `ssh` processes of all hosts: what they say comes out with the name of the host, requests go in, and one exit
-    code comes of all their ends.
-    """
+    """The `ssh` processes of all hosts: passes on what they say, and requests; their ends make one exit code."""
 
     def __init__(
         self,
@@ -289,9 +287,7 @@ class Agents:
         return code
 
     def _is_over(self) -> bool:
-        """All have ended, or were given the time for that: neither an ssh that hangs nor an output that stays open
-        holds us.
-        """
+        """All have ended, or were given the time: neither an ssh that hangs nor an output that stays open holds us."""
         now = time.monotonic()
         if self._running:
             return now > self._give_up_at

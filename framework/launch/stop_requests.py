@@ -40,7 +40,7 @@ class StopRequests:
         self._life_line: int | None = None
 
     def ask(self, how: str) -> None:
-        """Count a request. Notices never insist, and what follows them is the first that is meant."""
+        """Count a request, as `Insistence` has it."""
         self.asked = self.asked or how
         self.insists = self._insistence.again(time.monotonic(), is_notice=how in _NOTICES) or self.insists
 

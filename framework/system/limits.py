@@ -70,9 +70,7 @@ def memory_groups(system: Path = Path("/")) -> Iterator[tuple[Path, str, bool]]:
 
 
 def _of_groups(system: Path) -> Iterator[tuple[int, int, str]]:
-    """All groups above one limit it too. In a container the name may be the host's, which is not there: its own group
-    is the root then.
-    """
+    """All groups above one limit it too; in a container, where a host's name is not there, the root is its own."""
     for root, group, is_unified in memory_groups(system):
         for folder in (root / group, *(root / group).parents):
             if folder.is_relative_to(root):

@@ -41,9 +41,7 @@ def write(stream: TextIO | None, text: str) -> None:
 
 
 def leave(stream: TextIO) -> None:
-    """Let what the stream still holds, and whatever comes, go nowhere; else it would be an error again, at the latest
-    at exit.
-    """
+    """Let what the stream holds, and whatever comes, go nowhere; else it is an error again, at exit at the latest."""
     with suppress(OSError):  # a stream without a descriptor
         nowhere = os.open(os.devnull, os.O_WRONLY)
         try:

@@ -68,9 +68,7 @@ def put_back(handlers: Mapping[signal.Signals, Any]) -> None:
 
 @contextmanager
 def ending_in_good_order() -> Iterator[None]:
-    """SIGTERM ends a command with 143 as it always does, but not before what lies half-written is removed on the way
-    out.
-    """
+    """SIGTERM ends a command with 143 as always, but what lies half-written is removed on the way out."""
 
     def end(number: int, _: object) -> NoReturn:
         raise SystemExit(128 + number)

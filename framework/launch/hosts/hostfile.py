@@ -46,9 +46,7 @@ _MIXED: Final = "DeepSpeed numbers local ranks wrongly when hosts differ"
 
 
 def bare(name: str) -> str:
-    """Without the brackets of an IPv6 address, which ssh, sockets and torch would take for a part of it:
-    ``me@[fd00::1]``.
-    """
+    """``me@[fd00::1]`` without its brackets, which ssh, sockets and torch would take for a part of the address."""
     user, at, host = name.rpartition("@")
     is_bracketed = host.startswith("[") and host.endswith("]") and ":" in host
     return user + at + (host[1:-1] if is_bracketed else host)

@@ -51,9 +51,7 @@ class PortInUse(Exception):  # noqa: N818 - who has it is asked first
 
 
 def in_background(work: Callable[..., _T], *arguments: Any) -> Future[_T]:
-    """Begin a call on a daemon thread: a name server may take half a minute to say nothing, and nobody waits for it at
-    the end.
-    """
+    """Begin a call on a daemon thread: a name server may take half a minute, and nobody waits for it at the end."""
     future: Future[_T] = Future()
 
     def run() -> None:
@@ -132,9 +130,7 @@ def interface_of(address: str) -> str:
 
 
 def peer_name(rank: int, *, master: str, names: Sequence[str] = ()) -> str:
-    """Another node as far as it is known: its name, where the names are numbered as pods are, and what DNS says about
-    it.
-    """
+    """Another node as far as it is known: its name, where names are numbered as pods are, and what DNS says of it."""
     numbered = re.fullmatch(r"(.*-)0(\..*)?", master)
     name = names[rank] if rank < len(names) else f"{numbered[1]}{rank}{numbered[2] or ''}" if numbered else ""
     if not name:
@@ -225,9 +221,7 @@ class Round:
         return len(self._failed) == len(self._places) or time.monotonic() - self._began_at > _ROUND_SECONDS
 
     def problems(self) -> list[Problem]:
-        """Describe the failed connections: by those who are not reached, or by those who do not reach, whichever are
-        fewer lines.
-        """
+        """Describe the failed connections, by those who call or those who are called: whichever are fewer lines."""
         failures = [
             (node, self._called(node)[number], reached)
             for node, failed in sorted(self._failed.items())

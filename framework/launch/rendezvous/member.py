@@ -95,9 +95,7 @@ class AddressHolder:
         self._problem = elsewhere_problem(meeting)
 
     def step(self) -> bool:
-        """Tell whoever calls; raises ConfigError when that is done, and is false when the address is another node's by
-        now.
-        """
+        """Tell whoever calls; raises ConfigError when that is done; false when the name leads elsewhere by now."""
         now = time.monotonic()
         waiting: list[Any] = [self._listener, *self._links]
         ready = readable(waiting, LOOK_SECONDS)
@@ -366,9 +364,7 @@ class Member:
         return Peers(topology.node_rank, {0: link}, {int(node): str(host)[:255] for node, host in hosts.items()})
 
     def _note_no_agent(self, lost: ConnectionLost) -> None:
-        """Something speaks there that is none of us: a while of that is a port in use. Silence may be a node 0 that is
-        busy.
-        """
+        """A while of something that is none of us is a port in use. Silence may be a node 0 that is busy."""
         if not isinstance(lost, NoAgent) or self._challenge:
             self._no_agent_since = 0.0
             return
@@ -435,9 +431,7 @@ def meet(meeting: Session) -> Peers:
 
 
 def _coordinate_or_join(meeting: Session) -> Peers:
-    """Node 0 listens as soon as master_addr is an address of this machine; until then it asks there who listens
-    instead.
-    """
+    """Node 0 listens as soon as master_addr is an address of this machine; until then it asks who listens there."""
     master, caller = meeting.topology.master_addr, Member(meeting)
     while True:
         try:

@@ -53,9 +53,7 @@ def foreign() -> NoAgent:
 
 
 def readable(waiting: Iterable[_Waiting], seconds: float) -> set[_Waiting]:
-    """Return the links with something to read, after at most so long; `select.select` takes no descriptor above
-    1023.
-    """
+    """Return the links with something to read, after so long at most; `select` takes no descriptor above 1023."""
     with selectors.PollSelector() as selector:
         for each in waiting:
             selector.register(each, selectors.EVENT_READ, each)
@@ -158,9 +156,7 @@ def proof(token: str, *, role: str, nonces: tuple[str, str], content: Message) -
 
 
 def is_proof(given: object, expected: str) -> bool:
-    """Compared in constant time. Anything may be given, also half a surrogate, which JSON can write and UTF-8
-    cannot.
-    """
+    """Compare in constant time. JSON can also write half a surrogate, which UTF-8 cannot."""
     return isinstance(given, str) and hmac.compare_digest(given.encode("utf-8", "backslashreplace"), expected.encode())
 
 
