@@ -193,16 +193,10 @@ class MergedWeights(Mapping[str, torch.Tensor]):
         warn_of(checkpoint)
         self.checkpoint, self._place, self._average = checkpoint, checkpoint.path, average
         if average and not (checkpoint.manifest["config"].get("training") or {}).get("ema"):
-            raise ConfigError(
-                Problem(
-                    kind="ema-not-kept",
-                    key="--weights",
-                    value="ema",
-                    file=str(checkpoint.path),
-                    reason="its run kept no moving average of the weights (training.ema)",
-                    fix="leave --weights out to take the trained ones",
-                )
-            )
+            reason = "its run kept no moving average of the weights (training.ema)"
+            fix = "leave --weights out to take the trained ones"
+            file = str(checkpoint.path)
+            raise ConfigError(Problem("ema-not-kept", reason, fix, key="--weights", value="ema", file=file))
         damage = checkpoint.damage() if damage is None else damage
         if damage:
             more = f", and {len(damage) - 1} more" if damage[1:] else ""
