@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from framework.doctor.node.findings import Check, Report
-from framework.doctor.node.inspect import examine
+from framework.doctor.node.machine import examine
 from framework.doctor.node.need import Need
 from framework.doctor.planned_need import judge_config, local_devices
 from framework.errors import EXIT_CONFIG, EXIT_OK, ConfigError, UsageError

@@ -21,10 +21,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from framework.doctor.member import ANSWER
-from framework.doctor.node.across import compare, compare_clocks
 from framework.doctor.node.findings import Check, Node
 from framework.doctor.node.links import Reached
 from framework.doctor.node.need import Need
+from framework.doctor.node.start import compare, compare_clocks
 from framework.errors import Problem
 from framework.launch.environment import ROOT
 from framework.launch.hosts.hostfile import Host, first_few

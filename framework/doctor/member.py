@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from framework.doctor.node.findings import Node
-from framework.doctor.node.inspect import examine
 from framework.doctor.node.links import Echo, call_all, existing, mark, unseen
+from framework.doctor.node.machine import examine
 from framework.doctor.planned_need import judge_config, local_devices
 from framework.launch.deepspeed_command import added_environment
 from framework.plan.cluster import Cluster
