@@ -7,7 +7,6 @@ import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from framework.checkpoint.manifest import SavedCheckpoint
@@ -102,8 +101,8 @@ def prepare(config: RunConfig, *, objects: Objects | None = None, source: Source
     check_device_of_rank(os.environ)
     with _placing(source):
         _check_monitors(config)
-        _check_resume(config)
         RunFolder(config.run.folder).check_usable()
+        resumed = _find_resumed(config)
         parts = gather_parts(config, objects)
     plan = make_plan(config, cluster, num_train_samples=len(parts.splits.train), source=source)
     ds_config = render(plan)
@@ -114,7 +113,7 @@ def prepare(config: RunConfig, *, objects: Objects | None = None, source: Source
         cut = cut_model(plan, parts) if plan.layout.pipe_size > 1 else None
         if cut is None:
             check_recomputed(plan, parts)
-        weights, weights_of = _first_weights(config, cut)
+        weights, weights_of = (None, None) if resumed is not None else _first_weights(config, cut)
     return Prepared(
         plan=replace(plan, findings=(*plan.findings, *problems)),
         ds_config=ds_config,
@@ -125,27 +124,28 @@ def prepare(config: RunConfig, *, objects: Objects | None = None, source: Source
     )
 
 
-def _check_resume(config: RunConfig) -> None:
-    """A path must lead to a checkpoint. Whether its bytes are those that were written is found out when the run folder
-    is held.
+def _find_resumed(config: RunConfig) -> SavedCheckpoint | None:
+    """Look up the checkpoint that is resumed from, where a path must lead to one or first weights depend on it. Whether
+    its bytes are those that were written is found out when the run folder is held.
     """
     asked, unverified = config.checkpoint.resume, config.checkpoint.allow_unverified
-    if asked not in ("auto", "never"):
-        with contextlib.suppress(StorageError, OSError):  # damaged, or a file system that may answer next time
-            find_checkpoint(asked, run_checkpoints=Path(), allow_unverified=unverified)
+    own, first_weights = RunFolder(config.run.folder).checkpoints, config.checkpoint.init_weights
+    if first_weights is None and asked in ("auto", "never"):
+        return None
+    try:
+        return find_checkpoint(asked, run_checkpoints=own, allow_unverified=unverified)
+    except (StorageError, OSError):  # damaged, or a file system that may answer next time
+        if first_weights is None:
+            return None
+        raise
 
 
 def _first_weights(config: RunConfig, cut: CutModel | None) -> tuple[LazyWeights | None, SavedCheckpoint | None]:
     """Find the weights that `checkpoint.init_weights` names, or a checkpoint that holds them; neither where weights are
-    drawn, or a checkpoint will be resumed from.
+    drawn.
     """
-    path = config.checkpoint.init_weights
-    own = RunFolder(config.run.folder).checkpoints
-    unverified = config.checkpoint.allow_unverified
-    if (
-        path is None
-        or find_checkpoint(config.checkpoint.resume, run_checkpoints=own, allow_unverified=unverified) is not None
-    ):
+    path, unverified = config.checkpoint.init_weights, config.checkpoint.allow_unverified
+    if path is None:
         return None, None
     found = find_weights(path, allow_unverified=unverified)
     if isinstance(found, SavedCheckpoint):
