@@ -12,7 +12,7 @@ FORMER = "ds" + "framework"
 # Marks in files that were written under the former name, which stay readable, and what tests that.
 READ_STILL = {
     "framework/checkpoint/state/shard_map.py",
-    "framework/checkpoint/state/exported_weights.py",
+    "framework/checkpoint/state/weight_files.py",
     "framework/data/token_files.py",
     "framework/checkpoint/manifest.py",
     "tests/commands/test_export.py",

@@ -53,10 +53,7 @@ class Checkpointer:
         """Rank 0 (`is_main`) names and deletes; all ranks take part in what the engine writes.
 
         Args:
-            engine: what is saved.
             folder: the ``checkpoints`` folder.
-            retention: which are kept.
-            is_main: whether this is rank 0.
             gather: every rank's value, in the order of ranks, on every rank.
             position: where a step stands in the data; goes into the state and into the manifest.
             description: what else the manifest says: topology, versions, config.
@@ -173,10 +170,8 @@ def publish(
 
     Args:
         folder: the ``checkpoints`` folder.
-        tag: the checkpoint's name.
         stated: what the manifest says beside its format and its files; ``step`` is in it.
         records: the files that the ranks wrote; others that lie there are hashed.
-        retention: which checkpoints are kept.
 
     Raises:
         OSError: the file system refused; the checkpoints that have a name are as they were, or the new one has its own.
@@ -253,11 +248,8 @@ class Retention:
     best_is: Literal["max", "min"] = "max"
 
     def superfluous(self, checkpoints: Sequence[SavedCheckpoint], *, newest: int) -> list[SavedCheckpoint]:
-        """List the checkpoints up to the newest step that may be deleted; later ones belong to another past of the run.
-
-        Args:
-            checkpoints: oldest first.
-            newest: step of the checkpoint just written.
+        """List what may be deleted of checkpoints, oldest first, up to the `newest` step, which was just written; later
+        ones belong to another past of the run.
         """
         own = [checkpoint for checkpoint in checkpoints if checkpoint.step <= newest]
         kept = {checkpoint.step for checkpoint in own[-self.last :]}

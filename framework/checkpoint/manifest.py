@@ -107,8 +107,7 @@ def read_checkpoint(path: Path) -> SavedCheckpoint | None:
     """The checkpoint in a folder; None where there is none of this format, or its manifest is not as it was written.
 
     Raises:
-        OSError: the file system does not give it out now: it may next time, and this is not a checkpoint to start
-        without.
+        OSError: the file system does not give it out now: it may next time.
     """
     name = TAG.match(path.name) or REPLACED.match(path.name)
     if name is None or path.is_symlink():

@@ -100,10 +100,8 @@ def check_resumable(
     Where the work is done may differ: other ranks, another ZeRO stage, pipeline or precision, other micro-batches.
 
     Args:
-        checkpoint: what is resumed from.
         config: of this run, resolved.
         global_size: samples per step.
-        steps_per_epoch: steps in one pass over the data.
         data: what this run's own checkpoints say of its training data (`framework.setup.wiring.description`).
 
     Raises:

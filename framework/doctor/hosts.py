@@ -108,11 +108,7 @@ class Remote:
         threading.Thread(target=self._keep_answers, daemon=True).start()
 
     def ask(self, order: Mapping[str, Any], *, seconds: float = _ASK_SECONDS) -> dict[str, Any]:
-        """Send an order and wait for its answer.
-
-        Raises:
-            HostFailed: there is none.
-        """
+        """Send an order and return its answer; raises HostFailed where there is none."""
         try:
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(order) + "\n")
@@ -153,9 +149,7 @@ class Remote:
 
 
 def member_command(host: Host, *, ssh_args: Sequence[str] = ()) -> list[str]:
-    """Starts the member: same Python, same folder, as DeepSpeed's launcher expects them; words are quoted for the shell
-    there.
-    """
+    """Starts the member: same Python, same folder, as DeepSpeed's launcher expects; words are quoted for the shell."""
     path = [f"PYTHONPATH={ROOT}"] if (ROOT / "pyproject.toml").is_file() else []
     words = ["env", *path, sys.executable, "-m", "framework.doctor.member"]
     there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
@@ -164,20 +158,14 @@ def member_command(host: Host, *, ssh_args: Sequence[str] = ()) -> list[str]:
 
 
 def variables() -> dict[str, str]:
-    """Return the variables of the environment here that `launch` gives to the hosts; sent over stdin, where nobody sees
-    them.
-    """
+    """Variables that `launch` gives to the hosts; sent over stdin, where nobody sees them."""
     return passed_on(os.environ, exports=())
 
 
 def ask_all(
     remotes: Sequence[Remote], order: Callable[[Remote], Mapping[str, Any]], *, seconds: float = _ASK_SECONDS
 ) -> list[dict[str, Any]]:
-    """The answers of all hosts, asked at the same time.
-
-    Raises:
-        HostFailed: of the first that has none, after all have ended.
-    """
+    """The answers of all hosts, asked at the same time; raises HostFailed of the first that has none, at the end."""
     return each_of(remotes, lambda remote: remote.ask(order(remote), seconds=seconds))
 
 
@@ -245,9 +233,7 @@ def _ahead(remote: Remote) -> float:
 
 
 def _network(remotes: Sequence[Remote], port: int, token: str) -> Check:
-    """Check the network: every host reaches the port of node 0, and each other at a port that the system chose, as NCCL
-    and gloo do.
-    """
+    """Every host reaches the port of node 0, and each other at a port that the system chose, as NCCL and gloo do."""
     of_node_0 = [port, port + 1]  # of ranks, and of the agents that `launch` starts
     wanted = {remote: [0, *of_node_0] if remote is remotes[0] else [0] for remote in remotes}
     opened = [each["ports"] for each in ask_all(remotes, lambda each: {"do": "listen", "ports": wanted[each]})]

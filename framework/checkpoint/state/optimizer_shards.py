@@ -99,11 +99,7 @@ class OptimizerViews:
         return _KEYS.get(type(self._base).__name__)
 
     def views(self, keys: Sequence[str]) -> Iterator[View]:
-        """All pieces of this rank; state that the optimizer has not made yet is made, filled with zeros.
-
-        Args:
-            keys: of the optimizer's state; ``fp32`` comes by itself.
-        """
+        """All pieces of this rank: ``fp32``, and `keys` of the optimizer's state, made of zeros where it has none."""
         for stepped, _ in self._stepped():
             for key in keys:
                 if key not in self._base.state[stepped]:
@@ -161,11 +157,8 @@ class OptimizerViews:
     def set_groups(self, group_of: Callable[[str], Mapping[str, Any] | None]) -> None:
         """Put back what a schedule, or the optimizer itself, has changed in the parameter groups (rate, momentum).
 
-        A stage of a pipeline has the groups that it has weights for only: they are told by their weights, not by their
-        numbers.
-
-        Args:
-            group_of: name of a parameter -> options of the group that it was in; None where that is not known.
+        A stage of a pipeline has only the groups that it has weights for: they are told by the weights, by `group_of`:
+        name of a parameter -> options of the group that it was in; None where that is not known.
         """
         for own, members in zip(self._base.param_groups, self._members(), strict=True):
             own.update(next(filter(None, (group_of(self._names[parameter]) for parameter in members)), {}))

@@ -137,11 +137,8 @@ class ShardMap:
 
 
 def map_checkpoint(checkpoint: SavedCheckpoint) -> ShardMap:
-    """Find everything in a checkpoint whose checksums have been verified.
-
-    Raises:
-        LookupError, TypeError, ValueError, AttributeError, OSError, RuntimeError, pickle.UnpicklingError: it is laid
-            out in another way, or cannot be read.
+    """Find everything in a checkpoint whose checksums have been verified; raises errors of any type where it cannot be
+    read, or is laid out in another way.
     """
     files, manifest = CheckpointFiles(checkpoint.path), checkpoint.manifest
     if (checkpoint.path / SWAPPED).is_dir():

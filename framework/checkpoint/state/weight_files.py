@@ -168,8 +168,7 @@ class Entry:
 
 
 def entries(weights: MergedWeights, *, dtype: torch.dtype, names: Mapping[str, str]) -> list[Entry]:
-    """List the tensors to write: numbers with a point in `dtype`, others (counters) as they are; under other names, if
-    there are `names`.
+    """List the tensors to write: numbers with a point in `dtype`, others (counters) as they are; `names` win.
 
     Raises:
         ConfigError: a tensor is of a type that safetensors has not.
@@ -185,9 +184,7 @@ def entries(weights: MergedWeights, *, dtype: torch.dtype, names: Mapping[str, s
 
 
 def split(found: list[Entry], *, shard_bytes: int) -> list[list[Entry]]:
-    """Files of at most so many bytes, in the order of the module; a tensor that is larger by itself has its own
-    file.
-    """
+    """Files of at most so many bytes, in the order of the module; a larger tensor has its own."""
     shards: list[list[Entry]] = [[]]
     size = 0
     for entry in found:

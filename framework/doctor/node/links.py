@@ -82,12 +82,7 @@ def _answer(peer: socket.socket) -> None:
 
 
 def connect(host: str, port: int, *, seconds: float) -> socket.socket:
-    """As `socket.create_connection`, except to itself: a call to a port where nobody listens may be given that very
-    port.
-
-    Raises:
-        OSError: it is not answered.
-    """
+    """As `socket.create_connection`, except to itself: a call to a port where nobody listens may be given that port."""
     connection = socket.create_connection((host, port), timeout=seconds)
     if connection.getsockname() == connection.getpeername():
         connection.close()

@@ -76,15 +76,14 @@ def look_before_start(
     """Run the preflight of this node and yield its facts for the handshake, while the nodes meet: its mark in the run
     folder is there so long.
 
+    What is wrong with this node is told as well: node 0 then refuses, and every node knows why, instead of waiting for
+    this one.
+
     Args:
-        config: of the run.
         cluster: all nodes, and the kind of device here.
         environment: that of the ranks.
         rank: this node's.
         warn: told of whatever does not stand in the way.
-
-    What is wrong with this node is told as well: node 0 then refuses, and every node knows why, instead of waiting for
-    this one.
     """
     need = need_of(make_plan(config, cluster))
     node = examine(need, environment)
@@ -129,8 +128,7 @@ def is_look(reported: object) -> bool:
 
 
 def differences(nodes: Mapping[str, Mapping[str, Any]], *, seen: set[str]) -> list[Problem]:
-    """Compare the nodes and return what they must have in common and do not, errors and warnings; looks for the marks
-    of the others.
+    """Compare the nodes, look for the marks of the others, and return what is not as it must be, and warnings.
 
     Args:
         nodes: ``RANK (HOST)`` -> what it told, node 0 first.
@@ -174,11 +172,7 @@ def _is_place_of_mark(path: str) -> bool:
 
 
 def compare(nodes: Mapping[str, Facts]) -> list[Check]:
-    """All comparisons of facts.
-
-    Args:
-        nodes: name of each node -> its facts, node 0 first; at least one.
-    """
+    """All comparisons of facts, by the name of each node, node 0 first; at least one."""
     return [_versions(nodes), _code(nodes), _devices(nodes), _variables(nodes)]
 
 

@@ -1,6 +1,4 @@
-"""Storage that a node writes to: the run folder, temporary files and caches. Each is written to for real, a little, and
-left as it was.
-"""
+"""Storage that a node writes to: run folder, temporary files, caches. Each is written to, and left as it was."""
 
 from __future__ import annotations
 
@@ -22,8 +20,7 @@ _REMOTE: Final = re.compile(r"nfs\d?|cifs|smb3|9p|ceph|lustre|gpfs|beegfs|afs|fu
 
 
 def check_run_folder(need: Need, *, counts_replaced: bool = False) -> Check:
-    """Check whether checkpoints can be written, and fit: by the size of the run's largest one so far, where there is
-    one.
+    """Check whether checkpoints can be written, and fit, by the size of the run's largest one so far.
 
     With `counts_replaced` it says what a resume has set aside: every file of it is looked at for that.
     """
