@@ -12,6 +12,7 @@ import errno
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -195,10 +196,11 @@ def _all_records(written: Path, records: Mapping[str, FileRecord]) -> dict[str, 
     A run folder on a disk that each host has for itself is refused: its ranks write, and rank 0 sees nothing of it.
     """
     for name, record in records.items():
-        path = written / name
-        if not path.exists() or path.lstat().st_size != record.num_bytes:
-            reason = "is not whole where rank 0 looks: all hosts must share the run folder"
-            raise OSError(errno.EIO, f"{name}, which a rank has written, {reason}")
+        with suppress(FileNotFoundError):
+            if (written / name).lstat().st_size == record.num_bytes:
+                continue
+        reason = "is not whole where rank 0 looks: all hosts must share the run folder"
+        raise OSError(errno.EIO, f"{name}, which a rank has written, {reason}")
     found = dict(records)
     for path in sorted(written.rglob("*")):
         name = path.relative_to(written).as_posix()
