@@ -2,8 +2,7 @@
 
 A save copies what each rank would write into memory that it shares with a process of its own (`writer`), and returns.
 Those processes write, and rank 0's publishes when all have written; the ranks speak of it only when they meet for the
-next save or at the end. At most one save is under way. One that fails is a warning, as it is when nothing is written in
-the background.
+next save or at the end. At most one save is under way. One that fails is a warning, as with a `Checkpointer`.
 """
 
 from __future__ import annotations
@@ -157,8 +156,7 @@ class AsyncCheckpointer(Checkpointer):
                     self._failure = f"no process can be started to write it: {error.strerror or error}"
 
     def _await_all(self, state: State, found: Callable[[], Any], *, is_mine: bool = True) -> list[Any]:
-        """Wait until no writer is in this state any more, and return the findings of every rank; a rank whose writer
-        cannot be waits for the others.
+        """Wait until no writer (that is asked, `is_mine`) is in this state any more; returns every rank's findings.
 
         They meet every few seconds: a disk may take longer than ranks wait for each other in a collective.
         """

@@ -12,6 +12,7 @@ import errno
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -53,10 +54,7 @@ class Checkpointer:
         """Rank 0 (`is_main`) names and deletes; all ranks take part in what the engine writes.
 
         Args:
-            engine: what is saved.
             folder: the ``checkpoints`` folder.
-            retention: which are kept.
-            is_main: whether this is rank 0.
             gather: every rank's value, in the order of ranks, on every rank.
             position: where a step stands in the data; goes into the state and into the manifest.
             description: what else the manifest says: topology, versions, config.
@@ -173,10 +171,8 @@ def publish(
 
     Args:
         folder: the ``checkpoints`` folder.
-        tag: the checkpoint's name.
         stated: what the manifest says beside its format and its files; ``step`` is in it.
         records: the files that the ranks wrote; others that lie there are hashed.
-        retention: which checkpoints are kept.
 
     Raises:
         OSError: the file system refused; the checkpoints that have a name are as they were, or the new one has its own.
@@ -200,10 +196,11 @@ def _all_records(written: Path, records: Mapping[str, FileRecord]) -> dict[str, 
     A run folder on a disk that each host has for itself is refused: its ranks write, and rank 0 sees nothing of it.
     """
     for name, record in records.items():
-        path = written / name
-        if not path.exists() or path.lstat().st_size != record.num_bytes:
-            reason = "is not whole where rank 0 looks: all hosts must share the run folder"
-            raise OSError(errno.EIO, f"{name}, which a rank has written, {reason}")
+        with suppress(FileNotFoundError):
+            if (written / name).lstat().st_size == record.num_bytes:
+                continue
+        reason = "is not whole where rank 0 looks: all hosts must share the run folder"
+        raise OSError(errno.EIO, f"{name}, which a rank has written, {reason}")
     found = dict(records)
     for path in sorted(written.rglob("*")):
         name = path.relative_to(written).as_posix()
@@ -253,11 +250,8 @@ class Retention:
     best_is: Literal["max", "min"] = "max"
 
     def superfluous(self, checkpoints: Sequence[SavedCheckpoint], *, newest: int) -> list[SavedCheckpoint]:
-        """List the checkpoints up to the newest step that may be deleted; later ones belong to another past of the run.
-
-        Args:
-            checkpoints: oldest first.
-            newest: step of the checkpoint just written.
+        """List what may be deleted of checkpoints, oldest first, up to the `newest` step, which was just written; later
+        ones belong to another past of the run.
         """
         own = [checkpoint for checkpoint in checkpoints if checkpoint.step <= newest]
         kept = {checkpoint.step for checkpoint in own[-self.last :]}

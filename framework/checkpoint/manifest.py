@@ -37,8 +37,7 @@ _FORMER_NAME: Final = "dsframework"
 class SavedCheckpoint:
     """A finished checkpoint: ``folder/tag``, and what its manifest says.
 
-    One without a manifest, which DeepSpeed wrote by itself, is not `verified`; what its manifest would say has still to
-    be read out of its files.
+    One without a manifest, which DeepSpeed wrote by itself, is not `verified`; `describe_raw` reads one from its files.
     """
 
     folder: Path
@@ -58,9 +57,7 @@ class SavedCheckpoint:
 
     @property
     def versions(self) -> Mapping[str, Any]:
-        """Releases that wrote it, by package; empty where unknown. Older ones noted the project under its former
-        name.
-        """
+        """Releases that wrote it, by package; older ones noted the project under its former name."""
         found = self.manifest.get("versions", {})
         return {"dsf-trainer" if name == _FORMER_NAME else name: version for name, version in found.items()}
 
@@ -81,9 +78,7 @@ class SavedCheckpoint:
             return sorted([*self.unexpected_files(), *work.damage()])
 
     def unexpected_files(self) -> list[str]:
-        """A line for each file too many: DeepSpeed finds some of its files by pattern, so that it would be read as
-        well.
-        """
+        """A line for each file too many: DeepSpeed, which finds files by pattern, would read it as well."""
         expected, found = {*self.manifest["files"], MANIFEST}, []
         for place, folders, names in os.walk(self.path):
             for path in (Path(place, name) for name in (*folders, *names)):
@@ -96,8 +91,7 @@ class SavedCheckpoint:
 
 
 def list_checkpoints(folder: Path) -> list[SavedCheckpoint]:
-    """Finished checkpoints in a ``checkpoints`` folder, oldest first; without those that the file system does not give
-    out.
+    """Finished checkpoints in a ``checkpoints`` folder, oldest first; without those that cannot be read now.
 
     Raises:
         OSError: the folder is there and does not answer.
@@ -113,8 +107,7 @@ def read_checkpoint(path: Path) -> SavedCheckpoint | None:
     """The checkpoint in a folder; None where there is none of this format, or its manifest is not as it was written.
 
     Raises:
-        OSError: the file system does not give it out now: it may next time, and this is not a checkpoint to start
-        without.
+        OSError: the file system does not give it out now: it may next time.
     """
     name = TAG.match(path.name) or REPLACED.match(path.name)
     if name is None or path.is_symlink():

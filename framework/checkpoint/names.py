@@ -73,9 +73,7 @@ def holders(path: Path) -> tuple[Path, Path]:
 
 
 def latest_tag(folder: Path) -> str:
-    """Read the tag in the file `latest` of a ``checkpoints`` folder; empty where there is none, or it cannot be
-    read.
-    """
+    """Read the tag in the file `latest` of a ``checkpoints`` folder; empty where it cannot be read."""
     try:
         return (read_regular(folder / LATEST, num_bytes=_LONGEST_TAG) or b"").decode("utf-8", errors="replace").strip()
     except OSError:
@@ -140,9 +138,7 @@ class RawNames:
 
 
 def find_raw(path: Path) -> Path | None:
-    """The folder of a checkpoint without a manifest: the path itself, or what `latest` in it names; None where there is
-    none.
-    """
+    """The folder of a checkpoint without a manifest, if there is one: the path itself, or what `latest` in it names."""
     for named in own_names(path):
         if _is_raw(named):
             return named
@@ -158,20 +154,12 @@ def _is_raw(folder: Path) -> bool:
     if _RAW_TAG.fullmatch(folder.name) is None:
         return False
     try:
-        if folder.is_symlink() or not folder.is_dir() or _is_there(folder / MANIFEST):
+        if folder.is_symlink() or not folder.is_dir():
             return False
-        return any(MODEL_FILE.fullmatch(path.name) for path in folder.iterdir())
+        names = {entry.name for entry in folder.iterdir()}
     except OSError:  # who looks for checkpoints has met it before, and told it
         return False
-
-
-def _is_there(path: Path) -> bool:
-    """Other than `os.path.lexists`, which takes a disk that does not answer for a no."""
-    try:
-        path.lstat()
-    except FileNotFoundError:
-        return False
-    return True
+    return MANIFEST not in names and any(map(MODEL_FILE.fullmatch, names))
 
 
 def read_names(folder: Path) -> RawNames:

@@ -57,6 +57,7 @@ _DATA: Final = {
     "num_train_samples": "its training data had {:,} samples and now has {:,}",
     "data_sha256": "its training data had other tokens, by the checksums of their files",
 }
+_WEIGHTS_ALONE: Final = "take the weights alone with checkpoint.init_weights"
 # Those whose arithmetic a run is made of.
 _VERSIONS: Final = ("dsf-trainer", "deepspeed", "torch")
 
@@ -100,7 +101,6 @@ def check_resumable(
     Where the work is done may differ: other ranks, another ZeRO stage, pipeline or precision, other micro-batches.
 
     Args:
-        checkpoint: what is resumed from.
         config: of this run, resolved.
         global_size: samples per step.
         steps_per_epoch: steps in one pass over the data.
@@ -132,7 +132,7 @@ def _other_steps(checkpoint: SavedCheckpoint, global_size: int) -> Problem | Non
         key="batch.global_size",
         value=global_size,
         reason=f"the checkpoint {checkpoint.path} {reason}",
-        fix=f"set batch.global_size: {saved}" if saved else "take the weights alone with checkpoint.init_weights",
+        fix=f"set batch.global_size: {saved}" if saved else _WEIGHTS_ALONE,
     )
 
 
@@ -175,30 +175,25 @@ def _other_config(checkpoint: SavedCheckpoint, config: Mapping[str, Any]) -> Ite
 
 
 def check_reachable(checkpoint: SavedCheckpoint, *, total_steps: int) -> None:
-    """Refuse a step beyond the end of the run where only DeepSpeed's file says so: the schedule is brought there step
-    by step.
+    """Refuse a step beyond the end of the run that only DeepSpeed's file tells: a schedule is brought there by steps.
 
     Raises:
         ConfigError: kind ``resume-beyond-end``.
     """
     if not checkpoint.verified and checkpoint.step > total_steps:
+        stands = f"the checkpoint {checkpoint.path} says that it stands at step {checkpoint.step:,}"
         raise ConfigError.of(
             kind="resume-beyond-end",
             key="training.max_steps",
             value=total_steps,
-            reason=f"the checkpoint {checkpoint.path} says that it stands at step {checkpoint.step:,}, beyond the "
-            "end of this run",
-            fix="set it higher, or take the weights alone with checkpoint.init_weights",
+            reason=f"{stands}, beyond the end of this run",
+            fix=f"set it higher, or {_WEIGHTS_ALONE}",
         )
 
 
 def describe_changes(checkpoint: SavedCheckpoint, *, config: Mapping[str, Any]) -> list[str]:
     """Describe the changes since the save that hold from now on, as ``key: before -> now``; and what becomes of an
-    average.
-
-    Args:
-        checkpoint: what is resumed from, which `check_resumable` let pass.
-        config: of this run, resolved.
+    average. `config` is that of this run, resolved, which `check_resumable` let pass.
     """
     if not checkpoint.verified:  # nobody knows with what it was trained
         return []
@@ -215,21 +210,16 @@ def describe_changes(checkpoint: SavedCheckpoint, *, config: Mapping[str, Any]) 
     elif kept and not keeps:
         stated.append(f"{_EMA}: the moving average of the weights is dropped")
     elif kept != keeps:
-        stated.append(f"{_EMA}: {_inline(kept)} -> {_inline(keeps)}")
+        shown = ("{" + ", ".join(f"{key}: {value}" for key, value in one.items()) + "}" for one in (kept, keeps))
+        stated.append(f"{_EMA}: {' -> '.join(shown)}")
     return stated
 
 
 def describe_versions(checkpoint: SavedCheckpoint, *, versions: Mapping[str, str | None]) -> str:
-    """Describe the releases that wrote a checkpoint, where they are not those that go on; empty where they are the
-    same, or unknown.
-    """
+    """Describe the releases that wrote a checkpoint and are not those that go on; empty if the same, or unknown."""
     saved = checkpoint.versions
     changed = [name for name in _VERSIONS if saved.get(name) and saved[name] != versions.get(name)]
     return ", ".join(f"{name} {saved[name]} -> {versions.get(name)}" for name in changed)
-
-
-def _inline(settings: Mapping[str, Any]) -> str:
-    return "{" + ", ".join(f"{key}: {value}" for key, value in settings.items()) + "}"
 
 
 _OFFLOADS: Final = ("offload_optimizer", "offload_param")
@@ -259,31 +249,26 @@ def describe_resharding(checkpoint: SavedCheckpoint, *, description: Mapping[str
 
 
 def check_movable(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]) -> None:
-    """Refuse to move what lies in the files of DeepSpeed's NVMe swapper, or has to go there: it is read and written by
-    no one else.
+    """Refuse to move state out of, or into, the files of DeepSpeed's NVMe swapper, which nobody else reads or writes.
 
     Raises:
         ConfigError: kind ``resume-nvme-moved``.
     """
     if not needs_resharding(checkpoint, description=description):
         return
-    for manifest, reason in (
-        (checkpoint.manifest, f"the checkpoint {checkpoint.path} holds"),
-        (description, "this run keeps"),
+    stated = describe_resharding(checkpoint, description=description)
+    restore = "restore ranks, zero, parallel and precision"
+    for manifest, holder, fix in (
+        (checkpoint.manifest, f"the checkpoint {checkpoint.path} holds", f"{restore} as they were"),
+        (description, "this run keeps", f"{restore}, or {_WEIGHTS_ALONE}"),
     ):
         zero = _completed(manifest["config"]).get("zero") or {}
         for section in _OFFLOADS:
             if (zero.get(section) or {}).get("device") == "nvme":
+                same = "which can be resumed in the very same layout only"
+                reason, value = f"{holder} state on NVMe (zero.{section}), {same}: {stated}", str(checkpoint.path)
                 raise ConfigError.of(
-                    kind="resume-nvme-moved",
-                    key="checkpoint.resume",
-                    value=str(checkpoint.path),
-                    reason=f"{reason} state on NVMe (zero.{section}), which can be resumed in the very same "
-                    f"layout only: {describe_resharding(checkpoint, description=description)}",
-                    fix="restore ranks, zero, parallel and precision, or take the weights alone with "
-                    "checkpoint.init_weights"
-                    if manifest is description
-                    else "restore ranks, zero, parallel and precision as they were",
+                    kind="resume-nvme-moved", key="checkpoint.resume", value=value, reason=reason, fix=fix
                 )
 
 
@@ -301,8 +286,7 @@ def _arrangement(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _spread(zero: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of ``zero`` that decide how it flattens, cuts and places; the others are sizes of buffers, and when what
-    is sent.
+    """The keys of ``zero`` that decide how it flattens, cuts and places.
 
     DeepSpeed 0.19.8: runtime/zero/stage_1_and_2.py `_round_robin_reorder`, stage3.py `_create_fp16_sub_groups` and
     `_create_fp32_partitions`.

@@ -1,6 +1,4 @@
-"""Resume point: the checkpoint that a run, or a command, starts from; the one that was named, or the newest that is
-sound.
-"""
+"""Resume point: the checkpoint that a run, or a command, starts from; the named one, or the newest that is sound."""
 
 from __future__ import annotations
 
@@ -37,8 +35,8 @@ def find_sound_checkpoint(
 ) -> tuple[SavedCheckpoint | None, list[str]]:
     """The newest checkpoint that ``checkpoint.resume`` allows and that is undamaged; and what is wrong with newer ones.
 
-    A folder with the name of a checkpoint counts, also where its manifest is what is damaged: its steps were trained.
-    One whose manifest the file system does not give out counts as damaged, as it does with any other file.
+    A folder with the name of a checkpoint counts, also where its manifest is damaged or not given out by the file
+    system: its steps were trained.
 
     Args:
         resume: ``auto``, ``never`` or a path.
@@ -104,7 +102,7 @@ def newest_at(path: str, *, key: str, allow_unverified: bool = False) -> SavedCh
     Args:
         path: of a checkpoint, of a run folder, or of its ``checkpoints``.
         key: what the user gave the path for.
-        allow_unverified: it may be a checkpoint that has no manifest.
+        allow_unverified: it may have no manifest.
 
     Raises:
         ConfigError: there is one without a manifest, and nobody asked for that; kind ``checkpoint-unverified``.
@@ -135,14 +133,12 @@ def absence_at(path: str, *, key: str) -> str:
 def refused_unverified(path: Path, *, key: str) -> ConfigError:
     """The error for a checkpoint without a manifest that nobody asked for; `key` is what names it."""
     word = "checkpoint.allow_unverified: true" if key.startswith("checkpoint.") else "--allow-unverified"
-    return ConfigError.of(
-        kind=UNVERIFIED,
-        key=key,
-        value=str(path),
-        reason="it has no manifest (DeepSpeed wrote it by itself, or the manifest is lost), so nothing tells "
-        "whether its files are whole, or whose they are",
-        fix=f"{word} reads it nevertheless, as weights only",
+    reason = (
+        "it has no manifest (DeepSpeed wrote it by itself, or the manifest is lost), so nothing tells whether its "
+        "files are whole, or whose they are"
     )
+    fix = f"{word} reads it nevertheless, as weights only"
+    return ConfigError.of(kind=UNVERIFIED, key=key, value=str(path), reason=reason, fix=fix)
 
 
 @contextlib.contextmanager
@@ -186,36 +182,24 @@ def _reported(path: Path, *, key: str) -> str:
     stated = f"{path}{': ' if path.is_symlink() else '/'}{diagnose(path)}"
     if find_raw(path) is None:
         return stated
-    how = (
-        f"{key}={path} with checkpoint.allow_unverified=true"
-        if key.startswith("checkpoint.")
-        else f"{path} --allow-unverified"
-    )
-    return f"{stated} ({how} reads it without one)"
+    if key.startswith("checkpoint."):
+        return f"{stated} ({key}={path} with checkpoint.allow_unverified=true reads it without one)"
+    return f"{stated} ({path} --allow-unverified reads it without one)"
 
 
 def _refuse_replaced(candidate: SavedCheckpoint) -> None:
     """The run that goes on from it writes the checkpoints that follow beside it: it needs its own name for that."""
     if replaced := REPLACED.match(candidate.tag):
         back = candidate.folder / replaced["tag"]
-        after = ", after what has that name now," if back.exists() else ""
-        raise ConfigError.of(
-            kind="checkpoint-replaced",
-            key=_RESUME,
-            value=str(candidate.path),
-            reason="it was set aside when the steps before it were taken again",
-            fix=f"rename it back to {back}{after} and name that",
-        )
+        fix = f"rename it back to {back}{', after what has that name now,' if back.exists() else ''} and name that"
+        reason, value = "it was set aside when the steps before it were taken again", str(candidate.path)
+        raise ConfigError.of(kind="checkpoint-replaced", key=_RESUME, value=value, reason=reason, fix=fix)
 
 
 def _not_found(resume: str) -> ConfigError:
-    return ConfigError.of(
-        kind="checkpoint-not-found",
-        key=_RESUME,
-        value=resume,
-        reason=absence_at(resume, key=_RESUME),
-        fix="name a .../global_step<N> folder or a run folder that holds one, or write auto or never",
-    )
+    reason = absence_at(resume, key=_RESUME)
+    fix = "name a .../global_step<N> folder or a run folder that holds one, or write auto or never"
+    return ConfigError.of(kind="checkpoint-not-found", key=_RESUME, value=resume, reason=reason, fix=fix)
 
 
 def set_aside_later(start: SavedCheckpoint) -> list[Path]:

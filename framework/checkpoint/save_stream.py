@@ -1,4 +1,4 @@
-"""Destinations of the bytes of a checkpoint's files while they are written: disk (`NewFile`), or first memory
+"""Destinations of the bytes of a checkpoint's files: disk (`framework.system.files.NewFile`), or memory at first
 (`StagedFiles`).
 """
 
@@ -40,14 +40,6 @@ class SaveStream(Protocol):
 OpenFile = Callable[[Path], SaveStream]
 
 
-# Files that wait in memory: written there by the training process, read there by the process that puts them on disk.
-# The memory is one anonymous file (`memfd`), mapped by both: it has no name, so nothing is left in /dev/shm however a
-# run ends, and no mount limits its size. It grows to the size of the largest save and is used again by every save
-# after it. Pages that are touched for the first time cost about eight times as much as pages that are written again.
-# Nothing refuses memory that is not there: who touches it is killed. So it is taken piece by piece, while there is
-# room for it.
-
-
 _PAGE: Final = mmap.PAGESIZE
 _GROWTH: Final = 1 << 24
 # All ranks of a host take their memory at the same time, and each sees what the others have taken before its next
@@ -65,7 +57,14 @@ class StagedFile:
 
 
 class StagedFiles:
-    """The files of one save after the other."""
+    """Files that wait in memory, one save after the other: written by the training process, read by the one that puts
+    them on disk.
+
+    The memory is one anonymous file (`memfd`), mapped by both: it has no name, so nothing is left in /dev/shm however a
+    run ends, and no mount limits its size. It grows to the size of the largest save and is used again by every save
+    after it: pages that are touched for the first time cost about eight times as much. Nothing refuses memory that is
+    not there: who touches it is killed. So it is taken piece by piece, while there is room for it.
+    """
 
     def __init__(self) -> None:
         self.descriptor = _anonymous_file()
@@ -90,11 +89,7 @@ class StagedFiles:
         return self._used
 
     def append(self, data: bytes | memoryview) -> int:
-        """Copy behind what is there; returns the number of bytes.
-
-        Raises:
-            OSError: the system has no more memory to map.
-        """
+        """Copy behind what is there; returns the number of bytes. Raises OSError where there is no more memory."""
         count = memoryview(data).nbytes
         end = self._used + count
         if self._refusal is not None:  # torch writes once more while it closes
@@ -147,20 +142,13 @@ class StagedFiles:
 
 
 def _take(descriptor: int, start: int, stop: int) -> None:
-    """Lengthen the file, with pages behind all of it.
-
-    Raises:
-        OSError: ENOMEM, before somebody is killed for it; some of it is taken.
-    """
+    """Lengthen the file, with pages behind all of it; ENOMEM is raised before somebody is killed for it."""
     for begin in range(start, stop, _PIECE):
         size = min(_PIECE, stop - begin)
         found = room()
         if found is not None and found.num_bytes < size:
-            raise OSError(
-                errno.ENOMEM,
-                f"{found.limit} has {max(0, found.num_bytes) / 1e9:.2f} GB left beside a margin, and "
-                "checkpoint.mode: async keeps in host memory what a rank writes",
-            )
+            left = f"{found.limit} has {max(0, found.num_bytes) / 1e9:.2f} GB left beside a margin"
+            raise OSError(errno.ENOMEM, f"{left}, and checkpoint.mode: async keeps in host memory what a rank writes")
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(descriptor, begin, size)
         else:
@@ -180,11 +168,11 @@ class _Stream:
         """Memory holds nothing back."""
 
     def close(self) -> None:
-        """It is complete; what it holds is found out by who writes it."""
+        """It is complete."""
         self._staged.files.append(StagedFile(self._path, self._offset, self._staged.num_bytes - self._offset))
 
     def abandon(self) -> None:
-        """The save fails, and the next one begins anew."""
+        """The next save begins anew."""
 
 
 def _anonymous_file() -> int:

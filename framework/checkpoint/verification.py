@@ -84,19 +84,16 @@ def share_of(records: Mapping[str, FileRecord], *, index: int, count: int) -> di
 
 
 class SharedVerification:
-    """A checkpoint is verified by all ranks. Rank 0 asks for it, and the others help until it says that no more
-    follows.
+    """Verifies a checkpoint by all ranks: rank 0 asks for it, and the others help until no more follows.
 
     A terabyte takes longer to read than ranks wait for each other in a collective. So each reads its share, and all of
-    them meet every few seconds meanwhile to say how far they are.
+    them meet every few seconds meanwhile.
     """
 
     def __init__(
         self, *, rank: int, gather: Gather, from_rank0: Callable[[Any], Any], print_line: Callable[[str], None]
     ) -> None:
-        """Takes a rank's number, two collectives (every rank's value on all; rank 0's on all), and where progress is
-        told.
-        """
+        """Two collectives bring every rank's value, and rank 0's, to all; `print_line` is told of progress."""
         self._rank, self._gather, self._from_rank0, self._print_line = rank, gather, from_rank0, print_line
 
     def ask(self, checkpoint: SavedCheckpoint) -> list[str]:

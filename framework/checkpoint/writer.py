@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
@@ -55,19 +55,11 @@ class Channel:
         self._poll.register(end, select.POLLIN)
 
     def send(self, **message: Any) -> None:
-        """Send a message.
-
-        Raises:
-            OSError: nobody is at the other end.
-        """
+        """Send a message; raises OSError where nobody is at the other end."""
         self._end.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, timeout: float | None = None) -> Mapping[str, Any] | None:
-        """The next message; None when the other end is gone.
-
-        Raises:
-            TimeoutError: none came within `timeout` seconds.
-        """
+        """The next message, None when the other end is gone; raises TimeoutError if none comes in so many seconds."""
         while b"\n" not in self._read:
             try:
                 if not self._poll.poll(None if timeout is None else math.ceil(timeout * 1000)):
@@ -79,8 +71,7 @@ class Channel:
                 return None
             self._read += more
         line, self._read = self._read.split(b"\n", 1)
-        message: Mapping[str, Any] = json.loads(line)
-        return message
+        return dict(json.loads(line))
 
     def close(self) -> None:
         """The other end sees the end, even where a forked child of this process still holds a copy of this one."""
@@ -89,20 +80,12 @@ class Channel:
         self._end.close()
 
 
-# Waits so many seconds for a message from the rank; empty where there was none.
-Listen = Callable[[float], Mapping[str, Any]]
-
-
 class _NotWrittenError(Exception):
     """A save fails for the reason that it names."""
 
 
 def write_files(order: Mapping[str, Any], memory: memoryview) -> None:
-    """Write what a rank has staged, and its record.
-
-    Raises:
-        OSError: the file system refused.
-    """
+    """Write what a rank has staged, and its record; raises OSError where the file system refuses."""
     saving = Path(order["folder"], SAVING)
     parts = [(name, memory[offset : offset + num_bytes]) for name, offset, num_bytes in order["files"]]
     hashing = ThreadPoolExecutor(_HASHING_THREADS)
@@ -119,44 +102,8 @@ def write_files(order: Mapping[str, Any], memory: memoryview) -> None:
     replace_text(_record(order), json.dumps({"files": files | order["written"], "failure": ""}))
 
 
-def publish_when_all_have_written(order: Mapping[str, Any], listen: Listen) -> None:
-    """Wait for the records of all ranks, and give the checkpoint its name.
-
-    Raises:
-        OSError: the file system refused.
-        _NotWrittenError: another rank has failed.
-    """
-    folder, records = Path(order["folder"]), dict[str, FileRecord]()
-    for rank in range(order["world_size"]):
-        reported = _await_record(_record({**order, "rank": rank}), rank, listen)
-        if reported["failure"]:
-            raise _NotWrittenError(reported["failure"])
-        records |= {name: FileRecord(**record) for name, record in reported["files"].items()}
-    publish(folder, order["tag"], stated=order["stated"], records=records, retention=Retention(**order["retention"]))
-
-
-def _await_record(path: Path, rank: int, listen: Listen) -> Mapping[str, Any]:
-    pause, deadline = _SHORTEST_PAUSE_SECONDS, float("inf")
-    while True:
-        with suppress(FileNotFoundError):
-            reported: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            return reported
-        message = listen(pause)
-        if message.get("word") == GIVE_UP:
-            raise _NotWrittenError(message["failure"])
-        if message.get("word") == ALL_WRITTEN:
-            deadline, pause = time.monotonic() + _LONGEST_DELAY_SECONDS, _SHORTEST_PAUSE_SECONDS
-        if time.monotonic() > deadline:
-            raise _NotWrittenError(
-                f"what rank {rank} has written is not seen by rank 0: all hosts must share the run folder"
-            )
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-
-
 def _record(order: Mapping[str, Any]) -> Path:
-    """Of one rank and one save: a writer of an earlier run that a file system held up cannot speak for a rank of this
-    one.
-    """
+    """Of one rank and one save: a writer of an earlier run that was held up cannot speak for a rank of this one."""
     return Path(order["folder"], SAVING, f"written-by-rank{order['rank']}-{order['ticket']}.json")
 
 
@@ -178,7 +125,7 @@ class Writer:
             self._write(order)
             self._report(state="written")
             if order["rank"] == 0:
-                publish_when_all_have_written(order, self._listen)
+                self._publish(order)
                 self._report(state="published")
         except (OSError, _NotWrittenError) as error:
             failure = getattr(error, "strerror", None) or str(error)
@@ -195,10 +142,35 @@ class Writer:
         if num_bytes != len(self._memory):
             populate = getattr(mmap, "MAP_POPULATE", 0)
             # The old mapping goes when nobody refers to it any more, be it an error that tells of a part of it.
-            self._memory = memoryview(
-                mmap.mmap(self._descriptor, num_bytes, mmap.MAP_SHARED | populate, mmap.PROT_READ)
-            )
+            mapped = mmap.mmap(self._descriptor, num_bytes, mmap.MAP_SHARED | populate, mmap.PROT_READ)
+            self._memory = memoryview(mapped)
         write_files(order, self._memory)
+
+    def _publish(self, order: Mapping[str, Any]) -> None:
+        """Wait for the records of all ranks, and give the checkpoint its name."""
+        folder, records = Path(order["folder"]), dict[str, FileRecord]()
+        for rank in range(order["world_size"]):
+            reported = self._await_record(order, rank)
+            if reported["failure"]:
+                raise _NotWrittenError(reported["failure"])
+            records |= {name: FileRecord(**record) for name, record in reported["files"].items()}
+        retention = Retention(**order["retention"])
+        publish(folder, order["tag"], stated=order["stated"], records=records, retention=retention)
+
+    def _await_record(self, order: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
+        path, pause, deadline = _record({**order, "rank": rank}), _SHORTEST_PAUSE_SECONDS, float("inf")
+        while True:
+            with suppress(FileNotFoundError):
+                return dict(json.loads(path.read_text(encoding="utf-8")))
+            message = self._listen(pause)
+            if message.get("word") == GIVE_UP:
+                raise _NotWrittenError(message["failure"])
+            if message.get("word") == ALL_WRITTEN:
+                deadline, pause = time.monotonic() + _LONGEST_DELAY_SECONDS, _SHORTEST_PAUSE_SECONDS
+            if time.monotonic() > deadline:
+                unseen = f"what rank {rank} has written is not seen by rank 0"
+                raise _NotWrittenError(f"{unseen}: all hosts must share the run folder")
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _report(self, **answer: str) -> None:
         try:
@@ -207,6 +179,7 @@ class Writer:
             os._exit(0)
 
     def _listen(self, seconds: float) -> Mapping[str, Any]:
+        """A message from the rank; empty where none came within so many seconds."""
         try:
             message = self._channel.receive(seconds)
         except TimeoutError:
@@ -229,21 +202,14 @@ def main() -> None:
         Writer(Channel(socket.socket(fileno=channel)), memory).serve()
 
 
-class WriterProcess:
+class WriterProcess(Channel):
     """The writer, as a rank sees it: one process, given orders, and replaced when it has died.
 
     It is not forked, because forks of a process that drives a GPU do not work.
     """
 
     def __init__(self, memory: int) -> None:
-        """Start it.
-
-        Args:
-            memory: descriptor of the memory in which the files will wait.
-
-        Raises:
-            OSError: the system starts no process.
-        """
+        """Start it, with the descriptor of the memory in which files will wait; raises OSError if that fails."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -257,33 +223,17 @@ class WriterProcess:
             except OSError:
                 ours.close()
                 raise
-        self._channel = Channel(ours)
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
-
-    def send(self, **message: Any) -> None:
-        """Give it an order, or a word.
-
-        Raises:
-            OSError: it has died.
-        """
-        self._channel.send(**message)
+        super().__init__(ours)
+        self.pid = self._process.pid
 
     def answer(self, timeout: float | None = None) -> Mapping[str, Any]:
-        """Its next answer; a failure where it has died.
-
-        Raises:
-            TimeoutError: none within `timeout` seconds.
-        """
-        answer = self._channel.receive(timeout)
+        """Its next answer, a failure where it has died; raises TimeoutError if none comes within so many seconds."""
+        answer = self.receive(timeout)
         return answer if answer is not None else {"state": "dead", "failure": self._exit_reason()}
 
     def close(self) -> None:
         """End it: at once where it waits, or kill it."""
-        self._channel.close()
+        super().close()
         try:
             self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:

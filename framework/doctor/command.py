@@ -1,5 +1,4 @@
-"""``doctor [CONFIG] [key=value ...]``: is this machine, or are these hosts, fit to train? Exit code 0: yes; 78: no, and
-why.
+"""``doctor [CONFIG] [key=value ...]``: is this machine, or are these hosts, fit to train? Exit code 0: yes; 78: no.
 
 It starts nothing, changes nothing, and imports no torch; only ``--bench`` runs a small job.
 """
@@ -9,20 +8,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from framework.doctor.hosts import DoctorOptions, look_at_hosts
+from framework.doctor.member import judge_config, local_devices
 from framework.doctor.node.findings import Check, Report
-from framework.doctor.node.inspect import examine
+from framework.doctor.node.machine import examine
 from framework.doctor.node.need import Need
-from framework.doctor.planned_need import judge_config, local_devices
 from framework.errors import EXIT_CONFIG, EXIT_OK, ConfigError, UsageError
-from framework.launch.hosts.devices import visible_variable
-from framework.launch.hosts.hostfile import Chosen, Host, choose_hosts, cluster_of, is_this_machine
+from framework.launch.hosts.hostfile import choose_hosts, cluster_of, is_this_machine
 from framework.launch.hosts.topology import DEFAULT_PORT
 from framework.launch.options import (
     AsSpelled,
@@ -34,62 +32,12 @@ from framework.launch.options import (
     refuse_choice,
     refuse_idle,
 )
-from framework.launch.ssh import address_of, split_ssh_args
+from framework.launch.ssh import split_ssh_args
 from framework.plan.cluster import RANKS_ON_CPU, Cluster
 from framework.system.arguments import CommandParser
 from framework.system.output import write
 
 _ONLY_WITH_HOSTS: Final = ("include", "exclude", "num_nodes", "master_addr", "master_port", "ssh_args")
-
-
-@dataclass(frozen=True)
-class DoctorOptions:
-    """A parsed command line.
-
-    Attributes:
-        config, overrides: the run that is meant; None: any.
-        chosen: hosts, with the devices to use there, to look at through ssh; empty: this machine.
-        num_ranks: on each host; None: one to a device.
-        master_addr: of the first host, as the others know it; empty: as `launch -H` finds it.
-        master_port: where node 0 will listen.
-        ssh_args: further options of ssh.
-    """
-
-    config: str | None
-    overrides: tuple[str, ...]
-    chosen: tuple[Chosen, ...]
-    num_ranks: int | None
-    master_addr: str
-    master_port: int
-    ssh_args: tuple[str, ...] = ()
-
-    @property
-    def hosts(self) -> tuple[Host, ...]:
-        """With the devices that were chosen for slots."""
-        return tuple(Host(item.host.name, len(item.devices)) for item in self.chosen)
-
-    @property
-    def addresses(self) -> list[str]:
-        """Address of each host as the others call it."""
-        found = [address_of(item.host.name, ssh_args=shlex.join(self.ssh_args)) for item in self.chosen]
-        return [self.master_addr, *found[1:]] if self.master_addr else found
-
-    @property
-    def own_variables(self) -> dict[str, dict[str, str]]:
-        """Of single hosts: devices that are not the first, as their agents will have them, of whichever kind they are
-        there.
-        """
-        return {
-            item.host.name: {visible_variable(kind): ",".join(map(str, item.devices)) for kind in ("cuda", "npu")}
-            for item in self.chosen
-            if not item.is_first
-        }
-
-    def start(self, host: Host) -> list[str]:
-        """The command that starts a member on a host."""
-        from framework.doctor.hosts import member_command
-
-        return member_command(host, ssh_args=self.ssh_args)
 
 
 def doctor(argv: Sequence[str]) -> int:
@@ -103,14 +51,11 @@ def doctor(argv: Sequence[str]) -> int:
         asked = _asked(arguments)
         report, need = look(asked)
     except ConfigError as error:  # the hostfile: nobody knows where to look
-        report, need = Report(before=(Check("hostfile", "cannot be used", tuple(error.problems)),)), None
+        report, need = Report(before=[Check("hostfile", "cannot be used", error.problems)]), None
     if arguments.bench and need is not None and report.is_fine:
         from framework.doctor.bench import bench
 
-        master = asked.addresses[0] if asked.chosen else ""
-        report = replace(
-            report, measured=bench(asked.hosts, need, master=master, port=asked.master_port, start=asked.start)
-        )
+        report = replace(report, measured=bench(asked, need))
     # Not print: the exit code stays what was found, also where the reader has left.
     write(sys.stdout, f"{json.dumps(report.to_dict(), indent=2) if arguments.json else report.as_text()}\n")
     return EXIT_OK if report.is_fine else EXIT_CONFIG
@@ -125,19 +70,8 @@ def look(asked: DoctorOptions) -> tuple[Report, Need]:
     cluster = _cluster(asked)
     before, need = judge_config(asked.config, asked.overrides, cluster, is_chosen=bool(asked.num_ranks or asked.chosen))
     if not asked.chosen:
-        return Report(before, (examine(need, os.environ, counts_replaced=True),)), need
-    from framework.doctor.hosts import look_at_hosts
-
-    nodes, across = look_at_hosts(
-        asked.hosts,
-        need,
-        config=asked.config,
-        overrides=asked.overrides,
-        addresses=asked.addresses,
-        port=asked.master_port,
-        own_variables=asked.own_variables,
-        start=asked.start,
-    )
+        return Report(before, [examine(need, os.environ, counts_replaced=True)]), need
+    nodes, across = look_at_hosts(asked, need)
     return Report(before, nodes, across), need
 
 
@@ -155,28 +89,17 @@ def _asked(arguments: argparse.Namespace) -> DoctorOptions:
         raise UsageError(f"doctor: {words[0]} is a setting; name the run config before it")
     idle = [f"--{name}" for name in _ONLY_WITH_HOSTS if getattr(arguments, name)]
     refuse_idle("doctor", () if arguments.hostfile else idle)
-    refuse_choice(
-        "doctor",
-        include=arguments.include,
-        exclude=arguments.exclude,
-        by_number=bool(arguments.num_nodes or arguments.num_gpus),
-    )
+    by_number = bool(arguments.num_nodes or arguments.num_gpus)
+    refuse_choice("doctor", include=arguments.include, exclude=arguments.exclude, by_number=by_number)
     master_port = arguments.master_port or DEFAULT_PORT
-    choice = {
-        name: getattr(arguments, name) for name in ("include", "exclude", "num_nodes", "num_gpus", "num_gpus_flag")
-    }
+    names = ("include", "exclude", "num_nodes", "num_gpus", "num_gpus_flag")
+    choice = {name: getattr(arguments, name) for name in names}
     chosen = choose_hosts(arguments.hostfile, **choice) if arguments.hostfile else ()
     if is_this_machine(chosen, ssh_args=arguments.ssh_args):
         return DoctorOptions(config, tuple(words), (), len(chosen[0].devices), "", master_port)
-    return DoctorOptions(
-        config,
-        tuple(words),
-        chosen,
-        arguments.num_gpus,
-        arguments.master_addr or "",
-        master_port,
-        tuple(split_ssh_args(arguments.ssh_args, command="doctor")),
-    )
+    ssh_args = tuple(split_ssh_args(arguments.ssh_args, command="doctor"))
+    address = arguments.master_addr or ""
+    return DoctorOptions(config, tuple(words), chosen, arguments.num_gpus, address, master_port, ssh_args)
 
 
 def _parser() -> CommandParser:

@@ -18,23 +18,67 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from framework.doctor.member import ANSWER
-from framework.doctor.node.across import compare, compare_clocks
 from framework.doctor.node.findings import Check, Node
 from framework.doctor.node.links import Reached
 from framework.doctor.node.need import Need
+from framework.doctor.node.start import NOT_SHARED, WHY_SHARED, compare, compare_clocks
 from framework.errors import Problem
 from framework.launch.environment import ROOT
-from framework.launch.hosts.hostfile import Host, first_few
-from framework.launch.ssh import passed_on
-
-# `Remote`: the preflight's member on one host, started through ssh and asked in lines of JSON.
-
+from framework.launch.hosts.devices import visible_variable
+from framework.launch.hosts.hostfile import Chosen, Host, first_few
+from framework.launch.ssh import address_of, passed_on
 
 _ASK_SECONDS: Final = 40.0
 _CONNECT_SECONDS: Final = 10
+_EXAMINE_SECONDS: Final = 60.0
+# Calls between all pairs up to here, and beyond it from and to node 0 and between neighbours.
+_ALL_PAIRS: Final = 16
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """A parsed command line.
+
+    Attributes:
+        config, overrides: the run that is meant; None: any.
+        chosen: hosts, with the devices to use there, to look at through ssh; empty: this machine.
+        num_ranks: on each host; None: one to a device.
+        master_addr: of the first host, as the others know it; empty: as `launch -H` finds it.
+        master_port: where node 0 will listen.
+        ssh_args: further options of ssh.
+    """
+
+    config: str | None
+    overrides: tuple[str, ...]
+    chosen: tuple[Chosen, ...]
+    num_ranks: int | None
+    master_addr: str
+    master_port: int
+    ssh_args: tuple[str, ...] = ()
+
+    @property
+    def hosts(self) -> tuple[Host, ...]:
+        """With the devices that were chosen for slots."""
+        return tuple(Host(item.host.name, len(item.devices)) for item in self.chosen)
+
+    @property
+    def addresses(self) -> list[str]:
+        """Address of each host as the others call it."""
+        found = [address_of(item.host.name, ssh_args=shlex.join(self.ssh_args)) for item in self.chosen]
+        return [self.master_addr, *found[1:]] if self.master_addr else found
+
+    @property
+    def own_variables(self) -> dict[str, dict[str, str]]:
+        """Of single hosts: devices that are not the first, of whichever kind, as their agents will have them."""
+        return {
+            item.host.name: {visible_variable(kind): ",".join(map(str, item.devices)) for kind in ("cuda", "npu")}
+            for item in self.chosen
+            if not item.is_first
+        }
 
 
 class HostFailed(Exception):  # noqa: N818 - it is told, and never leaves this module
@@ -42,11 +86,11 @@ class HostFailed(Exception):  # noqa: N818 - it is told, and never leaves this m
 
 
 class Remote:
-    """The member on one host."""
+    """The member on one host, asked in lines of JSON; `number` is its place among all hosts."""
 
-    def __init__(self, host: Host, command: Sequence[str], *, address: str = "") -> None:
+    def __init__(self, host: Host, command: Sequence[str], *, number: int, address: str = "") -> None:
         self.host, self.name = host, host.name.rpartition("@")[2]
-        self.address = address
+        self.number, self.address = number, address
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -63,11 +107,7 @@ class Remote:
         threading.Thread(target=self._keep_answers, daemon=True).start()
 
     def ask(self, order: Mapping[str, Any], *, seconds: float = _ASK_SECONDS) -> dict[str, Any]:
-        """Send an order and wait for its answer.
-
-        Raises:
-            HostFailed: there is none.
-        """
+        """Send an order and return its answer; raises HostFailed where there is none."""
         try:
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(order) + "\n")
@@ -82,8 +122,7 @@ class Remote:
             self._errors.join(1)
             last = next((each.strip() for each in reversed(self._stderr) if each.strip()), "it said nothing")
             raise HostFailed(f"ssh ended with {code}: {last}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        return dict(json.loads(line))
 
     def close(self) -> None:
         """Let it clean up, and end it where it does not."""
@@ -109,9 +148,7 @@ class Remote:
 
 
 def member_command(host: Host, *, ssh_args: Sequence[str] = ()) -> list[str]:
-    """Starts the member: same Python, same folder, as DeepSpeed's launcher expects them; words are quoted for the shell
-    there.
-    """
+    """Starts the member: same Python, same folder, as DeepSpeed's launcher expects; words are quoted for the shell."""
     path = [f"PYTHONPATH={ROOT}"] if (ROOT / "pyproject.toml").is_file() else []
     words = ["env", *path, sys.executable, "-m", "framework.doctor.member"]
     there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
@@ -120,226 +157,138 @@ def member_command(host: Host, *, ssh_args: Sequence[str] = ()) -> list[str]:
 
 
 def variables() -> dict[str, str]:
-    """Return the variables of the environment here that `launch` gives to the hosts; sent over stdin, where nobody sees
-    them.
-    """
+    """Variables that `launch` gives to the hosts; sent over stdin, where nobody sees them."""
     return passed_on(os.environ, exports=())
 
 
-def each_of(remotes: Sequence[Remote], do: Callable[[Remote], Any]) -> list[Any]:
-    """Return the results of `do` for each host, all run at the same time; the first exception is raised after all have
-    ended.
-    """
+def ask_all(
+    remotes: Sequence[Remote], order: Callable[[Remote], Mapping[str, Any]], *, seconds: float = _ASK_SECONDS
+) -> list[dict[str, Any]]:
+    """The answers of all hosts, asked at the same time; raises HostFailed of the first that has none, at the end."""
+    return each_of(remotes, lambda remote: remote.ask(order(remote), seconds=seconds))
+
+
+def each_of(remotes: Sequence[Remote], do: Callable[[Remote], _Result]) -> list[_Result]:
+    """Do something with all hosts at the same time."""
     with ThreadPoolExecutor(max_workers=max(1, min(64, len(remotes)))) as pool:
         return list(pool.map(do, remotes))
 
 
-_EXAMINE_SECONDS: Final = 60.0
-# Calls between all pairs up to here, and beyond it from and to node 0 and between neighbours.
-_ALL_PAIRS: Final = 16
-
-
-Start = Callable[[Host], Sequence[str]]
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Subject of the examination of all hosts."""
-
-    need: Need
-    config: str | None
-    overrides: tuple[str, ...]
-    port: int
-    own_variables: Mapping[str, Mapping[str, str]]
-
-
-def look_at_hosts(
-    hosts: Sequence[Host],
-    need: Need,
-    *,
-    config: str | None,
-    overrides: Sequence[str],
-    addresses: Sequence[str],
-    port: int,
-    own_variables: Mapping[str, Mapping[str, str]],
-    start: Start = member_command,
-) -> tuple[tuple[Node, ...], tuple[Check, ...]]:
-    """Every host and what is between them.
-
-    Args:
-        hosts: in the order of the hostfile; the first is node 0.
-        need: what the run asks of each.
-        config: path of the run config, the same on every host.
-        overrides: settings that win over it.
-        addresses: what the others call each host.
-        port: where node 0 will listen.
-        own_variables: of single hosts, by name.
-        start: the command that starts a member on a host.
-    """
-    asked = Wanted(need, config, tuple(overrides), port, own_variables)
+def look_at_hosts(asked: DoctorOptions, need: Need) -> tuple[list[Node], list[Check]]:
+    """Every host, in the order of the hostfile, and what is between them."""
     with ExitStack() as stack:
-        remotes = [Remote(host, start(host), address=address) for host, address in zip(hosts, addresses, strict=True)]
-        for remote in remotes:
-            stack.callback(remote.close)
-        nodes = each_of(remotes, lambda remote: _examined(remote, asked))
+        remotes = []
+        for number, (host, address) in enumerate(zip(asked.hosts, asked.addresses, strict=True)):
+            command = member_command(host, ssh_args=asked.ssh_args)
+            remotes.append(Remote(host, command, number=number, address=address))
+            stack.callback(remotes[-1].close)
+        nodes = each_of(remotes, lambda remote: _examined(remote, asked, need))
         alive = [remote for remote, node in zip(remotes, nodes, strict=True) if node.facts]
         if len(alive) < 2:
-            return tuple(nodes), ()
-        facts = {node.name: node.facts for node in nodes if node.facts}
-        return tuple(nodes), (*compare(facts), *_between(alive, asked))
+            return nodes, []
+        return nodes, [*compare({node.name: node.facts for node in nodes if node.facts}), *_between(alive, asked, need)]
 
 
-def _examined(remote: Remote, asked: Wanted) -> Node:
+def _examined(remote: Remote, asked: DoctorOptions, need: Need) -> Node:
     started = time.perf_counter()
     order = {
         "do": "examine",
         "name": remote.name,
         "variables": {**variables(), **asked.own_variables.get(remote.host.name, {})},
-        "cluster": asdict(asked.need.cluster),
+        "cluster": asdict(need.cluster),
         "config": asked.config,
         "overrides": list(asked.overrides),
     }
     try:
         answer = remote.ask(order, seconds=_EXAMINE_SECONDS)
     except HostFailed as error:
-        problem = Problem(
-            kind="host-unreachable",
-            key="ssh",
-            reason=str(error),
-            fix=f"try: ssh {remote.host.name} {sys.executable} -V",
-        )
-        return Node(remote.name, (Check("ssh", "cannot be looked at", (problem,)),), time.perf_counter() - started)
-    return Node(remote.name, tuple(map(Check.from_dict, answer["checks"])), answer["seconds"])
+        fix = f"try: ssh {remote.host.name} {sys.executable} -V"
+        problem = Problem("host-unreachable", str(error), fix, key="ssh")
+        return Node(remote.name, [Check("ssh", "cannot be looked at", [problem])], time.perf_counter() - started)
+    return Node(remote.name, list(map(Check.from_dict, answer["checks"])), answer["seconds"])
 
 
-def _clocks(remotes: Sequence[Remote]) -> Check:
-    """Half of the way there and back is taken off; the shortest of three ways is the truest."""
-
-    def offset(remote: Remote) -> float:
-        measured: list[tuple[float, float]] = []
-        for _ in range(3):
-            sent = time.time()
-            clock = remote.ask({"do": "clock"})["clock"]
-            received = time.time()
-            measured.append((received - sent, clock - (sent + received) / 2))
-        return min(measured)[1]
-
-    return compare_clocks(dict(zip([each.name for each in remotes], each_of(remotes, offset), strict=True)))
-
-
-def _between(remotes: Sequence[Remote], asked: Wanted) -> Iterator[Check]:
+def _between(remotes: Sequence[Remote], asked: DoctorOptions, need: Need) -> Iterator[Check]:
     token = secrets.token_hex(16)
     try:
-        yield _clocks(remotes)
-        yield _network(remotes, asked, token)
-        if asked.need.checkpoints is not None and asked.need.saves:
-            yield _shared_folder(remotes, asked, token)
+        yield compare_clocks(dict(zip([each.name for each in remotes], each_of(remotes, _ahead), strict=True)))
+        yield _network(remotes, asked.master_port, token)
+        if need.checkpoints is not None and need.saves:
+            yield _shared_folder(remotes, str(need.checkpoints), token)
     except HostFailed as error:
-        problem = Problem(
-            kind="host-lost", reason=f"a host left while it was looked at: {error}", fix="run doctor again"
-        )
-        yield Check("network", "not finished", (problem,))
+        problem = Problem("host-lost", f"a host left while it was looked at: {error}", "run doctor again")
+        yield Check("network", "not finished", [problem])
 
 
-def _network(remotes: Sequence[Remote], asked: Wanted, token: str) -> Check:
-    """Check the network: every host reaches the port of node 0, and each other at a port that the system chose, as NCCL
-    and gloo do.
-    """
-    of_node_0 = [asked.port, asked.port + 1]  # of ranks, and of the agents that `launch` starts
+def _ahead(remote: Remote) -> float:
+    """Half of the way there and back is taken off; the shortest of three ways is the truest."""
+    measured: list[tuple[float, float]] = []
+    for _ in range(3):
+        sent = time.time()
+        clock = remote.ask({"do": "clock"})["clock"]
+        received = time.time()
+        measured.append((received - sent, clock - (sent + received) / 2))
+    return min(measured)[1]
+
+
+def _network(remotes: Sequence[Remote], port: int, token: str) -> Check:
+    """Every host reaches the port of node 0, and each other at a port that the system chose, as NCCL and gloo do."""
+    of_node_0 = [port, port + 1]  # of ranks, and of the agents that `launch` starts
     wanted = {remote: [0, *of_node_0] if remote is remotes[0] else [0] for remote in remotes}
-    opened = each_of(remotes, lambda each: each.ask({"do": "listen", "ports": wanted[each]})["ports"])
-    problems = [
-        Problem(
-            kind="port-not-usable",
-            file=f"node {remotes[0].name}",
-            key="--master_port",
-            value=port,
-            reason=f"nobody can meet there: {found}",
-            fix="choose another --master_port",
-        )
-        for port, found in zip(of_node_0, opened[0][1:], strict=True)
-        if isinstance(found, str)
-    ]
-    plan = {index: _targets(index, remotes, opened) for index in range(len(remotes))}
-    calls = [
-        (remote, [(remotes[to].address, port) for to, port in plan[index]]) for index, remote in enumerate(remotes)
-    ]
-    answers = each_of(
-        [each for each, _ in calls],
-        lambda each: each.ask({"do": "call", "token": token, "targets": dict(calls)[each]})["reached"],
-    )
-    for index, reached in enumerate(answers):
-        for (to, port), values in zip(plan[index], reached, strict=True):
-            problems += _about_call(remotes[index].name, remotes[to].name, port, Reached(**values))
+    opened = [each["ports"] for each in ask_all(remotes, lambda each: {"do": "listen", "ports": wanted[each]})]
+    problems = []
+    for port_of_0, found in zip(of_node_0, opened[0][1:], strict=True):
+        if isinstance(found, str):
+            about: dict[str, Any] = {"key": "--master_port", "value": port_of_0, "file": f"node {remotes[0].name}"}
+            reason, fix = f"nobody can meet there: {found}", "choose another --master_port"
+            problems.append(Problem("port-not-usable", reason, fix, **about))
+    plan = {remote: _targets(index, remotes, opened) for index, remote in enumerate(remotes)}
+    called = {remote: [(to.address, port) for to, port in targets] for remote, targets in plan.items()}
+    answers = ask_all(remotes, lambda each: {"do": "call", "token": token, "targets": called[each]})
+    for caller, answer in zip(remotes, answers, strict=True):
+        for (to, port_there), values in zip(plan[caller], answer["reached"], strict=True):
+            problems += _about_call(caller.name, to.name, port_there, Reached(**values))
     count = sum(map(len, plan.values()))
     stated = (
         f"{count} connections, every one answered" if not problems else f"{len(problems)} of {count} connections fail"
     )
-    return Check("network", stated, tuple(problems))
+    return Check("network", stated, problems)
 
 
-def _targets(index: int, remotes: Sequence[Remote], opened: Sequence[Sequence[Any]]) -> list[tuple[int, int]]:
-    """(host, port) pairs that a host calls."""
+def _targets(index: int, remotes: Sequence[Remote], opened: Sequence[Sequence[Any]]) -> list[tuple[Remote, int]]:
+    """Hosts and ports that a host calls."""
     others = range(len(remotes)) if len(remotes) <= _ALL_PAIRS or index == 0 else {0, (index + 1) % len(remotes)}
-    pairs = [(to, opened[to][0]) for to in others if to != index and isinstance(opened[to][0], int)]
-    return pairs + ([(0, port) for port in opened[0][1:] if isinstance(port, int)] if index else [])
+    pairs = [(remotes[to], opened[to][0]) for to in others if to != index and isinstance(opened[to][0], int)]
+    return pairs + ([(remotes[0], port) for port in opened[0][1:] if isinstance(port, int)] if index else [])
 
 
 def _about_call(caller: str, called: str, port: int, reached: Reached) -> Iterator[Problem]:
+    place = f"node {caller}"
     if reached.is_loopback:
-        yield Problem(
-            kind="name-loopback",
-            file=f"node {caller}",
-            key=called,
-            value=reached.address,
-            fix="mend /etc/hosts there",
-            reason="the name of another host leads back to this one",
-        )
+        reason, value = "the name of another host leads back to this one", reached.address
+        yield Problem("name-loopback", reason, "mend /etc/hosts there", key=called, value=value, file=place)
     elif reached.reason:
-        yield Problem(
-            kind="port-not-reached",
-            file=f"node {caller}",
-            key=f"{called}:{port}",
-            reason=reached.reason,
-            fix=f"let {caller} connect to {called} ({reached.address or 'no address'}) at every port: firewall, "
-            "security group, network policy, service mesh",
-        )
+        there = f"{called} ({reached.address or 'no address'})"
+        fix = f"let {caller} connect to {there} at every port: firewall, security group, network policy, service mesh"
+        yield Problem("port-not-reached", reached.reason, fix, key=f"{called}:{port}", file=place)
 
 
-def _shared_folder(remotes: Sequence[Remote], asked: Wanted, token: str) -> Check:
+def _shared_folder(remotes: Sequence[Remote], checkpoints: str, token: str) -> Check:
     """Each host leaves a mark where node 0 would save; each must see all of them."""
-    folder = remotes[0].ask({"do": "place", "folder": str(asked.need.checkpoints)})["folder"]
-    numbers = {each: number for number, each in enumerate(remotes)}
-    problems = []
-
-    def refuse(remote: Remote, reason: str) -> None:
-        problems.append(
-            Problem(
-                kind="run-folder-not-shared",
-                file=f"node {remote.name}",
-                key=folder,
-                reason=reason,
-                fix="set run.output_dir to a folder that all hosts share: every rank saves its part of a checkpoint "
-                "there",
-            )
-        )
-
-    marked = []
-    for remote, answer in zip(
-        remotes,
-        each_of(
-            remotes, lambda each: each.ask({"do": "mark", "folder": folder, "token": token, "node": numbers[each]})
-        ),
-        strict=True,
-    ):
-        if answer["reason"]:
-            refuse(remote, f"nothing can be written there: {answer['reason']}")
-        else:
-            marked.append(numbers[remote])
-    order = {"do": "see", "folder": folder, "token": token, "nodes": marked}
-    for remote, unseen in zip(remotes, each_of(remotes, lambda each: each.ask(order)["unseen"]), strict=True):
-        others = [remotes[number].name for number in unseen]
-        if others:
-            refuse(remote, f"what {first_few(others)} wrote is not seen here")
+    folder = remotes[0].ask({"do": "place", "folder": checkpoints})["folder"]
+    names = {remote.number: remote.name for remote in remotes}
+    common = {"folder": folder, "token": token}
+    marks = ask_all(remotes, lambda each: {"do": "mark", "node": each.number, **common})
+    marked = [remote.number for remote, answer in zip(remotes, marks, strict=True) if not answer["reason"]]
+    views = ask_all(remotes, lambda _: {"do": "see", "nodes": marked, **common})
+    reasons = []
+    for remote, mark in zip(remotes, marks, strict=True):
+        if mark["reason"]:
+            reasons.append((remote, f"nothing can be written there: {mark['reason']}"))
+    for remote, view in zip(remotes, views, strict=True):
+        if others := [names[number] for number in view["unseen"]]:
+            reasons.append((remote, f"what {first_few(others)} wrote is not seen here"))
+    fix = f"set run.output_dir to a folder that all hosts share: {WHY_SHARED}"
+    problems = [Problem(NOT_SHARED, reason, fix, key=folder, file=f"node {remote.name}") for remote, reason in reasons]
     stated = f"{folder} is seen by all" if not problems else f"{folder} is not the same folder everywhere"
-    return Check("run folder", stated, tuple(problems))
+    return Check("run folder", stated, problems)

@@ -13,29 +13,63 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any, Final
 
-from framework.doctor.node.findings import Node
-from framework.doctor.node.inspect import examine
+from framework.doctor.node.findings import Check
 from framework.doctor.node.links import Echo, call_all, existing, mark, unseen
-from framework.doctor.planned_need import judge_config, local_devices
+from framework.doctor.node.machine import examine
+from framework.doctor.node.need import Need, need_of, need_without_config
+from framework.errors import ConfigError
 from framework.launch.deepspeed_command import added_environment
-from framework.plan.cluster import Cluster
-
-# Starts this host's ranks of the measuring job, and ends them with whoever asked for them.
-
+from framework.launch.hosts.devices import find_devices
+from framework.load_run import load_run
+from framework.plan.cluster import Cluster, Device
 
 _MODULE: Final = "framework.engine.link_bench"
 # As the module prints it; it stands beyond the torch line, and this half does not import it.
 RESULT: Final = "@link_bench "
 
 
+def judge_config(
+    path: str | None, overrides: Sequence[str], cluster: Cluster, *, is_chosen: bool = True
+) -> tuple[list[Check], Need]:
+    """Judge a run config and return its requirements on each host; those of any run, where there is no plan.
+
+    Args:
+        path: of the run config; None: no run in particular is meant.
+        overrides: settings that win over it.
+        cluster: where it would run.
+        is_chosen: whether somebody named the number of ranks; otherwise that of the config wins.
+    """
+    if path is None:
+        return [], need_without_config(cluster)
+    try:
+        run = load_run(path, overrides)
+        if run.config.run.world_size and not is_chosen:
+            cluster = replace(cluster, devices_per_host=run.config.run.world_size)
+        plan = run.plan(cluster)
+    except ConfigError as error:
+        return [Check("config", f"{path}: refused on {cluster}", error.problems)], need_without_config(cluster)
+    problems = (*run.source.notes(), *plan.findings)
+    return [Check("config", f"{path} on {cluster}: {plan.layout}", problems)], need_of(plan)
+
+
+def local_devices() -> tuple[Device, int]:
+    """Kind and number of devices here; what is wrong with them is said by the check of devices."""
+    try:
+        found = find_devices(os.environ)
+    except ConfigError:
+        asked = os.environ.get("DS_ACCELERATOR")
+        return ("cuda" if asked == "cuda" else "npu" if asked == "npu" else "cpu"), 0
+    return found.kind, found.count
+
+
 def run_ranks(order: Mapping[str, Any], cluster: Cluster, *, reported: IO[str]) -> dict[str, Any]:
-    """The result where rank 0 is here, and the reason where it did not go well.
+    """Run this host's ranks of the measuring job: the result where rank 0 is here, and why it did not go well.
 
     Args:
         order: number of this node, master (address and port), folder of checkpoints or None, and seconds.
@@ -129,8 +163,7 @@ class Member:
         cluster = _here(order)
         before, need = judge_config(order["config"], order["overrides"], cluster)
         node = examine(need, os.environ, name=order["name"], counts_replaced=True)
-        refused = tuple(check for check in before if check.status == "error")
-        checks = Node(node.name, (*refused, *node.checks), node.seconds).checks
+        checks = [*(check for check in before if check.status == "error"), *node.checks]
         return {"checks": [check.to_dict() for check in checks], "seconds": node.seconds}
 
     def _listen(self, order: Order) -> dict[str, Any]:

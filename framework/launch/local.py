@@ -108,8 +108,8 @@ def _launch_here(options: LaunchOptions, requests: StopRequests, *, alone: Chose
 
 def _look_at_ops(job: LoadedRun, cluster: Cluster, environment: Mapping[str, str]) -> None:
     """Refuse what the first rank could not compile, and announce what it will, which may be taken for a hang."""
-    from framework.doctor.node.compilers import check_ops, ops_to_compile
     from framework.doctor.node.need import need_of
+    from framework.doctor.node.software import check_ops, ops_to_compile
 
     need = need_of(job.plan(cluster))
     errors = [problem for problem in check_ops(need, environment).problems if problem.severity == "error"]

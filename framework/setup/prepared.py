@@ -7,7 +7,6 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, cast
 
 from framework.checkpoint.manifest import SavedCheckpoint
@@ -121,8 +120,8 @@ def prepare(
     check_device(config.precision.dtype, config.run.backend)
     with _placing(source):
         _check_monitors(config)
-        _check_resume(config)
         RunFolder(config.run.folder).check_usable()
+        resumed = _find_resumed(config)
         parts = gather_parts(config, objects)
     plan = plan.with_data(len(parts.splits.train), source)
     ds_config = render(plan)
@@ -131,23 +130,30 @@ def prepare(
         cut = cut_model(plan, parts) if plan.layout.pipe_size > 1 else None
         if cut is None:
             check_recomputed(plan, parts)
-        weights = _first_weights(config, cut)
+        weights = None if resumed is not None else _first_weights(config, cut)
     return Prepared(replace(plan, findings=(*plan.findings, *problems)), ds_config, parts, cut, weights)
 
 
-def _check_resume(config: RunConfig) -> None:
-    """A path must lead to a checkpoint; its bytes are verified when the run folder is held."""
+def _find_resumed(config: RunConfig) -> SavedCheckpoint | None:
+    """Look up the checkpoint that is resumed from, where a path must lead to one or first weights depend on it. Whether
+    its bytes are those that were written is found out when the run folder is held.
+    """
     asked, unverified = config.checkpoint.resume, config.checkpoint.allow_unverified
-    if asked not in ("auto", "never"):
-        with contextlib.suppress(StorageError, OSError):  # damaged, or a file system that may answer next time
-            find_checkpoint(asked, run_checkpoints=Path(), allow_unverified=unverified)
+    own, first_weights = RunFolder(config.run.folder).checkpoints, config.checkpoint.init_weights
+    if first_weights is None and asked in ("auto", "never"):
+        return None
+    try:
+        return find_checkpoint(asked, run_checkpoints=own, allow_unverified=unverified)
+    except (StorageError, OSError):  # damaged, or a file system that may answer next time
+        if first_weights is None:
+            return None
+        raise
 
 
 def _first_weights(config: RunConfig, cut: CutModel | None) -> LazyWeights | SavedCheckpoint | None:
-    """Find what `checkpoint.init_weights` names; None where weights are drawn, or a checkpoint is resumed from."""
-    asked, own = config.checkpoint, RunFolder(config.run.folder).checkpoints
-    path, unverified = asked.init_weights, asked.allow_unverified
-    if path is None or find_checkpoint(asked.resume, run_checkpoints=own, allow_unverified=unverified) is not None:
+    """Find what `checkpoint.init_weights` names; None where weights are drawn."""
+    path, unverified = config.checkpoint.init_weights, config.checkpoint.allow_unverified
+    if path is None:
         return None
     found = find_weights(path, allow_unverified=unverified)
     if cut is not None and not isinstance(found, SavedCheckpoint):

@@ -1,5 +1,5 @@
-"""`AtomicCheckpointEngine`: what DeepSpeed's engines call to write and read the files of a checkpoint (its
-`CheckpointEngine` interface).
+"""`AtomicCheckpointEngine`: DeepSpeed's `CheckpointEngine` interface, by which its engines write and read the files of
+a checkpoint.
 
 Writing: every file is new, hashed as it is written and flushed to disk. A failure is kept and told at the end, on the
 rank that has it: raised at once it would leave the others waiting in DeepSpeed's barrier. With another `open_file` the
@@ -34,9 +34,8 @@ from framework.system.files import FileRecord, NewFile, hash_file, sync_file
 ZeroStageEnum.__reduce_ex__ = lambda self, protocol: (ZeroStageEnum, (self.value,))
 # What DeepSpeed 0.19.8 puts into its files beside tensors and plain values.
 _KNOWN: Final = [ZeroStageEnum, fragment_address, LossScaler, DynamicLossScaler]
-# torch locks host memory for a whole storage at once, rounds it up to a power of two and keeps it for ever, beside the
-# memory that is taken for the files. What is larger is copied as CUDA does it by itself, through a small buffer: more
-# slowly.
+# torch locks host memory for a whole storage at once, rounds it up to a power of two and keeps it for ever. What is
+# larger is copied as CUDA does it by itself, through a small buffer: more slowly.
 _LARGEST_PINNED: Final = 1 << 28
 _NO_MEMORY: Final = re.compile(
     r"out of memory|not enough memory|can't allocate memory|Cannot allocate memory", re.IGNORECASE
@@ -59,8 +58,7 @@ class AtomicCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._root, self._records, self._failure, self._open = root, {}, None, open_file
 
     def end(self) -> dict[str, FileRecord]:
-        """Return the records of the files that this rank wrote, by name within the root; none for files whose
-        `open_file` gives none.
+        """Records of the files that this rank wrote, by name within the root, where `open_file` gives any.
 
         Raises:
             OSError: the first that was met.
@@ -99,11 +97,7 @@ class AtomicCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 self._failure = error
 
     def add_written(self, folder: Path) -> None:
-        """Files that lie in the root and that somebody else wrote.
-
-        Raises:
-            OSError: they cannot be read or flushed.
-        """
+        """Flush and hash files that lie in the root and that somebody else wrote."""
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             sync_file(path)
             self._records[path.relative_to(self._root).as_posix()] = hash_file(path)
@@ -116,20 +110,17 @@ class AtomicCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 def _write(state: Any, path: Path, open_file: OpenFile) -> FileRecord | None:
     stream = open_file(path)
     try:
-        through_pinned_memory = open_file is not NewFile and _largest_on_device(state) <= _LARGEST_PINNED
-        with _saving_as_we_do(through_pinned_memory=through_pinned_memory):
+        is_pinned = open_file is not NewFile and _largest_on_device(state) <= _LARGEST_PINNED
+        with _saving_as_we_do(through_pinned_memory=is_pinned):
             torch.save(state, stream)  # type: ignore[arg-type]  # it needs no more than write and flush
     except BaseException as error:
         stream.abandon()
-        # torch's writer, whose stream has failed, fails once more while it closes: the first failure tells what
-        # happened.
-        cause = error if isinstance(error, OSError) else error.__context__
-        if isinstance(error, RuntimeError) and isinstance(cause, OSError):
-            raise cause from error
-        if isinstance(error, (RuntimeError, MemoryError)) and _is_out_of_memory(error):
-            raise OSError(
-                errno.ENOMEM, f"no memory for a copy of what goes into {path.name}: {in_one_line(error)}"
-            ) from error
+        # torch's writer, whose stream has failed, fails once more while it closes: the first failure tells the reason.
+        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _is_out_of_memory(error)):
+            stated = f"no memory for a copy of what goes into {path.name}: {in_one_line(error)}"
+            raise OSError(errno.ENOMEM, stated) from error
         raise
     return stream.close()
 
@@ -142,14 +133,15 @@ def _largest_on_device(value: Any) -> int:
     return max(map(_largest_on_device, values), default=0)
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _NO_MEMORY.search(str(error)) is not None
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or _NO_MEMORY.search(str(error)) is not None
 
 
 @contextlib.contextmanager
 def _saving_as_we_do(*, through_pinned_memory: bool) -> Iterator[None]:
-    """Without CRC-32, which `torch.load` does not look at, beside SHA-256; where training waits for a copy only, from a
-    GPU through pinned memory."""
+    """Without CRC-32, which `torch.load` does not look at; where training waits for a copy only, from a GPU through
+    pinned memory.
+    """
     save = save_options.save
     before = save.compute_crc32, save.use_pinned_memory_for_d2h
     save.compute_crc32, save.use_pinned_memory_for_d2h = False, through_pinned_memory
@@ -212,7 +204,7 @@ def keeping_copies(files: AtomicCheckpointEngine) -> Iterator[None]:
 
 
 def use_atomic_files(engine: deepspeed.DeepSpeedEngine) -> AtomicCheckpointEngine:
-    """Give an engine safe files; the script that DeepSpeed puts beside a checkpoint is copied through them as well."""
+    """Give an engine such files; a failure to copy DeepSpeed's recovery script is kept like theirs."""
     files, copy = AtomicCheckpointEngine(), engine._copy_recovery_script
     engine.checkpoint_engine = files
     engine._copy_recovery_script = lambda save_path: files.keep_failure(lambda: copy(save_path))

@@ -99,23 +99,47 @@ class OptimizerViews:
         return _KEYS.get(type(self._base).__name__)
 
     def views(self, keys: Sequence[str]) -> Iterator[View]:
-        """All pieces of this rank; state that the optimizer has not made yet is made, filled with zeros.
+        """All pieces of this rank: ``fp32``, and `keys` of the optimizer's state, made of zeros where it has none."""
+        for stepped, _ in self._stepped():
+            for key in keys:
+                if key not in self._base.state[stepped]:
+                    self._base.state[stepped][key] = torch.zeros_like(stepped.data)
+        for parameter, stepped, start, offset, count in self._pieces():
+            for key in (FP32, *keys):
+                whole = stepped.data if key == FP32 else self._base.state[stepped][key]
+                yield View(self._names[parameter], key, start, whole.view(-1).narrow(0, offset, count))
 
-        Args:
-            keys: of the optimizer's state; ``fp32`` comes by itself.
-        """
+    def _pieces(self) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter, int, int, int]]:
+        """A parameter, the tensor that is stepped for it, where this rank's piece begins in either, and its length."""
         optimizer = self._optimizer
         if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-            yield from self._of_stage3(keys)
+            # Stage 3: parameters are cut into equal pieces, the last one padded; a sub-group lays its pieces in a row.
+            rank = torch.distributed.get_rank(group=optimizer.dp_process_group)
+            for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
+                offset = 0
+                for parameter in group:
+                    size = parameter.partition_numel()
+                    if (own := min(size, parameter.ds_numel - size * rank)) > 0:
+                        yield parameter, flat, size * rank, offset, own
+                    offset += size
         elif fragments := self._fragments():
-            yield from self._of_fragments(*fragments, keys)
+            # Stages 1 and 2: DeepSpeed notes for every parameter where its piece lies in the flat one.
+            for group, flat in zip(*fragments, strict=True):
+                for parameter in group:
+                    if (mapping := parameter._hp_mapping) is not None:  # None: nothing of it lies on this rank
+                        here = mapping.get_hp_fragment_address()
+                        yield parameter, flat, mapping.lp_fragment_address.start, here.start, here.numel
         elif hasattr(optimizer, "fp32_groups_flat"):
-            yield from self._of_flat_copies(keys)
+            # Half precision at stage 0 with DeepSpeed's FusedAdam: the fp32 copies of a group lie end to end.
+            for group, flat in zip(stepped_groups(optimizer), optimizer.fp32_groups_flat, strict=True):
+                offset = 0
+                for parameter in group:
+                    yield parameter, flat, 0, offset, parameter.numel()
+                    offset += parameter.numel()
         else:
             # In half precision the optimizer steps fp32 copies, which have no name of their own.
             for parameter, (copy, _) in zip(chain(*stepped_groups(optimizer)), self._stepped(), strict=True):
-                for key, whole in self._tensors(copy, copy.data, keys):
-                    yield View(self._names[parameter], key, 0, whole.view(-1))
+                yield parameter, copy, 0, 0, copy.numel()
 
     def set_step(self, step: float) -> None:
         """Tell the optimizer how many steps it has taken."""
@@ -133,11 +157,8 @@ class OptimizerViews:
     def set_groups(self, group_of: Callable[[str], Mapping[str, Any] | None]) -> None:
         """Put back what a schedule, or the optimizer itself, has changed in the parameter groups (rate, momentum).
 
-        A stage of a pipeline has the groups that it has weights for only: they are told by their weights, not by their
-        numbers.
-
-        Args:
-            group_of: name of a parameter -> options of the group that it was in; None where that is not known.
+        A stage of a pipeline has only the groups that it has weights for: they are told by the weights, by `group_of`:
+        name of a parameter -> options of the group that it was in; None where that is not known.
         """
         for own, members in zip(self._base.param_groups, self._members(), strict=True):
             own.update(next(filter(None, (group_of(self._names[parameter]) for parameter in members)), {}))
@@ -194,49 +215,3 @@ class OptimizerViews:
             if hasattr(self._optimizer, flats):
                 return getattr(self._optimizer, groups), getattr(self._optimizer, flats)
         return None
-
-    def _of_fragments(self, groups: Any, flats: Any, keys: Sequence[str]) -> Iterator[View]:
-        """Stages 1 and 2: DeepSpeed notes for every parameter where its piece lies in the flat one."""
-        for group, flat in zip(groups, flats, strict=True):
-            tensors = list(self._tensors(flat, flat.data, keys))
-            for parameter in group:
-                mapping = parameter._hp_mapping
-                if mapping is None:  # nothing of it lies on this rank
-                    continue
-                here, there = mapping.get_hp_fragment_address(), mapping.lp_fragment_address
-                for key, whole in tensors:
-                    yield View(self._names[parameter], key, there.start, whole.narrow(0, here.start, here.numel))
-
-    def _of_flat_copies(self, keys: Sequence[str]) -> Iterator[View]:
-        """Half precision at stage 0 with DeepSpeed's FusedAdam: the fp32 copies of a group lie end to end."""
-        for group, flat in zip(stepped_groups(self._optimizer), self._optimizer.fp32_groups_flat, strict=True):
-            tensors, start = list(self._tensors(flat, flat.data, keys)), 0
-            for parameter in group:
-                for key, whole in tensors:
-                    yield View(self._names[parameter], key, 0, whole.narrow(0, start, parameter.numel()))
-                start += parameter.numel()
-
-    def _of_stage3(self, keys: Sequence[str]) -> Iterator[View]:
-        """Stage 3: parameters are cut into equal pieces, the last one padded; a sub-group lays its pieces in a row."""
-        optimizer = self._optimizer
-        rank = torch.distributed.get_rank(group=optimizer.dp_process_group)
-        for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
-            tensors, offset = list(self._tensors(flat, flat.data, keys)), 0
-            for parameter in group:
-                size = parameter.partition_numel()
-                start = size * rank
-                own = max(0, min(size, parameter.ds_numel - start))
-                for key, whole in tensors:
-                    if own:
-                        yield View(self._names[parameter], key, start, whole.narrow(0, offset, own))
-                offset += size
-
-    def _tensors(
-        self, parameter: torch.Tensor, weights: torch.Tensor, keys: Sequence[str]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        yield FP32, weights
-        state = self._base.state[parameter]
-        for key in keys:
-            if key not in state:
-                state[key] = torch.zeros_like(weights)
-            yield key, state[key]

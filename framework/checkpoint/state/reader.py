@@ -27,18 +27,14 @@ _LOSS_SCALE: Final = ("cur_scale", "cur_iter", "cur_hysteresis", "last_overflow_
 
 
 class StoredState:
-    """The state in one checkpoint. Everything here raises StorageError where files cannot be read as expected.
+    """The state in one checkpoint; every method raises StorageError where it is not there as DeepSpeed 0.19.8 lays it.
 
     Attributes:
         common: what DeepSpeed saves beside weights: schedule, counters, our own state under `STATE_KEY`.
     """
 
     def __init__(self, checkpoint: SavedCheckpoint) -> None:
-        """Open its files, whose checksums have been verified.
-
-        Raises:
-            StorageError: the files are not laid out as DeepSpeed 0.19.8 lays them out.
-        """
+        """Open its files, whose checksums have been verified."""
         self._path = checkpoint.path
         with self._reading():
             self._map = map_checkpoint(checkpoint)
@@ -92,11 +88,7 @@ class StoredState:
             return states[rank] if len(states) else None
 
     def read(self, name: str, key: str, start: int, count: int) -> torch.Tensor:
-        """Numbers of a flattened tensor from `start` on, float32, one-dimensional.
-
-        Raises:
-            StorageError: the checkpoint does not hold them.
-        """
+        """Numbers of a flattened tensor from `start` on, float32, one-dimensional."""
         result, found, offset = torch.empty(count, dtype=torch.float32), 0, 0
         for piece in self._of(name).pieces:
             begin, end = max(start, offset), min(start + count, offset + piece.num)
@@ -111,31 +103,18 @@ class StoredState:
         return result
 
     def weight(self, name: str, shape: torch.Size) -> torch.Tensor:
-        """A whole weight or buffer: the fp32 copy where there is one, otherwise as the model had it.
-
-        Raises:
-            StorageError: the checkpoint does not hold it, or in another shape.
-        """
+        """A whole weight or buffer: the fp32 copy where there is one, otherwise as the model had it."""
         self.refuse_other_shape(name, shape)
         with self._reading():
             return self._files.whole(self._of(name))
 
     def refuse_other_shape(self, name: str, shape: torch.Size) -> None:
-        """Numbers of another shape would come to stand in wrong places where a tensor is read as flat.
-
-        Raises:
-            StorageError: the checkpoint does not hold it, or in another shape.
-        """
+        """Numbers of another shape would come to stand in wrong places where a tensor is read as flat."""
         if (stored := self._of(name)).shape != shape:
             raise self._lacks(name, f"shape {tuple(stored.shape)}, and the run has {tuple(shape)}")
 
     def refuse_others(self, names: Iterable[str]) -> None:
-        """Refuse a checkpoint that holds more than these names, which are all of the run's model: the rest would be
-        dropped.
-
-        Raises:
-            StorageError: it holds more.
-        """
+        """Refuse what holds more than these names, which are all of the run's model: the rest would be dropped."""
         known = {self._map.ties.get(name, name) for name in names}
         # Stage 3 leaves empty tensors in the place of weights of a further name.
         more = sorted(name for name, one in self._map.stored.items() if name not in known and one.shape.numel())
@@ -193,14 +172,10 @@ class MergedWeights(Mapping[str, torch.Tensor]):
         warn_of(checkpoint)
         self.checkpoint, self._place, self._average = checkpoint, checkpoint.path, average
         if average and not (checkpoint.manifest["config"].get("training") or {}).get("ema"):
-            raise ConfigError.of(
-                kind="ema-not-kept",
-                key="--weights",
-                value="ema",
-                file=str(checkpoint.path),
-                reason="its run kept no moving average of the weights (training.ema)",
-                fix="leave --weights out to take the trained ones",
-            )
+            reason = "its run kept no moving average of the weights (training.ema)"
+            fix = "leave --weights out to take the trained ones"
+            file = str(checkpoint.path)
+            raise ConfigError.of("ema-not-kept", reason, fix, key="--weights", value="ema", file=file)
         damage = checkpoint.damage() if damage is None else damage
         if damage:
             more = f", and {len(damage) - 1} more" if damage[1:] else ""

@@ -137,11 +137,8 @@ class ShardMap:
 
 
 def map_checkpoint(checkpoint: SavedCheckpoint) -> ShardMap:
-    """Find everything in a checkpoint whose checksums have been verified.
-
-    Raises:
-        LookupError, TypeError, ValueError, AttributeError, OSError, RuntimeError, pickle.UnpicklingError: it is laid
-            out in another way, or cannot be read.
+    """Find everything in a checkpoint whose checksums have been verified; raises errors of any type where it cannot be
+    read, or is laid out in another way.
     """
     files, manifest = CheckpointFiles(checkpoint.path), checkpoint.manifest
     if (checkpoint.path / SWAPPED).is_dir():
@@ -258,15 +255,11 @@ def _rows(
     for place_in_order, ((rank, _), file) in enumerate(optimizers.items()):
         if rank != place_in_order:
             raise LookupError(f"there is no optimizer file of rank {place_in_order}")
-        model = files[models[rank, 0]]
+        model, num_ranks = files[models[rank, 0]], len(optimizers)
         shapes = chain.from_iterable(group.items() for group in model["param_shapes"])
-        row = _Row(files, Place(file, ("optimizer_state_dict",)))
-        for name, shape in shapes:
-            size, own = _share(shape, rank=rank, num_ranks=len(optimizers))
-            yield from ((name, shape, piece) for piece in row.take(size, own))
-        row.refuse_rest()
+        yield from _row(files, Place(file, ("optimizer_state_dict",)), shapes, rank=rank, num_ranks=num_ranks)
         for name, shape in (model["frozen_param_shapes"] or {}).items():
-            _, own = _share(shape, rank=rank, num_ranks=len(optimizers))
+            _, own = _share(shape, rank=rank, num_ranks=num_ranks)
             yield name, shape, Piece(Place(models[rank, 0], ("frozen_param_fragments", name)), 0, own)
 
 
@@ -276,31 +269,25 @@ def _share(shape: torch.Size, *, rank: int, num_ranks: int) -> tuple[int, int]:
     return size, max(0, min(size, shape.numel() - rank * size))
 
 
-class _Row:
-    """The flat groups of one rank at stage 3, laid end to end."""
-
-    def __init__(self, files: CheckpointFiles, top: Place) -> None:
-        self._top, inner = top, files.value(top)
-        self._states = inner["optimizer_state_dict"]["state"]
-        self._sizes: list[int] = [flat.numel() for flat in inner[_ROWS]]
-        self._group, self._start = 0, 0
-
-    def take(self, size: int, own: int) -> Iterator[Piece]:
-        """The next `size` numbers, of which the first `own` count."""
+def _row(
+    files: CheckpointFiles, top: Place, shapes: Iterable[tuple[str, torch.Size]], *, rank: int, num_ranks: int
+) -> _Found:
+    """Stage 3: one rank's pieces, in its flat groups laid end to end."""
+    states = files.value(top)["optimizer_state_dict"]["state"]
+    sizes: list[int] = [flat.numel() for flat in files.value(top)[_ROWS]]
+    group = start = 0
+    for name, shape in shapes:
+        size, own = _share(shape, rank=rank, num_ranks=num_ranks)
         while size:
-            count = min(size, self._sizes[self._group] - self._start)
+            count = min(size, sizes[group] - start)
             if own or count == size:
-                place = self._top.then("optimizer_state_dict", "state", self._group)
-                state = place if self._group in self._states else None
-                yield Piece(self._top.then(_ROWS, self._group), self._start, min(own, count), state)
-            size, own, self._start = size - count, max(0, own - count), self._start + count
-            if self._start == self._sizes[self._group]:
-                self._group, self._start = self._group + 1, 0
-
-    def refuse_rest(self) -> None:
-        """All numbers of a rank belong to a parameter; with a rest, all of them would be misread."""
-        if self._group < len(self._sizes):
-            raise ValueError(f"{self._top.file} holds more numbers than the parameters have")
+                state = top.then("optimizer_state_dict", "state", group) if group in states else None
+                yield name, shape, Piece(top.then(_ROWS, group), start, min(own, count), state)
+            size, own, start = size - count, max(0, own - count), start + count
+            if start == sizes[group]:
+                group, start = group + 1, 0
+    if group < len(sizes):  # with a rest that belongs to no parameter, all of them would be misread
+        raise ValueError(f"{top.file} holds more numbers than the parameters have")
 
 
 def names_by_shape(content: Mapping[str, Any]) -> list[list[str]]:

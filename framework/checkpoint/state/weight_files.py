@@ -88,37 +88,36 @@ def read_exported(path: Path) -> LazyWeights:
     Raises:
         StorageError: kind ``weights-not-read``.
     """
-    if path.is_dir():
-        index = path / INDEX
-        return _read_shards(index) if index.is_file() else _lazy(_open(path / WHOLE))
-    return _lazy(_open(path))
-
-
-_Opened = tuple[dict[str, torch.Size], dict[str, Read], dict[str, str]]
-"""Shapes and ways to read the tensors of a file, and further names for some of them."""
-
-
-def _lazy(opened: _Opened) -> LazyWeights:
-    """A tie into another file is that file's to give."""
-    shapes, read, ties = opened
-    own = {name: first for name, first in ties.items() if first in shapes}
+    index = path / INDEX
+    placed: dict[str, str] = {}
+    ties: dict[str, str] = {}
+    files = [path / WHOLE if path.is_dir() else path]
+    if index.is_file():
+        placed, ties = _read_index(index)
+        files = [index.with_name(name) for name in sorted({*placed.values()})]
+    shapes: dict[str, torch.Size] = {}
+    read: dict[str, Read] = {}
+    for file in files:
+        more_shapes, more_read, more_ties = _open(file)
+        shapes |= more_shapes
+        read |= more_read
+        ties |= more_ties
+    if missing := sorted(placed.keys() - shapes.keys()):
+        raise _not_read(index, f"{missing[0]} is in none of its shards")
+    own = {name: first for name, first in ties.items() if first in shapes}  # other ties are another file's to give
     return LazyWeights(
         shapes | {name: shapes[first] for name, first in own.items()},
         read | {name: read[first] for name, first in own.items()},
     )
 
 
-def _open(file: Path) -> _Opened:
+def _open(file: Path) -> tuple[dict[str, torch.Size], dict[str, Read], dict[str, str]]:
+    """Shapes and ways to read the tensors of a file, and further names for some of them."""
     try:
         from safetensors import safe_open  # here: no other run needs it
     except ModuleNotFoundError as error:
-        raise ConfigError.of(
-            kind="package-missing",
-            key="checkpoint.init_weights",
-            value=str(file),
-            reason="safetensors is not installed",
-            fix="pip install safetensors",
-        ) from error
+        key, reason, fix = "checkpoint.init_weights", "safetensors is not installed", "pip install safetensors"
+        raise ConfigError.of(kind="package-missing", key=key, value=str(file), reason=reason, fix=fix) from error
     try:
         opened: Any = safe_open(file, framework="pt")  # checks the header against the size of the file
         shapes = {name: torch.Size(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118  # it is no dict
@@ -133,25 +132,18 @@ def _ties_in(metadata: Mapping[str, str]) -> dict[str, str]:
     return dict(json.loads(metadata.get(TIES) or metadata.get(_FORMER_TIES, "{}")))
 
 
-def _read_shards(index: Path) -> LazyWeights:
+def _read_index(index: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Name of a tensor -> its shard, and further names."""
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
-        placed = dict(content["weight_map"])
+        placed = {name: str(shard) for name, shard in dict(content["weight_map"]).items()}
         ties = _ties_in(content.get("metadata", {}))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise _not_read(index, "it is not an index of shards") from error
-    shapes: dict[str, torch.Size] = {}
-    read: dict[str, Read] = {}
-    for name in sorted({str(shard) for shard in placed.values()}):
+    for name in sorted({*placed.values()}):
         if Path(name).name != name or not name.endswith(SUFFIX):
             raise _not_read(index, f"its shard {name!r} is not a file beside it")
-        more_shapes, more_read, more_ties = _open(index.with_name(name))
-        shapes |= more_shapes
-        read |= more_read
-        ties |= more_ties
-    if missing := sorted(placed.keys() - shapes.keys()):
-        raise _not_read(index, f"{missing[0]} is in none of its shards")
-    return _lazy((shapes, read, ties))
+    return placed, ties
 
 
 def _not_read(file: Path, reason: str) -> StorageError:
@@ -176,8 +168,7 @@ class Entry:
 
 
 def entries(weights: MergedWeights, *, dtype: torch.dtype, names: Mapping[str, str]) -> list[Entry]:
-    """List the tensors to write: numbers with a point in `dtype`, others (counters) as they are; under other names, if
-    there are `names`.
+    """List the tensors to write: numbers with a point in `dtype`, others (counters) as they are; `names` win.
 
     Raises:
         ConfigError: a tensor is of a type that safetensors has not.
@@ -185,23 +176,15 @@ def entries(weights: MergedWeights, *, dtype: torch.dtype, names: Mapping[str, s
     found = []
     for name, stored in weights.stored.items():
         if stored.dtype not in _NAMES:
-            raise ConfigError.of(
-                kind="export-dtype",
-                key=name,
-                value=str(stored.dtype),
-                reason="safetensors has no such type",
-                fix="export with --format pt",
-            )
-        found.append(
-            Entry(name, names.get(name, name), stored.shape, dtype if stored.dtype.is_floating_point else stored.dtype)
-        )
+            reason, fix = "safetensors has no such type", "export with --format pt"
+            raise ConfigError.of("export-dtype", reason, fix, key=name, value=str(stored.dtype))
+        written_as = dtype if stored.dtype.is_floating_point else stored.dtype
+        found.append(Entry(name, names.get(name, name), stored.shape, written_as))
     return found
 
 
 def split(found: list[Entry], *, shard_bytes: int) -> list[list[Entry]]:
-    """Files of at most so many bytes, in the order of the module; a tensor that is larger by itself has its own
-    file.
-    """
+    """Files of at most so many bytes, in the order of the module; a larger tensor has its own."""
     shards: list[list[Entry]] = [[]]
     size = 0
     for entry in found:
@@ -259,13 +242,8 @@ def converted(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
     result = tensor.to(entry.dtype)
     if entry.dtype == torch.float16 and bool((result.isinf() & tensor.isfinite()).any()):
         largest = float(tensor.abs()[tensor.isfinite()].max())
-        raise ConfigError.of(
-            kind="export-overflow",
-            key=entry.name,
-            value=largest,
-            reason="fp16 ends at 65504",
-            fix="export with --dtype bf16 or fp32",
-        )
+        reason, fix = "fp16 ends at 65504", "export with --dtype bf16 or fp32"
+        raise ConfigError.of("export-overflow", reason, fix, key=entry.name, value=largest)
     return result.contiguous()
 
 

@@ -4,8 +4,9 @@ found.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final, Literal
 
 from framework.errors import Problem, counted
@@ -13,6 +14,11 @@ from framework.errors import Problem, counted
 Status = Literal["ok", "note", "warning", "error"]
 _WORST_FIRST: Final[tuple[Status, ...]] = ("error", "warning", "note", "ok")
 _WIDTH: Final = 16
+MIB: Final = 1 << 20
+GIB: Final = 1 << 30
+_UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
+warning = partial(Problem, severity="warning")
+"""A problem that does not stand in the way of a start."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,7 @@ class Check:
 
     name: str
     stated: str
-    problems: tuple[Problem, ...] = ()
+    problems: Sequence[Problem] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -38,13 +44,8 @@ class Check:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; `from_dict` reads them."""
-        return {
-            "name": self.name,
-            "status": self.status,
-            "found": self.stated,
-            "facts": dict(self.facts),
-            "problems": [each.to_dict() for each in self.problems],
-        }
+        problems = [each.to_dict() for each in self.problems]
+        return self.summary() | {"facts": dict(self.facts), "problems": problems}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Check:
@@ -55,6 +56,14 @@ class Check:
         """
         problems = tuple(map(Problem.from_dict, values["problems"]))
         return Check(str(values["name"]), str(values["found"]), problems, dict(values["facts"]))
+
+    def summary(self) -> dict[str, Any]:
+        """What was looked at, and how it is."""
+        return {"name": self.name, "status": self.status, "found": self.stated}
+
+    def as_row(self, *, indent: str = "  ") -> str:
+        """The same as a line of a table."""
+        return f"{indent}{self.status:<8} {self.name:<{_WIDTH}} {self.stated}"
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,7 @@ class Node:
     """
 
     name: str
-    checks: tuple[Check, ...]
+    checks: Sequence[Check]
     seconds: float = 0.0
 
     @property
@@ -93,17 +102,16 @@ class Report:
         measured: how fast they are.
     """
 
-    before: tuple[Check, ...] = ()
-    nodes: tuple[Node, ...] = ()
-    across: tuple[Check, ...] = ()
-    measured: tuple[Check, ...] = ()
+    before: Sequence[Check] = ()
+    nodes: Sequence[Node] = ()
+    across: Sequence[Check] = ()
+    measured: Sequence[Check] = ()
 
     @property
     def problems(self) -> list[Problem]:
         """All of them, in the order in which they are shown."""
-        of_nodes = [each for node in self.nodes for each in node.problems]
-        of_the_rest = [each for check in (*self.across, *self.measured) for each in check.problems]
-        return [*(each for check in self.before for each in check.problems), *of_nodes, *of_the_rest]
+        parts: tuple[Check | Node, ...] = (*self.before, *self.nodes, *self.across, *self.measured)
+        return [each for part in parts for each in part.problems]
 
     @property
     def is_fine(self) -> bool:
@@ -114,19 +122,20 @@ class Report:
         """Tables for a person: what was looked at (on several nodes: what is not fine), each problem with its fix, the
         verdict.
         """
-        lines = [_row(check, indent="") for check in self.before]
+        lines = [check.as_row(indent="") for check in self.before]
         for node in self.nodes:
             shown = node.checks if len(self.nodes) == 1 else [each for each in node.checks if each.status != "ok"]
             fine = f", {len(node.checks) - len(shown)} of {len(node.checks)} fine" if len(self.nodes) > 1 else ""
-            lines += [f"node {node.name}, looked at in {node.seconds:.1f} s{fine}", *map(_row, shown)]
+            lines += [f"node {node.name}, looked at in {node.seconds:.1f} s{fine}", *map(Check.as_row, shown)]
         for title, checks in (("across nodes", self.across), ("measured", self.measured)):
-            lines += [title, *map(_row, checks)] if checks else []
+            lines += [title, *map(Check.as_row, checks)] if checks else []
         problems = sorted(self.problems, key=lambda each: _WORST_FIRST.index(each.severity))
         if problems:
             lines += ["", *(f"{each.severity}: {each}" for each in problems)]
-        counted = count_text(problems)
+        severities = [each.severity for each in problems]
+        counts = [counted(severities.count(name), name) for name in _WORST_FIRST if name in severities]
         verdict = "fit to train" if self.is_fine else "not fit to train"
-        return "\n".join([*lines, "", f"{verdict}{f': {counted}' if counted else ''}"])
+        return "\n".join([*lines, "", f"{verdict}{': ' if counts else ''}{', '.join(counts)}"])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -134,7 +143,7 @@ class Report:
             {
                 "node": node.name,
                 "seconds": round(node.seconds, 3),
-                "checks": list(map(_brief, node.checks)),
+                "checks": list(map(Check.summary, node.checks)),
                 "facts": node.facts,
             }
             for node in self.nodes
@@ -142,32 +151,15 @@ class Report:
         return {
             "ok": self.is_fine,
             "findings": list(map(_finding, self.problems)),
-            "before": list(map(_brief, self.before)),
+            "before": list(map(Check.summary, self.before)),
             "nodes": nodes,
-            "across": list(map(_brief, self.across)),
-            "measured": [_brief(each) | dict(each.facts) for each in self.measured],
+            "across": list(map(Check.summary, self.across)),
+            "measured": [each.summary() | dict(each.facts) for each in self.measured],
         }
 
 
-def count_text(problems: Iterable[Problem]) -> str:
-    """``2 errors, 1 warning``; empty where there is nothing to count."""
-    listed = [each.severity for each in problems]
-    counts = [(listed.count(name), name) for name in ("error", "warning", "note") if name in listed]
-    return ", ".join(counted(count, name) for count, name in counts)
-
-
-def _row(check: Check, *, indent: str = "  ") -> str:
-    return f"{indent}{check.status:<8} {check.name:<{_WIDTH}} {check.stated}"
-
-
-def _brief(check: Check) -> dict[str, Any]:
-    return {"name": check.name, "status": check.status, "found": check.stated}
-
-
 def _finding(problem: Problem) -> dict[str, Any]:
-    """Build the record for tools: a stable id, a severity, the node (empty: none in particular), the finding and the
-    fix.
-    """
+    """Build the record for tools; `node` is empty where it is about none in particular."""
     found = problem.to_dict()
     subject = f"{problem.key} = {found['value']}: " if "value" in found else f"{problem.key}: " if problem.key else ""
     node = problem.file.removeprefix("node ") if problem.file.startswith("node ") else ""
@@ -181,21 +173,10 @@ def _finding(problem: Problem) -> dict[str, Any]:
     }
 
 
-# Bytes as people write them.
-
-
-MIB: Final = 1 << 20
-GIB: Final = 1 << 30
-_UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
-
-
 def size_text(num_bytes: float) -> str:
     """``512 MiB``, ``1.5 GiB``: two or three digits, in powers of 1024."""
     unit = 0
     while num_bytes >= 1000 and unit < len(_UNITS) - 1:
         num_bytes, unit = num_bytes / 1024, unit + 1
-    return (
-        f"{num_bytes:.0f} {_UNITS[unit]}"
-        if num_bytes >= 100 or num_bytes == int(num_bytes)
-        else f"{num_bytes:.1f} {_UNITS[unit]}"
-    )
+    digits = 0 if num_bytes >= 100 or num_bytes == int(num_bytes) else 1
+    return f"{num_bytes:.{digits}f} {_UNITS[unit]}"

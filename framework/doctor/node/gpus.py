@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from framework.doctor.node.findings import GIB, MIB, Check, size_text
+from framework.doctor.node.findings import GIB, MIB, Check, size_text, warning
 from framework.doctor.node.need import Need
 from framework.errors import ConfigError, Problem, counted
 from framework.launch.hosts.devices import find_devices, torch_text, unused_gpus
@@ -38,49 +38,40 @@ def check_devices(need: Need, environment: Mapping[str, str]) -> Check:
     try:
         found = find_devices(environment)
     except ConfigError as error:
-        return Check("devices", "cannot be used as they are asked for", tuple(error.problems))
+        return Check("devices", "cannot be used as they are asked for", error.problems)
     facts = {"device": found.kind, "slots": ranks}
     if found.kind == "cpu" or not found.count:
-        wrong = found.kind == "cpu" and need.cluster.device in ("cuda", "npu")
         unused = unused_gpus(found, environment)
-        problems = (_too_few(0, ranks, need.cluster.device),) if wrong else (unused,) if unused else ()
+        if found.kind == "cpu" and need.cluster.device in ("cuda", "npu"):
+            unused = _too_few(0, ranks, need.cluster.device)
         on = "processors" if found.kind == "cpu" else f"{found.kind} devices, which nobody counts"
-        stated = f"{counted(ranks, 'rank')} on {on}"
-        return Check("devices", f"no accelerator, {stated}" if found.kind == "cpu" else stated, problems, facts)
-    rows = ask_nvidia_smi("gpu", _PER_GPU, environment) if found.kind == "cuda" else []
-    used = _chosen(rows, found.chosen)[:ranks]
-    problems_found = list(_about(used, ask_nvidia_smi("compute-apps", _PER_PROCESS, environment)) if used else ())
-    if found.count < ranks:
-        problems_found.insert(0, _too_few(found.count, ranks, found.kind))
+        stated = f"{'no accelerator, ' if found.kind == 'cpu' else ''}{counted(ranks, 'rank')} on {on}"
+        return Check("devices", stated, (unused,) if unused else (), facts)
+    used = _ask_nvidia_smi("gpu", _PER_GPU, environment) if found.kind == "cuda" else []
+    if found.chosen is not None:  # those that the ranks will take, in their order
+        by_index = {row["index"]: row for row in used}
+        used = [by_index[str(index)] for index in found.chosen if str(index) in by_index]
+    used = used[:ranks]
+    problems = [_too_few(found.count, ranks, found.kind)] if found.count < ranks else []
+    if used:
+        problems += _about(used, _ask_nvidia_smi("compute-apps", _PER_PROCESS, environment))
     names = sorted({row["name"] for row in used})
     stated = f"{ranks} of {found.count} {found.kind}{f': {chr(32).join(names)}' if names else ''}"
-    return Check(
-        "devices", stated, tuple(problems_found), facts | {"gpus": [row["uuid"] for row in used], "gpu_names": names}
-    )
+    return Check("devices", stated, problems, facts | {"gpus": [row["uuid"] for row in used], "gpu_names": names})
 
 
-def ask_nvidia_smi(about: str, columns: Sequence[str], environment: Mapping[str, str]) -> list[Row]:
+def _ask_nvidia_smi(about: str, columns: Sequence[str], environment: Mapping[str, str]) -> list[Row]:
     """Rows of ``nvidia-smi --query-...``; none where it is missing, fails or takes longer than ten seconds."""
     program = shutil.which("nvidia-smi", path=environment.get("PATH"))
     if program is None:
         return []
     command = [program, f"--query-{about}={','.join(columns)}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
         return []
-    rows = (
-        [[word.strip() for word in row] for row in csv.reader(done.stdout.splitlines())] if not done.returncode else []
-    )
+    rows = ([word.strip() for word in row] for row in csv.reader(done.stdout.splitlines()))
     return [dict(zip(columns, row, strict=True)) for row in rows if len(row) == len(columns)]
-
-
-def _chosen(rows: list[Row], chosen: Sequence[int] | None) -> list[Row]:
-    """Return the devices that the ranks will take, in their order."""
-    if chosen is None:
-        return rows
-    by_index = {row["index"]: row for row in rows}
-    return [by_index[str(index)] for index in chosen if str(index) in by_index]
 
 
 def _about(gpus: Sequence[Row], processes: Sequence[Row]) -> Iterator[Problem]:
@@ -89,62 +80,32 @@ def _about(gpus: Sequence[Row], processes: Sequence[Row]) -> Iterator[Problem]:
         label = f"GPU {gpu['index']}"
         others = [each for each in processes if each["gpu_uuid"] == gpu["uuid"] and _number(each["pid"]) not in own]
         used = _number(gpu["memory.used"]) * MIB
+        stated = f"{size_text(used)} used"
         if others:
             listed = ", ".join(f"{each['process_name']} (pid {each['pid']})" for each in others[:3])
-            yield Problem(
-                kind="gpu-busy",
-                key=label,
-                value=f"{size_text(used)} used",
-                severity="warning",
-                reason=f"somebody else computes there: {listed}",
-                fix="end it, or choose others with CUDA_VISIBLE_DEVICES",
-            )
+            fix = "end it, or choose others with CUDA_VISIBLE_DEVICES"
+            yield warning("gpu-busy", f"somebody else computes there: {listed}", fix, key=label, value=stated)
         elif used > GIB:
-            yield Problem(
-                kind="gpu-memory-used",
-                key=label,
-                value=f"{size_text(used)} used",
-                severity="warning",
-                reason="no process is seen there, it may run in another container or have left it behind",
-                fix="look with nvidia-smi on the host",
-            )
+            reason = "no process is seen there, it may run in another container or have left it behind"
+            yield warning("gpu-memory-used", reason, "look with nvidia-smi on the host", key=label, value=stated)
         errors = _number(gpu["ecc.errors.uncorrected.volatile.total"])
         if errors or gpu["retired_pages.pending"].lower() == "yes":
             found = f"{errors} uncorrected memory errors" if errors else "memory pages that wait for their retirement"
-            yield Problem(
-                kind="gpu-memory-errors",
-                key=label,
-                value=gpu["uuid"],
-                severity="warning",
-                reason=f"it has {found} since the driver was loaded",
-                fix="reset the GPU, or take the host out of service",
-            )
-    yield from _about_driver(gpus)
-
-
-def _about_driver(gpus: Sequence[Row]) -> Iterator[Problem]:
+            reason = f"it has {found} since the driver was loaded"
+            fix = "reset the GPU, or take the host out of service"
+            yield warning("gpu-memory-errors", reason, fix, key=label, value=gpu["uuid"])
     cuda = torch_text("cuda")
     oldest = _OLDEST_DRIVER.get((cuda or "").partition(".")[0])
-    drivers = {row["driver_version"] for row in gpus}
-    for driver in sorted(drivers):
+    for driver in sorted({row["driver_version"] for row in gpus}):
         if oldest and 0 < _number(driver.partition(".")[0]) < oldest:
-            yield Problem(
-                kind="driver-too-old",
-                key="driver",
-                value=driver,
-                fix="update the driver, or install torch for an older CUDA",
-                reason=f"torch is built for CUDA {cuda}, which needs release {oldest} or later",
-            )
+            reason = f"torch is built for CUDA {cuda}, which needs release {oldest} or later"
+            fix = "update the driver, or install torch for an older CUDA"
+            yield Problem("driver-too-old", reason, fix, key="driver", value=driver)
 
 
 def _too_few(count: int, ranks: int, kind: str) -> Problem:
-    return Problem(
-        kind="too-few-devices",
-        key="devices",
-        value=count,
-        reason=f"{ranks} ranks want a {kind} device each",
-        fix=f"at most {count} ranks on this host" if count else "DS_ACCELERATOR=cpu to try it on processors",
-    )
+    fix = f"at most {count} ranks on this host" if count else "DS_ACCELERATOR=cpu to try it on processors"
+    return Problem("too-few-devices", f"{ranks} ranks want a {kind} device each", fix, key="devices", value=count)
 
 
 def _number(text: str) -> int:

@@ -1,7 +1,4 @@
-"""Connections for the comparison with other nodes: answers at a port, calls, marks in a shared folder.
-
-The functions know nothing of ssh or agents; whoever has a channel to every node can use them.
-"""
+"""Connections for the comparison with other nodes: answers at a port, calls, marks in a shared folder."""
 
 from __future__ import annotations
 
@@ -48,11 +45,7 @@ class Echo:
     """Answers every caller with the first 64 bytes that it sends, at one port, until it is closed."""
 
     def __init__(self, port: int, *, address: str = "") -> None:
-        """Listen.
-
-        Args:
-            port: 0 for any that is free.
-            address: of this machine; left out: all of them.
+        """Listen at a port (0: any that is free), on one `address` of this machine or on all.
 
         Raises:
             OSError: the port is taken, or not allowed.
@@ -89,12 +82,7 @@ def _answer(peer: socket.socket) -> None:
 
 
 def connect(host: str, port: int, *, seconds: float) -> socket.socket:
-    """As `socket.create_connection`, except to itself: a call to a port where nobody listens may be given that very
-    port.
-
-    Raises:
-        OSError: it is not answered.
-    """
+    """As `socket.create_connection`, except to itself: a call to a port where nobody listens may be given that port."""
     connection = socket.create_connection((host, port), timeout=seconds)
     if connection.getsockname() == connection.getpeername():
         connection.close()

@@ -1,4 +1,6 @@
-"""Limits of one node: shared memory, open files, cores, its own name, its home."""
+"""`examine`: everything that can be known of one node without the others, in a second or two; and its limits: shared
+memory, open files, cores, its own name, its user and clock.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +8,78 @@ import contextlib
 import ctypes
 import mmap
 import os
+import platform
 import pwd
 import resource
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
 
-from framework.doctor.node.findings import MIB, Check, size_text
-from framework.doctor.node.need import Need
-from framework.errors import Problem
+from framework.doctor.node.findings import MIB, Check, Node, size_text, warning
+from framework.doctor.node.gpus import check_devices
+from framework.doctor.node.need import Need, check_inputs
+from framework.doctor.node.software import check_code, check_ops, check_versions, environment_facts
+from framework.doctor.node.storage import check_home, check_offload, check_run_folder, check_temporary
+from framework.errors import Problem, counted
+from framework.launch.deepspeed_command import added_environment
 from framework.launch.hosts.devices import usable_cores
 
 SHARED_MEMORY: Final = Path("/dev/shm")
 RDMA_DEVICES: Final = Path("/dev/infiniband")
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+_CPU_QUOTA: Final = Path("/sys/fs/cgroup/cpu.max")
 _CONTAINER_DEFAULT_BYTES: Final = 64 * MIB
 # Below it DeepSpeed's ds_report warns.
 _COMFORTABLE_BYTES: Final = 512 * MIB
 _LOCKED_BYTES: Final = 64 * MIB
-_CPU_QUOTA: Final = Path("/sys/fs/cgroup/cpu.max")
+_FIRST_TIME: Final = 1_700_000_000
+
+
+def examine(need: Need, environment: Mapping[str, str], *, name: str = "", counts_replaced: bool = False) -> Node:
+    """Look at this machine.
+
+    Args:
+        need: what the run asks of it.
+        environment: that of the launcher; what it adds for its ranks is added here as well.
+        name: what others call this node; left out: its own name for itself.
+        counts_replaced: say how much a resume has set aside, which takes a look at every file of it: for a person, not
+            for a start.
+    """
+    started = time.perf_counter()
+    ranks = need.cluster.devices_per_host
+    of_ranks = {**environment, **added_environment(environment, device=need.cluster.device, num_ranks=ranks)}
+    looks: dict[str, Callable[[], Check]] = {
+        "versions": lambda: check_versions(need),
+        "code": lambda: check_code(need),
+        "devices": lambda: check_devices(need, environment),
+        "cores": lambda: check_cores(need, environment),
+        "shared memory": lambda: check_shared_memory(need),
+        "locked memory": check_locked_memory,
+        "open files": lambda: check_open_files(need),
+        "compiled ops": lambda: check_ops(need, of_ranks),
+        "inputs": lambda: check_inputs(need),
+        "run folder": lambda: check_run_folder(need, counts_replaced=counts_replaced),
+        "offload": lambda: check_offload(need),
+        "temporary files": lambda: check_temporary(environment),
+        "home and caches": lambda: check_home(need, environment),
+        "user": lambda: check_user(environment),
+        "host name": lambda: check_name(need, environment),
+        "clock": lambda: _check_clock(environment),
+    }
+    checks = [_looked(label, look) for label, look in looks.items()]
+    return Node(name or socket.gethostname(), checks, time.perf_counter() - started)
+
+
+def _looked(name: str, look: Callable[[], Check]) -> Check:
+    """A look that the system does not allow is reported, and stops none of the others."""
+    try:
+        return look()
+    except OSError as error:
+        problem = Problem("not-looked-at", str(error), "run doctor where it is allowed", key=name, severity="note")
+        return Check(name, "could not be looked at", [problem])
 
 
 def check_shared_memory(need: Need, folder: Path = SHARED_MEMORY) -> Check:
@@ -33,44 +87,24 @@ def check_shared_memory(need: Need, folder: Path = SHARED_MEMORY) -> Check:
     try:
         found = os.statvfs(folder)
     except OSError as error:
-        return Check(
-            "shared memory",
-            f"{folder}: {error.strerror}",
-            (
-                Problem(
-                    kind="shm-missing",
-                    key=str(folder),
-                    reason="ranks of one host cannot share memory",
-                    fix="mount a tmpfs there",
-                ),
-            ),
-        )
+        reason = "ranks of one host cannot share memory"
+        problem = Problem("shm-missing", reason, "mount a tmpfs there", key=str(folder))
+        return Check("shared memory", f"{folder}: {error.strerror}", [problem])
     total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
-    wanted, reason = _wanted_shared_memory(need)
-    problems = []
-    if free < wanted:
-        default = ", a container's default," if total == _CONTAINER_DEFAULT_BYTES else ""
-        problems.append(
-            Problem(
-                kind="shm-small",
-                key=str(folder),
-                value=f"{size_text(free)} free of {size_text(total)}",
-                severity="warning",
-                reason=f"that{default} is less than {size_text(wanted)}, and {reason}: SIGBUS or `No space left on "
-                "device`",
-                fix="docker run --shm-size=1g; in a pod an emptyDir of medium Memory mounted there",
-            )
-        )
-    return Check("shared memory", f"{size_text(free)} free of {size_text(total)}", tuple(problems))
-
-
-def _wanted_shared_memory(need: Need) -> tuple[int, str]:
-    """Bytes, and who wants them. What DeepSpeed's own op maps for ranks on processors is not touched by training."""
+    stated, problems = f"{size_text(free)} free of {size_text(total)}", []
+    # What DeepSpeed's own op maps for ranks on processors is not touched by training.
+    wanted_by = ""
     if need.num_workers:
-        return _COMFORTABLE_BYTES, f"{need.num_workers} data workers of each rank pass batches through it"
-    if need.cluster.device == "cuda" and need.cluster.devices_per_host > 1:
-        return _COMFORTABLE_BYTES, "NCCL passes data between GPUs of a host through it"
-    return 0, ""
+        wanted_by = f"{need.num_workers} data workers of each rank pass batches through it"
+    elif need.cluster.device == "cuda" and need.cluster.devices_per_host > 1:
+        wanted_by = "NCCL passes data between GPUs of a host through it"
+    if wanted_by and free < _COMFORTABLE_BYTES:
+        default = ", a container's default," if total == _CONTAINER_DEFAULT_BYTES else ""
+        less = f"that{default} is less than {size_text(_COMFORTABLE_BYTES)}"
+        reason = f"{less}, and {wanted_by}: SIGBUS or `No space left on device`"
+        fix = "docker run --shm-size=1g; in a pod an emptyDir of medium Memory mounted there"
+        problems.append(warning("shm-small", reason, fix, key=str(folder), value=stated))
+    return Check("shared memory", stated, problems)
 
 
 def check_locked_memory(folder: Path = RDMA_DEVICES) -> Check:
@@ -83,15 +117,10 @@ def check_locked_memory(folder: Path = RDMA_DEVICES) -> Check:
     shown = "unlimited" if limit == resource.RLIM_INFINITY else size_text(limit)
     if _can_lock(_LOCKED_BYTES):
         return Check("locked memory", f"{size_text(_LOCKED_BYTES)} locked, limit {shown}")
-    problem = Problem(
-        kind="memlock",
-        key="ulimit -l",
-        value=shown,
-        severity="warning",
-        reason=f"{size_text(_LOCKED_BYTES)} cannot be locked, so RDMA fails and NCCL takes TCP in silence",
-        fix="ulimit -l unlimited; in a container --ulimit memlock=-1, as root or with an effective IPC_LOCK",
-    )
-    return Check("locked memory", f"cannot be locked, limit {shown}", (problem,))
+    reason = f"{size_text(_LOCKED_BYTES)} cannot be locked, so RDMA fails and NCCL takes TCP in silence"
+    fix = "ulimit -l unlimited; in a container --ulimit memlock=-1, as root or with an effective IPC_LOCK"
+    problem = warning("memlock", reason, fix, key="ulimit -l", value=shown)
+    return Check("locked memory", f"cannot be locked, limit {shown}", [problem])
 
 
 def _can_lock(num_bytes: int) -> bool:
@@ -112,51 +141,32 @@ def check_open_files(need: Need) -> Check:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 512 + 32 * need.cluster.world_size + 32 * need.num_workers * need.prefetch_batches
-    shown = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return Check("open files", f"up to {shown}")
-    fix = (
-        f"ulimit -n {wanted}"
-        if hard == resource.RLIM_INFINITY or hard >= wanted
-        else "raise LimitNOFILE, or limits.conf"
-    )
+        return Check("open files", f"up to {'unlimited' if soft == resource.RLIM_INFINITY else soft}")
+    may_raise = hard == resource.RLIM_INFINITY or hard >= wanted
     problem = Problem(
-        kind="nofile-low",
+        "nofile-low",
+        reason=f"{need.cluster.world_size} ranks may need about {wanted}",
+        fix=f"ulimit -n {wanted}" if may_raise else "raise LimitNOFILE, or limits.conf",
         key="ulimit -n",
         value=soft,
         severity="warning" if soft >= 256 else "error",
-        reason=f"{need.cluster.world_size} ranks may need about {wanted}",
-        fix=fix,
     )
-    return Check("open files", f"up to {shown}", (problem,))
+    return Check("open files", f"up to {soft}", [problem])
 
 
 def check_cores(need: Need, environment: Mapping[str, str]) -> Check:
     """Threads of all ranks against the cores that this process may use."""
     ranks, cores = need.cluster.devices_per_host, min(usable_cores(), _quota())
     text = environment.get("OMP_NUM_THREADS", "").partition(",")[0]
-    stated = f"{cores} for {ranks} rank{'s' if ranks > 1 else ''}"
     threads = int(text) if text.isdecimal() else 0
-    if not threads:
-        return Check("cores", stated)
-    stated = f"{stated} x OMP_NUM_THREADS={threads}"
+    stated = f"{cores} for {counted(ranks, 'rank')}{f' x OMP_NUM_THREADS={threads}' if threads else ''}"
+    problems = []
     if need.cluster.device == "cpu" and ranks * threads > cores and threads > 1:
-        return Check(
-            "cores",
-            stated,
-            (
-                Problem(
-                    kind="too-many-threads",
-                    key="OMP_NUM_THREADS",
-                    value=threads,
-                    severity="warning",
-                    reason=f"{ranks} ranks would run {ranks * threads} threads on {cores} cores, and wait for each "
-                    "other",
-                    fix=f"OMP_NUM_THREADS={max(1, cores // ranks)}, or leave it out",
-                ),
-            ),
-        )
-    return Check("cores", stated)
+        reason = f"{ranks} ranks would run {ranks * threads} threads on {cores} cores, and wait for each other"
+        fix = f"OMP_NUM_THREADS={max(1, cores // ranks)}, or leave it out"
+        problems.append(warning("too-many-threads", reason, fix, key="OMP_NUM_THREADS", value=threads))
+    return Check("cores", stated, problems)
 
 
 def _quota() -> int:
@@ -176,37 +186,19 @@ def check_name(need: Need, environment: Mapping[str, str]) -> Check:
     except OSError:
         addresses = []
     problems: list[Problem] = []
-    multiple = need.cluster.num_hosts > 1
     chosen = environment.get("GLOO_SOCKET_IFNAME", "")
-    if multiple and chosen and chosen not in (known := [each for _, each in socket.if_nameindex()]):
-        problems.append(
-            Problem(
-                kind="interface-unknown",
-                key="GLOO_SOCKET_IFNAME",
-                value=chosen,
-                reason="gloo wants the name of one interface of this host, without ^ or commas",
-                fix=f"one of {', '.join(known)}",
-            )
-        )
-    if (
-        multiple
-        and not chosen
-        and (not addresses or any(ip_address(each.partition("%")[0]).is_loopback for each in addresses))
-    ):
+    leads_away = addresses and not any(ip_address(each.partition("%")[0]).is_loopback for each in addresses)
+    if need.cluster.num_hosts > 1 and chosen and chosen not in (known := [each for _, each in socket.if_nameindex()]):
+        reason = "gloo wants the name of one interface of this host, without ^ or commas"
+        fix = f"one of {', '.join(known)}"
+        problems.append(Problem("interface-unknown", reason, fix, key="GLOO_SOCKET_IFNAME", value=chosen))
+    elif need.cluster.num_hosts > 1 and not chosen and not leads_away:
         leads = f"leads to {', '.join(addresses)}" if addresses else "leads nowhere"
-        problems.append(
-            Problem(
-                kind="hostname-loopback",
-                key="hostname",
-                value=name,
-                severity="warning",
-                reason=f"it {leads}; started with `deepspeed` or `torchrun` by hand, gloo sends other hosts there and "
-                "hangs",
-                fix="give it the host's own address in /etc/hosts, or set GLOO_SOCKET_IFNAME",
-            )
-        )
+        by_hand = "started with `deepspeed` or `torchrun` by hand, gloo sends other hosts there and hangs"
+        fix = "give it the host's own address in /etc/hosts, or set GLOO_SOCKET_IFNAME"
+        problems.append(warning("hostname-loopback", f"it {leads}; {by_hand}", fix, key="hostname", value=name))
     stated = f"{name} is {', '.join(addresses) or 'not known'}"
-    return Check("host name", stated, tuple(problems), {"hostname": name, "addresses": addresses})
+    return Check("host name", stated, problems, {"hostname": name, "addresses": addresses})
 
 
 def check_user(environment: Mapping[str, str]) -> Check:
@@ -215,14 +207,21 @@ def check_user(environment: Mapping[str, str]) -> Check:
     try:
         return Check("user", pwd.getpwuid(uid).pw_name)
     except KeyError:
-        pass
-    named = environment.get("USER") or environment.get("LOGNAME")
-    problem = Problem(
-        kind="user-unknown",
-        key="uid",
-        value=uid,
-        severity="warning",
-        reason="the system has no name for this user, and torch.compile and Triton ask for it",
-        fix="set USER and HOME",
-    )
-    return Check("user", f"{named or 'without a name'} ({uid})", () if named else (problem,))
+        named = environment.get("USER") or environment.get("LOGNAME")
+    reason = "the system has no name for this user, and torch.compile and Triton ask for it"
+    problem = warning("user-unknown", reason, "set USER and HOME", key="uid", value=uid)
+    return Check("user", f"{named or 'without a name'} ({uid})", [] if named else [problem])
+
+
+def _check_clock(environment: Mapping[str, str]) -> Check:
+    """The time is compared between nodes; alone it says whether there is a clock at all."""
+    now, boot, problems = time.time(), "", []
+    with contextlib.suppress(OSError):
+        boot = _BOOT.read_text(encoding="ascii").strip()
+    facts = {"clock": now, "boot": boot, "pid": os.getpid(), "platform": platform.machine()}
+    if now < _FIRST_TIME:
+        reason = "it was never set: certificates and file times go wrong"
+        day = time.strftime("%Y-%m-%d", time.gmtime(now))
+        problems.append(warning("clock-unset", reason, "start chrony or ntpd", key="clock", value=day))
+    stated = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
+    return Check("clock", stated, problems, facts | {"variables": environment_facts(environment)})

@@ -1,7 +1,4 @@
-"""Requirements of a run on each of its hosts, and the inputs that must be there.
-
-Requirements of a run on each of its hosts, read off its plan: the preflight compares machines with them.
-"""
+"""Requirements of a run on each of its hosts, read off its plan: the preflight compares machines with them."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from framework.config.run_config import RunConfig
 from framework.config.scheduler import Constant
 from framework.doctor.node.findings import Check
 from framework.errors import ConfigError, Problem
-from framework.plan.cluster import Cluster, Device
+from framework.plan.cluster import Cluster
 from framework.plan.compiled_ops import Op, needed_ops
 from framework.plan.plan import Plan
 from framework.plan.render import render
@@ -31,7 +28,6 @@ class Need:
 
     Attributes:
         cluster: hosts, ranks on each, and the kind of device.
-        backend: what ranks talk through: ``nccl``, ``gloo``...
         ops: DeepSpeed's ops that the run loads.
         num_workers: processes for each rank that fetch batches.
         prefetch_batches: micro-batches that each of them keeps ready in shared memory.
@@ -46,7 +42,6 @@ class Need:
     """
 
     cluster: Cluster
-    backend: str
     ops: tuple[Op, ...] = ()
     num_workers: int = 0
     prefetch_batches: int = 0
@@ -69,36 +64,31 @@ def need_of(plan: Plan) -> Need:
     """Return the requirements of this plan on every host that it names."""
     config, cluster = plan.config, plan.cluster
     try:
-        ops = needed_ops(render(plan), device=cluster.device)
+        rendered = render(plan)
     except ConfigError:  # only the length of a schedule is missing, which comes with the data
-        ops = needed_ops(render(_without_schedule(plan)), device=cluster.device)
+        rendered = render(replace(plan, config=config.model_copy(update={"scheduler": Constant()})))
     offloads = (config.zero.offload_optimizer, config.zero.offload_param)
-    kept = _kept(plan)
+    kept, checkpoint = _kept(plan), config.checkpoint
+    sections = [getattr(config, name) for name in type(config).model_fields]
     return Need(
         cluster=cluster,
-        backend=config.run.backend or default_backend(cluster.device),
-        ops=ops,
+        ops=needed_ops(rendered, device=cluster.device),
         num_workers=getattr(config.data, "num_workers", 0),
         prefetch_batches=getattr(config.data, "prefetch_batches", 0),
         run_folder=config.run.folder.absolute(),
         num_kept=sum(kept.values()),
         kept_by=", ".join(kept),
-        saves=_saves(config),
+        saves=checkpoint.at_end or checkpoint.every_steps is not None or checkpoint.every_epochs is not None,
         nvme_folders=tuple(Path(each.nvme_path) for each in offloads if each.device == "nvme"),
         inputs=tuple(_inputs(config)),
-        targets=tuple(_targets(config)),
+        targets=tuple(sorted({each.target.partition(":")[0] for each in sections if isinstance(each, Target)})),
         config_hash=config_hash(config),
     )
 
 
 def need_without_config(cluster: Cluster) -> Need:
     """Return the requirements of any run on a host."""
-    return Need(cluster=cluster, backend=default_backend(cluster.device), ops=needed_ops({}, device=cluster.device))
-
-
-def default_backend(device: Device) -> str:
-    """As DeepSpeed's accelerators choose."""
-    return {"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}.get(device, "gloo")
+    return Need(cluster=cluster, ops=needed_ops({}, device=cluster.device))
 
 
 def config_hash(config: RunConfig) -> str:
@@ -108,9 +98,7 @@ def config_hash(config: RunConfig) -> str:
 
 
 def _kept(plan: Plan) -> dict[str, int]:
-    """Count the checkpoints that each rule keeps at the end of the run, at most: one checkpoint may be kept by
-    several.
-    """
+    """Count the checkpoints that each rule keeps at the end of the run, at most: several may keep the same one."""
     checkpoint, length = plan.config.checkpoint, plan.length
     kept = {f"checkpoint.keep_last: {checkpoint.keep_last}": checkpoint.keep_last}
     if checkpoint.keep_every is not None and length.total_steps is not None:
@@ -121,11 +109,6 @@ def _kept(plan: Plan) -> dict[str, int]:
     if checkpoint.keep_best is not None:
         kept[f"checkpoint.keep_best: {checkpoint.keep_best}"] = 1
     return kept
-
-
-def _saves(config: RunConfig) -> bool:
-    checkpoint = config.checkpoint
-    return checkpoint.at_end or checkpoint.every_steps is not None or checkpoint.every_epochs is not None
 
 
 def _inputs(config: RunConfig) -> Iterator[tuple[str, Path]]:
@@ -139,33 +122,13 @@ def _inputs(config: RunConfig) -> Iterator[tuple[str, Path]]:
         yield "checkpoint.resume", Path(config.checkpoint.resume).absolute()
 
 
-def _targets(config: RunConfig) -> list[str]:
-    sections = [getattr(config, name) for name in type(config).model_fields]
-    return sorted({each.target.partition(":")[0] for each in sections if isinstance(each, Target)})
-
-
-def _without_schedule(plan: Plan) -> Plan:
-    return replace(plan, config=plan.config.model_copy(update={"scheduler": Constant()}))
-
-
-# Inputs that must be on every node, and readable there: data, first weights, the checkpoint that a run goes on from.
-
-
 def check_inputs(need: Need) -> Check:
     """Files and folders that the config names; what is in them is for training to judge."""
     problems = []
     for key, path in need.inputs:
-        readable = os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0))
-        if not readable:
+        if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
             reason = "it cannot be read" if os.path.lexists(path) else "it is not on this node"
-            problems.append(
-                Problem(
-                    kind="input-not-found",
-                    key=key,
-                    value=str(path),
-                    reason=reason,
-                    fix="name a path that every node has, or bring it there",
-                )
-            )
+            fix = "name a path that every node has, or bring it there"
+            problems.append(Problem("input-not-found", reason, fix, key=key, value=str(path)))
     stated = ", ".join(str(path) for _, path in need.inputs)
-    return Check("inputs", stated or "nothing is read from files that the config names", tuple(problems))
+    return Check("inputs", stated or "nothing is read from files that the config names", problems)

@@ -1,58 +1,73 @@
-"""Versions and hashes of what a node would run. Nothing of it is imported: torch alone would take seconds."""
+"""Software of a node: versions and hashes of what it would run, and ops, found compiled or compiled with what is here.
+Nothing of it is imported: torch alone would take seconds.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.machinery
-import importlib.util
 import os
 import platform
 import re
+import shutil
+import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sysconfig
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import framework
-from framework.doctor.node.findings import Check
+from framework.doctor.node.findings import Check, warning
 from framework.doctor.node.need import Need
-from framework.errors import Problem, Severity
+from framework.doctor.node.storage import file_system, is_remote
+from framework.errors import Problem
 from framework.launch.environment import ROOT, missing, requirements
-from framework.launch.hosts.devices import torch_text
+from framework.launch.hosts.devices import package_folder, torch_text
+from framework.plan.compiled_ops import Op, extensions_folder, path_of_compilers
 
 _NO_TRAINING_WITHOUT: Final = frozenset({"torch", "deepspeed", "psutil", "filelock", "setuptools", "numpy"})
 # A package with more Python than this is no project of somebody's own; its version says what it is.
 _MOST_FILES: Final = 5000
 _INSTALL: Final = "in the checkout: ./launch.sh setup train, or pip install -e '.[train]'"
+_SECONDS: Final = 20
+# As DeepSpeed asks (op_builder/async_io.py `is_compatible`): whether a program with io_submit links.
+_LIBRARY_TESTS: Final[Mapping[str, str]] = {"aio": "#include <libaio.h>\nint main() { return io_submit(0, 0, 0); }\n"}
+_PACKAGES: Final[Mapping[str, str]] = {"aio": "libaio-dev (Debian, Ubuntu) or libaio-devel (Red Hat)"}
+_OLD_LOCK_SECONDS: Final = 60
 
 
 def check_versions(need: Need) -> Check:
     """Python and the packages that training needs."""
     wanted = _wanted()
     absent, too_old = missing(wanted)
-    problems = [_absent(re.split("[<>=]", each)[0]) for each in absent]
+    problems: list[Problem] = []
+    for name in (re.split("[<>=]", each)[0] for each in absent):
+        is_needed = name in _NO_TRAINING_WITHOUT
+        reason = f"{sys.executable} has no {name}; {'training' if is_needed else 'a part of training'} needs it"
+        problems.append((Problem if is_needed else warning)("package-missing", reason, _INSTALL, key=name))
     for sentence in too_old:
-        severity: Severity = "error" if sentence.split()[0] in ("torch", "deepspeed") else "warning"
-        problems.append(Problem(kind="package-too-old", reason=sentence, fix=_INSTALL, severity=severity))
+        is_needed = sentence.split()[0] in ("torch", "deepspeed")
+        problems.append((Problem if is_needed else warning)("package-too-old", sentence, _INSTALL))
     cuda = torch_text("cuda")
     if need.cluster.device == "cuda" and torch_text("__version__") and not (cuda or torch_text("hip")):
-        problems.append(
-            Problem(
-                kind="torch-without-cuda",
-                key="torch",
-                value=torch_text("__version__"),
-                reason="this build computes on processors only, and GPUs are to be used",
-                fix="install a CUDA build of torch, or DS_ACCELERATOR=cpu",
-            )
-        )
+        reason = "this build computes on processors only, and GPUs are to be used"
+        fix = "install a CUDA build of torch, or DS_ACCELERATOR=cpu"
+        problems.append(Problem("torch-without-cuda", reason, fix, key="torch", value=torch_text("__version__")))
     versions = {"python": platform.python_version(), "dsf-trainer": framework.__version__}
     versions |= {name: found for name in ("torch", "deepspeed") if (found := version_of(name))}
     others = sorted(re.split("[<>=]", each)[0] for each in wanted)
     all_of_them = versions | {name: found for name in others if name not in versions and (found := version_of(name))}
     versions.setdefault("torch", "none")
     stated = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return Check("versions", stated, tuple(problems), {"versions": all_of_them | versions | _of_nccl()})
+    # torch's wheels bring NCCL as a package of its own, named after the release of CUDA.
+    nccl = version_of(f"nvidia-nccl-cu{cuda.partition('.')[0]}") if cuda else None
+    facts = all_of_them | versions | ({"nccl": nccl} if nccl else {})
+    return Check("versions", stated, problems, {"versions": facts})
 
 
 def check_code(need: Need) -> Check:
@@ -103,44 +118,163 @@ def _wanted() -> list[str]:
     """Requirements of the train extra: of the checkout, or as the installed copy states them."""
     if (ROOT / "pyproject.toml").is_file():
         return requirements(["train"])
-    return list(_stated(metadata.requires("dsf-trainer") or ()))
-
-
-def _stated(lines: Iterable[str]) -> Iterator[str]:
-    for line in lines:
-        requirement, _, marker = line.partition(";")
-        if not marker or re.search(r"extra == ['\"]train['\"]", marker):
-            yield requirement.strip()
-
-
-def _absent(name: str) -> Problem:
-    needed = name in _NO_TRAINING_WITHOUT
-    reason = "training needs it" if needed else "a part of training needs it"
-    return Problem(
-        kind="package-missing",
-        key=name,
-        reason=f"{sys.executable} has no {name}; {reason}",
-        fix=_INSTALL,
-        severity="error" if needed else "warning",
-    )
-
-
-def _of_nccl() -> dict[str, str]:
-    """torch's wheels bring NCCL as a package of its own, named after the release of CUDA."""
-    major = (torch_text("cuda") or "").partition(".")[0]
-    found = version_of(f"nvidia-nccl-cu{major}") if major else None
-    return {"nccl": found} if found else {}
+    stated = (line.partition(";") for line in metadata.requires("dsf-trainer") or ())
+    extra = re.compile(r"extra == ['\"]train['\"]")
+    return [requirement.strip() for requirement, _, marker in stated if not marker or extra.search(marker)]
 
 
 def _place_of(module: str) -> Path | None:
-    """The folder or file of the first part of a dotted name, as train.py would look for it; None for installed
-    packages.
+    """The folder or file of the first part of a dotted name, as train.py would look for it; None if it is installed."""
+    spec = importlib.machinery.PathFinder.find_spec(module.partition(".")[0], [os.getcwd(), str(ROOT)])
+    folders = (spec and spec.submodule_search_locations) or []
+    place = next(iter(folders), spec.origin if spec else None)
+    return Path(place) if place else None
+
+
+def check_ops(need: Need, environment: Mapping[str, str]) -> Check:
+    """The ops of this run. `environment` is that of the ranks: PATH finds the compiler there."""
+    if not need.ops:
+        return Check("compiled ops", "none is loaded")
+    environment = {**environment, "PATH": path_of_compilers(environment)}
+    folder, ready = _cached(need, environment)
+    problems = list(_problems(need, environment, folder=folder, ready=ready))
+    states = [f"{op.name} ({'compiled' if op.name in ready else 'to be compiled'})" for op in need.ops]
+    return Check("compiled ops", f"{', '.join(states)} in {folder}", problems)
+
+
+def ops_to_compile(need: Need, environment: Mapping[str, str]) -> list[str]:
+    """Return the names of the ops that the first rank will compile."""
+    _, ready = _cached(need, environment)
+    return [op.name for op in need.ops if op.name not in ready]
+
+
+def _cached(need: Need, environment: Mapping[str, str]) -> tuple[Path, set[str]]:
+    """Return the folder of compiled ops, and those that are in it or came with DeepSpeed."""
+    folder = extensions_folder(environment, torch_version=torch_text("__version__") or "")
+    return folder, {op.name for op in need.ops if _is_built_in(op) or (folder / op.name / f"{op.name}.so").is_file()}
+
+
+def _problems(need: Need, environment: Mapping[str, str], *, folder: Path, ready: set[str]) -> Iterator[Problem]:
+    loaded = [op for op in need.ops if not _is_built_in(op)]
+    missing = [op for op in loaded if op.name not in ready]
+    path = environment.get("PATH")
+    if loaded and shutil.which("ninja", path=path) is None:
+        yield _lacking("ninja", loaded, "pip install ninja; torch asks for it, also for ops that are compiled already")
+    compiler = environment.get("CXX") or "c++"
+    if missing and shutil.which(compiler.split()[0], path=path) is None:
+        yield _lacking(
+            compiler, missing, "install g++ (Debian, Ubuntu: apt install g++), or build DeepSpeed's ops beforehand"
+        )
+    elif missing:
+        yield from _libraries(missing, compiler, environment)
+    if missing and not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
+        yield _lacking("Python.h", missing, "install Python's headers (Debian, Ubuntu: apt install python3-dev)")
+    yield from _about_nvcc([op for op in loaded if op.needs_nvcc], environment)
+    yield from _about_cache(folder, missing)
+    for op in loaded:
+        yield from _about_lock(folder / op.name / "lock")
+
+
+def _lacking(what: str, ops: list[Op], fix: str) -> Problem:
+    named = ", ".join(f"{op.name} ({op.reason})" for op in ops)
+    return Problem("op-not-loadable", f"it is not here, and needed for {named}", fix, key=what)
+
+
+def _libraries(missing: list[Op], compiler: str, environment: Mapping[str, str]) -> Iterator[Problem]:
+    before, after = (environment.get(name, "").split() for name in ("CFLAGS", "LDFLAGS"))
+    for op in missing:
+        if op.library is None:
+            continue
+        command = [*compiler.split(), *before, "-x", "c++", "-", *after, f"-l{op.library}", "-o", os.devnull]
+        run = partial(subprocess.run, capture_output=True, text=True, timeout=_SECONDS, env=dict(environment))
+        try:
+            done = run(command, input=_LIBRARY_TESTS[op.library])
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        if done.returncode:
+            fix = f"install {_PACKAGES[op.library]}, or name its place in CFLAGS and LDFLAGS"
+            yield _lacking(f"lib{op.library}", [op], fix)
+
+
+def _about_nvcc(ops: list[Op], environment: Mapping[str, str]) -> Iterator[Problem]:
+    """DeepSpeed asks nvcc for its release whenever it loads an op, and refuses another major release than torch's."""
+    cuda = torch_text("cuda")
+    if not ops or cuda is None:
+        return
+    nvcc = _cuda_home(environment) / "bin" / "nvcc"
+    fix = f"install the CUDA {cuda} toolkit and set CUDA_HOME, or set optimizer.implementation: torch"
+    try:
+        reported = subprocess.run([nvcc, "-V"], capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        yield _lacking(str(nvcc), ops, fix)
+        return
+    release = re.search(r"release (\d+)\.(\d+)", reported)
+    if release and release[1] != cuda.partition(".")[0] and environment.get("DS_SKIP_CUDA_CHECK") != "1":
+        reason = f"torch is built for CUDA {cuda}, and DeepSpeed refuses to mix them"
+        yield Problem("nvcc-release", reason, fix, key=str(nvcc), value=f"{release[1]}.{release[2]}")
+
+
+def _cuda_home(environment: Mapping[str, str]) -> Path:
+    """As torch finds it (utils/cpp_extension.py `_find_cuda_home`)."""
+    home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
+    found = shutil.which("nvcc", path=environment.get("PATH"))
+    return Path(home) if home else Path(found).parent.parent if found else Path("/usr/local/cuda")
+
+
+def _about_cache(folder: Path, missing: list[Op]) -> Iterator[Problem]:
+    place = next(each for each in (folder, *folder.parents) if each.exists())
+    about: dict[str, Any] = {"key": "TORCH_EXTENSIONS_DIR", "value": str(folder)}
+    if missing and not os.access(place, os.W_OK | os.X_OK):
+        ops = ", ".join(op.name for op in missing)
+        reason = f"{ops} would be compiled there, and {place} is not writable"
+        fix = "set TORCH_EXTENSIONS_DIR to a folder of this host that you can write to"
+        yield Problem("cache-unwritable", reason, fix, **about)
+    elif missing and is_remote(place):
+        reason = f"it lies on {file_system(place)}: hosts would compile there at the same time, and locks may stay"
+        yield warning("cache-remote", reason, "set TORCH_EXTENSIONS_DIR to a folder on a disk of this host", **about)
+
+
+def _about_lock(lock: Path) -> Iterator[Problem]:
+    """A lock that nobody will release. Older torch waits for as long as the file is there, newer asks the system who
+    holds it.
     """
-    top = module.partition(".")[0]
-    places: Sequence[str] = [os.getcwd(), str(ROOT)]
-    spec = importlib.machinery.PathFinder.find_spec(top, list(places))
-    if spec is None:
-        return None
-    if spec.submodule_search_locations:
-        return Path(next(iter(spec.submodule_search_locations)))
-    return Path(spec.origin) if spec.origin else None
+    try:
+        age = time.time() - lock.stat().st_mtime
+    except OSError:
+        return
+    if age < _OLD_LOCK_SECONDS or (_asks_the_system() and not _is_held(lock)):
+        return
+    reason = "ranks wait for it before they load the op, for ever if whoever took it is gone"
+    fix = f"rm {lock} if nothing compiles there now"
+    yield warning("lock-stale", reason, fix, key=str(lock), value=f"{age / 60:.0f} minutes old")
+
+
+def _asks_the_system() -> bool:
+    """Check whether this torch takes locks by flock (torch 2.15 does)."""
+    folder = package_folder("torch")
+    return (
+        folder is not None
+        and (folder / "utils" / "_filelock.py").is_file()
+        and ("FileBaton" not in (folder / "utils" / "cpp_extension.py").read_text(encoding="utf-8", errors="replace"))
+    )
+
+
+def _is_held(lock: Path) -> bool:
+    try:
+        with lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _is_built_in(op: Op) -> bool:
+    """Check whether DeepSpeed was installed with it (DS_BUILD_...=1)."""
+    folder = package_folder("deepspeed")
+    try:
+        text = (folder / "git_version_info_installed.py").read_text(encoding="utf-8") if folder else ""
+    except OSError:
+        return False
+    return re.search(rf"['\"]{op.name}['\"]: True", text) is not None

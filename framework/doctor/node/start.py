@@ -1,5 +1,5 @@
-"""The preflight before a start on several nodes: each looks at itself, says in its HELLO what it found, and node 0
-compares.
+"""Comparison of nodes, which `doctor` and the node agents share, and the preflight before a start on several: each node
+looks at itself, says in its HELLO what it found, and node 0 compares.
 
     with look_before_start(config, cluster, environment, rank=..., warn=...) as told:     # warns
         hello["look"] = told
@@ -19,14 +19,22 @@ from pathlib import Path
 from typing import Any, Final
 
 from framework.config.run_config import RunConfig
-from framework.doctor.node.across import compare
-from framework.doctor.node.inspect import examine
+from framework.doctor.node.findings import Check, warning
 from framework.doctor.node.links import existing, mark, mark_path
+from framework.doctor.node.machine import examine
 from framework.doctor.node.need import need_of
-from framework.errors import Problem
+from framework.errors import Problem, Severity
+from framework.launch.hosts.hostfile import most_common, node_names
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
 
+Facts = Mapping[str, Any]
+# Beyond the first, logs of nodes cannot be read together; beyond the second, tokens and file times break.
+_CLOCK_WARN_SECONDS: Final = 2.0
+_CLOCK_REFUSE_SECONDS: Final = 60.0
+NOT_SHARED: Final = "run-folder-not-shared"
+WHY_SHARED: Final = "every rank saves its part of a checkpoint there"
+_MUST_BE_EQUAL: Final = frozenset({"torch", "deepspeed", "dsf-trainer", "nccl"})
 # Name -> what it holds; the facts that are compared, and where this node left its mark.
 _REPORTED: Final[Mapping[str, type]] = {
     "versions": dict,
@@ -68,15 +76,14 @@ def look_before_start(
     """Run the preflight of this node and yield its facts for the handshake, while the nodes meet: its mark in the run
     folder is there so long.
 
+    What is wrong with this node is told as well: node 0 then refuses, and every node knows why, instead of waiting for
+    this one.
+
     Args:
-        config: of the run.
         cluster: all nodes, and the kind of device here.
         environment: that of the ranks.
         rank: this node's.
         warn: told of whatever does not stand in the way.
-
-    What is wrong with this node is told as well: node 0 then refuses, and every node knows why, instead of waiting for
-    this one.
     """
     need = need_of(make_plan(config, cluster))
     node = examine(need, environment)
@@ -121,8 +128,7 @@ def is_look(reported: object) -> bool:
 
 
 def differences(nodes: Mapping[str, Mapping[str, Any]], *, seen: set[str]) -> list[Problem]:
-    """Compare the nodes and return what they must have in common and do not, errors and warnings; looks for the marks
-    of the others.
+    """Compare the nodes, look for the marks of the others, and return what is not as it must be, and warnings.
 
     Args:
         nodes: ``RANK (HOST)`` -> what it told, node 0 first.
@@ -131,24 +137,15 @@ def differences(nodes: Mapping[str, Mapping[str, Any]], *, seen: set[str]) -> li
     found = [problem for check in compare(nodes) for problem in check.problems]
     problems = [each for each in found if each.severity != "error" or (each.kind, each.key) not in _IN_HELLO]
     for name, reported in nodes.items():
-        problems += [
-            Problem(kind=kind, file=f"node {name}", reason=stated, fix=fix) for kind, stated, fix in reported["refused"]
-        ]
+        problems += [Problem(kind, stated, fix, file=f"node {name}") for kind, stated, fix in reported["refused"]]
     here, *others = nodes.items()
     absent = _absent({reported["mark"] for _, reported in others if reported["mark"]}, seen)
     for name, reported in others:
         if reported["mark"] in absent:
-            problems.append(
-                Problem(
-                    kind="run-folder-not-shared",
-                    file=f"node {name}",
-                    key="run.output_dir",
-                    value=str(Path(reported["mark"]).parent),
-                    reason=f"what it wrote there is not seen by node {here[0]}",
-                    fix="set run.output_dir to a folder that all nodes share: every rank saves its part of a "
-                    "checkpoint there",
-                )
-            )
+            reason, value = f"what it wrote there is not seen by node {here[0]}", str(Path(reported["mark"]).parent)
+            fix = f"set run.output_dir to a folder that all nodes share: {WHY_SHARED}"
+            about = f"node {name}"
+            problems.append(Problem(NOT_SHARED, reason, fix, key="run.output_dir", value=value, file=about))
     return problems
 
 
@@ -172,3 +169,94 @@ def _is_seen(path: str) -> bool:
 def _is_place_of_mark(path: str) -> bool:
     """The path comes from another node: nothing else is looked at."""
     return Path(path).is_absolute() and _MARK.fullmatch(Path(path).name) is not None
+
+
+def compare(nodes: Mapping[str, Facts]) -> list[Check]:
+    """All comparisons of facts, by the name of each node, node 0 first; at least one."""
+    return [_versions(nodes), _code(nodes), _devices(nodes), _variables(nodes)]
+
+
+def python_release(version: str) -> str:
+    """Return the part of a Python version that has to be equal: 3.11 of 3.11.7."""
+    return ".".join(version.split(".")[:2])
+
+
+def compare_clocks(offsets: Mapping[str, float]) -> Check:
+    """Clocks, as seconds by which each node is ahead of whoever measured; an error of a network round trip is expected.
+
+    The middle one is right; between two, node 0, the first.
+    """
+    middle = sorted(offsets.values())[len(offsets) // 2] if len(offsets) > 2 else next(iter(offsets.values()))
+    apart = {name: offset - middle for name, offset in offsets.items()}
+    problems, fix = [], "start chrony or ntpd there"
+    for name, seconds in apart.items():
+        if abs(seconds) >= _CLOCK_WARN_SECONDS:
+            problem = Problem if abs(seconds) >= _CLOCK_REFUSE_SECONDS else warning
+            reason = f"it is {abs(seconds):.0f} s {'ahead of' if seconds > 0 else 'behind'} the other nodes"
+            problems.append(problem("clock-differs", reason, fix, file=f"node {name}", key="clock"))
+    return Check("clocks", f"{max(apart.values()) - min(apart.values()):.1f} s apart", problems)
+
+
+def _versions(nodes: Mapping[str, Facts]) -> Check:
+    problems: list[Problem] = []
+    for package, values in _tables(nodes, "versions", absent="none"):
+        must_be_equal = package in _MUST_BE_EQUAL or (
+            package == "python" and len({python_release(str(value)) for value in values.values()}) > 1
+        )
+        fix = "install the same everywhere, best from one image or constraints.txt"
+        problems += _outliers(values, "versions-differ", package, fix, severity="error" if must_be_equal else "warning")
+    return Check("versions", "equal" if not problems else "differ", problems)
+
+
+def _code(nodes: Mapping[str, Facts]) -> Check:
+    """The run config, the framework and the user's own modules."""
+    configs = {name: facts.get("config", "") for name, facts in nodes.items()}
+    problems = list(_outliers(configs, "config-differs", "run config", "give every node the same file and settings"))
+    for module, values in _tables(nodes, "code", absent="not there"):
+        problems += _outliers(values, "code-differs", module, "bring the same code to every node")
+    return Check("config and code", "equal" if not problems else "differ", problems)
+
+
+def _devices(nodes: Mapping[str, Facts]) -> Check:
+    problems: list[Problem] = []
+    for key, kind in (("device", "devices-differ"), ("slots", "slots-differ")):
+        values = {name: facts.get(key) for name, facts in nodes.items()}
+        fix = "give every host the same number and kind of devices"
+        problems += _outliers(values, kind, key, fix)
+    models = {name: ", ".join(facts.get("gpu_names", ())) for name, facts in nodes.items()}
+    fix = "the slowest sets the pace; use equal GPUs"
+    problems += _outliers(models, "gpus-differ", "GPU", fix, severity="warning")
+    owner: dict[str, str] = {}
+    for name, facts in nodes.items():
+        for uuid in facts.get("gpus", ()):
+            if owner.setdefault(uuid, name) != name:
+                reason, fix = f"node {owner[uuid]} uses the same one", "give every node devices of its own"
+                problems.append(Problem("gpu-shared", reason, fix, key="GPU", value=uuid, file=f"node {name}"))
+    equal = f"{len(owner)} different GPUs" if owner else "equal"
+    return Check("devices", equal if not problems else "differ", problems)
+
+
+def _variables(nodes: Mapping[str, Facts]) -> Check:
+    problems: list[Problem] = []
+    for variable, values in _tables(nodes, "variables", absent="not set"):
+        problems += _outliers(values, "variables-differ", variable, "set it alike everywhere", severity="warning")
+    return Check("variables", "equal" if not problems else "differ", problems)
+
+
+def _tables(nodes: Mapping[str, Facts], fact: str, *, absent: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each entry of a fact that is a table, with the value that each node has for it."""
+    tables = {name: facts.get(fact, {}) for name, facts in nodes.items()}
+    for entry in sorted({entry for table in tables.values() for entry in table}):
+        yield entry, {name: table.get(entry, absent) for name, table in tables.items()}
+
+
+def _outliers(
+    values: Mapping[str, Any], kind: str, key: str, fix: str, *, severity: Severity = "error"
+) -> Iterator[Problem]:
+    """A problem for each node that is not like most of them; between two, node 0 is right."""
+    usual = most_common(values.values())
+    alike = [name for name, value in values.items() if value == usual]
+    reason = f"{node_names(alike)} {'has' if len(alike) == 1 else 'have'} {usual}"
+    for name, value in values.items():
+        if value != usual:
+            yield Problem(kind, reason, fix, key=key, value=value, file=f"node {name}", severity=severity)

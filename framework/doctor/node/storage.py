@@ -1,9 +1,8 @@
-"""Storage that a node writes to: the run folder, temporary files and caches. Each is written to for real, a little, and
-left as it was.
-"""
+"""Storage that a node writes to: run folder, temporary files, caches. Each is written to, and left as it was."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import tempfile
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from framework.checkpoint.names import named_folders, replaced_folders, size_of
-from framework.doctor.node.findings import GIB, MIB, Check, size_text
+from framework.doctor.node.findings import GIB, MIB, Check, size_text, warning
 from framework.doctor.node.need import Need
 from framework.errors import Problem, Severity
 
@@ -21,8 +20,7 @@ _REMOTE: Final = re.compile(r"nfs\d?|cifs|smb3|9p|ceph|lustre|gpfs|beegfs|afs|fu
 
 
 def check_run_folder(need: Need, *, counts_replaced: bool = False) -> Check:
-    """Check whether checkpoints can be written, and fit: by the size of the run's largest one so far, where there is
-    one.
+    """Check whether checkpoints can be written, and fit, by the size of the run's largest one so far.
 
     With `counts_replaced` it says what a resume has set aside: every file of it is looked at for that.
     """
@@ -33,45 +31,34 @@ def check_run_folder(need: Need, *, counts_replaced: bool = False) -> Check:
     )
     facts = {"run_folder": str(need.run_folder), "run_folder_type": file_system(place)}
     if problem is not None:
-        return Check("run folder", str(need.run_folder), (problem,), facts)
-    free = _free(place)
-    sizes = list(map(size_of, _saved(need.checkpoints)))
-    stated = f"{need.run_folder}: {size_text(free)} free" + (
-        f", a checkpoint takes {size_text(max(sizes))}" if sizes else ""
-    )
+        return Check("run folder", str(need.run_folder), [problem], facts)
+    free, sizes = _free(place), []
+    with contextlib.suppress(OSError):
+        sizes = [size_of(each) for _, each in named_folders(need.checkpoints)]
+    stated = f"{need.run_folder}: {size_text(free)} free"
+    if sizes:
+        stated += f", a checkpoint takes {size_text(max(sizes))}"
     if replaced := replaced_folders(need.checkpoints) if counts_replaced else []:
-        stated += (
-            f", {size_text(sum(map(size_of, replaced)))} in {len(replaced)} that a resume has set aside (*.replaced)"
-        )
-    return Check("run folder", stated, tuple(_about_room(need, free, sizes)), facts)
+        taken = size_text(sum(map(size_of, replaced)))
+        stated += f", {taken} in {len(replaced)} that a resume has set aside (*.replaced)"
+    return Check("run folder", stated, list(_about_room(need, free, sizes)), facts)
 
 
 def _about_room(need: Need, free: int, sizes: Sequence[int]) -> Iterator[Problem]:
     """A save is written whole before the oldest one goes."""
-    key, value = str(need.run_folder), f"{size_text(free)} free"
-    fix = "make room, or set run.output_dir to a larger disk"
     largest = max(sizes, default=0)
     wanted = largest * max(1, need.num_kept + 1 - len(sizes))
+    severity: Severity = "error" if free < largest else "warning"
     if largest and free < wanted:
-        severity: Severity = "error" if free < largest else "warning"
-        yield Problem(
-            kind="disk-full",
-            key=key,
-            value=value,
-            severity=severity,
-            fix=fix,
-            reason=f"a checkpoint of this run takes {size_text(largest)} and "
-            f"{wanted // largest} more must fit ({need.kept_by})",
-        )
+        takes = f"a checkpoint of this run takes {size_text(largest)}"
+        reason = f"{takes} and {wanted // largest} more must fit ({need.kept_by})"
     elif not largest and free < GIB:
-        yield Problem(
-            kind="disk-full",
-            key=key,
-            value=value,
-            severity="warning",
-            fix=fix,
-            reason="that is little for checkpoints: weights and optimizer state take 12 to 16 bytes for each parameter",
-        )
+        reason = "that is little for checkpoints: weights and optimizer state take 12 to 16 bytes for each parameter"
+    else:
+        return
+    key, value = str(need.run_folder), f"{size_text(free)} free"
+    fix = "make room, or set run.output_dir to a larger disk"
+    yield Problem("disk-full", reason, fix, key=key, value=value, severity=severity)
 
 
 def check_temporary(environment: Mapping[str, str]) -> Check:
@@ -80,54 +67,30 @@ def check_temporary(environment: Mapping[str, str]) -> Check:
     place, problem = _probed(folder, kind="tmp", severity="error", fix="set TMPDIR to a folder you can write to")
     free = _free(place)
     if problem is None and free < 100 * MIB:
-        problem = Problem(
-            kind="tmp-full",
-            key=str(folder),
-            value=f"{size_text(free)} free",
-            severity="warning",
-            reason="compilers and data workers put files there",
-            fix="make room, or set TMPDIR",
-        )
-    return Check("temporary files", f"{folder}: {size_text(free)} free", (problem,) if problem else ())
+        reason, value = "compilers and data workers put files there", f"{size_text(free)} free"
+        problem = warning("tmp-full", reason, "make room, or set TMPDIR", key=str(folder), value=value)
+    return Check("temporary files", f"{folder}: {size_text(free)} free", [problem] if problem else [])
 
 
 def check_home(need: Need, environment: Mapping[str, str]) -> Check:
     """HOME and the caches in it that torch and Triton write to."""
     home = environment.get("HOME", "")
     if not home:
-        unset = Problem(
-            kind="home-missing",
-            key="HOME",
-            severity="warning",
-            reason="caches of torch and Triton are kept there",
-            fix="set HOME to a folder you can write to",
-        )
-        return Check("home and caches", "HOME is not set", (unset,))
+        reason = "caches of torch and Triton are kept there"
+        unset = warning("home-missing", reason, "set HOME to a folder you can write to", key="HOME")
+        return Check("home and caches", "HOME is not set", [unset])
     problems: list[Problem] = []
     for name, default in _caches(need, environment, home=Path(home)):
         chosen = environment.get(name) if name != "HOME" else None
         folder = Path(chosen or default)
-        place, problem = _probed(
-            folder,
-            kind="cache",
-            severity="warning",
-            num_bytes=1,
-            fix=f"set {name} to a folder of this host that you can write to",
-        )
-        if problem is not None:
-            problems.append(problem)
-        elif name == "TRITON_CACHE_DIR" and is_remote(place):
-            problems.append(
-                Problem(
-                    kind="cache-remote",
-                    key=name,
-                    value=str(folder),
-                    severity="warning",
-                    reason=f"it lies on {file_system(place)}, where ranks wait for each other's files",
-                    fix=f"set {name} to a folder on a disk of this host",
-                )
-            )
-    return Check("home and caches", home, tuple(problems))
+        fix = f"set {name} to a folder of this host that you can write to"
+        place, problem = _probed(folder, kind="cache", severity="warning", num_bytes=1, fix=fix)
+        if problem is None and name == "TRITON_CACHE_DIR" and is_remote(place):
+            reason = f"it lies on {file_system(place)}, where ranks wait for each other's files"
+            fix = f"set {name} to a folder on a disk of this host"
+            problem = warning("cache-remote", reason, fix, key=name, value=str(folder))
+        problems += [problem] if problem else []
+    return Check("home and caches", home, problems)
 
 
 def _caches(need: Need, environment: Mapping[str, str], *, home: Path) -> Iterator[tuple[str, Path]]:
@@ -142,25 +105,16 @@ def check_offload(need: Need) -> Check:
     """Folders that state is offloaded to."""
     if not need.nvme_folders:
         return Check("offload", "nothing is offloaded to disk")
-    problems, stated = [], []
+    problems, stated, fix = [], [], "set nvme_path to a folder on a local drive"
     for folder in need.nvme_folders:
-        place, problem = _probed(
-            folder, kind="nvme-path", severity="error", fix="set nvme_path to a folder on a local drive"
-        )
-        problems += [problem] if problem else []
+        place, problem = _probed(folder, kind="nvme-path", severity="error", fix=fix)
         stated.append(f"{folder}: {size_text(_free(place))} free")
         if problem is None and is_remote(place):
-            problems.append(
-                Problem(
-                    kind="nvme-path-remote",
-                    key=str(folder),
-                    value=file_system(place),
-                    severity="warning",
-                    reason="every step would wait for the network",
-                    fix="set nvme_path to a local drive",
-                )
-            )
-    return Check("offload", "; ".join(stated), tuple(problems))
+            reason, fix_remote = "every step would wait for the network", "set nvme_path to a local drive"
+            value = file_system(place)
+            problem = warning("nvme-path-remote", reason, fix_remote, key=str(folder), value=value)
+        problems += [problem] if problem else []
+    return Check("offload", "; ".join(stated), problems)
 
 
 def file_system(folder: Path) -> str:
@@ -168,12 +122,9 @@ def file_system(folder: Path) -> str:
     try:
         mounts = [line.split() for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()]
         real = folder.resolve()
-        named = [
-            (Path(re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), words[1])), words[2]) for words in mounts
-        ]
-        return max(
-            ((point, kind) for point, kind in named if real.is_relative_to(point)), key=lambda pair: len(pair[0].parts)
-        )[1]
+        named = ((re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), words[1]), words[2]) for words in mounts)
+        above = [(len(Path(point).parts), kind) for point, kind in named if real.is_relative_to(point)]
+        return max(above, key=lambda pair: pair[0])[1]
     except (OSError, ValueError, IndexError):
         return "unknown"
 
@@ -199,17 +150,10 @@ def _probed(
             Path(name).unlink(missing_ok=True)
     except OSError as error:
         reason = f"{size_text(num_bytes)} cannot be written to {place}: {error.strerror or error}"
-        return place, Problem(kind=f"{kind}-unwritable", key=str(folder), reason=reason, fix=fix, severity=severity)
+        return place, Problem(f"{kind}-unwritable", reason, fix, key=str(folder), severity=severity)
     return place, None
 
 
 def _free(folder: Path) -> int:
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize
-
-
-def _saved(folder: Path) -> list[Path]:
-    try:
-        return [each for _, each in named_folders(folder)]
-    except OSError:
-        return []

@@ -15,10 +15,9 @@ from typing import Any, Final
 
 import framework
 from framework.config.run_config import RunConfig
-from framework.doctor.node.across import compare_clocks, python_release
 from framework.doctor.node.need import config_hash
 from framework.doctor.node.software import hash_of_files, version_of
-from framework.doctor.node.start import differences, is_look
+from framework.doctor.node.start import compare_clocks, differences, is_look, python_release
 from framework.errors import Problem
 from framework.launch.hosts.hostfile import first_few, most_common, node_names
 from framework.launch.rendezvous.connectivity import is_place

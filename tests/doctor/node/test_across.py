@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from framework.doctor.node.across import compare, compare_clocks
+from framework.doctor.node.start import compare, compare_clocks
 
 FACTS: dict[str, Any] = {
     "versions": {"python": "3.11.7", "torch": "2.15.0", "deepspeed": "0.19.8", "numpy": "2.3.0"},

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from framework.doctor.node.compilers import check_ops
 from framework.doctor.node.need import Need
+from framework.doctor.node.software import check_ops
 from framework.launch.hosts.devices import package_folder, torch_text
 from framework.plan.cluster import Cluster
 from framework.plan.compiled_ops import Op, extensions_folder, needed_ops
@@ -22,7 +22,7 @@ CPU_ADAM = Op("cpu_adam", "optimizer.implementation is deepspeed")
 
 
 def kinds(op: Op, environment: dict[str, str], *, device: str = "cpu") -> list[tuple[str, str]]:
-    need = Need(Cluster(device=device), "gloo", (op,))  # type: ignore[arg-type]
+    need = Need(Cluster(device=device), (op,))  # type: ignore[arg-type]
     return [(each.kind, each.key.rpartition("/")[2]) for each in check_ops(need, environment).problems]
 
 

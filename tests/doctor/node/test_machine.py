@@ -20,7 +20,7 @@ from tests.launched import ROOT, job_environment
 
 needs_mounts = pytest.mark.skipif(bool(why_no_mounts()), reason=why_no_mounts() or "it can")
 CLUSTER = Cluster(num_hosts=2, devices_per_host=2, device="cpu")
-NEED = Need(CLUSTER, "gloo", (Op("deepspeed_shm_comm", "processors"),))
+NEED = Need(CLUSTER, (Op("deepspeed_shm_comm", "processors"),))
 
 
 @needs_mounts
@@ -106,7 +106,7 @@ def test_gloo_wants_one_interface_of_this_host() -> None:
 
 
 def test_one_host_may_be_called_anything() -> None:
-    assert not check_name(Need(Cluster(devices_per_host=2), "gloo"), {}).problems
+    assert not check_name(Need(Cluster(devices_per_host=2)), {}).problems
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")

@@ -13,7 +13,7 @@ from framework.config.load import config_from_values
 from framework.doctor.command import doctor
 from framework.doctor.node import storage
 from framework.doctor.node.findings import Node
-from framework.doctor.node.inspect import examine
+from framework.doctor.node.machine import examine
 from framework.doctor.node.need import Need, need_of
 from framework.doctor.node.storage import check_home, check_offload, check_run_folder, file_system, is_remote
 from framework.plan.cluster import Cluster
@@ -24,7 +24,7 @@ needs_mounts = pytest.mark.skipif(bool(why_no_mounts()), reason=why_no_mounts() 
 
 
 def need(folder: Path, **more: object) -> Need:
-    return Need(Cluster(device="cpu"), "gloo", run_folder=folder, num_kept=3, **more)  # type: ignore[arg-type]
+    return Need(Cluster(device="cpu"), run_folder=folder, num_kept=3, **more)  # type: ignore[arg-type]
 
 
 @needs_mounts
