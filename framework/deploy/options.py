@@ -65,10 +65,15 @@ def parse(request: type[_Request], words: Sequence[str], *, command: str, descri
     return request(**vars(parser.parse_intermixed_args(list(words))))
 
 
+def last_setting(words: Sequence[str], key: str) -> str | None:
+    """The value that counts of a setting ``key=value``; None where it is not given."""
+    return next((word.partition("=")[2] for word in reversed(words) if word.startswith(f"{key}=")), None)
+
+
 def resume_setting(words: Sequence[str], config: RunConfig) -> list[str]:
     """The setting with which a job that starts again goes on, where nobody has decided that."""
-    is_set = any(word.startswith("checkpoint.resume=") for word in words)
-    return ["checkpoint.resume=auto"] if config.checkpoint.resume == "never" and not is_set else []
+    is_free = config.checkpoint.resume == "never" and last_setting(words, "checkpoint.resume") is None
+    return ["checkpoint.resume=auto"] if is_free else []
 
 
 # Image names that mean the same image tomorrow as today.

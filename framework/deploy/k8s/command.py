@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from framework.deploy.k8s.lint import lint
-from framework.deploy.k8s.manifests import parse_manifests, read_manifests
+from framework.deploy.k8s.manifests import parse_manifests
 from framework.deploy.k8s.render import manifest
 from framework.deploy.k8s.request import K8sRequest
-from framework.deploy.options import as_service_name, parse, resume_setting
+from framework.deploy.options import as_service_name, last_setting, parse, resume_setting
 from framework.errors import EXIT_OK, EXIT_PROBLEMS, ConfigError, Problem, UsageError, printable
 from framework.launch.job import hand_out, refuse_one_start
 from framework.load_run import load_run
@@ -46,7 +46,7 @@ def _render(request: K8sRequest, words: Sequence[str]) -> str:
     if request.ckpt_pvc and request.restarts:  # without a claim nothing but that path outlives a pod
         refuse_one_start(config, place="launch k8s --ckpt_pvc", once="with --restarts 0")
     request.refuse_contradictions()
-    is_set = any(word.startswith("run.output_dir=") for word in request.overrides)
+    is_set = last_setting(request.overrides, "run.output_dir") is not None
     added = [] if is_set else [f"run.output_dir={request.ckpt_path}"]
     added += resume_setting(request.overrides, config) if request.ckpt_pvc else []
     name = request.name or as_service_name(config.run.name)
@@ -64,12 +64,8 @@ def _render(request: K8sRequest, words: Sequence[str]) -> str:
 
 
 def _refuse_lone_folders(request: K8sRequest) -> None:
-    """Several nodes write one checkpoint; and what is asked for on the claim must be on it.
-
-    Raises:
-        ConfigError: they could not.
-    """
-    folder = next(word.partition("=")[2] for word in reversed(request.overrides) if word.startswith("run.output_dir="))
+    """Several nodes write one checkpoint; and what is asked for on the claim must be on it."""
+    folder = last_setting(request.overrides, "run.output_dir") or ""
     if request.nodes > 1 and not request.ckpt_pvc:
         raise ConfigError(
             Problem(
@@ -138,7 +134,9 @@ def _lint(files: Sequence[str], *, as_json: bool) -> int:
     if not files:
         raise UsageError("launch k8s --lint: name the manifests, all files of a job together")
     try:
-        problems = lint(read_manifests(files))
+        problems = lint(
+            [found for file in files for found in parse_manifests(read_text(Path(file), name=file), name=file)]
+        )
     except ConfigError as error:
         problems = list(error.problems)
     if as_json:

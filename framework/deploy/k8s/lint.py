@@ -23,6 +23,7 @@ from framework.deploy.options import (
     LONGEST_LABEL,
     OF_THE_LAUNCHER,
     SERVICE_NAME,
+    last_setting,
     looks_like_a_secret,
     parse_quantity,
     what_is_wrong_with_image,
@@ -72,15 +73,7 @@ def lint(manifests: Sequence[Manifest]) -> list[Problem]:
 
 
 def _must(place: str, key: str, wanted: str | bool, reason: str, *, unless: str = "") -> Callable[[Workload], Findings]:
-    """A rule of one key, where the Job is in the files.
-
-    Args:
-        place: attribute of the workload.
-        key: of the value there.
-        wanted: the value.
-        reason: to want it.
-        unless: another key there, with which it is free.
-    """
+    """A value that a place of the workload must have where the Job is in the files, `unless` another key is there."""
 
     def find(work: Workload) -> Findings:
         part: Part | None = getattr(work, place)
@@ -444,7 +437,7 @@ def _memory(work: Workload) -> Findings:
 def _shared_storage(work: Workload) -> Findings:
     if work.num_nodes < 2:
         return
-    folder = next((word.partition("=")[2] for word in reversed(work.command) if word.startswith("run.output_dir=")), "")
+    folder = last_setting(work.command, "run.output_dir") or ""
     volume = work.volume(folder) if folder.startswith("/") else None
     if volume is None or "emptyDir" in volume.mapping():
         reason = f"run.output_dir {folder or 'is left out'}: each pod would keep its own part"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
 from framework.errors import MISSING, ConfigError, Problem
-from framework.text.document import KeyPath, read_text
+from framework.text.document import KeyPath
 
 # More than any job has; aliases of aliases would make billions.
 _MOST_NODES: Final = 50_000
@@ -92,17 +91,8 @@ class Part:
         )
 
 
-def read_manifests(files: Iterable[str]) -> list[Manifest]:
-    """All objects of these files, those of a List one by one.
-
-    Raises:
-        ConfigError: a file cannot be read, or is not YAML.
-    """
-    return [found for file in files for found in parse_manifests(read_text(Path(file), name=file), name=file)]
-
-
 def parse_manifests(text: str, *, name: str) -> list[Manifest]:
-    """All objects of a text; `name` is the file to name in problems.
+    """All objects of a text, those of a List one by one; `name` is the file to name in problems.
 
     Raises:
         ConfigError: it is not YAML, a key stands twice, or it holds something other than objects.
