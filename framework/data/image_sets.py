@@ -1,11 +1,9 @@
-"""Image datasets: in memory, and folders of image files.
-
-A dataset of images that fits in memory, fetched a batch at a time.
-"""
+"""Image datasets: in memory, fetched a batch at a time, and folders of image files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -133,9 +131,6 @@ def _check(images: Any, labels: Any, *, num_statistics: tuple[int, int]) -> None
         )
 
 
-# Images in folders named after their class, read and decoded as they are needed.
-
-
 # Of ImageNet's training images in [0, 1], as torchvision publishes them for its models.
 _MEAN: Final = [0.485, 0.456, 0.406]
 _STD: Final = [0.229, 0.224, 0.225]
@@ -168,12 +163,9 @@ def build(
     problems = list(_problems(folder, root=root, sub_folders={"data.train_dir": train_dir, "data.eval_dir": eval_dir}))
     if problems:
         raise ConfigError(problems)
-    plain = _transform(image_size, augment=False)
     return Splits(
-        train=_open(
-            folder / train_dir, root=root, transform=_transform(image_size, augment=True) if augment else plain
-        ),
-        evaluation=_open(folder / eval_dir, root=root, transform=plain),
+        _open(folder / train_dir, root=root, transform=_transform(image_size, augment=augment)),
+        _open(folder / eval_dir, root=root, transform=_transform(image_size, augment=False)),
     )
 
 
@@ -188,8 +180,9 @@ def _problems(folder: Path, *, root: str, sub_folders: dict[str, str]) -> Iterat
         if not place.is_dir():
             yield Problem("dataset-not-found", f"there is no folder {place}", _layout(root, name), key, name)
             continue
-        classes[key] = _class_names(place)
-        if not classes[key]:
+        with suppress(FileNotFoundError):
+            classes[key] = set(find_classes(str(place))[0])
+        if not classes.get(key):
             yield Problem("dataset-no-classes", f"{place} has no sub-folders", _layout(root, name), key, name)
     train, evaluation = (classes.get(key, set()) for key in sub_folders)
     if train and evaluation and train != evaluation:
@@ -213,10 +206,8 @@ def _open(place: Path, *, root: str, transform: Any) -> ImageFolder:
     try:
         return ImageFolder(str(place), transform=transform, loader=_read_image)
     except FileNotFoundError as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            Problem("dataset-no-images", f"{place}: {reason}", _layout(root, place.name), "data.root", root)
-        ) from error
+        reason = f"{place}: {' '.join(str(error).split())}"
+        raise ConfigError(Problem("dataset-no-images", reason, _layout(root, place.name), "data.root", root)) from error
 
 
 def _read_image(path: str) -> Image.Image:
@@ -240,13 +231,6 @@ def _transform(image_size: int, *, augment: bool) -> v2.Transform:
     else:
         cropped = [v2.Resize(round(image_size * _RESIZE_RATIO)), v2.CenterCrop(image_size)]
     return v2.Compose([*cropped, v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(_MEAN, _STD)])
-
-
-def _class_names(place: Path) -> set[str]:
-    try:
-        return set(find_classes(str(place))[0])
-    except FileNotFoundError:
-        return set()
 
 
 def _layout(root: str, name: str) -> str:

@@ -49,10 +49,8 @@ def main(words: Sequence[str]) -> int:
     arguments = _parse(words)
     with ending_in_good_order():
         if arguments.verify is not None:
-            print(
-                f"{arguments.verify}: every file is as prepare wrote it: "
-                f"{describe(verify_token_folder(arguments.verify))}"
-            )
+            found = describe(verify_token_folder(arguments.verify))
+            print(f"{arguments.verify}: every file is as prepare wrote it: {found}")
             return EXIT_OK
         out = arguments.words.pop()
         meta = prepare(
@@ -130,8 +128,9 @@ def prepare(
             ):
                 _write(pieces("writing tokens"), ready, writer)
                 if not writer.train.num_documents:
+                    files = ", ".join(inputs)
                     raise ConfigError(
-                        Problem("text-empty", "there is no text in it", "name files with text", file=", ".join(inputs))
+                        Problem("text-empty", "there is no text in it", "name files with text", file=files)
                     )
                 return writer.finish()
         except OSError as error:
@@ -222,11 +221,8 @@ def _refuse_used_folder(out: str) -> None:
     except (OSError, ValueError) as error:
         raise StorageError(f"{out!r}: cannot be read ({error}) [text-not-written]") from error
     if not is_free:
-        raise ConfigError(
-            Problem(
-                "output-exists", "it exists and is not an empty folder", "remove it, or name another folder", file=out
-            )
-        )
+        reason, fix = "it exists and is not an empty folder", "remove it, or name another folder"
+        raise ConfigError(Problem("output-exists", reason, fix, file=out))
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:

@@ -242,10 +242,5 @@ def build(path: str | None = None, *, sequence_length: int = 128, mask_fraction:
 def _complaints(name: PartName, part: Tokens, path: str | None) -> Iterator[Problem]:
     yield from one_document(name, num_documents=part.num_documents, path=path)
     if part.offsets[0] != 0 or np.diff(part.offsets).min() < 2:
-        yield Problem(
-            "text-damaged",
-            f"the documents of the {PART_WORDS[name]} text do not follow each other",
-            PREPARE,
-            "data.path",
-            path,
-        )
+        reason = f"the documents of the {PART_WORDS[name]} text do not follow each other"
+        yield Problem("text-damaged", reason, PREPARE, "data.path", path)

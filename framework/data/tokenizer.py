@@ -122,20 +122,14 @@ def load_tokenizer(path: str) -> LibraryTokenizer:
     """
     library = _library()
     if not Path(path).expanduser().is_file():
-        raise ConfigError(
-            Problem(
-                "tokenizer-not-found", "there is no such file", "name a tokenizer.json, or bytes", "--tokenizer", path
-            )
-        )
+        reason, fix = "there is no such file", "name a tokenizer.json, or bytes"
+        raise ConfigError(Problem("tokenizer-not-found", reason, fix, "--tokenizer", path))
     try:
         return LibraryTokenizer(library.Tokenizer.from_file(str(Path(path).expanduser())))
     except Exception as error:  # the library raises bare Exceptions
         reason = f"it cannot be read as a tokenizer ({in_one_line(error)})"
-        raise ConfigError(
-            Problem(
-                "tokenizer-unreadable", reason, "name a tokenizer.json of the library tokenizers", "--tokenizer", path
-            )
-        ) from error
+        fix = "name a tokenizer.json of the library tokenizers"
+        raise ConfigError(Problem("tokenizer-unreadable", reason, fix, "--tokenizer", path)) from error
 
 
 def train_bpe(texts: Iterable[bytes], *, vocab_size: int) -> LibraryTokenizer:
@@ -177,8 +171,6 @@ def _library() -> Any:
 # The sources of Python's standard library as text: real documents that are on every machine that can train. They are
 # read into memory at each start (under 5 MB in some ten milliseconds): no cache that could be stale or half-written,
 # and nothing for the ranks of a host to agree on. Another version of Python has other sources.
-
-
 _EVAL_FRACTION: Final = 0.1
 _MOST_BYTES: Final = 8 << 20
 
@@ -198,15 +190,8 @@ def python_sources(folder: Path | None = None) -> Corpus:
     folder = folder or Path(sysconfig.get_paths()["stdlib"])
     texts = _texts(folder)
     if len(texts) < 20:  # too few to deal between training and evaluation
-        raise ConfigError(
-            Problem(
-                "text-not-found",
-                f"this Python has no sources in {folder}",
-                "name a folder made by python -m framework prepare",
-                "data.path",
-                None,
-            )
-        )
+        reason, fix = f"this Python has no sources in {folder}", "name a folder made by python -m framework prepare"
+        raise ConfigError(Problem("text-not-found", reason, fix, "data.path", None))
     share = EvaluationShare(_EVAL_FRACTION)
     dealt: dict[bool, list[bytes]] = {False: [], True: []}
     for text in texts:
