@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import Dataset, default_collate
 
 from framework.errors import ConfigError, Problem
 
@@ -79,6 +79,20 @@ class WholeBatch:
     """
 
     fields: tuple[Tensor, ...]
+
+
+class BatchDataset(Dataset[tuple[Any, ...]]):
+    """A dataset that is read a batch at a time."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        return tuple(field[0] for field in self.__getitems__([range(len(self))[index]]).fields)
+
+    def __getitems__(self, indices: Sequence[int]) -> WholeBatch:
+        """The samples of these indices."""
+        raise NotImplementedError
 
 
 def collate(samples: Any) -> Any:

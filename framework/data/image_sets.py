@@ -12,12 +12,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils.data import Dataset
 from torchvision.datasets import ImageFolder  # type: ignore[import-untyped]
 from torchvision.datasets.folder import find_classes  # type: ignore[import-untyped]
 from torchvision.transforms import v2  # type: ignore[import-untyped]
 
-from framework.data.batches import WholeBatch
+from framework.data.batches import BatchDataset, WholeBatch
 from framework.data.order import Seeds, mix
 from framework.data.splits import Splits
 from framework.errors import ConfigError, Problem, TrainingError
@@ -26,7 +25,7 @@ _PADDING: Final = 4
 _NUM_OFFSETS: Final = 2 * _PADDING + 1
 
 
-class ImageTensors(Dataset[tuple[Tensor, int]]):
+class ImageTensors(BatchDataset):
     """Images held as uint8, handed out as normalised float32, a whole batch in one gather instead of one by one.
 
     A sample is (image (C, H, W) float32, label int). `__getitems__` returns a whole batch, so an own `DataLoader` over
@@ -70,8 +69,8 @@ class ImageTensors(Dataset[tuple[Tensor, int]]):
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        images, labels = self.__getitems__([range(len(self))[index]]).fields
-        return images[0], int(labels[0])
+        image, label = super().__getitem__(index)
+        return image, int(label)
 
     def __getitems__(self, indices: Sequence[int]) -> WholeBatch:
         """A batch: images (B, C, H, W) float32 and labels (B,) int64."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 
@@ -97,7 +97,7 @@ class FolderWriter:
         """Start both parts in a folder that exists."""
         self._folder, self._tokenizer = folder, tokenizer
         self._share = EvaluationShare(eval_fraction)
-        self._dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
+        self._dtype: Literal["uint16", "uint32"] = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
         self.train, self.evaluation = (
             PartWriter(folder, name, dtype=self._dtype, end=tokenizer.special.end) for name in ("train", "eval")
         )
@@ -126,10 +126,10 @@ class FolderWriter:
         self._tokenizer.save(self._folder)
         files = sorted(self._folder.iterdir())
         meta = Meta(
-            tokenizer="bytes" if self._tokenizer.kind == "bytes" else "library",
+            tokenizer=self._tokenizer.kind,
             vocab_size=self._tokenizer.vocab_size,
             special_tokens=self._tokenizer.special,
-            dtype="uint16" if self._dtype == "uint16" else "uint32",
+            dtype=self._dtype,
             parts={
                 part.name: PartFacts(num_tokens=part.num_tokens, num_documents=part.num_documents) for part in parts
             },

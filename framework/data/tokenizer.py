@@ -5,7 +5,7 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 
@@ -30,7 +30,7 @@ SMALLEST_BPE: Final = 256 + len(_NAMES)
 class Tokenizer(Protocol):
     """Interface of the tokenizers that `prepare` and `generate` use."""
 
-    kind: str
+    kind: Literal["bytes", "library"]
     vocab_size: int
     special: SpecialTokens
     needs_utf8: bool
@@ -48,7 +48,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Token numbers 0 to 255 are the bytes; five special tokens follow. Reads anything, needs no file."""
 
-    kind = "bytes"
+    kind: Literal["bytes", "library"] = "bytes"
     vocab_size = BYTE_VOCAB_SIZE
     special = SpecialTokens(end=256, cls=257, sep=258, mask=259, pad=260)
     needs_utf8 = False
@@ -69,7 +69,7 @@ class LibraryTokenizer:
     """A tokenizer of the library `tokenizers`. One that can end a document gets no further token, so that a published
     vocabulary keeps its size, which is the published models'; to any other an end token is added behind its own."""
 
-    kind = "library"
+    kind: Literal["bytes", "library"] = "library"
     needs_utf8 = True
 
     def __init__(self, tokenizer: Any) -> None:

@@ -67,26 +67,12 @@ def _refuse_lone_folders(request: K8sRequest) -> None:
     """Several nodes write one checkpoint; and what is asked for on the claim must be on it."""
     folder = last_setting(request.overrides, "run.output_dir") or ""
     if request.nodes > 1 and not request.ckpt_pvc:
-        raise ConfigError(
-            Problem(
-                kind="shared-storage-missing",
-                file="command line",
-                key="--ckpt_pvc",
-                reason=f"{request.nodes} pods write one checkpoint together and share no folder",
-                fix="give a ReadWriteMany claim: --ckpt_pvc CLAIM",
-            )
-        )
+        reason = f"{request.nodes} pods write one checkpoint together and share no folder"
+        fix = "give a ReadWriteMany claim: --ckpt_pvc CLAIM"
+        raise ConfigError(Problem("shared-storage-missing", reason, fix, "--ckpt_pvc", file="command line"))
     if not PurePosixPath(folder).is_relative_to(request.ckpt_path):
-        raise ConfigError(
-            Problem(
-                kind="outside-the-volume",
-                file="command line",
-                key="run.output_dir",
-                value=folder,
-                reason=f"the pods' volume is at {request.ckpt_path}",
-                fix="leave it out, or change --ckpt_path",
-            )
-        )
+        reason, fix = f"the pods' volume is at {request.ckpt_path}", "leave it out, or change --ckpt_path"
+        raise ConfigError(Problem("outside-the-volume", reason, fix, "run.output_dir", folder, file="command line"))
 
 
 def _heading(request: K8sRequest, words: Sequence[str]) -> str:

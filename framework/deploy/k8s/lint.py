@@ -72,8 +72,9 @@ def lint(manifests: Sequence[Manifest]) -> list[Problem]:
     )
 
 
-def _must(place: str, key: str, wanted: str | bool, reason: str, *, unless: str = "") -> Callable[[Workload], Findings]:
-    """A value that a place of the workload must have where the Job is in the files, `unless` another key is there."""
+def _must(path: str, wanted: str | bool, reason: str, *, unless: str = "") -> Callable[[Workload], Findings]:
+    """Where the Job is in the files, a part of the workload must have this value, `unless` it has another key."""
+    place, key = path.split(".")
 
     def find(work: Workload) -> Findings:
         part: Part | None = getattr(work, place)
@@ -497,20 +498,16 @@ def _config_file(work: Workload) -> Findings:
 
 RULES: Final = (
     Rule("counts", "All pods that the command waits for are started, at the same time.", _counts),
-    Rule(
-        "not-indexed", "Pods know their number.", _must("job", "completionMode", "Indexed", "the pods get no node rank")
-    ),
+    Rule("not-indexed", "Pods know their number.", _must("job.completionMode", "Indexed", "the pods get no node rank")),
     Rule(
         "restart-policy",
         "The kubelet restarts nothing: the failure policy would never see the exit code.",
-        _must("pod", "restartPolicy", "Never", "a container restarted in place meets peers that have ended"),
+        _must("pod.restartPolicy", "Never", "a container restarted in place meets peers that have ended"),
     ),
     Rule(
         "replacement-policy",
         "One pod for each node rank at a time.",
-        _must(
-            "job", "podReplacementPolicy", "Failed", "a second pod of the same rank starts while the first still saves"
-        ),
+        _must("job.podReplacementPolicy", "Failed", "a second pod of the same rank starts while the first still saves"),
     ),
     Rule("policy-container", "Exit codes are those of a container that exists.", _policy_container),
     Rule("exit-codes", "The policy knows the exit codes of this framework.", _exit_codes),
@@ -551,14 +548,13 @@ RULES: Final = (
     Rule(
         "service-links",
         "Variables of other Services stay out.",
-        _must("pod", "enableServiceLinks", False, "a Service named master would set MASTER_PORT=tcp://..."),
+        _must("pod.enableServiceLinks", False, "a Service named master would set MASTER_PORT=tcp://..."),
     ),
     Rule(
         "account-token",
         "A pod that asks nothing of the cluster holds no key to it.",
         _must(
-            "pod",
-            "automountServiceAccountToken",
+            "pod.automountServiceAccountToken",
             False,
             "training asks nothing of the cluster",
             unless="serviceAccountName",
@@ -568,8 +564,7 @@ RULES: Final = (
         "termination-message",
         "The reason of a failure is where people look first.",
         _must(
-            "container",
-            "terminationMessagePolicy",
+            "container.terminationMessagePolicy",
             "FallbackToLogsOnError",
             "kubectl describe would not show why it ended",
         ),

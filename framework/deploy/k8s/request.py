@@ -207,10 +207,7 @@ class K8sRequest:
                 self.gpus is None and not self.on_cpu,
                 "give the GPUs of a pod with --gpus G, or --device cpu --ranks_per_node N",
             ),
-            (
-                self.on_cpu and (self.gpus or self.device == "cuda"),
-                "--gpus and --device contradict each other",
-            ),
+            (self.on_cpu and (self.gpus or self.device == "cuda"), "--gpus and --device contradict each other"),
             (
                 self.ranks_per_node and not self.on_cpu and self.ranks_per_node != self.gpus,
                 "with GPUs there is one rank to each; leave --ranks_per_node out",
@@ -223,17 +220,11 @@ class K8sRequest:
                 f"Kubeflow sets port {DEFAULT_PORT} itself; leave --host_network and --master_port out, or take --kind "
                 "jobset",
             ),
-            (
-                self.runtime and idle,
-                f"a TrainJob cannot write {idle} into another's runtime; leave --runtime out",
-            ),
+            (self.runtime and idle, f"a TrainJob cannot write {idle} into another's runtime; leave --runtime out"),
             (self.grace and self.grace < self.save_seconds, "--grace is shorter than --save_seconds"),
             (self.config_map and not Path(self.config).is_file(), f"--config_map: there is no file {self.config}"),
             (taken, f"--mount: two volumes at {taken}; mount each somewhere else"),
-            (
-                self.queue and self.scheduler,
-                "--queue is Kueue's, which starts all pods or none; leave --scheduler out",
-            ),
+            (self.queue and self.scheduler, "--queue is Kueue's, which starts all pods or none; leave --scheduler out"),
         )
         for is_wrong, sentence in pairs:
             if is_wrong:
