@@ -120,7 +120,12 @@ def prepare(
         return progress.over(read_documents(inputs, how), label)
 
     with progress:
-        ready = _tokenizer(tokenizer, bpe_vocab_size, pieces)
+        ready: Tokenizer
+        if bpe_vocab_size is not None:
+            texts = (piece.text for piece in pieces("training the tokenizer"))
+            ready = train_bpe(texts, vocab_size=bpe_vocab_size)
+        else:
+            ready = ByteTokenizer() if tokenizer == "bytes" else load_tokenizer(tokenizer)
         try:
             with (
                 made_aside(Path(out).expanduser()) as folder,
@@ -186,12 +191,6 @@ class Progress:
             print(line, file=self._stream, flush=True)
 
 
-def _tokenizer(name: str, bpe_vocab_size: int | None, pieces: Callable[[str], Iterator[Piece]]) -> Tokenizer:
-    if bpe_vocab_size is not None:
-        return train_bpe((piece.text for piece in pieces("training the tokenizer")), vocab_size=bpe_vocab_size)
-    return ByteTokenizer() if name == "bytes" else load_tokenizer(name)
-
-
 def _write(pieces: Iterator[Piece], tokenizer: Tokenizer, writer: FolderWriter) -> None:
     """Encode some pieces at a time: a library tokenizer spreads them over the cores."""
     batch: list[Piece] = []
@@ -199,9 +198,7 @@ def _write(pieces: Iterator[Piece], tokenizer: Tokenizer, writer: FolderWriter) 
 
     def flush() -> None:
         for piece, numbers in zip(batch, tokenizer.encode([piece.text for piece in batch]), strict=True):
-            if piece.starts:
-                writer.start_document(piece.num_bytes)
-            writer.add(numbers, ends=piece.ends)
+            writer.add(piece, numbers)
         batch.clear()
 
     for piece in pieces:
@@ -216,8 +213,7 @@ def _write(pieces: Iterator[Piece], tokenizer: Tokenizer, writer: FolderWriter) 
 def _refuse_used_folder(out: str) -> None:
     path = Path(out).expanduser()
     try:
-        is_free = not path.exists() if not path.is_dir() else not any(path.iterdir())
-        is_free = is_free and not path.is_symlink()
+        is_free = not path.is_symlink() and not (any(path.iterdir()) if path.is_dir() else path.exists())
     except (OSError, ValueError) as error:
         raise StorageError(f"{out!r}: cannot be read ({error}) [text-not-written]") from error
     if not is_free:

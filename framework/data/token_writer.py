@@ -13,6 +13,7 @@ from typing import Final, Literal
 
 import numpy as np
 
+from framework.data.documents import Piece
 from framework.data.token_files import META_FILE, FileFacts, Meta, PartFacts, PartName
 from framework.data.tokenizer import Tokenizer
 from framework.data.tokens import EvaluationShare, MappedFrom, Numbers, map_tokens
@@ -103,13 +104,11 @@ class FolderWriter:
         )
         self._current = self.train
 
-    def start_document(self, num_bytes: int) -> None:
-        """The next tokens are of a document of this size."""
-        self._current = self.evaluation if self._share.takes(num_bytes) else self.train
-
-    def add(self, numbers: Numbers, *, ends: bool) -> None:
-        """Append to the current document."""
-        self._current.add(numbers, ends=ends)
+    def add(self, piece: Piece, numbers: Numbers) -> None:
+        """Append the tokens of the next piece of a document."""
+        if piece.starts:
+            self._current = self.evaluation if self._share.takes(piece.num_bytes) else self.train
+        self._current.add(numbers, ends=piece.ends)
 
     def finish(self) -> Meta:
         """Make up evaluation's share, and write ``meta.json`` when everything else is on the disk."""

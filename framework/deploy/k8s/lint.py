@@ -205,13 +205,9 @@ def _runtime(work: Workload) -> Findings:
 # Names, Service, ports and interfaces: nodes find each other.
 
 
-def _services(work: Workload) -> list[Part]:
-    return [Part(manifest) for manifest in work.manifests if manifest.kind == "Service"]
-
-
 def _service_of(work: Workload) -> Part | None:
     """A plain Job's; a JobSet makes its own."""
-    named = [found for found in _services(work) if found.manifest.name == work.service and work.service]
+    named = [found for found in work.objects("Service") if found.manifest.name == work.service and work.service]
     return named[0] if named and work.kind == "Job" else None
 
 
@@ -245,7 +241,7 @@ def _selector(work: Workload) -> Findings:
 def _master_addr(work: Workload) -> Findings:
     given = work.option("--master_addr", "--master-addr")
     pod, _, domain = work.master.partition(".")
-    hosts = [f"{pod}.{each}" for each in (domain, *(found.manifest.name for found in _services(work)))]
+    hosts = [f"{pod}.{each}" for each in (domain, *(found.manifest.name for found in work.objects("Service")))]
     if work.num_nodes and not any(given == host or given.startswith(f"{host}.") for host in hosts):
         reason = f"--master_addr {given or 'is missing'}: node rank 0 is {work.master}"
         yield work.program.at("command"), reason, f"--master_addr {work.master}"
@@ -279,10 +275,9 @@ def _name(work: Workload) -> Findings:
 
 def _namespace(work: Workload) -> Findings:
     own = work.head.get("metadata", "namespace")
-    for manifest in work.manifests:
-        place = Part(manifest).at("metadata", "namespace")
-        bound = manifest.kind in ("Service", "PersistentVolumeClaim", "ConfigMap", "TrainingRuntime")
-        if bound and place.get() != own:
+    for found in work.objects("Service", "PersistentVolumeClaim", "ConfigMap", "TrainingRuntime"):
+        place = found.at("metadata", "namespace")
+        if place.get() != own:
             fix = f"namespace: {own}" if own else "leave it out"
             yield place, f"the job is in {own or 'the default one'}", fix
 
@@ -445,10 +440,9 @@ def _shared_storage(work: Workload) -> Findings:
         yield work.program.at("command"), reason, "run.output_dir=PATH in a volume that all pods share"
         return
     claim = volume.get("persistentVolumeClaim", "claimName")
-    for manifest in work.manifests:
-        modes = Part(manifest).at("spec", "accessModes")
-        is_claim = manifest.kind == "PersistentVolumeClaim" and manifest.name == claim
-        if is_claim and "ReadWriteMany" not in modes.words():
+    for found in work.objects("PersistentVolumeClaim"):
+        modes = found.at("spec", "accessModes")
+        if found.manifest.name == claim and "ReadWriteMany" not in modes.words():
             yield modes, "pods on other nodes could not mount it", "accessModes: [ReadWriteMany]"
 
 
@@ -483,10 +477,7 @@ def _config_file(work: Workload) -> Findings:
     config = words[words.index("node") + 1] if "node" in words[:-1] else ""
     volume = work.volume(config) if config.startswith("/") else None
     name = volume.get("configMap", "name") if volume else None
-    for manifest in work.manifests:
-        if manifest.kind != "ConfigMap" or manifest.name != name:
-            continue
-        data = Part(manifest).at("data")
+    for data in (found.at("data") for found in work.objects("ConfigMap") if found.manifest.name == name):
         keys = data.mapping()
         wrong = [key for key in keys if not (isinstance(key, str) and CONFIG_KEY.fullmatch(key))]
         if wrong:

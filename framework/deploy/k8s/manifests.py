@@ -246,6 +246,10 @@ class Workload:
         """The name of the pod with node rank 0."""
         return f"{self.name}{self.replicated}0.{self.service}"
 
+    def objects(self, *kinds: str) -> list[Part]:
+        """The objects of these kinds in the files."""
+        return [Part(manifest) for manifest in self.manifests if manifest.kind in kinds]
+
     def variables(self) -> Iterator[Part]:
         """The variables of the container, wherever they are written."""
         yield from self.container.items("env")
