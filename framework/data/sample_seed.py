@@ -119,7 +119,7 @@ class KeyedSamples(_Wrapper):
 
 
 class LoaderSamples(_Wrapper):
-    """What a `DataLoader` reads. Code that calls `exit()` is an error with a place there, also in a worker.
+    """Source of a `DataLoader`. Code that calls `exit()` is an error with a place there, also in a worker.
 
     With the dataset's own `collate_fn` it reads finished batches, whose draws depend on the seed and the first key
     alone: a `DataLoader` tells its `collate_fn` neither the epoch nor the indices.

@@ -208,7 +208,7 @@ def _directives(request: SlurmRequest) -> list[str]:
 
 
 def _python() -> str:
-    """How the shell that calls sbatch names this Python: an environment that is not active there is none of the
+    """Return how the shell that calls sbatch names this Python: an environment that is not active there is none of the
     nodes'.
     """
     found = shutil.which("python", path=os.environ.get("DSF_SHELL_PATH") or os.environ.get("PATH"))

@@ -73,7 +73,7 @@ def lint(manifests: Sequence[Manifest]) -> list[Problem]:
 
 
 def _must(path: str, wanted: str | bool, reason: str, *, unless: str = "") -> Callable[[Workload], Findings]:
-    """Where the Job is in the files, a part of the workload must have this value, `unless` it has another key."""
+    """Require a value in a part of the workload, `unless` that has another key; only where the Job is in the files."""
     place, key = path.split(".")
 
     def find(work: Workload) -> Findings:

@@ -235,7 +235,7 @@ class Workload:
 
     @property
     def replicated(self) -> str:
-        """What stands between the job's name and the number of a pod: a JobSet's job, and the number of that."""
+        """Part of a pod's name between the job's and its number: a JobSet's job, and the number of that."""
         if self.kind == "Job":
             return "-"
         job = self.jobset and self.jobset.get("replicatedJobs", 0, "name")

@@ -138,7 +138,7 @@ def manifest(request: K8sRequest, *, heading: str) -> str:
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what nobody has asked for."""
+    """Leave out what nobody has asked for."""
     return {key: value for key, value in values.items() if value not in (None, "", {}, [])}
 
 
@@ -152,7 +152,7 @@ def _object(request: K8sRequest, api: str, kind: str, name: str) -> dict[str, An
 
 
 def _head(request: K8sRequest, api: str, kind: str, annotations: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The object that owns the pods: with the user's own marks, and the label that gives it to Kueue, which starts all
+    """Start the object that owns the pods: with the user's own marks, and the label that gives it to Kueue, which starts all
     pods or none.
     """
     found = _object(request, api, kind, request.name)

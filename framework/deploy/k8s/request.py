@@ -160,7 +160,7 @@ class K8sRequest:
 
     @property
     def agent_grace_seconds(self) -> int:
-        """What our agent gives the ranks: less than the kubelet gives the agent, so that the last word is ours."""
+        """Time that our agent gives the ranks: less than the kubelet gives the agent, so that the last word is ours."""
         return self.grace_seconds - min(_LAST_WORD_SECONDS, self.grace_seconds // 5)
 
     @property
