@@ -152,8 +152,8 @@ def _object(request: K8sRequest, api: str, kind: str, name: str) -> dict[str, An
 
 
 def _head(request: K8sRequest, api: str, kind: str, annotations: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Start the object that owns the pods: with the user's own marks, and the label that gives it to Kueue, which starts all
-    pods or none.
+    """Start the object that owns the pods: with the user's own marks, and the label that gives it to Kueue, which
+    starts all pods or none.
     """
     found = _object(request, api, kind, request.name)
     found["metadata"]["labels"] |= dict(request.label) | _given({"kueue.x-k8s.io/queue-name": request.queue})
