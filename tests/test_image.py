@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from framework.deploy.k8s.request import K8sRequest
-from framework.deploy.k8s.values import what_is_wrong_with_image
+from framework.deploy.options import what_is_wrong_with_image
 from framework.launch.environment import requirements
 from tests.places import ROOT
 
@@ -49,7 +49,7 @@ def test_it_ends_as_a_numbered_user_who_is_not_root() -> None:
     """Kubernetes refuses `runAsNonRoot` where the image names its user by a word."""
     (user,) = of("USER")
     assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", user)
-    assert int(user.partition(":")[0]) == K8sRequest("c", "n", 1, 1, "i").user
+    assert int(user.partition(":")[0]) == K8sRequest(["c"]).run_as_user
     names = [name for name, _ in instructions()]
     assert not {"RUN", "COPY"} & set(names[names.index("USER") :])
 

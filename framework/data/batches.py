@@ -1,7 +1,4 @@
-"""Collation of samples into batches, and errors of samples that cannot be stacked.
-
-Collation of samples into batches.
-"""
+"""Collation of samples into batches, and errors of samples that cannot be stacked."""
 
 from __future__ import annotations
 
@@ -11,12 +8,9 @@ from typing import Any, Final
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import Dataset, default_collate
 
 from framework.errors import ConfigError, Problem
-
-# Why samples cannot be stacked into a batch: looked for only after torch has failed to, so that it costs nothing.
-
 
 _PADDING: Final = (
     "give all samples one shape (crop, resize, pad), or give the dataset a collate_fn(samples) that pads each batch"
@@ -26,14 +20,10 @@ _NUMBERS: Final = (
 )
 
 
-def unstackable(samples: Sequence[Any]) -> Problem | None:
-    """The first difference between the samples of a batch, or the first value in them that torch cannot stack; None:
-    neither.
+def _unstackable(values: Sequence[Any], *, place: str = "") -> Problem | None:
+    """The first difference between the samples of a batch, or the first value in them that torch cannot stack. Looked
+    for only after torch has failed to, so that it costs nothing.
     """
-    return _look(list(samples), place="")
-
-
-def _look(values: list[Any], *, place: str) -> Problem | None:
     first = values[0]
     shapes = [_shape(value) for value in values]
     at = next((number for number, shape in enumerate(shapes) if shape != shapes[0]), None)
@@ -47,10 +37,9 @@ def _look(values: list[Any], *, place: str) -> Problem | None:
             ),
             fix=_PADDING,
         )
-    if isinstance(first, Mapping):
-        parts = ((f"[{name!r}]", [value[name] for value in values]) for name in first)
-    elif isinstance(first, (tuple, list)):
-        parts = ((f"[{number}]", [value[number] for value in values]) for number in range(len(first)))
+    if isinstance(first, (Mapping, tuple, list)):
+        names = first if isinstance(first, Mapping) else range(len(first))
+        parts = ((f"[{name!r}]", [value[name] for value in values]) for name in names)
     elif isinstance(first, (Tensor, int, float, str, bytes, np.number, np.bool_)) or (
         isinstance(first, np.ndarray) and first.dtype.kind in "biufc"
     ):
@@ -58,7 +47,7 @@ def _look(values: list[Any], *, place: str) -> Problem | None:
     else:
         reason = f"samples cannot be stacked into a batch: {place or 'the sample'} is {shapes[0]}"
         return Problem(kind="sample-type", key="data", reason=reason, fix=_NUMBERS)
-    found = (_look(part, place=f"{place or 'sample'}{name}") for name, part in parts)
+    found = (_unstackable(part, place=f"{place or 'sample'}{name}") for name, part in parts)
     return next((problem for problem in found if problem is not None), None)
 
 
@@ -74,11 +63,8 @@ def _shape(value: Any) -> str:
         return f"a {type(value).__name__} of {len(value)}"
     if isinstance(value, (bool, int, float, np.number, np.bool_)):
         return "a number"
-    return (
-        "None"
-        if value is None
-        else f"of type {type(value).__module__}.{type(value).__qualname__}".replace("builtins.", "")
-    )
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".replace("builtins.", "")
+    return "None" if value is None else f"of type {kind}"
 
 
 Collate = Callable[[Any], Any]
@@ -95,6 +81,20 @@ class WholeBatch:
     fields: tuple[Tensor, ...]
 
 
+class BatchDataset(Dataset[tuple[Any, ...]]):
+    """A dataset that is read a batch at a time."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        return tuple(field[0] for field in self.__getitems__([range(len(self))[index]]).fields)
+
+    def __getitems__(self, indices: Sequence[int]) -> WholeBatch:
+        """The samples of these indices."""
+        raise NotImplementedError
+
+
 def collate(samples: Any) -> Any:
     """Pass a `WholeBatch` through as the tuple of its fields; otherwise do what torch's `default_collate` does.
 
@@ -106,17 +106,15 @@ def collate(samples: Any) -> Any:
     try:
         return default_collate(samples)
     except (RuntimeError, TypeError, KeyError, AttributeError, IndexError) as error:
-        problem = unstackable(samples)
+        problem = _unstackable(list(samples))
         if problem is None:  # no room in shared memory, say
             raise
         raise ConfigError(problem) from error
 
 
 def own_collate(dataset: Any) -> Collate | None:
-    """The dataset's own `collate_fn`, if it has one (to pad texts of unequal length, say).
-
-    A dataset carries its `collate_fn` because only it knows what its samples look like, and so that training and
-    evaluation cannot be given different ones by accident.
+    """The dataset's own `collate_fn`, if it has one (to pad texts of unequal length, say): only it knows what its
+    samples look like.
     """
     own = getattr(dataset, "collate_fn", None)
     return own if callable(own) else None

@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import Any, BinaryIO, Final, Literal
@@ -94,14 +96,11 @@ def files_in_folders(paths: Sequence[str]) -> list[str]:
             problems.append(_unreadable(path, error))
             continue
         if not found:
-            problems.append(
-                Problem(
-                    kind="text-not-a-file",
-                    reason="it is a folder without a *.txt of its own",
-                    fix=f"name the files in it, for example {path}/*/*.txt",
-                    file=path,
-                )
+            reason, fix = (
+                "it is a folder without a *.txt of its own",
+                f"name the files in it, for example {path}/*/*.txt",
             )
+            problems.append(Problem("text-not-a-file", reason, fix, file=path))
         files += found
     if problems:
         raise ConfigError(problems)
@@ -114,21 +113,14 @@ def input_size(paths: Sequence[str], form: Format = "auto") -> int:
     Raises:
         ConfigError: every file that is missing, a folder, unreadable or compressed, or rows of a table (``text-rows``).
     """
-    problems, total = [], 0
-    for path in paths:
-        found = _complaint(path, form)
-        if found:
-            problems.append(found)
-        else:
-            total += Path(path).stat().st_size
+    problems = [found for path in paths if (found := _complaint(path, form))]
     if problems:
         raise ConfigError(problems)
-    return total
+    return sum(Path(path).stat().st_size for path in paths)
 
 
 def _complaint(path: str, form: Format) -> Problem | None:
-    def problem(kind: str, reason: str, fix: str) -> Problem:
-        return Problem(kind=kind, reason=reason, fix=fix, file=path)
+    problem = partial(Problem, file=path)
 
     try:
         mode = os.stat(path).st_mode  # noqa: PTH116 - a path with a NUL byte raises here and is false in pathlib
@@ -155,15 +147,12 @@ def _complaint(path: str, form: Format) -> Problem | None:
 
 def carriage_returns(paths: Sequence[str], form: Format = "auto") -> list[str]:
     """The plain files whose first lines end as on Windows: the carriage returns would be learnt as text."""
-    return [path for path in paths if not is_json_lines(path, form) and b"\r\n" in _head(path)]
-
-
-def _head(path: str) -> bytes:
-    try:
-        with Path(path).open("rb") as stream:
-            return stream.read(_CHUNK_BYTES)
-    except OSError:  # the reading says so
-        return b""
+    found = []
+    for path in paths:
+        with suppress(OSError), Path(path).open("rb") as stream:  # the reading says so
+            if not is_json_lines(path, form) and b"\r\n" in stream.read(_CHUNK_BYTES):
+                found.append(path)
+    return found
 
 
 def read_documents(paths: Iterable[str], how: Reading) -> Iterator[Piece]:
@@ -191,8 +180,9 @@ def _whole_file(stream: BinaryIO, path: str, how: Reading) -> Iterator[Piece]:
     num_bytes, rest = os.fstat(stream.fileno()).st_size - start, b""
     while chunk := stream.read(_CHUNK_BYTES):
         rest += chunk
-        cut = _place_to_cut(rest) if how.utf8 else len(rest)
+        cut = len(rest)
         if how.utf8:
+            cut = _place_to_cut(rest)
             _check_utf8(rest[:cut], path, position=position)
         yield Piece(rest[:cut], num_bytes, starts=position == start, ends=False)
         position, rest = position + cut, rest[cut:]
@@ -251,9 +241,8 @@ def _json_lines(stream: BinaryIO, path: str, how: Reading) -> Iterator[Piece]:
             try:
                 data = text.encode()
             except UnicodeEncodeError as error:
-                raise ConfigError(
-                    _not_utf8(path, f"half of a surrogate pair in {how.json_field}", number, is_json=True)
-                ) from error
+                place = f"half of a surrogate pair in {how.json_field}"
+                raise ConfigError(_not_utf8(path, place, number, is_json=True)) from error
             yield Piece(data, len(data))
 
 
@@ -274,37 +263,23 @@ def _parsed(line: bytes, path: str, number: int) -> Any:
     except (ValueError, RecursionError) as error:
         reason = "nested too deep" if isinstance(error, RecursionError) else getattr(error, "msg", str(error))
         reason = reason.removesuffix(" at").removesuffix(" starting")  # the place is said in front of the line
-        raise ConfigError.of(
-            kind="text-bad-json",
-            reason=f"the line is not JSON: {reason}",
-            file=path,
-            line=number,
-            column=getattr(error, "colno", 0),
-            fix="write one JSON object per line, or remove the line",
-        ) from error
+        reason, fix = f"the line is not JSON: {reason}", "write one JSON object per line, or remove the line"
+        column = getattr(error, "colno", 0)
+        raise ConfigError.of("text-bad-json", reason, fix, file=path, line=number, column=column) from error
 
 
 def _field(row: Any, name: str, path: str, number: int) -> str:
-    """The text of one row."""
-    text = row.get(name) if isinstance(row, dict) else None
-    if isinstance(text, str):
-        return text
+    error = partial(ConfigError.of, file=path, line=number)
     if not isinstance(row, dict):
-        kind, reason, fix = "text-bad-json", "the line is no JSON object", f'write {{"{name}": "..."}}'
-    elif name not in row:
-        fields = ", ".join(list(row)[:_SHOWN_FIELDS]) or "no fields"
-        kind, reason, fix = (
-            "text-no-field",
-            f"there is no field '{name}' among: {fields}",
-            "say which with --jsonl-field",
-        )
-    else:
-        kind, reason, fix = (
-            "text-no-field",
-            f"the field '{name}' holds no text",
-            "say which one does with --jsonl-field",
-        )
-    raise ConfigError.of(kind=kind, reason=reason, fix=fix, file=path, line=number)
+        raise error("text-bad-json", "the line is no JSON object", f'write {{"{name}": "..."}}')
+    if name not in row:
+        reason = f"there is no field '{name}' among: {', '.join(list(row)[:_SHOWN_FIELDS]) or 'no fields'}"
+        raise error("text-no-field", reason, "say which with --jsonl-field")
+    text = row[name]
+    if not isinstance(text, str):
+        reason = f"the field '{name}' holds no text"
+        raise error("text-no-field", reason, "say which one does with --jsonl-field")
+    return text
 
 
 def _check_utf8(text: bytes, path: str, *, position: int = 0, line: int = 0) -> None:
@@ -318,30 +293,15 @@ def _check_utf8(text: bytes, path: str, *, position: int = 0, line: int = 0) -> 
 
 
 def _not_utf8(path: str, place: str, line: int, *, is_json: bool = False) -> Problem:
-    way_out = ", which JSON is" if is_json else ", or use --tokenizer bytes"
-    return Problem(
-        kind="text-not-utf8",
-        reason=f"it is not UTF-8 text ({place})",
-        file=path,
-        line=line,
-        fix=f"convert it to UTF-8{way_out}",
-    )
+    fix = f"convert it to UTF-8{', which JSON is' if is_json else ', or use --tokenizer bytes'}"
+    return Problem("text-not-utf8", f"it is not UTF-8 text ({place})", fix, file=path, line=line)
 
 
 def _too_long(path: str, number: int, what: str) -> Problem:
-    return Problem(
-        kind="text-line-too-long",
-        reason=f"{what} is longer than {LONGEST_LINE_BYTES >> 20} MiB",
-        file=path,
-        line=number,
-        fix="split it",
-    )
+    reason = f"{what} is longer than {LONGEST_LINE_BYTES >> 20} MiB"
+    return Problem("text-line-too-long", reason, "split it", file=path, line=number)
 
 
 def _unreadable(path: str, error: OSError) -> Problem:
-    return Problem(
-        kind="text-unreadable",
-        reason=f"it cannot be read ({error.strerror or error})",
-        file=path,
-        fix="make it readable",
-    )
+    reason = f"it cannot be read ({error.strerror or error})"
+    return Problem("text-unreadable", reason, "make it readable", file=path)

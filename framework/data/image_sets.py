@@ -1,11 +1,9 @@
-"""Image datasets: in memory, and folders of image files.
-
-A dataset of images that fits in memory, fetched a batch at a time.
-"""
+"""Image datasets: in memory, fetched a batch at a time, and folders of image files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,12 +12,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils.data import Dataset
 from torchvision.datasets import ImageFolder  # type: ignore[import-untyped]
 from torchvision.datasets.folder import find_classes  # type: ignore[import-untyped]
 from torchvision.transforms import v2  # type: ignore[import-untyped]
 
-from framework.data.batches import WholeBatch
+from framework.data.batches import BatchDataset, WholeBatch
 from framework.data.order import Seeds, mix
 from framework.data.splits import Splits
 from framework.errors import ConfigError, Problem, TrainingError
@@ -28,7 +25,7 @@ _PADDING: Final = 4
 _NUM_OFFSETS: Final = 2 * _PADDING + 1
 
 
-class ImageTensors(Dataset[tuple[Tensor, int]]):
+class ImageTensors(BatchDataset):
     """Images held as uint8, handed out as normalised float32, a whole batch in one gather instead of one by one.
 
     A sample is (image (C, H, W) float32, label int). `__getitems__` returns a whole batch, so an own `DataLoader` over
@@ -72,8 +69,8 @@ class ImageTensors(Dataset[tuple[Tensor, int]]):
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        images, labels = self.__getitems__([range(len(self))[index]]).fields
-        return images[0], int(labels[0])
+        image, label = super().__getitem__(index)
+        return image, int(label)
 
     def __getitems__(self, indices: Sequence[int]) -> WholeBatch:
         """A batch: images (B, C, H, W) float32 and labels (B,) int64."""
@@ -133,9 +130,6 @@ def _check(images: Any, labels: Any, *, num_statistics: tuple[int, int]) -> None
         )
 
 
-# Images in folders named after their class, read and decoded as they are needed.
-
-
 # Of ImageNet's training images in [0, 1], as torchvision publishes them for its models.
 _MEAN: Final = [0.485, 0.456, 0.406]
 _STD: Final = [0.229, 0.224, 0.225]
@@ -168,12 +162,9 @@ def build(
     problems = list(_problems(folder, root=root, sub_folders={"data.train_dir": train_dir, "data.eval_dir": eval_dir}))
     if problems:
         raise ConfigError(problems)
-    plain = _transform(image_size, augment=False)
     return Splits(
-        train=_open(
-            folder / train_dir, root=root, transform=_transform(image_size, augment=True) if augment else plain
-        ),
-        evaluation=_open(folder / eval_dir, root=root, transform=plain),
+        _open(folder / train_dir, root=root, transform=_transform(image_size, augment=augment)),
+        _open(folder / eval_dir, root=root, transform=_transform(image_size, augment=False)),
     )
 
 
@@ -188,8 +179,9 @@ def _problems(folder: Path, *, root: str, sub_folders: dict[str, str]) -> Iterat
         if not place.is_dir():
             yield Problem("dataset-not-found", f"there is no folder {place}", _layout(root, name), key, name)
             continue
-        classes[key] = _class_names(place)
-        if not classes[key]:
+        with suppress(FileNotFoundError):
+            classes[key] = set(find_classes(str(place))[0])
+        if not classes.get(key):
             yield Problem("dataset-no-classes", f"{place} has no sub-folders", _layout(root, name), key, name)
     train, evaluation = (classes.get(key, set()) for key in sub_folders)
     if train and evaluation and train != evaluation:
@@ -213,10 +205,8 @@ def _open(place: Path, *, root: str, transform: Any) -> ImageFolder:
     try:
         return ImageFolder(str(place), transform=transform, loader=_read_image)
     except FileNotFoundError as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError.of(
-            "dataset-no-images", f"{place}: {reason}", _layout(root, place.name), "data.root", root
-        ) from error
+        reason = f"{place}: {' '.join(str(error).split())}"
+        raise ConfigError.of("dataset-no-images", reason, _layout(root, place.name), "data.root", root) from error
 
 
 def _read_image(path: str) -> Image.Image:
@@ -240,13 +230,6 @@ def _transform(image_size: int, *, augment: bool) -> v2.Transform:
     else:
         cropped = [v2.Resize(round(image_size * _RESIZE_RATIO)), v2.CenterCrop(image_size)]
     return v2.Compose([*cropped, v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(_MEAN, _STD)])
-
-
-def _class_names(place: Path) -> set[str]:
-    try:
-        return set(find_classes(str(place))[0])
-    except FileNotFoundError:
-        return set()
 
 
 def _layout(root: str, name: str) -> str:

@@ -1,14 +1,11 @@
-"""Loaders: training and evaluation data of one rank, and the start of their worker processes.
-
-The training data of one rank, as an endless stream that can start at any optimizer step.
-"""
+"""Loaders: training and evaluation data of one rank, and the start of their worker processes."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from functools import partial
 from typing import Any, Final
 
@@ -17,19 +14,14 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from framework.data.batches import collate, own_collate
 from framework.data.order import LATEST_ORDER, KeyedMicroBatchSampler, MicroBatchSampler, Share, mix_int
-from framework.data.sample_seed import (
-    KeyedSamples,
-    SamplesWithoutExit,
-    SeededBatches,
-    SeededCollate,
-    SeededSamples,
-    as_it_is,
-)
+from framework.data.sample_seed import KeyedSamples, LoaderSamples, SeededBatches, SeededSamples, as_it_is
 from framework.errors import ConfigError, Problem
 from framework.system.parent_watch import die_with
 from framework.system.stopping import SIGNALS
 
-# Start of every worker process of a DataLoader: it leaves requests to stop to its rank, and ends when its rank ends.
+_WORKER_SALT: Final = 0x3017
+_WORKER_SEED: Final = 0
+_EVALUATION_SEED: Final = 0xE7A2  # of what a `collate_fn` draws; `run.seed` is for training
 
 
 def init_of_workers() -> Callable[[int], None]:
@@ -52,7 +44,20 @@ def _leave_signals_to_rank(rank: int, _worker: int) -> None:
     die_with(os.getppid() if multiprocessing.get_start_method() == "forkserver" else rank)
 
 
-_WORKER_SALT: Final = 0x3017
+def _loader(
+    samples: Any, batches: Iterable[Any], *, dataset: Any, seed: int, worker_seed: int, fetching: dict[str, Any]
+) -> DataLoader[Any]:
+    """A `DataLoader` over a dataset, read as `samples`; `seed` is for its own `collate_fn`."""
+    own = own_collate(dataset)
+    return DataLoader(
+        LoaderSamples(samples, own=own, seed=seed),
+        batch_sampler=batches,
+        collate_fn=collate if own is None else as_it_is,
+        worker_init_fn=init_of_workers(),
+        # Without one, every iterator draws its workers' seeds from the global generator.
+        generator=torch.Generator().manual_seed(worker_seed),
+        **fetching,
+    )
 
 
 class TrainLoader:
@@ -110,7 +115,14 @@ class TrainLoader:
             self._fetching["prefetch_factor"] = prefetch_batches
         self.steps_per_epoch: int = len(dataset) // global_size
         if self.steps_per_epoch == 0:
-            raise ConfigError(_too_small(len(dataset), global_size=global_size))
+            problem = Problem(
+                kind="dataset-smaller-than-batch",
+                key="batch.global_size",
+                value=global_size,
+                reason=f"the training set has {len(dataset)} samples, so not one batch of {global_size} can be filled",
+                fix=f"set batch.global_size to {len(dataset)} or less, or train on more data",
+            )
+            raise ConfigError(problem)
 
     def stream(self, start_step: int = 0) -> Generator[Any, None, None]:
         """This rank's micro-batches from optimizer step `start_step` on, without end.
@@ -123,13 +135,6 @@ class TrainLoader:
             Collated batches, `accumulation_steps` for every optimizer step. Closing the generator ends the workers;
             torch's global random state is neither read nor changed.
         """
-        batches = iter(self._loader(start_step))
-        try:
-            yield from batches
-        finally:
-            del batches  # the last reference: a DataLoader iterator stops its workers when it is collected
-
-    def _loader(self, start_step: int) -> DataLoader[Any]:
         indices = MicroBatchSampler(
             len(self._dataset),
             share=self._share,
@@ -140,38 +145,23 @@ class TrainLoader:
         )
         own = own_collate(self._dataset)
         samples, is_keyed = self._dataset, self._random_samples or own is not None
-        if is_keyed:
-            samples = (
-                SeededSamples(samples, seed=self._seed, in_one=own is None)
-                if self._random_samples
-                else KeyedSamples(samples)
-            )
-        return DataLoader(
-            SamplesWithoutExit(SeededCollate(samples, collate=own, seed=self._seed) if own is not None else samples),
-            batch_sampler=KeyedMicroBatchSampler(indices) if is_keyed else indices,
-            collate_fn=as_it_is if own is not None else collate,
-            worker_init_fn=init_of_workers(),
-            # Without one, every iterator draws its workers' seeds from the global generator.
-            generator=torch.Generator().manual_seed(mix_int(_WORKER_SALT, self._seed, self._share.rank)),
-            **self._fetching,
+        if self._random_samples:
+            samples = SeededSamples(samples, seed=self._seed, in_one=own is None)
+        elif is_keyed:
+            samples = KeyedSamples(samples)
+        loader = _loader(
+            samples,
+            KeyedMicroBatchSampler(indices) if is_keyed else indices,
+            dataset=self._dataset,
+            seed=self._seed,
+            worker_seed=mix_int(_WORKER_SALT, self._seed, self._share.rank),
+            fetching=self._fetching,
         )
-
-
-def _too_small(num_samples: int, *, global_size: int) -> Problem:
-    return Problem(
-        kind="dataset-smaller-than-batch",
-        key="batch.global_size",
-        value=global_size,
-        reason=f"the training set has {num_samples} samples, so not one batch of {global_size} can be filled",
-        fix=f"set batch.global_size to {num_samples} or less, or train on more data",
-    )
-
-
-# The evaluation data of one rank: every sample counted once over all ranks, in equally many batches on each.
-
-
-_WORKER_SEED: Final = 0
-_EVALUATION_SEED: Final = 0xE7A2  # of what a `collate_fn` draws; `run.seed` is for training
+        batches = iter(loader)
+        try:
+            yield from batches
+        finally:
+            del batches  # the last reference: a DataLoader iterator stops its workers when it is collected
 
 
 class EvalLoader:
@@ -220,23 +210,16 @@ class EvalLoader:
         pass.
         """
         if self._loader is None:
-            self._loader = self._made()
+            self._loader = _loader(
+                SeededBatches(self._dataset),
+                [list(indices) for indices, _ in self._batches],
+                dataset=self._dataset,
+                seed=_EVALUATION_SEED,
+                worker_seed=_WORKER_SEED,
+                fetching=self._fetching,
+            )
         for batch, (_, counts) in zip(self._loader, self._batches, strict=True):
             yield batch, counts
-
-    def _made(self) -> DataLoader[Any]:
-        own, samples = own_collate(self._dataset), SeededBatches(self._dataset)
-        return DataLoader(
-            SamplesWithoutExit(
-                SeededCollate(samples, collate=own, seed=_EVALUATION_SEED) if own is not None else samples
-            ),
-            batch_sampler=[list(indices) for indices, _ in self._batches],
-            collate_fn=as_it_is if own is not None else collate,
-            worker_init_fn=init_of_workers(),
-            # Without one, every iterator draws its workers' seeds from the global generator.
-            generator=torch.Generator().manual_seed(_WORKER_SEED),
-            **self._fetching,
-        )
 
 
 def rank_batches(num_samples: int, *, batch_size: int, rank: int, world_size: int) -> list[tuple[range, bool]]:

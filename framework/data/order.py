@@ -24,8 +24,6 @@ from torch.utils.data import Sampler
 # One stable hash from integers to 64-bit seeds, the same on every machine and in every version. splitmix64 (Steele,
 # Lea, Flood 2014, "Fast splittable pseudorandom number generators"), its state folded over the parts. Python's `hash`
 # and numpy's `SeedSequence` are not used: the first is no promise, the second costs 10 us per seed.
-
-
 Seeds = npt.NDArray[np.uint64]
 Positions = npt.NDArray[np.int64]
 

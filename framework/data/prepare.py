@@ -49,10 +49,8 @@ def main(words: Sequence[str]) -> int:
     arguments = _parse(words)
     with ending_in_good_order():
         if arguments.verify is not None:
-            print(
-                f"{arguments.verify}: every file is as prepare wrote it: "
-                f"{describe(verify_token_folder(arguments.verify))}"
-            )
+            found = describe(verify_token_folder(arguments.verify))
+            print(f"{arguments.verify}: every file is as prepare wrote it: {found}")
             return EXIT_OK
         out = arguments.words.pop()
         meta = prepare(
@@ -122,7 +120,12 @@ def prepare(
         return progress.over(read_documents(inputs, how), label)
 
     with progress:
-        ready = _tokenizer(tokenizer, bpe_vocab_size, pieces)
+        ready: Tokenizer
+        if bpe_vocab_size is not None:
+            texts = (piece.text for piece in pieces("training the tokenizer"))
+            ready = train_bpe(texts, vocab_size=bpe_vocab_size)
+        else:
+            ready = ByteTokenizer() if tokenizer == "bytes" else load_tokenizer(tokenizer)
         try:
             with (
                 made_aside(Path(out).expanduser()) as folder,
@@ -130,9 +133,8 @@ def prepare(
             ):
                 _write(pieces("writing tokens"), ready, writer)
                 if not writer.train.num_documents:
-                    raise ConfigError.of(
-                        "text-empty", "there is no text in it", "name files with text", file=", ".join(inputs)
-                    )
+                    files = ", ".join(inputs)
+                    raise ConfigError.of("text-empty", "there is no text in it", "name files with text", file=files)
                 return writer.finish()
         except OSError as error:
             raise StorageError(f"{out}: cannot be written ({error.strerror or error}) [text-not-written]") from error
@@ -187,12 +189,6 @@ class Progress:
             print(line, file=self._stream, flush=True)
 
 
-def _tokenizer(name: str, bpe_vocab_size: int | None, pieces: Callable[[str], Iterator[Piece]]) -> Tokenizer:
-    if bpe_vocab_size is not None:
-        return train_bpe((piece.text for piece in pieces("training the tokenizer")), vocab_size=bpe_vocab_size)
-    return ByteTokenizer() if name == "bytes" else load_tokenizer(name)
-
-
 def _write(pieces: Iterator[Piece], tokenizer: Tokenizer, writer: FolderWriter) -> None:
     """Encode some pieces at a time: a library tokenizer spreads them over the cores."""
     batch: list[Piece] = []
@@ -200,9 +196,7 @@ def _write(pieces: Iterator[Piece], tokenizer: Tokenizer, writer: FolderWriter) 
 
     def flush() -> None:
         for piece, numbers in zip(batch, tokenizer.encode([piece.text for piece in batch]), strict=True):
-            if piece.starts:
-                writer.start_document(piece.num_bytes)
-            writer.add(numbers, ends=piece.ends)
+            writer.add(piece, numbers)
         batch.clear()
 
     for piece in pieces:
@@ -217,14 +211,12 @@ def _write(pieces: Iterator[Piece], tokenizer: Tokenizer, writer: FolderWriter) 
 def _refuse_used_folder(out: str) -> None:
     path = Path(out).expanduser()
     try:
-        is_free = not path.exists() if not path.is_dir() else not any(path.iterdir())
-        is_free = is_free and not path.is_symlink()
+        is_free = not path.is_symlink() and not (any(path.iterdir()) if path.is_dir() else path.exists())
     except (OSError, ValueError) as error:
         raise StorageError(f"{out!r}: cannot be read ({error}) [text-not-written]") from error
     if not is_free:
-        raise ConfigError.of(
-            "output-exists", "it exists and is not an empty folder", "remove it, or name another folder", file=out
-        )
+        reason, fix = "it exists and is not an empty folder", "remove it, or name another folder"
+        raise ConfigError.of("output-exists", reason, fix, file=out)
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:

@@ -92,7 +92,17 @@ def seed_generators(seed: int) -> None:
     random.seed(seed)
 
 
-class SeededSamples(Dataset[Any]):
+class _Wrapper(Dataset[Any]):
+    """Another dataset (map-style), read in another way, whole batches at a time."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+class SeededSamples(_Wrapper):
     """Wraps a dataset so that every sample is read with its own random state; the surrounding state is left untouched.
 
     It is read by `SampleKey`s through `__getitems__`, as a `DataLoader` does with a `KeyedMicroBatchSampler`.
@@ -108,9 +118,6 @@ class SeededSamples(Dataset[Any]):
         self._in_one = in_one
         self._from_seeds = isinstance(dataset, DrawsFromSeeds)
         self._draws = False
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
     def __getitems__(self, keys: Sequence[SampleKey]) -> Any:
         """The samples of (epoch, index) keys: a list, or whatever `items_from_seeds` of the dataset returns."""
@@ -158,18 +165,11 @@ def read_together(dataset: Any, indices: list[int], *, in_one: bool) -> Any:
     return [dataset[index] for index in indices]
 
 
-class SeededBatches(Dataset[Any]):
+class SeededBatches(_Wrapper):
     """Wraps an evaluation dataset: a batch that draws random numbers gets the same in every evaluation.
 
     Seeded once per batch (by its first index) and not per sample, so that a dataset's own fast `__getitems__` is kept.
     """
-
-    def __init__(self, dataset: Any) -> None:
-        """Wrap `dataset` (map-style)."""
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """The samples, as `_fetched` gives them."""
@@ -178,59 +178,36 @@ class SeededBatches(Dataset[Any]):
             return _fetched(self.dataset, indices)
 
 
-class SeededCollate(Dataset[Any]):
-    """Reads whole batches, put together by the dataset's own `collate_fn` with a random state of their own.
-
-    It collates where it reads, because a `DataLoader` tells its `collate_fn` neither the epoch nor the indices: the
-    loader around it needs none (`as_it_is`). Only for datasets that bring one: torch's own draws nothing.
-    """
-
-    def __init__(self, samples: Any, *, collate: Collate, seed: int) -> None:
-        """`samples` is read through `__getitems__`, by `SampleKey`s or by plain indices; `seed` is `run.seed`."""
-        self.samples = samples
-        self.collate = collate
-        self.seed = seed
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitems__(self, keys: Sequence[SampleKey] | Sequence[int]) -> Any:
-        """The batch of these samples; what collating draws depends on the seed and the first key alone."""
-        samples, first = self.samples.__getitems__(keys), keys[0]
-        with random_state_kept():
-            seed_generators(mix_int(_COLLATE_SALT, self.seed, *(first if isinstance(first, tuple) else (first,))))
-            return self.collate(samples)
-
-
-class KeyedSamples(Dataset[Any]):
+class KeyedSamples(_Wrapper):
     """Wraps a dataset without randomness so that it is read by `SampleKey`s, of which it needs the index only."""
-
-    def __init__(self, dataset: Any) -> None:
-        """Wrap `dataset` (map-style)."""
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
     def __getitems__(self, keys: Sequence[SampleKey]) -> Any:
         """The samples, as `_fetched` gives them."""
         return _fetched(self.dataset, [index for _, index in keys])
 
 
-class SamplesWithoutExit(Dataset[Any]):
-    """Wraps what a `DataLoader` reads: code there that calls `exit()` is an error with a place, also in a worker."""
+class LoaderSamples(_Wrapper):
+    """Source of a `DataLoader`. Code that calls `exit()` is an error with a place there, also in a worker.
 
-    def __init__(self, dataset: Any) -> None:
-        """Wrap `dataset` (map-style)."""
-        self.dataset = dataset
+    With the dataset's own `collate_fn` it reads finished batches, whose draws depend on the seed and the first key
+    alone: a `DataLoader` tells its `collate_fn` neither the epoch nor the indices.
+    """
 
-    def __len__(self) -> int:
-        return len(self.dataset)
+    def __init__(self, dataset: Any, *, own: Collate | None, seed: int) -> None:
+        """`dataset` is read by `SampleKey`s or plain indices; `own` is its `collate_fn`, which `seed` is for."""
+        super().__init__(dataset)
+        self.own = own
+        self.seed = seed
 
-    def __getitems__(self, keys: Any) -> Any:
-        """The samples, as `_fetched` gives them."""
+    def __getitems__(self, keys: Sequence[SampleKey] | Sequence[int]) -> Any:
+        """The samples, as `_fetched` gives them, or the batch."""
         with refusing_exits():
-            return _fetched(self.dataset, keys)
+            samples, first = _fetched(self.dataset, keys), keys[0]
+            if self.own is None:
+                return samples
+            with random_state_kept():
+                seed_generators(mix_int(_COLLATE_SALT, self.seed, *(first if isinstance(first, tuple) else (first,))))
+                return self.own(samples)
 
 
 def as_it_is(batch: Any) -> Any:
@@ -238,7 +215,7 @@ def as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _fetched(dataset: Any, indices: Sequence[int]) -> Any:
+def _fetched(dataset: Any, indices: Sequence[Any]) -> Any:
     """The samples, as the dataset's `__getitems__` returns them if it has one, otherwise as a list."""
     fetch_all = getattr(dataset, "__getitems__", None)
     return fetch_all(indices) if fetch_all is not None else [dataset[index] for index in indices]

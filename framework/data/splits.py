@@ -57,7 +57,7 @@ def given_splits(train_data: object, eval_data: object = None) -> Splits:
     train, evaluation = _pair(train_data, _GIVEN)
     if evaluation is not None and eval_data is not None:
         reason = "train_data is a pair (training, evaluation), so that there are two evaluation sets"
-        raise ConfigError.of(kind="data-target-result", key="eval_data", reason=reason, fix="leave one of them out")
+        raise ConfigError.of("data-target-result", reason, "leave one of them out", "eval_data")
     return _checked(train, eval_data if evaluation is None else evaluation, _GIVEN)
 
 
@@ -83,16 +83,15 @@ def _pair(result: object, door: _Door) -> tuple[Any, Any]:
     if len(result) == 2:
         return result
     reason, fix = f"a tuple of {len(result)} was {door.given}", f"{door.give} (training, evaluation)"
-    raise ConfigError.of(kind="data-target-result", key=door.train_key, reason=reason, fix=fix)
+    raise ConfigError.of("data-target-result", reason, fix, door.train_key)
 
 
 def _checked(train: Any, evaluation: Any, door: _Door) -> Splits:
     problems = [_complaint(train, door, name="training")]
     if evaluation is not None:
         problems.append(_complaint(evaluation, door, name="evaluation"))
-    found = [problem for problem in problems if problem is not None]
-    if found:
-        raise ConfigError(found)
+    if any(problems):
+        raise ConfigError(filter(None, problems))
     return Splits(train, evaluation)
 
 
@@ -140,9 +139,6 @@ def _length(dataset: Any) -> int | None:
 
 def _article(kind: str) -> str:
     return "None" if kind == "builtins.NoneType" else f"a {kind.removeprefix('builtins.')}"
-
-
-# Fingerprint of a text, which distinguishes texts of the same length without reading them all.
 
 
 def tokens_sha256(dataset: Any) -> str | None:

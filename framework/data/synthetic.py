@@ -8,16 +8,15 @@ from typing import Final
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from framework.data.batches import WholeBatch
+from framework.data.batches import BatchDataset, WholeBatch
 from framework.data.order import mix, mix_int
 from framework.data.splits import Splits
 
 _POOL_SIZE: Final = 16
 
 
-class SyntheticImages(Dataset[tuple[Tensor, int]]):
+class SyntheticImages(BatchDataset):
     """Normal noise from a pool of 16 images, used again by index; labels are a fixed function of the index.
 
     A sample is (image (channels, image_size, image_size) float32, label int). Memory: 16 images, 9.6 MB at 3x224x224.
@@ -43,8 +42,8 @@ class SyntheticImages(Dataset[tuple[Tensor, int]]):
         return self.num_samples
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        images, labels = self.__getitems__([range(self.num_samples)[index]]).fields
-        return images[0], int(labels[0])
+        image, label = super().__getitem__(index)
+        return image, int(label)
 
     def __getitems__(self, indices: Sequence[int]) -> WholeBatch:
         """A batch: images (B, channels, image_size, image_size) float32 and labels (B,) int64."""

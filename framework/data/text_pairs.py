@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset
 
 from framework.data.batches import WholeBatch
 from framework.data.order import Seeds, mix
 from framework.data.splits import Splits
-from framework.data.text_windows import open_corpus
+from framework.data.text_windows import TextSamples, open_corpus, text_splits
 from framework.data.token_files import (
     PART_WORDS,
     PREPARE,
@@ -50,7 +49,7 @@ class Segments:
     label: Ints
 
 
-class TextPairs(Dataset[tuple[Tensor, ...]]):
+class TextPairs(TextSamples):
     """[CLS] A [SEP] B [SEP], drawn anew for every (seed, epoch, sample index); read without a seed, always the same.
 
     A sample is (input_ids (S,), token_type_ids (S,), attention_mask (S,), mlm_labels (S,), nsp_label ()), all int64.
@@ -61,11 +60,6 @@ class TextPairs(Dataset[tuple[Tensor, ...]]):
     pulled back so that the document fills it; only a document shorter than S - 3 tokens leaves padding. A has between a
     quarter and three quarters of the text, or more where the document that B is from, or would be, is shorter than the
     rest. Both labels give the same lengths of A, B and padding, so that none of them tells the labels apart.
-
-    Attributes:
-        tokens_per_sample: S.
-        vocab_size: numbers lie in [0, vocab_size).
-        special: numbers of the special tokens.
     """
 
     def __init__(
@@ -89,18 +83,12 @@ class TextPairs(Dataset[tuple[Tensor, ...]]):
         Raises:
             ValueError: a special token has no number.
         """
-        self.tokens = tokens
-        self.tokens_per_sample = sequence_length
-        self.vocab_size = vocab_size
-        self.special = special
+        super().__init__(tokens, sequence_length=sequence_length, vocab_size=vocab_size, special=special)
         self._end, self._cls, self._sep, self._mask, self._pad = _all_of(special)
         self.mask_fraction = mask_fraction
 
     def __len__(self) -> int:
         return num_pairs(len(self.tokens.numbers), self.tokens_per_sample)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        return tuple(field[0] for field in self.__getitems__([range(len(self))[index]]).fields)
 
     def __getitems__(self, indices: Sequence[int]) -> WholeBatch:
         """A batch that depends on the indices alone, for evaluation: not on the batch size nor on the number of
@@ -226,26 +214,11 @@ def build(path: str | None = None, *, sequence_length: int = 128, mask_fraction:
     ]
     if problems:
         raise ConfigError(problems)
-
-    def pairs(tokens: Tokens) -> TextPairs:
-        return TextPairs(
-            tokens,
-            sequence_length=sequence_length,
-            vocab_size=corpus.vocab_size,
-            special=corpus.special,
-            mask_fraction=mask_fraction,
-        )
-
-    return Splits(pairs(corpus.train), None if corpus.evaluation is None else pairs(corpus.evaluation))
+    return text_splits(corpus, partial(TextPairs, sequence_length=sequence_length, mask_fraction=mask_fraction))
 
 
 def _complaints(name: PartName, part: Tokens, path: str | None) -> Iterator[Problem]:
     yield from one_document(name, num_documents=part.num_documents, path=path)
     if part.offsets[0] != 0 or np.diff(part.offsets).min() < 2:
-        yield Problem(
-            "text-damaged",
-            f"the documents of the {PART_WORDS[name]} text do not follow each other",
-            PREPARE,
-            "data.path",
-            path,
-        )
+        reason = f"the documents of the {PART_WORDS[name]} text do not follow each other"
+        yield Problem("text-damaged", reason, PREPARE, "data.path", path)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset
 
-from framework.data.batches import WholeBatch
+from framework.data.batches import BatchDataset, WholeBatch
 from framework.data.splits import Splits
 from framework.data.token_files import SpecialTokens, num_windows, too_short
 from framework.data.tokenizer import python_sources
@@ -17,31 +16,33 @@ from framework.data.tokens import Corpus, Tokens, open_token_folder
 from framework.errors import ConfigError
 
 
-class TextWindows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of a fixed length over documents packed back to back; nothing is random.
-
-    Sample i is (ids (S,) int64, targets (S,) int64): the tokens from i x S on, and each one's successor. A window may
-    span several documents, with the end token between them. The last, incomplete window is left out.
+class TextSamples(BatchDataset):
+    """Samples of a fixed length out of a text.
 
     Attributes:
+        tokens: the text.
         tokens_per_sample: S.
         vocab_size: numbers lie in [0, vocab_size).
         special: numbers of the special tokens.
     """
 
     def __init__(self, tokens: Tokens, *, sequence_length: int, vocab_size: int, special: SpecialTokens) -> None:
-        """Cut the tokens; nothing is read yet."""
+        """Describe the samples; nothing is read yet."""
         self.tokens = tokens
         self.tokens_per_sample = sequence_length
         self.vocab_size = vocab_size
         self.special = special
 
+
+class TextWindows(TextSamples):
+    """Windows of a fixed length over documents packed back to back; nothing is random.
+
+    Sample i is (ids (S,) int64, targets (S,) int64): the tokens from i x S on, and each one's successor. A window may
+    span several documents, with the end token between them. The last, incomplete window is left out.
+    """
+
     def __len__(self) -> int:
         return num_windows(len(self.tokens.numbers), self.tokens_per_sample)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        ids, targets = self.__getitems__([range(len(self))[index]]).fields
-        return ids[0], targets[0]
 
     def __getitems__(self, indices: Sequence[int]) -> WholeBatch:
         """A batch: ids (B, S) and targets (B, S), both int64."""
@@ -73,13 +74,13 @@ def build(path: str | None = None, *, sequence_length: int = 256) -> Splits:
     ]
     if problems:
         raise ConfigError(problems)
+    return text_splits(corpus, partial(TextWindows, sequence_length=sequence_length))
 
-    def windows(tokens: Tokens) -> TextWindows:
-        return TextWindows(
-            tokens, sequence_length=sequence_length, vocab_size=corpus.vocab_size, special=corpus.special
-        )
 
-    return Splits(windows(corpus.train), None if corpus.evaluation is None else windows(corpus.evaluation))
+def text_splits(corpus: Corpus, samples: Callable[..., TextSamples]) -> Splits:
+    """The samples of both parts of a text."""
+    parts = (samples(tokens, vocab_size=corpus.vocab_size, special=corpus.special) for _, tokens in corpus.parts())
+    return Splits(next(parts), next(parts, None))
 
 
 def open_corpus(path: str | None) -> Corpus:

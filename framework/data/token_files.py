@@ -1,8 +1,5 @@
-"""Contents of a token folder by its own files, and requirements of text datasets on one. Reads ``meta.json`` and sizes;
-needs no numpy.
-
-`framework.data.tokens` tells what the files are. Here stands what `check` and `plan` can know of them on a
-laptop.
+"""Contents of a token folder by its own files, and requirements of text datasets on one: what `check` and `plan` can
+know on a laptop. Reads ``meta.json`` and sizes; needs no numpy.
 """
 
 from __future__ import annotations
@@ -101,13 +98,8 @@ def read_meta(path: str, key: str) -> tuple[Path, Meta]:
     """
     folder = Path(os.path.expanduser(path))  # noqa: PTH111 - pathlib raises where there is no such user
     if not os.path.isdir(folder):  # noqa: PTH112 - and where the name is too long
-        raise ConfigError.of(
-            "text-not-found",
-            f"there is no folder {folder}",
-            "name one made by python -m framework prepare",
-            key,
-            path,
-        )
+        fix = "name one made by python -m framework prepare"
+        raise ConfigError.of("text-not-found", f"there is no folder {folder}", fix, key, path)
     file = folder / META_FILE
     if not file.is_file():
         reason = f"there is no {META_FILE} in it: it was not made by prepare, or prepare did not finish"
@@ -135,8 +127,8 @@ def keep_tokenizer(path: str, to: Path) -> None:
 
 def size_problems(folder: Path, meta: Meta, path: str, key: str) -> list[Problem]:
     """Every file that is missing or has another size than `meta` says."""
-    problems = (_size_problem(folder, name, facts, path, key) for name, facts in meta.files.items())
-    return [problem for problem in problems if problem is not None]
+    reasons = {folder / name: _size_complaint(folder, name, facts.size_bytes) for name, facts in meta.files.items()}
+    return [damaged(file, reason, path, key) for file, reason in reasons.items() if reason]
 
 
 def num_windows(num_tokens: int, length: int) -> int:
@@ -164,26 +156,18 @@ def too_short(part: PartName, *, num_tokens: int, sequence_length: int) -> Itera
 def one_document(part: PartName, *, num_documents: int, path: str | None) -> Iterator[Problem]:
     """Pairs of segments: the second segment of half of them is from another document."""
     if num_documents < 2:
-        yield Problem(
-            "text-one-document",
-            f"the {PART_WORDS[part]} text is one document, and half of the pairs need another one",
-            "prepare more files, or with --split-at-blank-lines",
-            "data.path",
-            path,
-        )
+        reason = f"the {PART_WORDS[part]} text is one document, and half of the pairs need another one"
+        fix = "prepare more files, or with --split-at-blank-lines"
+        yield Problem("text-one-document", reason, fix, "data.path", path)
 
 
 def no_pair_tokens(special: SpecialTokens, *, path: str | None) -> Iterator[Problem]:
     """Pairs of segments are held together, hidden and filled up by tokens of their own."""
     missing = [f"[{name.upper()}]" for name, number in special.model_dump().items() if number is None]
     if missing:
-        yield Problem(
-            "text-without-special-tokens",
-            f"its tokenizer has no {', '.join(missing)}, and pairs of segments need them",
-            "prepare it with --tokenizer bytes, the file of a BERT, or --train-tokenizer bpe:SIZE",
-            "data.path",
-            path,
-        )
+        reason = f"its tokenizer has no {', '.join(missing)}, and pairs of segments need them"
+        fix = "prepare it with --tokenizer bytes, the file of a BERT, or --train-tokenizer bpe:SIZE"
+        yield Problem("text-without-special-tokens", reason, fix, "data.path", path)
 
 
 def damaged(file: Path, reason: str, path: str, key: str) -> Problem:
@@ -199,17 +183,15 @@ def _in_one_line(error: OSError | ValidationError) -> str:
     return f"{place}: {first['msg']}" if place else first["msg"]
 
 
-def _size_problem(folder: Path, name: str, facts: FileFacts, path: str, key: str) -> Problem | None:
+def _size_complaint(folder: Path, name: str, wanted: int) -> str:
     file = folder / name
     if file.parent != folder:
-        return damaged(file, "it lies outside the folder", path, key)
+        return "it lies outside the folder"
     try:
         size = file.stat().st_size
         file.open("rb").close()
     except FileNotFoundError:
-        return damaged(file, "it is missing", path, key)
+        return "it is missing"
     except OSError as error:
-        return damaged(file, _in_one_line(error), path, key)
-    if size != facts.size_bytes:
-        return damaged(file, f"it has {size:,} bytes instead of {facts.size_bytes:,}", path, key)
-    return None
+        return _in_one_line(error)
+    return f"it has {size:,} bytes instead of {wanted:,}" if size != wanted else ""

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 
+from framework.data.documents import Piece
 from framework.data.token_files import META_FILE, FileFacts, Meta, PartFacts, PartName
 from framework.data.tokenizer import Tokenizer
 from framework.data.tokens import EvaluationShare, MappedFrom, Numbers, map_tokens
@@ -97,19 +98,17 @@ class FolderWriter:
         """Start both parts in a folder that exists."""
         self._folder, self._tokenizer = folder, tokenizer
         self._share = EvaluationShare(eval_fraction)
-        self._dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
+        self._dtype: Literal["uint16", "uint32"] = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
         self.train, self.evaluation = (
             PartWriter(folder, name, dtype=self._dtype, end=tokenizer.special.end) for name in ("train", "eval")
         )
         self._current = self.train
 
-    def start_document(self, num_bytes: int) -> None:
-        """The next tokens are of a document of this size."""
-        self._current = self.evaluation if self._share.takes(num_bytes) else self.train
-
-    def add(self, numbers: Numbers, *, ends: bool) -> None:
-        """Append to the current document."""
-        self._current.add(numbers, ends=ends)
+    def add(self, piece: Piece, numbers: Numbers) -> None:
+        """Append the tokens of the next piece of a document."""
+        if piece.starts:
+            self._current = self.evaluation if self._share.takes(piece.num_bytes) else self.train
+        self._current.add(numbers, ends=piece.ends)
 
     def finish(self) -> Meta:
         """Make up evaluation's share, and write ``meta.json`` when everything else is on the disk."""
@@ -126,10 +125,10 @@ class FolderWriter:
         self._tokenizer.save(self._folder)
         files = sorted(self._folder.iterdir())
         meta = Meta(
-            tokenizer="bytes" if self._tokenizer.kind == "bytes" else "library",
+            tokenizer=self._tokenizer.kind,
             vocab_size=self._tokenizer.vocab_size,
             special_tokens=self._tokenizer.special,
-            dtype="uint16" if self._dtype == "uint16" else "uint32",
+            dtype=self._dtype,
             parts={
                 part.name: PartFacts(num_tokens=part.num_tokens, num_documents=part.num_documents) for part in parts
             },

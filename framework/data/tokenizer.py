@@ -5,7 +5,7 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 
@@ -30,7 +30,7 @@ SMALLEST_BPE: Final = 256 + len(_NAMES)
 class Tokenizer(Protocol):
     """Interface of the tokenizers that `prepare` and `generate` use."""
 
-    kind: str
+    kind: Literal["bytes", "library"]
     vocab_size: int
     special: SpecialTokens
     needs_utf8: bool
@@ -48,7 +48,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Token numbers 0 to 255 are the bytes; five special tokens follow. Reads anything, needs no file."""
 
-    kind = "bytes"
+    kind: Literal["bytes", "library"] = "bytes"
     vocab_size = BYTE_VOCAB_SIZE
     special = SpecialTokens(end=256, cls=257, sep=258, mask=259, pad=260)
     needs_utf8 = False
@@ -69,7 +69,7 @@ class LibraryTokenizer:
     """A tokenizer of the library `tokenizers`. One that can end a document gets no further token, so that a published
     vocabulary keeps its size, which is the published models'; to any other an end token is added behind its own."""
 
-    kind = "library"
+    kind: Literal["bytes", "library"] = "library"
     needs_utf8 = True
 
     def __init__(self, tokenizer: Any) -> None:
@@ -122,16 +122,14 @@ def load_tokenizer(path: str) -> LibraryTokenizer:
     """
     library = _library()
     if not Path(path).expanduser().is_file():
-        raise ConfigError.of(
-            "tokenizer-not-found", "there is no such file", "name a tokenizer.json, or bytes", "--tokenizer", path
-        )
+        reason, fix = "there is no such file", "name a tokenizer.json, or bytes"
+        raise ConfigError.of("tokenizer-not-found", reason, fix, "--tokenizer", path)
     try:
         return LibraryTokenizer(library.Tokenizer.from_file(str(Path(path).expanduser())))
     except Exception as error:  # the library raises bare Exceptions
         reason = f"it cannot be read as a tokenizer ({in_one_line(error)})"
-        raise ConfigError.of(
-            "tokenizer-unreadable", reason, "name a tokenizer.json of the library tokenizers", "--tokenizer", path
-        ) from error
+        fix = "name a tokenizer.json of the library tokenizers"
+        raise ConfigError.of("tokenizer-unreadable", reason, fix, "--tokenizer", path) from error
 
 
 def train_bpe(texts: Iterable[bytes], *, vocab_size: int) -> LibraryTokenizer:
@@ -173,8 +171,6 @@ def _library() -> Any:
 # The sources of Python's standard library as text: real documents that are on every machine that can train. They are
 # read into memory at each start (under 5 MB in some ten milliseconds): no cache that could be stale or half-written,
 # and nothing for the ranks of a host to agree on. Another version of Python has other sources.
-
-
 _EVAL_FRACTION: Final = 0.1
 _MOST_BYTES: Final = 8 << 20
 
@@ -194,13 +190,8 @@ def python_sources(folder: Path | None = None) -> Corpus:
     folder = folder or Path(sysconfig.get_paths()["stdlib"])
     texts = _texts(folder)
     if len(texts) < 20:  # too few to deal between training and evaluation
-        raise ConfigError.of(
-            "text-not-found",
-            f"this Python has no sources in {folder}",
-            "name a folder made by python -m framework prepare",
-            "data.path",
-            None,
-        )
+        reason, fix = f"this Python has no sources in {folder}", "name a folder made by python -m framework prepare"
+        raise ConfigError.of("text-not-found", reason, fix, "data.path", None)
     share = EvaluationShare(_EVAL_FRACTION)
     dealt: dict[bool, list[bytes]] = {False: [], True: []}
     for text in texts:

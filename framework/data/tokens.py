@@ -1,7 +1,13 @@
-"""Text as numbers: tokens of token folders and of memory, which every text dataset reads.
+"""Text as numbers, in token folders or in memory: what every text dataset reads. No torch here.
 
-Text as numbers: what every text dataset reads, whether it lies in files or in memory. Neither torch nor files
-here.
+A token folder is made by `prepare` and holds
+
+    train.bin, eval.bin    token numbers, little-endian uint16 or uint32: documents back to back, each ended by the end
+                           token
+    train.idx, eval.idx    little-endian int64: where each document starts, then the number of tokens
+    tokenizer.json         of a library tokenizer
+    meta.json              what the others hold, with sizes and checksums; written last, so that a folder without it is
+                           known to be unfinished
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ from framework.system.files import hash_file
 
 Numbers = npt.NDArray[np.unsignedinteger[Any]]
 Offsets = npt.NDArray[np.int64]
+_BLOCK: Final = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -114,15 +121,6 @@ class EvaluationShare:
         return 0 if 2 * num_evaluation >= due else due - num_evaluation
 
 
-# The folder that `prepare` makes and text datasets read. train.bin, eval.bin token numbers, little-endian uint16 or
-# uint32: documents back to back, each ended by the end token train.idx, eval.idx little-endian int64: where each
-# document starts, then the number of tokens tokenizer.json of a library tokenizer meta.json what the others hold,
-# with their sizes and checksums; written last, so that a folder without it is known to be unfinished
-
-
-_BLOCK: Final = 1 << 20
-
-
 def open_token_folder(path: str, *, key: str = "data.path") -> Corpus:
     """Map the tokens of a folder; sizes are compared, checksums are not (`verify_token_folder` does).
 
@@ -155,11 +153,9 @@ def verify_token_folder(path: str, *, key: str = "--verify") -> Meta:
         for name, facts in meta.files.items()
         if hash_file(folder / name).sha256 != facts.sha256
     ]
-    for name, tokens in (("train", corpus.train), ("eval", corpus.evaluation)):
-        if tokens is not None:
-            problems += [
-                damaged(folder / f"{name}.{end}", reason, path, key) for end, reason in _wrong_content(tokens, meta)
-            ]
+    for name, tokens in corpus.parts():
+        found = _wrong_content(tokens, meta)
+        problems += [damaged(folder / f"{name}.{end}", reason, path, key) for end, reason in found]
     if problems:
         raise ConfigError(problems)
     return meta

@@ -18,7 +18,7 @@ from torchvision.datasets import CIFAR10, FashionMNIST  # type: ignore[import-un
 
 from framework.data.image_sets import ImageTensors
 from framework.data.splits import Splits
-from framework.errors import ConfigError
+from framework.errors import ConfigError, in_one_line
 
 _NUM_CLASSES: Final = 10
 _SILENT_SERVER_SECONDS: Final = 60.0
@@ -110,7 +110,7 @@ def _load(source: _Source, folder: Path, *, root: str, train: bool, augment: boo
             key="data.root",
             value=root,
             reason=f"the {'training' if train else 'test'} files in {folder / source.folder} cannot be read as "
-            f"{source.name} ({_in_one_line(error)})",
+            f"{source.name} ({_shown(error)})",
             fix="delete that folder and set data.download: true, or copy the files there again",
         ) from error
 
@@ -130,9 +130,8 @@ def _tensors(dataset: Any) -> tuple[Tensor, Tensor]:
 
 
 def _download(source: _Source, folder: Path, *, root: str) -> None:
-    """Fetch into a folder aside and move finished files over, one process at a time.
-
-    Holding the lock, whatever lies aside is left from a process that was killed and is removed first.
+    """Fetch into a folder aside and move finished files over, one process at a time. What lies aside while the lock is
+    held is left from a process that was killed.
     """
     aside = folder / f".{source.name}.partial"
     try:
@@ -140,20 +139,23 @@ def _download(source: _Source, folder: Path, *, root: str) -> None:
             if not source.missing(folder):
                 return
             shutil.rmtree(aside, ignore_errors=True)
+            # torchvision sets no limit to a connection without a byte, and a firewall may just drop.
+            before = socket.getdefaulttimeout()
+            socket.setdefaulttimeout(_SILENT_SERVER_SECONDS)
             try:
-                with _silence_limited(_SILENT_SERVER_SECONDS):
-                    source.dataset(str(aside), train=True, download=True)
+                source.dataset(str(aside), train=True, download=True)
                 (folder / source.folder).mkdir(parents=True, exist_ok=True)
                 for name in source.files:
                     os.replace(aside / source.folder / name, folder / source.folder / name)
             finally:
+                socket.setdefaulttimeout(before)
                 shutil.rmtree(aside, ignore_errors=True)
     except Exception as error:  # no network, a full disk, a wrong checksum: each of them its own type
         raise ConfigError.of(
             kind="dataset-download-failed",
             key="data.root",
             value=root,
-            reason=f"{source.name} could not be fetched ({_in_one_line(error)})",
+            reason=f"{source.name} could not be fetched ({_shown(error)})",
             fix=f"put torchvision's {source.folder} under {root} from a machine with a network, or try again",
         ) from error
 
@@ -166,18 +168,17 @@ def _alone_in(folder: Path, lock_name: str) -> Iterator[None]:
     lock = FileLock(folder / lock_name)
     made: list[Path] = []
     while not lock.is_locked:
-        made += _make(folder)
-        with suppress(
-            FileNotFoundError
-        ):  # another process, for which this one waited, has failed and removed the folder
+        made += [place for place in (folder, *folder.parents) if not place.exists()]  # the innermost first
+        folder.mkdir(parents=True, exist_ok=True)
+        # Another process, for which this one waited, may have failed and removed the folder.
+        with suppress(FileNotFoundError):
             lock.acquire()
     try:
         yield
     except BaseException:
         with suppress(OSError):
-            (
-                folder / lock_name
-            ).unlink()  # a waiting process finds that its lock file is no more, and makes another one
+            # A waiting process finds that its lock file is no more, and makes another one.
+            (folder / lock_name).unlink()
             for place in made:
                 place.rmdir()  # unless it holds something
         raise
@@ -185,25 +186,6 @@ def _alone_in(folder: Path, lock_name: str) -> Iterator[None]:
         lock.release()
 
 
-def _make(folder: Path) -> list[Path]:
-    """Make a folder; returns what was made, the innermost first."""
-    missing = [place for place in (folder, *folder.parents) if not place.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    return missing
-
-
-@contextmanager
-def _silence_limited(seconds: float) -> Iterator[None]:
-    """Let a connection fail after `seconds` without a byte: torchvision sets no limit, and a firewall may just drop."""
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(seconds)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)
-
-
-def _in_one_line(error: Exception) -> str:
+def _shown(error: Exception) -> str:
     """Type and text of an error, without torchvision's advice to pass an argument that our users do not write."""
-    text = " ".join(str(error).split()).removesuffix("You can use download=True to download it").strip()
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return in_one_line(error, longest=10_000).removesuffix("You can use download=True to download it").strip()

@@ -187,9 +187,8 @@ def batch(tmp_path: Path) -> dict[str, str]:
 def start(
     folder: Path, environment: dict[str, str], *, requeue: bool = True, edits: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    request = slurm_script.SlurmRequest(
-        "a b.yaml", overrides=("x=$(id)",), nodes=2, ranks_per_node=4, name="x", requeue=requeue
-    )
+    words = ["a b.yaml", "x=$(id)"]
+    request = slurm_script.SlurmRequest(words, nodes=2, gpus=4, name="x", python="python", requeue=requeue)
     script = slurm_script.script(request, made_by="a test")
     for old, new in (edits or {}).items():
         assert script.count(old) == 1

@@ -14,7 +14,7 @@ from framework.config.load import config_from_values
 from framework.data.order import epoch_order
 from framework.engine.step_loss import StepLoss
 from framework.errors import ConfigError
-from framework.setup.targets import call_factory
+from framework.setup.objects import call_factory
 from framework.tasks.causal_lm import CausalLM
 from framework.tasks.task import Ratio, Task
 from tests.jobs import parts

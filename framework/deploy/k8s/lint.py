@@ -2,17 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any, Final
 
-from framework.deploy.k8s.job_rules import JOB_RULES
-from framework.deploy.k8s.manifests import Manifest, Rule, find_workloads
-from framework.deploy.k8s.network_rules import NETWORK_RULES
-from framework.deploy.k8s.pod_rules import POD_RULES
-from framework.deploy.k8s.storage_rules import STORAGE_RULES
-from framework.errors import Problem
+from framework.deploy.k8s.manifests import Manifest, Part, Workload, find_workloads
+from framework.deploy.k8s.render import (
+    BUDGET_ANNOTATION,
+    CACHE_VARIABLES,
+    GPU_RESOURCE,
+    ISTIO_LABEL,
+    JOB_NAME_LABEL,
+    JOBSET_NAME_LABEL,
+    NEVER_RETRY,
+    NOT_COUNTED,
+)
+from framework.deploy.options import (
+    CONFIG_KEY,
+    LONGEST_LABEL,
+    OF_THE_LAUNCHER,
+    SERVICE_NAME,
+    last_setting,
+    looks_like_a_secret,
+    parse_quantity,
+    what_is_wrong_with_image,
+)
+from framework.errors import Problem, show_value
 
-RULES: Final[tuple[Rule, ...]] = (*JOB_RULES, *NETWORK_RULES, *POD_RULES, *STORAGE_RULES)
+_DAY_SECONDS: Final = 86_400
+# The dash and five characters that a controller puts behind the name of a pod.
+_POD_SUFFIX: Final = 6
+
+# What is wrong: the place, the reason, the fix.
+Findings = Iterator[tuple[Part, str, str]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A kind of mistake.
+
+    Attributes:
+        kind: of its problems, without ``k8s-``.
+        guards: what it guards, as docs/kubernetes.md lists it.
+        find: the mistakes of one job.
+    """
+
+    kind: str
+    guards: str
+    find: Callable[[Workload], Findings]
 
 
 def lint(manifests: Sequence[Manifest]) -> list[Problem]:
@@ -20,16 +58,527 @@ def lint(manifests: Sequence[Manifest]) -> list[Problem]:
     works = find_workloads(manifests)
     if not works:
         file = manifests[0].file if manifests else ""
-        return [
-            Problem(
-                kind="k8s-no-job",
-                file=file,
-                reason="there is no Job, JobSet or TrainJob in it",
-                fix="name all files of a job together",
-            )
-        ]
-    found = [problem for work in works for rule in RULES for problem in rule(work)]
+        reason = "there is no Job, JobSet or TrainJob in it"
+        return [Problem(kind="k8s-no-job", file=file, reason=reason, fix="name all files of a job together")]
+    found = [
+        place.problem(rule.kind, reason, fix)
+        for work in works
+        for rule in RULES
+        for place, reason, fix in rule.find(work)
+    ]
     order = {manifest.file: index for index, manifest in enumerate(reversed(manifests))}
     return sorted(
         {str(problem): problem for problem in found}.values(), key=lambda problem: (-order[problem.file], problem.line)
     )
+
+
+def _must(path: str, wanted: str | bool, reason: str, *, unless: str = "") -> Callable[[Workload], Findings]:
+    """Require a value in a part of the workload, `unless` that has another key; only where the Job is in the files."""
+    place, key = path.split(".")
+
+    def find(work: Workload) -> Findings:
+        part: Part | None = getattr(work, place)
+        if part is None or not work.job or part.get(unless):
+            return
+        value = part.get(key)
+        if value != wanted or type(value) is not type(wanted):  # 0 is not false
+            yield part.at(key), reason, f"{key}: {show_value(wanted)}"
+
+    return find
+
+
+def _number(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+# A Job, a JobSet and their policies.
+
+
+def _counts(work: Workload) -> Findings:
+    if not work.num_nodes:
+        return
+    places = [work.head.at("spec", "trainer", "numNodes")] if work.kind == "TrainJob" else []
+    places += [work.job.at("completions"), work.job.at("parallelism")] if work.job else []
+    for place in places:
+        if place.get() != work.num_nodes:
+            yield place, f"the command waits for {work.num_nodes} nodes", f"{place.path[-1]}: {work.num_nodes}"
+    replicas = work.jobset.at("replicatedJobs", 0, "replicas") if work.jobset else None
+    if replicas and replicas.get() not in (None, 1):
+        yield replicas, "each replica would be a job of its own", "replicas: 1"
+
+
+def _failure_rules(work: Workload) -> list[Part]:
+    return work.job.items("podFailurePolicy", "rules") if work.job else []
+
+
+def _policy_container(work: Workload) -> Findings:
+    names = [part.get("name") for key in ("containers", "initContainers") for part in work.pod.items(key)]
+    for rule in _failure_rules(work):
+        place = rule.at("onExitCodes", "containerName")
+        if place.get() is not None and place.get() not in names:
+            reason = "the pod has no such container; the rule never fits"
+            yield place, reason, f"containerName: {work.container.get('name')}"
+
+
+def _exit_codes(work: Workload) -> Findings:
+    if not work.job:
+        return
+    for action, codes, why in (
+        ("FailJob", NEVER_RETRY, "configuration that was refused once is refused again"),
+        ("Ignore", NOT_COUNTED, "a run that was stopped is no failure"),
+    ):
+        found: set[int | None] = set()
+        for rule in _failure_rules(work):
+            values = rule.get("onExitCodes", "values")
+            is_in = rule.get("action") == action and rule.get("onExitCodes", "operator") == "In"
+            found |= {_number(value) for value in values} if is_in and isinstance(values, list) else set()
+        if found != set(codes):
+            listed = ", ".join(map(str, codes))
+            fix = f"action: {action}, onExitCodes values: [{listed}]"
+            yield work.job.at("podFailurePolicy", "rules"), f"{action} is for [{listed}]: {why}", fix
+
+
+def _condition_status(work: Workload) -> Findings:
+    for rule in _failure_rules(work):
+        for condition in rule.items("onPodConditions"):
+            if condition.get("status") != "True":
+                yield condition.at("status"), "servers up to 1.34 require it, as text", 'status: "True"'
+
+
+def _disruption(work: Workload) -> Findings:
+    ignored = [rule for rule in _failure_rules(work) if rule.get("action") == "Ignore"]
+    conditions = [part.get("type") for rule in ignored for part in rule.items("onPodConditions")]
+    if work.job and "DisruptionTarget" not in conditions:
+        yield (
+            work.job.at("podFailurePolicy", "rules"),
+            "evicted and preempted pods would use up the retries",
+            'add {action: Ignore, onPodConditions: [{type: DisruptionTarget, status: "True"}]}',
+        )
+
+
+def _retries(work: Workload) -> Findings:
+    limit = _number(work.job.get("backoffLimit")) if work.job else 0
+    if not work.job or limit == 0:
+        return
+    place = work.job.at("backoffLimit")
+    if work.jobset:
+        reason = "one pod alone would start again, beside peers that have ended"
+        yield place, reason, "backoffLimit: 0; failurePolicy.maxRestarts counts"
+    elif limit is None or limit < work.num_nodes:
+        reason = f"it counts pods: one crash ends all {work.num_nodes}"
+        yield place, reason, f"0, or {work.num_nodes} for every restart"
+
+
+def _jobset_policy(work: Workload) -> Findings:
+    rules = work.jobset.items("failurePolicy", "rules") if work.jobset else []
+    refusing = [rule for rule in rules if rule.get("action") == "FailJobSet"]
+    if work.jobset and not any("PodFailurePolicy" in rule.words("onJobFailureReasons") for rule in refusing):
+        yield (
+            work.jobset.at("failurePolicy"),
+            "a refused configuration would start again until maxRestarts",
+            "rules: [{name: refused, action: FailJobSet, onJobFailureReasons: [PodFailurePolicy]}]",
+        )
+
+
+def _deadline(work: Workload) -> Findings:
+    place = (work.job or work.head.at("spec")).at("activeDeadlineSeconds")
+    if not _number(place.get()) and not _number(work.head.get("spec", "activeDeadlineSeconds")):
+        reason = "stopped and evicted pods start again without end"
+        yield place, reason, "activeDeadlineSeconds: the longest the job may take"
+
+
+def _ttl(work: Workload) -> Findings:
+    for part in filter(None, (work.job, work.jobset)):
+        seconds = _number(part.get("ttlSecondsAfterFinished"))
+        if seconds is not None and seconds < _DAY_SECONDS:
+            place = part.at("ttlSecondsAfterFinished")
+            yield place, "the logs go with the job", f"{_DAY_SECONDS} or more, or leave it out"
+
+
+def _runtime(work: Workload) -> Findings:
+    name = work.head.at("spec", "runtimeRef", "name")
+    if work.kind == "TrainJob" and "deepspeed" in str(name.get()):
+        reason = "it starts ranks by mpirun and ssh in one launcher pod"
+        yield name, reason, "torch-distributed, or the TrainingRuntime that launch k8s prints"
+
+
+# Names, Service, ports and interfaces: nodes find each other.
+
+
+def _service_of(work: Workload) -> Part | None:
+    """A plain Job's; a JobSet makes its own."""
+    named = [found for found in work.objects("Service") if found.manifest.name == work.service and work.service]
+    return named[0] if named and work.kind == "Job" else None
+
+
+def _service(work: Workload) -> Findings:
+    if work.jobset:
+        for key in ("enableDNSHostnames", "publishNotReadyAddresses"):
+            if work.jobset.get("network", key) is False:
+                yield work.jobset.at("network", key), "pods would not find each other", f"{key}: true"
+    found = _service_of(work)
+    if found is None and work.kind == "Job":
+        reason = "no Service in these files has this name; pods would have no names"
+        yield work.pod.at("subdomain"), reason, "subdomain: the name of the headless Service"
+    for key, wanted in (("clusterIP", "None"), ("publishNotReadyAddresses", True)):
+        if found and found.get("spec", key) != wanted:
+            reason = "pods would not find each other before all are ready"
+            yield found.at("spec", key), reason, f"{key}: {show_value(wanted)}"
+
+
+def _selector(work: Workload) -> Findings:
+    found = _service_of(work)
+    if found is None:
+        return
+    labels = {str(key): value for key, value in work.template.mapping("metadata", "labels").items()}
+    labels |= {JOB_NAME_LABEL: work.name, "job-name": work.name}
+    wanted = found.mapping("spec", "selector")
+    if not wanted or any(labels.get(str(key)) != value for key, value in wanted.items()):
+        reason = "no pod of this job has these labels"
+        yield found.at("spec", "selector"), reason, f"selector: {{{JOB_NAME_LABEL}: {work.name}}}"
+
+
+def _master_addr(work: Workload) -> Findings:
+    given = work.option("--master_addr", "--master-addr")
+    pod, _, domain = work.master.partition(".")
+    hosts = [f"{pod}.{each}" for each in (domain, *(found.manifest.name for found in work.objects("Service")))]
+    if work.num_nodes and not any(given == host or given.startswith(f"{host}.") for host in hosts):
+        reason = f"--master_addr {given or 'is missing'}: node rank 0 is {work.master}"
+        yield work.program.at("command"), reason, f"--master_addr {work.master}"
+
+
+def _ports(work: Workload) -> Findings:
+    text = work.option("--master_port", "--master-port")
+    if not work.num_nodes or not text.isdecimal():
+        return
+    ranks, agents = int(text), int(text) + 1
+    found = _service_of(work)
+    listed = [(found.at("spec", "ports"), "port")] if found else []
+    listed += [(work.container.at("ports"), "containerPort")] if work.container.items("ports") else []
+    for place, key in listed:
+        if not {ranks, agents} <= {number for port in place.items() if isinstance(number := port.get(key), int)}:
+            reason = f"the command uses {ranks} for ranks and {agents} for agents"
+            yield place, reason, f"{key}: {ranks} and {agents}"
+
+
+def _name(work: Workload) -> Findings:
+    index = len(str(max(0, work.num_nodes - 1)))
+    length = len(work.name) + len(work.replicated) + index + _POD_SUFFIX
+    place = work.head.at("metadata", "name")
+    if not SERVICE_NAME.fullmatch(work.name):
+        reason = "the Service of this name needs a label of DNS that begins with a letter"
+        yield place, reason, "lower-case letters, digits and -"
+    elif length > LONGEST_LABEL:
+        reason = f"pods get names of {length} characters, and DNS takes {LONGEST_LABEL}"
+        yield place, reason, f"at most {len(work.name) - length + LONGEST_LABEL} characters"
+
+
+def _namespace(work: Workload) -> Findings:
+    own = work.head.get("metadata", "namespace")
+    for found in work.objects("Service", "PersistentVolumeClaim", "ConfigMap", "TrainingRuntime"):
+        place = found.at("metadata", "namespace")
+        if place.get() != own:
+            fix = f"namespace: {own}" if own else "leave it out"
+            yield place, f"the job is in {own or 'the default one'}", fix
+
+
+def _host_network(work: Workload) -> Findings:
+    if work.pod.get("hostNetwork") is True and work.pod.get("dnsPolicy") != "ClusterFirstWithHostNet":
+        reason = "with hostNetwork the names of the pods are not found"
+        yield work.pod.at("dnsPolicy"), reason, "dnsPolicy: ClusterFirstWithHostNet"
+
+
+def _socket_interface(work: Workload) -> Findings:
+    for part in work.variables():
+        value = str(part.get("value") or "")
+        if part.get("name") == "GLOO_SOCKET_IFNAME" and (not value or any(sign in value for sign in "^,=")):
+            reason = "gloo takes the name of one interface, no pattern and no list"
+            yield part.at("value"), reason, "eth0, or remove it: the agent finds the interface to the master"
+
+
+def _istio(work: Workload) -> Findings:
+    labels = work.template.at("metadata", "labels")
+    if labels.get(ISTIO_LABEL) != "false":
+        yield labels, "where Istio is, its proxy would take the ports of the ranks", f'{ISTIO_LABEL}: "false"'
+
+
+# The container: devices, command, image, rights, variables.
+
+
+def _gpu_count(work: Workload) -> Findings:
+    ranks = work.option("--num_gpus", "--num-gpus", "--nproc-per-node", "--nproc_per_node")
+    if not work.num_nodes or not ranks:
+        return
+    limits = work.resources.at("limits")
+    gpus = limits.get(GPU_RESOURCE)
+    on_cpu = any(part.get("name") == "DS_ACCELERATOR" and part.get("value") == "cpu" for part in work.variables())
+    if gpus is None and not on_cpu:
+        reason = f"the command wants {ranks} GPUs and the pod gets none"
+        yield limits, reason, f"{GPU_RESOURCE}: {ranks}, or DS_ACCELERATOR=cpu"
+    elif gpus is not None and str(gpus) != ranks:
+        reason = f"the command starts {ranks} ranks, one to a GPU"
+        yield limits.at(GPU_RESOURCE), reason, f"{GPU_RESOURCE}: {ranks}"
+    processes = work.head.at("spec", "trainer", "numProcPerNode")
+    if work.kind == "TrainJob" and str(processes.get()) != ranks:
+        yield processes, f"the command starts {ranks} ranks", f"numProcPerNode: {ranks}"
+
+
+def _grace(work: Workload) -> Findings:
+    budget = work.template.get("metadata", "annotations", BUDGET_ANNOTATION)
+    needed = int(budget) if isinstance(budget, str) and budget.isdecimal() else 60
+    place = work.pod.at("terminationGracePeriodSeconds")
+    seconds = place.get()
+    given = work.option("--grace_seconds", "--grace-seconds")
+    if not isinstance(seconds, int) or seconds < needed:
+        yield place, f"a step and a save take {needed} s, then comes SIGKILL", f"{needed + 60}"
+    elif given.isdecimal() and int(given) >= seconds:
+        reason = f"--grace_seconds {given}: the kubelet kills the agent after {seconds} s, before it has said why"
+        yield work.program.at("command"), reason, "less than terminationGracePeriodSeconds"
+
+
+def _command(work: Workload) -> Findings:
+    program, *rest = work.command or [""]
+    name = PurePosixPath(program).name
+    rest = rest if name == "dsf" else rest[1:] if name in ("python", "python3") and rest[:1] == ["-m"] else []
+    if rest[:2] != ["launch", "node"] and rest[:3] != ["framework", "launch", "node"]:
+        yield (
+            work.program.at("command"),
+            "process 1 must be our agent: a shell or launcher keeps SIGTERM to itself",
+            "command: [python, -m, framework, launch, node, CONFIG, ...], without a shell",
+        )
+
+
+def _image(work: Workload) -> Findings:
+    place = work.program.at("image")
+    if reason := what_is_wrong_with_image(place.get()):
+        yield place, reason, "NAME:TAG or NAME@sha256:DIGEST"
+
+
+def _setting(work: Workload, key: str) -> object:
+    """The container's own, or else the pod's."""
+    own = work.container.get("securityContext", key)
+    return work.pod.get("securityContext", key) if own is None else own
+
+
+def _ipc_lock(work: Workload) -> Findings:
+    added = work.container.at("securityContext", "capabilities", "add")
+    if "IPC_LOCK" in added.words() and _setting(work, "runAsUser") != 0:
+        reason = "it does nothing for a user other than root"
+        yield added, reason, "let the container runtime set LimitMEMLOCK=infinity, or runAsUser: 0"
+
+
+def _privileges(work: Workload) -> Findings:
+    security = work.container.at("securityContext")
+    if security.get("privileged") or security.get("allowPrivilegeEscalation") is not False:
+        place = security.at("allowPrivilegeEscalation")
+        yield place, "training needs no further rights", "false, and no privileged"
+    if "ALL" not in security.words("capabilities", "drop"):
+        yield security.at("capabilities"), "training needs no capabilities", "drop: [ALL]"
+    if _setting(work, "runAsNonRoot") is not True and _setting(work, "runAsUser") != 0:
+        fix = "runAsNonRoot: true and runAsUser, or an explicit runAsUser: 0"
+        yield work.pod.at("securityContext"), "the image decides whether this is root", fix
+
+
+def _literal_secret(work: Workload) -> Findings:
+    for part in work.variables():
+        if looks_like_a_secret(str(part.get("name"))) and part.get("value"):
+            reason = "everybody who may read the job reads its value"
+            yield part.at("name"), reason, "valueFrom: {secretKeyRef: {name: SECRET, key: KEY}}"
+
+
+def _launcher_variable(work: Workload) -> Findings:
+    for part in work.variables():
+        if str(part.get("name")) in OF_THE_LAUNCHER:
+            reason = "the same in every pod, and it contradicts what the launcher finds"
+            yield part.at("name"), reason, "remove it; the command says it all"
+
+
+def _own_pods(work: Workload) -> Findings:
+    for kind in ("podAntiAffinity", "podAffinity"):
+        terms = work.pod.items("affinity", kind, "requiredDuringSchedulingIgnoredDuringExecution")
+        preferred = work.pod.items("affinity", kind, "preferredDuringSchedulingIgnoredDuringExecution")
+        for term in [*terms, *(each.at("podAffinityTerm") for each in preferred)]:
+            labels = term.at("labelSelector", "matchLabels")
+            for label, value in labels.mapping().items():
+                if label in (JOB_NAME_LABEL, JOBSET_NAME_LABEL) and value != work.name:
+                    yield labels.at(label), f"pods of this job have {work.name}", f"{label}: {work.name}"
+
+
+# Memory, volumes and files of a pod.
+
+
+def _shm(work: Workload) -> Findings:
+    volume = work.volume("/dev/shm")
+    if volume is None or volume.get("emptyDir", "medium") != "Memory":
+        reason = "/dev/shm has 64 MiB: NCCL and data loaders die in it"
+        yield work.container.at("volumeMounts"), reason, "mount an emptyDir with medium: Memory at /dev/shm"
+        return
+    place = volume.at("emptyDir", "sizeLimit")
+    size, memory = parse_quantity(place.get()), parse_quantity(work.resources.get("limits", "memory"))
+    if size is None:
+        yield place, "it may take all of the node's memory", "sizeLimit: a part of the memory limit"
+    elif memory is not None and size >= memory:
+        reason = "what is in it counts against the memory limit, which it would fill"
+        yield place, reason, "less than limits.memory"
+
+
+def _memory(work: Workload) -> Findings:
+    requested = work.resources.get("requests", "memory")
+    limit = parse_quantity(work.resources.get("limits", "memory"))
+    if limit is None or (requested is not None and parse_quantity(requested) != limit):
+        reason = "a pod that may use more memory than it requests is evicted first"
+        yield work.resources, reason, "the same memory under requests and limits"
+
+
+def _shared_storage(work: Workload) -> Findings:
+    if work.num_nodes < 2:
+        return
+    folder = last_setting(work.command, "run.output_dir") or ""
+    volume = work.volume(folder) if folder.startswith("/") else None
+    if volume is None or "emptyDir" in volume.mapping():
+        reason = f"run.output_dir {folder or 'is left out'}: each pod would keep its own part"
+        yield work.program.at("command"), reason, "run.output_dir=PATH in a volume that all pods share"
+        return
+    claim = volume.get("persistentVolumeClaim", "claimName")
+    for found in work.objects("PersistentVolumeClaim"):
+        modes = found.at("spec", "accessModes")
+        if found.manifest.name == claim and "ReadWriteMany" not in modes.words():
+            yield modes, "pods on other nodes could not mount it", "accessModes: [ReadWriteMany]"
+
+
+def _caches(work: Workload) -> Findings:
+    found = {str(part.get("name")): part.at("value") for part in work.variables()}
+    for name in CACHE_VARIABLES:
+        place = found.get(name, work.container.at("env"))
+        value = place.get()
+        volume = work.volume(value) if isinstance(value, str) else None
+        if volume is None or "emptyDir" not in volume.mapping():
+            of_user = "must be a folder that the user may write, on the node: locks on network volumes stay behind"
+            yield place, f"{name} {of_user}", f"{name}: a path in an emptyDir"
+
+
+def _mount(work: Workload) -> Findings:
+    names = [volume.get("name") for volume in work.pod.items("volumes")]
+    for mount in work.container.items("volumeMounts"):
+        if mount.get("name") not in names:
+            fix = f"one of {', '.join(sorted(map(str, names)))}"
+            yield mount.at("name"), "the pod has no volume of this name", fix
+
+
+def _host_path(work: Workload) -> Findings:
+    for volume in work.pod.items("volumes"):
+        if "hostPath" in volume.mapping():
+            reason = "it opens the node to the pod; devices come from their plugin's resource"
+            yield volume.at("hostPath"), reason, "a claim, or resources such as rdma/..."
+
+
+def _config_file(work: Workload) -> Findings:
+    words = work.command
+    config = words[words.index("node") + 1] if "node" in words[:-1] else ""
+    volume = work.volume(config) if config.startswith("/") else None
+    name = volume.get("configMap", "name") if volume else None
+    for data in (found.at("data") for found in work.objects("ConfigMap") if found.manifest.name == name):
+        keys = data.mapping()
+        wrong = [key for key in keys if not (isinstance(key, str) and CONFIG_KEY.fullmatch(key))]
+        if wrong:
+            yield data, f"no key can be {wrong[0]!r}", "letters, digits, - _ and ., at most 253 of them"
+        if PurePosixPath(config).name not in keys:
+            reason = f"{config}: ConfigMap {name} holds {', '.join(map(str, keys)) or 'nothing'}"
+            yield work.program.at("command"), reason, "name a file that it holds"
+
+
+RULES: Final = (
+    Rule("counts", "All pods that the command waits for are started, at the same time.", _counts),
+    Rule("not-indexed", "Pods know their number.", _must("job.completionMode", "Indexed", "the pods get no node rank")),
+    Rule(
+        "restart-policy",
+        "The kubelet restarts nothing: the failure policy would never see the exit code.",
+        _must("pod.restartPolicy", "Never", "a container restarted in place meets peers that have ended"),
+    ),
+    Rule(
+        "replacement-policy",
+        "One pod for each node rank at a time.",
+        _must("job.podReplacementPolicy", "Failed", "a second pod of the same rank starts while the first still saves"),
+    ),
+    Rule("policy-container", "Exit codes are those of a container that exists.", _policy_container),
+    Rule("exit-codes", "The policy knows the exit codes of this framework.", _exit_codes),
+    Rule("condition-status", "API servers up to 1.34 refuse a condition without its status.", _condition_status),
+    Rule("disruption", "Eviction, preemption and a drained node are nobody's failure.", _disruption),
+    Rule("retries", "`backoffLimit` counts pods, and one crash ends all of them.", _retries),
+    Rule("jobset-policy", "A JobSet does not restart what its Job refused to.", _jobset_policy),
+    Rule("deadline", "Restarts that do not count end at some time.", _deadline),
+    Rule("ttl", "Logs outlive the job by a day.", _ttl),
+    Rule("runtime", "Kubeflow's DeepSpeed runtime starts ranks over ssh and MPI, without our agent.", _runtime),
+    Rule("service", "Pods have names, before they are ready.", _service),
+    Rule("selector", "The Service means the pods of this job.", _selector),
+    Rule("master-addr", "Ranks meet at the pod with node rank 0.", _master_addr),
+    Rule("ports", "Service and container name the ports that the command uses.", _ports),
+    Rule("name", "The longest name that a pod gets is a label of DNS.", _name),
+    Rule("namespace", "A Service, a claim and a ConfigMap are found in the job's own namespace only.", _namespace),
+    Rule("host-network", "On the node's network the node's resolver is used, which does not know pods.", _host_network),
+    Rule("socket-interface", "NCCL takes patterns, gloo takes one name.", _socket_interface),
+    Rule("istio", "A proxy in front of the ranks' ports lets them connect and then hang.", _istio),
+    Rule("gpu-count", "One rank to a GPU.", _gpu_count),
+    Rule(
+        "grace",
+        "There is time for a step and a save between the stop request and SIGKILL, and our agent knows how much.",
+        _grace,
+    ),
+    Rule(
+        "command",
+        "Our agent is process 1: it gets the stop request and tells all ranks. A shell would keep it to itself.",
+        _command,
+    ),
+    Rule("image", "All pods run the same image, today and after a restart.", _image),
+    Rule(
+        "ipc-lock",
+        "A capability has no effect for a user other than root; RDMA then falls back to TCP in silence.",
+        _ipc_lock,
+    ),
+    Rule("privileges", "Training needs no rights beyond a user's.", _privileges),
+    Rule(
+        "service-links",
+        "Variables of other Services stay out.",
+        _must("pod.enableServiceLinks", False, "a Service named master would set MASTER_PORT=tcp://..."),
+    ),
+    Rule(
+        "account-token",
+        "A pod that asks nothing of the cluster holds no key to it.",
+        _must(
+            "pod.automountServiceAccountToken",
+            False,
+            "training asks nothing of the cluster",
+            unless="serviceAccountName",
+        ),
+    ),
+    Rule(
+        "termination-message",
+        "The reason of a failure is where people look first.",
+        _must(
+            "container.terminationMessagePolicy",
+            "FallbackToLogsOnError",
+            "kubectl describe would not show why it ended",
+        ),
+    ),
+    Rule("literal-secret", "Variables are readable for everybody who may read the job.", _literal_secret),
+    Rule("launcher-variable", "Variables that identify a process are set by the launcher.", _launcher_variable),
+    Rule(
+        "own-pods",
+        "Pods keep away from, or near to, pods of this very job: after a renaming the label would fit none, and "
+        "say nothing.",
+        _own_pods,
+    ),
+    Rule("shm", "Ranks of a node and data loaders talk through /dev/shm; the default is 64 MiB.", _shm),
+    Rule("memory", "A pod with less requested than used is evicted first.", _memory),
+    Rule("shared-storage", "Every rank of every pod writes its part of a checkpoint into one folder.", _shared_storage),
+    Rule("caches", "Caches of compiled and downloaded files belong on the node.", _caches),
+    Rule("mount", "Every mount has its volume. A schema does not compare them.", _mount),
+    Rule(
+        "host-path", "A device that a plugin hands out is not mounted as well, and nothing of the node is.", _host_path
+    ),
+    Rule(
+        "config-file",
+        "The config that the command names is in the ConfigMap, whose keys are names that the API server takes.",
+        _config_file,
+    ),
+)

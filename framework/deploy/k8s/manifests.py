@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
-from framework.errors import MISSING, ConfigError, Problem, Severity
-from framework.text.document import read_text
+from framework.errors import MISSING, ConfigError, Problem
+from framework.text.document import KeyPath
 
-KeyPath = tuple[str | int, ...]
 # More than any job has; aliases of aliases would make billions.
 _MOST_NODES: Final = 50_000
 
@@ -77,42 +75,24 @@ class Part:
         value = self.get(*keys)
         return [str(item) for item in value] if isinstance(value, list) else []
 
-    def problem(self, kind: str, *keys: str | int, reason: str, fix: str, severity: Severity = "error") -> Problem:
-        """Something wrong with the value below, at its line or at the one of what should hold it."""
-        path = (*self.path, *keys)
-        line = next(
-            (self.manifest.lines[path[:end]] for end in range(len(path), -1, -1) if path[:end] in self.manifest.lines),
-            0,
-        )
-        where = f"{self.manifest.kind}/{self.manifest.name} {_dotted(path)}".strip()
-        value = self.get(*keys)
+    def problem(self, kind: str, reason: str, fix: str) -> Problem:
+        """Something wrong with the value, at its line or at the one of what should hold it."""
+        holders = (self.path[:end] for end in range(len(self.path), -1, -1))
+        dotted = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in self.path).removeprefix(".")
+        value = self.get()
         return Problem(
             kind=f"k8s-{kind}",
             file=self.manifest.file,
-            line=line,
-            key=where,
+            line=next((self.manifest.lines[path] for path in holders if path in self.manifest.lines), 0),
+            key=f"{self.manifest.kind}/{self.manifest.name} {dotted}".strip(),
             value=MISSING if value is None else value,
             reason=reason,
             fix=fix,
-            severity=severity,
         )
 
 
-def _dotted(path: KeyPath) -> str:
-    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
-
-
-def read_manifests(files: Iterable[str]) -> list[Manifest]:
-    """All objects of these files, those of a List one by one.
-
-    Raises:
-        ConfigError: a file cannot be read, or is not YAML.
-    """
-    return [found for file in files for found in parse_manifests(read_text(Path(file), name=file), name=file)]
-
-
 def parse_manifests(text: str, *, name: str) -> list[Manifest]:
-    """All objects of a text; `name` is the file to name in problems.
+    """All objects of a text, those of a List one by one; `name` is the file to name in problems.
 
     Raises:
         ConfigError: it is not YAML, a key stands twice, or it holds something other than objects.
@@ -123,7 +103,7 @@ def parse_manifests(text: str, *, name: str) -> list[Manifest]:
         for root in roots:
             if root is None:  # nothing between two separators
                 continue
-            lines = dict(_lines(root, name))
+            lines = lines_of(root, name)
             value = yaml.constructor.SafeConstructor().construct_document(root)
             if value is None:
                 continue
@@ -149,10 +129,13 @@ def _unlisted(manifest: Manifest) -> Iterator[Manifest]:
         yield Manifest(item.mapping(), manifest.file, lines)
 
 
-def _lines(root: yaml.Node, name: str) -> Iterator[tuple[KeyPath, int]]:
-    """Path and line of everything, without recursion; a key that stands twice is refused, for only one of them would
-    count.
+def lines_of(root: yaml.Node, name: str) -> dict[KeyPath, int]:
+    """The line of every path, without recursion.
+
+    Raises:
+        ConfigError: there are too many values, or a key stands twice: only one of them would count.
     """
+    lines: dict[KeyPath, int] = {(): root.start_mark.line + 1}
     waiting: list[tuple[KeyPath, yaml.Node]] = [((), root)]
     count = 0
     while waiting:
@@ -160,22 +143,23 @@ def _lines(root: yaml.Node, name: str) -> Iterator[tuple[KeyPath, int]]:
         count += 1
         if count > _MOST_NODES:
             raise _refusal(name, node.start_mark.line + 1, f"it has more than {_MOST_NODES} values")
-        if not path:
-            yield path, node.start_mark.line + 1
+        children: Iterable[tuple[Any, yaml.Node, yaml.Node]] = ()  # key, what names the line, value
         if isinstance(node, yaml.SequenceNode):
-            for index, child in enumerate(node.value):
-                yield (*path, index), child.start_mark.line + 1
-                waiting.append(((*path, index), child))
+            children = ((index, child, child) for index, child in enumerate(node.value))
         elif isinstance(node, yaml.MappingNode):
             seen: set[str] = set()
-            for key, child in node.value:
+            for key, _ in node.value:
                 if str(key.value) in seen:
                     raise _refusal(
                         name, key.start_mark.line + 1, f"the key {key.value} stands twice", kind="duplicate-key"
                     )
                 seen.add(str(key.value))
-                yield (*path, key.value), key.start_mark.line + 1
-                waiting.append(((*path, key.value), child))
+            children = ((key.value, key, child) for key, child in node.value)
+        for part, marked, child in children:
+            place = (*path, part)
+            lines[place] = marked.start_mark.line + 1
+            waiting.append((place, child))
+    return lines
 
 
 def _refusal(name: str, line: int, reason: str, *, kind: str = "not-yaml") -> ConfigError:
@@ -183,12 +167,9 @@ def _refusal(name: str, line: int, reason: str, *, kind: str = "not-yaml") -> Co
     return ConfigError.of(kind=f"k8s-{kind}", file=name, line=line, reason=reason, fix=fix)
 
 
-# `Workload`: one training job in manifests, whichever kind of object describes it.
-
-
 @dataclass(frozen=True)
 class Workload:
-    """The parts of one job that rules look at.
+    """The parts of one training job in manifests, whichever kind of object describes it.
 
     Attributes:
         head: the Job, JobSet or TrainJob itself.
@@ -196,8 +177,8 @@ class Workload:
         jobset: the JobSet's spec; None for a plain Job.
         template: the pod template.
         container: the one that trains.
-        program: what holds its image, command, resources and variables: the container, or a TrainJob's trainer.
-        resources: name of the key of the resources there.
+        program: what holds its image, command and variables: the container, or a TrainJob's trainer.
+        resources: of the program.
         manifests: everything in the files.
     """
 
@@ -207,8 +188,13 @@ class Workload:
     template: Part
     container: Part
     program: Part
-    resources: str
+    resources: Part
     manifests: Sequence[Manifest]
+
+    @property
+    def kind(self) -> str:
+        """Job, JobSet or TrainJob."""
+        return self.head.manifest.kind
 
     @property
     def name(self) -> str:
@@ -223,15 +209,15 @@ class Workload:
     @property
     def command(self) -> list[str]:
         """Command of the container, arguments included."""
-        return self.program.words("command") + self.program.words("args")
+        return _command(self.program)
 
     def option(self, *names: str) -> str:
         """The value of an option in the command; empty if it is not there."""
         words = self.command
         for index, word in enumerate(words):
-            name, equals, value = word.partition("=")
-            if name in names:
-                return value if equals else words[index + 1] if index + 1 < len(words) else ""
+            given, equals, value = word.partition("=")
+            if given in names:
+                return value if equals else "".join(words[index + 1 : index + 2])
         return ""
 
     @property
@@ -243,28 +229,31 @@ class Workload:
     @property
     def service(self) -> str:
         """The domain of the pods."""
-        if self.jobset is None and self.job is not None:
+        if self.kind == "Job":
             return str(self.pod.get("subdomain") or "")
-        own = self.jobset.get("network", "subdomain") if self.jobset is not None else None
-        return str(own or self.name)
+        return str((self.jobset and self.jobset.get("network", "subdomain")) or self.name)
+
+    @property
+    def replicated(self) -> str:
+        """Part of a pod's name between the job's and its number: a JobSet's job, and the number of that."""
+        if self.kind == "Job":
+            return "-"
+        job = self.jobset and self.jobset.get("replicatedJobs", 0, "name")
+        return f"-{job or 'node'}-0-"
 
     @property
     def master(self) -> str:
         """The name of the pod with node rank 0."""
-        if self.jobset is None and self.job is not None:
-            return f"{self.name}-0.{self.service}"
-        return f"{self.name}-{self.replicated}-0-0.{self.service}"
+        return f"{self.name}{self.replicated}0.{self.service}"
 
-    @property
-    def replicated(self) -> str:
-        """The name of the JobSet's job."""
-        job = self.jobset.get("replicatedJobs", 0, "name") if self.jobset is not None else None
-        return str(job or "node")
+    def objects(self, *kinds: str) -> list[Part]:
+        """The objects of these kinds in the files."""
+        return [Part(manifest) for manifest in self.manifests if manifest.kind in kinds]
 
     def variables(self) -> Iterator[Part]:
         """The variables of the container, wherever they are written."""
         yield from self.container.items("env")
-        if self.program != self.container:
+        if self.program is not self.container:
             yield from self.program.items("env")
 
     def volume(self, mount_path: str) -> Part | None:
@@ -278,54 +267,38 @@ class Workload:
         return names.get(max(around)[1]) if around else None
 
 
-# A rule looks at one job and yields what is wrong.
-Rule = Callable[[Workload], Iterator[Problem]]
-
-
 def find_workloads(manifests: Sequence[Manifest]) -> list[Workload]:
     """Every job in the files."""
-    runtimes = {found.name: found for found in manifests if found.kind in ("TrainingRuntime", "ClusterTrainingRuntime")}
-    found: list[Workload] = []
-    for manifest in manifests:
-        head = Part(manifest)
-        if manifest.kind == "Job":
-            found.append(_with_job(head, head.at("spec"), None, manifests))
-        elif manifest.kind == "JobSet":
-            found.append(_with_job(head, _replicated(head.at("spec")), head.at("spec"), manifests))
-        elif manifest.kind == "TrainJob":
-            runtime = runtimes.get(str(head.get("spec", "runtimeRef", "name")))
-            found.append(_of_trainjob(head, runtime, manifests))
-    return found
+    return [_workload(found, manifests) for found in manifests if found.kind in ("Job", "JobSet", "TrainJob")]
 
 
-def _replicated(jobset: Part) -> Part:
-    return jobset.at("replicatedJobs", 0, "template", "spec")
-
-
-def _with_job(head: Part, job: Part, jobset: Part | None, manifests: Sequence[Manifest]) -> Workload:
-    template = job.at("template")
-    container = _trainer(template.at("spec"))
-    return Workload(head, job, jobset, template, container, container, "resources", manifests)
-
-
-def _of_trainjob(head: Part, runtime: Manifest | None, manifests: Sequence[Manifest]) -> Workload:
-    trainer = head.at("spec", "trainer")
-    if runtime is not None:
-        jobset = Part(runtime).at("spec", "template", "spec")
-        job = _replicated(jobset)
+def _workload(manifest: Manifest, manifests: Sequence[Manifest]) -> Workload:
+    head = Part(manifest)
+    job, jobset = None, None
+    if manifest.kind == "Job":
+        job = head.at("spec")
+    elif manifest.kind == "JobSet":
+        jobset = head.at("spec")
+    else:
+        runtimes = {each.name: each for each in manifests if each.kind in ("TrainingRuntime", "ClusterTrainingRuntime")}
+        runtime = runtimes.get(str(head.get("spec", "runtimeRef", "name")))
+        jobset = Part(runtime).at("spec", "template", "spec") if runtime else None
+    if jobset:
+        job = jobset.at("replicatedJobs", 0, "template", "spec")
+    if job:
         template = job.at("template")
-        return Workload(
-            head, job, jobset, template, _trainer(template.at("spec")), trainer, "resourcesPerNode", manifests
-        )
-    replicated = head.at("spec", "runtimePatches", 0, "trainingRuntimeSpec", "template", "spec", "replicatedJobs", 0)
-    template = replicated.at("template", "spec", "template")
-    return Workload(head, None, None, template, _trainer(template.at("spec")), trainer, "resourcesPerNode", manifests)
+    else:
+        patch = head.at("spec", "runtimePatches", 0, "trainingRuntimeSpec", "template", "spec")
+        template = patch.at("replicatedJobs", 0, "template", "spec", "template")
+    containers = template.items("spec", "containers")
+    ours = [container for container in containers if "framework" in _command(container)]
+    container = (ours or containers or [template.at("spec", "containers", 0)])[0]
+    if manifest.kind == "TrainJob":
+        program, resources = head.at("spec", "trainer"), "resourcesPerNode"
+    else:
+        program, resources = container, "resources"
+    return Workload(head, job, jobset, template, container, program, program.at(resources), manifests)
 
 
-def _trainer(pod: Part) -> Part:
-    """The container that runs our command; the first where none does."""
-    containers = pod.items("containers")
-    ours = [
-        container for container in containers if "framework" in container.words("command") + container.words("args")
-    ]
-    return (ours or containers or [pod.at("containers", 0)])[0]
+def _command(part: Part) -> list[str]:
+    return part.words("command") + part.words("args")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Any, Final
 
 import yaml
 
-from framework.deploy.k8s import pod
-from framework.deploy.k8s.request import REPLICATED_JOB, K8sRequest
+from framework.deploy.k8s.manifests import lines_of
+from framework.deploy.k8s.request import CACHE_PATH, CONFIG_PATH, REPLICATED_JOB, K8sRequest
+from framework.deploy.options import as_config_key, parse_quantity
 from framework.errors import EXIT_CONFIG, EXIT_STOPPED, EXIT_USAGE
-
-# Manifests as text that Kubernetes reads as it was meant, with a comment where a value is a decision.
-
 
 # Text that needs no quotes for any reader. The one of Kubernetes (Go) takes 1e3 for a number and y for a truth value,
 # which PyYAML writes without quotes; so everything that does not look like a word or a quantity gets them.
@@ -51,55 +51,37 @@ def write_yaml(documents: Iterable[Mapping[str, Any]], *, heading: str = "", rea
     Args:
         documents: what to write.
         heading: comment at the top.
-        reasons: comments to write above a key, by the key's dotted path or the end of it; the first of a document has
-            it.
+        reasons: comments to write above a key; the first of a document has it.
     """
-    parts = [_with_reasons(_dump(document), reasons) for document in documents]
     top = "".join(f"# {line}".rstrip() + "\n" for line in heading.splitlines())
-    return top + "---\n".join(parts)
+    return top + "---\n".join(_with_reasons(document, reasons) for document in documents)
 
 
-def _dump(document: Mapping[str, Any]) -> str:
-    text: str = yaml.dump(dict(document), Dumper=_Dumper, sort_keys=False, width=_LONG, allow_unicode=True)
-    return text
-
-
-def _with_reasons(text: str, reasons: Mapping[str, str]) -> str:
-    comments: dict[int, str] = {}
-    done: set[str] = set()
+def _with_reasons(document: Mapping[str, Any], reasons: Mapping[str, str]) -> str:
+    text = yaml.dump(dict(document), Dumper=_Dumper, sort_keys=False, width=_LONG, allow_unicode=True)
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    places = lines_of(root, "").items() if root else ()
+    found = sorted(((line, str(path[-1])) for path, line in places if path and path[-1] in reasons), reverse=True)
     lines = text.splitlines(keepends=True)
-    for path, mark in _keys(yaml.compose(text, Loader=yaml.SafeLoader), ()):
-        ends = (".".join(path[start:]) for start in range(len(path)))
-        found = next((end for end in ends if end in reasons and end not in done), None)
-        if found is not None:
-            done.add(found)
-            indent = len(lines[mark]) - len(lines[mark].lstrip(" "))
-            comments[mark] = comments.get(mark, "") + "".join(
-                f"{' ' * indent}# {line}\n" for line in reasons[found].splitlines()
-            )
-    return "".join(comments.get(number, "") + line for number, line in enumerate(lines))
-
-
-def _keys(node: yaml.Node | None, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
-    """The path of every key, indices left out, and the number of its line."""
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            yield (*path, key.value), key.start_mark.line
-            yield from _keys(value, (*path, key.value))
-    elif isinstance(node, yaml.SequenceNode):
-        for value in node.value:
-            yield from _keys(value, path)
+    for key, line in {key: line for line, key in found}.items():  # the first of a document has it
+        written = lines[line - 1]
+        indent = " " * (len(written) - len(written.lstrip(" ")))
+        lines[line - 1] = "".join(f"{indent}# {reason}\n" for reason in reasons[key].splitlines()) + written
+    return "".join(lines)
 
 
 # What never becomes right by itself, and what is no failure: the two lists of the pod failure policy.
 NEVER_RETRY: Final = (EXIT_USAGE, EXIT_CONFIG)
 NOT_COUNTED: Final = (EXIT_STOPPED,)
-KUEUE_QUEUE: Final = "kueue.x-k8s.io/queue-name"
-EXCLUSIVE_TOPOLOGY: Final = "alpha.jobset.sigs.k8s.io/exclusive-topology"
+GPU_RESOURCE: Final = "nvidia.com/gpu"
+ISTIO_LABEL: Final = "sidecar.istio.io/inject"
+BUDGET_ANNOTATION: Final = "dsf-trainer/save-budget-seconds"
+JOB_NAME_LABEL: Final = "batch.kubernetes.io/job-name"
+JOBSET_NAME_LABEL: Final = "jobset.sigs.k8s.io/jobset-name"
+CACHE_VARIABLES: Final = ("HOME", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 # A day at least: with the job its logs go.
-TTL_SECONDS: Final = 7 * 86_400
-JOBSET_API: Final = "jobset.x-k8s.io/v1alpha2"
-TRAINER_API: Final = "trainer.kubeflow.org/v1alpha1"
+_TTL_SECONDS: Final = 7 * 86_400
+_TRAINER_API: Final = "trainer.kubeflow.org/v1alpha1"
 
 _REASONS: Final[Mapping[str, str]] = {
     "clusterIP": "Headless: every pod gets a name of its own.",
@@ -123,33 +105,25 @@ _REASONS: Final[Mapping[str, str]] = {
     "dnsPolicy": "On the node's network the pods' names would not be found otherwise.",
     "maxRestarts": "Of the whole job: survivors are restarted along with the pod that failed.",
 }
+_ABOUT_RDMA: Final = """\
+RDMA pins memory. The container runtime must allow that (LimitMEMLOCK=infinity):
+IPC_LOCK does nothing for a user other than root."""
 
 
-def documents(request: K8sRequest, *, config_text: str = "") -> list[dict[str, Any]]:
-    """The objects, in the order to create them in.
-
-    Args:
-        request: what was asked.
-        config_text: content of the run config, for a ConfigMap.
-    """
+def manifest(request: K8sRequest, *, heading: str) -> str:
+    """The objects as YAML text, in the order to create them in; `heading` is a comment at the top."""
     found: list[dict[str, Any]] = []
-    if request.embed_config:
-        name = pod.config_map_name(request, config_text)
-        found.append(
-            _object(request, "v1", "ConfigMap", name)
-            | {
-                "immutable": True,
-                "data": {pod.config_key(request): config_text},
-            }
-        )
-    if request.claim_size:
-        found.append(_claim(request))
-    jobs = {"job": _job, "jobset": _jobset, "trainjob": _trainjob}
-    return [*found, *jobs[request.kind](request, config_text)]
-
-
-def manifest(request: K8sRequest, *, config_text: str = "", heading: str = "") -> str:
-    """The objects as YAML text; arguments as for `documents`, `heading` is a comment at the top."""
+    if request.config_map:
+        data = {"immutable": True, "data": {_config_key(request): request.config_text}}
+        found.append(_object(request, "v1", "ConfigMap", _config_map_name(request)) | data)
+    if request.ckpt_size:
+        claim = {
+            "accessModes": ["ReadWriteMany"],
+            "resources": {"requests": {"storage": request.ckpt_size}},
+            "storageClassName": request.storage_class,
+        }
+        found.append(_object(request, "v1", "PersistentVolumeClaim", request.ckpt_pvc) | {"spec": _given(claim)})
+    found += {"job": _job, "jobset": _jobset, "trainjob": _trainjob}[request.kind](request)
     count = f"{request.nodes} pod{'s' if request.nodes > 1 else ''} x {request.restarts} restarts"
     reasons = {
         **_REASONS,
@@ -157,165 +131,285 @@ def manifest(request: K8sRequest, *, config_text: str = "", heading: str = "") -
         if request.kind == "job"
         else "The first failure ends this Job; the JobSet starts it again.",
         "terminationGracePeriodSeconds": f"A step and a save ({request.save_seconds} s) and a margin; then SIGKILL.",
-        "securityContext": _about_rdma(request),
+        "securityContext": _ABOUT_RDMA if request.rdma and request.run_as_user else "",
         "containerPort": "Of this job alone: it is a port of the node." if request.host_network else "",
     }
-    written = {key: reason for key, reason in reasons.items() if reason}
-    return write_yaml(documents(request, config_text=config_text), heading=heading, reasons=written)
+    return write_yaml(found, heading=heading, reasons=reasons)
 
 
-def _about_rdma(request: K8sRequest) -> str:
-    if not request.rdma or request.user == 0:
-        return ""
-    limit = "RDMA pins memory. The container runtime must allow that (LimitMEMLOCK=infinity):"
-    return f"{limit}\nIPC_LOCK does nothing for a user other than root."
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what nobody has asked for."""
+    return {key: value for key, value in values.items() if value not in (None, "", {}, [])}
 
 
-def _object(
-    request: K8sRequest, api: str, kind: str, name: str, annotations: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    metadata: dict[str, Any] = {"name": name}
-    if request.namespace:
-        metadata["namespace"] = request.namespace
-    metadata["labels"] = pod.labels(request)
-    if annotations:
-        metadata["annotations"] = dict(annotations)
+def _labels(request: K8sRequest) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "dsf-trainer", "app.kubernetes.io/instance": request.name}
+
+
+def _object(request: K8sRequest, api: str, kind: str, name: str) -> dict[str, Any]:
+    metadata = _given({"name": name, "namespace": request.namespace}) | {"labels": _labels(request)}
     return {"apiVersion": api, "kind": kind, "metadata": metadata}
 
 
-def _claim(request: K8sRequest) -> dict[str, Any]:
-    spec: dict[str, Any] = {
-        "accessModes": ["ReadWriteMany"],
-        "resources": {"requests": {"storage": request.claim_size}},
-    }
-    if request.storage_class:
-        spec["storageClassName"] = request.storage_class
-    return _object(request, "v1", "PersistentVolumeClaim", request.claim) | {"spec": spec}
-
-
-def _queued(request: K8sRequest, found: dict[str, Any]) -> dict[str, Any]:
-    """With the user's own marks, and the label that gives it to Kueue, which starts all pods or none."""
-    found["metadata"]["labels"] |= dict(request.labels)
-    if request.annotations:
-        found["metadata"]["annotations"] = found["metadata"].get("annotations", {}) | dict(request.annotations)
-    if request.queue:
-        found["metadata"]["labels"][KUEUE_QUEUE] = request.queue
+def _head(request: K8sRequest, api: str, kind: str, annotations: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Start the object that owns the pods: with the user's own marks, and the label that gives it to Kueue, which
+    starts all pods or none.
+    """
+    found = _object(request, api, kind, request.name)
+    found["metadata"]["labels"] |= dict(request.label) | _given({"kueue.x-k8s.io/queue-name": request.queue})
+    found["metadata"] |= _given({"annotations": dict(annotations or {}) | request.annotations})
     return found
 
 
-def _service(request: K8sRequest) -> dict[str, Any]:
-    ports = [
-        {"name": "rendezvous", "port": request.master_port},
-        {"name": "agent", "port": request.master_port + 1},
-    ]
+def _job(request: K8sRequest) -> list[dict[str, Any]]:
     spec = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
-        "selector": {pod.JOB_NAME_LABEL: request.name},
-        "ports": ports,
+        "selector": {JOB_NAME_LABEL: request.name},
+        "ports": _ports(request, "port"),
     }
-    return _object(request, "v1", "Service", request.service) | {"spec": spec}
+    service = _object(request, "v1", "Service", request.name) | {"spec": spec}
+    return [service, _head(request, "batch/v1", "Job") | {"spec": _job_spec(request)}]
 
 
-def _job_spec(request: K8sRequest, config_text: str) -> dict[str, Any]:
-    alone = request.kind == "job"
-    spec: dict[str, Any] = {
-        "completionMode": "Indexed",
-        "completions": request.nodes,
-        "parallelism": request.nodes,
-        "backoffLimit": request.nodes * request.restarts if alone else 0,
-        "podReplacementPolicy": "Failed",
-        "podFailurePolicy": {"rules": _failure_rules()},
-        "activeDeadlineSeconds": request.deadline_seconds,
-    }
-    if alone:
-        spec["ttlSecondsAfterFinished"] = TTL_SECONDS
-    return spec | {"template": pod.pod_template(request, config_text=config_text)}
+def _ports(request: K8sRequest, key: str) -> list[dict[str, Any]]:
+    return [{"name": "rendezvous", key: request.port}, {"name": "agent", key: request.port + 1}]
 
 
-def _failure_rules() -> list[dict[str, Any]]:
+def _job_spec(request: K8sRequest) -> dict[str, Any]:
     def on_exit(codes: tuple[int, ...]) -> dict[str, Any]:
-        return {"onExitCodes": {"containerName": pod.CONTAINER, "operator": "In", "values": list(codes)}}
+        return {"onExitCodes": {"containerName": REPLICATED_JOB, "operator": "In", "values": list(codes)}}
 
-    return [
+    alone = request.kind == "job"
+    rules = [
         {"action": "FailJob", **on_exit(NEVER_RETRY)},
         # `status` is written out: API servers up to 1.34 require it.
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {"action": "Ignore", **on_exit(NOT_COUNTED)},
     ]
+    spec = {
+        "completionMode": "Indexed",
+        "completions": request.nodes,
+        "parallelism": request.nodes,
+        "backoffLimit": request.nodes * request.restarts if alone else 0,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {"rules": rules},
+        "activeDeadlineSeconds": request.deadline,
+        "ttlSecondsAfterFinished": _TTL_SECONDS if alone else None,
+        "template": _pod_template(request),
+    }
+    return _given(spec)
 
 
-def _job(request: K8sRequest, config_text: str) -> list[dict[str, Any]]:
-    job = _object(request, "batch/v1", "Job", request.name) | {"spec": _job_spec(request, config_text)}
-    return [_service(request), _queued(request, job)]
-
-
-def _jobset_spec(request: K8sRequest, config_text: str) -> dict[str, Any]:
+def _jobset_spec(request: K8sRequest) -> dict[str, Any]:
     refused = {"name": "refused", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-    job: dict[str, Any] = {"spec": _job_spec(request, config_text)}
+    job: dict[str, Any] = {"spec": _job_spec(request)}
     if request.kind == "trainjob":
         # By this label Trainer finds the job that numNodes, image and command are for.
         job = {"metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}} | job
     return {
         "failurePolicy": {"maxRestarts": request.restarts, "rules": [refused]},
-        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": request.service},
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": request.name},
         "replicatedJobs": [{"name": REPLICATED_JOB, "replicas": 1, "template": job}],
     }
 
 
-def _jobset(request: K8sRequest, config_text: str) -> list[dict[str, Any]]:
-    exclusive = {EXCLUSIVE_TOPOLOGY: request.topology} if request.topology and not request.queue else {}
-    found = _object(request, JOBSET_API, "JobSet", request.name, exclusive)
-    found["spec"] = {"ttlSecondsAfterFinished": TTL_SECONDS} | _jobset_spec(request, config_text)
-    return [_queued(request, found)]
+def _jobset(request: K8sRequest) -> list[dict[str, Any]]:
+    exclusive = "" if request.queue else request.topology
+    annotations = _given({"alpha.jobset.sigs.k8s.io/exclusive-topology": exclusive})
+    spec = {"ttlSecondsAfterFinished": _TTL_SECONDS} | _jobset_spec(request)
+    return [_head(request, "jobset.x-k8s.io/v1alpha2", "JobSet", annotations) | {"spec": spec}]
 
 
-def _trainjob(request: K8sRequest, config_text: str) -> list[dict[str, Any]]:
+def _trainjob(request: K8sRequest) -> list[dict[str, Any]]:
+    template = _pod_template(request)
+    (container,) = template["spec"]["containers"]
     trainer = {
-        "image": request.image,
-        "command": pod.member_command(request),
+        "image": container["image"],
+        "command": container["command"],
         "numNodes": request.nodes,
-        "numProcPerNode": request.ranks_per_node,
-        "resourcesPerNode": pod.resources(request),
+        "numProcPerNode": request.ranks,
+        "resourcesPerNode": container["resources"],
     }
-    found = _queued(request, _object(request, TRAINER_API, "TrainJob", request.name))
-    if request.runtime:
-        found["spec"] = {
-            "runtimeRef": {"name": request.runtime, "kind": "ClusterTrainingRuntime"},
-            "activeDeadlineSeconds": request.deadline_seconds,
-            "trainer": trainer | {"env": pod.environment(request)},
-            "runtimePatches": [_patch(request, config_text)],
-        }
-        return [found]
-    name = f"{request.name}-runtime"
-    found["spec"] = {"runtimeRef": {"name": name, "kind": "TrainingRuntime"}, "trainer": trainer}
-    runtime = _object(request, TRAINER_API, "TrainingRuntime", name)
-    runtime["metadata"]["labels"]["trainer.kubeflow.org/framework"] = "torch"
-    runtime["spec"] = {"mlPolicy": {"torch": {}}, "template": {"spec": _jobset_spec(request, config_text)}}
-    return [runtime, found]
-
-
-def _patch(request: K8sRequest, config_text: str) -> dict[str, Any]:
-    """Return the changes that a TrainJob may make to somebody else's runtime; failure and restart policies are not
-    among them.
-    """
-    template = pod.pod_template(request, config_text=config_text)
-    spec = {
-        "terminationGracePeriodSeconds": request.grace,
-        **pod.placement(request),
-        "securityContext": pod.pod_security(request),
-        "containers": [
-            {
-                "name": pod.CONTAINER,
-                "securityContext": pod.container_security(request),
-                "volumeMounts": pod.volume_mounts(request),
-            }
-        ],
-        "volumes": pod.volumes(request, config_text=config_text),
-    }
-    job = {"spec": {"template": {"metadata": template["metadata"], "spec": spec}}}
-    replicated = {"name": REPLICATED_JOB, "template": job}
-    return {
+    found = _head(request, _TRAINER_API, "TrainJob")
+    if not request.runtime:
+        name = f"{request.name}-runtime"
+        found["spec"] = {"runtimeRef": {"name": name, "kind": "TrainingRuntime"}, "trainer": trainer}
+        runtime = _object(request, _TRAINER_API, "TrainingRuntime", name)
+        runtime["metadata"]["labels"]["trainer.kubeflow.org/framework"] = "torch"
+        runtime["spec"] = {"mlPolicy": {"torch": {}}, "template": {"spec": _jobset_spec(request)}}
+        return [runtime, found]
+    # What a TrainJob may change of somebody else's runtime; failure and restart policies are not among it.
+    for key in ("restartPolicy", "enableServiceLinks", "automountServiceAccountToken"):
+        template["spec"].pop(key, None)
+    template["spec"]["containers"] = [{key: container[key] for key in ("name", "securityContext", "volumeMounts")}]
+    replicated = {"name": REPLICATED_JOB, "template": {"spec": {"template": template}}}
+    patch = {
         "manager": "dsf-trainer/launch",
         "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [replicated]}}},
     }
+    found["spec"] = {
+        "runtimeRef": {"name": request.runtime, "kind": "ClusterTrainingRuntime"},
+        "activeDeadlineSeconds": request.deadline,
+        "trainer": trainer | {"env": container["env"]},
+        "runtimePatches": [patch],
+    }
+    return [found]
+
+
+# The pod of one node: its container, volumes, environment and rights. The same for every kind of job.
+
+
+def _pod_template(request: K8sRequest) -> dict[str, Any]:
+    annotations = {BUDGET_ANNOTATION: str(request.save_seconds)} | request.annotations
+    if request.queue and request.topology:
+        annotations["kueue.x-k8s.io/podset-required-topology"] = request.topology
+    # One label keeps a proxy off the ports of the ranks.
+    labels = _labels(request) | {ISTIO_LABEL: "false"} | dict(request.label)
+    user = request.run_as_user
+    volumes = _volumes(request)
+    spec = {
+        "restartPolicy": "Never",
+        "subdomain": request.name if request.kind == "job" else None,  # JobSet writes its own
+        "terminationGracePeriodSeconds": request.grace_seconds,
+        "enableServiceLinks": False,
+        "automountServiceAccountToken": None if request.service_account else False,
+        "serviceAccountName": request.service_account,
+        "imagePullSecrets": [{"name": request.pull_secret}] if request.pull_secret else None,
+        "nodeSelector": dict(request.node_selector),
+        "tolerations": [_toleration(text) for text in request.toleration],
+        "priorityClassName": request.priority_class,
+        "schedulerName": request.scheduler,
+        "affinity": _affinity(request),
+        "hostNetwork": request.host_network or None,
+        "dnsPolicy": "ClusterFirstWithHostNet" if request.host_network else None,
+        "securityContext": {
+            "runAsNonRoot": user != 0,
+            "runAsUser": user,
+            "runAsGroup": user,
+            "fsGroup": user,
+            # A volume may hold a million files: their owner changes only where it is not right already.
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [_container(request, mounts=[mount for _, mount in volumes])],
+        "volumes": [volume for volume, _ in volumes],
+    }
+    return {"metadata": {"labels": labels, "annotations": annotations}, "spec": _given(spec)}
+
+
+def _affinity(request: K8sRequest) -> dict[str, Any]:
+    def own_pods(topology: str) -> dict[str, Any]:
+        label = JOB_NAME_LABEL if request.kind == "job" else JOBSET_NAME_LABEL
+        return {"labelSelector": {"matchLabels": {label: request.name}}, "topologyKey": topology}
+
+    found: dict[str, Any] = {}
+    # Where Kueue chooses the nodes by topology it does not look at affinity, and pods would hang.
+    if request.nodes > 1 and not request.share_nodes and not (request.queue and request.topology):
+        apart = own_pods("kubernetes.io/hostname")
+        found["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}
+    if request.topology and not request.queue and request.kind != "jobset":
+        together = {"weight": 100, "podAffinityTerm": own_pods(request.topology)}
+        found["podAffinity"] = {"preferredDuringSchedulingIgnoredDuringExecution": [together]}
+    return found
+
+
+def _toleration(text: str) -> dict[str, str]:
+    taint, _, effect = text.partition(":")
+    key, equals, value = taint.partition("=")
+    found = {"key": key, "operator": "Equal", "value": value} if equals else {"key": key, "operator": "Exists"}
+    return found | _given({"effect": effect})
+
+
+def _container(request: K8sRequest, *, mounts: list[dict[str, Any]]) -> dict[str, Any]:
+    # Memory is requested and limited alike; cores are not limited, for a throttled rank holds up all others.
+    limits: dict[str, Any] = {"memory": request.memory_limit}
+    if not request.on_cpu:
+        limits[GPU_RESOURCE] = request.ranks
+    if request.rdma:
+        name, count = request.rdma
+        limits[name] = count
+    # A root with RDMA may pin memory; for any other user IPC_LOCK would do nothing.
+    added = ["IPC_LOCK"] if request.rdma and request.run_as_user == 0 else None
+    found = {
+        "name": REPLICATED_JOB,
+        "image": request.image,
+        "command": _command(request),
+        "env": _environment(request),
+        "envFrom": [{"secretRef": {"name": name}} for name in request.env_secret],
+        "ports": _ports(request, "containerPort"),
+        "resources": {"requests": {"cpu": request.cpu_request, "memory": request.memory_limit}, "limits": limits},
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": _given({"drop": ["ALL"], "add": added}),
+        },
+        "volumeMounts": mounts,
+    }
+    return _given(found)
+
+
+def _command(request: K8sRequest) -> list[str]:
+    """The command of one node; its rank comes from the environment."""
+    config = f"{CONFIG_PATH}/{_config_key(request)}" if request.config_map else request.config
+    options = {
+        "--nnodes": request.nodes,
+        "--num_gpus": request.ranks,
+        "--master_addr": request.master_addr,
+        "--master_port": request.port,
+        "--grace_seconds": request.agent_grace_seconds,
+    }
+    words = ["python", "-m", "framework", "launch", "node", config, *request.overrides]
+    return [_as_it_is(str(word)) for word in (*words, *(part for pair in options.items() for part in pair))]
+
+
+def _as_it_is(text: str) -> str:
+    """Kubernetes puts variables in the place of ``$(NAME)``, and one sign in that of two."""
+    return text.replace("$", "$$")
+
+
+def _config_key(request: K8sRequest) -> str:
+    """The file's name in the ConfigMap, and so in the container."""
+    return as_config_key(PurePosixPath(request.config).name)
+
+
+def _config_map_name(request: K8sRequest) -> str:
+    """A name that changes with the content: a running job keeps what it started with."""
+    return f"{request.name}-config-{hashlib.sha256(request.config_text.encode()).hexdigest()[:8]}"
+
+
+def _environment(request: K8sRequest) -> list[dict[str, Any]]:
+    """Variables of the container; the user's own come last and win."""
+    values = {"PYTHONUNBUFFERED": "1", "USER": "dsf", "HOME": CACHE_PATH, "XDG_CACHE_HOME": CACHE_PATH}
+    for name in CACHE_VARIABLES[1:]:
+        values[name] = f"{CACHE_PATH}/{name.removesuffix('_DIR').removesuffix('_CACHE').lower()}"
+    if request.on_cpu:
+        threads = max(1, int((parse_quantity(request.cpu_request) or 0) / request.ranks))
+        values |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(threads)}
+    else:
+        values["NCCL_DEBUG"] = "WARN"
+    values |= {name: _as_it_is(value) for name, value in request.env}
+    found: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in values.items()]
+    if request.token_secret:
+        reference = {"secretKeyRef": {"name": request.token_secret, "key": "token"}}
+        found.append({"name": "DSF_TOKEN", "valueFrom": reference})
+    return found
+
+
+def _volumes(request: K8sRequest) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each volume and its mount."""
+    runs = {"persistentVolumeClaim": {"claimName": request.ckpt_pvc}} if request.ckpt_pvc else {"emptyDir": {}}
+    found: list[tuple[str, dict[str, Any], str, bool]] = [
+        ("dshm", {"emptyDir": {"medium": "Memory", "sizeLimit": request.shm_size}}, "/dev/shm", False),
+        ("cache", {"emptyDir": {}}, CACHE_PATH, False),
+        ("runs", runs, request.ckpt_path, False),
+    ]
+    for number, (claim, path, read_only) in enumerate(request.mount):
+        source = _given({"claimName": claim, "readOnly": read_only or None})
+        found.append((f"mount-{number}", {"persistentVolumeClaim": source}, path, read_only))
+    if request.config_map:
+        found.append(("config", {"configMap": {"name": _config_map_name(request)}}, CONFIG_PATH, True))
+    return [
+        ({"name": name, **source}, _given({"name": name, "mountPath": path, "readOnly": read_only or None}))
+        for name, source, path, read_only in found
+    ]

@@ -1,169 +1,231 @@
-"""Request of ``launch k8s``: one frozen value, complete, with every default decided."""
+"""Request of ``launch k8s``: the fields are its options, and what follows from them is a property."""
 
 from __future__ import annotations
 
 import zlib
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from pathlib import Path
+from typing import Final
 
-from framework.deploy.k8s.values import parse_quantity
+from framework.deploy import options
+from framework.deploy.options import option, parse_quantity
+from framework.errors import UsageError
 from framework.launch.hosts.topology import DEFAULT_PORT
 from framework.plan.cluster import Cluster
 
-Kind = Literal["job", "jobset", "trainjob"]
-
+# Kubeflow's torch runtimes call the job and its container so; JobSet takes any name.
+REPLICATED_JOB: Final = "node"
 # What the kubelet gives a pod beyond one step and one save: start of the signal, last words, unmounting.
-GRACE_MARGIN_SECONDS: Final = 60
+_GRACE_MARGIN_SECONDS: Final = 60
 _LAST_WORD_SECONDS: Final = 30
 _HOST_PORTS: Final = range(20_000, 29_000, 2)
+_VOLCANO_GANG: Final = "scheduling.volcano.sh/group-min-member"
+# Compilers and downloads write here. On the node itself: on a network volume a lock that is left behind stops every
+# rank.
+CACHE_PATH: Final = "/cache"
+CONFIG_PATH: Final = "/etc/dsf-trainer"
 
 
 @dataclass(frozen=True)
 class K8sRequest:
-    """A job to describe to Kubernetes.
+    """A job to describe to Kubernetes, or manifests to judge."""
 
-    Attributes:
-        config: path of the run config: in the image, or here with `embed_config`.
-        overrides: ``key=value`` settings.
-        name: of the job and of everything that belongs to it.
-        nodes: pods.
-        ranks_per_node: ranks in a pod, one to a GPU.
-        device: ``cuda``, or ``cpu`` for a job without GPUs.
-        image: what runs; complete with tag or digest.
-        kind: which object describes the job.
-        namespace: written into every object; empty: kubectl's own.
-        claim: PersistentVolumeClaim for run folders; empty: none.
-        claim_size: with it the claim is described as well, for example ``500Gi``.
-        storage_class: of that claim; empty: the cluster's default.
-        run_path: where run folders are in the pod.
-        mounts: further claims, each with its path in the pod and whether it is only read.
-        memory: of a pod, request and limit; empty: 16Gi a GPU, 4Gi a rank on CPU.
-        shared_memory: size of /dev/shm; empty: a quarter of the memory.
-        cpus: cores that a pod requests; empty: 4 a GPU, 1 a rank on CPU.
-        rdma: resource of an RDMA device plugin and how many; None: no RDMA.
-        queue: Kueue's LocalQueue; empty: no Kueue.
-        topology: node label whose value all pods should share; empty: anywhere.
-        node_selector: labels that nodes must have.
-        tolerations: taints that pods accept, as ``KEY[=VALUE][:EFFECT]``.
-        share_nodes: pods of the job may be on one node.
-        scheduler: of the pods; empty: the cluster's default.
-        priority_class: of the pods; empty: the cluster's default.
-        labels, annotations: on the job and its pods.
-        save_seconds: the longest step and one save together.
-        grace_seconds: between a stop request and SIGKILL; 0: `save_seconds` and a minute.
-        deadline_seconds: the job ends then, whatever it does.
-        restarts: failures of the job after which it starts again.
-        token_secret: Secret whose key ``token`` nodes prove themselves with; empty: none.
-        env: variables of the training container.
-        env_secrets: Secrets all of whose keys become variables.
-        pull_secret: Secret to pull the image with; empty: none.
-        service_account: empty: the namespace's default, without its token.
-        user: numeric user of the processes; 0 is root.
-        host_network: pods use the network of their nodes.
-        port: where ranks meet; None: 29500, or one of the job's own with `host_network`. The next one is the agents'.
-        embed_config: the text of the config goes along as a ConfigMap.
-        runtime: ClusterTrainingRuntime for a TrainJob; empty: one of its own is described as well.
-    """
+    words: Sequence[str]
+    lint: bool = option("the words are manifests: say what is wrong with them, exit code 2")
+    json: bool = option("with --lint: findings as JSON")
+    out: str | None = option("write there instead of printing", "FILE", default=None)
+    dry_run: bool = option("print and write nothing; without --out it is what happens anyway")
 
-    config: str
-    name: str
-    nodes: int
-    ranks_per_node: int
-    image: str
-    overrides: tuple[str, ...] = ()
-    device: Literal["cuda", "cpu"] = "cuda"
-    kind: Kind = "job"
-    namespace: str = ""
-    claim: str = ""
-    claim_size: str = ""
-    storage_class: str = ""
-    run_path: str = "/checkpoints"
-    mounts: tuple[tuple[str, str, bool], ...] = ()
-    memory: str = ""
-    shared_memory: str = ""
-    cpus: str = ""
-    rdma: tuple[str, int] | None = None
-    queue: str = ""
-    topology: str = ""
-    node_selector: tuple[tuple[str, str], ...] = ()
-    tolerations: tuple[str, ...] = ()
-    share_nodes: bool = False
-    scheduler: str = ""
-    priority_class: str = ""
-    labels: tuple[tuple[str, str], ...] = ()
-    annotations: tuple[tuple[str, str], ...] = ()
-    save_seconds: int = 240
-    grace_seconds: int = 0
-    deadline_seconds: int = 7 * 86_400
-    restarts: int = 3
-    token_secret: str = ""
-    env: tuple[tuple[str, str], ...] = ()
-    env_secrets: tuple[str, ...] = ()
-    pull_secret: str = ""
-    service_account: str = ""
-    user: int = 1000
-    host_network: bool = False
-    port: int | None = None
-    embed_config: bool = False
-    runtime: str = ""
+    nodes: int = option("pods (1)", "N", options.count, default=1)
+    gpus: int | None = option(
+        "GPUs of each, one rank to a GPU; 0: none, then --ranks_per_node", "G", options.whole, default=None
+    )
+    ranks_per_node: int = option("ranks in a pod without GPUs (1)", "N", options.count, default=0)
+    device: str = option("cpu is the same as --gpus 0", choices=("cuda", "cpu"))
+    memory: str = option("of a pod, request and limit (16Gi a GPU, 4Gi a rank on CPU)", "M", options.quantity)
+    shm: str = option("/dev/shm, part of the memory (a quarter of it)", "SIZE", options.quantity)
+    cpus: str = option("cores requested (4 a GPU, 1 a rank on CPU)", "C", options.quantity)
+    rdma: tuple[str, int] | None = option(
+        "resource of an RDMA device plugin, for example rdma/hca_shared_devices_a",
+        "RESOURCE[=N]",
+        options.rdma,
+        default=None,
+    )
+
+    ckpt_pvc: str = option("PersistentVolumeClaim for run folders, ReadWriteMany", "CLAIM", options.object_name)
+    ckpt_path: str = option(
+        "where it is in the pod; run.output_dir (/checkpoints)", "PATH", options.mount_path, default="/checkpoints"
+    )
+    ckpt_size: str = option("describe the claim as well, of this size", "SIZE", options.quantity)
+    storage_class: str = option("of that claim", "NAME", options.object_name)
+    mount: Sequence[tuple[str, str, bool]] = option(
+        "further claim, for example of data; ro: it is only read", "CLAIM:/PATH[:ro]", options.mount, many=True
+    )
+
+    save_seconds: int = option("longest step and one save together (240)", "S", options.count, default=240)
+    grace: int = option("between stop request and SIGKILL (save_seconds and 60)", "S", options.count, default=0)
+    restarts: int = option("failures after which the job starts again (3)", "R", options.whole, default=3)
+    deadline: int = option(
+        "the job ends then, whatever it does (604800, a week)", "S", options.count, default=7 * 86_400
+    )
+
+    kind: str = option(
+        "Indexed Job (default), JobSet, or Kubeflow TrainJob", choices=("job", "jobset", "trainjob"), default="job"
+    )
+    runtime: str = option(
+        "of a TrainJob: a ClusterTrainingRuntime such as torch-distributed, not an own one", "NAME", options.object_name
+    )
+    namespace: str = option("written into every object", "NAME", options.service_name)
+    queue: str = option("Kueue's LocalQueue: all pods start, or none", "Q", options.object_name)
+    topology: str = option(
+        "node label that pods should share, for example topology.kubernetes.io/zone", "LABEL", options.qualified
+    )
+    node_selector: Sequence[tuple[str, str]] = option(
+        "label that nodes must have", "LABEL=VALUE", options.label, many=True
+    )
+    toleration: Sequence[str] = option("taint that pods accept", "KEY[=VALUE][:EFFECT]", options.toleration, many=True)
+    share_nodes: bool = option("pods of the job may be on one node; otherwise each has a node of its own")
+    scheduler: str = option("of the pods, for example volcano", "NAME", options.object_name)
+    priority_class: str = option("of the pods", "NAME", options.object_name)
+    host_network: bool = option("the network of the nodes, with ports of the job's own")
+    master_port: int | None = option(
+        "where ranks meet (29500); the next one is the agents'", "P", options.port, default=None
+    )
+
+    image: str = option("with a tag that stays, or better a digest", "I", options.image)
+    name: str = option("of the job (run.name)", "X", options.service_name)
+    config_map: bool = option("send CONFIG along as a ConfigMap; otherwise it is a path in the image")
+    env: Sequence[tuple[str, str]] = option("variable of the container", "NAME=VALUE", options.variable, many=True)
+    env_secret: Sequence[str] = option("all keys of a Secret as variables", "SECRET", options.object_name, many=True)
+    token_secret: str = option("Secret whose key `token` nodes prove themselves with", "S", options.object_name)
+    label: Sequence[tuple[str, str]] = option("on the job and its pods", "KEY=VALUE", options.own_label, many=True)
+    annotation: Sequence[tuple[str, str]] = option(
+        "on the job and its pods, for example for Multus or Volcano", "KEY=VALUE", options.annotation, many=True
+    )
+    pull_secret: str = option("to pull the image with", "S", options.object_name)
+    service_account: str = option(
+        "account of the pods (the default one, without its token)", "NAME", options.object_name
+    )
+    run_as_user: int = option("user of the processes (1000)", "UID", options.whole, default=1000)
+
+    config_text: str = ""  # with `config_map`
+
+    @property
+    def config(self) -> str:
+        """Path of the run config: in the image, or here with `config_map`."""
+        return self.words[0]
+
+    @property
+    def overrides(self) -> Sequence[str]:
+        """``key=value`` settings."""
+        return self.words[1:]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Check whether the pods have no GPUs."""
+        return self.device == "cpu" or self.gpus == 0
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of a pod, one to a GPU."""
+        return self.gpus or self.ranks_per_node or 1
 
     @property
     def cluster(self) -> Cluster:
         """The cluster that the pods make."""
-        return Cluster(num_hosts=self.nodes, devices_per_host=self.ranks_per_node, device=self.device)
-
-    @property
-    def num_gpus(self) -> int:
-        """GPUs of a pod."""
-        return self.ranks_per_node if self.device == "cuda" else 0
+        return Cluster(num_hosts=self.nodes, devices_per_host=self.ranks, device="cpu" if self.on_cpu else "cuda")
 
     @property
     def memory_limit(self) -> str:
         """Memory of a pod."""
-        return self.memory or f"{self.ranks_per_node * (16 if self.device == 'cuda' else 4)}Gi"
+        return self.memory or f"{self.ranks * (4 if self.on_cpu else 16)}Gi"
 
     @property
     def shm_size(self) -> str:
         """Size of /dev/shm, which counts against the memory."""
         mebibytes = max(64, int((parse_quantity(self.memory_limit) or 0) / 4) >> 20)
-        return self.shared_memory or (f"{mebibytes}Mi" if mebibytes % 1024 else f"{mebibytes >> 10}Gi")
+        return self.shm or (f"{mebibytes}Mi" if mebibytes % 1024 else f"{mebibytes >> 10}Gi")
 
     @property
     def cpu_request(self) -> str:
         """Cores of a pod."""
-        return self.cpus or str(self.ranks_per_node * (4 if self.device == "cuda" else 1))
+        return self.cpus or str(self.ranks * (1 if self.on_cpu else 4))
 
     @property
-    def grace(self) -> int:
-        """Seconds between a stop request and SIGKILL."""
-        return self.grace_seconds or self.save_seconds + GRACE_MARGIN_SECONDS
+    def grace_seconds(self) -> int:
+        """Between a stop request and SIGKILL."""
+        return self.grace or self.save_seconds + _GRACE_MARGIN_SECONDS
 
     @property
-    def agent_grace(self) -> int:
-        """Seconds that our agent gives the ranks: less than the kubelet gives the agent, so that the last word is
-        ours.
+    def agent_grace_seconds(self) -> int:
+        """Time that our agent gives the ranks: less than the kubelet gives the agent, so that the last word is ours."""
+        return self.grace_seconds - min(_LAST_WORD_SECONDS, self.grace_seconds // 5)
+
+    @property
+    def port(self) -> int:
+        """Port where ranks meet; the next one is the agents'. On the network of a node, jobs must not meet each
+        other.
         """
-        return self.grace - min(_LAST_WORD_SECONDS, self.grace // 5)
-
-    @property
-    def master_port(self) -> int:
-        """Port where ranks meet. On the network of a node, jobs must not meet each other."""
-        if self.port is not None:
-            return self.port
+        if self.master_port is not None:
+            return self.master_port
         return _HOST_PORTS[zlib.crc32(self.name.encode()) % len(_HOST_PORTS)] if self.host_network else DEFAULT_PORT
 
     @property
-    def service(self) -> str:
-        """Name of the headless Service, which is the domain of the pods."""
-        return self.name
+    def master_addr(self) -> str:
+        """Name of the pod with node rank 0, as DNS knows it; the domain is the Service, which is called as the job."""
+        return f"{self.name}-{'' if self.kind == 'job' else f'{REPLICATED_JOB}-0-'}0.{self.name}"
 
     @property
-    def master_addr(self) -> str:
-        """Name of the pod with node rank 0, as DNS knows it."""
-        if self.kind == "job":
-            return f"{self.name}-0.{self.service}"
-        return f"{self.name}-{REPLICATED_JOB}-0-0.{self.service}"
+    def annotations(self) -> dict[str, str]:
+        """Annotations of the job and its pods. Volcano reads there how many are to start together: one, unless it is
+        told.
+        """
+        given = dict(self.annotation)
+        is_gang = self.scheduler == "volcano" and self.nodes > 1 and _VOLCANO_GANG not in given
+        return ({_VOLCANO_GANG: str(self.nodes)} if is_gang else {}) | given
 
+    def refuse_contradictions(self) -> None:
+        """Refuse options that contradict each other, or lack one.
 
-# Kubeflow's torch runtimes call the job and its container so; JobSet takes any name.
-REPLICATED_JOB: Final = "node"
+        Raises:
+            UsageError: they do.
+        """
+        own_only = {
+            "--env_secret": self.env_secret,
+            "--scheduler": self.scheduler,
+            "--priority_class": self.priority_class,
+        }
+        idle = ", ".join(name for name, value in own_only.items() if value)
+        own_paths = ("/dev/shm", CACHE_PATH, CONFIG_PATH, self.ckpt_path)
+        paths = Counter([*own_paths, *(path for _, path, _ in self.mount)])
+        taken = ", ".join(path for path, count in paths.items() if count > 1)
+        pairs = (
+            (not self.image, "name the image with --image, for example --image registry.example/team/train:1"),
+            (
+                self.gpus is None and not self.on_cpu,
+                "give the GPUs of a pod with --gpus G, or --device cpu --ranks_per_node N",
+            ),
+            (self.on_cpu and (self.gpus or self.device == "cuda"), "--gpus and --device contradict each other"),
+            (
+                self.ranks_per_node and not self.on_cpu and self.ranks_per_node != self.gpus,
+                "with GPUs there is one rank to each; leave --ranks_per_node out",
+            ),
+            (self.ckpt_size and not self.ckpt_pvc, "--ckpt_size needs the claim's name, --ckpt_pvc"),
+            (self.storage_class and not self.ckpt_size, "--storage_class is of a claim that --ckpt_size describes"),
+            (self.runtime and self.kind != "trainjob", "--runtime goes with --kind trainjob"),
+            (
+                self.kind == "trainjob" and (self.host_network or self.port != DEFAULT_PORT),
+                f"Kubeflow sets port {DEFAULT_PORT} itself; leave --host_network and --master_port out, or take --kind "
+                "jobset",
+            ),
+            (self.runtime and idle, f"a TrainJob cannot write {idle} into another's runtime; leave --runtime out"),
+            (self.grace and self.grace < self.save_seconds, "--grace is shorter than --save_seconds"),
+            (self.config_map and not Path(self.config).is_file(), f"--config_map: there is no file {self.config}"),
+            (taken, f"--mount: two volumes at {taken}; mount each somewhere else"),
+            (self.queue and self.scheduler, "--queue is Kueue's, which starts all pods or none; leave --scheduler out"),
+        )
+        for is_wrong, sentence in pairs:
+            if is_wrong:
+                raise UsageError(f"launch k8s: {sentence}")

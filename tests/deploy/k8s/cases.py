@@ -5,11 +5,12 @@ After a change that is meant: ``python -m tests.deploy.k8s.cases``, from the rep
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 from pathlib import Path
 
-from framework.deploy.k8s.command import render
-from framework.deploy.k8s.options import parse
+from framework.cli import main
 from tests.places import ROOT
 
 GOLDEN = ROOT / "tests/deploy/k8s/golden"
@@ -42,8 +43,9 @@ CASES: dict[Path, str] = {
 
 def text_of(command: str) -> str:
     """What the command prints."""
-    words = command.split()
-    return render(parse(words), words)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(["launch", "k8s", *command.split()]) == 0
+    return printed.getvalue()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,305 @@
+"""Options of ``launch k8s`` and ``launch slurm``: fields of a request, and what they may hold. Whatever could break a
+manifest or a script is refused here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field, fields
+from fractions import Fraction
+from pathlib import PurePosixPath
+from typing import Any, Final, TypeVar
+
+from framework.config.run_config import RunConfig
+from framework.system.arguments import CommandParser
+
+_Request = TypeVar("_Request")
+
+
+def option(
+    text: str = "",
+    metavar: str = "",
+    read: Callable[[str], Any] = str,
+    *,
+    default: Any = "",
+    many: bool = False,
+    choices: Sequence[str] = (),
+) -> Any:
+    """A field of a request that is an option: a switch unless it has a `metavar` or `choices`.
+
+    Args:
+        text: for the help.
+        metavar: how the help calls its value.
+        read: makes the value out of a word, or raises ArgumentTypeError.
+        default: where it is not given.
+        many: it may be given as often as needed, and the field holds all values.
+        choices: the values that there are.
+    """
+    if choices:
+        return field(default=default, metadata={"choices": choices, "help": text})
+    if not metavar:
+        return field(default=False, metadata={"action": "store_true", "help": text})
+    how = {"metavar": metavar, "type": read, "help": text}
+    return field(default=(), metadata=how | {"action": "append"}) if many else field(default=default, metadata=how)
+
+
+def parse(request: type[_Request], words: Sequence[str], *, command: str, description: str) -> _Request:
+    """The request that a command line makes; options, in both spellings, and other words may stand in any order.
+
+    Raises:
+        UsageError: an option is unknown, or has a wrong value.
+    """
+    parser = CommandParser(
+        prog=f"python -m framework {command}",
+        description=description,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    about = "the run config, and settings that win over it"
+    parser.add_argument("words", nargs="*", default=None, metavar="CONFIG key=value", help=about)
+    for each in fields(request):  # type: ignore[arg-type]
+        if each.metadata:
+            parser.option(f"--{each.name}", **each.metadata)
+    return request(**vars(parser.parse_intermixed_args(list(words))))
+
+
+def last_setting(words: Sequence[str], key: str) -> str | None:
+    """The value that counts of a setting ``key=value``; None where it is not given."""
+    return next((word.partition("=")[2] for word in reversed(words) if word.startswith(f"{key}=")), None)
+
+
+def resume_setting(words: Sequence[str], config: RunConfig) -> list[str]:
+    """The setting with which a job that starts again goes on, where nobody has decided that."""
+    is_free = config.checkpoint.resume == "never" and last_setting(words, "checkpoint.resume") is None
+    return ["checkpoint.resume=auto"] if is_free else []
+
+
+# Image names that mean the same image tomorrow as today.
+_IMAGE: Final = re.compile(
+    r"(?P<name>[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?::[0-9]+)?(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)*)"
+    r"(?::(?P<tag>[A-Za-z0-9_][A-Za-z0-9._-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?"
+)
+
+
+def what_is_wrong_with_image(image: object) -> str:
+    """A reason to refuse the name of an image; empty: there is none.
+
+    Nodes pull at different times: with a tag that moves, two pods of one job may run different code.
+    """
+    match = _IMAGE.fullmatch(image) if isinstance(image, str) else None
+    if match is None:
+        return "it is not the name of an image"
+    if match["digest"]:
+        return ""
+    if match["tag"] is None:
+        return "without a tag it means latest, which moves"
+    return "latest moves: two pods may run different code" if match["tag"] == "latest" else ""
+
+
+# Variables that say who a process is. Only the launcher knows it.
+OF_THE_LAUNCHER: Final = frozenset(
+    [
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "LOCAL_SIZE",
+        "NODE_RANK",
+        "NNODES",
+        "NPROC_PER_NODE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "JOB_COMPLETION_INDEX",
+    ]
+)
+_SECRET: Final = re.compile(
+    r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|(API|ACCESS|PRIVATE|SECRET|AUTH)_?KEY)(_|$)"
+)
+
+
+def looks_like_a_secret(name: str) -> bool:
+    """Check whether the value of a variable of this name should not be read by everybody who may read the job."""
+    return _SECRET.search(name.upper()) is not None
+
+
+_QUANTITY: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m|[kMGTPE]|[KMGTPE]i)?")
+_FACTORS: Final[Mapping[str | None, Fraction]] = {
+    None: Fraction(1),
+    "m": Fraction(1, 1000),
+    **{letter: Fraction(1000**power) for power, letter in enumerate("kMGTPE", start=1)},
+    **{f"{letter}i": Fraction(1024**power) for power, letter in enumerate("KMGTPE", start=1)},
+}
+
+
+def parse_quantity(text: object) -> Fraction | None:
+    """The number that a quantity of Kubernetes (``64Gi``, ``500m``) stands for: bytes or cores; None: it is not one."""
+    if isinstance(text, int) and not isinstance(text, bool):
+        return Fraction(text)
+    match = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
+    return Fraction(match[1]) * _FACTORS[match[2]] if match else None
+
+
+LONGEST_LABEL: Final = 63
+_LONGEST_NAME: Final = 253
+_QUALIFIED_NAME: Final = r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+_LABEL_VALUE: Final = r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?"
+_QUALIFIED: Final = re.compile(_QUALIFIED_NAME)
+# A label of DNS that may also name a Service, which must begin with a letter (RFC 1035).
+SERVICE_NAME: Final = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
+CONFIG_KEY: Final = re.compile(r"(?!\.$|\.\.)[-._a-zA-Z0-9]{1,253}")
+
+
+def as_config_key(text: str) -> str:
+    """A file name that fits `CONFIG_KEY`, the same where it does; its end stays, which says what kind of file it is."""
+    return re.sub(r"[^-._a-zA-Z0-9]", "-", text)[-_LONGEST_NAME:].lstrip(".")
+
+
+def as_service_name(text: str) -> str:
+    """A name that fits `SERVICE_NAME`, as close to this text as may be."""
+    plain = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    return (plain if plain[:1].isalpha() else f"run-{plain}".strip("-"))[:40].strip("-")
+
+
+# From here on: what reads the value of an option.
+
+
+def matching(pattern: str | re.Pattern[str], what: str) -> Callable[[str], str]:
+    """A reader of text that fits a pattern; `what` completes "... is not"."""
+
+    def read(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise _refuse(text, what)
+        return text
+
+    return read
+
+
+def _refuse(text: str, what: str) -> argparse.ArgumentTypeError:
+    return argparse.ArgumentTypeError(f"{text!r} is not {what}")
+
+
+service_name: Final = matching(SERVICE_NAME, "a name: lower-case letters, digits and -, a letter first")
+object_name: Final = matching(
+    r"(?=.{1,253}\Z)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*",
+    "the name of an object: lower-case letters, digits, - and .",
+)
+qualified: Final = matching(_QUALIFIED, "the name of a label")
+toleration: Final = matching(
+    f"{_QUALIFIED_NAME}(={_LABEL_VALUE})?(:(NoSchedule|PreferNoSchedule|NoExecute)?)?",
+    "KEY[=VALUE][:NoSchedule|PreferNoSchedule|NoExecute]",
+)
+
+
+def whole(text: str) -> int:
+    """A whole number below a billion."""
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise _refuse(text, "a whole number")
+    return int(text)
+
+
+def count(text: str) -> int:
+    """A whole number above 0."""
+    if not whole(text):
+        raise _refuse(text, "a number above 0")
+    return int(text)
+
+
+def port(text: str) -> int:
+    """A port that needs no rights, with another one above it."""
+    if not 1024 <= whole(text) <= 65_534:
+        raise _refuse(text, "a port from 1024 to 65534")
+    return int(text)
+
+
+def quantity(text: str) -> str:
+    """A quantity above 0, as it was written."""
+    if not parse_quantity(text):
+        raise _refuse(text, "a quantity such as 64Gi or 8")
+    return text
+
+
+def image(text: str) -> str:
+    """The name of an image that does not move."""
+    reason = what_is_wrong_with_image(text)
+    if reason:
+        raise argparse.ArgumentTypeError(f"{text!r}: {reason}; write NAME:TAG or NAME@sha256:DIGEST")
+    return text
+
+
+def mount_path(text: str) -> str:
+    """An absolute path in a container."""
+    path = PurePosixPath(text)
+    if not path.is_absolute() or str(path) != text or ".." in path.parts or ":" in text or len(path.parts) < 2:
+        raise _refuse(text, "an absolute path such as /checkpoints")
+    return text
+
+
+def mount(text: str) -> tuple[str, str, bool]:
+    """A claim, a path in a container, and whether it is only read."""
+    claim, _, rest = text.partition(":")
+    path, _, way = rest.partition(":")
+    if way not in ("", "ro", "rw"):
+        raise _refuse(text, "CLAIM:/PATH or CLAIM:/PATH:ro")
+    return object_name(claim), mount_path(path), way == "ro"
+
+
+def rdma(text: str) -> tuple[str, int]:
+    """A resource and how many of it."""
+    name, _, number = text.partition("=")
+    if "/" not in name or not _QUALIFIED.fullmatch(name):
+        raise _refuse(text, "a resource such as rdma/hca_shared_devices_a")
+    return name, count(number or "1")
+
+
+def label(text: str) -> tuple[str, str]:
+    """A label and its value."""
+    return _pair(text, f"{_QUALIFIED_NAME}={_LABEL_VALUE}", "LABEL=VALUE")
+
+
+def own_label(text: str) -> tuple[str, str]:
+    """A label that is not ours."""
+    return _not_ours(label(text))
+
+
+def annotation(text: str) -> tuple[str, str]:
+    """An annotation, whose value may be any text, and that is not ours."""
+    return _not_ours(_pair(text, f"{_QUALIFIED_NAME}=.*", "KEY=VALUE on one line"))
+
+
+def variable(text: str) -> tuple[str, str]:
+    """A variable and its value, neither secret nor the launcher's own."""
+    name, value = _pair(text, r"[A-Za-z_][A-Za-z0-9_]*=.*", "NAME=VALUE on one line")
+    if looks_like_a_secret(name):
+        raise argparse.ArgumentTypeError(
+            f"{name}: everybody who may read the job would read it; put it into a Secret, --env_secret SECRET"
+        )
+    if name in OF_THE_LAUNCHER:
+        raise argparse.ArgumentTypeError(f"{name}: the launcher sets it")
+    return name, value
+
+
+def _pair(text: str, pattern: str, what: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    if not re.fullmatch(pattern, text) or not value.isprintable():
+        raise _refuse(text, what)
+    return name, value
+
+
+# Labels and annotations that decide what our own objects mean to each other.
+_OURS: Final = (
+    "app.kubernetes.io/name",
+    "app.kubernetes.io/instance",
+    "sidecar.istio.io/inject",
+    "dsf-trainer/",
+    "batch.kubernetes.io/",
+    "jobset.sigs.k8s.io/",
+    "kueue.x-k8s.io/queue-name",
+)
+
+
+def _not_ours(pair: tuple[str, str]) -> tuple[str, str]:
+    if pair[0].startswith(_OURS):
+        raise argparse.ArgumentTypeError(f"{pair[0]}: the launcher sets it")
+    return pair
