@@ -14,8 +14,8 @@ from typing import Any, Final
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from framework.config.base import Target, choices_of
-from framework.config.explain import TRUTH, WANTED, descend, explain, homes_of, members_of
+from framework.config.base import Target, choices_of, members_of
+from framework.config.explain import TRUTH, WANTED, descend, explain, homes_of
 from framework.config.run_config import RunConfig, kind_of_default
 from framework.errors import ConfigError
 from framework.text.document import KeyPath, at, document_of, parse_scalar

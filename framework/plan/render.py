@@ -13,9 +13,8 @@ from typing import Any, Final
 
 from framework.config.base import Object, Target
 from framework.config.deepspeed_words import SCHEDULES, SHARED
-from framework.config.optimizer import SGD, Adagrad, Adam, AdamW, Lamb, Lion, optimizer_lr
+from framework.config.optimizer import SGD, Adagrad, Adam, AdamW, Constant, Cosine, Lamb, Lion, OneCycle, optimizer_lr
 from framework.config.precision import BF16, FP16, FP32, Autocast
-from framework.config.scheduler import Constant, Cosine, OneCycle
 from framework.config.zero import STAGE3_KEYS, Zero
 from framework.errors import ConfigError, Problem
 from framework.plan.plan import Plan

@@ -290,20 +290,18 @@ class _NodeReader(Builder):
 
     def _walk(self, text: str) -> None:
         """Hold the bounds before composing, which is recursive, in C."""
-        depth = 0
+        depth = num_nodes = 0
         event: Any  # PyYAML's types allow for events without a place; the parser makes none
-        for number, event in enumerate(yaml.parse(text, Loader=_LOADER)):
-            place = _place(event.start_mark)
-            if isinstance(event, yaml.CollectionStartEvent):
-                depth += 1
-            elif isinstance(event, yaml.CollectionEndEvent):
-                depth -= 1
-            self.num_values = number // 4
-            self.count(depth, (place[0], 0))
-            if getattr(event, "tag", None) is not None:
-                written = event.tag.replace("tag:yaml.org,2002:", "!!")
-                fix = "write a plain value; text may stand in quotes"
-                self.stop("config-syntax", place, f"the tag {written} is not allowed", fix)
+        for event in yaml.parse(text, Loader=_LOADER):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            num_nodes += isinstance(event, yaml.NodeEvent)
+            self.num_values = num_nodes // 2  # a value has at most one key
+            self.count(depth, (event.start_mark.line + 1, 0))
+            if tag := getattr(event, "tag", None):
+                reason = f"the tag {tag.replace('tag:yaml.org,2002:', '!!')} is not allowed"
+                self.stop(
+                    "config-syntax", _place(event.start_mark), reason, "write a plain value; text may stand in quotes"
+                )
         self.num_values = 0
 
     def _value(self, node: yaml.Node, path: KeyPath) -> Any:

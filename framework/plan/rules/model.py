@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from framework.config.base import ModelKind
-from framework.config.language_models import BERT, GPT
+from framework.config.model import BERT, GPT
 from framework.config.run_config import RunConfig
 from framework.errors import Problem
 from framework.plan.cluster import Cluster

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from framework.config.base import Object, Target
 from framework.config.deepspeed_words import OWNED, PASSED_THROUGH, SHARED, TYPED
+from framework.config.optimizer import Constant, Cosine
 from framework.config.run_config import RunConfig
-from framework.config.scheduler import Constant, Cosine
 from framework.errors import Problem
 from framework.plan.cluster import Cluster
 from framework.text.typos import nearest

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from framework.config.load import Source
-from framework.config.optimizer import optimizer_lr
+from framework.config.optimizer import OneCycle, WarmupLR, optimizer_lr
 from framework.config.run_config import RunConfig
-from framework.config.scheduler import OneCycle, WarmupLR
 from framework.errors import Problem
 from framework.plan.cluster import Cluster
 
