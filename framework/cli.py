@@ -253,7 +253,7 @@ def _schema(arguments: argparse.Namespace) -> int:
     elif arguments.deepspeed:
         raise UsageError("schema: --deepspeed goes with `schema deepspeed`; a run config has one schema")
     else:
-        from framework.config.schema_text import schema_text
+        from framework.config.schema import schema_text
 
         print(schema_text(), end="")
         return EXIT_OK

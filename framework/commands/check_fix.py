@@ -5,6 +5,7 @@ A symbolic link is written through: the file that it leads to changes, and the l
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -14,11 +15,8 @@ from framework.dslint.fixes import fixed_text, safe_edits
 from framework.dslint.judge import parse_deepspeed_json
 from framework.errors import StorageError
 from framework.system.files import replace_text
-from framework.text import hjson_edits as ds_edits
-from framework.text import yaml_edits
 from framework.text.document import Document, document_of, read_text
-from framework.text.hjson_edits import unified_diff
-from framework.text.yaml_edits import edited
+from framework.text.edits import Edit, RenameKey, ReplaceValue, edited, unified_diff
 
 _MOST_EDITS: Final = 100
 _SECTION: Final = "deepspeed"
@@ -51,12 +49,12 @@ def fix_file(file: str, *, release: str | None = None) -> str:
 def _fixed_passed_keys(text: str, path: Path, *, name: str, release: str | None) -> str:
     """Fix the keys under `deepspeed:` as those of DeepSpeed JSON, as far as no typed section decides the result."""
     for _ in range(_MOST_EDITS):
-        value = document_of(text, path, name=name).value
-        passed = value.get(_SECTION) if isinstance(value, dict) else None
+        document = document_of(text, path, name=name)
+        passed = document.value.get(_SECTION) if isinstance(document.value, dict) else None
         if not isinstance(passed, dict):
             break
         found = (_in_run_config(edit) for edit in safe_edits(Document("", passed), release=release))
-        attempts = (edited(text, edit, path) for edit in found if edit is not None)
+        attempts = (edited(document, [edit]) for edit in found if edit is not None)
         after = next((attempt for attempt in attempts if attempt is not None), None)
         if after is None:
             break
@@ -64,13 +62,15 @@ def _fixed_passed_keys(text: str, path: Path, *, name: str, release: str | None)
     return text
 
 
-def _in_run_config(edit: ds_edits.Edit) -> yaml_edits.Edit | None:
+def _in_run_config(edit: Edit) -> Edit | None:
     """The same edit of a run config; None for what would say what a typed section says."""
-    if isinstance(edit, ds_edits.RenameKey):
+    if isinstance(edit, RenameKey):
         after = ".".join(map(str, (*edit.path[:-1], edit.name)))
-        is_ours = after in TYPED or (after in OWNED and after not in SHARED)
-        return None if is_ours else yaml_edits.Rename((_SECTION, *edit.path), edit.name)
-    return yaml_edits.Replace((_SECTION, *edit.path), edit.value) if isinstance(edit, ds_edits.ReplaceValue) else None
+        if after in TYPED or (after in OWNED and after not in SHARED):
+            return None
+    elif not isinstance(edit, ReplaceValue):
+        return None
+    return replace(edit, path=(_SECTION, *edit.path))
 
 
 def write_file(path: Path, text: str, *, name: str) -> None:

@@ -24,8 +24,8 @@ from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.resume_point import UNVERIFIED
 from framework.commands.export import find_source
 from framework.config.data import Text, TextPairs
-from framework.config.language_models import GPT
 from framework.config.load import load_config
+from framework.config.model import GPT
 from framework.config.run_config import RunConfig
 from framework.data.token_files import KEPT_TOKENIZER, META_FILE, TOKENIZER_FILE, read_meta
 from framework.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from framework.dslint.facts import GpuKind, Topology
     from framework.dslint.readers import Reader
     from framework.plan.cluster import Cluster
-    from framework.text.hjson import HjsonDocument
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def check_file(file: str, overrides: Sequence[str], against: CheckContext) -> Ve
     return check_document(document, against)
 
 
-def _deepspeed_json(text: str, file: str) -> HjsonDocument | None:
+def _deepspeed_json(text: str, file: str) -> Document | None:
     if Path(file).suffix.lower() in YAML_ENDINGS:
         return None
     from framework.dslint.judge import parse_deepspeed_json
@@ -99,7 +98,7 @@ def _deepspeed_json(text: str, file: str) -> HjsonDocument | None:
     return parse_deepspeed_json(text, Path(file), name=file)
 
 
-def check_document(document: HjsonDocument, against: CheckContext) -> Verdict:
+def check_document(document: Document, against: CheckContext) -> Verdict:
     """Judge DeepSpeed JSON that was read."""
     from framework.dslint.judge import assumption, foreign_problem
     from framework.dslint.keys import load_table

@@ -16,10 +16,18 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 from numbers import Integral, Real
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, StringConstraints
-from pydantic_core import CoreSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    StringConstraints,
+)
+from pydantic_core import CoreSchema, core_schema
 
 
 def _whole(value: Any) -> Any:
@@ -135,14 +143,39 @@ def choices_of(members: Mapping[str, type[BaseModel]]) -> tuple[str, list[str]]:
     return next(key for key in TAG_KEYS if key in members[choices[0]].model_fields), choices
 
 
-def kind_of(value: Any) -> str | None:
-    """Discriminator of every section that may be a `kind`, a `target` or an object from Python."""
-    found = value if isinstance(value, Mapping) else {tag: getattr(value, tag, None) for tag in (*OF_ONES_OWN, "kind")}
-    for tag in OF_ONES_OWN:
-        if found.get(tag) is not None:
-            return tag
-    kind = found.get("kind")
-    return kind if isinstance(kind, str) else None
+@dataclass(frozen=True)
+class OneOf:
+    """Annotation of a union of sections: one key tells its members apart.
+
+    Where that is `kind`, code of one's own and an object from Python are told apart by the key that names them.
+    """
+
+    key: str = "kind"
+
+    def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        choices = {tag: handler.generate_schema(member) for tag, member in members_of(union).items()}
+        return core_schema.tagged_union_schema(choices, self._tag)
+
+    def _tag(self, value: Any) -> str | None:
+        tags = (*OF_ONES_OWN, self.key) if self.key == "kind" else (self.key,)
+        found = {tag: value.get(tag) if isinstance(value, Mapping) else getattr(value, tag, None) for tag in tags}
+        own = next((tag for tag in tags[:-1] if found[tag] is not None), None)
+        return own or (found[self.key] if isinstance(found[self.key], str) else None)
+
+
+def members_of(union: Any) -> dict[str, type[BaseModel]]:
+    """Tag -> member of a union of sections that one key tells apart; empty for any other type."""
+    members = [member for member in get_args(union) if isinstance(member, type) and issubclass(member, Section)]
+    if len(members) < max(2, len(get_args(union))):
+        return {}
+    return {_tag_of(member): member for member in members}
+
+
+def _tag_of(member: type[BaseModel]) -> str:
+    keys = [key for key in TAG_KEYS if key in member.model_fields]
+    if keys:
+        return str(member.model_fields[keys[0]].default)
+    return "target" if issubclass(member, Target) else "object"
 
 
 @cache

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Final, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
-from framework.config.base import Count, CountFromEight, Kind, Object, PositiveCount, Section, Target, kind_of
+from framework.config.base import Count, CountFromEight, Kind, Object, OneOf, PositiveCount, Section, Target
 
 # Byte-level text has 256 bytes and five special tokens.
 BYTE_VOCAB_SIZE: Final = 261
@@ -237,14 +237,6 @@ class DataObject(Object, Loader):
 
 
 DataSection = Annotated[
-    Annotated[Digits, Tag("digits")]
-    | Annotated[FashionMNIST, Tag("fashion_mnist")]
-    | Annotated[CIFAR10, Tag("cifar10")]
-    | Annotated[ImageFolder, Tag("image_folder")]
-    | Annotated[SyntheticImages, Tag("synthetic_images")]
-    | Annotated[Text, Tag("text")]
-    | Annotated[TextPairs, Tag("text_pairs")]
-    | Annotated[DataTarget, Tag("target")]
-    | Annotated[DataObject, Tag("object")],
-    Discriminator(kind_of),
+    Digits | FashionMNIST | CIFAR10 | ImageFolder | SyntheticImages | Text | TextPairs | DataTarget | DataObject,
+    OneOf(),
 ]

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from framework.config.base import Section
+from framework.config.optimizer import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from framework.config.precision import BF16, FP16
-from framework.config.scheduler import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from framework.config.zero import OFFLOADS, Zero
 
 # DeepSpeed key -> the section of a run config that decides it.

@@ -9,7 +9,7 @@ from typing import Any, Final, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from framework.config.base import WORDS_OF_PATTERNS, Target, choices_of
+from framework.config.base import WORDS_OF_PATTERNS, Target, choices_of, members_of
 from framework.config.deepspeed_words import OWNED, place_here
 from framework.errors import Problem, Written, show_value
 from framework.text.document import KeyPath
@@ -130,15 +130,6 @@ def _without_none(annotation: Any) -> Any:
     """A section that may be left out is the section."""
     members = [member for member in get_args(annotation) if member is not type(None)]
     return members[0] if len(members) == 1 and len(get_args(annotation)) == 2 else annotation
-
-
-def members_of(union: Any) -> dict[str, type[BaseModel]]:
-    """Tag -> member of a tagged union; empty for any other type."""
-    members: dict[str, type[BaseModel]] = {}
-    for member in get_args(union):
-        candidate, *metadata = get_args(member) or (member,)
-        members |= {item.tag: candidate for item in metadata if hasattr(item, "tag")}
-    return members
 
 
 def _unknown_key(path: KeyPath, value: Any, owner: Any, root: type[BaseModel]) -> Problem:

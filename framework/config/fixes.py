@@ -7,26 +7,26 @@ a copy: what does not make its problem go away, or brings another one to the sam
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from framework.config.base import Target, choices_of
-from framework.config.explain import TRUTH, WANTED, descend, explain, homes_of, members_of
+from framework.config.base import Target, choices_of, members_of
+from framework.config.explain import TRUTH, WANTED, descend, explain, homes_of
 from framework.config.run_config import RunConfig, kind_of_default
 from framework.errors import ConfigError
 from framework.text.document import KeyPath, at, document_of, parse_scalar
-from framework.text.yaml_edits import Edit, Move, Rename, Replace, edited, edited_value
+from framework.text.edits import Edit, InsertMember, MoveMember, RenameKey, ReplaceValue, edited, edited_value
+from framework.text.typos import only_alike
+
+Answer = tuple[Edit, ...]
 
 _MOST_EDITS: Final = 100
 _ALIKE: Final = 0.75  # "stge" and "stage" are, "rate" and "ratio" are not
 _KIND_ALIKE: Final = 0.8  # a kind changes what the run does: "fp61" could be fp16 or bf16
-_SECOND: Final = 0.6  # as near as this, another name may have been meant...
-_AHEAD: Final = 0.25  # ...unless the nearest one is nearer by this much
 
 
 def fixed_run_config(text: str, path: Path, *, name: str) -> str:
@@ -41,10 +41,10 @@ def fixed_run_config(text: str, path: Path, *, name: str) -> str:
         ConfigError: the text cannot be read.
     """
     for _ in range(_MOST_EDITS):
-        value = document_of(text, path, name=name).value
-        if not isinstance(value, dict):
+        document = document_of(text, path, name=name)
+        if not isinstance(document.value, dict):
             break
-        attempts = (edited(text, edit, path) for edit in _good_edits(value))
+        attempts = (edited(document, edits) for edits in _good_edits(document.value))
         after = next((attempt for attempt in attempts if attempt is not None), None)
         if after is None:
             break
@@ -52,49 +52,40 @@ def fixed_run_config(text: str, path: Path, *, name: str) -> str:
     return text
 
 
-def _good_edits(values: Mapping[str, Any]) -> Iterator[Edit]:
-    """Edits after which their problem is gone and their place is in order."""
-    before = {path for path, _ in _problems(values)}
-    for details in _details(values):
-        for edit in _answers(details, values):
-            if not any(_spoils(edit, path) for path in _unanswered(edited_value(values, edit)) - before):
-                yield edit
+def _good_edits(values: Mapping[str, Any]) -> Iterator[Answer]:
+    """Answers after which their problem is gone and their place is in order."""
+    found = _found(values)
+    before = {path for path, _ in found}
+    for _, answers in found:
+        for answer in answers:
+            after = _found(edited_value(values, answer))
+            # Another value in the same place would solve those that have one.
+            new = {path for path, further in after if not any(isinstance(edit, ReplaceValue) for *_, edit in further)}
+            if not any(_spoils(answer[-1], path) for path in new - before):
+                yield answer
 
 
 def _spoils(edit: Edit, problem: KeyPath) -> bool:
     """Check whether a new problem speaks against the edit. What is wrong inside of a renamed section was wrong before,
     unseen.
     """
-    if isinstance(edit, Move):
+    if isinstance(edit, MoveMember):
         return problem[:1] == edit.to[:1]
-    return problem == ((*edit.path[:-1], edit.name) if isinstance(edit, Rename) else edit.path)
+    return problem == ((*edit.path[:-1], edit.name) if isinstance(edit, RenameKey) else edit.path)
 
 
-def _unanswered(values: Mapping[str, Any]) -> set[KeyPath]:
-    """Places of the problems that another value in the same place would not solve for sure."""
-    answered = {
-        edit.path for details in _details(values) for edit in _answers(details, values) if isinstance(edit, Replace)
-    }
-    return {path for path, _ in _problems(values)} - answered
-
-
-def _details(values: Mapping[str, Any]) -> list[ErrorDetails]:
+def _found(values: Mapping[str, Any]) -> list[tuple[KeyPath, list[Answer]]]:
+    """The path of every problem, and what may be done about it."""
     try:
         RunConfig.model_validate(dict(values))
     except ValidationError as error:
-        return error.errors(include_url=False)
+        paths = [path for path, _ in explain(error, RunConfig)]
+        answers = [list(_answers(details, values)) for details in error.errors(include_url=False)]
+        return list(zip(paths, answers, strict=True))
     return []
 
 
-def _problems(values: Mapping[str, Any]) -> list[tuple[KeyPath, Any]]:
-    try:
-        RunConfig.model_validate(dict(values))
-    except ValidationError as error:
-        return list(explain(error, RunConfig))
-    return []
-
-
-def _answers(details: ErrorDetails, values: Mapping[str, Any]) -> Iterator[Edit]:
+def _answers(details: ErrorDetails, values: Mapping[str, Any]) -> Iterator[Answer]:
     path, owner, annotation = descend(details["loc"], RunConfig)
     kind, value = details["type"], details["input"]
     if not path or not all(isinstance(part, str) for part in path):
@@ -106,34 +97,36 @@ def _answers(details: ErrorDetails, values: Mapping[str, Any]) -> Iterator[Edit]
     elif kind in WANTED:
         meant = _as_wanted(value, WANTED[kind])
         if meant is not None:
-            yield Replace(path, meant)
+            yield (ReplaceValue(path, meant),)
 
 
-def _for_unknown_key(path: KeyPath, owner: Any, values: Mapping[str, Any]) -> Iterator[Edit]:
+def _for_unknown_key(path: KeyPath, owner: Any, values: Mapping[str, Any]) -> Iterator[Answer]:
     name, known = str(path[-1]), list(owner.model_fields) if _is_model(owner) else []
     if name == "kind" and _is_model(owner) and issubclass(owner, Target):
         return
-    elsewhere, guess = list(homes_of(name, RunConfig)), _only_alike(name, known, least=_ALIKE)
+    elsewhere, guess = list(homes_of(name, RunConfig)), only_alike(name, known, least=_ALIKE)
     siblings = at(values, path[:-1])
+    is_plain = not isinstance(siblings[name], (Mapping, list))
     if guess is not None and not elsewhere and guess not in siblings:
-        yield Rename(path, guess)
-    if len(elsewhere) == 1 and guess is None and " " not in elsewhere[0]:  # "zero.x of cpu" holds for one kind only
+        yield (RenameKey(path, guess),)
+    if len(elsewhere) == 1 and guess is None and is_plain and " " not in elsewhere[0]:  # "zero.x of cpu": one kind only
         section, _, key = elsewhere[0].partition(".")
-        home = values.get(section, {})
-        if isinstance(home, Mapping) and key not in home:
-            # A section that is left out is of a kind all the same, which has to be said once it is written.
-            kind = None if section in values else next(iter(kind_of_default(section).items()), None)
-            yield Move(path, (section, key), kind)
+        home = values.get(section)
+        if section not in values:  # it is of a kind all the same, which has to be said once it is written
+            kind = [InsertMember((section, tag), name) for tag, name in kind_of_default(section).items()]
+            yield (*kind, MoveMember(path, (section, key)))
+        elif isinstance(home, Mapping) and home and key not in home:
+            yield (MoveMember(path, (section, key)),)
 
 
-def _for_unknown_kind(path: KeyPath, value: Any, known: Mapping[str, type[BaseModel]]) -> Iterator[Edit]:
+def _for_unknown_kind(path: KeyPath, value: Any, known: Mapping[str, type[BaseModel]]) -> Iterator[Answer]:
     tag_key, choices = choices_of(known)
     if isinstance(value, str) and value in choices:
-        yield Replace(path, {tag_key: value})
+        yield (ReplaceValue(path, {tag_key: value}),)
     elif isinstance(value, Mapping) and isinstance(written := value.get(tag_key), str):
-        meant = _only_alike(written, choices, least=_KIND_ALIKE)
+        meant = only_alike(written, choices, least=_KIND_ALIKE)
         if meant is not None:
-            yield Replace((*path, tag_key), meant)
+            yield (ReplaceValue((*path, tag_key), meant),)
 
 
 def _as_wanted(value: Any, wanted: str) -> Any:
@@ -148,24 +141,6 @@ def _as_wanted(value: Any, wanted: str) -> Any:
         is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
         return number if is_number and abs(number) < float("inf") else None
     return None
-
-
-def _only_alike(word: str, known: Iterable[str], *, least: float) -> str | None:
-    """The one known word that is like a misspelt one, if no other comes near."""
-    written = _plain(word[:100])
-    ranked = sorted(((_likeness(written, _plain(name)), name) for name in known), reverse=True)
-    if not ranked or ranked[0][0] < least:
-        return None
-    second = ranked[1][0] if len(ranked) > 1 else 0.0
-    return ranked[0][1] if second < _SECOND or ranked[0][0] - second >= _AHEAD else None
-
-
-def _plain(name: str) -> str:
-    return name.lower().replace("_", "").replace("-", "")
-
-
-def _likeness(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def _is_model(owner: Any) -> bool:

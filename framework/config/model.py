@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Discriminator, Tag
+from pydantic import GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema
 
-from framework.config.base import Fraction, ModelKind, Object, PositiveCount, Target, kind_of
-from framework.config.language_models import BERT, GPT
+from framework.config.base import Fraction, ModelKind, Object, OneOf, Positive, PositiveCount, Target
+from framework.config.data import BYTE_VOCAB_SIZE
 
 
 class Classifier(ModelKind):
@@ -96,15 +99,198 @@ class MLP(Classifier):
         return 3 * len(self.hidden_sizes) + 2
 
 
+# A named size fills in every field of a language model that is not written down.
+
+Size = Mapping[str, Any]
+
+_GPT2: Final[Size] = {
+    "vocab_size": 50257,
+    "max_positions": 1024,
+    "positions": "learned",
+    "norm": "layernorm",
+    "norm_eps": 1e-5,
+    "mlp": "gelu",
+    "bias": True,
+    "dropout": 0.1,
+    "tie_embeddings": True,
+    "rope_theta": 10_000.0,
+}
+_LLAMA: Final[Size] = {
+    "positions": "rotary",
+    "norm": "rmsnorm",
+    "norm_eps": 1e-5,
+    "mlp": "swiglu",
+    "bias": False,
+    "dropout": 0.0,
+    "tie_embeddings": False,
+    "rope_theta": 10_000.0,
+}
+
+
+def _shape(hidden_size: int, num_layers: int, num_heads: int, **others: Any) -> Size:
+    return {
+        "hidden_size": hidden_size,
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "mlp_size": 4 * hidden_size,
+    } | others
+
+
+# GPT-2: Radford et al. 2019, table 2, with the number of heads from the released models. Llama: the released
+# config.json files. tiny: bytes (256 and five special tokens), for a laptop.
+GPT_SIZES: Final[Mapping[str, Size]] = MappingProxyType(
+    {
+        "tiny": {**_GPT2, **_shape(128, 4, 4, num_kv_heads=4, vocab_size=BYTE_VOCAB_SIZE, max_positions=256)},
+        "gpt2": {**_GPT2, **_shape(768, 12, 12, num_kv_heads=12)},
+        "gpt2-medium": {**_GPT2, **_shape(1024, 24, 16, num_kv_heads=16)},
+        "gpt2-large": {**_GPT2, **_shape(1280, 36, 20, num_kv_heads=20)},
+        "gpt2-xl": {**_GPT2, **_shape(1600, 48, 25, num_kv_heads=25)},
+        "tinyllama-1.1b": {
+            **_LLAMA,
+            **_shape(2048, 22, 32, num_kv_heads=4, mlp_size=5632, vocab_size=32000, max_positions=2048),
+        },
+        "llama-2-7b": {
+            **_LLAMA,
+            **_shape(4096, 32, 32, num_kv_heads=32, mlp_size=11008, vocab_size=32000, max_positions=4096),
+        },
+        "llama-3-8b": {
+            **_LLAMA,
+            **_shape(
+                4096,
+                32,
+                32,
+                num_kv_heads=8,
+                mlp_size=14336,
+                vocab_size=128256,
+                max_positions=8192,
+                rope_theta=500_000.0,
+            ),
+        },
+    }
+)
+
+_BERT: Final[Size] = {"vocab_size": 30522, "max_positions": 512, "num_types": 2, "dropout": 0.1, "norm_eps": 1e-12}
+# base, large: Devlin et al. 2018, section 3. tiny to medium: Turc et al. 2019, "Well-Read Students Learn Better", table
+# 1.
+BERT_SIZES: Final[Mapping[str, Size]] = MappingProxyType(
+    {
+        "tiny": {**_BERT, **_shape(128, 2, 2)},
+        "mini": {**_BERT, **_shape(256, 4, 4)},
+        "small": {**_BERT, **_shape(512, 4, 8)},
+        "medium": {**_BERT, **_shape(512, 8, 8)},
+        "base": {**_BERT, **_shape(768, 12, 12)},
+        "large": {**_BERT, **_shape(1024, 24, 16)},
+    }
+)
+
+
+class _LanguageModel(ModelKind):
+    """Base of all language models. A field that is left out is what `size` says."""
+
+    sizes: ClassVar[Mapping[str, Size]]
+    own_fields: ClassVar[frozenset[str]] = frozenset({"kind", "size"})
+
+    vocab_size: PositiveCount
+    """Number of different tokens."""
+    max_positions: PositiveCount
+    """Tokens of the longest sequence."""
+    hidden_size: PositiveCount
+    """Width of the vector that stands for a token between blocks."""
+    num_layers: PositiveCount
+    """Number of transformer blocks."""
+    num_heads: PositiveCount
+    """Attention heads of a block; a divisor of hidden_size."""
+    mlp_size: PositiveCount
+    """Width inside the multi-layer perceptron of a block; left out, it follows hidden_size as in the named size."""
+    dropout: Fraction
+    """Probability that a value is dropped while training: embeddings, attention weights, what a block adds."""
+    norm_eps: Positive
+    """Added to the variance in a normalisation."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, values: Any) -> Any:
+        """Write down what the named size says, so that the resolved config and every rule see numbers."""
+        if not isinstance(values, Mapping):
+            return values
+        default: str = cls.model_fields["size"].default
+        size = values.get("size", default)
+        # An unknown size is filled in too, so that pydantic complains of it and of nothing else.
+        known = isinstance(size, str) and size in cls.sizes
+        return {**_scaled(cls.sizes[size if known else default], values), **values}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema = super().__get_pydantic_json_schema__(core_schema, handler)
+        for name in schema.pop("required", ()):
+            if name in schema["properties"]:
+                schema["properties"][name]["description"] += " Left out: as the named size has it."
+        return schema
+
+
+class GPT(_LanguageModel):
+    """Decoder-only transformer, from GPT-2 (Radford et al. 2019) to the shape of Llama (Touvron et al. 2023)."""
+
+    builds: ClassVar[str] = "framework.models.gpt:GPT.of"
+    sizes: ClassVar[Mapping[str, Size]] = GPT_SIZES
+    kind: Literal["gpt"] = "gpt"
+    size: Literal[
+        "tiny", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "tinyllama-1.1b", "llama-2-7b", "llama-3-8b"
+    ] = "tiny"
+    """Named size: what every other field is unless it is written down. tiny: bytes, for a laptop; the others as
+    published.
+    """
+    num_kv_heads: PositiveCount
+    """Heads of keys and values, a divisor of num_heads; fewer than num_heads share them (grouped-query attention)."""
+    positions: Literal["learned", "rotary"]
+    """How a token's place is told: a learned vector that is added, or a rotation of queries and keys (Su et al.
+    2021).
+    """
+    rope_theta: Positive
+    """Base of the rotary wavelengths."""
+    norm: Literal["layernorm", "rmsnorm"]
+    """Normalisation before attention, before the perceptron and at the end."""
+    mlp: Literal["gelu", "swiglu"]
+    """Perceptron of a block: two matrices around GELU (tanh form, as GPT-2), or three with a gate (Shazeer 2020)."""
+    bias: bool
+    """Whether linear layers and layernorm have a bias."""
+    tie_embeddings: bool
+    """Whether the output layer uses the matrix of the token embedding."""
+
+    def num_layers_in_list(self) -> int:
+        """Embedding, positions (or only dropout), blocks, norm, head."""
+        return self.num_layers + 4
+
+
+class BERT(_LanguageModel):
+    """BERT with both heads of its pre-training (Devlin et al. 2018): masked tokens and next sentence."""
+
+    builds: ClassVar[str] = "framework.models.bert:BERT.of"
+    sizes: ClassVar[Mapping[str, Size]] = BERT_SIZES
+    kind: Literal["bert"] = "bert"
+    size: Literal["tiny", "mini", "small", "medium", "base", "large"] = "tiny"
+    """Named size: what every other field is unless it is written down."""
+    num_types: PositiveCount
+    """Number of segments that a token may belong to."""
+
+    def num_layers_in_list(self) -> int:
+        """Token embedding, other embeddings, blocks, pooler with transform, decoder, output."""
+        return self.num_layers + 5
+
+
+def _scaled(size: Size, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the named size; two fields keep their ratio to another one that was written down."""
+    scaled = dict(size)
+    for name, base in (("mlp_size", "hidden_size"), ("num_kv_heads", "num_heads")):
+        if name not in size:
+            continue
+        given = values.get(base)
+        if isinstance(given, (int, float)) and given >= 1 and given == given // 1:
+            scaled[name] = max(1, size[name] * int(given) // size[base])
+    return scaled
+
+
 ModelSection = Annotated[
-    Annotated[LeNet, Tag("lenet")]
-    | Annotated[SmallResNet18, Tag("small_resnet18")]
-    | Annotated[ResNet18, Tag("resnet18")]
-    | Annotated[ResNet50, Tag("resnet50")]
-    | Annotated[MLP, Tag("mlp")]
-    | Annotated[GPT, Tag("gpt")]
-    | Annotated[BERT, Tag("bert")]
-    | Annotated[Target, Tag("target")]
-    | Annotated[Object, Tag("object")],
-    Discriminator(kind_of),
+    LeNet | SmallResNet18 | ResNet18 | ResNet50 | MLP | GPT | BERT | Target | Object,
+    OneOf(),
 ]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
-from framework.config.base import PositiveCount, Section
+from framework.config.base import OneOf, PositiveCount, Section
 
 
 class FP32(Section):
@@ -71,15 +70,7 @@ class Autocast(Section):
     Conv1d, Conv2d, Conv3d."""
 
 
-def _dtype_of(value: Any) -> str | None:
-    found = value.get("dtype") if isinstance(value, Mapping) else getattr(value, "dtype", None)
-    return found if isinstance(found, str) else None
-
-
 PrecisionSection = Annotated[
-    Annotated[FP32, Tag("fp32")]
-    | Annotated[FP16, Tag("fp16")]
-    | Annotated[BF16, Tag("bf16")]
-    | Annotated[Autocast, Tag("autocast")],
-    Discriminator(_dtype_of),
+    FP32 | FP16 | BF16 | Autocast,
+    OneOf("dtype"),
 ]

@@ -11,9 +11,8 @@ from pydantic import Field
 from framework.config.base import TAG_KEYS, PositiveCount, RunName, Section
 from framework.config.data import DataSection, Digits
 from framework.config.model import LeNet, ModelSection
-from framework.config.optimizer import AdamW, OptimizerSection
+from framework.config.optimizer import AdamW, Constant, OptimizerSection, SchedulerSection
 from framework.config.precision import FP32, PrecisionSection
-from framework.config.scheduler import Constant, SchedulerSection
 from framework.config.training import (
     Batch,
     Checkpoint,

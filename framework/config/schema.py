@@ -1,58 +1,78 @@
-"""The JSON Schema of run configs, as committed in ``run.schema.json`` for editors."""
+"""The JSON Schema of run configs, as packaged in ``run.schema.json`` for editors.
+
+python -m framework.config.schema        builds it anew and writes the file
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Set
 from pathlib import Path
 from typing import Any, Final
 
-from framework.config.base import TAG_KEYS
-from framework.config.deepspeed_words import PASSED_THROUGH, SHARED, TYPED
-from framework.config.run_config import RunConfig
-
+PACKAGED: Final = Path(__file__).with_name("run.schema.json")
 # A file beside the code that writes it: nothing of that code is needed for it.
 _DEEPSPEED: Final = Path(__file__).parents[1] / "dslint/deepspeed.schema.json"
 
 
+def schema_text() -> str:
+    """The JSON Schema as packaged, which a test keeps current; built anew where the file is missing or empty."""
+    text = PACKAGED.read_text(encoding="utf-8") if PACKAGED.exists() else ""
+    return text if text.strip() else new_schema_text()
+
+
+def new_schema_text() -> str:
+    """The same, built from the models, which takes ten times as long."""
+    return json.dumps(run_schema(), indent=2) + "\n"
+
+
 def run_schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of a run config file; a test keeps the committed copy equal."""
+    from framework.config.base import TAG_KEYS
+    from framework.config.run_config import RunConfig  # the models take half a second
+
     schema = RunConfig.model_json_schema()
     from_python = [name for name in schema["$defs"] if name.endswith("Object")]
     for name in from_python:  # a file cannot ask for an object that was handed over
         del schema["$defs"][name]
     for section in schema["$defs"].values():
-        _describe_kind(section)
+        for key in TAG_KEYS:
+            tag = section["properties"].get(key, {})
+            if "const" in tag:  # what tells the members of a union apart is required, and its sentence is the class's
+                del tag["default"]
+                tag["description"] = section["description"]
+                section["required"] = [key, *section.get("required", [])]
     for section in (schema, *schema["$defs"].values()):
         for field in section["properties"].values():
             field.pop("title", None)  # the key in capitals: editors would show it above the sentence
             members = field.get("oneOf", [])
             members[:] = [member for member in members if member["$ref"].rpartition("/")[2] not in from_python]
     schema["properties"] |= {"$schema": {"type": "string", "description": "Where editors find this schema."}}
-    schema["properties"]["deepspeed"] |= _further_keys()
+    schema["properties"]["deepspeed"] |= {"properties": _further_keys(), "additionalProperties": False}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "dsf-trainer run config"}
 
 
 def _further_keys() -> dict[str, Any]:
-    """Return the schemas of keys under `deepspeed:`: those of DeepSpeed's own schema, without what a typed section
-    decides.
-    """
+    """Return the schemas of keys under `deepspeed:`: DeepSpeed's own, without what a typed section decides."""
+    from framework.config.deepspeed_words import PASSED_THROUGH, SHARED, TYPED
+
     theirs: dict[str, Any] = json.loads(_DEEPSPEED.read_text(encoding="utf-8"))["properties"]
     found = {name: theirs[name] for name in sorted(PASSED_THROUGH)}
-    for name in sorted(SHARED):
-        found[name] = _without_typed(theirs[name], name)
-    return {
-        "properties": _moved({name: section for name, section in found.items() if section}),
-        "additionalProperties": False,
-    }
+    shared = {name: _without(TYPED.keys(), theirs[name], name) for name in sorted(SHARED)}
+    text = json.dumps(found | {name: section for name, section in shared.items() if section})
+    moved: dict[str, Any] = json.loads(text.replace('"$ref": "#', '"$ref": "#/properties/deepspeed'))
+    return moved
 
 
-def _without_typed(schema: dict[str, Any], path: str) -> dict[str, Any]:
-    """A section without the keys that ours decides, and without what speaks of them; empty where nothing is left."""
+def _without(typed: Set[str], schema: dict[str, Any], path: str) -> dict[str, Any]:
+    """A section without typed keys, and without what speaks of them; empty where nothing is left."""
     members: dict[str, Any] = {}
     for name, member in schema.get("properties", {}).items():
         inner = f"{path}.{name}"
-        if inner not in TYPED and "$ref" not in member and not member.get("deprecated"):
-            members[name] = _without_typed(member, inner) if "properties" in member and _has_typed(inner) else member
+        if inner in typed or "$ref" in member or member.get("deprecated"):
+            continue
+        has_typed = "properties" in member and any(key.startswith(f"{inner}.") for key in typed)
+        members[name] = _without(typed, member, inner) if has_typed else member
     members = {name: member for name, member in members.items() if member}
     if not members:
         return {}
@@ -60,25 +80,5 @@ def _without_typed(schema: dict[str, Any], path: str) -> dict[str, Any]:
     return {**kept, "type": "object", "properties": members}
 
 
-def _has_typed(path: str) -> bool:
-    return any(key.startswith(f"{path}.") for key in TYPED)
-
-
-def _moved(schema: Any) -> Any:
-    """With its references leading to where it stands now."""
-    if isinstance(schema, dict):
-        return {
-            key: f"#/properties/deepspeed{value[1:]}" if key == "$ref" else _moved(value)
-            for key, value in schema.items()
-        }
-    return [_moved(item) for item in schema] if isinstance(schema, list) else schema
-
-
-def _describe_kind(section: dict[str, Any]) -> None:
-    """The key that tells the members of a union apart must be written, and its sentence is the class's."""
-    for key in TAG_KEYS:
-        tag = section["properties"].get(key, {})
-        if "const" in tag:
-            del tag["default"]
-            tag["description"] = section["description"]
-            section["required"] = [key, *section.get("required", [])]
+if __name__ == "__main__":
+    PACKAGED.write_text(new_schema_text(), encoding="utf-8")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Final, Literal
 
-from pydantic import Discriminator, Field, StringConstraints, Tag
+from pydantic import Field, StringConstraints
 
 from framework.config.base import (
     WORDS_OF_PATTERNS,
@@ -15,10 +15,10 @@ from framework.config.base import (
     Kind,
     NonNegative,
     Object,
+    OneOf,
     PositiveCount,
     Section,
     Target,
-    kind_of,
 )
 
 
@@ -197,10 +197,6 @@ class MaskedLM(Kind):
 
 
 TaskSection = Annotated[
-    Annotated[Classification, Tag("classification")]
-    | Annotated[CausalLM, Tag("causal_lm")]
-    | Annotated[MaskedLM, Tag("masked_lm")]
-    | Annotated[Target, Tag("target")]
-    | Annotated[Object, Tag("object")],
-    Discriminator(kind_of),
+    Classification | CausalLM | MaskedLM | Target | Object,
+    OneOf(),
 ]

@@ -7,11 +7,11 @@ elements instead of 5e8, because a bucket is a buffer of that many elements and 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
-from framework.config.base import Count, EvenCount, Fraction, PositiveCount, Section
+from framework.config.base import Count, EvenCount, Fraction, OneOf, PositiveCount, Section
 
 
 class NoOffload(Section):
@@ -70,18 +70,13 @@ class ParamToNVMe(Section):
     """Elements kept in host memory all the time."""
 
 
-def _device_of(value: Any) -> str | None:
-    found = value.get("device") if isinstance(value, Mapping) else getattr(value, "device", None)
-    return found if isinstance(found, str) else None
-
-
 OffloadOptimizer = Annotated[
-    Annotated[NoOffload, Tag("none")] | Annotated[OptimizerToCPU, Tag("cpu")] | Annotated[OptimizerToNVMe, Tag("nvme")],
-    Discriminator(_device_of),
+    NoOffload | OptimizerToCPU | OptimizerToNVMe,
+    OneOf("device"),
 ]
 OffloadParam = Annotated[
-    Annotated[NoOffload, Tag("none")] | Annotated[ParamToCPU, Tag("cpu")] | Annotated[ParamToNVMe, Tag("nvme")],
-    Discriminator(_device_of),
+    NoOffload | ParamToCPU | ParamToNVMe,
+    OneOf("device"),
 ]
 
 

@@ -20,9 +20,8 @@ from framework.dslint.facts import read_by_model
 from framework.dslint.key_files import variant_of
 from framework.dslint.keys import Key, KeyTable, load_table
 from framework.errors import MISSING, Problem, UsageError, show_value
-from framework.text.document import KeyPath
-from framework.text.hjson import HjsonDocument
-from framework.text.hjson_edits import Edit, RemoveMember, ReplaceValue, apply_edits
+from framework.text.document import Document, KeyPath
+from framework.text.edits import Edit, RemoveMember, ReplaceValue, apply_edits
 from framework.text.typos import nearest
 
 # The arguments of Hugging Face's Trainer and Accelerate that decide what "auto" becomes, and their defaults.
@@ -253,7 +252,7 @@ class Resolution:
 
 
 def resolve(
-    document: HjsonDocument, settings: Mapping[str, Any], *, world_size: int | None = None, release: str | None = None
+    document: Document, settings: Mapping[str, Any], *, world_size: int | None = None, release: str | None = None
 ) -> Resolution:
     """Fill in every "auto" of a file.
 
@@ -302,7 +301,7 @@ class _Filler:
                 )
             )
 
-    def resolution(self, document: HjsonDocument, autos: Sequence[KeyPath]) -> Resolution:
+    def resolution(self, document: Document, autos: Sequence[KeyPath]) -> Resolution:
         edits = [edit for path in autos for edit in self._edits(path)]
         notes, problems = (
             tuple(_placed(document, problem) for problem in found) for found in (self.notes, self.problems)
@@ -411,7 +410,7 @@ def _default(key: Key) -> str:
     return "" if key.default is MISSING else f" {show_value(key.default)}"
 
 
-def _placed(document: HjsonDocument, problem: Problem) -> Problem:
+def _placed(document: Document, problem: Problem) -> Problem:
     line, column = document.places.get(tuple(problem.key.split(".")), (0, 0))
     return replace(problem, file=document.name, line=line, column=column)
 

@@ -17,8 +17,7 @@ from framework.dslint.keys import Key, KeyTable, load_table
 from framework.dslint.lint import lint
 from framework.errors import Problem
 from framework.text.document import Document, KeyPath, at
-from framework.text.hjson import HjsonDocument, parse_hjson
-from framework.text.hjson_edits import (
+from framework.text.edits import (
     Edit,
     MoveMember,
     RemoveMember,
@@ -28,6 +27,7 @@ from framework.text.hjson_edits import (
     clash,
     edited_value,
 )
+from framework.text.hjson import parse_hjson
 from framework.text.typos import means
 
 _MOST_ROUNDS: Final = 10
@@ -48,7 +48,7 @@ _OF_ONE_KEY: Final = frozenset(
 )
 
 
-def fixed_text(document: HjsonDocument, *, release: str | None = None) -> str:
+def fixed_text(document: Document, *, release: str | None = None) -> str:
     """The text with everything mended that has one safe answer; the same text where nothing has.
 
     Args:

@@ -37,7 +37,7 @@ from framework.errors import MISSING, ConfigError, Problem, printable
 from framework.plan.plan import default_cluster, make_plan
 from framework.plan.rules.passthrough import not_in_a_run
 from framework.text.document import MAX_BYTES, Document
-from framework.text.hjson import HjsonDocument, parse_hjson, read_hjson
+from framework.text.hjson import parse_hjson, read_hjson
 
 _BATCH: Final = {
     "train_batch_size": "global_size",
@@ -328,7 +328,7 @@ def with_deepspeed_config(config: RunConfig, path: str | Path, *, source: Source
     return config_from_values(_over(ours, written), source=source)
 
 
-def _read(path: str) -> HjsonDocument:
+def _read(path: str) -> Document:
     """Read a file; a name that is no file and reads as base64 of an object is the text itself
     (deepspeed/runtime/config.py `DeepSpeedConfig`).
     """
@@ -349,7 +349,7 @@ def _exists(path: str) -> bool:
         return False
 
 
-def _clashes(written: Mapping[str, Any], imported: Imported, document: HjsonDocument) -> Iterator[Problem]:
+def _clashes(written: Mapping[str, Any], imported: Imported, document: Document) -> Iterator[Problem]:
     """Keys that both say, differently."""
     for key, theirs in imported.given.items():
         mine, decided = _at(written, key), _at(imported.values, key)
@@ -365,7 +365,7 @@ def _clashes(written: Mapping[str, Any], imported: Imported, document: HjsonDocu
             )
 
 
-def _left_out(document: HjsonDocument, line: str) -> Problem:
+def _left_out(document: Document, line: str) -> Problem:
     key, _, rest = line.partition(": ")
     row, column = document.places.get(tuple(key.split(".")), (0, 0))
     return Problem(
@@ -384,7 +384,7 @@ def _clash(key: str, value: Any, reason: str) -> Problem:
     return Problem(kind="deepspeed-config-clash", key=key, value=value, reason=reason, fix="say it in one of the two")
 
 
-def _place(document: HjsonDocument, key: str) -> str:
+def _place(document: Document, key: str) -> str:
     line, _ = document.places.get(tuple(key.split(".")), (0, 0))
     return f"{key} in {document.name}:{line}" if line else f"{key} in {document.name}"
 

@@ -12,7 +12,7 @@ from framework.dslint.keys import load_table
 from framework.dslint.lint import key_problems, lint
 from framework.errors import Problem
 from framework.text.document import YAML_ENDINGS, Document, read_text
-from framework.text.hjson import HjsonDocument, parse_hjson
+from framework.text.hjson import parse_hjson
 
 if TYPE_CHECKING:  # importing the models of a run config would cost every check of a DeepSpeed JSON a tenth of a second
     from framework.config.load import Source
@@ -55,7 +55,7 @@ OURS: Final = frozenset(
 )
 
 
-def read_deepspeed_json(path: Path, *, name: str) -> HjsonDocument | None:
+def read_deepspeed_json(path: Path, *, name: str) -> Document | None:
     """The document if the file is DeepSpeed JSON, None if it is a run config.
 
     Raises:
@@ -64,7 +64,7 @@ def read_deepspeed_json(path: Path, *, name: str) -> HjsonDocument | None:
     return None if _is_yaml(path) else parse_deepspeed_json(read_text(path, name=name), path, name=name)
 
 
-def parse_deepspeed_json(text: str, path: Path, *, name: str) -> HjsonDocument | None:
+def parse_deepspeed_json(text: str, path: Path, *, name: str) -> Document | None:
     """As `read_deepspeed_json`, of a text that has been read.
 
     YAML files are run configs. Anything else is DeepSpeed JSON unless more of its keys are a run config's own.

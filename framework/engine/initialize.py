@@ -17,7 +17,7 @@ from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.save_stream import OpenFile
 from framework.checkpoint.state.checkpoint_engine import use_atomic_files
 from framework.checkpoint.state.optimizer_shards import Names
-from framework.config.scheduler import Cosine
+from framework.config.optimizer import Cosine
 from framework.engine.checkpoint_bytes import load_bytes, move_in, save_bytes
 from framework.engine.device_batches import HALF, DeviceBatches, place
 from framework.engine.distributed import collective_timeout, device

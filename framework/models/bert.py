@@ -23,7 +23,7 @@ from framework.models.layers import Layer, LayeredModel
 
 @dataclass(frozen=True, kw_only=True)
 class BERTShape:
-    """Shape of a BERT, whose fields `framework.config.language_models.BERT` describes.
+    """Shape of a BERT, whose fields `framework.config.model.BERT` describes.
 
     Raises:
         ValueError: the heads do not divide the hidden units.

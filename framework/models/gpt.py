@@ -55,7 +55,7 @@ def rotate(*heads: Tensor, theta: float) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class GPTShape:
-    """Shape of a GPT, whose fields `framework.config.language_models.GPT` describes; the defaults are GPT-2's.
+    """Shape of a GPT, whose fields `framework.config.model.GPT` describes; the defaults are GPT-2's.
 
     Each of `num_kv_heads` serves num_heads / num_kv_heads heads (Ainslie et al. 2023).
 

@@ -13,9 +13,8 @@ from typing import Any, Final
 
 from framework.config.base import Object, Target
 from framework.config.deepspeed_words import SCHEDULES, SHARED
-from framework.config.optimizer import AdamW, optimizer_lr
+from framework.config.optimizer import AdamW, Constant, Cosine, OneCycle, optimizer_lr
 from framework.config.precision import FP32, Autocast
-from framework.config.scheduler import Constant, Cosine, OneCycle
 from framework.config.zero import STAGE3_KEYS, Zero
 from framework.errors import ConfigError
 from framework.plan.plan import Plan

@@ -1,27 +1,43 @@
-"""Reads DeepSpeed JSON as DeepSpeed does, which is Hjson, together with the place and the extent of every key and
-value.
+"""Reads DeepSpeed JSON as DeepSpeed does, which is Hjson, together with the place and the extent of everything.
 
-DeepSpeed reads its file with the `hjson` package: comments, commas too many or left out, text without quotes. That
-package gives no positions and reads without bound; here every problem has a line, every edit finds its characters, and
-a hostile file costs a bounded amount of time.
+DeepSpeed reads its file with the `hjson` package: comments, commas too many or left out, text without quotes that runs
+to the end of its line, with commas and comments in it; `1e3` and `1.0` are integers, `NaN` is text. That package gives
+no positions and reads without bound; here every problem has a line, every edit finds its characters, and a hostile file
+costs a bounded amount of time. What is refused beyond its rules has no meaning in a config.
 """
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from math import isinf
 from pathlib import Path
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NoReturn
 
-from framework.errors import ConfigError, Problem
-from framework.text.document import MAX_BYTES, MAX_DEPTH, MAX_VALUES, Document, KeyPath, read_text, too_deep
-from framework.text.hjson_scan import BYTE_ORDER_MARK, ScanError, Scanner
+from framework.errors import ConfigError, show_value
+from framework.text.document import BYTE_ORDER_MARK, MAX_BYTES, Builder, Document, KeyPath, Span, read_text
 
-MAX_DUPLICATES: Final = 100
 MAX_KEY: Final = 1_024  # as in YAML
-_CLOSING: Final[Mapping[str, str]] = {"{": "}", "[": "]"}
-_WORD: Final = re.compile(r"-?\w+")
+MAX_DIGITS: Final = 4_300  # Python reads no longer integer; a longer float is no setting either
+ENDS_NUMBER: Final = re.compile(r"[\r\n,}\]#]|//|/\*|\Z")
+_BLANKS: Final = " \t\r\n"
+_SPACE: Final = re.compile(r"[ \t\r\n]*")
+_LINE: Final = re.compile(r"[^\r\n]*")
+_LINE_END: Final = re.compile(r"\r\n|\n|\r")
+_WORD: Final = re.compile(rf"(null|true|false)[^\S\r\n]*(?={ENDS_NUMBER.pattern})")
+_WORDS: Final = {"null": None, "true": True, "false": False}
+_NUMBER: Final = re.compile(rf"(-?(?:0|[1-9]\d*))(\.\d+)?([eE][-+]?\d+)?[\t ]*(?={ENDS_NUMBER.pattern})")
+_KEY: Final = re.compile(r"[^:{}\[\],]*")
+_CHUNK: Final = re.compile(r"[^'\"\\\x00-\x1f]*")
+_HEX: Final = re.compile(r"[0-9a-fA-F]{4}")
+_ESCAPES: Final = {'"': '"', "'": "'", "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
+# First character where a key belongs -> what to say.
+_NO_KEY: Final = {
+    ":": ("a colon without a key", "write the key before it (an empty key needs quotes)"),
+    ",": ("a comma where a key belongs", "remove it"),
+    "": ("the file ends where a key belongs", "write key: value"),
+}
 # Words of Python and JavaScript, each with what JSON has for it.
 _FOREIGN: Final[Mapping[str, str]] = {
     "True": "true",
@@ -30,48 +46,11 @@ _FOREIGN: Final[Mapping[str, str]] = {
     "undefined": "null",
     **dict.fromkeys(("NaN", "nan", "Infinity", "-Infinity", "inf", "-inf"), "a finite number"),
 }
+_FIRST_WORD: Final = re.compile(r"-?\w*")
 _MISLEADING: Final = (",", "}", "]", '"', " #", "//", "/*")
 
 
-class Span(NamedTuple):
-    """The extent of one member in the text, in characters: ``text[start:end]``.
-
-    Attributes:
-        key: the key as it is written, with its quotes; None for an element of a list and for the whole document.
-        value: the value as it is written, without the blanks around it.
-        comma: offset of the comma that follows; None where there is none.
-    """
-
-    key: tuple[int, int] | None
-    value: tuple[int, int]
-    comma: int | None = None
-
-    @property
-    def start(self) -> int:
-        """Return the start of the member: its key, or its value where it has none."""
-        return self.value[0] if self.key is None else self.key[0]
-
-    @property
-    def member(self) -> tuple[int, int]:
-        """Key, value and comma; a comment before the comma is inside."""
-        return self.start, self.value[1] if self.comma is None else self.comma + 1
-
-
-@dataclass
-class HjsonDocument(Document):
-    """Plain values, the place of each and its extent in the text.
-
-    Attributes:
-        text: what was read, character for character.
-        spans: path -> extent; ``()`` is the whole document; where the text has no braces it goes to the end of the
-            text.
-    """
-
-    text: str = ""
-    spans: dict[KeyPath, Span] = field(default_factory=dict)
-
-
-def read_hjson(path: Path, *, name: str) -> HjsonDocument:
+def read_hjson(path: Path, *, name: str) -> Document:
     """Read a DeepSpeed JSON file (at most 1 MB, UTF-8); `text` of the result encodes to the bytes of the file.
 
     Raises:
@@ -80,193 +59,283 @@ def read_hjson(path: Path, *, name: str) -> HjsonDocument:
     return parse_hjson(read_text(path, name=name), name=name)
 
 
-def parse_hjson(text: str, *, name: str) -> HjsonDocument:
+def parse_hjson(text: str, *, name: str) -> Document:
     """Parse Hjson text (JSON is Hjson). The value is what ``hjson.loads(text)`` gives.
 
     Raises:
         ConfigError: a syntax problem, every duplicate key, or text beyond the bounds.
     """
-    _refuse_odd_text(text, name)
-    return _Reader(text, name).read()
+    return _Reader(name, text, "hjson").read()
 
 
-def _refuse_odd_text(text: str, name: str) -> None:
-    try:
-        num_bytes = len(text.encode())
-    except UnicodeEncodeError:
-        reason, fix = "half of a UTF-16 pair is no text", "save the text as UTF-8"
-        raise ConfigError.of(kind="config-not-text", file=name, reason=reason, fix=fix) from None
-    if num_bytes > MAX_BYTES:
-        raise ConfigError.of(
-            kind="config-too-large",
-            file=name,
-            reason=f"more than {MAX_BYTES:,} bytes",
-            fix="a DeepSpeed config is a few kilobytes of text",
-        )
-    if "\0" in text:
-        raise ConfigError.of(kind="config-not-text", file=name, reason="it holds zero bytes", fix="name a text file")
+class _Reader(Builder):
+    """Walks the text once; methods take an offset, and return what they read and the offset behind it."""
 
-
-class _Reader:
-    """Walks the text once, counting what it builds; nesting is bounded, so it may recurse."""
-
-    def __init__(self, text: str, name: str) -> None:
-        self.scanner = Scanner(text)
-        self.document = HjsonDocument(name, text=text)
-        self.problems: list[Problem] = []
-        self.num_values = 0
-        self.has_member = False
-        self.misleading: int | None = None  # the last text without quotes that holds what looks like Hjson
-
-    def read(self) -> HjsonDocument:
+    def read(self) -> Document:
+        """Read everything; nesting is bounded, so the methods may recurse."""
+        self.text = text = self.document.text
+        self._line_starts = [0, *(match.end() for match in _LINE_END.finditer(text))]
+        self._has_lone_return = bool(re.search(r"\r(?!\n)", text))
+        self._has_member = False
+        self._misleading: int | None = None  # the last text without quotes that holds what looks like Hjson
         try:
-            self.document.value = self._root()
-        except ScanError as error:
-            self._stop(self._problem("config-syntax", error.at, error.reason, error.fix))
+            num_bytes = len(text.encode())
+        except UnicodeEncodeError:
+            self.stop("config-not-text", (0, 0), "half of a UTF-16 pair is no text", "save the text as UTF-8")
+        if num_bytes > MAX_BYTES:
+            reason, fix = f"more than {MAX_BYTES:,} bytes", "a DeepSpeed config is a few kilobytes of text"
+            self.stop("config-too-large", (0, 0), reason, fix)
+        if "\0" in text:
+            self.stop("config-not-text", (0, 0), "it holds zero bytes", "name a text file")
+        begin = self._skip(len(BYTE_ORDER_MARK) * text.startswith(BYTE_ORDER_MARK))
+        self.document.places[()] = self._place(begin)
+        if begin < len(text):
+            self.document.value, end = self._value(begin, ()) if text[begin] in "{[" else self._without_braces(begin)
+            self._refuse_rest(end)
+        elif text.startswith(BYTE_ORDER_MARK):  # the hjson package refuses this one
+            self._refuse(begin, "the file is empty", "write at least {}")
+        else:
+            self.document.value, end = {}, begin
+        self.document.spans[()] = Span(None, (begin, end))
         if self.problems:
             raise ConfigError(self.problems)
         return self.document
 
-    def _root(self) -> Any:
-        text = self.document.text
-        begin = self.scanner.skip(len(BYTE_ORDER_MARK) if text.startswith(BYTE_ORDER_MARK) else 0)
-        self.document.places[()] = self.scanner.place(begin)
-        if begin == len(text):
-            if text.startswith(BYTE_ORDER_MARK):  # the hjson package refuses this one
-                raise ScanError(begin, "the file is empty", "write at least {}")
-            self.document.spans[()] = Span(None, (begin, begin))
-            return {}
-        if text[begin] in _CLOSING:
-            value, end = self._value(begin, ())
-        else:
-            value, end = self._without_braces(begin)
-        self.document.spans[()] = Span(None, (begin, end))
-        self._refuse_rest(end)
-        return value
+    def _place(self, at: int) -> tuple[int, int]:
+        """Line and column, both 1-based; a byte order mark counts as nothing."""
+        line = bisect_right(self._line_starts, at)
+        column = at - self._line_starts[line - 1] + 1
+        return line, column - (line == 1 and column > 1 and self.text.startswith(BYTE_ORDER_MARK))
+
+    def _refuse(self, at: int, reason: str, fix: str) -> NoReturn:
+        self.stop("config-syntax", self._place(at), reason, fix)
 
     def _refuse_rest(self, end: int) -> None:
-        rest = self.scanner.skip(end)
-        if rest < len(self.document.text):
-            raise ScanError(rest, "text after the end of the document", "remove it, or check the brackets before it")
+        rest = self._skip(end)
+        if rest < len(self.text):
+            self._refuse(rest, "text after the end of the document", "remove it, or check the brackets before it")
 
     def _without_braces(self, begin: int) -> tuple[Any, int]:
         """The members of the root, or a single value."""
         try:
-            return self._members(begin, (), braces=False)
-        except ScanError as error:
-            if self.has_member:  # the hjson package would take `a: {b: [}` for one text
+            return self._members(begin, (), closing="")
+        except ConfigError as error:
+            if self._has_member:  # the hjson package would take `a: {b: [}` for one text
                 raise
             try:
                 value, end = self._value(begin, ())
                 self._refuse_rest(end)
-            except ScanError:
+            except ConfigError:
                 raise error from None
             return value, end
 
+    # ---- values
+
     def _value(self, at: int, path: KeyPath) -> tuple[Any, int]:
-        text = self.document.text
-        self.num_values += 1
-        if self.num_values > MAX_VALUES:
-            reason = f"more than {MAX_VALUES:,} values"
-            self._stop(self._problem("config-too-large", at, reason, "make it smaller"))
-        line, column = self.scanner.place(at)
-        if len(path) > MAX_DEPTH:
-            self._stop(replace(too_deep(self.document.name, line), column=column))
+        text = self.text
+        self.count(len(path), self._place(at))
         if text.startswith("{", at):
-            return self._members(at + 1, path, braces=True)
+            return self._members(at + 1, path, closing="}")
         if text.startswith("[", at):
             return self._elements(at + 1, path)
-        value, end = self.scanner.scalar(at)
+        value, end = self._scalar(at)
         if isinstance(value, str) and text[at] not in "\"'" and any(mark in value for mark in _MISLEADING):
-            self.misleading = at
+            self._misleading = at
         return value, end
 
-    def _members(self, at: int, path: KeyPath, *, braces: bool) -> tuple[dict[str, Any], int]:
-        text, opening = self.document.text, at - 1
+    def _members(self, at: int, path: KeyPath, *, closing: str) -> tuple[dict[str, Any], int]:
         values: dict[str, Any] = {}
-        first_lines: dict[str, int] = {}
-        at = self.scanner.skip(at)
-        while True:
-            if braces and text.startswith("}", at):
+        begin, at = at, self._skip(at)
+        while at < len(self.text):
+            if closing and self.text.startswith(closing, at):
                 return values, at + 1
-            if at == len(text):
-                if braces:
-                    self._refuse_open(opening)
-                return values, at
             key_at = at
-            key, key_end = self.scanner.key(at)
-            value_at = self._past_colon(key_end)
+            key, key_end = self._key(at)
+            at = self._past_colon(key_end)
             if len(key) > MAX_KEY:
                 reason = f"a key of {len(key):,} characters"
-                raise ScanError(key_at, reason, "check the quotes and the colons before it")
-            here = (*path, key)
-            line, column = self.scanner.place(key_at)
+                self._refuse(key_at, reason, "check the quotes and the colons before it")
+            here, place = (*path, key), self._place(key_at)
             if key not in values:
-                self.document.places[here] = (line, column)
-            value, end = self._value_at(value_at, here)
+                self.document.places[here] = place
+            if at == len(self.text):
+                self._refuse(at, "the file ends where a value belongs", "write the value")
+            value_at = at
+            value, end = self._value(at, here)
             at, comma = self._past_comma(end)
             if key in values:
-                self._add_duplicate(here, key_at, first_lines[key])
+                self.add_duplicate(here, place)
                 continue
-            values[key], first_lines[key] = value, line
+            values[key] = value
             self.document.spans[here] = Span((key_at, key_end), (value_at, end), comma)
+        if closing:
+            self._refuse_open(begin - 1, closing)
+        return values, at
 
     def _elements(self, at: int, path: KeyPath) -> tuple[list[Any], int]:
-        text, opening = self.document.text, at - 1
         values: list[Any] = []
-        at = self.scanner.skip(at)
-        while True:
-            if text.startswith("]", at):
-                return values, at + 1
-            if at == len(text):
-                self._refuse_open(opening)
-            here = (*path, len(values))
-            self.document.places[here] = self.scanner.place(at)
-            begin = at
-            value, end = self._value(begin, here)
+        begin, at = at, self._skip(at)
+        while not self.text.startswith("]", at):
+            if at == len(self.text):
+                self._refuse_open(begin - 1, "]")
+            here, value_at = (*path, len(values)), at
+            self.document.places[here] = self._place(at)
+            value, end = self._value(at, here)
             at, comma = self._past_comma(end)
             values.append(value)
-            self.document.spans[here] = Span(None, (begin, end), comma)
+            self.document.spans[here] = Span(None, (value_at, end), comma)
+        return values, at + 1
 
     def _past_colon(self, key_end: int) -> int:
-        at = self.scanner.skip(key_end)
-        if not self.document.text.startswith(":", at):
-            raise ScanError(at, "no colon after the key", "write key: value, or check the quotes")
-        self.has_member = True
-        return self.scanner.skip(at + 1)
-
-    def _value_at(self, at: int, path: KeyPath) -> tuple[Any, int]:
-        if at == len(self.document.text):
-            raise ScanError(at, "the file ends where a value belongs", "write the value")
-        return self._value(at, path)
+        at = self._skip(key_end)
+        if not self.text.startswith(":", at):
+            self._refuse(at, "no colon after the key", "write key: value, or check the quotes")
+        self._has_member = True
+        return self._skip(at + 1)
 
     def _past_comma(self, end: int) -> tuple[int, int | None]:
-        at = self.scanner.skip(end)
-        return (self.scanner.skip(at + 1), at) if self.document.text.startswith(",", at) else (at, None)
+        at = self._skip(end)
+        return (self._skip(at + 1), at) if self.text.startswith(",", at) else (at, None)
 
-    def _refuse_open(self, opening: int) -> NoReturn:
-        bracket = self.document.text[opening]
-        reason, fix = f"the {bracket} that opens here is never closed", f"add the {_CLOSING[bracket]}"
-        if self.misleading is not None:
-            word = _WORD.match(self.document.text, self.misleading)
-            if word is not None and word[0] in _FOREIGN:
-                stated = f"{word[0]} is no word of JSON: as text without quotes it runs to the end of its line"
-                raise ScanError(self.misleading, stated, f"write {_FOREIGN[word[0]]}")
-            line = self.scanner.place(self.misleading)[0]
+    def _refuse_open(self, opening: int, closing: str) -> NoReturn:
+        reason, fix = f"the {self.text[opening]} that opens here is never closed", f"add the {closing}"
+        if self._misleading is not None:
+            word = _match(_FIRST_WORD, self.text, self._misleading)[0]
+            if word in _FOREIGN:
+                reason = f"{word} is no word of JSON: as text without quotes it runs to the end of its line"
+                self._refuse(self._misleading, reason, f"write {_FOREIGN[word]}")
+            line = self._place(self._misleading)[0]
             fix += f", or put the text of line {line} in quotes: without them it runs to the end of its line"
-        raise ScanError(opening, reason, fix)
+        self._refuse(opening, reason, fix)
 
-    def _add_duplicate(self, path: KeyPath, at: int, first_line: int) -> None:
-        problem = self._problem(
-            "duplicate-key", at, f"the key is already set in line {first_line}", "keep one of the two"
-        )
-        self.problems.append(replace(problem, key=".".join(map(str, path))))
-        if len(self.problems) >= MAX_DUPLICATES:
-            raise ConfigError(self.problems)
+    # ---- words
 
-    def _problem(self, kind: str, at: int, reason: str, fix: str) -> Problem:
-        line, column = self.scanner.place(at)
-        return Problem(kind=kind, file=self.document.name, line=line, column=column, reason=reason, fix=fix)
+    def _skip(self, at: int) -> int:
+        """Past blanks and comments."""
+        text = self.text
+        while True:
+            at = _match(_SPACE, text, at).end()
+            if text.startswith(("#", "//"), at):
+                at = _match(_LINE, text, at).end()
+            elif text.startswith("/*", at):
+                end = text.find("*/", at + 2)
+                if end < 0:
+                    self._refuse(at, "the comment that begins here does not end", "close it with */")
+                at = end + 2
+            else:
+                return at
 
-    def _stop(self, problem: Problem) -> NoReturn:
-        raise ConfigError([*self.problems, problem])
+    def _key(self, at: int) -> tuple[str, int]:
+        """The name of a key and the end of how it is written."""
+        if self.text.startswith(('"', "'"), at):
+            return self._quoted(at)
+        match = _match(_KEY, self.text, at)
+        written, stop = match[0], self.text[match.end() : match.end() + 1]
+        if not written:
+            self._refuse(at, *_NO_KEY.get(stop, (f"a {stop} where a key belongs", "check the brackets before it")))
+        if stop != ":":
+            name = written.split(maxsplit=1)[0] if written.strip() else written
+            self._refuse(at, f"no colon after {show_value(name)}", "write key: value")
+        bare = written.rstrip(_BLANKS)
+        if any(blank in bare for blank in _BLANKS):
+            fix = "add the missing colon or comma, or quote the key"
+            self._refuse(at, f"the key {show_value(written)} has a blank in it", fix)
+        return bare if bare == written else written.rstrip(), at + len(bare)
+
+    def _scalar(self, at: int) -> tuple[Any, int]:
+        """A value that is no object and no list."""
+        text = self.text
+        if text.startswith("'''", at):
+            return self._many_lines(at)
+        if text[at] in "\"'":
+            return self._quoted(at)
+        if text[at] in "}],:":
+            self._refuse(at, f"a {text[at]} where a value belongs", "write the value, or remove what asks for one")
+        if word := _WORD.match(text, at):
+            return _WORDS[word[1]], at + len(word[0].rstrip(" \t"))
+        if number := _NUMBER.match(text, at):
+            return self._number(number), at + len(number[0].rstrip(" \t"))
+        written = _match(_LINE, text, at)[0]
+        return written.strip(), at + len(written.rstrip(" \t"))
+
+    def _number(self, match: re.Match[str]) -> int | float:
+        written = match[0].rstrip(" \t")
+        if len(written) > MAX_DIGITS:
+            self._refuse(match.start(), f"a number of {len(written):,} characters", "write a shorter one")
+        if not match[2] and not match[3]:
+            return int(written)
+        number = float(written)
+        if isinf(number):
+            self._refuse(match.start(), "too large for a number", "write a smaller one")
+        return int(number) if number.is_integer() and abs(number) < 1e10 else number
+
+    def _quoted(self, begin: int) -> tuple[str, int]:
+        """Text in single or double quotes."""
+        text, quote, at = self.text, self.text[begin], begin + 1
+        parts: list[str] = []
+        while True:
+            match = _match(_CHUNK, text, at)
+            parts.append(match[0])
+            at = match.end()
+            mark = text[at : at + 1]
+            if mark == quote:
+                return "".join(parts), at + 1
+            if mark == "\\":
+                part, at = self._escape(at)
+            elif mark and mark in "\"'":
+                part, at = mark, at + 1
+            elif mark in ("", "\r", "\n"):
+                self._refuse(begin, "the quotes that begin here do not end on their line", f"add the closing {quote}")
+            else:
+                self._refuse(at, "a tab or control character inside quotes", "write it as an escape, for example \\t")
+            parts.append(part)
+
+    def _escape(self, at: int) -> tuple[str, int]:
+        letter = self.text[at + 1 : at + 2]
+        if letter in _ESCAPES:
+            return _ESCAPES[letter], at + 2
+        if letter != "u":
+            self._refuse(at, f"\\{letter} is no escape", "write \\\\ for a backslash")
+        code = self._code(at)
+        if 0xD800 <= code < 0xDC00 and self.text.startswith("\\u", at + 6):
+            second = self._code(at + 6)
+            if 0xDC00 <= second < 0xE000:
+                return chr(0x10000 + ((code - 0xD800) << 10 | (second - 0xDC00))), at + 12
+        if 0xD800 <= code < 0xE000:
+            self._refuse(at, "half of a UTF-16 pair is no text", "write the character itself")
+        return chr(code), at + 6
+
+    def _code(self, at: int) -> int:
+        match = _HEX.match(self.text, at + 2)
+        if not match:
+            self._refuse(at, "\\u without four hexadecimal digits", "write for example \\u00e9")
+        return int(match[0], 16)
+
+    def _many_lines(self, at: int) -> tuple[str, int]:
+        """Text between three single quotes; its lines lose as many blanks as stand left of the opening quotes."""
+        text = self.text
+        end = text.find("'''", at + 3)
+        if end < 0:
+            self._refuse(at, "the ''' that begins here does not end", "close it with '''")
+        if self._has_lone_return:
+            self._refuse(at, "a ''' text in a file with carriage returns alone", "save the file with other line ends")
+        first, *rest = text[at + 3 : end].replace("\r\n", "\n").lstrip(" \t").split("\n")
+        indent = self._indent_of(at)
+        lines = [first, *(line[min(indent, len(line) - len(line.lstrip(" \t"))) :] for line in rest)]
+        return "\n".join(lines[bool(rest and not first) :]).removesuffix("\n"), end + 3
+
+    def _indent_of(self, at: int) -> int:
+        """Characters left of an offset; in the first line the hjson package counts on from the end of the text."""
+        line = bisect_right(self._line_starts, at)
+        if line > 1:
+            return at - self._line_starts[line - 1]
+        if len(self._line_starts) == 1:
+            self._refuse(at, "DeepSpeed cannot read ''' in a file of one line", "use double quotes")
+        return at + len(self.text) - self._line_starts[-1]
+
+
+def _match(pattern: re.Pattern[str], text: str, at: int) -> re.Match[str]:
+    """A match of what matches everywhere."""
+    match = pattern.match(text, at)
+    assert match
+    return match

@@ -1,27 +1,14 @@
-"""Likeness of words: guesses for messages, and a stricter measure for changes to people's files.
+"""Likeness of words: guesses for messages, and stricter measures for changes to people's files.
 
-Typo measure for names in configs and arguments. A module of its own, because it needs nothing that is slow to
-import.
+A module of its own, because it needs nothing that is slow to import.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from difflib import SequenceMatcher
 from functools import cache
 from typing import Final
-
-
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that a misspelt one most likely means."""
-    words = {name.lower().replace("_", ""): name for name in known}
-    matches = difflib.get_close_matches(word[:100].lower().replace("_", ""), words, n=1, cutoff=0.6)
-    return words[matches[0]] if matches else None
-
-
-# Likeness of two words: `likeness` for guesses, and the stricter `means` for changes to people's files.
-
 
 ALIKE: Final = 0.74  # a guess below this likeness confuses more than it helps
 _LONG_ENOUGH: Final = 6
@@ -29,6 +16,8 @@ _BEGINNING: Final = 4
 _SHORTEST: Final = 4  # "io" is one letter from "aio", and means something else
 _LONG: Final = 7  # from here on two letters may be wrong
 _LONGEST: Final = 80
+_SECOND: Final = 0.6  # as near as this, another name may have been meant...
+_AHEAD: Final = 0.25  # ...unless the nearest one is nearer by this much
 # Names from other tools, each with the names that DeepSpeed gives the same thing; which of them, the section tells.
 OTHER_WORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "learning_rate": ("lr",),
@@ -49,25 +38,33 @@ OTHER_WORDS: Final[Mapping[str, tuple[str, ...]]] = {
 WORDS_INSIDE: Final[Mapping[str, tuple[str, ...]]] = {"name": ("type",), "size": ("autotp_size", "autoep_size")}
 
 
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that a misspelt one most likely means."""
+    words = {_plain(name): name for name in known}
+    matches = difflib.get_close_matches(_plain(word[:100]), words, n=1, cutoff=0.6)
+    return words[matches[0]] if matches else None
+
+
+def only_alike(word: str, known: Iterable[str], *, least: float) -> str | None:
+    """The one known word that is like a misspelt one, if no other comes near."""
+    written = _plain(word[:100])
+    ratios = ((difflib.SequenceMatcher(None, written, _plain(name)).ratio(), name) for name in known)
+    (best, name), (second, _) = sorted([*ratios, (0.0, ""), (0.0, "")], reverse=True)[:2]
+    return name if best >= least and (second < _SECOND or best - second >= _AHEAD) else None
+
+
 def means(written: str, known: str) -> bool:
     """Check whether the written name can only be a slip for the known one, or is a word of another tool for it."""
     if known in (*OTHER_WORDS.get(written, ()), *WORDS_INSIDE.get(written, ())):
         return True
-    one, two = _plain(written), _plain(known)
+    one, two = _plain(written).replace(" ", ""), _plain(known)
     if one == two:
         return True
-    if min(len(one), len(two)) < _SHORTEST or max(len(one), len(two)) > _LONGEST or _digits(one) != _digits(two):
+    digits = [sorted(letter for letter in name if letter.isdigit()) for name in (one, two)]
+    shortest, longest = sorted((len(one), len(two)))
+    if shortest < _SHORTEST or longest > _LONGEST or digits[0] != digits[1]:  # fp8 is no slip for fp16
         return False
-    return distance(one, two) <= (2 if min(len(one), len(two)) >= _LONG else 1)
-
-
-def _plain(name: str) -> str:
-    return name.lower().replace("_", "").replace("-", "").replace(" ", "")
-
-
-def _digits(name: str) -> str:
-    """Another number is another thing: fp8 is no slip for fp16."""
-    return "".join(sorted(letter for letter in name if letter.isdigit()))
+    return distance(one, two) <= (2 if shortest >= _LONG else 1)
 
 
 @cache
@@ -88,8 +85,12 @@ def distance(one: str, two: str) -> int:
 @cache
 def likeness(word: str, other: str) -> float:
     """From 0 to 1; a name that holds the other one whole is a good guess as well."""
-    one, two = (text[:100].lower().replace("_", "").replace("-", "") for text in (word, other))
+    one, two = _plain(word[:100]), _plain(other[:100])
     if (len(one) >= _LONG_ENOUGH and one in two) or (len(one) >= _BEGINNING and one == other.partition("_")[0]):
         return 0.8
-    matcher = SequenceMatcher(None, one, two)
+    matcher = difflib.SequenceMatcher(None, one, two)
     return matcher.ratio() if matcher.real_quick_ratio() >= ALIKE and matcher.quick_ratio() >= ALIKE else 0.0
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "")

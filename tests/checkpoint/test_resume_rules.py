@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.resumable import RULES, check_resumable, describe_changes, describe_versions, rule_of
-from framework.config.explain import members_of
+from framework.config.base import members_of
 from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
 from framework.dslint.keys import load_table

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from framework.config.base import members_of
 from framework.config.deepspeed_words import SCHEDULES, TYPED
-from framework.config.explain import members_of
 from framework.config.run_config import RunConfig
 from framework.config.zero import NEEDED_STAGE, OFFLOADS, STAGE3_KEYS, Zero
 

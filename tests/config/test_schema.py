@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from framework.config import schema_text
+from framework.config import schema
 from framework.config.load import config_from_values, load_config
 from framework.config.run_config import RunConfig
 from framework.config.schema import run_schema
@@ -24,7 +24,7 @@ VALIDATOR = jsonschema.Draft202012Validator(json.loads(COMMITTED.read_text()))
 
 def test_the_committed_schema_is_current() -> None:
     assert json.loads(COMMITTED.read_text()) == json.loads(json.dumps(run_schema())), (
-        "refresh it: python -m framework.config.schema_text"
+        "refresh it: python -m framework.config.schema"
     )
 
 
@@ -32,8 +32,8 @@ def test_the_command_builds_it_where_the_package_has_none(tmp_path: Path, monkey
     """An empty file as well: `schema > run.schema.json` makes it empty before the command reads it."""
     (tmp_path / "empty").touch()
     for name in ("empty", "missing"):
-        monkeypatch.setattr(schema_text, "PACKAGED", tmp_path / name)
-        assert json.loads(schema_text.schema_text()) == run_schema()
+        monkeypatch.setattr(schema, "PACKAGED", tmp_path / name)
+        assert json.loads(schema.schema_text()) == run_schema()
 
 
 def test_it_is_a_valid_schema() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.config.language_models import BERT, GPT
+from framework.config.model import BERT, GPT
 from framework.data import text_pairs
 from framework.data.prepare import prepare
 from framework.data.token_files import SpecialTokens

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from framework.config.language_models import BERT, GPT
+from framework.config.model import BERT, GPT
 from framework.config.run_config import RunConfig
 from framework.models.layers import as_layers
 from framework.setup.objects import call_factory

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from framework.checkpoint.names import CHECKPOINTS
 from framework.config.base import Target
+from framework.config.optimizer import Constant
 from framework.config.run_config import RunConfig
-from framework.config.scheduler import Constant
 from framework.doctor.node.findings import Check
 from framework.errors import ConfigError, Problem
 from framework.plan.cluster import Cluster

@@ -9,8 +9,7 @@ from pydantic import ValidationError
 
 from framework.config.base import ModelKind, Object, Section, Target
 from framework.config.data import DataObject, DataTarget
-from framework.config.language_models import BERT, GPT
-from framework.config.model import Classifier, ModelSection
+from framework.config.model import BERT, GPT, Classifier, ModelSection
 from framework.config.run_config import RunConfig
 from framework.errors import Problem
 from framework.plan.balance import pattern_problem, stage_problems

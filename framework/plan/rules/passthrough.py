@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from framework.config.base import Object, Target
 from framework.config.deepspeed_words import OWNED, PASSED_THROUGH, SHARED, TYPED
+from framework.config.optimizer import Constant, Cosine
 from framework.config.run_config import RunConfig
-from framework.config.scheduler import Constant, Cosine
 from framework.config.zero import OFFLOADS
 from framework.errors import Problem
 from framework.plan.cluster import Cluster

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from framework.config.load import Source
-from framework.config.optimizer import optimizer_lr
+from framework.config.optimizer import OneCycle, WarmupLR, optimizer_lr
 from framework.config.run_config import RunConfig
-from framework.config.scheduler import OneCycle, WarmupLR
 from framework.errors import Problem
 from framework.plan.cluster import Cluster
 from framework.plan.rules.base import Found, rule

@@ -1,4 +1,4 @@
-"""Changes to DeepSpeed JSON that keep the text: comments, order and layout of everything else stay as they are.
+"""Edits that keep the text of a document: comments, order and layout of everything else stay as they are.
 
 An edit names its place by the path in the original document, also when several are made at once. Each result is read
 again and compared with the value that was meant, so that no layout, however odd, can lead to a file that says something
@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import difflib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 from framework.errors import ConfigError
 from framework.system.output import visible
-from framework.text.document import KeyPath, at
-from framework.text.hjson import HjsonDocument, parse_hjson
-from framework.text.hjson_splices import TextEditor, spliced
+from framework.text.document import Document, KeyPath, at, parse_document
+from framework.text.hjson import parse_hjson
+from framework.text.splices import EditError, TextEditor, spliced
 
 
 @dataclass(frozen=True)
@@ -66,30 +66,47 @@ class InsertMember:
 Edit = RenameKey | MoveMember | RemoveMember | ReplaceValue | InsertMember
 
 
-def apply_edits(document: HjsonDocument, edits: Sequence[Edit]) -> str:
-    """The text of a document with all edits made.
-
-    The edits must fit the document and must not `clash`: anything else is an error of the caller, found by assertion.
+def apply_edits(document: Document, edits: Sequence[Edit]) -> str:
+    """The text of a document with all edits made, of which none may `clash` with another.
 
     Raises:
-        ConfigError: the text would grow beyond what `parse_hjson` reads.
+        EditError: they do not fit the document, or, in YAML, its layout.
+        ConfigError: the text would grow beyond what can be read.
     """
+    editor = TextEditor(document)
     for edit in edits:
         _check_fits(document, edit)
-    for first, second in _neighbours(edits):
-        assert not clash(first, second), f"{first} and {second} overlap"
-    cutter = TextEditor(document)
-    for edit in edits:
-        _cut(cutter, edit)
-    splices = cutter.splices()
+        if isinstance(edit, RenameKey):
+            editor.rename(edit.path, edit.name)
+        elif isinstance(edit, MoveMember):
+            editor.move(edit.path, edit.to)
+        elif isinstance(edit, RemoveMember):
+            editor.remove(edit.path)
+        elif isinstance(edit, ReplaceValue):
+            editor.replace(edit.path, edit.value)
+        else:
+            editor.insert(edit.path, edit.value)
+    splices = editor.splices()
     expected = edited_value(document.value, edits)
     text = spliced(document.text, splices)
-    if not _reads_as(text, expected):  # the value of a ''' text depends on its column, which an edit may shift
-        splices += cutter.requoted(splices)
-        text = spliced(document.text, splices)
-        parse_hjson(text, name=document.name)
-        assert _reads_as(text, expected), f"{edits} went wrong"
+    try:
+        if _reads_as(document, text, expected):
+            return text
+    except ConfigError:
+        pass
+    # The value of a ''' text depends on its column, which an edit may shift.
+    text = spliced(document.text, splices + editor.requoted(splices))
+    if not _reads_as(document, text, expected):
+        raise EditError(f"{edits} went wrong")
     return text
+
+
+def edited(document: Document, edits: Sequence[Edit]) -> str | None:
+    """The text with all edits made, None where they cannot be made for sure."""
+    try:
+        return apply_edits(document, edits)
+    except (EditError, ConfigError):
+        return None
 
 
 def edited_value(value: Any, edits: Iterable[Edit]) -> Any:
@@ -138,60 +155,29 @@ def unified_diff(before: str, after: str, name: str) -> str:
     """Format the changes as `diff -u` does; characters that would control the terminal are shown as escapes."""
     if before.endswith("\n") and after.endswith("\n"):  # what stands behind the last line end is no line
         before, after = before[:-1], after[:-1]
-    old, new = ([_shown(line) for line in text.split("\n")] for text in (before, after))
+    old, new = ([visible(line.removesuffix("\r"), keeps="\t") for line in text.split("\n")] for text in (before, after))
     return "\n".join(difflib.unified_diff(old, new, name, name, lineterm=""))
 
 
-def _shown(line: str) -> str:
-    return visible(line.removesuffix("\r"), keeps="\t")
-
-
-def _neighbours(edits: Sequence[Edit]) -> Iterator[tuple[Edit, Edit]]:
-    """The pairs that may clash: a path of the one is in a path of the other (all pairs would be too many)."""
-    paths = [{path for path in (_touched(edit), _made(edit)) if path is not None} for edit in edits]
-    owners: defaultdict[KeyPath, list[int]] = defaultdict(list)
-    for number, group in enumerate(paths):
-        for path in group:
-            owners[path].append(number)
-    for number, group in enumerate(paths):
-        outer = {path[:length] for path in group for length in range(1, len(path) + 1)}
-        yield from (
-            (edits[number], edits[other]) for path in outer & owners.keys() for other in owners[path] if other != number
-        )
-
-
-def _cut(cutter: TextEditor, edit: Edit) -> None:
-    if isinstance(edit, RenameKey):
-        cutter.rename(edit.path, edit.name)
-    elif isinstance(edit, MoveMember):
-        cutter.move(edit.path, edit.to)
-    elif isinstance(edit, RemoveMember):
-        cutter.remove(edit.path)
-    elif isinstance(edit, ReplaceValue):
-        cutter.replace(edit.path, edit.value)
+def _reads_as(document: Document, text: str, expected: Any) -> bool:
+    if document.syntax == "hjson":
+        found = parse_hjson(text, name=document.name).value
     else:
-        cutter.insert(edit.path, edit.value)
+        found = parse_document(text, name=document.name, is_json=document.syntax == "json").value
+    return bool(found == expected or repr(found) == repr(expected))  # NaN is not equal to itself
 
 
-def _reads_as(text: str, expected: Any) -> bool:
-    try:
-        return bool(parse_hjson(text, name="").value == expected)
-    except ConfigError:
-        return False
-
-
-def _check_fits(document: HjsonDocument, edit: Edit) -> None:
-    touched, made = _touched(edit), _made(edit)
-    if touched is not None:
-        assert touched in document.spans.keys() - {()}, f"{edit}: there is no such key"
-        is_element = document.spans[touched].key is None
-        assert isinstance(edit, ReplaceValue) or not is_element, f"{edit}: an element of a list has no key"
+def _check_fits(document: Document, edit: Edit) -> None:
+    touched, made, spans = _touched(edit), _made(edit), document.spans
+    fits = touched is None or (
+        touched in spans.keys() - {()} and (isinstance(edit, ReplaceValue) or spans[touched].key is not None)
+    )
     if made is not None:
-        assert made not in document.spans, f"{edit}: the key is there already"
-        assert touched is None or not _is_in(made, touched), f"{edit}: into itself"
-        depth = max(depth for depth in range(len(made)) if made[:depth] in document.spans)
-        assert isinstance(at(document.value, made[:depth]), dict), f"{edit}: {made[:depth]} is no section"
-        assert all(isinstance(key, str) for key in made[depth:]), f"{edit}: not a key"
+        home = next(made[:depth] for depth in range(len(made) - 1, -1, -1) if made[:depth] in spans)
+        is_into_itself = touched is not None and _is_in(made, touched)
+        fits = fits and made not in spans and not is_into_itself and isinstance(at(document.value, home), dict)
+    if not fits:
+        raise EditError(f"{edit} does not fit")
 
 
 def _touched(edit: Edit) -> KeyPath | None:

@@ -1,0 +1,409 @@
+"""Positions where edits cut a text, and the text that they insert: commas, indentation, and lines that become empty.
+
+All offsets are those of the original text, so that any number of edits is cut in one pass. Hjson, JSON and the flow
+style of YAML have commas and braces; in YAML's block style a member is a line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from framework.text.document import BYTE_ORDER_MARK, Document, KeyPath, Span, at, parse_scalar
+from framework.text.hjson import ENDS_NUMBER
+
+_BLANKS: Final = re.compile(r"[ \t]*")
+_REST_OF_LINE: Final = re.compile(r"(?:[ \t]|/\*(?:[^*\r\n]|\*(?!/))*\*/)*(?:(?:#|//)[^\r\n]*)?(?=[\r\n]|\Z)")
+_LINE_END: Final = re.compile(r"\r\n|\n|\r")
+_PLAIN_KEY: Final = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_PLAIN_TEXT: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+_PLAIN: Final = "a"  # a key without quotes
+_NEEDS_DOUBLE_QUOTES: Final = re.compile(r"['\\\x00-\x1f]")
+
+Splice = tuple[int, int, str]  # text[start:end] becomes the third
+
+
+class EditError(Exception):
+    """An edit that does not fit a document or its layout."""
+
+
+@dataclass
+class _Value:
+    """A new member's value: a plain one, or text as it stood behind a key, with the indentation of its line there."""
+
+    value: Any = None
+    tail: str = ""
+    indent: str = ""
+
+
+_New = dict[str, "_Value | _New"]
+
+
+@dataclass
+class _Section:
+    """Changes among the members of one object."""
+
+    removed: set[KeyPath] = field(default_factory=set)
+    new: _New = field(default_factory=dict)
+
+
+def spliced(text: str, splices: Iterable[Splice]) -> str:
+    """The text with all splices made.
+
+    Raises:
+        EditError: they overlap.
+    """
+    parts: list[str] = []
+    done = 0
+    for start, end, written in sorted(splices, key=lambda splice: splice[:2]):
+        if start < done:
+            raise EditError("splices overlap")
+        parts += text[done:start], written
+        done = end
+    return "".join([*parts, text[done:]])
+
+
+class TextEditor:
+    """Collects edits of a document and turns them into splices; offsets and paths are those of the document.
+
+    What a layout does not allow is an EditError.
+    """
+
+    def __init__(self, document: Document) -> None:
+        self.text, self.spans, self.root, self.syntax = (
+            document.text,
+            document.spans,
+            document.value,
+            document.syntax,
+        )
+        self.newline = "\r\n" if "\r\n" in self.text else "\n"
+        first = next((path for path in self.spans if len(path) == 1), ())
+        self.indent_unit = "  " if self.syntax == "yaml" else self._own_indent(first) or "    "
+        self._splices: list[Splice] = []
+        self._sections: dict[KeyPath, _Section] = {}
+
+    # ---- edits
+
+    def rename(self, path: KeyPath, name: str) -> None:
+        """Another key, quoted as the old one."""
+        start, end = self._key(path)
+        self._splices.append((start, end, _written_key(name, like=self.text[start:end])))
+
+    def replace(self, path: KeyPath, value: Any) -> None:
+        """Another value; what needs a comma behind it, where text in quotes needed none, gets one."""
+        start, end = self.spans[path].value
+        if self.syntax == "yaml":
+            old = self.value_at(path)
+            if start == end or self.text[start] in "|>" or isinstance(old, (dict, list)):
+                raise EditError("a value that has no place of its own")
+            keeps = _is_number(value) and isinstance(old, str) and parse_scalar(old.strip(), name="") == value
+            written = old.strip() if keeps else self._json(value, None)  # keeps its digits: 1e-3, not 0.001
+        else:
+            written = self._json(value, self._own_indent(path))
+        if written[-1] not in '"]}' and self.syntax == "hjson" and not self._ends_number(end):
+            written += ","
+        self._splices.append((start, end, written))
+
+    def remove(self, path: KeyPath) -> None:
+        """No member here."""
+        self._section(path[:-1]).removed.add(path)
+
+    def insert(self, path: KeyPath, value: Any) -> None:
+        """A new member."""
+        self._add(path, _Value(value))
+
+    def move(self, path: KeyPath, to: KeyPath) -> None:
+        """The text of a member, from behind its key, at another place."""
+        self.remove(path)
+        span, begin = self.spans[path], self._key(path)[1]
+        end = self._line(path)[1] if self._is_block(path[:-1]) else span.value[1]
+        has_many_lines = "'''" in self.text[begin:end]
+        inside = [inner for inner in self.spans if inner[: len(path)] == path] if has_many_lines else [path]
+        quoted = [(start - begin, stop - begin, text) for start, stop, text in self._quoted(inside, also_plain=path)]
+        tail = spliced(self.text[begin:end], quoted)
+        self._add(to, _Value(tail=tail, indent=self._line_indent(span.start)[0]))
+
+    def splices(self) -> list[Splice]:
+        """Everything collected, as non-overlapping splices."""
+        splices = list(self._splices)
+        cuts: list[tuple[int, int]] = []
+        for path, section in self._sections.items():
+            members = [(*path, key) for key in self.value_at(path)]
+            if members and members[-1] not in self.spans:
+                raise EditError("the last member is an alias")
+            if self._is_block(path):
+                splices += self._changed_lines(path, members, section)
+            elif not members:
+                splices.append(self._fill(path, section.new))
+            elif not section.new:
+                cuts += self._cuts(section.removed) + self._last_comma(members, section.removed)
+                if section.removed.issuperset(members) and not self._has_braces(path):
+                    splices.append(self._at_end("{}"))
+            elif members[-1] in section.removed:
+                cuts += self._cuts(section.removed - {members[-1]})
+                splices.append(self._instead(members, section.new))
+            else:
+                cuts += self._cuts(section.removed)
+                splices += self._append(members, section.new)
+        return splices + self._deletions(sorted(cuts))
+
+    def requoted(self, splices: Sequence[Splice]) -> list[Splice]:
+        """Splices that write every ''' text outside the given ones in double quotes."""
+        return [
+            new for new in self._quoted(self.spans) if not any(old[0] < new[1] and new[0] < old[1] for old in splices)
+        ]
+
+    def _section(self, path: KeyPath) -> _Section:
+        return self._sections.setdefault(path, _Section())
+
+    def _add(self, path: KeyPath, value: _Value) -> None:
+        depth = max(depth for depth in range(len(path)) if path[:depth] in self.spans)
+        new = self._section(path[:depth]).new
+        for key in path[depth:-1]:
+            inner = new.setdefault(str(key), {})
+            assert isinstance(inner, dict)
+            new = inner
+        new[str(path[-1])] = value
+
+    def _quoted(self, paths: Iterable[KeyPath], *, also_plain: KeyPath | None = None) -> list[Splice]:
+        """The ''' texts among the values, and the text without quotes at one path, in double quotes."""
+        if self.syntax != "hjson":
+            return []
+        quoted = []
+        for path in paths:
+            start, end = self.spans[path].value
+            is_many_lines = self.text.startswith("'''", start) and isinstance(self.value_at(path), str)
+            if is_many_lines or (path == also_plain and self._is_plain(path)):
+                quoted.append((start, end, json.dumps(self.value_at(path), ensure_ascii=False)))
+        return quoted
+
+    # ---- the layout
+
+    def value_at(self, path: KeyPath) -> Any:
+        """The value at a path."""
+        return at(self.root, path)
+
+    def _key(self, path: KeyPath) -> tuple[int, int]:
+        key = self.spans[path].key
+        assert key is not None
+        return key
+
+    def _is_plain(self, path: KeyPath) -> bool:
+        """Check whether the value is text without quotes, which goes to the end of its line."""
+        is_text = self.syntax == "hjson" and isinstance(self.value_at(path), str)
+        return is_text and self.text[self.spans[path].value[0]] not in "\"'"
+
+    def _has_braces(self, path: KeyPath) -> bool:
+        """Check whether the value is an object with braces: the root may do without, and all block style does."""
+        return self.text.startswith("{", self.spans[path].value[0])
+
+    def _is_block(self, path: KeyPath) -> bool:
+        return self.syntax == "yaml" and not self._has_braces(path)
+
+    def _own_indent(self, path: KeyPath) -> str | None:
+        """The indentation of a member that is the first of its line; None for any other."""
+        indent, is_first = self._line_indent(self.spans[path].start)
+        return indent if is_first else None
+
+    def _line_indent(self, at: int) -> tuple[str, bool]:
+        """The blanks that begin the line of an offset, and whether nothing else stands before it."""
+        begin = max(self.text.rfind("\n", 0, at), self.text.rfind("\r", 0, at)) + 1
+        if begin == 0 and self.text.startswith(BYTE_ORDER_MARK):
+            begin = 1
+        end = _match_end(_BLANKS, self.text, begin)
+        return self.text[begin : min(end, at)], end >= at
+
+    def _separator(self, members: Sequence[KeyPath]) -> str:
+        """Return the separator of members on lines of their own: nothing where several stand without commas."""
+        is_bare = len(members) > 1 and all(self.spans[path].comma is None for path in members)
+        return "" if is_bare and self._own_indent(members[-1]) is not None else ","
+
+    def _ends_number(self, at: int) -> bool:
+        """Check whether a number may stand before an offset: what follows on the line would otherwise make it text."""
+        return bool(ENDS_NUMBER.match(self.text, _match_end(_BLANKS, self.text, at)))
+
+    # ---- block style
+
+    def _line(self, path: KeyPath) -> tuple[int, int]:
+        """Start and end of the line that is a member, with the comment in it, without the blanks at its end."""
+        span = self.spans[path]
+        indent, is_first = self._line_indent(span.start)
+        end = _match_end(_REST_OF_LINE, self.text, span.value[1])
+        if not is_first or end < 0 or _LINE_END.search(self.text, span.start, end) or span.value[0] == span.value[1]:
+            raise EditError("a member that is no line")
+        return span.start - len(indent), len(self.text[:end].rstrip(" \t"))
+
+    def _changed_lines(self, path: KeyPath, members: Sequence[KeyPath], section: _Section) -> Iterator[Splice]:
+        if section.removed.issuperset(members):
+            raise EditError("without its members the section is null")
+        for member in section.removed:
+            start, end = self._line(member)
+            behind = _LINE_END.search(self.text, end)
+            yield start, behind.end() if behind else len(self.text), ""
+        for name, body in section.new.items():
+            if not isinstance(body, dict):
+                start, end = self._line(members[-1])
+                indent = self.text[start : self.spans[members[-1]].start]
+                yield end, end, self.newline + indent + self._member(name, body, indent, _PLAIN)
+            elif not path:
+                inner = self._members(body, indent=self.indent_unit, comma="")
+                yield self._at_end(f"{name}:{self.newline}{self.indent_unit}{inner}")
+            else:
+                raise EditError("a new section inside of another one")
+
+    # ---- what goes
+
+    def _cuts(self, removed: Iterable[KeyPath]) -> list[tuple[int, int]]:
+        """Removed members and their commas."""
+        cuts: list[tuple[int, int]] = []
+        for path in removed:
+            span = self.spans[path]
+            cuts += [(span.start, span.value[1]), *_comma(span)]
+        return cuts
+
+    def _last_comma(self, members: Sequence[KeyPath], removed: set[KeyPath]) -> list[tuple[int, int]]:
+        """The comma that would stand before the closing brace, where none stood before."""
+        kept = [path for path in members if path not in removed]
+        stays = not kept or members[-1] not in removed or self.spans[members[-1]].comma is not None
+        return [] if stays else _comma(self.spans[kept[-1]])
+
+    def _deletions(self, cuts: Sequence[tuple[int, int]]) -> list[Splice]:
+        """The cuts, joined over the blanks between them, with the line and the blanks that nobody needs afterwards."""
+        blocks: list[tuple[int, int]] = []
+        for start, end in cuts:
+            if blocks and not self.text[blocks[-1][1] : start].strip(" \t"):
+                blocks[-1] = (blocks[-1][0], end)
+            else:
+                blocks.append((start, end))
+        return [(*self._widened(start, end), "") for start, end in blocks]
+
+    def _widened(self, start: int, end: int) -> tuple[int, int]:
+        blanks, is_first = self._line_indent(start)
+        behind = _match_end(_BLANKS, self.text, end)
+        is_last = self.text[behind : behind + 1] in ("", "\r", "\n")
+        if is_first and is_last:  # the whole line
+            line_end = _LINE_END.match(self.text, behind)
+            return start - len(blanks), line_end.end() if line_end else behind
+        if self.text[start:end] == ",":
+            return start, end
+        if is_first or not (is_last or self.text[behind] == "}"):
+            return start, behind
+        return len(self.text[:start].rstrip(" \t")), behind if is_last else end
+
+    # ---- what comes
+
+    def _fill(self, path: KeyPath, new: _New) -> Splice:
+        """The first members of an empty object."""
+        begin, end = self.spans[path].value
+        indent = self._line_indent(self.spans[path].start)[0]
+        if not self._has_braces(path):  # an empty document
+            return self._at_end(self._written(new, indent=""))
+        if not self.text[begin + 1 : end - 1].strip(" \t\r\n"):
+            is_laid_out = self._own_indent(path) is not None and _LINE_END.search(self.text)
+            return begin, end, self._written(new, indent=indent if is_laid_out else None)
+        line_end = _match_end(_REST_OF_LINE, self.text, begin + 1)
+        if begin < line_end < end:
+            inner = indent + self.indent_unit
+            return line_end, line_end, self.newline + inner + self._members(new, indent=inner)
+        return begin + 1, begin + 1, self._members(new)
+
+    def _instead(self, members: Sequence[KeyPath], new: _New) -> Splice:
+        """New members in the place of the last one."""
+        last = self.spans[members[-1]]
+        indent = self._own_indent(members[-1])
+        written = self._members(new, indent=indent, like=last, comma=self._separator(members))
+        return last.start, last.value[1], written
+
+    def _append(self, members: Sequence[KeyPath], new: _New) -> list[Splice]:
+        """New members behind the last one: on lines of their own where it has one."""
+        last, comma = self.spans[members[-1]], self._separator(members)
+        is_plain = self._is_plain(members[-1])
+        indent = self._own_indent(members[-1])
+        if indent is None and is_plain:  # its text goes to the end of the line
+            indent = self._line_indent(last.start)[0]
+        trailing = "," if last.comma is not None else ""
+        end = last.value[1] if last.comma is None else last.comma + 1
+        if indent is None:
+            written = self._members(new, like=last)
+            return [(end, end, f" {written}," if trailing else f", {written}")]
+        written = self.newline + indent + self._members(new, indent=indent, like=last, comma=comma) + trailing
+        line_end = _match_end(_REST_OF_LINE, self.text, end)
+        place = end if line_end < 0 else line_end
+        separator = "" if trailing or is_plain else comma
+        if place == end:
+            return [(end, end, separator + written)]
+        return [*([(end, end, separator)] if separator else []), (place, place, written)]
+
+    def _members(self, new: _New, *, indent: str | None = None, like: Span | None = None, comma: str = ",") -> str:
+        key = like.key if like else None
+        quoting = self.text[slice(*key)] if key else _PLAIN if self.syntax == "yaml" else '"'
+        between = comma + (" " if indent is None else self.newline + indent)
+        return between.join(self._member(name, body, indent, quoting) for name, body in new.items())
+
+    def _member(self, name: str, body: _Value | _New, indent: str | None, quoting: str) -> str:
+        behind = self._behind_key(body, indent)
+        if not behind.lstrip(" \t\r\n").startswith(":"):  # a comment stands there: only a quoted key may have one
+            quoting = '"'
+        return _written_key(name, like=quoting) + behind
+
+    def _behind_key(self, body: _Value | _New, indent: str | None) -> str:
+        if isinstance(body, dict):
+            return ": " + self._written(body, indent=indent)
+        if not body.tail:
+            return ": " + self._json(body.value, indent)
+        if indent is None or indent == body.indent or "/*" in body.tail:
+            return body.tail
+        lines = re.compile(f"({_LINE_END.pattern}){re.escape(body.indent)}")
+        return lines.sub(lambda match: match[1] + indent, body.tail)
+
+    def _written(self, new: _New, *, indent: str | None) -> str:
+        """An object of new members."""
+        if indent is None:
+            return "{" + self._members(new) + "}"
+        inner = self.newline + indent + self.indent_unit
+        return "{" + inner + self._members(new, indent=indent + self.indent_unit) + self.newline + indent + "}"
+
+    def _json(self, value: Any, indent: str | None) -> str:
+        if self.syntax == "yaml":
+            if isinstance(value, dict):
+                return "{" + ", ".join(f"{key}: {self._json(item, None)}" for key, item in value.items()) + "}"
+            if (
+                isinstance(value, str)
+                and _PLAIN_TEXT.fullmatch(value)
+                and isinstance(parse_scalar(value, name=""), str)
+            ):
+                return value
+        text = json.dumps(
+            value, ensure_ascii=False, allow_nan=False, indent=None if indent is None else self.indent_unit
+        )
+        return text.replace("\n", f"{self.newline}{indent}")
+
+    def _at_end(self, written: str) -> Splice:
+        is_new_line = self.text.removeprefix(BYTE_ORDER_MARK)[-1:] in ("", "\r", "\n")
+        return len(self.text), len(self.text), ("" if is_new_line else self.newline) + written + self.newline
+
+
+def _match_end(pattern: re.Pattern[str], text: str, at: int) -> int:
+    """Return the end of a match at an offset; -1 without one."""
+    match = pattern.match(text, at)
+    return match.end() if match else -1
+
+
+def _comma(span: Span) -> list[tuple[int, int]]:
+    return [] if span.comma is None else [(span.comma, span.comma + 1)]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _written_key(name: str, *, like: str) -> str:
+    """A key, quoted as another one is."""
+    if like[0] == "'" and not _NEEDS_DOUBLE_QUOTES.search(name):
+        return f"'{name}'"
+    if like[0] not in "\"'" and _PLAIN_KEY.fullmatch(name):
+        return name
+    return json.dumps(name, ensure_ascii=False)
