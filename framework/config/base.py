@@ -13,7 +13,7 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from numbers import Integral, Real
 from typing import Annotated, Any, ClassVar, Final, get_args
@@ -93,9 +93,8 @@ class Section(BaseModel):
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         schema = handler.resolve_ref_schema(handler(core_schema))
-        if "description" in schema:
-            paragraphs = schema["description"].split("\n\n")
-            schema["description"] = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+        paragraphs = schema["description"].split("\n\n")
+        schema["description"] = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
         for name, sentence in _field_sentences(cls).items():
             if name in schema.get("properties", {}):
                 schema["properties"][name].setdefault("description", sentence)
@@ -157,65 +156,51 @@ class OneOf:
         return core_schema.tagged_union_schema(choices, self._tag)
 
     def _tag(self, value: Any) -> str | None:
-        tags = (*OF_ONES_OWN, self.key) if self.key == "kind" else (self.key,)
-        found = {tag: value.get(tag) if isinstance(value, Mapping) else getattr(value, tag, None) for tag in tags}
-        own = next((tag for tag in tags[:-1] if found[tag] is not None), None)
-        return own or (found[self.key] if isinstance(found[self.key], str) else None)
+        get = value.get if isinstance(value, Mapping) else partial(getattr, value)
+        for own in OF_ONES_OWN if self.key == "kind" else ():
+            if get(own, None) is not None:
+                return own
+        tag = get(self.key, None)
+        return tag if isinstance(tag, str) else None
 
 
 def members_of(union: Any) -> dict[str, type[BaseModel]]:
     """Tag -> member of a union of sections that one key tells apart; empty for any other type."""
-    members = [member for member in get_args(union) if isinstance(member, type) and issubclass(member, Section)]
-    if len(members) < max(2, len(get_args(union))):
-        return {}
-    return {_tag_of(member): member for member in members}
-
-
-def _tag_of(member: type[BaseModel]) -> str:
-    keys = [key for key in TAG_KEYS if key in member.model_fields]
-    if keys:
-        return str(member.model_fields[keys[0]].default)
-    return "target" if issubclass(member, Target) else "object"
+    members: dict[str, type[BaseModel]] = {}
+    for member in get_args(union):
+        if not (isinstance(member, type) and issubclass(member, Section)):
+            return {}
+        kinds = [member.model_fields[key].default for key in TAG_KEYS if key in member.model_fields]
+        members[kinds[0] if kinds else "target" if issubclass(member, Target) else "object"] = member
+    return members
 
 
 @cache
-def _field_sentences(section: type[BaseModel]) -> dict[str, str]:
+def _field_sentences(section: type[Section]) -> dict[str, str]:
     """Field name -> the string literal written under it, for the class and its bases."""
     sentences: dict[str, str] = {}
-    for cls in reversed(section.__mro__):
-        if not (isinstance(cls, type) and issubclass(cls, Section)):
-            continue
-        body: list[Any] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
-        for statement, following in pairwise(body):
-            is_field = isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
-            is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-            if is_field and is_text and isinstance(following.value.value, str):
-                sentences[statement.target.id] = " ".join(following.value.value.split())
+    for cls in reversed([cls for cls in section.__mro__ if issubclass(cls, Section)]):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        for lines in pairwise(definition.body):  # type: ignore[attr-defined]
+            match lines:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    sentences[name] = " ".join(text.split())
     return sentences
 
 
-# Base of all models that are known by name, without torch.
-
-
 class ModelKind(Kind):
-    """A model that the framework builds."""
+    """A model that the framework builds, without torch."""
 
     has_batch_norm: ClassVar[bool] = False
     has_convolutions: ClassVar[bool] = False
 
     def num_layers_in_list(self) -> int:
-        """Count the layers that `framework.models.layers.as_layers` finds in the model: what a pipeline can be cut
-        into.
-        """
+        """Count the layers that `framework.models.layers.as_layers` finds: what a pipeline can be cut into."""
         raise NotImplementedError
 
 
-# Values as Python programs have them, as the plain values that a file holds: tuples, paths and numpy's numbers are
-# welcome.
-
-
 def plain_values(value: Any) -> Any:
-    """Lists for tuples, text for paths, Python's numbers for numpy's; everything else as it is.
+    """Values of a Python program as a file holds them: lists for tuples, text for paths, Python's numbers for numpy's.
 
     Under ``args`` nothing is changed: that is what the user's own code is called with.
     """

@@ -35,26 +35,23 @@ class Loader(Section):
     prefetch_batches: PositiveCount = 2
     """Micro-batches that each worker keeps ready; only with num_workers > 0."""
 
+    def num_train_samples(self) -> int | None:
+        """Training samples as published or declared; None where only the files or the code know."""
+        return getattr(self, "train_samples", None)
 
-_LOADER_FIELDS = frozenset(Loader.model_fields)
+    def image_shape(self) -> ImageShape | None:
+        """Shape of the images; None where only the files or the code know, or where there are none."""
+        return None
+
+    def has_random_samples(self) -> bool:
+        """Check whether reading the same sample twice may give different tensors (augmentation)."""
+        return bool(getattr(self, "random_samples", False) or getattr(self, "augment", False))
 
 
 class _Dataset(Kind, Loader):
     """A dataset that is known by name."""
 
-    own_fields: ClassVar[frozenset[str]] = frozenset({"kind"}) | _LOADER_FIELDS
-
-    def num_train_samples(self) -> int | None:
-        """Training samples as published; None where only the files know."""
-        return None
-
-    def image_shape(self) -> ImageShape | None:
-        """Shape of the images; None where only the files know, or where there are none."""
-        return None
-
-    def has_random_samples(self) -> bool:
-        """Check whether reading the same sample twice may give different tensors (augmentation)."""
-        return bool(getattr(self, "augment", False))
+    own_fields: ClassVar[frozenset[str]] = frozenset({"kind", *Loader.model_fields})
 
 
 class Digits(_Dataset):
@@ -202,18 +199,6 @@ class DataTarget(Target, Loader):
     train_samples: PositiveCount | None = None
     """Number of training samples, so that `plan` can count steps without importing the code."""
 
-    def num_train_samples(self) -> int | None:
-        """Training samples as declared."""
-        return self.train_samples
-
-    def image_shape(self) -> ImageShape | None:
-        """Unknown: the code is not imported before training."""
-        return None
-
-    def has_random_samples(self) -> bool:
-        """Check whether reading the same sample twice may give different tensors."""
-        return self.random_samples
-
 
 class DataObject(Object, Loader):
     """Datasets that were handed over from Python."""
@@ -222,18 +207,6 @@ class DataObject(Object, Loader):
     """As for a target."""
     train_samples: PositiveCount
     """Number of training samples."""
-
-    def num_train_samples(self) -> int:
-        """Training samples."""
-        return self.train_samples
-
-    def image_shape(self) -> ImageShape | None:
-        """Unknown."""
-        return None
-
-    def has_random_samples(self) -> bool:
-        """Check whether reading the same sample twice may give different tensors."""
-        return self.random_samples
 
 
 DataSection = Annotated[
