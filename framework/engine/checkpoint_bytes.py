@@ -200,8 +200,8 @@ def _move_in(engine: deepspeed.DeepSpeedEngine, checkpoint: SavedCheckpoint, *, 
             with _reporting_restored_options(engine):
                 views.set_groups(stored.group_of)
         views.set_loss_scale(stored.loss_scale)
-        _fill_weights(engine, stored, names)
-        views.spread_weights()
+        whole = views.spread_weights()
+        _fill_weights({tensor: name for tensor, name in names.items() if tensor not in whole}, stored)
     common = stored.common
     for counter in ("global_steps", "global_samples", "skipped_steps"):
         setattr(engine, counter, common[counter])
@@ -259,7 +259,7 @@ def _refuse_other_optimizer(views: OptimizerViews, stored: StoredState, place: P
         raise _not_loaded(place, reason)
 
 
-def _fill_weights(engine: deepspeed.DeepSpeedEngine, stored: StoredState, names: Names) -> None:
+def _fill_weights(names: Names, stored: StoredState) -> None:
     """Fill buffers and the weights that the model computes with, but not those that stage 3 has partitioned."""
     with torch.no_grad():
         for tensor, name in names.items():
@@ -267,4 +267,5 @@ def _fill_weights(engine: deepspeed.DeepSpeedEngine, stored: StoredState, names:
                 tensor.copy_(stored.weight(name, tensor.shape))
             elif not tensor.requires_grad:
                 with deepspeed.zero.GatheredParameters([tensor], modifier_rank=0):
-                    tensor.copy_(stored.weight(name, tensor.shape))
+                    if torch.distributed.get_rank() == 0:  # whose numbers all ranks get
+                        tensor.copy_(stored.weight(name, tensor.shape))

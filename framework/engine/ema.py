@@ -85,24 +85,7 @@ class WeightAverage:
                 if EMA_KEY in state:
                     average = state[EMA_KEY]
                     parameter.data, average.data = average.data, parameter.data
-            _follow(self._engine)
-
-
-@torch.no_grad()
-def _follow(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Give the model the weights that the optimizer has, as DeepSpeed does at the end of a step. Collective."""
-    optimizer = engine.optimizer
-    if hasattr(optimizer, "update_lp_params"):  # ZeRO 1 and 2, bf16 pipelines
-        optimizer.update_lp_params()
-    elif hasattr(optimizer, "fp32_partitioned_groups_flat"):  # ZeRO 3
-        OptimizerViews(engine, {}).spread_weights()
-    elif hasattr(optimizer, "fp32_groups_flat"):  # half precision at stage 0, with DeepSpeed's FusedAdam
-        for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
-            for parameter, weights in zip(group, flat.split([parameter.numel() for parameter in group]), strict=True):
-                parameter.copy_(weights.view_as(parameter))
-    elif hasattr(optimizer, "fp32_groups"):  # half precision at stage 0
-        for group, copies in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
-            torch._foreach_copy_(group, copies)
+            OptimizerViews(self._engine, {}).spread_weights()
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -30,6 +30,7 @@ PLAIN: Cases = {
     **{f"gpt-bf16-z{stage}": (GPT, stage, BF16 | GROUPS) for stage in (0, 1, 2, 3)},
     **{f"frozen-z{stage}": (GPT, stage, BF16 | GROUPS | FROZEN) for stage in (0, 2, 3)},
     **{f"tied-z{stage}": (TIED, stage, {}) for stage in (0, 1, 2, 3)},
+    "roundrobin-z2": (GPT, 2, GROUPS | {"zero": {"stage": 2, "round_robin_gradients": True}}),
     "subgroups-z3": (GPT, 3, GROUPS | {"zero": {"stage": 3, "sub_group_size": 3000}}),
 }
 PIPED: Cases = {

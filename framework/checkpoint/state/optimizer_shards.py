@@ -123,12 +123,15 @@ class OptimizerViews:
                         yield parameter, flat, size * rank, offset, own
                     offset += size
         elif fragments := self._fragments():
-            # Stages 1 and 2: DeepSpeed notes for every parameter where its piece lies in the flat one.
-            for group, flat in zip(*fragments, strict=True):
+            # Stages 1 and 2: a row of parameters, of which every rank has an equal part. `_hp_mapping` is of
+            # another order where gradients go round robin.
+            for number, (group, flat) in enumerate(zip(*fragments, strict=True)):
+                offset = -flat.numel() * torch.distributed.get_rank(group=optimizer.real_dp_process_group[number])
                 for parameter in group:
-                    if (mapping := parameter._hp_mapping) is not None:  # None: nothing of it lies on this rank
-                        here = mapping.get_hp_fragment_address()
-                        yield parameter, flat, mapping.lp_fragment_address.start, here.start, here.numel
+                    start, stop = max(offset, 0), min(offset + parameter.numel(), flat.numel())
+                    if start < stop:
+                        yield parameter, flat, start - offset, start, stop - start
+                    offset += parameter.numel()
         elif hasattr(optimizer, "fp32_groups_flat"):
             # Half precision at stage 0 with DeepSpeed's FusedAdam: the fp32 copies of a group lie end to end.
             for group, flat in zip(stepped_groups(optimizer), optimizer.fp32_groups_flat, strict=True):
@@ -182,18 +185,32 @@ class OptimizerViews:
                 if hasattr(holder, name):
                     setattr(holder, name, value)
 
-    def spread_weights(self) -> None:
-        """At stage 3: the weights that the model computes with, from the fp32 ones."""
+    @torch.no_grad()
+    def spread_weights(self) -> set[torch.Tensor]:
+        """Give the model the weights that the optimizer has, as DeepSpeed does at the end of a step. Collective.
+
+        Returns:
+            Those of the model that are whole, and now as they shall be.
+        """
         optimizer = self._optimizer
-        if not hasattr(optimizer, "fp32_partitioned_groups_flat"):
-            return
-        for number, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
+        if (fragments := self._fragments()) is not None:  # stages 1 and 2, bf16 pipelines
+            optimizer.update_lp_params()
+            return set(chain(*fragments[0]))
+        for number, flat in enumerate(getattr(optimizer, "fp32_partitioned_groups_flat", ())):  # stage 3
             low = optimizer.fp16_partitioned_groups_flat[number]
             if flat.numel():
-                low.data.copy_(flat.data)
+                low.copy_(flat)
             pieces = optimizer.unflatten(low, optimizer.fp16_partitioned_groups[number])
             for partition, piece in zip(optimizer.fp16_partitioned_groups[number], pieces, strict=True):
                 partition.data = piece.data
+        if not isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
+            return set()
+        for group, flat in zip(optimizer.fp16_groups, getattr(optimizer, "fp32_groups_flat", ()), strict=False):
+            for parameter, weights in zip(group, flat.split([one.numel() for one in group]), strict=True):
+                parameter.copy_(weights.view_as(parameter))
+        for group, copies in zip(optimizer.fp16_groups, getattr(optimizer, "fp32_groups", ()), strict=False):
+            torch._foreach_copy_(group, copies)
+        return set(chain(*optimizer.fp16_groups))
 
     def _stepped(self) -> Iterator[tuple[torch.nn.Parameter, Mapping[str, Any]]]:
         """Tensors that the wrapped optimizer steps (flat pieces, or the model's own parameters), and their groups."""
@@ -209,7 +226,7 @@ class OptimizerViews:
     def _fragments(self) -> tuple[Any, Any] | None:
         """At stages 1 and 2: the model's parameters group by group, and this rank's flat piece of each group."""
         for groups, flats in (
-            ("bit16_groups", "single_partition_of_fp32_groups"),
+            ("round_robin_bit16_groups", "single_partition_of_fp32_groups"),
             ("bf16_groups", "fp32_groups_flat_partition"),
         ):
             if hasattr(self._optimizer, flats):

@@ -40,8 +40,8 @@ class StoredState:
             self._map = map_checkpoint(checkpoint)
             self._files = self._map.files
             self.common: Mapping[str, Any] = self._files[self._files.named(MODEL_FILE)[0, 0]]
-            pieces = [piece for stored in self._map.stored.values() for piece in stored.pieces]
-            self._places = [piece.state for piece in pieces if piece.state]
+            places = (stored.first_state for stored in self._map.stored.values())
+            self._places = list(dict.fromkeys(place for place in places if place))
             self._states = [self._files.value(place) for place in self._places]
 
     @property
@@ -58,7 +58,7 @@ class StoredState:
     def group_of(self, name: str) -> Mapping[str, Any] | None:
         """The options of the parameter group that a parameter was in; None where the optimizer keeps no state of it."""
         with self._reading():
-            place = next((piece.state for piece in self._of(name).pieces if piece.state), None)
+            place = self._of(name).first_state
             if place is None:
                 return None
             groups = self._files.value(Place(place.file, (*place.keys[:-2], "param_groups")))
@@ -89,17 +89,13 @@ class StoredState:
 
     def read(self, name: str, key: str, start: int, count: int) -> torch.Tensor:
         """Numbers of a flattened tensor from `start` on, float32, one-dimensional."""
-        result, found, offset = torch.empty(count, dtype=torch.float32), 0, 0
-        for piece in self._of(name).pieces:
-            begin, end = max(start, offset), min(start + count, offset + piece.num)
-            if begin < end:
-                with self._reading():
-                    stretch = self._files.numbers(piece, state="" if key == FP32 else key)
-                result[begin - start : end - start] = stretch[begin - offset : end - offset]
-                found += end - begin
-            offset += piece.num
+        result, found = torch.empty(count, dtype=torch.float32), 0
+        for piece in self._of(name).pieces(start, start + count):
+            with self._reading():
+                result[found : found + piece.num] = self._files.numbers(piece, state="" if key == FP32 else key)
+            found += piece.num
         if found != count:
-            raise self._lacks(name, f"{offset:,} numbers of it, and the run has more")
+            raise self._lacks(name, f"{start + found:,} numbers of it, and the run has more")
         return result
 
     def weight(self, name: str, shape: torch.Size) -> torch.Tensor:
@@ -198,12 +194,11 @@ class MergedWeights(Mapping[str, torch.Tensor]):
         """The same stretches of the average, which is laid out as the weight is. A weight without gradients has
         none.
         """
-        pieces = []
-        for piece in stored.pieces:
-            if piece.state is None or EMA_KEY not in self._files.value(piece.state):
-                return stored
-            pieces.append(replace(piece, place=piece.state.then(EMA_KEY)))
-        return replace(stored, pieces=tuple(pieces))
+        place = stored.first_state
+        if place is None or stored.state is None or EMA_KEY not in self._files.value(place):
+            return stored
+        files = (stored.state_file,) if stored.state_file else stored.files
+        return replace(stored, files=files, keys=(*stored.state, EMA_KEY))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.stored)

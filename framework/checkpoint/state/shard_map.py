@@ -10,14 +10,17 @@ DeepSpeed flattens, pads and cuts in a way that depends on ZeRO stage, ranks and
   over all its groups, in the order of `param_shapes`;
 - pipelines: weights in ``layer_*``, by number of the layer; the partitions as above, once for every stage.
 
-Files are mapped into memory, so that a map costs their headers only.
+Where a number lies follows from the shapes and from the first rank's files, so that a rank of a thousand opens only the
+files that hold what it reads; each is held against what it notes of itself when it is opened. Files are mapped into
+memory, which costs their headers only.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
@@ -37,7 +40,7 @@ _INNER: Final = "optimizer_state_dict"
 _COPIES: Final = "fp32_groups"
 _FLAT: Final = "fp32_groups_flat"
 _Whole = tuple[str, torch.Tensor, "Place"]
-_Found = Iterator[tuple[str, "torch.Size | None", "Piece"]]
+_Found = Iterator[tuple[str, "Stored"]]
 
 
 @dataclass(frozen=True)
@@ -71,17 +74,45 @@ class Piece:
 
 @dataclass(frozen=True)
 class Stored:
-    """One weight or buffer.
+    """One weight or buffer: where its numbers lie is computed, and no file is opened for it.
 
     Attributes:
         shape: of the whole tensor.
-        dtype: of what lies in `pieces`.
-        pieces: in order; together they are the flattened tensor. The fp32 copies where the optimizer keeps any.
+        dtype: of its numbers. The fp32 copies where the optimizer keeps any.
+        files: that hold the numbers, in the order of ranks; each has `size` of a row in which the tensor begins at
+            `offset`.
+        keys: the way to the tensor in each of them.
+        size: numbers in each of them; in one file, all.
+        offset: of the tensor's first number.
+        start: where the row begins in each tensor.
+        state: the way to the optimizer's state in each of them; None where it keeps none.
+        state_file: the one file that has the state, where it is another one.
     """
 
     shape: torch.Size
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    files: Sequence[str]
+    keys: tuple[str | int, ...]
+    size: int
+    offset: int = 0
+    start: int = 0
+    state: tuple[str | int, ...] | None = None
+    state_file: str = ""
+
+    def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[Piece]:
+        """The stretches that together are numbers `start` to `stop` of the flattened tensor, in order."""
+        stop = self.shape.numel() if stop is None else min(stop, self.shape.numel())
+        while start < stop:
+            rank, within = divmod(self.offset + start, self.size)
+            count, file = min(self.size - within, stop - start), self.files[rank]
+            state = None if self.state is None else Place(self.state_file or file, self.state)
+            yield Piece(Place(file, self.keys), self.start + within, count, state)
+            start += count
+
+    @property
+    def first_state(self) -> Place | None:
+        """The state in the first file, which has the same keys as in the others."""
+        return None if self.state is None else Place(self.state_file or self.files[0], self.state)
 
 
 class CheckpointFiles:
@@ -90,11 +121,21 @@ class CheckpointFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._open: dict[str, Any] = {}
+        self._checks: dict[str, Callable[[Any], None]] = {}
+
+    def expect(self, checks: Mapping[str, Callable[[Any], None]]) -> None:
+        """Call the check of a file with its content before anything more of it is used; it raises ValueError."""
+        self._checks.update(checks)
+        for name in checks.keys() & self._open.keys():
+            checks[name](self._open[name])
 
     def __getitem__(self, name: str) -> Any:
         """Return the content of a file. Raises whatever `read_file` raises."""
         if name not in self._open:
-            self._open[name] = read_file(self.folder / name, mmap=True)
+            content = read_file(self.folder / name, mmap=True)
+            if name in self._checks:
+                self._checks[name](content)
+            self._open[name] = content
         return self._open[name]
 
     def value(self, place: Place) -> Any:
@@ -113,7 +154,7 @@ class CheckpointFiles:
 
     def whole(self, stored: Stored) -> torch.Tensor:
         """A weight or buffer put together, in its shape; still in the file where it lies in one piece."""
-        pieces = [self.numbers(piece) for piece in stored.pieces]
+        pieces = [self.numbers(piece) for piece in stored.pieces()] or [torch.empty(0, dtype=stored.dtype)]
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).detach().view(stored.shape)
 
     def named(self, pattern: re.Pattern[str]) -> dict[tuple[int, int], str]:
@@ -154,18 +195,13 @@ def map_checkpoint(checkpoint: SavedCheckpoint) -> ShardMap:
         ties |= {name: first for name, first in (files[models[0, 0]]["shared_params"] or {}).items() if name in stored}
         found = _rows(files, models, optimizers)
     else:
-        found = _slices(files, optimizers, pipeline)
-    together: dict[str, tuple[torch.Size | None, list[Piece]]] = {}
-    for name, shape, piece in found:
-        together.setdefault(name, (shape, []))[1].append(piece)
-    for name, (shape, pieces) in together.items():
-        own = ties.get(name, name)
-        dtype = files.value(pieces[0].place).dtype
-        stored[own] = Stored(shape if shape is not None else stored[own].shape, dtype, tuple(pieces))
+        found = _slices(files, models, optimizers, pipeline)
+    for name, one in found:
+        stored[ties.get(name, name)] = one
     for name in ties:
         del stored[name]
     for name, one in stored.items():
-        if sum(piece.num for piece in one.pieces) != one.shape.numel():
+        if one.offset + one.shape.numel() > len(one.files) * one.size:
             raise ValueError(f"the files do not hold all of {name}")
     return ShardMap(files, stored, ties)
 
@@ -188,7 +224,7 @@ def _each_once(wholes: Iterable[_Whole]) -> tuple[dict[str, Stored], dict[str, s
     ties: dict[str, str] = {}
     first: dict[Any, str] = {}
     for name, tensor, place in wholes:
-        stored[name] = Stored(tensor.shape, tensor.dtype, (Piece(place, 0, tensor.numel()),))
+        stored[name] = Stored(tensor.shape, tensor.dtype, (place.file,), place.keys, tensor.numel())
         if tensor.numel():  # stage 3 leaves empty ones, which lie nowhere
             one = first.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), name)
             ties |= {name: one} if one != name else {}
@@ -199,42 +235,81 @@ def _numbered(files: CheckpointFiles, file: str, stored: Mapping[str, Stored], s
     """Stage 0. The optimizer knows its parameters by number only; our own state names them, group by group."""
     optimizer = files[file]["optimizer"] or {}
     names = files[file][STATE_KEY]["names"] if STATE_KEY in files[file] else names_by_shape(files[file])
-    top = Place(file, ("optimizer",))
-    own = top.then(_INNER) if _INNER in optimizer else top
+    inner = (_INNER,) if _INNER in optimizer else ()
     states = optimizer.get(_INNER, optimizer).get("state", {})
     number = 0
     for group, members in enumerate(names):
         start = 0
         for index, name in enumerate(members):
-            (whole,) = stored[name].pieces
-            state = own.then("state", group if _FLAT in optimizer else number)
-            place, begin = whole.place, 0
-            if _FLAT in optimizer:
-                place, begin = top.then(_FLAT, group), start
-            elif _COPIES in optimizer:
-                place = top.then(_COPIES, group, index)
+            whole, key = stored[name], group if _FLAT in optimizer else number
+            state = ("optimizer", *inner, "state", key) if key in states else None
+            one = replace(whole, state=state, state_file=file)
+            if _FLAT in optimizer or _COPIES in optimizer:
+                way = ("optimizer", _FLAT, group) if _FLAT in optimizer else ("optimizer", _COPIES, group, index)
+                dtype = files.value(Place(file, way)).dtype
+                one = replace(one, dtype=dtype, files=(file,), keys=way, start=start if _FLAT in optimizer else 0)
             if name not in seen:
-                yield name, None, Piece(place, begin, whole.num, state if state.keys[-1] in states else None)
+                yield name, one
             seen.add(name)
-            number, start = number + 1, start + whole.num
+            number, start = number + 1, start + whole.shape.numel()
 
 
 def _slices(
-    files: CheckpointFiles, optimizers: Mapping[tuple[int, int], str], pipeline: Mapping[str, Any] | None
+    files: CheckpointFiles,
+    models: Mapping[tuple[int, int], str],
+    optimizers: Mapping[tuple[int, int], str],
+    pipeline: Mapping[str, Any] | None,
 ) -> _Found:
-    """Stages 1 and 2: what every rank holds of a parameter, in the order of ranks."""
+    """Stages 1 and 2: the parameters of a group lie in a row, of which every rank has an equal part."""
     stage_of: dict[str, int] = {}
-    for (_, stage), file in optimizers.items():
-        top = Place(file, ("optimizer_state_dict",))
-        states = files.value(top)["base_optimizer_state"]["state"]
-        for group, slices in enumerate(files.value(top)["param_slice_mappings"]):
-            state = top.then("base_optimizer_state", "state", group) if group in states else None
-            for inner_name, part in slices.items():
-                name = inner_name
-                if pipeline:
-                    name = plain_name(name, layers=pipeline["layers"], tied_keys=pipeline["tied_keys"])
-                if stage_of.setdefault(name, stage) == stage:  # a tied weight has the same copies on all its stages
-                    yield name, None, Piece(top.then(_SLICES, group), part.start, part.numel, state)
+    for stage in sorted({stage for _, stage in optimizers}):
+        model, ranks = files[models[0, stage]], _of_ranks(optimizers, stage)
+        rows = [_sliced(files, ranks, group, shapes) for group, shapes in enumerate(model["param_shapes"])]
+        # Where gradients go round robin, DeepSpeed's notes of what lies where are of another order than its numbers.
+        if not (model.get("ds_config") or {}).get("zero_optimization", {}).get("round_robin_gradients"):
+            files.expect({file: partial(_check_slices, rows, rank) for rank, file in enumerate(ranks)})
+        for inner_name, one in chain.from_iterable(row.items() for row in rows):
+            name = inner_name
+            if pipeline:
+                name = plain_name(name, layers=pipeline["layers"], tied_keys=pipeline["tied_keys"])
+            if stage_of.setdefault(name, stage) == stage:  # a tied weight has the same copies on all its stages
+                yield name, one
+
+
+def _sliced(
+    files: CheckpointFiles, ranks: Sequence[str], group: int, shapes: Mapping[str, torch.Size]
+) -> dict[str, Stored]:
+    """One group's parameters, in the order of its row."""
+    top = files.value(Place(ranks[0], ("optimizer_state_dict",)))
+    own, offset, row = top[_SLICES][group], 0, {}
+    paddings = top["param_alignment_paddings"][group] if "param_alignment_paddings" in top else [0] * len(shapes)
+    keys = ("optimizer_state_dict", _SLICES, group)
+    has_state = group in top["base_optimizer_state"]["state"]
+    state = ("optimizer_state_dict", "base_optimizer_state", "state", group) if has_state else None
+    for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
+        row[name] = Stored(shape, own.dtype, ranks, keys, own.numel(), offset, state=state)
+        offset += shape.numel() + padding
+    return row
+
+
+def _check_slices(rows: Sequence[Mapping[str, Stored]], rank: int, content: Any) -> None:
+    """Compare what a file notes of its parameters with what their shapes say."""
+    for row, noted in zip(rows, content["optimizer_state_dict"]["param_slice_mappings"], strict=True):
+        expected = {}
+        for name, one in row.items():
+            begin, end = one.offset - rank * one.size, one.offset + one.shape.numel() - rank * one.size
+            if max(begin, 0) < min(end, one.size):
+                expected[name] = (max(begin, 0), min(end, one.size) - max(begin, 0))
+        if {name: (part.start, part.numel) for name, part in noted.items() if part.numel} != expected:
+            raise ValueError(f"the parameters of rank {rank} lie elsewhere than their shapes say")
+
+
+def _of_ranks(files: Mapping[tuple[int, int], str], stage: int = 0) -> list[str]:
+    """The files of one pipeline stage, in the order of its data-parallel ranks."""
+    own = {rank: file for (rank, of), file in files.items() if of == stage}
+    if (missing := next((rank for rank in range(len(own)) if rank not in own), None)) is not None:
+        raise LookupError(f"there is no optimizer file of rank {missing}")
+    return [own[rank] for rank in range(len(own))]
 
 
 def plain_name(name: str, *, layers: Sequence[str], tied_keys: Mapping[str, str]) -> str:
@@ -252,42 +327,34 @@ def _rows(
     files: CheckpointFiles, models: Mapping[tuple[int, int], str], optimizers: Mapping[tuple[int, int], str]
 ) -> _Found:
     """Stage 3: an equal piece of every parameter from every rank; and of the frozen ones, which no optimizer has."""
-    for place_in_order, ((rank, _), file) in enumerate(optimizers.items()):
-        if rank != place_in_order:
-            raise LookupError(f"there is no optimizer file of rank {place_in_order}")
-        model, num_ranks = files[models[rank, 0]], len(optimizers)
-        shapes = chain.from_iterable(group.items() for group in model["param_shapes"])
-        yield from _row(files, Place(file, ("optimizer_state_dict",)), shapes, rank=rank, num_ranks=num_ranks)
-        for name, shape in (model["frozen_param_shapes"] or {}).items():
-            _, own = _share(shape, rank=rank, num_ranks=num_ranks)
-            yield name, shape, Piece(Place(models[rank, 0], ("frozen_param_fragments", name)), 0, own)
-
-
-def _share(shape: torch.Size, *, rank: int, num_ranks: int) -> tuple[int, int]:
-    """Numbers in a rank's piece of a parameter, with and without the padding at its end."""
-    size = -(-shape.numel() // num_ranks)
-    return size, max(0, min(size, shape.numel() - rank * size))
-
-
-def _row(
-    files: CheckpointFiles, top: Place, shapes: Iterable[tuple[str, torch.Size]], *, rank: int, num_ranks: int
-) -> _Found:
-    """Stage 3: one rank's pieces, in its flat groups laid end to end."""
-    states = files.value(top)["optimizer_state_dict"]["state"]
-    sizes: list[int] = [flat.numel() for flat in files.value(top)[_ROWS]]
+    ranks, model = _of_ranks(optimizers), files[models[0, 0]]
+    top = files.value(Place(ranks[0], ("optimizer_state_dict",)))
+    flats, states = top[_ROWS], top["optimizer_state_dict"]["state"]
+    sizes = [flat.numel() for flat in flats]
+    files.expect(dict.fromkeys(ranks, partial(_check_rows, sizes)))
     group = start = 0
-    for name, shape in shapes:
-        size, own = _share(shape, rank=rank, num_ranks=num_ranks)
-        while size:
-            count = min(size, sizes[group] - start)
-            if own or count == size:
-                state = top.then("optimizer_state_dict", "state", group) if group in states else None
-                yield name, shape, Piece(top.then(_ROWS, group), start, min(own, count), state)
-            size, own, start = size - count, max(0, own - count), start + count
-            if start == sizes[group]:
-                group, start = group + 1, 0
-    if group < len(sizes):  # with a rest that belongs to no parameter, all of them would be misread
-        raise ValueError(f"{top.file} holds more numbers than the parameters have")
+    for name, shape in chain.from_iterable(group.items() for group in model["param_shapes"]):
+        size = -(-shape.numel() // len(ranks))
+        while group < len(sizes) and start == sizes[group]:
+            group, start = group + 1, 0
+        if size > sizes[group] - start:
+            raise ValueError(f"{ranks[0]} cuts {name} elsewhere than its shape says")
+        state = ("optimizer_state_dict", "optimizer_state_dict", "state", group) if group in states else None
+        keys = ("optimizer_state_dict", _ROWS, group)
+        yield name, Stored(shape, flats[group].dtype, ranks, keys, size, start=start, state=state)
+        start += size
+    if sum(sizes[:group]) + start < sum(sizes):  # with a rest that belongs to no parameter, all would be misread
+        raise ValueError(f"{ranks[0]} holds more numbers than the parameters have")
+    frozen = model["frozen_param_shapes"] or {}
+    for name, shape in frozen.items():
+        place = Place(models[0, 0], ("frozen_param_fragments", name))
+        held, dtype = _of_ranks(models), files.value(place).dtype
+        yield name, Stored(shape, dtype, held, place.keys, -(-shape.numel() // len(held)))
+
+
+def _check_rows(sizes: Sequence[int], content: Any) -> None:
+    if [flat.numel() for flat in content["optimizer_state_dict"][_ROWS]] != sizes:
+        raise ValueError("a rank holds other numbers of the parameters than the first")
 
 
 def names_by_shape(content: Mapping[str, Any]) -> list[list[str]]:

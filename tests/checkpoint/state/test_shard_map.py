@@ -25,7 +25,7 @@ def run(request: pytest.FixtureRequest) -> Path:
 
 
 def whole(found: ShardMap, name: str, *, state: str = "") -> torch.Tensor:
-    return torch.cat([found.files.numbers(piece, state=state) for piece in found.stored[name].pieces])
+    return torch.cat([found.files.numbers(piece, state=state) for piece in found.stored[name].pieces()])
 
 
 def test_all_weights_are_found(run: Path) -> None:
