@@ -13,23 +13,24 @@ import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from framework.checkpoint.manifest import FORMAT, SavedCheckpoint, list_checkpoints, seal
-from framework.checkpoint.names import LATEST, LEAVING, MANIFEST, SAVING, latest_tag, tag_of
+from framework.checkpoint.manifest import FORMAT, SavedCheckpoint, newest_first, read_checkpoint, seal
+from framework.checkpoint.names import LATEST, LEAVING, MANIFEST, SAVING, latest_tag, named_folders, tag_of
 from framework.engine.protocol import Engine, Gather
 from framework.errors import StorageError
 from framework.system.files import (
     FileRecord,
     hash_file,
     refuse_link,
+    remove_folder,
     replace_text,
     sync_file,
     sync_folder,
-    sync_folders,
+    walk,
 )
 from framework.system.log import warn
 
@@ -63,6 +64,7 @@ class Checkpointer:
         """
         self._engine, self._folder, self._retention, self._last_step = engine, folder, retention, last_step
         self._is_main, self._gather, self._position, self._description = is_main, gather, position, description
+        self._kept: dict[str, SavedCheckpoint] = {}
 
     def save(self, step: int, metrics: Mapping[str, float] | None = None) -> bool:
         """Write ``global_step<step>``, point `latest` at it and delete what is no longer kept.
@@ -82,7 +84,7 @@ class Checkpointer:
 
         def name() -> None:
             stated = self._stated(state, metrics or {})
-            publish(self._folder, tag, stated=stated, records=records, retention=self._retention)
+            publish(self._folder, tag, stated=stated, records=records, retention=self._retention, kept=self._kept)
 
         failure = self._agree(lambda: make_room(self._folder), only_main=True) or self._agree(write)
         if not failure:
@@ -164,7 +166,13 @@ def make_room(folder: Path) -> None:
 
 
 def publish(
-    folder: Path, tag: str, *, stated: Mapping[str, Any], records: Mapping[str, FileRecord], retention: Retention
+    folder: Path,
+    tag: str,
+    *,
+    stated: Mapping[str, Any],
+    records: Mapping[str, FileRecord],
+    retention: Retention,
+    kept: dict[str, SavedCheckpoint],
 ) -> None:
     """All files of ``.saving/<tag>`` are written: describe them, flush them, give the checkpoint its name, delete old
     ones.
@@ -173,53 +181,73 @@ def publish(
         folder: the ``checkpoints`` folder.
         stated: what the manifest says beside its format and its files; ``step`` is in it.
         records: the files that the ranks wrote; others that lie there are hashed.
+        kept: finished checkpoints by tag, as far as they have been read; this one is added.
 
     Raises:
         OSError: the file system refused; the checkpoints that have a name are as they were, or the new one has its own.
     """
     written, target = folder / SAVING / tag, folder / tag
-    files = {name: asdict(record) for name, record in sorted(_all_records(written, records).items())}
+    complete, folders = _all_records(written, records)
+    files = {name: asdict(record) for name, record in sorted(complete.items())}
     replace_text(written / MANIFEST, seal({"format": FORMAT, **stated, "files": files}))
-    sync_folders(written)
+    for name in folders:
+        sync_folder(written / name)
     aside = folder / f"{LEAVING}{tag}"
     if target.exists():  # the same step, saved again after a resume
         target.rename(aside)
     written.rename(target)
     sync_folder(folder)
     replace_text(folder / LATEST, tag)
-    _tidy(folder, aside, retention=retention, newest=int(stated["step"]))
+    kept[tag] = SavedCheckpoint(folder, tag, {name: stated[name] for name in ("step", "metrics") if name in stated})
+    _tidy(folder, aside, retention=retention, newest=int(stated["step"]), kept=kept)
 
 
-def _all_records(written: Path, records: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
-    """Records of what the ranks wrote, and of what DeepSpeed put there by itself.
+def _all_records(written: Path, records: Mapping[str, FileRecord]) -> tuple[dict[str, FileRecord], list[str]]:
+    """Records of what the ranks wrote, and of what DeepSpeed put there by itself; and the folders that hold it.
 
     A run folder on a disk that each host has for itself is refused: its ranks write, and rank 0 sees nothing of it.
     """
-    for name, record in records.items():
-        with suppress(FileNotFoundError):
-            if (written / name).lstat().st_size == record.num_bytes:
-                continue
+    found, folders, unseen = dict(records), [""], dict(records)
+    for name, entry in walk(written):
+        if entry.is_dir(follow_symlinks=False):
+            folders.append(name)
+        elif name in records:
+            if entry.stat(follow_symlinks=False).st_size == records[name].num_bytes:
+                del unseen[name]
+        elif entry.is_file():
+            sync_file(Path(entry.path))
+            found[name] = hash_file(Path(entry.path))
+    for name in unseen:
         reason = "is not whole where rank 0 looks: all hosts must share the run folder"
         raise OSError(errno.EIO, f"{name}, which a rank has written, {reason}")
-    found = dict(records)
-    for path in sorted(written.rglob("*")):
-        name = path.relative_to(written).as_posix()
-        if path.is_file() and name not in found:
-            sync_file(path)
-            found[name] = hash_file(path)
-    return found
+    return found, folders
 
 
-def _tidy(folder: Path, replaced: Path, *, retention: Retention, newest: int) -> None:
+def _kept(folder: Path, kept: dict[str, SavedCheckpoint]) -> list[SavedCheckpoint]:
+    """The finished checkpoints, oldest first, by step and metrics alone. Manifests of a thousand ranks are large: each
+    is read once in a run.
+    """
+    there = {path.name: path for _, path in named_folders(folder)}
+    for tag in kept.keys() - there.keys():
+        del kept[tag]
+    for tag in there.keys() - kept.keys():
+        with suppress(OSError):  # `diagnose` tells it
+            if (found := read_checkpoint(there[tag])) is not None:
+                known = {name: found.manifest[name] for name in ("step", "metrics") if name in found.manifest}
+                kept[tag] = replace(found, manifest=known)
+    return [kept[tag] for tag in there if tag in kept]
+
+
+def _tidy(folder: Path, replaced: Path, *, retention: Retention, newest: int, kept: dict[str, SavedCheckpoint]) -> None:
     """Failing here costs disk space, not the run: the new checkpoint is complete."""
     try:
         for script in _SCRIPTS:
             if (folder / SAVING / script).exists():
                 (folder / SAVING / script).replace(folder / script)
-        shutil.rmtree(folder / SAVING)
+        remove_folder(folder / SAVING)
         if replaced.exists():
-            shutil.rmtree(replaced)
-        checkpoints = list_checkpoints(folder)
+            remove_folder(replaced)
+        checkpoints = _kept(folder, kept)
         if absence := retention.describe_absence(checkpoints, newest=newest):
             warn(absence)
         for old in retention.superfluous(checkpoints, newest=newest):
@@ -227,7 +255,7 @@ def _tidy(folder: Path, replaced: Path, *, retention: Retention, newest: int) ->
             leaving = folder / f"{LEAVING}{old.tag}"
             old.path.rename(leaving)
             (leaving / MANIFEST).unlink()
-            shutil.rmtree(leaving)
+            remove_folder(leaving)
     except OSError as error:
         warn(f"{folder}: an old checkpoint cannot be deleted ({error}) [checkpoint-not-deleted]")
 
@@ -297,15 +325,15 @@ def clear_unfinished(folder: Path) -> list[str]:
         if (path / MANIFEST).exists() and not original.exists():
             path.rename(original)
         else:
-            shutil.rmtree(path)
+            remove_folder(path)
             removed.append(path.name)
     refuse_link(folder / SAVING)
     if (folder / SAVING).exists():
         removed += sorted(f"{SAVING}/{path.name}" for path in (folder / SAVING).iterdir())
-        shutil.rmtree(folder / SAVING)
+        remove_folder(folder / SAVING)
     for path in folder.glob(f".{LATEST}.*.tmp"):
         path.unlink()
-    newest = next(reversed(list_checkpoints(folder)), None)
+    newest = next(newest_first(folder), None)
     if newest is not None and latest_tag(folder) != newest.tag:
         replace_text(folder / LATEST, newest.tag)
     return removed

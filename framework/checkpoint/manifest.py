@@ -96,11 +96,15 @@ def list_checkpoints(folder: Path) -> list[SavedCheckpoint]:
     Raises:
         OSError: the folder is there and does not answer.
     """
-    found = []
-    for _, path in named_folders(folder):
+    return list(newest_first(folder))[::-1]
+
+
+def newest_first(folder: Path) -> Iterator[SavedCheckpoint]:
+    """As `list_checkpoints`, the newest first, each read when it is asked for."""
+    for _, path in reversed(named_folders(folder)):
         with contextlib.suppress(OSError):  # `diagnose` tells it
-            found.append(read_checkpoint(path))
-    return [checkpoint for checkpoint in found if checkpoint is not None]
+            if (found := read_checkpoint(path)) is not None:
+                yield found
 
 
 def read_checkpoint(path: Path) -> SavedCheckpoint | None:

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
@@ -27,6 +27,7 @@ from typing import Any, Final
 
 import framework
 from framework.checkpoint.checkpointer import Retention, publish, warn_of_failure
+from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.names import SAVING
 from framework.system.files import FileRecord, digest_of, replace_text, write_new
 from framework.system.parent_watch import die_with
@@ -113,6 +114,7 @@ class Writer:
     def __init__(self, channel: Channel, descriptor: int) -> None:
         self._channel, self._descriptor = channel, descriptor
         self._memory = memoryview(b"")
+        self._kept: dict[str, SavedCheckpoint] = {}
 
     def serve(self) -> None:
         """Returns when the rank is gone, or wants no more."""
@@ -149,26 +151,32 @@ class Writer:
     def _publish(self, order: Mapping[str, Any]) -> None:
         """Wait for the records of all ranks, and give the checkpoint its name."""
         folder, records = Path(order["folder"]), dict[str, FileRecord]()
-        for rank in range(order["world_size"]):
-            reported = self._await_record(order, rank)
+        for reported in self._await_records(order):
             if reported["failure"]:
                 raise _NotWrittenError(reported["failure"])
             records |= {name: FileRecord(**record) for name, record in reported["files"].items()}
         retention = Retention(**order["retention"])
-        publish(folder, order["tag"], stated=order["stated"], records=records, retention=retention)
+        publish(folder, order["tag"], stated=order["stated"], records=records, retention=retention, kept=self._kept)
 
-    def _await_record(self, order: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
-        path, pause, deadline = _record({**order, "rank": rank}), _SHORTEST_PAUSE_SECONDS, float("inf")
-        while True:
-            with suppress(FileNotFoundError):
-                return dict(json.loads(path.read_text(encoding="utf-8")))
-            message = self._listen(pause)
+    def _await_records(self, order: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        """Each rank's record, when it is there. All are looked for in one listing: a file system of several hosts may
+        keep for a minute that a name, asked for too early, is not there.
+        """
+        missing = {_record({**order, "rank": rank}): rank for rank in range(order["world_size"])}
+        pause, deadline = _SHORTEST_PAUSE_SECONDS, float("inf")
+        while missing:
+            with os.scandir(Path(order["folder"], SAVING)) as entries:
+                there = [path for path in (Path(entry.path) for entry in entries) if path in missing]
+            for path in there:
+                del missing[path]
+                yield dict(json.loads(path.read_text(encoding="utf-8")))
+            message = self._listen(pause) if missing else {}
             if message.get("word") == GIVE_UP:
                 raise _NotWrittenError(message["failure"])
             if message.get("word") == ALL_WRITTEN:
                 deadline, pause = time.monotonic() + _LONGEST_DELAY_SECONDS, _SHORTEST_PAUSE_SECONDS
             if time.monotonic() > deadline:
-                unseen = f"what rank {rank} has written is not seen by rank 0"
+                unseen = f"what rank {min(missing.values())} has written is not seen by rank 0"
                 raise _NotWrittenError(f"{unseen}: all hosts must share the run folder")
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 

@@ -6,13 +6,16 @@ import errno
 import hashlib
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from framework.checkpoint import checkpointer as publication
+from framework.checkpoint.manifest import list_checkpoints, read_checkpoint
 from framework.errors import StorageError
-from framework.system.files import FileRecord
+from framework.system.files import FileRecord, NewFile
 from tests.checkpoint.small_checkpoints import (
     CONFIG,
     LAYOUT,
@@ -177,3 +180,60 @@ class TestWriting:
         assert "Permission denied" in warning
         assert warning.endswith("[checkpoint-not-deleted]\n")
         assert steps(tmp_path) == [2, 3], "what cannot be deleted is at least no longer resumed from"
+
+
+class TestManyRanks:
+    """What rank 0 does alone while thousands wait must not ask the file system for every file again and again."""
+
+    def test_manifests_of_kept_checkpoints_are_read_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        write(tmp_path, *range(1, 6))
+        read: list[str] = []
+
+        def reading(path: Path) -> Any:
+            read.append(path.name)
+            return read_checkpoint(path)
+
+        monkeypatch.setattr(publication, "read_checkpoint", reading)
+        checkpointer = make_checkpointer(tmp_path, keep_last=7)
+        for step in range(6, 12):
+            checkpointer.save(step)
+        assert sorted(read) == [f"global_step{step}" for step in range(1, 6)]
+        assert steps(tmp_path) == list(range(5, 12))
+
+    def test_one_that_somebody_deletes_meanwhile_is_forgotten(self, tmp_path: Path) -> None:
+        checkpointer = make_checkpointer(tmp_path, keep_last=2)
+        for step in (1, 2):
+            checkpointer.save(step)
+        shutil.rmtree(tmp_path / "global_step2")
+        checkpointer.save(3)
+        assert steps(tmp_path) == [1, 3]
+
+    def test_files_are_listed_once_and_removed_together(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        checkpointer = make_checkpointer(tmp_path, engine=ManyFilesEngine(), keep_last=1)
+        asked: list[Path] = []
+        stat = Path.stat
+        monkeypatch.setattr(Path, "lstat", lambda path: asked.append(path) or stat(path, follow_symlinks=False))
+        monkeypatch.setattr(Path, "stat", lambda path, **options: asked.append(path) or stat(path, **options))
+        assert checkpointer.save(1)
+        assert checkpointer.save(2)
+        assert len([path for path in asked if path.name.startswith("shard")]) == 0
+        assert names(tmp_path) == ["global_step2", "latest"]
+        (found,) = list_checkpoints(tmp_path)
+        assert len(found.manifest["files"]) == ManyFilesEngine.NUM_FILES
+        assert found.damage() == []
+
+
+class ManyFilesEngine(OneFileEngine):
+    """Writes as many files as many ranks do, some of them in a folder."""
+
+    NUM_FILES = 120
+
+    def save(self, folder: Path, tag: str, state: Mapping[str, Any]) -> Mapping[str, FileRecord]:
+        place, written = folder / tag, {}
+        (place / "inner").mkdir(parents=True)
+        for number in range(self.NUM_FILES):
+            name = f"{'inner/' * (number % 2)}shard{number}"
+            stream = NewFile(place / name)
+            stream.write(f"{state['step']} {number}".encode())
+            written[name] = stream.close()
+        return written

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,27 @@ class TestRanks:
         assert sorted(found.manifest["files"]) == ["model0.pt", "model1.pt", "optimizer0.pt", "optimizer1.pt"]
         assert found.damage() == []
         assert names(tmp_path) == ["global_step4", "latest"]
+
+    def test_a_record_is_not_asked_for_before_it_is_there(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An NFS client keeps for up to a minute that a name is not there."""
+        (tmp_path / ".saving").mkdir()
+        order = {"folder": str(tmp_path), "ticket": "t", "world_size": 3}
+        ours, theirs = socket.socketpair()
+        with theirs, ours:
+            waiting = Writer(Channel(ours), 0)._await_records(order)
+            asked: list[Path] = []
+            read = Path.read_text
+            monkeypatch.setattr(Path, "read_text", lambda path, **options: asked.append(path) or read(path, **options))
+            for rank in (2, 0, 1):
+                path = tmp_path / ".saving" / f"written-by-rank{rank}-t.json"
+                write = partial(path.write_text, '{"failure": "", "files": {}}', encoding="utf-8")
+                later(write, 0.1)
+                assert next(waiting) == {"failure": "", "files": {}}
+                assert asked.pop() == path
+                assert asked == []
+            assert next(waiting, None) is None
 
     @pytest.mark.parametrize("slow", ["writing", "publishing"])
     def test_a_slow_disk_keeps_no_rank_in_a_collective(

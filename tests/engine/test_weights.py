@@ -243,7 +243,7 @@ def test_a_checkpoint_with_another_content_is_refused(run: str, plain: Path, tmp
     """A flipped bit, and a program whose checksum was put into the manifest: neither is loaded, nothing runs."""
     shutil.copytree(plain / run / "checkpoints", tmp_path / "checkpoints")
     folder = tmp_path / "checkpoints" / f"global_step{NUM_STEPS}"
-    file = next(folder.glob("*optim_states.pt" if run == "gpt-z2" else "*model_states.pt"))
+    file = min(folder.glob("*optim_states.pt" if run == "gpt-z2" else "*model_states.pt"))  # of the first rank
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
@@ -254,7 +254,7 @@ def test_a_checkpoint_with_another_content_is_refused(run: str, plain: Path, tmp
     manifest["files"][file.name] = asdict(hash_file(file))
     (folder / "manifest.json").write_text(seal(manifest))
     with pytest.raises(StorageError, match=r"UnpicklingError.*\[weights-not-read\]"):
-        read_weights(str(tmp_path))
+        dict(read_weights(str(tmp_path)))
     assert not (tmp_path / "trace").exists()
 
 

@@ -187,8 +187,12 @@ class MergedWeights(Mapping[str, torch.Tensor]):
             raise self._not_read("nothing in its files is a moving average")
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        """Put a weight together; raises StorageError, kind ``weights-not-read``, where a file holds something else."""
         stored = self.stored[name]
-        return self._files.whole(self._averaged(stored) if self._average else stored)
+        try:
+            return self._files.whole(self._averaged(stored) if self._average else stored)
+        except Exception as error:
+            raise self._not_read(in_one_line(error)) from error
 
     def _averaged(self, stored: Stored) -> Stored:
         """The same stretches of the average, which is laid out as the weight is. A weight without gradients has
