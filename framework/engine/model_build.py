@@ -1,10 +1,11 @@
 """Builds the model of a run, with the same weights at every ZeRO stage.
 
-At stages 0 to 2 every rank builds the whole model. At stage 3 DeepSpeed's `zero.Init` takes the weights of a module
-away as soon as its own constructor returns: what a parent's constructor then writes (a loop over `self.modules()`,
-`load_state_dict`, `copy.deepcopy` of a layer) is lost without a word. So a model is built whole in host memory and then
-partitioned, weight by weight, from rank 0; or inside `zero.Init`, where every use of a weight that has been taken away
-is found and ends that attempt.
+At stages 0 to 2 every rank builds the whole model: all ranks of a host at once, or one after the other where its memory
+is too small for that; DeepSpeed gives all of them rank 0's weights. At stage 3 its `zero.Init` takes the weights of a
+module away as soon as its own constructor returns: what a parent's constructor then writes (a loop over
+`self.modules()`, `load_state_dict`, `copy.deepcopy` of a layer) is lost without a word. So a model is built whole in
+host memory and then partitioned, weight by weight, from rank 0; or inside `zero.Init`, where every use of a weight that
+has been taken away is found and ends that attempt.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import FrameType
 from typing import Any, Final
 
@@ -24,6 +26,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from framework.engine.device_batches import HALF
 from framework.engine.distributed import barrier, device, gather, rank
 from framework.engine.initialize import refusing_scalars
 from framework.engine.random_state import capture, restore
@@ -53,10 +56,10 @@ class _NotThisWay(BaseException):
 def build_model(
     build: Build, *, ds_config: Mapping[str, Any], draws_in_pieces: bool = False, host_bytes: int | None = None
 ) -> torch.nn.Module:
-    """Build a model; at ZeRO stage 3 its weights are partitioned. Collective at stage 3.
+    """Build a model; at ZeRO stage 3 its weights are partitioned. Collective.
 
     Args:
-        build: called once on every rank, at stage 3 up to three times.
+        build: called once on every rank, where memory is short up to three times.
         ds_config: the rendered DeepSpeed JSON.
         draws_in_pieces: whether its modules are known to draw their weights in their own constructors, so that no rank
             has to hold the whole model.
@@ -66,13 +69,16 @@ def build_model(
         ConfigError: kind ``init-lost-at-stage-3``: it does not fit into host memory as a whole, and its constructors
             write to weights of other modules; kind ``scalar-weight``.
     """
-    if ds_config["zero_optimization"]["stage"] < 3:
+    is_cut = ds_config["zero_optimization"]["stage"] == 3
+    if not is_cut and _local_size() == 1:
         return build()
     if host_bytes is None and (free := room()) is not None:
         host_bytes = int(free.num_bytes * _SHARE_FOR_WEIGHTS)
     ways = [_build_whole, _build_in_pieces, _build_in_turn]
     if draws_in_pieces:
         ways[:2] = reversed(ways[:2])
+    if not is_cut:  # and one alone is tried however large it is
+        ways = [_build_whole, partial(_build_in_turn, is_cut=False)]
     reason, random_state = "", capture()
     with refusing_scalars():
         for way in ways:
@@ -84,7 +90,7 @@ def build_model(
                 reason = str(error) or reason
             if all(gather(model is not None)):
                 assert model is not None
-                return _partition(model, ds_config)
+                return _partition(model, ds_config) if is_cut else model
     raise ConfigError.of(
         kind="init-lost-at-stage-3",
         key="zero.stage",
@@ -101,16 +107,24 @@ def _build_whole(build: Build, ds_config: Mapping[str, Any], host_bytes: int | N
         return build()
 
 
-def _build_in_turn(build: Build, ds_config: Mapping[str, Any], host_bytes: int | None) -> torch.nn.Module:
+def _build_in_turn(
+    build: Build, ds_config: Mapping[str, Any], host_bytes: int | None, *, is_cut: bool = True
+) -> torch.nn.Module:
     """Build on one rank of a host after the other; only rank 0, its host's last, keeps its weights. Collective."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     model: torch.nn.Module | None = None
+    half = next((dtype for key, dtype in HALF.items() if ds_config.get(key, {}).get("enabled")), None)
     for turn in reversed(range(_local_size())):
         if turn == local_rank:
-            with suppress(_NotThisWay), _limited(host_bytes):
+            with suppress(_NotThisWay), _limited(host_bytes if is_cut else None):
                 model = build()
             for parameter in model.parameters() if model is not None and rank() != 0 else ():
-                parameter.data = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
+                if is_cut:
+                    parameter.data = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
+                else:  # room for what DeepSpeed will send, as it will cast it
+                    dtype = half if half is not None and parameter.is_floating_point() else parameter.dtype
+                    strides = parameter.stride()
+                    parameter.data = torch.empty_strided(parameter.shape, strides, dtype=dtype, device=device())
         barrier()
     if model is None:
         raise _NotThisWay

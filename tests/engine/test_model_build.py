@@ -41,5 +41,12 @@ def test_what_fits_nowhere_and_cannot_be_cut_is_refused_with_the_weight(built: d
 
 
 def test_it_trains_as_plain_pytorch_does(built: dict[str, Any]) -> None:
-    assert built["trained"].keys() == {"loop", "encoder"}
+    assert built["trained"].keys() == {"loop", "encoder", "in turn, stage 1"}
     assert all(difference < 2e-6 for difference in built["trained"].values())
+
+
+def test_where_memory_is_short_rank_0_alone_keeps_weights_on_the_host(built: dict[str, Any]) -> None:
+    """At stage 1 in bf16: the others have room for what DeepSpeed sends them."""
+    first, *others = built["types"]
+    assert first == ["torch.float32"]
+    assert all(types == ["torch.bfloat16"] for types in others)
