@@ -8,6 +8,8 @@ not.
 from __future__ import annotations
 
 import ast
+import importlib
+import re
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -209,3 +211,14 @@ def test_the_order_itself_has_no_circle() -> None:
         assert ready, f"circle among {sorted(rest)}"
         order += ready
         rest = {part: needs for part, needs in rest.items() if part not in ready}
+
+
+def test_programs_in_shell_scripts_import_what_is_there() -> None:
+    """What `launch.sh` and the image run stands in no module that a checker reads."""
+    found = [
+        (file, *match.groups())
+        for file in ("launch.sh", "Dockerfile")
+        for match in re.finditer(r"from (framework[\w.]*) import (\w+)", (ROOT / file).read_text(encoding="utf-8"))
+    ]
+    assert found
+    assert [place for place in found if not hasattr(importlib.import_module(place[1]), place[2])] == []
