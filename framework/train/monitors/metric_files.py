@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 from framework.system.files import open_own, replace_text
 from framework.train.monitors.base import Point
@@ -24,13 +25,14 @@ class CsvFile:
     """Keeps one row per step: what else is logged at the same step completes the row.
 
     A metric seen for the first time adds a column, for which the file is written anew. Only the last row is kept in
-    memory.
+    memory. The file stays open: closing it would wait for a network's disk at every point.
     """
 
     name = "metrics.csv"
 
     def __init__(self, path: Path, *, from_step: int) -> None:
         self._path = path
+        self._file: IO[bytes] = io.BytesIO()
         self._last: _Row = {}
         self._columns, rows = _read(path) if os.path.lexists(path) else (list(_FIRST_COLUMNS), [])
         self._write_all([row for row in rows if int(row["step"]) <= from_step])
@@ -41,8 +43,8 @@ class CsvFile:
         same_step = self._last.get("step") == row["step"]
         row = self._last | row if same_step else row
         new_columns = [name for name in row if name not in self._columns]
-        changed_by_others = self._path.stat().st_size != self._size
-        if new_columns or changed_by_others:
+        found = self._path.stat()
+        if new_columns or (found.st_ino, found.st_size) != (self._number, self._size):  # changed by others
             columns, rows = _read(self._path)
             self._columns = columns + [name for name in row if name not in columns]
             self._write_all([*(other for other in rows if other["step"] != row["step"]), row])
@@ -50,20 +52,23 @@ class CsvFile:
             self._append(row, at=self._last_starts_at if same_step else self._size)
 
     def close(self) -> None:
-        pass
+        self._file.close()
 
     def _append(self, row: _Row, *, at: int) -> None:
-        with open_own(self._path, "r+b") as stream:
-            stream.seek(at)
-            stream.write(_lines(self._columns, [row]))
-            stream.truncate()
-            self._last, self._last_starts_at, self._size = row, at, stream.tell()
+        self._file.seek(at)
+        self._file.write(_lines(self._columns, [row]))
+        self._file.truncate()
+        self._file.flush()
+        self._last, self._last_starts_at, self._size = row, at, self._file.tell()
 
     def _write_all(self, rows: Sequence[_Row]) -> None:
         header = _lines(self._columns, [dict(zip(self._columns, self._columns, strict=True))])
         before = header + _lines(self._columns, rows[:-1])
         after = _lines(self._columns, rows[-1:])
+        self._file.close()
         replace_text(self._path, (before + after).decode())
+        self._file = open_own(self._path, "r+b")
+        self._number = os.fstat(self._file.fileno()).st_ino
         self._last = rows[-1] if rows else {}
         self._last_starts_at, self._size = len(before), len(before) + len(after)
 

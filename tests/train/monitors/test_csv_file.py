@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from framework.train.monitors import metric_files
 from framework.train.monitors.metric_files import CsvFile
 from tests.train.monitors.points import point
 
@@ -101,6 +102,28 @@ def test_a_file_that_somebody_saved_meanwhile_is_not_damaged(path: Path) -> None
     monitor.write(point(2, train_loss=2.5))
     monitor.write(point(3, train_loss=3.0))
     assert column(path, "train/loss") == ["1.0", "2.5", "3.0"]
+
+
+def test_a_file_that_somebody_put_in_its_place_goes_on(path: Path) -> None:
+    """Of the same size: the rows would go where nobody reads them."""
+    monitor = CsvFile(path, from_step=0)
+    monitor.write(point(1, train_loss=1.0))
+    other = path.with_name("other.csv")
+    other.write_bytes(path.read_bytes())
+    other.replace(path)
+    monitor.write(point(2, train_loss=2.0))
+    assert column(path, "train/loss") == ["1.0", "2.0"]
+
+
+def test_it_is_not_opened_for_every_point(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monitor = CsvFile(path, from_step=0)
+    monitor.write(point(1, train_loss=1.0))
+    opened: list[Path] = []
+    monkeypatch.setattr(metric_files, "open_own", lambda path, *_: opened.append(path) or metric_files.io.BytesIO())
+    for step in range(2, 9):
+        monitor.write(point(step, train_loss=step))
+    assert opened == []
+    assert column(path, "step") == [str(step) for step in range(1, 9)]
 
 
 def test_a_file_that_is_gone_is_an_error(path: Path) -> None:
