@@ -220,7 +220,7 @@ compile_ahead() {
     said=$(DS_ACCELERATOR=cpu "$PY" -c '
 import os, sys
 from framework.errors import ConfigError
-from framework.doctor.node.compilers import check_ops
+from framework.doctor.node.software import check_ops
 from framework.doctor.node.need import need_without_config
 from framework.plan.cluster import Cluster
 try:
