@@ -60,7 +60,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Lanes(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return lanes.lane_of(nodeid, without_slow=config.option.markexpr == "not slow")
+            return nodeid.partition("::")[0]
+
+        def _assign_work_unit(self, node: Any) -> None:
+            file = lanes.next_file(self.workqueue, first_lane=node.gateway.id == "gw0")
+            self.workqueue.move_to_end(file, last=False)
+            super()._assign_work_unit(node)
 
     return Lanes(config, log) if config.option.dist == "loadscope" else None
 

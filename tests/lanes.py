@@ -2,7 +2,8 @@
 a grace.
 
 One lane trains: files whose tests keep both processors busy, one after the other. The other takes the fast files and
-then those that wait. Whoever is through first takes a file of what is left.
+then those that wait. Whoever is through first takes a file of what is left: of what trains the last, where the other
+lane is not yet.
 
 Only a run of everything is split, with or without a choice by marker; `pytest tests/plan` is one process as ever, and
 so is all of it with ``-n 0``.
@@ -10,7 +11,9 @@ so is all of it with ``-n 0``.
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Collection
 from functools import cache
 from typing import Final
 
@@ -40,7 +43,7 @@ WAITING: Final = (
     "tests/dslint/test_fixes.py",
     "tests/dslint/rules/test_any_value.py",
 )
-_DISTRIBUTION: Final = "loadscope"  # a file, or all that trains, goes to one lane as a whole
+_DISTRIBUTION: Final = "loadscope"  # a file goes to one lane as a whole
 
 
 def choose(config: pytest.Config) -> None:
@@ -56,14 +59,15 @@ def choose(config: pytest.Config) -> None:
         options.numprocesses, options.dist, options.loadscopereorder = NUM_LANES, _DISTRIBUTION, False
 
 
-def lane_of(nodeid: str, *, without_slow: bool) -> str:
-    """What goes to one lane as a whole: all that trains, or else a file."""
-    file = nodeid.partition("::")[0]
-    return "training" if not without_slow and _trains(file) else file
+def next_file(left: Collection[str], *, first_lane: bool) -> str:
+    """What a lane takes of the files that are left, those that train before others."""
+    if first_lane:
+        return next(iter(left))
+    return next(itertools.filterfalse(_trains, left), [*left][-1])
 
 
 def sort(items: list[pytest.Item]) -> None:
-    """Fast tests first; in lanes, what trains before everything, so that one lane begins with it at once."""
+    """Fast tests first; in lanes, which take whole files, those that train before others."""
     in_lanes = _is_a_lane()
     items.sort(key=lambda item: (in_lanes and not _trains(item.nodeid.partition("::")[0]), _is_slow(item)))
 

@@ -8,11 +8,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.launched import ROOT, TIMEOUT_SECONDS, job_environment, read_metrics
 from tests.ports import free_ports
+from tests.warm_ranks import WarmRanks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timing]
 
@@ -43,18 +45,25 @@ def start(command: list[str], cwd: Path, **environment: str) -> subprocess.Compl
     )
 
 
-@pytest.mark.parametrize(("num_ranks", "launchers"), [(1, ("python", "torchrun")), (2, ("torchrun", "deepspeed"))])
-def test_every_launcher_gives_the_same_run(tmp_path: Path, num_ranks: int, launchers: tuple[str, ...]) -> None:
+def learnt(run: Path) -> list[tuple[Any, ...]]:
+    return [(row["step"], row.get("train/loss"), row.get("eval/accuracy")) for row in read_metrics(run)]
+
+
+@pytest.mark.parametrize(("num_ranks", "launchers"), [(1, ("python",)), (2, ("torchrun", "deepspeed"))])
+def test_every_launcher_gives_the_same_run(
+    warm: WarmRanks, tmp_path: Path, num_ranks: int, launchers: tuple[str, ...]
+) -> None:
     (tmp_path / "start.yaml").write_text(CONFIG, encoding="utf-8")
-    seen = []
+    job = warm.start(["--config", "start.yaml", "run.name=ranks"], num_ranks=num_ranks, folder=tmp_path)
+    assert not any(job.wait(TIMEOUT_SECONDS)), job.stated()
+    seen = [learnt(tmp_path / "runs/ranks")]
     for name in launchers:
         command = [*launcher(name, num_ranks), str(ROOT / "train.py"), "--config", "start.yaml", f"run.name={name}"]
         done = start(command, tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "final eval/accuracy" in done.stdout
         assert f"runs/{name}" in done.stdout
-        rows = read_metrics(tmp_path / "runs" / name)
-        seen.append([(row["step"], row.get("train/loss"), row.get("eval/accuracy")) for row in rows])
+        seen.append(learnt(tmp_path / "runs" / name))
     assert all(other == seen[0] for other in seen)
     assert len(seen[0]) == 5
     files = {path.name for path in (tmp_path / "runs" / launchers[0]).iterdir()}

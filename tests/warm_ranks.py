@@ -16,8 +16,11 @@ input does.
 from __future__ import annotations
 
 import ctypes
+import gc
+import importlib
 import json
 import os
+import pkgutil
 import runpy
 import select
 import signal
@@ -31,6 +34,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import framework
 from tests.launched import ROOT, job_environment
 from tests.ports import free_ports
 
@@ -208,18 +212,24 @@ class Job:
 
 def _warm_up() -> None:
     """Import what a run imports, also what DeepSpeed and torch import late."""
-    import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
-    import sklearn.datasets  # noqa: F401
+    import deepspeed.module_inject.auto_ep_layer
+    import deepspeed.runtime.zero.muon.muon_optimizer
+    import deepspeed.utils.pin_memory  # noqa: F401
     import torch
     from deepspeed.comm.torch import build_shm_op
 
-    import framework.run  # noqa: F401
     import train  # noqa: F401
     from framework.engine.extensions import use_own_cache
+
+    for module in pkgutil.walk_packages(framework.__path__, "framework."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
 
     use_own_cache()
     build_shm_op()  # a rank that is killed while it compiles would leave the op broken for all
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).step()
+    gc.collect()
+    gc.freeze()  # ranks look for garbage among their own objects, and leave pages that they share alone
 
 
 def _serve() -> None:
@@ -247,6 +257,7 @@ def _serve() -> None:
                 _obey(json.loads(line), running, answers)
     for pid in running:
         os.kill(pid, signal.SIGKILL)
+    os._exit(0)  # tearing down what was imported takes longer than a test
 
 
 def _collect(running: set[int], answers: Any) -> None:

@@ -98,11 +98,11 @@ class Campaign:
     def __init__(self, starter: Starter, folder: Path, *, seed: int, found: Found) -> None:
         self._starter, self._folder, self._draw, self._found = starter, folder, random.Random(seed), found
 
-    def case(self, case: str, *, num_kills: int) -> None:
+    def case(self, case: str, *, num_kills: int, unbroken_from: Starter | None = None) -> None:
         """Kill runs of a case `num_kills` times; each run goes on until it ends, and is compared with an unbroken
-        one.
+        one, which another starter may start.
         """
-        unbroken = self._run_to_end(case, self._folder / f"{case}-unbroken")
+        unbroken = self._run_to_end(case, self._folder / f"{case}-unbroken", unbroken_from)
         self._num_done, number = 0, 0
         while self._num_done < num_kills:
             number += 1
@@ -120,14 +120,14 @@ class Campaign:
         if not self._found.wrong:
             shutil.rmtree(folder)
 
-    def _start(self, case: str, folder: Path) -> AnyJob:
+    def _start(self, case: str, folder: Path, starter: Starter | None = None) -> AnyJob:
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "run.yaml"
         file.write_text(yaml.safe_dump(config(case, folder)), encoding="utf-8")
-        return self._starter.start(["--config", str(file)], num_ranks=2, folder=folder / "said")
+        return (starter or self._starter).start(["--config", str(file)], num_ranks=2, folder=folder / "said")
 
-    def _run_to_end(self, case: str, folder: Path) -> Path:
-        job = self._start(case, folder)
+    def _run_to_end(self, case: str, folder: Path, starter: Starter | None = None) -> Path:
+        job = self._start(case, folder, starter)
         codes = job.wait(JOB_SECONDS)
         if any(codes):
             raise SystemExit(f"{case}: the run in {folder} ended with {codes}:\n{job.stated()[-3000:]}")

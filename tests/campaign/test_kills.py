@@ -14,12 +14,11 @@ pytestmark = pytest.mark.slow
 SLICE = {"zero2": 8, "pipe2": 8, "zero2-async": 4}
 
 
-def test_killed_runs_end_as_the_unbroken_one(tmp_path: Path) -> None:
+def test_killed_runs_end_as_the_unbroken_one(warm: WarmRanks, tmp_path: Path) -> None:
     found = Found()
-    with WarmRanks() as warm:
-        campaign = Campaign(warm, tmp_path, seed=20, found=found)
-        for case, num_kills in SLICE.items():
-            campaign.case(case, num_kills=num_kills)
+    campaign = Campaign(warm, tmp_path, seed=20, found=found)
+    for case, num_kills in SLICE.items():
+        campaign.case(case, num_kills=num_kills)
     counts = summary(found, seed=20, seconds=0)
     assert counts["wrong"] == []
     assert counts["by_case"] == SLICE

@@ -10,13 +10,14 @@ import pytest
 
 from tests.campaign.kills import Campaign, Found
 from tests.torchrun_ranks import TorchrunRanks
+from tests.warm_ranks import WarmRanks
 
 pytestmark = pytest.mark.slow
 
 
-def test_torchrun_ends_the_others_and_the_next_start_goes_on(tmp_path: Path) -> None:
+def test_torchrun_ends_the_others_and_the_next_start_goes_on(warm: WarmRanks, tmp_path: Path) -> None:
     found = Found()
-    Campaign(TorchrunRanks(), tmp_path, seed=1, found=found).case("zero1", num_kills=1)
+    Campaign(TorchrunRanks(), tmp_path, seed=1, found=found).case("zero1", num_kills=1, unbroken_from=warm)
     assert found.wrong == []
     assert len(found.kills) == 1
     assert found.finished["zero1"] >= 1  # once more for a run that ends before the kill

@@ -86,16 +86,15 @@ class Disturbance:
             self._num_done = 2
 
 
-def test_a_rendered_job_survives_a_killed_rank_and_an_eviction(tmp_path: Path) -> None:
+def test_a_rendered_job_survives_a_killed_rank_and_an_eviction(warm: WarmRanks, tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     values = {key: value for key, value in CONFIG.items() if key != "run"} | {"run": {"name": "run"}}
     config.write_text(yaml.safe_dump(values))
     manifest = read_manifest(rendered(config, "--name", "demo"))
     claim, unbroken = tmp_path / "claim", tmp_path / "unbroken"
     claim.mkdir()
-    with WarmRanks() as warm:
-        job = warm.start(["--config", str(config), f"run.output_dir={unbroken}"], num_ranks=2, folder=tmp_path / "said")
-        assert set(job.wait(300)) == {0}, job.stated()
+    job = warm.start(["--config", str(config), f"run.output_dir={unbroken}"], num_ranks=2, folder=tmp_path / "said")
+    assert set(job.wait(300)) == {0}, job.stated()
 
     with Network(None) as network:
         kubelet = Kubelet(

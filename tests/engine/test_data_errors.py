@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.warm_ranks import WarmRanks
+from tests.warm_ranks import Job, WarmRanks
 
 pytestmark = pytest.mark.slow
 
@@ -39,39 +39,40 @@ def data(name: str, **arguments: str) -> str:
     return f"data={{target: '{PARTS}:{name}', args: {{{args}}}}}"
 
 
-@pytest.mark.parametrize(
-    ("settings", "line", "behind", "code"),
-    [
-        pytest.param([f"task.target={PARTS}:loss_without_memory"], FULL, "OutOfMemoryError: CUDA", 70, id="memory"),
-        pytest.param([data("unreadable")], DAMAGED, "OSError: image file is truncated", 70, id="sample"),
-        pytest.param(
-            [data("unreadable"), WORKERS], DAMAGED, "OSError: image file is truncated", 70, id="sample-of-worker"
-        ),
-        pytest.param(
-            [data("unreadable_in_evaluation"), WORKERS], DAMAGED, "is truncated", 70, id="evaluation-of-worker"
-        ),
-        pytest.param(
-            [data("unreadable", how="problem"), WORKERS],
-            "data.root = there: it is torn [dataset-torn]",
-            "worker",
-            78,
-            id="problem-of-worker",
-        ),
-        pytest.param(
-            [data("unreadable", how="killed"), WORKERS], KILLED, "DataLoader worker (pid", 70, id="worker-killed"
-        ),
-    ],
-)
-def test_it_is_one_line(
-    tmp_path: Path, warm: WarmRanks, settings: list[str], line: str, behind: str, code: int
-) -> None:
-    (tmp_path / "fails.yaml").write_text(CONFIG, encoding="utf-8")
-    job = warm.start(["--config", "fails.yaml", *settings], num_ranks=2, folder=tmp_path)
+FAILURES: dict[str, tuple[list[str], str, str, int]] = {
+    "memory": ([f"task.target={PARTS}:loss_without_memory"], FULL, "OutOfMemoryError: CUDA", 70),
+    "sample": ([data("unreadable")], DAMAGED, "OSError: image file is truncated", 70),
+    "sample-of-worker": ([data("unreadable"), WORKERS], DAMAGED, "OSError: image file is truncated", 70),
+    "evaluation-of-worker": ([data("unreadable_in_evaluation"), WORKERS], DAMAGED, "is truncated", 70),
+    "problem-of-worker": (
+        [data("unreadable", how="problem"), WORKERS],
+        "data.root = there: it is torn [dataset-torn]",
+        "worker",
+        78,
+    ),
+    "worker-killed": ([data("unreadable", how="killed"), WORKERS], KILLED, "DataLoader worker (pid", 70),
+}
+
+
+@pytest.fixture(scope="module")
+def failing(warm: WarmRanks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Job, Path]]:
+    """All of them at once: each waits some seconds for the rank that is gone."""
+    jobs = {}
+    for name, (settings, *_) in FAILURES.items():
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "fails.yaml").write_text(CONFIG, encoding="utf-8")
+        jobs[name] = warm.start(["--config", "fails.yaml", *settings], num_ranks=2, folder=folder), folder
+    return jobs
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_it_is_one_line(failing: dict[str, tuple[Job, Path]], name: str) -> None:
+    (_, line, behind, code), (job, folder) = FAILURES[name], failing[name]
     codes = job.wait(120)
     assert codes == [76, code], job.stated()
     assert job.stated(1).splitlines() == [line]
     assert "Traceback" not in job.stated(0)
-    log = (tmp_path / "runs/fails/logs/rank1.log").read_text(encoding="utf-8")
+    log = (folder / "runs/fails/logs/rank1.log").read_text(encoding="utf-8")
     assert line in log
     assert "Traceback" in log
     assert behind in log

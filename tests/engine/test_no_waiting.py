@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launched import ROOT, torchrun
+from tests.launched import ROOT, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -19,8 +19,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def reads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
     folder: Path = tmp_path_factory.mktemp("reads")
-    done = torchrun(ROOT / "tests/jobs/count_syncs.py", str(folder / "reads.json"), num_ranks=1, cwd=folder)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_ranks(ROOT / "tests/jobs/count_syncs.py", str(folder / "reads.json"), num_ranks=1, cwd=folder)
     found: dict[str, dict[str, int]] = json.loads((folder / "reads.json").read_text(encoding="utf-8"))
     return found
 

@@ -52,7 +52,7 @@ HARMS = {
     "layer-raises": Harm(
         (failing("raise", 5),), "ValueError: the layer has had enough", launchers=("torchrun", "deepspeed")
     ),
-    "killed": Harm((failing("kill", 5),), "[peer-lost]", {76, 137, 1, 247}, launchers=("torchrun", "deepspeed")),
+    "killed": Harm((failing("kill", 5),), "[peer-lost]", {76, 137, 1, 247}, launchers=("deepspeed",)),
     "evaluation-raises": Harm((failing("eval", 1),), "ValueError: the layer has had enough"),
     "data-raises": Harm((f"data={{target: '{PARTS}:breaking', args: {{how: raise}}}}",), "OSError: sample 25 is gone"),
     "data-ends": Harm((f"data={{target: '{PARTS}:breaking', args: {{how: end}}}}",), "[training-data-ended]"),

@@ -52,13 +52,12 @@ def network(shared: Path) -> Iterator[Network]:
 
 
 @pytest.fixture(scope="module")
-def alone(shared: Path) -> dict[int, dict[int, float]]:
+def alone(warm: WarmRanks, shared: Path) -> dict[int, dict[int, float]]:
     """The losses on this machine, by number of ranks."""
-    with WarmRanks() as warm:
-        for ranks in (2, 3):
-            words = ["--config", str(ROOT / CONFIG), f"run.output_dir={shared}", f"run.name=alone-{ranks}", *SETTINGS]
-            job = warm.start(words, num_ranks=ranks, folder=shared / f"said-{ranks}")
-            assert set(job.wait(SECONDS)) == {0}, job.stated()
+    for ranks in (2, 3):
+        words = ["--config", str(ROOT / CONFIG), f"run.output_dir={shared}", f"run.name=alone-{ranks}", *SETTINGS]
+        job = warm.start(words, num_ranks=ranks, folder=shared / f"said-{ranks}")
+        assert set(job.wait(SECONDS)) == {0}, job.stated()
     return {ranks: series(shared / f"alone-{ranks}", "train/loss") for ranks in (2, 3)}
 
 

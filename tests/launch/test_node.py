@@ -25,11 +25,14 @@ from framework.launch.hosts.topology import Topology
 from framework.launch.local import launch
 from framework.launch.node import main
 from framework.load_run import load_run
+from tests.hosts.network import why_not
 from tests.launch.rendezvous.members import ROOT, heed_signals
 from tests.launched import TIMEOUT_SECONDS, job_environment, series
 from tests.ports import free_ports
 
 pytestmark = pytest.mark.timing
+# Between hosts the same is shown by tests/launch/test_hosts_training.py and tests/deploy/test_hosts_kubernetes.py.
+without_hosts = pytest.mark.skipif(not why_not(ssh=True), reason="hosts can be made: shown between those")
 
 CONFIG = """
 run: {name: x}
@@ -74,6 +77,7 @@ def ended(*processes: subprocess.Popen[str]) -> list[tuple[int, str]]:
 
 
 @pytest.mark.slow
+@without_hosts
 def test_two_nodes_learn_what_two_local_ranks_learn(tmp_path: Path, config: str) -> None:
     for name, processes in (
         ("local", [start(tmp_path, config, "--num_gpus", "2", "run.name=local")]),
@@ -90,6 +94,7 @@ def test_two_nodes_learn_what_two_local_ranks_learn(tmp_path: Path, config: str)
 
 
 @pytest.mark.slow
+@without_hosts
 def test_a_request_to_one_node_saves_on_both_and_a_killed_rank_ends_both(tmp_path: Path, config: str) -> None:
     words = [config, "training.max_steps=100000", "run.name=long"]
     for ask, codes in (("SIGTERM", [75, 75]), ("SIGKILL", [76, 137])):

@@ -22,7 +22,8 @@ from framework.errors import ConfigError, StorageError
 from tests.engine.saved_runs import read_weights
 from tests.engine.test_weights import Gadget
 from tests.jobs.raw_deepspeed import CASES, SAMPLES, STEPS
-from tests.launched import ROOT, read_metrics, run_ranks, series, torchrun, train_cases
+from tests.launched import ROOT, read_metrics, run_ranks, series, train_cases
+from tests.warm_ranks import WarmRanks
 
 pytestmark = pytest.mark.slow
 
@@ -163,14 +164,14 @@ def test_what_cannot_be_right_is_refused(name: str, stated: str, gone_on: Path) 
     assert "\n" not in error
 
 
-def test_what_all_ranks_meet_is_said_once(raw: Path, tmp_path: Path) -> None:
+def test_what_all_ranks_meet_is_said_once(warm: WarmRanks, raw: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     resumed = {"resume": str(raw / "z1-sgd"), "allow_unverified": True}
     file.write_text(json.dumps(config("said", tmp_path, stage=2, checkpoint=resumed)), encoding="utf-8")
-    done = torchrun(ROOT / "train.py", "--config", str(file), num_ranks=2, cwd=tmp_path)
-    assert done.returncode != 0
-    assert done.stderr.count("[checkpoint-not-loaded]") == 1, done.stderr[-4000:]
-    assert "other settings are those of this run [checkpoint-unverified]" in done.stderr
+    job = warm.start(["--config", str(file)], num_ranks=2, folder=tmp_path)
+    assert 0 not in job.wait(120)
+    assert job.stated().count("[checkpoint-not-loaded]") == 1, job.stated()[-4000:]
+    assert "other settings are those of this run [checkpoint-unverified]" in job.stated()
 
 
 def test_commands_ask_for_the_flag(raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
