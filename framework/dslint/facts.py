@@ -129,20 +129,19 @@ _PRECISIONS: Final = frozenset({"fp16", "bf16", "bfloat16"})
 # Inside one of them, but an open dictionary.
 _OPEN: Final = frozenset({"tensor_parallel.partition_config"})
 # Python's name of a field -> the name that JSON files give it; DeepSpeed takes both (`populate_by_name`).
+STAGE3_NAMES: Final = (
+    "prefetch_bucket_size",
+    "param_persistence_threshold",
+    "model_persistence_threshold",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "gather_16bit_weights_on_model_save",
+    "module_granularity_threshold",
+    "use_all_reduce_for_fetch_params",
+    "allgather_sequential",
+)
 _PREFIXLESS: Final[Mapping[str, str]] = {
-    f"zero_optimization.{name}": f"zero_optimization.stage3_{name}"
-    for name in (
-        "prefetch_bucket_size",
-        "param_persistence_threshold",
-        "model_persistence_threshold",
-        "max_live_parameters",
-        "max_reuse_distance",
-        "gather_16bit_weights_on_model_save",
-        "module_granularity_threshold",
-        "use_all_reduce_for_fetch_params",
-        "allgather_sequential",
-    )
-} | {
+    **{f"zero_optimization.{name}": f"zero_optimization.stage3_{name}" for name in STAGE3_NAMES},
     "tensor_parallel.tensor_parallel": "tensor_parallel.tp",
     "tensor_parallel.replace_with_kernel_inject": "tensor_parallel.kernel_inject",
 }
@@ -219,7 +218,7 @@ class Facts:
                 return MISSING
         return value
 
-    def flag(self, path: str, default: bool) -> bool | None:
+    def flag(self, path: str, default: bool = False) -> bool | None:
         """A truth value, None when it is something else."""
         value = self.get(path, default)
         if value == "auto" and path.startswith(("fp16.", "bf16.")):  # a release that reads them by hand: text is true
@@ -277,6 +276,20 @@ class Facts:
     def since(self, release: str) -> bool:
         """Check whether the release judged against is this one or a newer one."""
         return _version(self.release) >= _version(release)
+
+    def is_release(self, since: str, before: str) -> bool:
+        """Check whether the release judged against lies between two; empty ones are no limits."""
+        return (not since or self.since(since)) and not (before and self.since(before))
+
+    @property
+    def world_size(self) -> int | None:
+        """Return the number of ranks, None when nobody said."""
+        return self.topology.world_size
+
+    @cached_property
+    def tensor_parallel_size(self) -> int:
+        """AutoTP's ranks, 0 when the file gives no whole number."""
+        return self.whole("tensor_parallel.autotp_size") or 0
 
     @cached_property
     def stage(self) -> int | None:
