@@ -357,18 +357,13 @@ def _unknown(section: str, name: str, params: Mapping[str, Any], known: list[str
             )
 
 
-def class_problems(facts: Facts, key: Key, dotted: str, value: Any) -> Iterator[Problem]:
-    """A parameter that another class behind the same type takes, but not the one that DeepSpeed picks here."""
+def class_mismatch(facts: Facts, key: Key) -> tuple[str, str, str] | None:
+    """Kind, reason and fix where another class behind the same type takes a parameter, but not the one picked here."""
     behind = class_behind(facts)
     if not key.taken_by or behind is None or any(_is_class(taken, behind) for taken in key.taken_by):
-        return
-    yield Problem(
-        kind="parameter-of-another-class",
-        key=dotted,
-        value=value,
-        reason=f"DeepSpeed picks {behind} here, which does not take it; {' and '.join(key.taken_by)} would",
-        fix="remove it",
-    )
+        return None
+    reason = f"DeepSpeed picks {behind} here, which does not take it; {' and '.join(key.taken_by)} would"
+    return "parameter-of-another-class", reason, "remove it"
 
 
 def class_behind(facts: Facts) -> str | None:
