@@ -10,7 +10,7 @@ it is the default. A value of the wrong type is another's finding: the typed rea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import isfinite
@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 
 from framework.errors import MISSING
 from framework.plan.cluster import Cluster, Device
+from framework.text.document import KeyPath
 
 # `Topology`: where a DeepSpeed JSON is to run, as the command line says it: how many ranks, on which devices.
 
@@ -208,15 +209,7 @@ class Facts:
 
     def raw(self, path: str) -> Any:
         """Return the value in the file under the written key; `MISSING` when there is none."""
-        value: Any = self.values
-        for name in _parts(self.written(path)):
-            if isinstance(value, Mapping) and name in value:
-                value = value[name]
-            elif isinstance(value, (list, tuple)) and name.isdecimal() and len(name) < 9 and int(name) < len(value):
-                value = value[int(name)]
-            else:
-                return MISSING
-        return value
+        return value_at(self.values, _parts(self.written(path)))
 
     def flag(self, path: str, default: bool = False) -> bool | None:
         """A truth value, None when it is something else."""
@@ -403,6 +396,32 @@ def _walk(section: Mapping[Any, Any], prefix: str, depth: int, release: str) -> 
         yield path, value
         if isinstance(value, Mapping) and depth < _DEEPEST:
             yield from _walk(value, f"{path}.", depth + 1, release)
+
+
+def value_at(values: Any, path: Iterable[str], default: Any = MISSING) -> Any:
+    """The value at a path of names, into lists as well; `default` where there is none."""
+    for name in path:
+        if isinstance(values, Mapping) and name in values:
+            values = values[name]
+        elif isinstance(values, (list, tuple)) and name.isdecimal() and len(name) < 9 and int(name) < len(values):
+            values = values[int(name)]
+        else:
+            return default
+    return values
+
+
+def dotted(path: KeyPath) -> str:
+    """Return a path as messages write it."""
+    return ".".join(map(str, path))
+
+
+def leaves(values: Mapping[str, Any], section: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Path and value of everything that is not a section; an empty section counts as a value."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, (*section, name))
+        else:
+            yield (*section, name), value
 
 
 @lru_cache(maxsize=4096)

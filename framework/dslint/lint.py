@@ -15,7 +15,7 @@ from json import dumps
 from operator import ge, gt, le, lt, mod
 from typing import Any, Final
 
-from framework.dslint.facts import FALSE, TRUE, Facts, Topology
+from framework.dslint.facts import FALSE, TRUE, Facts, Topology, dotted
 from framework.dslint.key_files import TYPED_SECTIONS, known_releases, variant_of, without_variant
 from framework.dslint.keys import Key, KeyTable, history, load_table
 from framework.dslint.parameters import class_mismatch, torch_problems
@@ -84,15 +84,16 @@ def key_problems(document: Document, *, release: str | None = None) -> list[Prob
     return [placed(document, problem, path) for path, problem in found if problem.kind != "missing-key"]
 
 
-def placed(document: Document, problem: Problem, path: KeyPath | None = None) -> Problem:
-    """Return the problem at its key, or at the nearest section around it."""
+def placed(document: Document, problem: Problem, path: KeyPath | None = None, *, at_top: bool = True) -> Problem:
+    """Return the problem at its key, or at the nearest section around it; at the top of the file only on demand."""
     path = tuple(problem.key.split(".")) if path is None else path
-    for length in range(len(path), -1, -1):
-        for spelled in (path[:length], _with_indices(path[:length])):
-            if spelled in document.places:
-                line, column = document.places[spelled]
-                return replace(problem, file=document.name, line=line, column=column)
-    return replace(problem, file=document.name, line=1, column=1)
+    line, column = (1, 1) if at_top else (0, 0)
+    for length in range(len(path), -1 if at_top else 0, -1):
+        spellings = (path[:length], _with_indices(path[:length]))
+        if (found := next((one for one in spellings if one in document.places), None)) is not None:
+            line, column = document.places[found]
+            break
+    return replace(problem, file=document.name, line=line, column=column)
 
 
 def _with_indices(path: KeyPath) -> KeyPath:
@@ -119,7 +120,7 @@ class _Keys:
         section, variant = self._key(path), self._variant((*path, "*"))
         if section is None or section.status == "refused" or self._is_untabled((*path, "*")):
             return
-        place = ".".join(map(str, path))
+        place = dotted(path)
         tables = [name for name in self.table.variants(place) if variant and name.lower() == variant.lower()]
         subject = (variant if path[-1] == "params" else None) or path[-1]
         for name in (
@@ -192,7 +193,7 @@ class _Keys:
                 yield mismatch
 
     def _unknown(self, path: KeyPath, value: Any) -> Fault:
-        section, name, dotted = self._key(path[:-1]), str(path[-1]), ".".join(map(str, path))
+        section, name, whole = self._key(path[:-1]), str(path[-1]), dotted(path)
         is_refused = section is not None and section.unknown == "error"
         reason = (
             f"DeepSpeed {self.table.release} {'refuses' if is_refused else 'reads no such key and drops it in silence'}"
@@ -201,8 +202,8 @@ class _Keys:
         if _COMMENT.fullmatch(name):
             return "comment-key", refused, "write comments as // comments", "error" if is_refused else "warning"
         if "." in name or "[" in name:
-            return "dotted-key", refused, self._sections(dotted, value)
-        past = history(dotted)
+            return "dotted-key", refused, self._sections(whole, value)
+        past = history(whole)
         if past.removed is not None:
             went = f"{reason}: it went {_when(past.removed)}"
             return "key-of-another-release", went, _instead(past.replaced_by, past.instead)
@@ -215,18 +216,18 @@ class _Keys:
             fix = f"write {', '.join(map(str, value))} without this section around it"
         return "unknown-key", refused, fix
 
-    def _sections(self, dotted: str, value: Any) -> str:
+    def _sections(self, name: str, value: Any) -> str:
         """The fix of a path where a name belongs."""
         nested = dumps(value) if isinstance(value, (str, int, float, type(None))) else "..."
-        for part in reversed(without_variant(dotted).split(".")):
+        for part in reversed(without_variant(name).split(".")):
             nested = f'{{"{part}": {nested}}}'
-        return f"write it as sections: {nested}" if self.table.get(dotted) is not None else "remove it"
+        return f"write it as sections: {nested}" if self.table.get(name) is not None else "remove it"
 
 
 def _problem(path: KeyPath, fault: Fault, value: Any = MISSING) -> tuple[KeyPath, Problem]:
     kind, reason, fix, *own = fault
     severity: Severity = own[0] if own else "error"
-    return path, Problem(kind, reason, fix, ".".join(map(str, path)), value, severity=severity)
+    return path, Problem(kind, reason, fix, dotted(path), value, severity=severity)
 
 
 def _when(release: str) -> str:
