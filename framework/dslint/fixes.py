@@ -33,9 +33,9 @@ from framework.text.typos import means
 _MOST_ROUNDS: Final = 10
 _MOST_TRIALS: Final = 50  # one edit at a time is tried only where all of them at once bring an error
 # What stands in a section whose name was mended was wrong before, unseen.
-_OF_ONE_KEY: Final = frozenset(
-    ("unknown-key", "dotted-key", "comment-key", "removed-key", "key-of-another-release")
-    + ("wrong-type", "wrong-value", "both-names", "auto-value")
+_OF_ONE_KEY: Final = (
+    *("unknown-key", "dotted-key", "comment-key", "removed-key", "key-of-another-release"),
+    *("wrong-type", "wrong-value", "both-names", "auto-value"),
 )
 
 
