@@ -10,7 +10,7 @@ it is the default. A value of the wrong type is another's finding: the typed rea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import isfinite
@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 
 from framework.errors import MISSING
 from framework.plan.cluster import Cluster, Device
+from framework.text.document import KeyPath
 
 # `Topology`: where a DeepSpeed JSON is to run, as the command line says it: how many ranks, on which devices.
 
@@ -129,20 +130,19 @@ _PRECISIONS: Final = frozenset({"fp16", "bf16", "bfloat16"})
 # Inside one of them, but an open dictionary.
 _OPEN: Final = frozenset({"tensor_parallel.partition_config"})
 # Python's name of a field -> the name that JSON files give it; DeepSpeed takes both (`populate_by_name`).
+STAGE3_NAMES: Final = (
+    "prefetch_bucket_size",
+    "param_persistence_threshold",
+    "model_persistence_threshold",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "gather_16bit_weights_on_model_save",
+    "module_granularity_threshold",
+    "use_all_reduce_for_fetch_params",
+    "allgather_sequential",
+)
 _PREFIXLESS: Final[Mapping[str, str]] = {
-    f"zero_optimization.{name}": f"zero_optimization.stage3_{name}"
-    for name in (
-        "prefetch_bucket_size",
-        "param_persistence_threshold",
-        "model_persistence_threshold",
-        "max_live_parameters",
-        "max_reuse_distance",
-        "gather_16bit_weights_on_model_save",
-        "module_granularity_threshold",
-        "use_all_reduce_for_fetch_params",
-        "allgather_sequential",
-    )
-} | {
+    **{f"zero_optimization.{name}": f"zero_optimization.stage3_{name}" for name in STAGE3_NAMES},
     "tensor_parallel.tensor_parallel": "tensor_parallel.tp",
     "tensor_parallel.replace_with_kernel_inject": "tensor_parallel.kernel_inject",
 }
@@ -209,17 +209,9 @@ class Facts:
 
     def raw(self, path: str) -> Any:
         """Return the value in the file under the written key; `MISSING` when there is none."""
-        value: Any = self.values
-        for name in _parts(self.written(path)):
-            if isinstance(value, Mapping) and name in value:
-                value = value[name]
-            elif isinstance(value, (list, tuple)) and name.isdecimal() and len(name) < 9 and int(name) < len(value):
-                value = value[int(name)]
-            else:
-                return MISSING
-        return value
+        return value_at(self.values, _parts(self.written(path)))
 
-    def flag(self, path: str, default: bool) -> bool | None:
+    def flag(self, path: str, default: bool = False) -> bool | None:
         """A truth value, None when it is something else."""
         value = self.get(path, default)
         if value == "auto" and path.startswith(("fp16.", "bf16.")):  # a release that reads them by hand: text is true
@@ -277,6 +269,20 @@ class Facts:
     def since(self, release: str) -> bool:
         """Check whether the release judged against is this one or a newer one."""
         return _version(self.release) >= _version(release)
+
+    def is_release(self, since: str, before: str) -> bool:
+        """Check whether the release judged against lies between two; empty ones are no limits."""
+        return (not since or self.since(since)) and not (before and self.since(before))
+
+    @property
+    def world_size(self) -> int | None:
+        """Return the number of ranks, None when nobody said."""
+        return self.topology.world_size
+
+    @cached_property
+    def tensor_parallel_size(self) -> int:
+        """AutoTP's ranks, 0 when the file gives no whole number."""
+        return self.whole("tensor_parallel.autotp_size") or 0
 
     @cached_property
     def stage(self) -> int | None:
@@ -390,6 +396,32 @@ def _walk(section: Mapping[Any, Any], prefix: str, depth: int, release: str) -> 
         yield path, value
         if isinstance(value, Mapping) and depth < _DEEPEST:
             yield from _walk(value, f"{path}.", depth + 1, release)
+
+
+def value_at(values: Any, path: Iterable[str], default: Any = MISSING) -> Any:
+    """The value at a path of names, into lists as well; `default` where there is none."""
+    for name in path:
+        if isinstance(values, Mapping) and name in values:
+            values = values[name]
+        elif isinstance(values, (list, tuple)) and name.isdecimal() and len(name) < 9 and int(name) < len(values):
+            values = values[int(name)]
+        else:
+            return default
+    return values
+
+
+def dotted(path: KeyPath) -> str:
+    """Return a path as messages write it."""
+    return ".".join(map(str, path))
+
+
+def leaves(values: Mapping[str, Any], section: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Path and value of everything that is not a section; an empty section counts as a value."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, (*section, name))
+        else:
+            yield (*section, name), value
 
 
 @lru_cache(maxsize=4096)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from framework.dslint.facts import FALSE, TRUE
+from framework.dslint.facts import FALSE, TRUE, dotted
 from framework.dslint.key_files import variant_of, was_off
 from framework.dslint.keys import Key, KeyTable, load_table
 from framework.dslint.lint import lint
@@ -33,18 +33,9 @@ from framework.text.typos import means
 _MOST_ROUNDS: Final = 10
 _MOST_TRIALS: Final = 50  # one edit at a time is tried only where all of them at once bring an error
 # What stands in a section whose name was mended was wrong before, unseen.
-_OF_ONE_KEY: Final = frozenset(
-    {
-        "unknown-key",
-        "dotted-key",
-        "comment-key",
-        "removed-key",
-        "key-of-another-release",
-        "wrong-type",
-        "wrong-value",
-        "both-names",
-        "auto-value",
-    }
+_OF_ONE_KEY: Final = (
+    *("unknown-key", "dotted-key", "comment-key", "removed-key", "key-of-another-release"),
+    *("wrong-type", "wrong-value", "both-names", "auto-value"),
 )
 
 
@@ -80,7 +71,7 @@ def _errors(problems: Sequence[Problem]) -> Counter[tuple[str, str]]:
 def _is_better(value: Any, edits: Sequence[Edit], before: Counter[tuple[str, str]], release: str | None) -> bool:
     """Check whether the edits bring no error with them."""
     after = _errors(lint(Document("", edited_value(value, edits)), release=release))
-    renamed = [".".join(map(str, (*edit.path[:-1], edit.name))) for edit in edits if isinstance(edit, RenameKey)]
+    renamed = [dotted((*edit.path[:-1], edit.name)) for edit in edits if isinstance(edit, RenameKey)]
     inside = tuple(f"{key}." for key in renamed)
     return all(
         (kind in _OF_ONE_KEY and key.startswith(inside))

@@ -27,14 +27,14 @@ import yaml
 from framework.config.deepspeed_words import OWNED, PASSED_THROUGH
 from framework.config.load import Source, config_from_values
 from framework.config.run_config import RunConfig, kind_of_default
-from framework.dslint.facts import Facts
-from framework.dslint.import_reading import Reading, Values
-from framework.dslint.import_sections import optimizer, precision, scheduler, zero
+from framework.dslint.facts import Facts, value_at
+from framework.dslint.import_sections import NO_KEY, Reading, Values, optimizer, precision, scheduler, zero
 from framework.dslint.key_files import was_off
 from framework.dslint.keys import load_table
-from framework.dslint.lint import lint
+from framework.dslint.lint import lint, placed
 from framework.errors import MISSING, ConfigError, Problem, printable
 from framework.plan.plan import default_cluster, make_plan
+from framework.plan.render import merged
 from framework.plan.rules.passthrough import not_in_a_run
 from framework.text.document import MAX_BYTES, Document
 from framework.text.hjson import parse_hjson, read_hjson
@@ -103,9 +103,12 @@ def import_document(document: Document, *, release: str | None = None) -> Import
     for section in OWNED:
         reading.settle(section)
     _no_place(reading)
-    _further(reading, sections["deepspeed"])
+    for path, value in reading.further.items():  # beside those of typed sections, each where the file has it
+        for part in reversed(path.split(".")):
+            value = {part: value}
+        sections["deepspeed"] = merged(sections["deepspeed"], value)
     if reading.problems:
-        raise ConfigError([_placed(document, problem) for problem in reading.problems])
+        raise ConfigError([placed(document, problem, at_top=False) for problem in reading.problems])
     sections["data"] = _placeholder(sections["batch"], reading)
     found = {key: section for key, section in sections.items() if section}
     try:
@@ -134,13 +137,7 @@ def _in_their_words(document: Document, problem: Problem, given: Mapping[str, st
     if theirs is None:  # several keys together, or none of the file's
         return replace(problem, file=document.name)
     words = problem.reason if theirs == problem.key else f"{problem.reason} ({problem.key} of a run config)"
-    return _placed(document, replace(problem, key=theirs, reason=words))
-
-
-def _placed(document: Document, problem: Problem) -> Problem:
-    path = tuple(problem.key.split("."))
-    found = next((document.places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in document.places), (0, 0))
-    return replace(problem, file=document.name, line=found[0], column=found[1])
+    return placed(document, replace(problem, key=theirs, reason=words), at_top=False)
 
 
 def _batch(reading: Reading) -> Values:
@@ -191,15 +188,6 @@ def _passed(reading: Reading) -> Iterator[tuple[str, Any]]:
                 yield name, kept
 
 
-def _further(reading: Reading, passed: Values) -> None:
-    """Keys beside those of typed sections, each in the section where the file has it."""
-    for path, value in reading.further.items():
-        section, (*around, name) = passed, path.split(".")
-        for part in around:
-            section = section.setdefault(part, {})
-        section[name] = value
-
-
 def _with_effect(reading: Reading, written: str, value: Any) -> Any:
     why = reading.why_without_effect(written, value)
     if why is not None:
@@ -229,10 +217,8 @@ def _no_place(reading: Reading) -> None:
             continue  # of an older release: it says what a run does anyway
         elif name == "sequence_parallel_size" and value == 1:
             reading.drop(name, value, "one is what a run config has")
-        elif (refusal := not_in_a_run(name, value)) is not None:
-            reading.refuse(name, *refusal)
         else:
-            reading.refuse(name, "a run config has no key for it", "remove it, or train with DeepSpeed's own API")
+            reading.refuse(name, *(not_in_a_run(name, value) or NO_KEY))
 
 
 def _placeholder(batch: Values, reading: Reading) -> Values:
@@ -325,7 +311,7 @@ def with_deepspeed_config(config: RunConfig, path: str | Path, *, source: Source
         raise ConfigError(clashes)
     decided = {key.partition(".")[0] for key in imported.given}
     ours = {name: section for name, section in imported.values.items() if name in decided}
-    return config_from_values(_over(ours, written), source=source)
+    return config_from_values(merged(ours, written), source=source)
 
 
 def _read(path: str) -> Document:
@@ -352,7 +338,7 @@ def _exists(path: str) -> bool:
 def _clashes(written: Mapping[str, Any], imported: Imported, document: Document) -> Iterator[Problem]:
     """Keys that both say, differently."""
     for key, theirs in imported.given.items():
-        mine, decided = _at(written, key), _at(imported.values, key)
+        mine, decided = (value_at(values, key.split("."), None) for values in (written, imported.values))
         if mine is not None and decided is not None and mine != decided:
             yield _clash(key, mine, f"{_place(document, theirs)} amounts to {decided}")
     for name in _UNIONS:
@@ -367,38 +353,14 @@ def _clashes(written: Mapping[str, Any], imported: Imported, document: Document)
 
 def _left_out(document: Document, line: str) -> Problem:
     key, _, rest = line.partition(": ")
-    row, column = document.places.get(tuple(key.split(".")), (0, 0))
-    return Problem(
-        kind="key-left-out",
-        severity="note",
-        file=document.name,
-        line=row,
-        column=column,
-        key=key,
-        reason=f"left out of this run: {rest}",
-        fix=f"remove {key}",
-    )
+    note = Problem("key-left-out", f"left out of this run: {rest}", f"remove {key}", key, severity="note")
+    return placed(document, note, at_top=False)
 
 
 def _clash(key: str, value: Any, reason: str) -> Problem:
-    return Problem(kind="deepspeed-config-clash", key=key, value=value, reason=reason, fix="say it in one of the two")
+    return Problem("deepspeed-config-clash", reason, "say it in one of the two", key, value)
 
 
 def _place(document: Document, key: str) -> str:
     line, _ = document.places.get(tuple(key.split(".")), (0, 0))
     return f"{key} in {document.name}:{line}" if line else f"{key} in {document.name}"
-
-
-def _at(values: Any, key: str) -> Any:
-    for part in key.split("."):
-        values = values.get(part) if isinstance(values, Mapping) else None
-    return values
-
-
-def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Both together; `above` wins."""
-    found = dict(below)
-    for name, value in above.items():
-        under = found.get(name)
-        found[name] = _over(under, value) if isinstance(value, Mapping) and isinstance(under, Mapping) else value
-    return found

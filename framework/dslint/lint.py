@@ -8,19 +8,20 @@ writes a key to have it dropped. What it takes and does otherwise is a warning.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from json import dumps
+from operator import ge, gt, le, lt, mod
 from typing import Any, Final
 
-from framework.dslint.facts import Facts, Topology
+from framework.dslint.facts import FALSE, TRUE, Facts, Topology, dotted
 from framework.dslint.key_files import TYPED_SECTIONS, known_releases, variant_of, without_variant
-from framework.dslint.key_values import value_problems
 from framework.dslint.keys import Key, KeyTable, history, load_table
-from framework.dslint.parameters import class_problems, torch_problems
+from framework.dslint.parameters import class_mismatch, torch_problems
 from framework.dslint.readers import Reader, judged_for
 from framework.dslint.rules import apply_rules
-from framework.errors import Problem
+from framework.errors import MISSING, Problem, Severity, show_value
 from framework.text.document import Document, KeyPath
 
 # Names that people give to comments; a key of DeepSpeed is none of them.
@@ -29,6 +30,12 @@ _COMMENT: Final = re.compile(
 )
 # Where editors find a JSON Schema; DeepSpeed drops it, and nobody writes it for DeepSpeed.
 _SCHEMA: Final = ("$schema",)
+_USELESS: Final = {
+    "deprecated": "DeepSpeed keeps it for old files only",
+    "inert": "DeepSpeed reads it and does nothing with it",
+}
+# Kind, reason and fix of what is wrong with one key, and the severity where it is no error.
+Fault = tuple[str, str, str] | tuple[str, str, str, Severity]
 
 
 def lint(
@@ -77,15 +84,16 @@ def key_problems(document: Document, *, release: str | None = None) -> list[Prob
     return [placed(document, problem, path) for path, problem in found if problem.kind != "missing-key"]
 
 
-def placed(document: Document, problem: Problem, path: KeyPath | None = None) -> Problem:
-    """Return the problem at its key, or at the nearest section around it."""
+def placed(document: Document, problem: Problem, path: KeyPath | None = None, *, at_top: bool = True) -> Problem:
+    """Return the problem at its key, or at the nearest section around it; at the top of the file only on demand."""
     path = tuple(problem.key.split(".")) if path is None else path
-    for length in range(len(path), -1, -1):
-        for spelled in (path[:length], _with_indices(path[:length])):
-            if spelled in document.places:
-                line, column = document.places[spelled]
-                return replace(problem, file=document.name, line=line, column=column)
-    return replace(problem, file=document.name, line=1, column=1)
+    line, column = (1, 1) if at_top else (0, 0)
+    for length in range(len(path), -1 if at_top else 0, -1):
+        spellings = (path[:length], _with_indices(path[:length]))
+        if (found := next((one for one in spellings if one in document.places), None)) is not None:
+            line, column = document.places[found]
+            break
+    return replace(problem, file=document.name, line=line, column=column)
 
 
 def _with_indices(path: KeyPath) -> KeyPath:
@@ -102,57 +110,38 @@ class _Keys:
     def problems(self) -> Iterator[tuple[KeyPath, Problem]]:
         yield from self._missing((), self.facts.values)
         for path, value in self._walk(self.facts.values, ()):
-            for problem in self._judge(path, value):
-                yield path, problem
+            yield from (_problem(path, fault, value) for fault in self._judge(path, value))
             if isinstance(value, Mapping):
                 yield from self._missing(path, value)
                 yield from self._both_names(path, value)
 
     def _missing(self, path: KeyPath, values: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Problem]]:
         """Keys that a section does not work without; the parameters of a type are asked once the type is known."""
-        section = self._key(path)
+        section, variant = self._key(path), self._variant((*path, "*"))
         if section is None or section.status == "refused" or self._is_untabled((*path, "*")):
             return
-        for name in self._required(path):
+        place = dotted(path)
+        tables = [name for name in self.table.variants(place) if variant and name.lower() == variant.lower()]
+        subject = (variant if path[-1] == "params" else None) or path[-1]
+        for name in (
+            name for table in (place, *(f"{place}[{kind}]" for kind in tables)) for name in self.table.required(table)
+        ):
             if name not in values and not (name == "params" and "type" not in values):
-                dotted = ".".join(map(str, (*path, name)))
-                yield (
-                    (*path, name),
-                    Problem(
-                        kind="missing-key",
-                        key=dotted,
-                        reason=f"{self._name(path)} does not work without it",
-                        fix="add it",
-                    ),
-                )
-
-    def _name(self, path: KeyPath) -> str:
-        return (self._variant((*path, "*")) if path[-1] == "params" else None) or str(path[-1])
-
-    def _required(self, path: KeyPath) -> Iterator[str]:
-        section, variant = ".".join(map(str, path)), self._variant((*path, "*"))
-        for place in (section, *(f"{section}[{kind}]" for kind in self.table.variants(section))):
-            if place == section or (variant is not None and place.lower() == f"{section}[{variant}]".lower()):
-                yield from self.table.required(place)
+                yield _problem((*path, name), ("missing-key", f"{subject} does not work without it", "add it"))
 
     def _both_names(self, path: KeyPath, values: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Problem]]:
         """One key under two of its names, which DeepSpeed's models refuse; they drop "auto" before they look."""
         seen: dict[str, str] = {}
         for name, value in values.items():
             key = self._key((*path, name))
-            if key is None or not key.aliases or value == "auto":
-                continue
-            if seen.setdefault(key.path, name) != name:
-                yield (
-                    (*path, name),
-                    Problem(
-                        kind="both-names",
-                        key=".".join(map(str, (*path, name))),
-                        value=value,
-                        reason=f"it is another name of {seen[key.path]}, which is given as well",
-                        fix="remove one of them",
-                    ),
-                )
+            if (
+                key is not None
+                and key.aliases
+                and value != "auto"
+                and (other := seen.setdefault(key.path, name)) != name
+            ):
+                reason = f"it is another name of {other}, which is given as well"
+                yield _problem((*path, name), ("both-names", reason, "remove one of them"), value)
 
     def _walk(self, values: Mapping[str, Any], section: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
         for name, value in values.items():
@@ -187,86 +176,58 @@ class _Keys:
         known = {name.lower() for name in self.table.variants(f"{path[0]}.params")}
         return variant is None or variant.lower() not in known
 
-    def _judge(self, path: KeyPath, value: Any) -> Iterator[Problem]:
-        dotted = ".".join(map(str, path))
+    def _judge(self, path: KeyPath, value: Any) -> Iterator[Fault]:
         key = self._key(path)
         if key is None:
-            yield self._unknown(path, dotted, value)
+            yield self._unknown(path, value)
         elif key.status == "refused":
-            yield _refused(key, dotted, value, self.table.release)
+            past = history(key.path)
+            when = f" since {past.removed}" if past.removed else ""
+            reason = f"DeepSpeed {self.table.release} raises an error where it is present{when}"
+            yield "removed-key", reason, _instead(key.replaced_by, key.instead)
         elif value != "auto":  # the rule `auto_value` speaks of these
-            if key.status == "deprecated":
-                yield Problem(
-                    kind="deprecated-key",
-                    key=dotted,
-                    value=value,
-                    severity="warning",
-                    reason="DeepSpeed keeps it for old files only",
-                    fix=_instead(key),
-                )
-            elif key.status == "inert":
-                yield Problem(
-                    kind="inert-key",
-                    key=dotted,
-                    value=value,
-                    severity="warning",
-                    reason="DeepSpeed reads it and does nothing with it",
-                    fix=_instead(key),
-                )
-            yield from value_problems(key, dotted, value)
-            yield from class_problems(self.facts, key, dotted, value)
+            if key.status in _USELESS:
+                yield f"{key.status}-key", _USELESS[key.status], _instead(key.replaced_by, key.instead), "warning"
+            yield from value_faults(key, value)
+            if (mismatch := class_mismatch(self.facts, key)) is not None:
+                yield mismatch
 
-    def _unknown(self, path: KeyPath, dotted: str, value: Any) -> Problem:
-        section = self._key(path[:-1])
-        refused = section is not None and section.unknown == "error"
+    def _unknown(self, path: KeyPath, value: Any) -> Fault:
+        section, name, whole = self._key(path[:-1]), str(path[-1]), dotted(path)
+        is_refused = section is not None and section.unknown == "error"
         reason = (
-            f"DeepSpeed {self.table.release} {'refuses' if refused else 'reads no such key and drops it in silence'}"
+            f"DeepSpeed {self.table.release} {'refuses' if is_refused else 'reads no such key and drops it in silence'}"
         )
-        name = str(path[-1])
+        refused = f"{reason}{' it' if is_refused else ''}"
         if _COMMENT.fullmatch(name):
-            return Problem(
-                kind="comment-key",
-                key=dotted,
-                value=value,
-                severity="error" if refused else "warning",
-                reason=f"{reason}{' it' if refused else ''}",
-                fix="write comments as // comments",
-            )
+            return "comment-key", refused, "write comments as // comments", "error" if is_refused else "warning"
         if "." in name or "[" in name:
-            return self._dotted(dotted, value, f"{reason}{' it' if refused else ''}")
-        past = history(dotted)
-        if past.added is not None and past.removed is None:
-            return Problem(
-                kind="key-of-another-release",
-                key=dotted,
-                value=value,
-                reason=f"{reason}: it came {_when(past.added)}",
-                fix=f"use DeepSpeed {past.added} or newer, or remove it",
-            )
+            return "dotted-key", refused, self._sections(whole, value)
+        past = history(whole)
         if past.removed is not None:
-            return Problem(
-                kind="key-of-another-release",
-                key=dotted,
-                value=value,
-                reason=f"{reason}: it went {_when(past.removed)}",
-                fix=_words(past.replaced_by, past.instead),
-            )
+            went = f"{reason}: it went {_when(past.removed)}"
+            return "key-of-another-release", went, _instead(past.replaced_by, past.instead)
+        if past.added is not None:
+            came = f"{reason}: it came {_when(past.added)}"
+            return "key-of-another-release", came, f"use DeepSpeed {past.added} or newer, or remove it"
         guesses = self.table.nearest([str(part) for part in path], self._variant(path))
         fix = f"did you mean {' or '.join(guesses)}?" if guesses else "remove it"
         if not guesses and isinstance(value, Mapping) and value and all(self.table.get(str(inner)) for inner in value):
             fix = f"write {', '.join(map(str, value))} without this section around it"
-        return Problem(
-            kind="unknown-key", key=dotted, value=value, reason=f"{reason}{' it' if refused else ''}", fix=fix
-        )
+        return "unknown-key", refused, fix
 
-    def _dotted(self, dotted: str, value: Any, reason: str) -> Problem:
-        """A path where a name belongs."""
-        known = self.table.get(dotted)
+    def _sections(self, name: str, value: Any) -> str:
+        """The fix of a path where a name belongs."""
         nested = dumps(value) if isinstance(value, (str, int, float, type(None))) else "..."
-        for part in reversed(without_variant(dotted).split(".")):
+        for part in reversed(without_variant(name).split(".")):
             nested = f'{{"{part}": {nested}}}'
-        fix = f"write it as sections: {nested}" if known is not None else "remove it"
-        return Problem(kind="dotted-key", key=dotted, value=value, reason=reason, fix=fix)
+        return f"write it as sections: {nested}" if self.table.get(name) is not None else "remove it"
+
+
+def _problem(path: KeyPath, fault: Fault, value: Any = MISSING) -> tuple[KeyPath, Problem]:
+    kind, reason, fix, *own = fault
+    severity: Severity = own[0] if own else "error"
+    return path, Problem(kind, reason, fix, dotted(path), value, severity=severity)
 
 
 def _when(release: str) -> str:
@@ -277,23 +238,110 @@ def _when(release: str) -> str:
     return f"with {release}" if is_next else f"after {before}, in {release} at the latest"
 
 
-def _refused(key: Key, dotted: str, value: Any, release: str) -> Problem:
-    past = history(key.path)
-    when = f" since {past.removed}" if past.removed else ""
-    return Problem(
-        kind="removed-key",
-        key=dotted,
-        value=value,
-        reason=f"DeepSpeed {release} raises an error where it is present{when}",
-        fix=_instead(key),
-    )
+def _instead(replaced_by: tuple[str, ...], instead: str) -> str:
+    return instead or (f"use {' or '.join(replaced_by)}" if replaced_by else "remove it")
 
 
-def _instead(key: Key) -> str:
-    return _words(key.replaced_by, key.instead)
+# One value, held against its key: type, choices, range.
+
+_FLOATS_AS_WHOLE: Final = 2.0**63  # pydantic refuses a longer one: "exceeded maximum size"
+_NAMES: Final = {
+    "boolean": "true or false",
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "text",
+    "array": "a list",
+    "object": "a section of keys",
+}
+_LIMITS: Final[tuple[tuple[str, Callable[[float, float], object], str], ...]] = (
+    ("minimum", lt, "at least"),
+    ("maximum", gt, "at most"),
+    ("exclusive_minimum", le, "more than"),
+    ("exclusive_maximum", ge, "less than"),
+    ("multiple_of", mod, "a multiple of"),
+)
 
 
-def _words(replaced_by: tuple[str, ...], instead: str) -> str:
-    if instead:
-        return instead
-    return f"use {' or '.join(replaced_by)}" if replaced_by else "remove it"
+def value_faults(key: Key, value: Any) -> Iterator[Fault]:
+    """Find what is wrong with one value, the type first."""
+    if value is None:
+        if not key.nullable:
+            yield "wrong-type", "null where a value belongs", "leave the key out"
+        return
+    wanted = " or ".join(_NAMES.get(kind, kind) for kind in key.types)
+    if not any(_is_type(value, kind) for kind in key.types):
+        is_lax = key.reader == "pydantic" and "object" not in key.types
+        if not is_lax or not any(_passes_as(value, kind) for kind in key.types):
+            yield "wrong-type", f"not {wanted}", f"write {wanted}"
+            return
+        reason = f"DeepSpeed turns it into {wanted}; other readers of this file will not"
+        yield "loose-type", reason, f"write {wanted}", "warning"
+        if {"integer", "number"}.issuperset(key.types):  # DeepSpeed holds what it made of it against the limits
+            yield from _choice_and_range(key, float(value))
+        return
+    if key.from_python:
+        yield "wrong-type", "only Python code can give this value", "remove it"
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield from _choice_and_range(key, value)
+    elif key.enum and not _is_choice(key, value):
+        yield _no_choice(key)
+    if isinstance(value, list) and not value and "number" in key.types:
+        yield "wrong-value", "an empty list", "write one number per group"
+    if isinstance(value, list) and key.items and not all(_is_type(item, key.items) for item in value):
+        words = _NAMES.get(key.items, key.items)
+        yield "wrong-type", f"not a list of which each is {words}", f"write {words} for each"
+    elif isinstance(value, list) and key.items == "number":
+        yield from islice((fault for item in value for fault in _out_of_range(key, item)), 1)
+
+
+def _choice_and_range(key: Key, value: float) -> Iterator[Fault]:
+    if key.enum and not _is_choice(key, value):
+        yield _no_choice(key)
+    yield from _out_of_range(key, value)
+
+
+def _no_choice(key: Key) -> Fault:
+    return "wrong-value", "not one of the choices", f"write {', '.join(map(show_value, key.enum))}"
+
+
+def _out_of_range(key: Key, value: float) -> Iterator[Fault]:
+    for name, is_outside, words in _LIMITS:
+        limit = getattr(key, name)
+        if limit is not None and is_outside(value, limit):
+            yield "wrong-value", "outside its range", f"write {words} {limit:g}"
+
+
+def _is_choice(key: Key, value: Any) -> bool:
+    if key.any_case and isinstance(value, str):
+        return value.lower() in {str(choice).lower() for choice in key.enum}
+    return any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in key.enum)
+
+
+def _is_type(value: Any, kind: str) -> bool:
+    if kind == "any":
+        return True
+    if isinstance(value, bool):
+        return kind == "boolean"
+    if isinstance(value, int):
+        return kind in ("integer", "number")
+    wanted = {"number": float, "string": str, "array": list, "object": Mapping}.get(kind)
+    return wanted is not None and isinstance(value, wanted)
+
+
+def _passes_as(value: Any, kind: str) -> bool:
+    """Check whether pydantic, where it is not strict, converts the value to the type."""
+    if kind == "boolean":
+        return value in (0, 1) or (isinstance(value, str) and value.lower() in TRUE | FALSE)
+    if kind not in ("integer", "number"):
+        return False
+    if isinstance(value, bool):
+        return True
+    if isinstance(value, float):
+        return value.is_integer() and (kind == "number" or abs(value) < _FLOATS_AS_WHOLE)
+    if not isinstance(value, str):
+        return False
+    try:
+        number = float(value) if kind == "number" else int(value)
+    except ValueError:
+        return False
+    return number == number

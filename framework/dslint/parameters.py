@@ -7,21 +7,20 @@ DeepSpeed's own types; those of torch's classes stand in `torch_parameters.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import isfinite
+from operator import ge, gt, le, lt
 from typing import Any, Final
 
 from framework.dslint.facts import DEEPSPEED_OPTIMIZERS, Facts
 from framework.dslint.keys import Key
-from framework.errors import Problem
+from framework.errors import MISSING, Problem
 from framework.text.typos import nearest
 
 # Parameters of torch's own optimizers and schedules, each with its type and its limits, as torch 2.15 checks them.
 # Adam, AdamW and Adagrad stand in the key tables, because DeepSpeed has types of these names. A value is described in a
 # few words: ``number>=0``, ``whole>=1``, ``flag``, ``0..1`` (both ends), ``0..<1``, ``pair`` (two of what follows),
 # ``choice a b``; ``null`` before them says that null is taken too. `mismatch` reads them.
-
-
 _RATE: Final = {"lr": "number>=0", "weight_decay": "number>=0", "foreach": "null flag", "maximize": "flag"}
 # DeepSpeed's steps need no gradient of the step itself, and torch's stop at parameters that do.
 _GRAPH: Final = {"differentiable": "choice false", "capturable": "flag"}
@@ -132,243 +131,169 @@ NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
 # Schedules that move the momentum want an optimizer that has one (torch: "optimizer must support momentum or beta1").
 MOMENTUM_SCHEDULES: Final = ("CyclicLR", "OneCycleLR")
 WITHOUT_MOMENTUM: Final = frozenset({"ASGD", "Adadelta", "Adafactor", "Adagrad", "LBFGS", "Rprop"})
-_LIMITS: Final[Mapping[str, str]] = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
+_64_BITS: Final = 2**63
+_LIMITS: Final[Mapping[str, tuple[str, Callable[[float, float], bool]]]] = {
+    ">=": ("at least", ge),
+    "<=": ("at most", le),
+    ">": ("more than", gt),
+    "<": ("less than", lt),
+}
+_LEFT_OUT: Final = ("missing-key", "cycle-without-momentum")  # there is no value to show
+_CHOICES: Final[Mapping[str, Any]] = {"false": False, "-1": -1}
+Fault = tuple[str, str, str]  # kind, reason and fix
 
 
-def mismatch(value: Any, wanted: str) -> tuple[str, str, str] | None:
+def mismatch(value: Any, wanted: str) -> Fault | None:
     """Kind, reason and fix where a value is not what is wanted; None where it is.
 
     Args:
         value: what a file gives.
         wanted: as the tables of this module describe it.
     """
-    if wanted.startswith("null "):
-        if value is None:
-            return None
-        wanted = wanted.removeprefix("null ")
-    if wanted.startswith("pair "):
-        return _pair(value, wanted.removeprefix("pair "))
-    if wanted.startswith("choice "):
-        return _choice(value, wanted.split()[1:])
+    first, _, rest = wanted.partition(" ")
+    if first == "null":
+        return None if value is None else mismatch(value, rest)
+    if first == "pair":
+        if not isinstance(value, list) or len(value) != 2:
+            return "wrong-value", "not two numbers", "write two numbers"
+        return mismatch(value[0], rest) or mismatch(value[1], rest.removeprefix("null "))
+    if first == "choice":
+        allowed = [_CHOICES.get(choice, choice) for choice in rest.split()]
+        is_one = any(value == choice and type(value) is type(choice) for choice in allowed)
+        return None if is_one else ("wrong-value", "not one of the choices", f"write {rest.replace(' ', ' or ')}")
     if wanted == "etas":
-        return _etas(value)
+        found = mismatch(value, "pair number")
+        if found is None and not 0 < value[0] < 1 < value[1]:
+            return "wrong-value", "outside its range", "write one number between 0 and 1 and one above 1"
+        return found
     if wanted == "rate":  # a list has one for each group of parameters
         values = value if isinstance(value, list) and value else [value]
         return next((found for item in values if (found := mismatch(item, "number"))), None)
     if wanted == "wholes":
-        if isinstance(value, list) and all(_is_whole(item) for item in value):
-            return None
-        return "wrong-type", "not a list of whole numbers", "write a list of whole numbers"
+        is_list = isinstance(value, list) and all(_is_whole(item) for item in value)
+        return None if is_list else ("wrong-type", "not a list of whole numbers", "write a list of whole numbers")
     if wanted == "flag":
         return None if isinstance(value, bool) else ("wrong-type", "not true or false", "write true or false")
     return _number(value, wanted)
 
 
-def _number(value: Any, wanted: str) -> tuple[str, str, str] | None:
-    if wanted.startswith("whole"):
-        wanted = wanted.removeprefix("whole")
-        if not _is_whole(value):
-            return "wrong-type", "not a whole number", "write a whole number"
-    elif isinstance(value, bool) or not isinstance(value, (int, float)):
+def _number(value: Any, wanted: str) -> Fault | None:
+    if wanted.startswith("whole") and not _is_whole(value):
+        return "wrong-type", "not a whole number", "write a whole number"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         return "wrong-type", "not a number", "write a number"
     if isinstance(value, float) and not isfinite(value):
         return "wrong-value", "not a finite number", "write a finite number"
-    wanted = wanted.removeprefix("number")
+    low, range_, high = wanted.partition("..")
     if wanted == "fraction":  # torch takes no 0 and no 1 written as a whole number, and JSON's 1.0 is read as one
-        inside = isinstance(value, float) and 0 < value < 1
-        return None if inside else ("wrong-value", "outside its range", "write a fraction between 0 and 1")
-    if ".." in wanted:
-        low, _, high = wanted.partition("..")
-        above = value > 0 if low.endswith("<") else value >= 0
-        below = value < 1 if high.startswith("<") else value <= 1
-        from_0, to_1 = "more than" if low.endswith("<") else "at least", "less than" if high[:1] == "<" else "at most"
-        words = f"write {from_0} 0 and {to_1} 1"
-        return None if above and below else ("wrong-value", "outside its range", words)
-    for sign, words in _LIMITS.items():
-        if wanted.startswith(sign):
-            limit = float(wanted.removeprefix(sign))
-            holds = {">=": value >= limit, "<=": value <= limit, ">": value > limit, "<": value < limit}[sign]
-            return None if holds else ("wrong-value", "outside its range", f"write {words} {limit:g}")
-    return None
-
-
-def _pair(value: Any, wanted: str) -> tuple[str, str, str] | None:
-    if not isinstance(value, list) or len(value) != 2:
-        return "wrong-value", "not two numbers", "write two numbers"
-    first = mismatch(value[0], wanted)
-    return first or mismatch(value[1], wanted.removeprefix("null "))
-
-
-def _etas(value: Any) -> tuple[str, str, str] | None:
-    found = _pair(value, "number")
-    if found is None and not 0 < value[0] < 1 < value[1]:
-        return "wrong-value", "outside its range", "write one number between 0 and 1 and one above 1"
-    return found
-
-
-def _choice(value: Any, choices: list[str]) -> tuple[str, str, str] | None:
-    known: dict[str, Any] = {"false": False, "-1": -1}
-    allowed = [known.get(choice, choice) for choice in choices]
-    if any(value == choice and type(value) is type(choice) for choice in allowed):
-        return None
-    return "wrong-value", "not one of the choices", f"write {' or '.join(choices)}"
+        fits, words = isinstance(value, float) and 0 < value < 1, "a fraction between 0 and 1"
+    elif range_:
+        (from_0, is_above), (to_1, is_below) = (
+            _LIMITS[">" if "<" in low else ">="],
+            _LIMITS["<" if "<" in high else "<="],
+        )
+        fits, words = is_above(value, 0) and is_below(value, 1), f"{from_0} 0 and {to_1} 1"
+    else:
+        limit = wanted.removeprefix("whole").removeprefix("number")
+        sign = limit.rstrip("0123456789.-")
+        if not sign:
+            return None
+        name, holds = _LIMITS[sign]
+        number = float(limit.removeprefix(sign))
+        fits, words = holds(value, number), f"{name} {number:g}"
+    return None if fits else ("wrong-value", "outside its range", f"write {words}")
 
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-_64_BITS: Final = 2**63
-
-
 def torch_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
     """Find arguments that torch's own classes do not take, or miss."""
-    optimizer, scheduler = (_typed(values, name) for name in ("optimizer", "scheduler"))
-    for section, typed in (("optimizer", optimizer), ("scheduler", scheduler)):
-        yield from _too_large(section, typed[1] if typed is not None else {})
-    if optimizer is not None:
-        yield from _fused_and_foreach(optimizer[1])
-        yield from _betas(*optimizer)
-    if optimizer is not None and optimizer[0] in OPTIMIZERS:
-        yield from _unknown("optimizer", *optimizer, list(OPTIMIZERS[optimizer[0]]))
-        yield from _limits("optimizer", optimizer[1], OPTIMIZERS[optimizer[0]])
-        yield from _nesterov(*optimizer)
-    if scheduler is not None and scheduler[0] in SCHEDULERS:
-        name, params = scheduler
-        yield from _unknown("scheduler", name, params, list(SCHEDULERS[name]))
-        yield from _limits("scheduler", params, SCHEDULERS[name])
-        yield from _missing(name, params)
-        yield from _momentum(name, params, optimizer[0] if optimizer is not None else "")
+    optimizer, params = _typed(values, "optimizer")
+    for name, kind, reason, fix in _of_optimizer(optimizer, params):
+        yield Problem(kind, reason, fix, f"optimizer.params.{name}", params[name])
+    scheduler, arguments = _typed(values, "scheduler")
+    for name, kind, reason, fix in _of_scheduler(scheduler, arguments, optimizer):
+        value = MISSING if kind in _LEFT_OUT else arguments[name]
+        yield Problem(kind, reason, fix, f"scheduler.params.{name}", value)
 
 
-def _too_large(section: str, params: Mapping[str, Any]) -> Iterator[Problem]:
+def _typed(values: Mapping[str, Any], section: str) -> tuple[str, Mapping[str, Any]]:
+    """Type and parameters; both empty where one is missing."""
+    inner = values.get(section)
+    kind, params = (inner.get("type"), inner.get("params")) if isinstance(inner, Mapping) else ("", {})
+    return (kind, params) if isinstance(kind, str) and isinstance(params, Mapping) else ("", {})
+
+
+Found = Iterator[tuple[str, str, str, str]]  # parameter, kind, reason and fix
+
+
+def _of_optimizer(name: str, params: Mapping[str, Any]) -> Found:
+    yield from _too_large(params)
+    if params.get("fused") is True and params.get("foreach") is True:  # torch/optim: "cannot be `True` together"
+        reason = "torch's optimizers are one or the other, and fused is true as well"
+        yield "foreach", "fused-and-foreach", reason, "set optimizer.params.foreach: false"
+    if name.lower() in DEEPSPEED_OPTIMIZERS and isinstance(betas := params.get("betas"), list):
+        # DeepSpeed's kernels take two, and torch's Adam behind them asks both to be below 1; types are the key table's
+        found = mismatch(betas, "pair 0..<1")
+        if found is not None and all(isinstance(beta, (int, float)) for beta in betas):
+            yield "betas", *found
+    if name in OPTIMIZERS:
+        yield from _against("optimizer", name, params, OPTIMIZERS[name])
+    if name == "SGD" and params.get("nesterov") is True:  # torch/optim/sgd.py: "requires a momentum and zero dampening"
+        kind, key = "nesterov-needs-momentum", "optimizer.params"
+        if not params.get("momentum"):
+            yield "nesterov", kind, "there is no momentum to look ahead along", f"set {key}.momentum: 0.9"
+        elif params.get("dampening"):
+            yield "dampening", kind, "Nesterov momentum goes without dampening", f"set {key}.dampening: 0"
+
+
+def _of_scheduler(name: str, params: Mapping[str, Any], optimizer: str) -> Found:
+    yield from _too_large(params)
+    if name not in SCHEDULERS:
+        return
+    yield from _against("scheduler", name, params, SCHEDULERS[name])
+    for needed in NEEDED.get(name, ()):
+        if needed not in params:
+            yield needed, "missing-key", f"{name} needs it", "add it"
+    lengths = [params.get(length) is not None for length in ("total_steps", "epochs", "steps_per_epoch")]
+    if name == "OneCycleLR" and not (lengths[0] or all(lengths[1:])):
+        reason = "OneCycleLR needs its length: total_steps, or epochs and steps_per_epoch"
+        yield "total_steps", "missing-key", reason, "add it"
+    # torch/optim/lr_scheduler.py: "optimizer must support momentum or beta1 with `cycle_momentum` option enabled"
+    if name in MOMENTUM_SCHEDULES and optimizer in WITHOUT_MOMENTUM and params.get("cycle_momentum", True) is not False:
+        reason = f"{name} moves the momentum, and {optimizer} has none"
+        yield "cycle_momentum", "cycle-without-momentum", reason, "set scheduler.params.cycle_momentum: false"
+
+
+def _too_large(params: Mapping[str, Any]) -> Found:
     """torch's operations take whole numbers of 64 bits: "can't convert negative int to unsigned", in the first step."""
     for name, value in params.items():
         if isinstance(value, int) and abs(value) >= _64_BITS:
-            yield Problem(
-                kind="wrong-value",
-                key=f"{section}.params.{name}",
-                value=value,
-                reason="more than torch's numbers hold",
-                fix="write a smaller number",
-            )
+            yield name, "wrong-value", "more than torch's numbers hold", "write a smaller number"
 
 
-def _missing(name: str, params: Mapping[str, Any]) -> Iterator[Problem]:
-    for needed in NEEDED.get(name, ()):
-        if needed not in params:
-            yield Problem(kind="missing-key", key=f"scheduler.params.{needed}", reason=f"{name} needs it", fix="add it")
-    reported = params.get("total_steps") is not None or None not in (
-        params.get("epochs"),
-        params.get("steps_per_epoch"),
-    )
-    if name == "OneCycleLR" and not reported:
-        yield Problem(
-            kind="missing-key",
-            key="scheduler.params.total_steps",
-            reason="OneCycleLR needs its length: total_steps, or epochs and steps_per_epoch",
-            fix="add it",
-        )
-
-
-def _limits(section: str, params: Mapping[str, Any], wanted: Mapping[str, str]) -> Iterator[Problem]:
-    """torch/optim: "Invalid learning rate" and its like."""
+def _against(section: str, kind: str, params: Mapping[str, Any], known: Mapping[str, str]) -> Found:
+    """Parameters that a class of torch does not know, or with values that it refuses ("Invalid learning rate")."""
     for name, value in params.items():
-        found = mismatch(value, wanted[name]) if name in wanted and value != "auto" else None
-        if found is not None:
-            kind, reason, fix = found
-            yield Problem(kind=kind, key=f"{section}.params.{name}", value=value, reason=reason, fix=fix)
+        if name in known:
+            found = mismatch(value, known[name]) if value != "auto" else None
+            if found is not None:
+                yield name, *found
+        elif not (section == "optimizer" and name == "max_grad_norm"):
+            guess = nearest(name, list(known))
+            fix = f"did you mean {section}.params.{guess}?" if guess else "remove it"
+            yield name, "unknown-key", f"torch's {kind} takes no such parameter", fix
 
 
-def _betas(name: str, params: Mapping[str, Any]) -> Iterator[Problem]:
-    """DeepSpeed's own types: its kernels take two, and torch's Adam behind them asks both to be below 1."""
-    if name.lower() in DEEPSPEED_OPTIMIZERS and isinstance(params.get("betas"), list):
-        found = mismatch(params["betas"], "pair 0..<1")
-        is_typed = all(isinstance(beta, (int, float)) for beta in params["betas"])  # else the key table speaks
-        if found is not None and is_typed:
-            yield Problem(
-                kind=found[0], key="optimizer.params.betas", value=params["betas"], reason=found[1], fix=found[2]
-            )
-
-
-def _nesterov(name: str, params: Mapping[str, Any]) -> Iterator[Problem]:
-    """torch/optim/sgd.py: "Nesterov momentum requires a momentum and zero dampening"."""
-    if name == "SGD" and params.get("nesterov") is True:
-        if not params.get("momentum"):
-            yield Problem(
-                kind="nesterov-needs-momentum",
-                key="optimizer.params.nesterov",
-                value=True,
-                reason="there is no momentum to look ahead along",
-                fix="set optimizer.params.momentum: 0.9",
-            )
-        elif params.get("dampening"):
-            yield Problem(
-                kind="nesterov-needs-momentum",
-                key="optimizer.params.dampening",
-                value=params["dampening"],
-                reason="Nesterov momentum goes without dampening",
-                fix="set optimizer.params.dampening: 0",
-            )
-
-
-def _momentum(name: str, params: Mapping[str, Any], optimizer: str) -> Iterator[Problem]:
-    """torch/optim/lr_scheduler.py: "optimizer must support momentum or beta1 with `cycle_momentum` option enabled"."""
-    if name in MOMENTUM_SCHEDULES and optimizer in WITHOUT_MOMENTUM and params.get("cycle_momentum", True) is not False:
-        yield Problem(
-            kind="cycle-without-momentum",
-            key="scheduler.params.cycle_momentum",
-            reason=f"{name} moves the momentum, and {optimizer} has none",
-            fix="set scheduler.params.cycle_momentum: false",
-        )
-
-
-def _fused_and_foreach(params: Mapping[str, Any]) -> Iterator[Problem]:
-    """torch/optim: "`fused` and `foreach` cannot be `True` together"."""
-    if params.get("fused") is True and params.get("foreach") is True:
-        yield Problem(
-            kind="fused-and-foreach",
-            key="optimizer.params.foreach",
-            value=True,
-            reason="torch's optimizers are one or the other, and fused is true as well",
-            fix="set optimizer.params.foreach: false",
-        )
-
-
-def _typed(values: Mapping[str, Any], section: str) -> tuple[str, Mapping[str, Any]] | None:
-    """Type and parameters."""
-    inner = values.get(section)
-    if not isinstance(inner, Mapping) or not isinstance(inner.get("type"), str):
-        return None
-    params = inner.get("params")
-    return (inner["type"], params) if isinstance(params, Mapping) else None
-
-
-def _unknown(section: str, name: str, params: Mapping[str, Any], known: list[str]) -> Iterator[Problem]:
-    for parameter, value in params.items():
-        if parameter not in known and not (section == "optimizer" and parameter == "max_grad_norm"):
-            guess = nearest(parameter, known)
-            yield Problem(
-                kind="unknown-key",
-                key=f"{section}.params.{parameter}",
-                value=value,
-                reason=f"torch's {name} takes no such parameter",
-                fix=f"did you mean {section}.params.{guess}?" if guess else "remove it",
-            )
-
-
-def class_problems(facts: Facts, key: Key, dotted: str, value: Any) -> Iterator[Problem]:
-    """A parameter that another class behind the same type takes, but not the one that DeepSpeed picks here."""
+def class_mismatch(facts: Facts, key: Key) -> Fault | None:
+    """Kind, reason and fix where another class behind the same type takes a parameter, but not the one picked here."""
     behind = class_behind(facts)
     if not key.taken_by or behind is None or any(_is_class(taken, behind) for taken in key.taken_by):
-        return
-    yield Problem(
-        kind="parameter-of-another-class",
-        key=dotted,
-        value=value,
-        reason=f"DeepSpeed picks {behind} here, which does not take it; {' and '.join(key.taken_by)} would",
-        fix="remove it",
-    )
+        return None
+    reason = f"DeepSpeed picks {behind} here, which does not take it; {' and '.join(key.taken_by)} would"
+    return "parameter-of-another-class", reason, "remove it"
 
 
 def class_behind(facts: Facts) -> str | None:

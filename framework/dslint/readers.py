@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, Literal
 
-from framework.dslint.facts import read_by_model
+from framework.dslint.facts import dotted, leaves, read_by_model
 from framework.dslint.key_files import variant_of
 from framework.dslint.keys import KeyTable
-from framework.errors import Problem
+from framework.errors import MISSING, Problem
 from framework.text.document import Document, KeyPath
 
 Reader = Literal["deepspeed", "huggingface", "accelerate"]
@@ -26,35 +26,24 @@ NAMES: Final[Mapping[Reader, str]] = {
 }
 # transformers/integrations/deepspeed.py `trainer_config_process` and `trainer_config_finalize`, and what Accelerate
 # adds.
+_FILLED_IN: Final = {
+    "fp16": ("enabled",),
+    "bf16": ("enabled",),
+    "optimizer.params": ("lr", "betas", "eps", "weight_decay"),
+    "scheduler.params": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"),
+    "zero_optimization": (
+        "stage",
+        "reduce_bucket_size",
+        "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold",
+        "stage3_gather_16bit_weights_on_model_save",
+    ),
+    "zero_optimization.offload_optimizer": ("device", "nvme_path"),
+    "zero_optimization.offload_param": ("device", "nvme_path"),
+}
 FILLED: Final = frozenset(
-    {
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-        "fp16.enabled",
-        "bf16.enabled",
-        *(f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay")),
-        *(
-            f"scheduler.params.{name}"
-            for name in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
-        ),
-        *(
-            f"zero_optimization.{name}"
-            for name in (
-                "stage",
-                "reduce_bucket_size",
-                "stage3_prefetch_bucket_size",
-                "stage3_param_persistence_threshold",
-                "stage3_gather_16bit_weights_on_model_save",
-                "offload_optimizer.device",
-                "offload_optimizer.nvme_path",
-                "offload_param.device",
-                "offload_param.nvme_path",
-            )
-        ),
-    }
-)
+    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+) | {f"{section}.{name}" for section, names in _FILLED_IN.items() for name in names}
 # accelerate/accelerator.py `_prepare_deepspeed`: of a `DummyOptim` it knows the rate and the decay only.
 _NOT_BY_ACCELERATE: Final = frozenset({"optimizer.params.betas", "optimizer.params.eps"})
 # The Trainer writes it over with save_on_each_node, whatever stands there.
@@ -65,24 +54,22 @@ _WRITTEN_OVER: Final = "steps_per_print"
 _FROM_CODE: Final = frozenset({"optimizer-from-code", "offload-needs-cpu-optimizer"})
 
 
+def _autos(values: Any) -> Iterator[KeyPath]:
+    """Keys of sections whose value is "auto"; nobody looks into lists."""
+    return (path for path, value in leaves(values if isinstance(values, Mapping) else {}) if value == "auto")
+
+
 def reader_of(document: Document) -> tuple[Reader, Problem | None]:
     """Return who a file is for, and the note that says by which key that was seen."""
-    path = next((path for path in _autos(document.value) if ".".join(path) in FILLED), None)
+    path = next((path for path in _autos(document.value) if dotted(path) in FILLED), None)
     if path is None:
         return "deepspeed", None
-    line, column = document.places.get(path, (0, 0))
-    note = Problem(
-        kind="reader-assumed",
-        file=document.name,
-        line=line,
-        column=column,
-        key=".".join(path),
-        value="auto",
-        severity="note",
-        reason=f"taken for a file of {NAMES['huggingface']}, which fills it in",
-        fix="give --for deepspeed or --for accelerate for another reader",
+    reason = f"taken for a file of {NAMES['huggingface']}, which fills it in"
+    fix = "give --for deepspeed or --for accelerate for another reader"
+    place = document.places.get(path, (0, 0))
+    return "huggingface", Problem(
+        "reader-assumed", reason, fix, dotted(path), "auto", document.name, *place, severity="note"
     )
-    return "huggingface", note
 
 
 def as_read(document: Document, text: str, reader: Reader, table: KeyTable) -> tuple[Document, list[Problem]]:
@@ -92,22 +79,14 @@ def as_read(document: Document, text: str, reader: Reader, table: KeyTable) -> t
     except (ValueError, RecursionError) as error:
         if reader == "deepspeed":
             return document, []
-        line, column = getattr(error, "lineno", 1), getattr(error, "colno", 1)
+        place = getattr(error, "lineno", 1), getattr(error, "colno", 1)
         reason = f"{NAMES[reader]} reads with json.load, which stops here"
-        return document, [
-            Problem(
-                kind="not-json",
-                file=document.name,
-                line=line,
-                column=column,
-                reason=reason,
-                fix="write plain JSON, without comments, commas too many or a byte order mark",
-            )
-        ]
+        fix = "write plain JSON, without comments, commas too many or a byte order mark"
+        return document, [Problem("not-json", reason, fix, "", MISSING, document.name, *place)]
     odd = [
-        found
-        for found in _fractions(document.value, plain)
-        if not read_by_model(".".join(found[0]), table.release) and found[0] != (_WRITTEN_OVER,)
+        (path, whole, number)
+        for path, whole, number in _fractions(document.value, plain)
+        if not read_by_model(dotted(path), table.release) and path != (_WRITTEN_OVER,)
     ]
     if reader == "deepspeed":
         return document, [problem for found in odd for problem in _other_number(table, document, *found)]
@@ -122,16 +101,15 @@ def judged_for(problems: list[Problem], values: Mapping[str, Any], reader: Reade
     if reader == "deepspeed":
         return problems
     inside = tuple(f"{problem.key}." for problem in problems if problem.kind in ("unknown-key", "dotted-key"))
-    unread = frozenset(problem.key for problem in problems if problem.kind == "unknown-key")
-    autos = {".".join(path) for path in _autos(values)}
+    autos = {dotted(path) for path in _autos(values)}
+    autos -= {problem.key for problem in problems if problem.kind == "unknown-key"}
     kept = [
         replace(problem, fix="remove it: plain JSON has no comments") if problem.kind == "comment-key" else problem
         for problem in problems
-        if problem.kind not in _FROM_CODE and problem.key not in autos - unread
+        if problem.kind not in _FROM_CODE and problem.key not in autos
     ]
-    left = (key for key in sorted(autos - unread) if not _is_filled(key, reader) and not key.startswith(inside))
-    found = [_auto(key, reader) for key in left]
-    return kept + found + list(_sections(values, reader))
+    left = (key for key in sorted(autos) if not _is_filled(key, reader) and not key.startswith(inside))
+    return kept + [_auto(key, reader) for key in left] + list(_sections(values, reader))
 
 
 def _is_filled(key: str, reader: Reader) -> bool:
@@ -140,73 +118,40 @@ def _is_filled(key: str, reader: Reader) -> bool:
 
 def _auto(key: str, reader: Reader) -> Problem:
     if key == _NODE_LOCAL and reader == "huggingface":
-        return Problem(
-            kind="auto-value",
-            key=key,
-            value="auto",
-            severity="warning",
-            fix="write true or false",
-            reason="the Trainer fills it in with save_on_each_node only, and stops at it otherwise",
-        )
-    who = (
-        "Accelerate does not fill it in, and"
-        if reader == "accelerate"
-        else "the Trainer does not fill it in, and Accelerate"
-    )
-    return Problem(
-        kind="auto-value", key=key, value="auto", reason=f"{who} stops at it", fix="write the value, or remove the key"
-    )
+        reason = "the Trainer fills it in with save_on_each_node only, and stops at it otherwise"
+        return Problem("auto-value", reason, "write true or false", key, "auto", severity="warning")
+    who = "Accelerate" if reader == "accelerate" else "the Trainer"
+    reason = f"{who} does not fill it in, and{'' if reader == 'accelerate' else ' Accelerate'} stops at it"
+    return Problem("auto-value", reason, "write the value, or remove the key", key, "auto")
 
 
 def _sections(values: Mapping[str, Any], reader: Reader) -> Iterator[Problem]:
     """Check the sections that `DeepSpeedPlugin.__post_init__` needs in a file."""
-    if "zero_optimization" not in values:
-        yield Problem(
-            kind="zero-section-missing",
-            key="zero_optimization",
-            reason=f"{NAMES[reader]} refuses a file without it",
-            fix='add "zero_optimization": {"stage": 0}, or the stage that you want',
-        )
-    if "gradient_accumulation_steps" not in values:
-        yield Problem(
-            kind="accumulation-left-out",
-            key="gradient_accumulation_steps",
-            severity="warning",
-            reason=f"left out it is 1, whatever gradient_accumulation_steps {NAMES[reader]} is given",
-            fix='add "gradient_accumulation_steps": "auto"',
-        )
+    key = "zero_optimization"
+    if key not in values:
+        fix = f'add "{key}": {{"stage": 0}}, or the stage that you want'
+        yield Problem("zero-section-missing", f"{NAMES[reader]} refuses a file without it", fix, key)
+    key = "gradient_accumulation_steps"
+    if key not in values:
+        reason = f"left out it is 1, whatever {key} {NAMES[reader]} is given"
+        yield Problem("accumulation-left-out", reason, f'add "{key}": "auto"', key, severity="warning")
 
 
 def _other_number(table: KeyTable, document: Document, path: KeyPath, whole: int, number: float) -> Iterator[Problem]:
     key = table.get(list(map(str, path)), variant_of(document.value, path))
     if key is not None and "integer" in key.types and "number" not in key.types:
-        yield Problem(
-            kind="loose-type",
-            key=".".join(map(str, path)),
-            value=whole,
-            severity="warning",
-            reason=f"DeepSpeed reads a whole number; json.load, as in Hugging Face's Trainer, makes it {number}",
-            fix=f"write {whole}",
-        )
+        reason = f"DeepSpeed reads a whole number; json.load, as in Hugging Face's Trainer, makes it {number}"
+        yield Problem("loose-type", reason, f"write {whole}", dotted(path), whole, severity="warning")
 
 
-def _autos(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Keys of sections whose value is "auto"; nobody looks into lists."""
-    if values == "auto" and path:
-        yield path
-    elif isinstance(values, Mapping):
-        for name, value in values.items():
-            yield from _autos(value, (*path, str(name)))
-
-
-def _fractions(one: Any, other: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int, float]]:
+def _fractions(one: Any, other: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, int, float]]:
     """Places of numbers, such as 1e2, that are whole to Hjson and have a fraction to JSON."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         for name in one.keys() & other.keys():
-            yield from _fractions(one[name], other[name], (*path, str(name)))
+            yield from _fractions(one[name], other[name], (*path, name))
     elif isinstance(one, int) and isinstance(other, float):
         yield path, one, other
 
 
-def _with(values: Any, path: tuple[str, ...], value: Any) -> Any:
+def _with(values: Any, path: KeyPath, value: Any) -> Any:
     return {**values, path[0]: _with(values[path[0]], path[1:], value)} if path else value

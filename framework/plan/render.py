@@ -48,15 +48,15 @@ def render(plan: Plan) -> Json:
         **_scheduler(plan),
     }
     for key, value in config.deepspeed.items():
-        decided[key] = _merged(decided.get(key, {}), value) if key in SHARED else value
+        decided[key] = merged(decided.get(key, {}), value) if key in SHARED else value
     return decided
 
 
-def _merged(section: Any, further: Any) -> Any:
+def merged(section: Any, further: Any) -> Any:
     """Both together; a plan has seen to it that no key is in both."""
     if not isinstance(section, Mapping) or not isinstance(further, Mapping):
         return further
-    return {**section, **{key: _merged(section.get(key, {}), value) for key, value in further.items()}}
+    return {**section, **{key: merged(section.get(key, {}), value) for key, value in further.items()}}
 
 
 def _precision(plan: Plan) -> Json:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from framework.cli import main
 from framework.config.load import config_from_values
 from framework.dslint.facts import Facts
-from framework.dslint.import_reading import leaves
 from framework.dslint.import_run import Imported, import_deepspeed, import_document, run_config_text
+from framework.dslint.import_sections import dotted_leaves as leaves
 from framework.dslint.keys import load_table
 from framework.errors import MISSING, ConfigError
 from framework.plan.cluster import Cluster

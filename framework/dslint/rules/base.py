@@ -1,30 +1,48 @@
-"""Parts of every rule: a function from `Facts` to problems, and three constructors of problems."""
+"""Parts of every rule: its kind, severity and releases, and how what it finds becomes a problem."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from math import isqrt
+from typing import Final
 
 from framework.dslint.facts import Facts
 from framework.errors import Problem, Severity
 
 Rule = Callable[[Facts], Iterator[Problem]]
+# Key, reason and fix, and the severity where it is not the rule's.
+Found = Iterator[tuple[str, str, str] | tuple[str, str, str, Severity]]
+ALL: Final[list[Rule]] = []
 
 
-def error(facts: Facts, kind: str, key: str, reason: str, fix: str) -> Problem:
-    """DeepSpeed refuses the config or breaks on it."""
-    return _problem(facts, kind, key, reason, fix, "error")
+def rule(
+    severity: Severity = "error", *, on: str = "", since: str = "", before: str = ""
+) -> Callable[[Callable[[Facts], Found]], Rule]:
+    """List a function as a rule: its name, with dashes, is the kind of the problems that its findings become.
 
+    Args:
+        severity: an error is what DeepSpeed refuses or breaks on; a warning what it takes and does otherwise; a note
+            depends on code outside the JSON.
+        on: a flag that must be on.
+        since: the first release that it is about.
+        before: the first release that it is no longer about.
+    """
 
-def warning(facts: Facts, kind: str, key: str, reason: str, fix: str) -> Problem:
-    """DeepSpeed takes the config and does something else than it says."""
-    return _problem(facts, kind, key, reason, fix, "warning")
+    def listed(find: Callable[[Facts], Found]) -> Rule:
+        kind = find.__name__.replace("_", "-")
 
+        @wraps(find)
+        def judge(facts: Facts) -> Iterator[Problem]:
+            if facts.is_release(since, before) and (not on or facts.flag(on)):
+                for key, reason, fix, *own in find(facts):
+                    level: Severity = own[0] if own else severity
+                    yield Problem(kind, reason, fix, facts.written(key), facts.raw(key), severity=level)
 
-def note(facts: Facts, kind: str, key: str, reason: str, fix: str) -> Problem:
-    """Right or wrong depends on code outside the JSON."""
-    return _problem(facts, kind, key, reason, fix, "note")
+        ALL.append(judge)
+        return judge
+
+    return listed
 
 
 def divisor_below(number: int, limit: int) -> int:
@@ -33,19 +51,8 @@ def divisor_below(number: int, limit: int) -> int:
     return max((n for one in small for n in (one, number // one) if n < limit), default=1)
 
 
-def _problem(facts: Facts, kind: str, key: str, reason: str, fix: str, severity: Severity) -> Problem:
-    return Problem(kind=kind, key=facts.written(key), value=facts.raw(key), reason=reason, fix=fix, severity=severity)
-
-
-def holds(*, since: str = "", before: str = "") -> Callable[[Rule], Rule]:
-    """A rule of some releases only: from `since` on, and only until the release that `before` names."""
-
-    def bounded(rule: Rule) -> Rule:
-        @wraps(rule)
-        def in_its_releases(facts: Facts) -> Iterator[Problem]:
-            if (not since or facts.since(since)) and not (before and facts.since(before)):
-                yield from rule(facts)
-
-        return in_its_releases
-
-    return bounded
+def in_the_way(keys: Mapping[str, tuple[str, object]], reason: str, otherwise: str = "") -> Found:
+    """Yield a finding for each key that is in the way: key -> the value that is not, and whether the file's is."""
+    for key, (right, is_wrong) in keys.items():
+        if is_wrong:
+            yield key, reason, f"set {key}: {right}{otherwise}"

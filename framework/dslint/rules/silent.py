@@ -8,30 +8,25 @@ from typing import Final
 
 from framework.dslint.facts import Facts
 from framework.dslint.readers import FILLED
-from framework.dslint.rules.base import error, holds, note, warning
-from framework.errors import Problem
+from framework.dslint.rules.base import Found, in_the_way, rule
 
+_MONITORS: Final = ("tensorboard", "csv_monitor", "wandb", "comet")
 # Sections that do nothing unless `enabled` is true, and have it false by default.
 _SWITCHED: Final = (
-    "fp16",
-    "bf16",
-    "torch_autocast",
-    "tensorboard",
-    "wandb",
-    "csv_monitor",
-    "comet",
-    "flops_profiler",
-    "comms_logger",
-    "autotuning",
-    "hybrid_engine",
-    "expert_parallel",
+    *("fp16", "bf16", "torch_autocast", *_MONITORS),
+    *("flops_profiler", "comms_logger", "autotuning", "hybrid_engine", "expert_parallel"),
 )
 # Switches inside them that work without `enabled` (deepspeed/runtime/config.py `_do_error_check` asks them anyway).
-_UNSWITCHED: Final = frozenset(
-    {"fp16_master_weights_and_grads", "bf16_master_weights_and_grads", "bf16_optimizer_states"}
+UNSWITCHED: Final = (
+    "fp16.fp16_master_weights_and_grads",
+    "bf16.bf16_master_weights_and_grads",
+    "bf16.bf16_optimizer_states",
 )
 _RECOMPUTE: Final = "activation_checkpointing"
+_CONTIGUOUS: Final = f"{_RECOMPUTE}.contiguous_memory_optimization"
+_WRITER: Final = "checkpoint.writer"
 _CURRICULUM: Final = "data_efficiency.data_sampling.curriculum_learning"
+_DYNAMIC: Final = "data_efficiency.data_sampling.dynamic_batching"
 _RANDOM_LTD: Final = "data_efficiency.data_routing.random_ltd"
 _RANDOM_LTD_KEYS: Final = {
     "": (
@@ -43,281 +38,180 @@ _RANDOM_LTD_KEYS: Final = {
         "hidden_state_order",
         "random_ltd_schedule",
     ),
-    "random_ltd_schedule.": ("min_value", "max_value", "schedule_type", "schedule_config"),
-    "random_ltd_schedule.schedule_config.": ("require_steps", "seq_per_step"),
-    "layer_token_lr_schedule.": ("enabled",),
+    ".random_ltd_schedule": ("min_value", "max_value", "schedule_type", "schedule_config"),
+    ".random_ltd_schedule.schedule_config": ("require_steps", "seq_per_step"),
+    ".layer_token_lr_schedule": ("enabled",),
 }
-_DYNAMIC: Final = "data_efficiency.data_sampling.dynamic_batching"
 
 
-@holds(since="0.19.3")
-def clipping_left_out(facts: Facts) -> Iterator[Problem]:
+@rule("warning", since="0.19.3")
+def clipping_left_out(facts: Facts) -> Found:
     """deepspeed/runtime/constants.py `GRADIENT_CLIPPING_DEFAULT`: 0.0 became 1.0 in 0.19.3."""
-    off = facts.flag("zero_optimization.compute_grad_norm", True) is False
-    if "gradient_clipping" not in facts.values and not off:
-        yield warning(
-            facts,
-            "clipping-left-out",
-            "gradient_clipping",
-            "left out it is 1.0 since DeepSpeed 0.19.3, and was off before",
-            "set gradient_clipping: 1.0 or gradient_clipping: 0.0",
-        )
+    key, off = "gradient_clipping", facts.flag("zero_optimization.compute_grad_norm", True) is False
+    if key not in facts.values and not off:
+        yield key, "left out it is 1.0 since DeepSpeed 0.19.3, and was off before", f"set {key}: 1.0 or {key}: 0.0"
 
 
-def section_not_enabled(facts: Facts) -> Iterator[Problem]:
-    """deepspeed/runtime/precision_config.py `enabled` and its like: false unless given, whatever else the section
-    says.
-    """
+@rule("warning")
+def section_not_enabled(facts: Facts) -> Found:
+    """deepspeed/runtime/precision_config.py `enabled` and its like: false unless given, whatever else is said."""
     for name in _SWITCHED:
-        keys = [key for key in facts.section(name) if key not in _UNSWITCHED]
+        keys = [key for key in facts.section(name) if f"{name}.{key}" not in UNSWITCHED]
         if keys and "enabled" not in keys:
-            yield warning(
-                facts,
-                "section-not-enabled",
-                f"{name}.enabled",
-                f"left out it is false, and {name} does nothing",
-                f"set {name}.enabled: true or remove {facts.written(name)}",
-            )
+            fix = f"set {name}.enabled: true or remove {facts.written(name)}"
+            yield f"{name}.enabled", f"left out it is false, and {name} does nothing", fix
 
 
-def two_bf16_sections(facts: Facts) -> Iterator[Problem]:
-    """deepspeed/runtime/precision_config.py `get_bfloat16_config`: the old name is read only where the new one is
-    not.
-    """
+@rule("warning")
+def two_bf16_sections(facts: Facts) -> Found:
+    """deepspeed/runtime/precision_config.py `get_bfloat16_config`: the old name is read where the new one is not."""
     if facts.values.get("bf16") is not None and facts.values.get("bfloat16") is not None:
-        yield warning(
-            facts, "two-bf16-sections", "bfloat16", "bf16 is given as well, and only that is read", "remove bfloat16"
-        )
+        yield "bfloat16", "bf16 is given as well, and only that is read", "remove bfloat16"
 
 
-def monitors_have_no_loss(facts: Facts) -> Iterator[Problem]:
+@rule("note", since="0.18.3")
+def monitor_without_loss(facts: Facts) -> Found:
     """deepspeed/runtime/engine.py `step` writes rate and loss scale; `Train/Samples/train_loss` went with 0.18.3."""
-    on = [name for name in ("tensorboard", "csv_monitor", "wandb", "comet") if facts.flag(f"{name}.enabled", False)]
-    if on and facts.since("0.18.3") and not facts.given("pipeline"):
-        yield note(
-            facts,
-            "monitor-without-loss",
-            f"{on[0]}.enabled",
-            "the engine writes the learning rate and no loss",
-            "write the loss in code",
-        )
+    on = [name for name in _MONITORS if facts.flag(f"{name}.enabled")]
+    if on and not facts.given("pipeline"):
+        yield f"{on[0]}.enabled", "the engine writes the learning rate and no loss", "write the loss in code"
 
 
-def activation_checkpointing_waits_for_code(facts: Facts) -> Iterator[Problem]:
+@rule("note")
+def activation_checkpointing_waits_for_code(facts: Facts) -> Found:
     """deepspeed/runtime/activation_checkpointing/checkpointing.py `configure`: only the code calls it."""
-    if any(facts.section("activation_checkpointing").values()):
-        yield note(
-            facts,
-            "activation-checkpointing-waits-for-code",
-            "activation_checkpointing",
+    if any(facts.section(_RECOMPUTE).values()):
+        yield (
+            _RECOMPUTE,
             "nothing is checkpointed until the code uses deepspeed.checkpointing",
             "call deepspeed.checkpointing.configure and use its checkpoint function",
         )
 
 
-def contiguous_checkpoints(facts: Facts) -> Iterator[Problem]:
-    """deepspeed/runtime/activation_checkpointing/checkpointing.py `configure`: "Must specify the number of layers
-    with".
-    """
-    if facts.get(f"{_RECOMPUTE}.contiguous_memory_optimization") is True:
-        for name, value in (("number_checkpoints", 24), ("partition_activations", True)):
-            if facts.get(f"{_RECOMPUTE}.{name}") in (None, False):
-                key = f"{_RECOMPUTE}.{name}"
-                yield error(
-                    facts,
-                    "contiguous-checkpoints",
-                    key,
-                    "contiguous_memory_optimization needs it",
-                    f"set {key}: {dumps(value)} or {_RECOMPUTE}.contiguous_memory_optimization: false",
-                )
+@rule()
+def contiguous_checkpoints(facts: Facts) -> Found:
+    """deepspeed/runtime/activation_checkpointing/checkpointing.py `configure`: "Must specify the number of layers"."""
+    for name, value in (("number_checkpoints", 24), ("partition_activations", True)):
+        key = f"{_RECOMPUTE}.{name}"
+        if facts.get(_CONTIGUOUS) is True and facts.get(key) in (None, False):
+            fix = f"set {key}: {dumps(value)} or {_CONTIGUOUS}: false"
+            yield key, "contiguous_memory_optimization needs it", fix
 
 
-def checkpoint_writer_needs_launcher(facts: Facts) -> Iterator[Problem]:
-    """deepspeed/runtime/model_checkpointing/utils.py `create_universal_parallel_info` reads CROSS_SIZE and
-    CROSS_RANK.
-    """
-    if facts.given("checkpoint.writer"):
-        yield note(
-            facts,
-            "checkpoint-writer-needs-launcher",
-            "checkpoint.writer",
-            "it reads CROSS_SIZE, which the deepspeed launcher sets and torchrun does not",
-            "start with the deepspeed launcher, or set CROSS_SIZE and CROSS_RANK",
-        )
+@rule("note")
+def checkpoint_writer_needs_launcher(facts: Facts) -> Found:
+    """deepspeed/runtime/model_checkpointing/utils.py `create_universal_parallel_info` reads CROSS_SIZE, CROSS_RANK."""
+    if facts.given(_WRITER):
+        reason = "it reads CROSS_SIZE, which the deepspeed launcher sets and torchrun does not"
+        yield _WRITER, reason, "start with the deepspeed launcher, or set CROSS_SIZE and CROSS_RANK"
 
 
-def checkpoint_writer_needs_data_parallel(facts: Facts) -> Iterator[Problem]:
-    """deepspeed/runtime/model_checkpointing/data_parallel_writer_factory.py `_get_data_parallel_config`: asks for a
-    `dp_rank`.
+@rule()
+def checkpoint_writer_data_parallel(facts: Facts) -> Found:
+    """deepspeed/runtime/model_checkpointing/data_parallel_writer_factory.py `_get_data_parallel_config`: a `dp_rank`.
 
     What it asks has none without an mpu. Stage 3 does not come that far, and a PipelineModule brings its own.
     """
-    reads = facts.given("checkpoint.writer") and facts.stage in (0, 1, 2) and not facts.given("pipeline")
-    if reads and not facts.given("checkpoint.writer.data_parallel"):
-        yield error(
-            facts,
-            "checkpoint-writer-data-parallel",
-            "checkpoint.writer.data_parallel",
-            f"left out, DeepSpeed stops at an AttributeError at stage {facts.stage}",
-            'set checkpoint.writer.data_parallel: "REPLICA"',
-        )
+    key, reads = f"{_WRITER}.data_parallel", facts.stage in (0, 1, 2) and not facts.given("pipeline")
+    if facts.given(_WRITER) and reads and not facts.given(key):
+        reason = f"left out, DeepSpeed stops at an AttributeError at stage {facts.stage}"
+        yield key, reason, f'set {key}: "REPLICA"'
 
 
-def curriculum_needs_metrics(facts: Facts) -> Iterator[Problem]:
-    """deepspeed/runtime/data_pipeline/config.py `get_curriculum_learning`: asked whatever data_efficiency.enabled
-    says.
-    """
-    if facts.get(f"{_CURRICULUM}.enabled", False) and "curriculum_metrics" not in facts.section(_CURRICULUM):
-        yield error(
-            facts,
-            "curriculum-needs-metrics",
-            f"{_CURRICULUM}.curriculum_metrics",
-            "curriculum learning is enabled",
-            f"add {_CURRICULUM}.curriculum_metrics, or set {_CURRICULUM}.enabled: false",
-        )
+@rule()
+def curriculum_needs_metrics(facts: Facts) -> Found:
+    """deepspeed/runtime/data_pipeline/config.py `get_curriculum_learning`: whatever data_efficiency.enabled says."""
+    if facts.get(f"{_CURRICULUM}.enabled") and "curriculum_metrics" not in facts.section(_CURRICULUM):
+        key = f"{_CURRICULUM}.curriculum_metrics"
+        yield key, "curriculum learning is enabled", f"add {key}, or set {_CURRICULUM}.enabled: false"
 
 
-def curriculum_without_parents(facts: Facts) -> Iterator[Problem]:
+@rule("warning")
+def data_efficiency_half_enabled(facts: Facts) -> Found:
     """deepspeed/runtime/engine.py `curriculum_learning_enabled` asks the inner switch alone, not those around it."""
-    inner = {
-        f"{_CURRICULUM}.enabled": ("data_efficiency", "data_efficiency.data_sampling"),
-        f"{_RANDOM_LTD}.enabled": ("data_efficiency", "data_efficiency.data_routing"),
-    }
-    for key, parents in inner.items():
-        off = [name for name in parents if not facts.get(f"{name}.enabled", False)]
-        if facts.get(key, False) and off:
-            yield warning(
-                facts,
-                "data-efficiency-half-enabled",
-                key,
-                f"it works although {off[0]}.enabled is not true",
-                f"set {' and '.join(f'{name}.enabled: true' for name in off)} or {key}: false",
-            )
+    for section in (_CURRICULUM, _RANDOM_LTD):
+        key, parent = f"{section}.enabled", section.rpartition(".")[0]
+        off = [f"{name}.enabled" for name in ("data_efficiency", parent) if not facts.get(f"{name}.enabled")]
+        if facts.get(key) and off:
+            settings = " and ".join(f"{name}: true" for name in off)
+            yield key, f"it works although {off[0]} is not true", f"set {settings} or {key}: false"
 
 
-def random_ltd_needs(facts: Facts) -> Iterator[Problem]:
-    """deepspeed/runtime/data_pipeline/data_routing/scheduler.py `RandomLTDScheduler`: a KeyError for each that is
-    missing.
+@rule()
+def random_ltd_needs(facts: Facts) -> Found:
+    """deepspeed/runtime/data_pipeline/data_routing/scheduler.py `RandomLTDScheduler`: a KeyError for what is missing.
 
     So do engine.py `random_ltd_initialize` and basic_layer.py `init_config`, and the schedule's `get_value` at the
     first step.
     """
-    if not facts.get(f"{_RANDOM_LTD}.enabled", False):
-        return
-    missing = [
-        f"{section}{key}"
-        for section, keys in _RANDOM_LTD_KEYS.items()
-        for key in keys
-        if (not section or facts.given(f"{_RANDOM_LTD}.{section[:-1]}"))
-        and key not in facts.section(f"{_RANDOM_LTD}.{section}".removesuffix("."))
-    ]
-    for key in missing:
-        yield error(
-            facts,
-            "random-ltd-needs",
-            f"{_RANDOM_LTD}.{key}",
-            "random layer token dropping is enabled and needs it",
-            f"add it, or set {_RANDOM_LTD}.enabled: false",
-        )
+    for inner, names in _RANDOM_LTD_KEYS.items():
+        section = f"{_RANDOM_LTD}{inner}"
+        for name in names:
+            if facts.get(f"{_RANDOM_LTD}.enabled") and facts.given(section) and name not in facts.section(section):
+                fix = f"add it, or set {_RANDOM_LTD}.enabled: false"
+                yield f"{section}.{name}", "random layer token dropping is enabled and needs it", fix
 
 
-def dynamic_batching_needs_tokens(facts: Facts) -> Iterator[Problem]:
+@rule()
+def dynamic_batching_needs_tokens(facts: Facts) -> Found:
     """deepspeed/runtime/data_pipeline/config.py `get_dynamic_batching`: "Dynamic batching is enabled, so"."""
-    if facts.get(f"{_DYNAMIC}.enabled", False) and "max_tokens" not in facts.section(_DYNAMIC):
-        yield error(
-            facts,
-            "dynamic-batching-needs-tokens",
-            f"{_DYNAMIC}.max_tokens",
-            "dynamic batching is enabled",
-            f"set {_DYNAMIC}.enabled: false or {_DYNAMIC}.max_tokens: 8192",
-        )
+    if facts.get(f"{_DYNAMIC}.enabled") and "max_tokens" not in facts.section(_DYNAMIC):
+        key = f"{_DYNAMIC}.max_tokens"
+        yield key, "dynamic batching is enabled", f"set {_DYNAMIC}.enabled: false or {key}: 8192"
 
 
-def dynamic_batching_waits_for_code(facts: Facts) -> Iterator[Problem]:
-    """deepspeed/runtime/data_pipeline/data_sampling/variable_batch_size_and_lr.py `batch_by_seqlens`: for code to
-    call.
-    """
-    if facts.get(f"{_DYNAMIC}.enabled", False) and "max_tokens" in facts.section(_DYNAMIC):
-        yield note(
-            facts,
-            "dynamic-batching-waits-for-code",
-            f"{_DYNAMIC}.enabled",
-            "the engine does not read it",
-            "build the loader with DeepSpeed's variable_batch_size_and_lr",
-        )
+@rule("note")
+def dynamic_batching_waits_for_code(facts: Facts) -> Found:
+    """deepspeed/runtime/data_pipeline/data_sampling/variable_batch_size_and_lr.py `batch_by_seqlens`: code calls it."""
+    if facts.get(f"{_DYNAMIC}.enabled") and "max_tokens" in facts.section(_DYNAMIC):
+        fix = "build the loader with DeepSpeed's variable_batch_size_and_lr"
+        yield f"{_DYNAMIC}.enabled", "the engine does not read it", fix
 
 
-def vocabulary_alignment(facts: Facts) -> Iterator[Problem]:
+@rule("note")
+def vocabulary_alignment(facts: Facts) -> Found:
     """deepspeed/runtime/config.py `_do_warning_check`: tensor cores like multiples of 8; nothing else reads the key."""
-    size = facts.whole("vocabulary_size")
-    if size and size > 0 and size % 8:
-        yield note(
-            facts,
-            "vocabulary-alignment",
-            "vocabulary_size",
-            "tensor cores work on multiples of 8",
-            f"pad the vocabulary and set vocabulary_size: {-(-size // 8) * 8}",
-        )
+    key = "vocabulary_size"
+    size = facts.whole(key) or 0
+    if size > 0 and size % 8:
+        fix = f"pad the vocabulary and set {key}: {-(-size // 8) * 8}"
+        yield key, "tensor cores work on multiples of 8", fix
 
 
-def autotuning_folders(facts: Facts) -> Iterator[Problem]:
+@rule()
+def autotuning_folder_empty(facts: Facts) -> Found:
     """deepspeed/autotuning/config.py `DeepSpeedAutotuningConfig`: "results_dir cannot be empty", enabled or not."""
     for key, default in (("autotuning.results_dir", "autotuning_results"), ("autotuning.exps_dir", "autotuning_exps")):
         if facts.text(key) == "":
-            yield error(facts, "autotuning-folder-empty", key, "a folder has a name", f'set {key}: "{default}"')
+            yield key, "a folder has a name", f'set {key}: "{default}"'
 
 
-def profile_as_deep_as_the_model(facts: Facts) -> Iterator[Problem]:
-    """deepspeed/profiling/flops_profiler/profiler.py `print_model_aggregated_profile`: one list per depth, up to that
-    one.
-    """
-    depth = facts.whole("flops_profiler.module_depth", -1)
-    if facts.flag("flops_profiler.enabled", False) and depth and depth > 2:
-        yield note(
-            facts,
-            "flops-profiler-depth",
-            "flops_profiler.module_depth",
-            "a model whose modules are nested less deep stops in a KeyError when it is profiled",
-            "set flops_profiler.module_depth: -1 for all depths",
-        )
+@rule("note", on="flops_profiler.enabled")
+def flops_profiler_depth(facts: Facts) -> Found:
+    """deepspeed/profiling/flops_profiler/profiler.py `print_model_aggregated_profile`: one list per depth, to that."""
+    key = "flops_profiler.module_depth"
+    if (facts.whole(key) or 0) > 2:
+        reason = "a model whose modules are nested less deep stops in a KeyError when it is profiled"
+        yield key, reason, f"set {key}: -1 for all depths"
 
 
-def _pins_memory(facts: Facts) -> bool:
-    return (facts.text("checkpoint.writer.type", "FAST") or "").upper() == "FAST"
-
-
-def needs_cuda(facts: Facts) -> Iterator[Problem]:
-    """deepspeed/ops/op_builder/cpu/no_impl.py `NotImplementedBuilder`: "This op had not been implemented on CPU
-    backend.".
-    """
+@rule()
+def needs_cuda(facts: Facts) -> Found:
+    """deepspeed/ops/op_builder/cpu/no_impl.py `NotImplementedBuilder`: "This op had not been implemented on CPU"."""
     if facts.topology.device != "cpu":
         return
-    zero = "zero_optimization"
+    zero, on_device = "zero_optimization", not facts.offloads_optimizer
+    pins_memory = str(facts.get(f"{_WRITER}.type", "FAST")).upper() == "FAST"
+    stage_3 = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "offload_optimizer.super_offload")
     found = {
-        "optimizer.type": (
-            '"AdamW"',
-            facts.optimizer == "lamb" or (facts.optimizer == "lion" and not facts.offloads_optimizer),
-        ),
-        f"{zero}.zero_quantized_weights": (
-            "false",
-            facts.stage == 3 and facts.flag(f"{zero}.zero_quantized_weights", False),
-        ),
-        "optimizer.params.capturable": ("false", facts.flag("optimizer.params.capturable", False)),
-        "checkpoint.writer.type": ('"PYTHON"', facts.given("checkpoint.writer") and _pins_memory(facts)),
-        f"{zero}.zero_quantized_nontrainable_weights": (
-            "false",
-            facts.stage == 3 and facts.flag(f"{zero}.zero_quantized_nontrainable_weights", False),
-        ),
-        f"{zero}.offload_optimizer.super_offload": (
-            "false",
-            facts.stage == 3 and facts.flag(f"{zero}.offload_optimizer.super_offload", False),
-        ),
-        f"{zero}.stage": ("2", facts.stage == 3 and facts.given(f"{zero}.zenflow") and facts.offloads_optimizer),
-        "aio.use_gds": ("false", facts.flag("aio.use_gds", False)),
+        "optimizer.type": ('"AdamW"', facts.optimizer == "lamb" or (facts.optimizer == "lion" and on_device)),
+        "optimizer.params.capturable": ("false", facts.flag("optimizer.params.capturable")),
+        f"{_WRITER}.type": ('"PYTHON"', facts.given(_WRITER) and pins_memory),
+        **{f"{zero}.{name}": ("false", facts.stage == 3 and facts.flag(f"{zero}.{name}")) for name in stage_3},
+        f"{zero}.stage": ("2", facts.stage == 3 and facts.given(f"{zero}.zenflow") and not on_device),
+        "aio.use_gds": ("false", facts.flag("aio.use_gds")),
     }
-    for key, (right, wrong) in found.items():
-        if wrong:
-            yield error(facts, "needs-cuda", key, "DeepSpeed has no CPU form of it", f"set {key}: {right}")
+    yield from in_the_way(found, "DeepSpeed has no CPU form of it")
 
 
 # Where "auto" is a value of DeepSpeed's own.
@@ -327,17 +221,8 @@ _AUTO_HAS_MEANING: Final = (
     "zero_optimization.zenflow.select_strategy",
     "zero_optimization.zenflow.select_interval",
     "zero_optimization.zenflow.update_interval",
-    *(
-        f"expert_parallel.{name}"
-        for name in (
-            "score_func",
-            "score_apply",
-            "top_k",
-            "routed_scaling_factor",
-            "combine_impl",
-            "row_weighting_impl",
-        )
-    ),
+    *(f"expert_parallel.{name}" for name in ("score_func", "score_apply", "top_k", "routed_scaling_factor")),
+    *(f"expert_parallel.{name}" for name in ("combine_impl", "row_weighting_impl")),
 )
 # Read by hand as a truth value: any text is true. `activation_checkpointing` is not read at all without code.
 _AUTO_IS_TRUE: Final = (
@@ -367,33 +252,26 @@ _AUTO_IS_TRUE: Final = (
 _DEEPEST: Final = 12
 
 
-def auto_value(facts: Facts) -> Iterator[Problem]:
+@rule("warning")
+def auto_value(facts: Facts) -> Found:
     """deepspeed/runtime/config_utils.py `DeepSpeedConfigModel`: drops "auto"; keys read by hand keep the text."""
     for path in _autos(facts.values, "", 0):
-        section = path.partition(".")[0]
+        who = "Hugging Face's Trainer and Accelerate fill it in"
+        fix = f"write the value; {who if path in FILLED else 'Hugging Face does not fill it in either'}"
         if path in _AUTO_HAS_MEANING:
             continue
-        known = path in FILLED
-        fix = "write the value; " + (
-            "Hugging Face's Trainer and Accelerate fill it in" if known else "Hugging Face does not fill it in either"
-        )
-        if facts.is_lax(path) and path not in (section, "timers.throughput"):
-            yield warning(facts, "auto-value", path, "DeepSpeed drops it and takes its default", fix)
+        if facts.is_lax(path) and "." in path and path != "timers.throughput":
+            yield path, "DeepSpeed drops it and takes its default", fix
         elif path.startswith(_AUTO_IS_TRUE):
-            yield warning(facts, "auto-value", path, "DeepSpeed takes the text for true", fix)
+            yield path, "DeepSpeed takes the text for true", fix
         else:
-            yield error(facts, "auto-value", path, "DeepSpeed takes the text itself, and breaks on it", fix)
+            yield path, "DeepSpeed takes the text itself, and breaks on it", fix, "error"
 
 
 def _autos(value: object, path: str, depth: int) -> Iterator[str]:
     """Paths of all texts "auto" that stand as values."""
     if isinstance(value, str) and value == "auto":
-        yield path
-    elif depth > _DEEPEST:
-        return
-    elif isinstance(value, dict):
-        for name, item in value.items():
-            yield from _autos(item, f"{path}.{name}" if path else str(name), depth + 1)
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _autos(item, f"{path}.{index}", depth + 1)
+        yield path.removeprefix(".")
+    elif depth <= _DEEPEST and isinstance(value, (dict, list, tuple)):
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _autos(item, f"{path}.{name}", depth + 1)

@@ -8,7 +8,7 @@ import pytest
 
 from framework.config.deepspeed_words import OWNED, PASSED_THROUGH, SHARED, TYPED
 from framework.config.load import config_from_values
-from framework.dslint.import_reading import leaves
+from framework.dslint.import_sections import dotted_leaves as leaves
 from framework.dslint.keys import load_table
 from framework.errors import ConfigError, Problem
 from framework.plan.cluster import Cluster
