@@ -17,7 +17,7 @@ from tests.places import ROOT
 # kB of Python source and number of files per room; what a room no longer needs is taken away here as well.
 CAPS: dict[str, tuple[float, int]] = {
     "(doors)": (41, 9),
-    "system": (45, 10),
+    "system": (51, 11),
     "text": (66, 6),
     "config": (99, 14),
     "plan": (94, 15),
@@ -29,7 +29,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "commands": (69, 9),
     "models": (73, 11),
     "tasks": (21, 5),
-    "data": (136, 18),
+    "data": (140, 18),
     "engine": (176, 27),
     "setup": (76, 8),
     "dslint": (290, 27),

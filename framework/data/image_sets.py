@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import os
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, overload
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 from torch.nn.functional import pad
-from torchvision.datasets import ImageFolder  # type: ignore[import-untyped]
-from torchvision.datasets.folder import find_classes  # type: ignore[import-untyped]
+from torchvision.datasets import ImageFolder, VisionDataset  # type: ignore[import-untyped]
+from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset  # type: ignore[import-untyped]
 from torchvision.transforms import v2  # type: ignore[import-untyped]
 
 from framework.data.batches import BatchDataset, WholeBatch
 from framework.data.order import Seeds, mix
 from framework.data.splits import Splits
 from framework.errors import ConfigError, Problem, TrainingError
+from framework.system.host_value import HostValue, made_once_on_host
 
 _PADDING: Final = 4
 _NUM_OFFSETS: Final = 2 * _PADDING + 1
@@ -159,12 +162,17 @@ def build(
             ``dataset-no-images``.
     """
     folder = Path(root).expanduser()
-    problems = list(_problems(folder, root=root, sub_folders={"data.train_dir": train_dir, "data.eval_dir": eval_dir}))
-    if problems:
-        raise ConfigError(problems)
+    sub_folders = {"data.train_dir": train_dir, "data.eval_dir": eval_dir}
+
+    def list_both() -> list[Any]:
+        if problems := list(_problems(folder, root=root, sub_folders=sub_folders)):
+            raise ConfigError(problems)
+        return [_list(folder / name, root=root) for name in sub_folders.values()]
+
+    listings = made_once_on_host(repr((root, str(Path.cwd()), train_dir, eval_dir)), list_both)
     return Splits(
-        _open(folder / train_dir, root=root, transform=_transform(image_size, augment=augment)),
-        _open(folder / eval_dir, root=root, transform=_transform(image_size, augment=False)),
+        _ImageFolder(folder / train_dir, _transform(image_size, augment=augment), listings, 0),
+        _ImageFolder(folder / eval_dir, _transform(image_size, augment=False), listings, 1),
     )
 
 
@@ -201,12 +209,77 @@ def _problems(folder: Path, *, root: str, sub_folders: dict[str, str]) -> Iterat
         )
 
 
-def _open(place: Path, *, root: str, transform: Any) -> ImageFolder:
+class _Paths(Sequence[tuple[str, int]]):
+    """Paths and class numbers of a folder's images; the names are one buffer that the processes of a host share."""
+
+    def __init__(self, place: Path, listings: HostValue, number: int) -> None:
+        self._prefix, self._listings, self._number = _prefix(place), listings, number
+
+    def __len__(self) -> int:
+        return len(self._arrays()[2])
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[str, int]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[tuple[str, int]]: ...
+    def __getitem__(self, index: int | slice) -> tuple[str, int] | list[tuple[str, int]]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        names, ends, labels = self._arrays()
+        index = range(len(labels))[index]  # also from the end
+        return self._prefix + os.fsdecode(names[ends[index] : ends[index + 1]].tobytes()), int(labels[index])
+
+    def labels(self) -> list[int]:
+        """All class numbers."""
+        return list(map(int, self._arrays()[2]))
+
+    def _arrays(self) -> tuple[Any, Any, Any]:
+        _, names, ends, labels = self._listings.value[self._number]
+        return names, ends, labels
+
+
+def _prefix(place: Path) -> str:
+    return os.path.join(place, "")  # noqa: PTH118 - as torchvision begins its paths, be the place "." or "/"
+
+
+class _ImageFolder(ImageFolder):  # type: ignore[misc]
+    """torchvision's dataset over images that have been listed."""
+
+    def __init__(self, place: Path, transform: Any, listings: HostValue, number: int) -> None:
+        VisionDataset.__init__(self, str(place), transform=transform)
+        self.loader, self.extensions = _read_image, IMG_EXTENSIONS
+        self.classes = listings.value[number][0]
+        self.class_to_idx = {name: index for index, name in enumerate(self.classes)}
+        self.samples = self.imgs = _Paths(place, listings, number)
+
+    @property
+    def targets(self) -> list[int]:
+        return self.samples.labels()
+
+
+def _list(place: Path, *, root: str) -> tuple[list[str], Any, Any, Any]:
+    """List what torchvision finds, class by class: the names of the classes, those of the images as one buffer, where
+    each of these ends (after a first 0), and the class numbers.
+    """
+    names, ends, counts = bytearray(), array("q", [0]), []
+    empty: dict[str, int] = {}
     try:
-        return ImageFolder(str(place), transform=transform, loader=_read_image)
+        classes, _ = find_classes(str(place))
+        for name in classes:
+            found = make_dataset(str(place), {name: 0}, IMG_EXTENSIONS, allow_empty=True)
+            for path, _ in found:
+                names += os.fsencode(path[len(_prefix(place)) :])
+                ends.append(len(names))
+            counts.append(len(found))
+            if not found:
+                empty[name] = 0
+        if empty:
+            make_dataset(str(place), empty, IMG_EXTENSIONS)  # it says of all at once that they are
     except FileNotFoundError as error:
         reason = f"{place}: {' '.join(str(error).split())}"
         raise ConfigError.of("dataset-no-images", reason, _layout(root, place.name), "data.root", root) from error
+    labels = np.repeat(np.arange(len(classes), dtype=np.int32), counts)
+    return classes, np.frombuffer(names, np.uint8), np.frombuffer(ends, np.int64), labels
 
 
 def _read_image(path: str) -> Image.Image:

@@ -210,12 +210,15 @@ def from_rank0(value: Any) -> Any:
 
 
 def refuse_different_ranks(fingerprint: Mapping[str, Any]) -> None:
-    """Compare what must be the same on every rank. Collective.
+    """Compare what must be the same on every rank: hashes first, and the plain values where those differ. Collective.
 
     Raises:
         ConfigError: on all ranks, naming what differs and the first rank on which it does.
     """
-    first, *others = gather(dict(fingerprint))
+    own = dict(fingerprint)
+    if len(set(gather(hashlib.sha256(repr(own).encode("utf-8", "surrogatepass")).digest()))) == 1:
+        return
+    first, *others = gather(own)
     for number, other in enumerate(others, start=1):
         for name in sorted(first.keys() | other.keys()):
             if other.get(name) != first.get(name):

@@ -1,14 +1,21 @@
 from __future__ import annotations
 
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from PIL import Image
+from torchvision.datasets import ImageFolder  # type: ignore[import-untyped]
 
 from framework.data.image_sets import build
 from framework.data.loaders import TrainLoader
 from framework.errors import ConfigError, TrainingError
+from tests.ranks_of_host import on_ranks
 
 
 def add_images(folder: Path, *, count: int = 2, colour: tuple[int, int, int] = (255, 0, 0)) -> None:
@@ -106,3 +113,109 @@ def test_a_damaged_image_is_named_when_it_is_read(root: Path, content: bytes | s
     splits = build(str(root))
     with pytest.raises(TrainingError, match=r"train/cat/0\.png: cannot be read as an image"):
         splits.train[0]
+
+
+@pytest.fixture
+def tree(root: Path, tmp_path: Path) -> Path:
+    """Classes with whatever a folder may hold."""
+    add_images(tmp_path / "elsewhere" / "deep")
+    for part in ("train", "val"):
+        cat = root / part / "cat"
+        add_images(cat / "b" / "a", count=1)
+        shutil.copy(cat / "0.png", os.fsencode(cat) + b"/\xff odd\nname.PNG")
+        for name in ("LOUD.JPEG", "caf\u00e9.webp", "b.png"):
+            shutil.copy(cat / "0.png", cat / name)
+        for name in (".hidden", "notes.txt", "png", "../beside.png"):
+            (cat / name).write_bytes(b"")
+        (root / part / "linked").symlink_to(tmp_path / "elsewhere")
+        (cat / "a folder").symlink_to(tmp_path / "elsewhere" / "deep")
+        (cat / "linked.png").symlink_to(cat / "0.png")
+        (cat / "broken.png").symlink_to(tmp_path / "nowhere")
+    return root
+
+
+@pytest.mark.parametrize("by", ["its path", "a relative path", "."])
+def test_samples_are_those_of_torchvision(tree: Path, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tree / "train" if by == "." else tree.parent)
+    name = {"its path": str(tree), "a relative path": tree.name, ".": "."}[by]
+    parts = {"train_dir": ".", "eval_dir": "."} if by == "." else {}
+    train: Any = build(name, augment=False, **parts).train
+    expected = ImageFolder("." if by == "." else f"{name}/train", transform=train.transform)
+    for field in ("classes", "class_to_idx", "targets", "root", "extensions", "transform"):
+        assert getattr(train, field) == getattr(expected, field), field
+    assert len(expected) == 15
+    assert isinstance(train, ImageFolder)
+    assert list(train.samples) == list(train.imgs) == expected.samples
+    assert train.samples[2:9:3] == expected.samples[2:9:3]
+    assert train.samples[-1] == expected.samples[-1]
+    assert {type(each) for sample in train.samples for each in sample} == {str, int}
+    with pytest.raises(IndexError):
+        train.samples[15]
+    assert torch.equal(train[3][0], expected[3][0])
+    assert train[13][1] == expected[13][1] == 2
+    assert list(pickle.loads(pickle.dumps(train.samples))) == expected.samples
+
+
+def refused(call: Callable[[], object]) -> str:
+    with pytest.raises((ConfigError, OSError)) as caught:
+        call()
+    return " ".join(str(caught.value).split())
+
+
+def test_empty_classes_are_told_of_in_the_words_of_torchvision(root: Path) -> None:
+    for name in ("void", "bare", "cat 2"):
+        for part in ("train", "val"):
+            (root / part / name).mkdir()
+    stated = refused(lambda: ImageFolder(str(root / "train")))
+    assert "for the classes bare, cat 2, void. Supported" in stated
+    assert refused(lambda: build(str(root))) == (
+        f"data.root = {root}: {root}/train: {stated}; put images into {root}/train/<class>/ [dataset-no-images]"
+    )
+
+
+@pytest.mark.parametrize("unreadable", ["train/cat/b", "train/cat", "train"])
+def test_folders_that_cannot_be_read_are_taken_as_torchvision_takes_them(
+    root: Path, unreadable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_images(root / "train/cat/b")
+    scan = os.scandir
+
+    def refusing(path: Any = ".") -> Any:
+        if str(path) == str(root / unreadable):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    if unreadable == "train/cat/b":  # passed over in silence
+        train: Any = build(str(root)).train
+        assert list(train.samples) == ImageFolder(str(root / "train")).samples
+        assert len(train.samples) == 4
+    else:
+        assert refused(lambda: ImageFolder(str(root / "train"))) in refused(lambda: build(str(root)))
+
+
+@pytest.mark.parametrize("outcome", ["samples", "error"])
+def test_one_rank_of_a_host_lists_for_all(tree: Path, outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if outcome == "error":
+        for part in ("train", "val"):
+            (tree / part / "empty").mkdir()
+    scan, scanned, held = os.scandir, list[str](), list[Any]()
+
+    def counting(path: Any = ".") -> Iterator[Any]:
+        scanned.append(str(path))
+        return scan(path)
+
+    def listed() -> tuple[Any, int]:
+        scanned.clear()
+        try:
+            held.append(build(str(tree)).train)
+            found: Any = list(held[-1].samples)
+        except ConfigError as error:
+            found = str(error)
+        return found, len([path for path in scanned if path.startswith(str(tree))])
+
+    monkeypatch.setattr(os, "scandir", counting)
+    expected, num_scans = listed()
+    assert num_scans > 5
+    found = on_ranks(listed, num_ranks=3)
+    assert sorted(found, key=lambda each: each[1]) == [(expected, 0), (expected, 0), (expected, num_scans)]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import re
 import threading
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ import torch.distributed
 from framework.engine import distributed
 from framework.engine.distributed import claims_error_report, process_group, take_device_of_rank
 from framework.errors import ConfigError
+from tests.launched import ROOT, run_ranks
 
 
 class Accelerator:
@@ -136,3 +139,20 @@ class TestWhoTells:
 def test_before_the_ranks_have_met_every_one_tells() -> None:
     assert "RANK" not in os.environ
     assert claims_error_report("it is torn")
+
+
+@pytest.mark.slow
+def test_ranks_that_agree_send_a_hash_and_no_more(tmp_path: Path) -> None:
+    run_ranks(ROOT / "tests/jobs/compare_ranks.py", str(tmp_path), num_ranks=2, cwd=tmp_path)
+    for number in range(2):
+        found = json.loads((tmp_path / f"{number}.json").read_text(encoding="utf-8"))
+        fix = "give every rank the same config and the same data [ranks-differ]"
+        assert {name: text for name, (text, _) in found.items()} == {
+            "the same": "",
+            "in another order": "",
+            "another value": f"training samples = 1100: rank 1 has this, rank 0 has 1000; {fix}",
+            "a value less": f"evaluation samples = null: rank 1 has this, rank 0 has 10; {fix}",
+        }
+        sent = {name: sizes for name, (_, sizes) in found.items()}
+        assert [size < 100 for size in sent.pop("the same")] == [True]
+        assert all(hashed < 100 and whole > 20_000 for hashed, whole in sent.values())
