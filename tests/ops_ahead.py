@@ -18,7 +18,7 @@ from importlib.util import find_spec
 
 from tests.launched import ROOT, job_environment
 
-# What tests/dslint/rules asks of DeepSpeed on a processor; every start of DeepSpeed needs the first, and many the second.
+# What tests/dslint/rules asks of DeepSpeed on a processor; every start of it needs the first, and many the second.
 BUILDERS = ("ShareMemCommBuilder", "FusedAdamBuilder", "CPUAdamBuilder", "CPUAdagradBuilder", "PinMemoryBuilder")
 
 
