@@ -263,7 +263,7 @@ def _schema(arguments: argparse.Namespace) -> int:
 
 def _import(arguments: argparse.Namespace) -> int:
     from framework.dslint.import_run import import_document, run_config_text
-    from framework.dslint.judge import read_deepspeed_json
+    from framework.dslint.readers import read_deepspeed_json
 
     document = read_deepspeed_json(Path(arguments.file), name=arguments.file)
     if document is None:

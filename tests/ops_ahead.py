@@ -18,8 +18,8 @@ from importlib.util import find_spec
 
 from tests.launched import ROOT, job_environment
 
-# What tests/dslint/rules asks of DeepSpeed on a processor; the first is needed by more tests.
-BUILDERS = ("FusedAdamBuilder", "CPUAdamBuilder", "CPUAdagradBuilder", "PinMemoryBuilder")
+# What tests/dslint/rules asks of DeepSpeed on a processor; every start of it needs the first, and many the second.
+BUILDERS = ("ShareMemCommBuilder", "FusedAdamBuilder", "CPUAdamBuilder", "CPUAdagradBuilder", "PinMemoryBuilder")
 
 
 def start() -> subprocess.Popen[bytes] | None:

@@ -158,7 +158,7 @@ def _fix(file: str, against: CheckContext, format_: str) -> StorageError | None:
 def _resolve(file: str, settings: Iterable[str], against: CheckContext, arguments: argparse.Namespace) -> int:
     from framework.commands.check_fix import write_file
     from framework.dslint.auto_values import resolve
-    from framework.dslint.judge import read_deepspeed_json
+    from framework.dslint.readers import read_deepspeed_json
     from framework.text.hjson import parse_hjson
 
     stated = dict(_stated(settings))

@@ -12,7 +12,7 @@ from typing import Final
 from framework.config.deepspeed_words import OWNED, SHARED, TYPED
 from framework.config.fixes import fixed_run_config
 from framework.dslint.fixes import fixed_text, safe_edits
-from framework.dslint.judge import parse_deepspeed_json
+from framework.dslint.readers import parse_deepspeed_json
 from framework.errors import StorageError
 from framework.system.files import replace_text
 from framework.text.document import Document, document_of, read_text

@@ -93,17 +93,16 @@ def check_file(file: str, overrides: Sequence[str], against: CheckContext) -> Ve
 def _deepspeed_json(text: str, file: str) -> Document | None:
     if Path(file).suffix.lower() in YAML_ENDINGS:
         return None
-    from framework.dslint.judge import parse_deepspeed_json
+    from framework.dslint.readers import parse_deepspeed_json
 
     return parse_deepspeed_json(text, Path(file), name=file)
 
 
 def check_document(document: Document, against: CheckContext) -> Verdict:
     """Judge DeepSpeed JSON that was read."""
-    from framework.dslint.judge import assumption, foreign_problem
     from framework.dslint.keys import load_table
     from framework.dslint.lint import lint, placed
-    from framework.dslint.readers import NAMES, as_read, reader_of
+    from framework.dslint.readers import NAMES, as_read, assumption, foreign_problem, reader_of
 
     if (foreign := foreign_problem(document)) is not None:
         return Verdict(document.name, (foreign,))
@@ -126,7 +125,8 @@ def check_document(document: Document, against: CheckContext) -> Verdict:
 def _check_run_config(file: str, overrides: Sequence[str], against: CheckContext, text: str) -> Verdict:
     from framework.commands.target_search import missing_targets
     from framework.config.load import Source
-    from framework.dslint.judge import assumption, foreign_problem, judge_passed_alone, judge_rendered
+    from framework.dslint.judge import judge_passed_alone, judge_rendered
+    from framework.dslint.readers import assumption, foreign_problem
     from framework.load_run import load_run
     from framework.plan.plan import one_line
     from framework.text.document import document_of

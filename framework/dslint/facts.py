@@ -1,11 +1,9 @@
 """`Facts`: a DeepSpeed JSON as its rules see it, and `Topology`, the target that it is judged for.
 
-`Facts`: a DeepSpeed JSON as its rules see it: plain values, deprecated spellings settled, nothing that can raise.
-
-A rule asks for a value and says DeepSpeed's default. What it gets is what DeepSpeed would use: the old names
-(`bfloat16`,
-`cpu_offload`, `max_live_parameters`, `zero_optimization: true`) stand under today's, and "auto" in a section that drops
-it is the default. A value of the wrong type is another's finding: the typed readers answer None, which equals nothing.
+Values are plain, deprecated spellings settled, and nothing can raise. A rule asks for a value and says DeepSpeed's
+default. What it gets is what DeepSpeed would use: the old names (`bfloat16`, `cpu_offload`, `max_live_parameters`,
+`zero_optimization: true`) stand under today's, and "auto" in a section that drops it is the default. A value of the
+wrong type is another's finding: the typed readers answer None, which equals nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +17,6 @@ from typing import Any, Final, Literal
 from framework.errors import MISSING
 from framework.plan.cluster import Cluster, Device
 from framework.text.document import KeyPath
-
-# `Topology`: where a DeepSpeed JSON is to run, as the command line says it: how many ranks, on which devices.
 
 
 @dataclass(frozen=True)
@@ -92,43 +88,18 @@ class Topology:
         return Topology(cluster.world_size, cluster.num_hosts, "cuda" if gpu else cluster.device, gpu)
 
 
-__all__ = [
-    "DEEPSPEED_OPTIMIZERS",
-    "DEPRECATED",
-    "GPU_KINDS",
-    "MODEL_SECTIONS",
-    "REMOVED_OPTIMIZERS",
-    "Facts",
-    "GpuKind",
-    "Topology",
-]
-
 Dtype = Literal["fp32", "fp16", "bf16", "int8"]
 
 # Sections that a pydantic model reads (deepspeed/runtime/config_utils.py `DeepSpeedConfigModel`): "auto" is dropped and
 # "2" or 1.0 pass as numbers. All others are read by hand, as they stand.
-MODEL_SECTIONS: Final = frozenset(
-    {
-        "zero_optimization",
-        "fp16",
-        "bf16",
-        "bfloat16",
-        "hybrid_engine",
-        "tensor_parallel",
-        "compile",
-        "tensorboard",
-        "wandb",
-        "csv_monitor",
-        "comet",
-        "comms_logger",
-        "timers",
-        "weight_quantization",
-    }
-)
+MODEL_SECTIONS: Final = {
+    *("zero_optimization", "fp16", "bf16", "bfloat16", "hybrid_engine", "tensor_parallel", "compile", "timers"),
+    *("tensorboard", "wandb", "csv_monitor", "comet", "comms_logger", "weight_quantization"),
+}
 # Read by hand, as they stand, until deepspeed/runtime/precision_config.py came with 0.17.1.
 _PRECISIONS: Final = frozenset({"fp16", "bf16", "bfloat16"})
 # Inside one of them, but an open dictionary.
-_OPEN: Final = frozenset({"tensor_parallel.partition_config"})
+_OPEN: Final = "tensor_parallel.partition_config."
 # Python's name of a field -> the name that JSON files give it; DeepSpeed takes both (`populate_by_name`).
 STAGE3_NAMES: Final = (
     "prefetch_bucket_size",
@@ -160,21 +131,13 @@ DEEPSPEED_OPTIMIZERS: Final = frozenset(
     {"adam", "adamw", "adagrad", "lamb", "lion", "muon", "muadam", "muadamw", "musgd"}
 )
 REMOVED_OPTIMIZERS: Final = frozenset({"onebitadam", "zerooneadam", "onebitlamb"})  # gone in 0.19.7
-_DTYPES: Final[Mapping[str, Dtype]] = {
-    "torch.float32": "fp32",
-    "fp32": "fp32",
-    "float32": "fp32",
-    "float": "fp32",
-    "torch.float16": "fp16",
-    "fp16": "fp16",
-    "float16": "fp16",
-    "half": "fp16",
-    "torch.bfloat16": "bf16",
-    "bf16": "bf16",
-    "bfloat16": "bf16",
-    "torch.int8": "int8",
-    "int8": "int8",
+_NAMES: Final[Mapping[Dtype, tuple[str, ...]]] = {
+    "fp32": ("fp32", "float32", "torch.float32", "float"),
+    "fp16": ("fp16", "float16", "torch.float16", "half"),
+    "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
+    "int8": ("int8", "torch.int8"),
 }
+_DTYPES: Final = {name: dtype for dtype, names in _NAMES.items() for name in names}
 # What pydantic takes for a truth value.
 TRUE: Final = frozenset({"true", "t", "yes", "y", "on", "1"})
 FALSE: Final = frozenset({"false", "f", "no", "n", "off", "0"})
@@ -316,12 +279,12 @@ class Facts:
 
     @cached_property
     def optimizer_device(self) -> str | None:
-        """Return the device of the optimizer states: none (on the device), cpu or nvme."""
+        """Return where the optimizer states are: none (on the device), cpu or nvme."""
         return self._device("offload_optimizer")
 
     @cached_property
     def param_device(self) -> str | None:
-        """Return the device of the parameters: none (on the device), cpu or nvme."""
+        """Return where the parameters are, as `optimizer_device`."""
         return self._device("offload_param")
 
     def _device(self, name: str) -> str | None:
@@ -336,7 +299,7 @@ class Facts:
     @cached_property
     def uses_cpu_adam(self) -> bool | None:
         """Check whether DeepSpeedCPUAdam takes the step; None when the optimizer comes from code."""
-        if self.optimizer is None or self.optimizer == "":
+        if not self.optimizer:
             return None
         is_adam = self.optimizer in ("adam", "adamw") and self.flag("optimizer.params.torch_adam", False) is False
         return is_adam and self.offloads_optimizer and not self.given("zero_optimization.zenflow")
@@ -429,7 +392,7 @@ def read_by_model(path: str, release: str) -> bool:
     """Check whether a pydantic model reads the key in this release."""
     section = path.split(".", 1)[0]
     by_hand = section in _PRECISIONS and _version(release) < _version("0.17.1")
-    return section in MODEL_SECTIONS and not by_hand and not path.startswith(tuple(f"{name}." for name in _OPEN))
+    return section in MODEL_SECTIONS and not by_hand and not path.startswith(_OPEN)
 
 
 @lru_cache(maxsize=4096)
@@ -440,5 +403,4 @@ def _parts(path: str) -> tuple[str, ...]:
 @lru_cache(maxsize=64)
 def _version(release: str) -> tuple[int, ...]:
     """``0.19.8+cu130`` -> (0, 19, 8)."""
-    numbers = (part for part in release.split("+")[0].split("."))
-    return tuple(int(part) for part in numbers if part.isdecimal())
+    return tuple(int(part) for part in release.split("+")[0].split(".") if part.isdecimal())

@@ -17,9 +17,7 @@ from functools import cache, cached_property
 from typing import Any, Final, Literal
 
 from framework.dslint.key_files import (
-    Change,
     Entry,
-    History,
     by_number,
     history,
     is_of_another_type,
@@ -31,7 +29,7 @@ from framework.dslint.key_files import (
 from framework.errors import MISSING, UsageError, show_value
 from framework.text.typos import ALIKE, OTHER_WORDS, WORDS_INSIDE, likeness, means
 
-__all__ = ["Change", "History", "Key", "KeyTable", "history", "known_releases", "load_table"]
+__all__ = ["Key", "KeyTable", "history", "known_releases", "load_table"]
 
 Status = Literal["read", "inert", "deprecated", "refused"]
 

@@ -1,8 +1,9 @@
-"""Readers of a DeepSpeed JSON: DeepSpeed itself, or Hugging Face's Trainer or Accelerate before it.
+"""What a file is, a run config, DeepSpeed JSON or another tool's config, and who reads DeepSpeed JSON first.
 
-Those two read with `json.load`, fill in "auto" where they know the key, and stop at any other "auto" with a ValueError
-(accelerate/utils/dataclasses.py `DeepSpeedPlugin.deepspeed_config_process`, which the Trainer ends in as well). A file
-that says "auto" where the Trainer fills it in is taken for one of the Trainer's.
+Before DeepSpeed itself that may be Hugging Face's Trainer or Accelerate. Those two read with `json.load`, fill in
+"auto" where they know the key, and stop at any other "auto" with a ValueError (accelerate/utils/dataclasses.py
+`DeepSpeedPlugin.deepspeed_config_process`, which the Trainer ends in as well). A file that says "auto" where the
+Trainer fills it in is taken for one of the Trainer's.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final, Literal
 
-from framework.dslint.facts import dotted, leaves, read_by_model
+from framework.dslint.facts import dotted, leaves, read_by_model, value_at
 from framework.dslint.key_files import variant_of
-from framework.dslint.keys import KeyTable
+from framework.dslint.keys import KeyTable, load_table
 from framework.errors import MISSING, Problem
-from framework.text.document import Document, KeyPath
+from framework.text.document import YAML_ENDINGS, Document, KeyPath, read_text
+from framework.text.hjson import parse_hjson
 
 Reader = Literal["deepspeed", "huggingface", "accelerate"]
 NAMES: Final[Mapping[Reader, str]] = {
@@ -155,3 +158,91 @@ def _fractions(one: Any, other: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPa
 
 def _with(values: Any, path: KeyPath, value: Any) -> Any:
     return {**values, path[0]: _with(values[path[0]], path[1:], value)} if path else value
+
+
+# Run configs and DeepSpeed JSON told apart.
+
+_ACCELERATES: Final = frozenset({"compute_environment", "distributed_type", "deepspeed_config"})
+# GPT-NeoX, each also with dashes; none of them is a key of DeepSpeed's or of a run config's top level.
+_NEOX: Final = {
+    *("pipe_parallel_size", "model_parallel_size", "num_layers", "num_attention_heads", "seq_length"),
+    *("max_position_embeddings", "train_iters", "pos_emb", "no_weight_tying", "lr_decay_iters"),
+}
+_FROM_ACCELERATE: Final = (
+    "write a run config: zero_stage is zero.stage there, gradient_accumulation_steps batch.accumulation_steps, "
+    "gradient_clipping training.clip_grad_norm, mixed_precision precision.dtype"
+)
+IN_BOTH: Final = frozenset({"optimizer", "scheduler", "checkpoint"})
+# Sections that only a run config has. A test holds them against RunConfig.
+OURS: Final = frozenset(
+    ("run", "model", "data", "task", "batch", "precision", "zero", "parallel", "training", "evaluation", "monitors")
+) | {"deepspeed"}
+
+
+def read_deepspeed_json(path: Path, *, name: str) -> Document | None:
+    """The document if the file is DeepSpeed JSON, None if it is a run config.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    is_yaml = path.suffix.lower() in YAML_ENDINGS
+    return None if is_yaml else parse_deepspeed_json(read_text(path, name=name), path, name=name)
+
+
+def parse_deepspeed_json(text: str, path: Path, *, name: str) -> Document | None:
+    """As `read_deepspeed_json`, of a text that has been read.
+
+    YAML files are run configs. Anything else is DeepSpeed JSON unless more of its keys are a run config's own.
+    """
+    if path.suffix.lower() in YAML_ENDINGS:
+        return None
+    document = parse_hjson(text, name=name)
+    return None if is_run_config(document.value) else document
+
+
+def is_run_config(values: Any) -> bool:
+    """Check whether these values are a run config rather than DeepSpeed's own."""
+    if not isinstance(values, Mapping):
+        return False
+    optimizer = values.get("optimizer")
+    kinds = {"kind", "target"} & optimizer.keys() if isinstance(optimizer, Mapping) else set()
+    return len(OURS & values.keys()) + len(kinds) > len(_deepspeeds(values))
+
+
+def _deepspeeds(values: Mapping[str, Any]) -> list[str]:
+    """Keys that only DeepSpeed has; which are asked only where one of ours is there as well."""
+    if not OURS & values.keys():
+        return ["type"] if isinstance(values.get("optimizer"), Mapping) and "type" in values["optimizer"] else []
+    return [name for name in load_table().children() if name in values and name not in IN_BOTH]
+
+
+def assumption(document: Document, *, as_run_config: bool) -> Iterator[Problem]:
+    """A note on what a file was taken for, where it has keys of both kinds."""
+    values = document.value
+    if not isinstance(values, Mapping):
+        return
+    ours, theirs = [name for name in values if name in OURS], _deepspeeds(values)
+    if ours and theirs:
+        taken, other = ("a run config", theirs[0]) if as_run_config else ("DeepSpeed JSON", ours[0])
+        reason = f"the file was taken for {taken}, and this key is of the other kind"
+        fix, place = "keep the keys of one kind in one file", document.places.get((other,), (0, 0))
+        yield Problem("kind-of-file-assumed", reason, fix, other, MISSING, document.name, *place, severity="note")
+
+
+def foreign_problem(document: Document) -> Problem | None:
+    """Return the problem of a config of another tool with some of DeepSpeed's settings under names of its own."""
+    values = document.value
+    if not isinstance(values, Mapping) or OURS & values.keys():
+        return None
+    if len(_NEOX & {str(name).replace("-", "_") for name in values}) > 1:
+        kind, tool = "gpt-neox-config", "GPT-NeoX"
+        fix = "check the DeepSpeed JSON that GPT-NeoX makes of it, or write a run config"
+    elif _ACCELERATES & values.keys():
+        kind, tool, fix = "accelerate-config", "Hugging Face's Accelerate", _FROM_ACCELERATE
+        file = value_at(values, ("deepspeed_config", "deepspeed_config_file"))
+        if isinstance(file, str):
+            fix = f"check or import {file}, the DeepSpeed JSON that it names (check --for accelerate)"
+    else:
+        return None
+    reason = f"this is a config of {tool}, neither a run config nor DeepSpeed JSON"
+    return Problem(kind, reason, fix, "", MISSING, document.name, 1, 1)

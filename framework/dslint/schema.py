@@ -52,7 +52,7 @@ def deepspeed_schema(release: str | None = None) -> Schema:
 
 def _members(table: KeyTable, section: str) -> Schema:
     """The keys of a section: properties, which of them are required, and names that exclude each other."""
-    keys = [key for path in table.children(section) if (key := _key(table, path)) is not None]
+    keys = [key for path in table.children(section) if (key := table.exact(path)) is not None]
     named = [key for key in keys if key.name != "*"]
     schema: Schema = {"properties": {key.name: _schema(table, key) for key in named}}
     for key in named:
@@ -106,7 +106,7 @@ def _type(key: Key) -> Schema:
 
 
 def _items(table: KeyTable, key: Key) -> Schema:
-    element = _key(table, f"{key.path}.*")
+    element = table.exact(f"{key.path}.*")
     if element is not None:
         return {"items": _schema(table, element)}
     return {"items": {"type": key.items}} if key.items and key.items != "any" else {}
@@ -117,7 +117,7 @@ def _section(table: KeyTable, key: Key) -> Schema:
     if key.status == "deprecated" and key.replaced_by and not table.children(key.path):  # bfloat16
         return {"$ref": _pointer(key.replaced_by[0])}
     schema = _members(table, key.path)
-    names = _key(table, f"{key.path}.*")
+    names = table.exact(f"{key.path}.*")
     if names is not None and "array" not in key.types:
         schema["additionalProperties"] = _schema(table, names)
     elif key.unknown != "free" and not table.variants(key.path):
@@ -130,14 +130,14 @@ def _section(table: KeyTable, key: Key) -> Schema:
 
 def _by_type(table: KeyTable, key: Key) -> Iterator[Schema]:
     """For `optimizer` and `scheduler`: which parameters each type takes. torch's own types take what torch takes."""
-    kind, params = _key(table, f"{key.path}.type"), f"{key.path}.params"
+    kind, params = table.exact(f"{key.path}.type"), f"{key.path}.params"
     tables = [path for path in table if path.startswith(f"{params}[") and path.endswith("]")]
     if kind is None:
         return
     for path in tables:
         variant = path[len(params) + 1 : -1]
         value = {"pattern": f"^{_in_any_case(variant)}$"} if kind.any_case else {"const": variant}
-        entry = _key(table, path)
+        entry = table.exact(path)
         assert entry is not None
         # Of a refused type the name itself is wrong, whatever its parameters.
         then = {"type": _schema(table, entry)} if entry.status == "refused" else {"params": _schema(table, entry)}
@@ -165,8 +165,3 @@ def _in_any_case(word: str) -> str:
 
 def _pointer(path: str) -> str:
     return "#/" + "/".join(f"properties/{part}" for part in path.split("."))
-
-
-def _key(table: KeyTable, path: str) -> Key | None:
-    """The key that the table writes just so, not looked up part by part."""
-    return table.exact(path)

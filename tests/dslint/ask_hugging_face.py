@@ -29,6 +29,8 @@ from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
+from framework.engine.extensions import use_own_cache
+
 
 class AskedError(Exception):
     """The config came as far as DeepSpeed."""
@@ -102,6 +104,7 @@ def text_values(text: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    use_own_cache()  # where ops are compiled already
     ARGUMENTS = TrainingArguments(output_dir="out", report_to=[], warmup_steps=2)
     deepspeed.initialize = reach
     main()

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from framework.config.run_config import RunConfig
-from framework.dslint.judge import IN_BOTH, OURS, assumption, foreign_problem, is_run_config
 from framework.dslint.keys import load_table
+from framework.dslint.readers import IN_BOTH, OURS, assumption, foreign_problem, is_run_config
 from framework.text.document import Document
 
 

@@ -15,8 +15,7 @@ import pytest
 from framework.dslint.facts import Topology
 from framework.dslint.lint import lint
 from framework.dslint.parameters import NEEDED, OPTIMIZERS, SCHEDULERS, mismatch
-from framework.dslint.rules.optimizer import TORCH_OPTIMIZERS
-from framework.dslint.rules.scheduler import TORCH_SCHEDULES
+from framework.dslint.rules.optimizer import TORCH_OPTIMIZERS, TORCH_SCHEDULES
 from framework.text.document import Document
 
 torch = pytest.importorskip("torch")

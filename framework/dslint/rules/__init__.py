@@ -28,17 +28,7 @@ Left out, and why:
 from __future__ import annotations
 
 from framework.dslint.facts import Facts
-from framework.dslint.rules import (  # noqa: F401  each lists its rules
-    batch,
-    features,
-    offload,
-    optimizer,
-    parallel,
-    precision,
-    scheduler,
-    silent,
-    zero,
-)
+from framework.dslint.rules import batch, offload, optimizer, parallel, precision, silent, zero  # noqa: F401
 from framework.dslint.rules.base import ALL
 from framework.errors import Problem
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from framework.dslint.facts import GPU_KINDS, Facts, Topology
-from framework.dslint.rules.features import EXPERT_ACTIVATIONS, EXPERT_PRESETS
+from framework.dslint.rules.parallel import EXPERT_ACTIVATIONS, EXPERT_PRESETS
 from framework.plan.cluster import Device
 
 Asked = Literal["", "parse", "autoep", "init", "step", "compile", "configure"]
