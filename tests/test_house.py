@@ -32,7 +32,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "data": (136, 18),
     "engine": (176, 27),
     "setup": (76, 8),
-    "dslint": (290, 27),
+    "dslint": (248, 22),
     "deploy": (100, 9),
 }
 LONGEST_FUNCTION = 70
