@@ -2,7 +2,7 @@
 
 DeepSpeed picks the class by type, offload and `torch_adam`, and hands it all parameters as keywords: one that the class
 does not know, or one that is missing, is a TypeError at `deepspeed.initialize`. The key table has the parameters of
-DeepSpeed's own types; those of torch's classes stand in `torch_parameters.py`.
+DeepSpeed's own types; those of torch's classes stand here.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import torch
 from deepspeed.utils import logger
 
 from framework.engine.extensions import use_own_cache
-from tests.dslint.rules.ask_deepspeed import forget, parse, start
+from tests.dslint.rules.ask_deepspeed import forget, parse, spare_time, start
 from tests.ops_ahead import load_ops
 
 SECONDS = 300
@@ -133,6 +133,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     deepspeed.init_distributed("gloo")
+    spare_time()
     main()
     sys.stdout.flush()
     os._exit(0)

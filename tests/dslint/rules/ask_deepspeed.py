@@ -7,12 +7,15 @@ A question is {"config", "asked", "world"}: how far is it taken? An answer is {"
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import cpuinfo
 import deepspeed
 import torch
 from deepspeed.module_inject.auto_ep_config import parse_autoep_config, validate_autoep_config
@@ -30,6 +33,14 @@ LATER = {
     "step": ["parse", "init", "step"],
     "compile": ["parse", "init", "compile"],
 }
+
+
+def spare_time() -> None:
+    """Keep what DeepSpeed asks for every engine and never changes: the processor, for which `cpuinfo` starts a Python
+    of a second, and the objects of all modules, which stage 3 looks through for garbage.
+    """
+    cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
+    gc.freeze()
 
 
 def main() -> None:
@@ -157,6 +168,7 @@ if __name__ == "__main__":
     use_own_cache()  # where ops are compiled already
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     deepspeed.init_distributed("gloo")
+    spare_time()
     main()
     sys.stdout.flush()
     os._exit(0)
