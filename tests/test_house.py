@@ -17,12 +17,12 @@ from tests.places import ROOT
 # kB of Python source and number of files per room; what a room no longer needs is taken away here as well.
 CAPS: dict[str, tuple[float, int]] = {
     "(doors)": (41, 9),
-    "system": (51, 11),
+    "system": (54, 12),
     "text": (66, 6),
     "config": (99, 14),
     "plan": (94, 15),
     "checkpoint": (167, 17),
-    "train": (46, 10),
+    "train": (48, 10),
     "launch": (209, 23),
     "doctor": (107, 14),
     "report": (9, 2),
@@ -30,7 +30,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "models": (73, 11),
     "tasks": (21, 5),
     "data": (140, 18),
-    "engine": (176, 27),
+    "engine": (177, 27),
     "setup": (76, 8),
     "dslint": (248, 22),
     "deploy": (100, 9),

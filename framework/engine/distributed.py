@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +29,7 @@ from framework.engine.extensions import refusing_what_does_not_compile, use_own_
 from framework.engine.rendezvous import INIT_METHOD, check_environment, explaining_rendezvous
 from framework.engine.workarounds.shared_buffers import remove_dead_buffers, remove_own_buffers
 from framework.errors import ConfigError, StorageError, counted
+from framework.system import file_writer
 from framework.system.files import make_own_folder, open_own
 from framework.system.log import warn, write_to
 from framework.system.ports import free_port
@@ -284,17 +285,45 @@ def quiet_deepspeed(log_file: Path) -> None:
         else:
             before.setLevel(logging.ERROR)
     write_to(handler)
+    file_writer.start()
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
 
 
 class _LogFile(logging.FileHandler):
-    """On a full disk lines are lost, and once it is said; `logging` itself would print a traceback for each of them."""
+    """On a full disk lines are lost, and once it is said; `logging` itself would print a traceback for each of them.
+
+    Lines are made here and written by the thread that writes, past buffers, whose locks a forked process would share.
+    """
 
     _has_failed = False
 
     def _open(self) -> Any:
         return open_own(Path(self.baseFilename), "a")
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Without the handler's lock, for which the thread that writes would wait when it warns."""
+        if not self.filter(record):
+            return False
+        try:
+            line = f"{self.format(record)}\n".encode(errors="replace")
+        except Exception:
+            self.handleError(record)
+        else:
+            file_writer.hand_over(partial(self._write, line, record))
+        return True
+
+    def close(self) -> None:
+        """When the lines that were handed over are written."""
+        file_writer.settle()
+        super().close()
+
+    def _write(self, line: bytes, record: logging.LogRecord) -> None:
+        try:
+            while line and self.stream is not None:
+                line = line[os.write(self.stream.fileno(), line) :]
+        except Exception:
+            self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name is logging's
         if not self._has_failed:

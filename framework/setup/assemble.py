@@ -33,7 +33,7 @@ from framework.setup.prepared import Prepared, order_of
 from framework.setup.start_point import on_rank0
 from framework.tasks.task import Task
 from framework.train.best import BestSoFar
-from framework.train.monitors.base import HeldFolder, Monitor
+from framework.train.monitors.base import Behind, HeldFolder, Monitor
 from framework.train.monitors.console import LogLines, make_console
 from framework.train.monitors.metric_files import CsvFile, JsonlFile
 from framework.train.monitors.tensorboard_events import TensorBoardEvents
@@ -99,10 +99,18 @@ def build_trainer(
     """Build the Trainer of a run with its data and its monitors. Collective."""
     plan, splits, start_step = prepared.plan, prepared.parts.splits, start.step if start is not None else 0
     schedule = make_schedule(plan, tokens_per_sample=getattr(splits.train, "tokens_per_sample", None))
-    monitors: list[Monitor] = [HeldFolder(folder), best, LogLines(schedule.total_steps)]
+    held = Behind(HeldFolder(folder))
+    monitors: list[Monitor] = [held, best, LogLines(schedule.total_steps)]
 
     def add_monitors() -> None:
-        monitors.extend(make_monitors(plan.config, folder.path, total_steps=schedule.total_steps, from_step=start_step))
+        total_steps = schedule.total_steps
+        monitors.extend(
+            make_monitors(plan.config, folder.path, total_steps=total_steps, from_step=start_step, held=held)
+        )
+
+    def save(step: int, metrics: Mapping[str, float]) -> object:
+        held.settle()
+        return checkpointer.save(step, metrics)
 
     from_rank0(on_rank0(add_monitors))
     eval_loader = make_eval_loader(plan, splits, rank=rank())
@@ -121,7 +129,7 @@ def build_trainer(
         ),
         eval_data=ExplainedData(eval_loader) if eval_loader is not None else None,
         monitors=monitors,
-        save=checkpointer.save,
+        save=save,
         start_step=start_step,
         evaluates_first=start is not None and start.verified and not _was_evaluated(start),
         stop=stop,
@@ -196,13 +204,17 @@ def make_checkpointer(
     return Checkpointer(engine, folder, **options)
 
 
-def make_monitors(config: RunConfig, folder: Path, *, total_steps: int, from_step: int) -> list[Monitor]:
-    monitors: list[Monitor] = [JsonlFile(folder / "metrics.jsonl", from_step=from_step)]
+def make_monitors(
+    config: RunConfig, folder: Path, *, total_steps: int, from_step: int, held: Behind | None = None
+) -> list[Monitor]:
+    """The files of metrics, written behind the look at whether the folder is `held`, and the console."""
+    files: list[Monitor] = [JsonlFile(folder / "metrics.jsonl", from_step=from_step)]
     if config.monitors.csv:
-        monitors.append(CsvFile(folder / "metrics.csv", from_step=from_step))
+        files.append(CsvFile(folder / "metrics.csv", from_step=from_step))
     if config.monitors.tensorboard:
-        monitors.append(TensorBoardEvents(folder / "tensorboard", from_step=from_step))
+        files.append(TensorBoardEvents(folder / "tensorboard", from_step=from_step))
     console = make_console(config.monitors.progress, total_steps=total_steps, from_step=from_step)
+    monitors: list[Monitor] = [Behind(file, after=held) for file in files]
     return [*monitors, console] if console is not None else monitors
 
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from framework.errors import FrameworkError, Problem, RunStopped
+from framework.system.file_writer import settle
 from framework.system.output import visible, write
 
 _LOGGER: Final = logging.getLogger("dsf-trainer")
@@ -50,7 +51,11 @@ def write_to(handler: logging.FileHandler) -> None:
 
 
 def let_go() -> None:
-    """No more to the file: the next run of this process has another. It is left open, for DeepSpeed's messages."""
+    """No more to the file: the next run of this process has another. It is left open, for DeepSpeed's messages.
+
+    All that was logged is in the file then.
+    """
+    settle()
     for handler in list(_LOGGER.handlers):
         if isinstance(handler, logging.FileHandler):
             _LOGGER.removeHandler(handler)

@@ -1,0 +1,124 @@
+"""A rank's log on storage that stalls: the rank goes on, and every line is there in the end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from framework.engine.distributed import quiet_deepspeed
+from framework.errors import RunStopped, TrainingError
+from framework.system import file_writer
+from framework.system import log as rank_log
+from tests.blocked import StalledFile
+from tests.launched import ROOT
+from tests.warm_ranks import session_ranks
+
+
+@pytest.fixture
+def handler(tmp_path: Path) -> Iterator[logging.FileHandler]:
+    deepspeed = logging.getLogger("DeepSpeed")
+    before, level = list(deepspeed.handlers), deepspeed.level
+    quiet_deepspeed(tmp_path / "logs" / "rank0.log")
+    (found,) = (each for each in deepspeed.handlers if isinstance(each, logging.FileHandler))
+    yield found
+    rank_log.let_go()
+    deepspeed.handlers[:] = before
+    deepspeed.setLevel(level)
+
+
+def lines(text: str) -> list[str]:
+    """Level, logger and text, without the time."""
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ", line) for line in text.splitlines())
+    return [line.split(" ", 2)[2] for line in text.splitlines()]
+
+
+def test_lines_are_in_the_file_when_logging_returns(handler: logging.FileHandler) -> None:
+    """Not even a kill loses them."""
+    for number in range(50):
+        rank_log.note("step %s \u00e9 \udcff", number)
+        written = Path(handler.baseFilename).read_bytes().splitlines()
+        assert len(written) == number + 1
+        assert written[-1].endswith(f"INFO dsf-trainer: step {number} \u00e9 \\udcff".encode())
+
+
+@pytest.mark.parametrize("end", [None, TrainingError("diverged [x]"), RunStopped("SIGTERM: saved [stopped]")])
+def test_storage_that_stalls_holds_up_no_rank_and_loses_no_line(
+    handler: logging.FileHandler, end: Exception | None
+) -> None:
+    stalled, logged = StalledFile(handler.stream), list[str]()
+    try:
+        with rank_log.noting_errors():
+            started = time.monotonic()
+            for number in range(0, 400, 2):
+                rank_log.note("step %s", number)
+                logging.getLogger("DeepSpeed").info("step %s", number + 1)
+                logged += [f"INFO dsf-trainer: step {number}", f"INFO DeepSpeed: step {number + 1}"]
+            assert time.monotonic() - started < 2.0
+            stalled.resume_in(0.2)
+            if end is not None:
+                raise end
+    except (TrainingError, RunStopped):
+        logged.append(f"{'ERROR' if isinstance(end, TrainingError) else 'INFO'} dsf-trainer: {end}")
+    assert lines(stalled.text(handler.close)) == logged
+
+
+def test_a_full_queue_waits_for_the_storage(handler: logging.FileHandler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_writer, "_LONGEST_QUEUE", 10)
+    stalled, logged = StalledFile(handler.stream), list[int]()
+
+    def log() -> None:
+        for number in range(30):
+            rank_log.note("step %s", number)
+            logged.append(number)
+
+    rank = threading.Thread(target=log)
+    rank.start()
+    rank.join(1.0)
+    assert rank.is_alive()
+    assert len(logged) == 11  # one is being written
+    stalled.resume()
+    rank.join(30)
+    assert len(lines(stalled.text(handler.close))) == 30
+
+
+def test_a_disk_that_is_full_is_told_of_once_and_nothing_waits(
+    handler: logging.FileHandler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        handler.setStream(full)
+        for _ in range(3):
+            rank_log.note("lost")
+        file_writer.settle()
+        handler.setStream(None)
+    assert capsys.readouterr().err == (
+        f"warning: {handler.baseFilename}: [Errno 28] No space left on device; training goes on, and lines of this "
+        "log are lost [log-not-written]\n"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("end", "code"), [("well", 0), ("error", 1), ("SIGTERM", 75)])
+def test_a_run_whose_storage_is_slow_has_all_lines_however_it_ends(tmp_path: Path, end: str, code: int) -> None:
+    job = session_ranks().start(
+        [end], num_ranks=1, folder=tmp_path / "ranks", script=ROOT / "tests/jobs/slow_log.py", cwd=tmp_path
+    )
+    assert job.wait(300) == [code], job.stated()
+    run = tmp_path / "outputs" / "slow"
+    points = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+    rows = [int(row.split(",")[0]) for row in (run / "metrics.csv").read_text("utf-8").splitlines()[1:]]
+    text = (run / "logs" / "rank0.log").read_text("utf-8")
+    steps = [int(number) for number in re.findall(r"dsf-trainer: step (\d+)/40 ", text)]
+    assert points == rows == steps == list(range(1, len(steps) + 1))
+    assert len(steps) == 40 if end == "well" else len(steps) >= 8
+    if end == "error":
+        assert "at sample 70" in text.rpartition("dsf-trainer: step ")[2]
+    if end == "SIGTERM":
+        assert f"{signal.SIGTERM.name}: " in text.splitlines()[-1]
