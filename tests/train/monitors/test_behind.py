@@ -47,7 +47,7 @@ def test_points_wait_for_the_storage_and_the_run_does_not() -> None:
     for step in range(100):
         for monitor in monitors:
             monitor.write(point(step))
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 5.0  # 10 s, did each wait its moment
     assert slow.steps == other.steps == []
     threading.Timer(0.1, slow.storage.set).start()
     for monitor in monitors:
