@@ -141,7 +141,8 @@ def look(shared: HostValue, queue: Queue[tuple[int, int]]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_a_worker_maps_the_same_memory_however_it_is_started(method: str) -> None:
+def test_a_worker_maps_the_same_memory_however_it_is_started(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)  # a fork server's socket lies there, and its name must be short
     shared, processes = HostValue.of({"numbers": np.arange(1_000_000)}), multiprocessing.get_context(method)
     queue: Queue[tuple[int, int]] = processes.Queue()
     worker = processes.Process(target=look, args=(shared, queue))
