@@ -41,11 +41,11 @@ class Source:
         return [
             *self._notes,
             Problem(
-                kind="config-empty",
+                "config-empty",
+                "the file is empty: every default holds",
+                "write at least {} if that is meant",
                 file=self._document.name,
                 severity="note",
-                reason="the file is empty: every default holds",
-                fix="write at least {} if that is meant",
             ),
         ]
 
@@ -164,11 +164,11 @@ def _with_overrides(document: Document, overrides: Sequence[str]) -> tuple[dict[
     values = {} if document.value is None else document.value
     if not isinstance(values, dict):
         raise ConfigError.of(
-            kind="config-syntax",
+            "config-syntax",
+            "a run config is a mapping of sections",
+            "start with a section such as `run:`",
             file=document.name,
             value=values,
-            reason="a run config is a mapping of sections",
-            fix="start with a section such as `run:`",
         )
     if isinstance(values.get("$schema"), str):  # where editors find the JSON Schema
         values = {name: section for name, section in values.items() if name != "$schema"}
@@ -186,11 +186,11 @@ def _refuse_doubled(overrides: Sequence[str]) -> None:
         if name in first:
             problems.append(
                 Problem(
-                    kind="setting-twice",
+                    "setting-twice",
+                    f"it is given twice, as {first[name]} and as {value}",
+                    "give it once",
+                    name,
                     file=COMMAND_LINE,
-                    key=name,
-                    fix="give it once",
-                    reason=f"it is given twice, as {first[name]} and as {value}",
                 )
             )
         first[name] = value
@@ -204,11 +204,11 @@ def _handed_over(values: Mapping[str, Any]) -> Iterator[Problem]:
         section = values.get(name)
         if isinstance(section, Mapping) and section.get("object") is not None:
             yield Problem(
-                kind="object-not-given",
-                key=f"{name}.object",
-                value=section["object"],
-                reason="it was handed over from Python and exists only there",
-                fix=f"name your code as {name}.target: package.module:name, or start from Python with framework.fit",
+                "object-not-given",
+                "it was handed over from Python and exists only there",
+                f"name your code as {name}.target: package.module:name, or start from Python with framework.fit",
+                f"{name}.object",
+                section["object"],
             )
 
 
@@ -279,12 +279,12 @@ def _apply_override(values: dict[str, Any], override: str, source: Source) -> No
         if not isinstance(section, dict):
             key = ".".join(map(str, path[:depth]))
             raise ConfigError.of(
-                kind="override-not-a-section",
+                "override-not-a-section",
+                f"{key} holds a value, not a section",
+                f"set {key} itself",
+                match[1],
+                value,
                 file=COMMAND_LINE,
-                key=match[1],
-                value=value,
-                reason=f"{key} holds a value, not a section",
-                fix=f"set {key} itself",
             )
     section[path[-1]] = value
     source.override(path, parsed.texts)

@@ -29,13 +29,11 @@ def _unstackable(values: Sequence[Any], *, place: str = "") -> Problem | None:
     at = next((number for number, shape in enumerate(shapes) if shape != shapes[0]), None)
     if at is not None:
         return Problem(
-            kind="samples-differ",
-            key="data",
-            reason=(
-                f"samples cannot be stacked into a batch: {place or 'the sample'} is {shapes[0]} in sample 0 of the "
-                f"batch and {shapes[at]} in sample {at}"
-            ),
-            fix=_PADDING,
+            "samples-differ",
+            f"samples cannot be stacked into a batch: {place or 'the sample'} is {shapes[0]} in sample 0 of the "
+            f"batch and {shapes[at]} in sample {at}",
+            _PADDING,
+            "data",
         )
     if isinstance(first, (Mapping, tuple, list)):
         names = first if isinstance(first, Mapping) else range(len(first))
@@ -46,7 +44,7 @@ def _unstackable(values: Sequence[Any], *, place: str = "") -> Problem | None:
         return None
     else:
         reason = f"samples cannot be stacked into a batch: {place or 'the sample'} is {shapes[0]}"
-        return Problem(kind="sample-type", key="data", reason=reason, fix=_NUMBERS)
+        return Problem("sample-type", reason, _NUMBERS, "data")
     found = (_unstackable(part, place=f"{place or 'sample'}{name}") for name, part in parts)
     return next((problem for problem in found if problem is not None), None)
 

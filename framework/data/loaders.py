@@ -116,11 +116,11 @@ class TrainLoader:
         self.steps_per_epoch: int = len(dataset) // global_size
         if self.steps_per_epoch == 0:
             problem = Problem(
-                kind="dataset-smaller-than-batch",
-                key="batch.global_size",
-                value=global_size,
-                reason=f"the training set has {len(dataset)} samples, so not one batch of {global_size} can be filled",
-                fix=f"set batch.global_size to {len(dataset)} or less, or train on more data",
+                "dataset-smaller-than-batch",
+                f"the training set has {len(dataset)} samples, so not one batch of {global_size} can be filled",
+                f"set batch.global_size to {len(dataset)} or less, or train on more data",
+                "batch.global_size",
+                global_size,
             )
             raise ConfigError(problem)
 

@@ -102,7 +102,7 @@ def _complaint(dataset: object, door: _Door, *, name: str) -> Problem | None:
 
     def problem(reason: str, fix: str = wanted) -> Problem:
         key = door.train_key if name == "training" else door.eval_key
-        return Problem(kind="data-target-result", key=key, reason=f"the {name} set {reason}", fix=fix)
+        return Problem("data-target-result", f"the {name} set {reason}", fix, key)
 
     if isinstance(dataset, IterableDataset):
         return problem(

@@ -145,11 +145,11 @@ def too_short(part: PartName, *, num_tokens: int, sequence_length: int) -> Itera
     """Windows of text: the last token of each is only to be guessed."""
     if num_tokens <= sequence_length:
         yield Problem(
-            kind="text-too-short",
-            key="data.sequence_length",
-            value=sequence_length,
-            reason=f"the {PART_WORDS[part]} text has {num_tokens} tokens, and a window needs one more than it is long",
-            fix=f"set data.sequence_length: {num_tokens - 1} or less, or prepare more text",
+            "text-too-short",
+            f"the {PART_WORDS[part]} text has {num_tokens} tokens, and a window needs one more than it is long",
+            f"set data.sequence_length: {num_tokens - 1} or less, or prepare more text",
+            "data.sequence_length",
+            sequence_length,
         )
 
 

@@ -148,11 +148,7 @@ def train_bpe(texts: Iterable[bytes], *, vocab_size: int) -> LibraryTokenizer:
     tokenizer.decoder = library.decoders.ByteLevel()
     alphabet = sorted(library.pre_tokenizers.ByteLevel.alphabet())
     trainer = library.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=2,
-        special_tokens=_NAMES,
-        initial_alphabet=alphabet,
-        show_progress=False,
+        vocab_size=vocab_size, min_frequency=2, special_tokens=_NAMES, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator((text.decode() for text in texts), trainer=trainer)
     return LibraryTokenizer(tokenizer)

@@ -86,11 +86,11 @@ def _build(source: _Source, *, root: str, download: bool, augment: bool) -> Spli
     missing = source.missing(folder)
     if missing and not download:
         raise ConfigError.of(
-            kind="dataset-not-found",
-            key="data.root",
-            value=root,
-            reason=f"{source.name} needs {', '.join(missing)} in {folder / source.folder}",
-            fix=f"set data.download: true or put torchvision's {source.folder} under {root}",
+            "dataset-not-found",
+            f"{source.name} needs {', '.join(missing)} in {folder / source.folder}",
+            f"set data.download: true or put torchvision's {source.folder} under {root}",
+            "data.root",
+            root,
         )
     if missing:
         _download(source, folder, root=root)
@@ -106,12 +106,12 @@ def _load(source: _Source, folder: Path, *, root: str, train: bool, augment: boo
         return ImageTensors(images, labels, mean=source.mean, std=source.std, augment=augment)
     except Exception as error:  # a damaged file surfaces as any of a dozen types, AssertionError among them
         raise ConfigError.of(
-            kind="dataset-unreadable",
-            key="data.root",
-            value=root,
-            reason=f"the {'training' if train else 'test'} files in {folder / source.folder} cannot be read as "
+            "dataset-unreadable",
+            f"the {'training' if train else 'test'} files in {folder / source.folder} cannot be read as "
             f"{source.name} ({_shown(error)})",
-            fix="delete that folder and set data.download: true, or copy the files there again",
+            "delete that folder and set data.download: true, or copy the files there again",
+            "data.root",
+            root,
         ) from error
 
 
@@ -152,11 +152,11 @@ def _download(source: _Source, folder: Path, *, root: str) -> None:
                 shutil.rmtree(aside, ignore_errors=True)
     except Exception as error:  # no network, a full disk, a wrong checksum: each of them its own type
         raise ConfigError.of(
-            kind="dataset-download-failed",
-            key="data.root",
-            value=root,
-            reason=f"{source.name} could not be fetched ({_shown(error)})",
-            fix=f"put torchvision's {source.folder} under {root} from a machine with a network, or try again",
+            "dataset-download-failed",
+            f"{source.name} could not be fetched ({_shown(error)})",
+            f"put torchvision's {source.folder} under {root} from a machine with a network, or try again",
+            "data.root",
+            root,
         ) from error
 
 

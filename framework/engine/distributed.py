@@ -95,21 +95,21 @@ def check_device(dtype: str, backend: str | None = None) -> None:
     needed = {"nccl": "cuda", "hccl": "npu"}.get(backend or "")
     if needed is not None and device_name() != needed:
         raise ConfigError.of(
-            kind="backend-unsupported",
-            key="run.backend",
-            value=backend,
-            reason=f"it drives {needed} devices and this machine's are {device_name()}",
-            fix="leave it out",
+            "backend-unsupported",
+            f"it drives {needed} devices and this machine's are {device_name()}",
+            "leave it out",
+            "run.backend",
+            backend,
         )
     accelerator = get_accelerator()
     supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
     if dtype in supported and not supported[dtype]():
         raise ConfigError.of(
-            kind="precision-unsupported",
-            key="precision.dtype",
-            value=dtype,
-            reason=f"DeepSpeed's {device_name()} accelerator on this machine cannot train in it",
-            fix="use fp32 or autocast",
+            "precision-unsupported",
+            f"DeepSpeed's {device_name()} accelerator on this machine cannot train in it",
+            "use fp32 or autocast",
+            "precision.dtype",
+            dtype,
         )
 
 
@@ -132,11 +132,11 @@ def take_device_of_rank(environment: Mapping[str, str]) -> None:
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     of = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
     error = ConfigError.of(
-        kind="more-ranks-than-devices",
-        key="LOCAL_RANK",
-        value=int(local_rank),
-        reason=f"this process sees {counted(num_devices, 'device')}{of}, and the first one's number is 0",
-        fix="start no more ranks on a host than it has devices, or show every rank all of them",
+        "more-ranks-than-devices",
+        f"this process sees {counted(num_devices, 'device')}{of}, and the first one's number is 0",
+        "start no more ranks on a host than it has devices, or show every rank all of them",
+        "LOCAL_RANK",
+        int(local_rank),
     )
     error.is_of_one_rank = int(local_rank) == num_devices
     raise error
@@ -220,11 +220,11 @@ def refuse_different_ranks(fingerprint: Mapping[str, Any]) -> None:
         for name in sorted(first.keys() | other.keys()):
             if other.get(name) != first.get(name):
                 raise ConfigError.of(
-                    kind="ranks-differ",
-                    key=name,
-                    value=other.get(name),
-                    reason=f"rank {number} has this, rank 0 has {first.get(name)}",
-                    fix="give every rank the same config and the same data",
+                    "ranks-differ",
+                    f"rank {number} has this, rank 0 has {first.get(name)}",
+                    "give every rank the same config and the same data",
+                    name,
+                    other.get(name),
                 )
 
 

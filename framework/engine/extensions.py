@@ -51,7 +51,7 @@ def failure_of_compiler(error: BaseException) -> ConfigError | None:
     lines = [line.strip() for line in text.splitlines()[1:] if line.strip()]
     complaints = [line for line in lines if _COMPLAINT.search(line) and not line.startswith("ninja:")]
     reason = f"it does not compile: {printable((complaints or lines or [text])[-1])[:_LONGEST_COMPLAINT]}"
-    return ConfigError.of(kind="op-not-loadable", key=found[1] or "compiler", reason=reason, fix=_FIX)
+    return ConfigError.of("op-not-loadable", reason, _FIX, found[1] or "compiler")
 
 
 # The whole of a compiler's failure goes to the rank's log, as the cause.

@@ -69,10 +69,7 @@ _MOST_SHOWN: Final = 8
 @contextmanager
 def explaining_failures(logs: Path) -> Iterator[None]:
     """Turn failures of training that can be explained into our errors: known messages, failed batches, lost peers."""
-    with (
-        explaining(_known, partial(_of_batch, logs=logs), lost_peer),
-        refusing_exits(speaks=claims_error_report),
-    ):
+    with explaining(_known, partial(_of_batch, logs=logs), lost_peer), refusing_exits(speaks=claims_error_report):
         yield
 
 

@@ -134,7 +134,7 @@ def _refuse_number_types(plan: Plan, model: torch.nn.Module) -> None:
             reason = f"the model's weight {name} is {dtype}, which DeepSpeed cannot train"
             pair = "keep its real view (torch.view_as_real) as the weight, and join it in forward"
             fix, at = (pair, "") if parameter.is_complex() else ("use .float()", " at zero.stage 0")
-            raise ConfigError.of(kind="weight-type", key="model", reason=f"{reason}{at}", fix=fix)
+            raise ConfigError.of("weight-type", f"{reason}{at}", fix, "model")
 
 
 def _scalar_refusal(error: BaseException) -> ConfigError | None:
@@ -146,11 +146,11 @@ def _scalar_refusal(error: BaseException) -> ConfigError | None:
     if "dim() cannot be 0 to view" not in str(error):
         return None
     return ConfigError.of(
-        kind="scalar-weight",
-        key="zero.stage",
-        value=3,
-        reason="the model has a weight without dimensions, which DeepSpeed cannot spread over ranks",
-        fix="make it a vector of one number, torch.ones(1) instead of torch.tensor(1.0), or set zero.stage: 2",
+        "scalar-weight",
+        "the model has a weight without dimensions, which DeepSpeed cannot spread over ranks",
+        "make it a vector of one number, torch.ones(1) instead of torch.tensor(1.0), or set zero.stage: 2",
+        "zero.stage",
+        3,
     )
 
 

@@ -103,11 +103,11 @@ def _number(name: str, value: Any, *, task: Task) -> float:
     except (TypeError, ValueError, RuntimeError) as error:
         shape = f"tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise ConfigError.of(
-            kind="task-metric-result",
-            key="task",
-            value=type(task).__name__,
-            reason=f"derive() returned a {shape} for the metric {name!r}, not a number",
-            fix="return a float",
+            "task-metric-result",
+            f"derive() returned a {shape} for the metric {name!r}, not a number",
+            "return a float",
+            "task",
+            type(task).__name__,
         ) from error
 
 
@@ -138,11 +138,11 @@ def time_layers(
                         value = layer.apply(module, _fresh(value))
             except Exception as error:
                 raise ConfigError.of(
-                    kind="layer-failed",
-                    key="model",
-                    value=layer.name,
-                    reason=f"the layer fails when it is timed on {device()}: {in_one_line(error)}",
-                    fix="mend the layer, or set another parallel.partition than measured",
+                    "layer-failed",
+                    f"the layer fails when it is timed on {device()}: {in_one_line(error)}",
+                    "mend the layer, or set another parallel.partition than measured",
+                    "model",
+                    layer.name,
                 ) from error
             seconds.append(median(times[_WARM_UPS:]))
     return seconds

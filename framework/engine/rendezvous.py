@@ -69,11 +69,11 @@ def check_environment(environment: Mapping[str, str]) -> None:
     }
     problems = [
         Problem(
-            kind="rendezvous-environment",
-            key=name,
-            value=_number(environment.get(name, MISSING)),
-            reason=f"must be {wanted}",
-            fix="start the ranks with deepspeed, torchrun or launch, which set it",
+            "rendezvous-environment",
+            f"must be {wanted}",
+            "start the ranks with deepspeed, torchrun or launch, which set it",
+            name,
+            _number(environment.get(name, MISSING)),
         )
         for name, (is_good, wanted) in rules.items()
         if not is_good

@@ -90,11 +90,11 @@ def _number(part: torch.Tensor | int, device: torch.device | None) -> torch.Tens
 
 def _no_pair(task: Task, *, counts: bool) -> ConfigError:
     return ConfigError.of(
-        kind="task-loss-result",
-        key="task",
-        value=type(task).__name__,
-        reason="count() says what a sum is divided by, and loss() returned no framework.Ratio for each number of it"
+        "task-loss-result",
+        "count() says what a sum is divided by, and loss() returned no framework.Ratio for each number of it"
         if counts
         else "loss() returned a framework.Ratio, and there is no count(), which a step needs before it begins",
-        fix="return Ratio(sum, count) from loss(outputs, targets), and the same count from count(targets)",
+        "return Ratio(sum, count) from loss(outputs, targets), and the same count from count(targets)",
+        "task",
+        type(task).__name__,
     )

@@ -46,11 +46,11 @@ def find_weights(path: str, *, allow_unverified: bool = False) -> LazyWeights | 
     if checkpoint is None:
         found = "no finished checkpoint and no file of weights" if place.exists() else "nothing at that path"
         raise ConfigError.of(
-            kind="weights-not-found",
-            key=_KEY,
-            value=path,
-            reason=f"there is {found}",
-            fix="name a .../global_step<N> folder, a run folder, an export, or a .safetensors or .pt file",
+            "weights-not-found",
+            f"there is {found}",
+            "name a .../global_step<N> folder, a run folder, an export, or a .safetensors or .pt file",
+            _KEY,
+            path,
         )
     return checkpoint
 
@@ -161,6 +161,4 @@ def _refuse_differences(shapes: Mapping[str, torch.Size], found: Mapping[str, to
     elif other := next((name for name, shape in shapes.items() if held[name] != shape), None):
         reason = f"{other} has shape {tuple(held[other])} there and {tuple(shapes[other])} in the model"
     if reason:
-        raise ConfigError.of(
-            kind="weights-differ", key=_KEY, value=source, reason=reason, fix="name weights of the same model"
-        )
+        raise ConfigError.of("weights-differ", reason, "name weights of the same model", _KEY, source)

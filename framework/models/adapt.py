@@ -97,11 +97,11 @@ def with_recompute(model: nn.Module, *, every: int) -> nn.Module:
         except ConfigError as error:
             (problem,) = error.problems
             raise ConfigError.of(
-                kind="recompute-needs-layers",
-                key="training.recompute_every",
-                value=every,
-                reason=f"the model ({problem.value}) cannot be cut into layers: {problem.reason}",
-                fix=f"{problem.fix}; or set training.recompute_every: 0",
+                "recompute-needs-layers",
+                f"the model ({problem.value}) cannot be cut into layers: {problem.reason}",
+                f"{problem.fix}; or set training.recompute_every: 0",
+                "training.recompute_every",
+                every,
             ) from error
     model.recompute_every = every
     return model
@@ -116,21 +116,17 @@ def _nothing_frozen(number: int, pattern: str, names: Sequence[str]) -> Problem:
         guess = nearest(pattern, names) or (names[0] if names else "")
         fix = f"did you mean {guess}?" if guess else "remove it"
     return Problem(
-        kind="freeze-matches-nothing",
-        key=f"training.freeze.{number}",
-        value=pattern,
-        reason="no parameter of the model has such a name",
-        fix=fix,
+        "freeze-matches-nothing", "no parameter of the model has such a name", fix, f"training.freeze.{number}", pattern
     )
 
 
 def _everything_frozen(patterns: Sequence[str]) -> ConfigError:
     return ConfigError.of(
-        kind="freeze-matches-all",
-        key="training.freeze",
-        value=list(patterns),
-        reason="nothing would be left to train",
-        fix="leave some parameters out",
+        "freeze-matches-all",
+        "nothing would be left to train",
+        "leave some parameters out",
+        "training.freeze",
+        list(patterns),
     )
 
 

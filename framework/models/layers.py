@@ -203,7 +203,7 @@ def as_layers(model: Any) -> list[Layer]:
         if pairs and all(isinstance(module, nn.Module) for _, module in pairs):
             return [layer for name, module in pairs for layer in _flat(name, module)]
     reason, fix = _why_not_layered(model)
-    raise ConfigError.of(kind="model-not-layered", key="model", value=type(model).__name__, reason=reason, fix=fix)
+    raise ConfigError.of("model-not-layered", reason, fix, "model", type(model).__name__)
 
 
 def lists_layers(model: Any) -> bool:
@@ -266,21 +266,21 @@ def _reported(model: nn.Module) -> list[Layer]:
         wrong = f"fails: {in_one_line(error)}"
     if not pairs or not all(isinstance(module, nn.Module) for _, module in pairs):
         raise ConfigError.of(
-            kind="model-not-layered",
-            key="model",
-            value=type(model).__name__,
-            reason=f"its layers() {wrong}",
-            fix='return [("stem", self.stem), ...]',
+            "model-not-layered",
+            f"its layers() {wrong}",
+            'return [("stem", self.stem), ...]',
+            "model",
+            type(model).__name__,
         )
     reported = {id(tensor) for _, module in pairs for tensor in (*module.parameters(), *module.buffers())}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in reported:
             raise ConfigError.of(
-                kind="model-layers-incomplete",
-                key="model",
-                value=type(model).__name__,
-                reason=f"its layers() leaves out {name}",
-                fix="name the module that holds it",
+                "model-layers-incomplete",
+                f"its layers() leaves out {name}",
+                "name the module that holds it",
+                "model",
+                type(model).__name__,
             )
     return [_built(name, module) for name, module in pairs]
 

@@ -143,7 +143,7 @@ def _why_not(value: Any, tensors: Sequence[Any]) -> str:
 
 
 def _layer_failed(value: str, reason: str, fix: str) -> ConfigError:
-    return ConfigError.of(kind="layer-failed", key="model", value=value, reason=reason, fix=fix)
+    return ConfigError.of("layer-failed", reason, fix, "model", value)
 
 
 def _refuse_bad_tie(first: Layer, first_module: nn.Module, layer: Layer, module: nn.Module) -> None:
@@ -152,7 +152,7 @@ def _refuse_bad_tie(first: Layer, first_module: nn.Module, layer: Layer, module:
 
     def refuse(kind: str, reason: str, fix: str) -> NoReturn:
         value = f"{layer.name} ({type(module).__name__})"
-        raise ConfigError.of(kind=kind, key="model", value=value, reason=reason, fix=fix)
+        raise ConfigError.of(kind, reason, fix, "model", value)
 
     for name in layer.tied_weights:
         if name not in own:
@@ -235,12 +235,12 @@ def refuse_untrue_layers(model: nn.Module, inputs: Any, *, seed: int) -> None:
         return
     if difference and not is_noise:
         raise ConfigError.of(
-            kind="layers-differ-from-forward",
-            key="model",
-            value=type(model).__name__,
-            reason=f"its layers(), one after the other, do not give what its forward() gives: {difference}",
-            fix="put what forward() does beside calling them (a relu, a flatten) into modules, and name those in "
+            "layers-differ-from-forward",
+            f"its layers(), one after the other, do not give what its forward() gives: {difference}",
+            "put what forward() does beside calling them (a relu, a flatten) into modules, and name those in "
             "layers() too",
+            "model",
+            type(model).__name__,
         )
 
 

@@ -70,10 +70,10 @@ class MaskedLM(Task):
 def _unknown_batch(batch: Any) -> Problem:
     size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
     return Problem(
-        kind="task-batch",
-        key="task",
-        value="masked_lm",
-        reason=f"the data yields a {type(batch).__name__}{size} per batch, and masked_lm reads "
+        "task-batch",
+        f"the data yields a {type(batch).__name__}{size} per batch, and masked_lm reads "
         "(input_ids, token_type_ids, attention_mask, mlm_labels, nsp_label)",
-        fix="set data: {kind: text_pairs}, or yield these five",
+        "set data: {kind: text_pairs}, or yield these five",
+        "task",
+        "masked_lm",
     )

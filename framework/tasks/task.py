@@ -143,11 +143,11 @@ def _unknown_batch(batch: Any, *, task: Task) -> Problem:
     kind = type(batch).__name__
     size = f" of {len(batch)}" if isinstance(batch, Sequence) and not isinstance(batch, str | bytes) else ""
     return Problem(
-        kind="task-batch",
-        key="task",
-        value=type(task).__name__,
-        reason=f"the data yields a {kind}{size} per batch, and the task can divide only (inputs, ..., targets)",
-        fix="write a Task subclass that overrides split(batch) -> (inputs, targets), and name it in task.target",
+        "task-batch",
+        f"the data yields a {kind}{size} per batch, and the task can divide only (inputs, ..., targets)",
+        "write a Task subclass that overrides split(batch) -> (inputs, targets), and name it in task.target",
+        "task",
+        type(task).__name__,
     )
 
 
@@ -176,7 +176,7 @@ def as_task(obj: object, *, handed_over: bool = False) -> Task:
     key, was, give = ("task", "handed over", "hand over") if handed_over else ("task.target", "returned", "return")
 
     def refuse(reason: str, fix: str, *, kind: str = "task-target-result") -> ConfigError:
-        return ConfigError.of(kind=kind, key=key, reason=reason, fix=fix)
+        return ConfigError.of(kind, reason, fix, key)
 
     if isinstance(obj, type):
         raise refuse(f"the class {obj.__module__}.{obj.__qualname__} was {was}", f"{give} an instance")
@@ -250,8 +250,8 @@ def _in_float32(outputs: Any) -> Any:
 def _not_a_loss(loss: object, *, key: str) -> Problem:
     what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
     return Problem(
-        kind="task-loss-result",
-        key=key,
-        reason=f"the loss function returned {what}, not the mean over the batch as a 0-d tensor",
-        fix="return loss.mean(), or leave reduction='none' out",
+        "task-loss-result",
+        f"the loss function returned {what}, not the mean over the batch as a 0-d tensor",
+        "return loss.mean(), or leave reduction='none' out",
+        key,
     )

@@ -129,7 +129,7 @@ def read_text(path: Path, *, name: str) -> str:
     """
 
     def refuse(kind: str, reason: str, fix: str) -> ConfigError:
-        return ConfigError.of(kind=kind, file=name, reason=reason, fix=fix)
+        return ConfigError.of(kind, reason, fix, file=name)
 
     try:
         mode = path.stat().st_mode
@@ -216,7 +216,7 @@ class Builder:
 
     def problem(self, kind: str, place: tuple[int, int], reason: str, fix: str) -> Problem:
         """Build a problem of this document."""
-        return Problem(kind=kind, file=self.document.name, line=place[0], column=place[1], reason=reason, fix=fix)
+        return Problem(kind, reason, fix, file=self.document.name, line=place[0], column=place[1])
 
     def stop(self, kind: str, place: tuple[int, int], reason: str, fix: str) -> NoReturn:
         """Raise what was found so far, and this."""

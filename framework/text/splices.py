@@ -73,12 +73,7 @@ class TextEditor:
     """
 
     def __init__(self, document: Document) -> None:
-        self.text, self.spans, self.root, self.syntax = (
-            document.text,
-            document.spans,
-            document.value,
-            document.syntax,
-        )
+        self.text, self.spans, self.root, self.syntax = (document.text, document.spans, document.value, document.syntax)
         self.newline = "\r\n" if "\r\n" in self.text else "\n"
         first = next((path for path in self.spans if len(path) == 1), ())
         self.indent_unit = "  " if self.syntax == "yaml" else self._own_indent(first) or "    "
