@@ -7,9 +7,10 @@ from math import isfinite
 from typing import Any, Final, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from framework.config.base import WORDS_OF_PATTERNS, Target, choices_of, members_of
+from framework.config.base import WORDS_OF_PATTERNS, choices_of, members_of
 from framework.config.deepspeed_words import OWNED, place_here
 from framework.errors import Problem, Written, show_value
 from framework.text.document import KeyPath
@@ -113,29 +114,23 @@ def descend(loc: Sequence[str | int], model: type[BaseModel]) -> tuple[KeyPath, 
             annotation = members[str(part)]
         elif part != "[key]":
             path.append(part)
-            owner, annotation = annotation, _annotation_of(annotation, part)
+            field = fields_of(annotation).get(str(part))
+            owner, annotation = annotation, None if field is None else field.annotation
+            if get_args(annotation)[1:] == (type(None),):  # a section that may be left out is the section
+                annotation = get_args(annotation)[0]
     return tuple(path), owner, annotation
 
 
-def _annotation_of(owner: Any, part: str | int) -> Any:
-    if isinstance(owner, type) and issubclass(owner, BaseModel):
-        field = owner.model_fields.get(str(part))
-        return _without_none(field.annotation) if field is not None else None
-    return None  # inside a list or a dict nothing is a section
-
-
-def _without_none(annotation: Any) -> Any:
-    """A section that may be left out is the section."""
-    members = [member for member in get_args(annotation) if member is not type(None)]
-    return members[0] if len(members) == 1 and len(get_args(annotation)) == 2 else annotation
+def fields_of(owner: Any) -> Mapping[str, FieldInfo]:
+    """The fields of a section by name; none of anything else."""
+    return owner.model_fields if isinstance(owner, type) and issubclass(owner, BaseModel) else {}
 
 
 def _unknown_key(path: KeyPath, value: Any, owner: Any, root: type[BaseModel]) -> Problem:
-    name, key = str(path[-1]), ".".join(map(str, path))
-    known = list(owner.model_fields) if isinstance(owner, type) and issubclass(owner, BaseModel) else []
+    name, key, known = str(path[-1]), ".".join(map(str, path)), fields_of(owner)
     reason = "there is no such key"
     guess, homes = nearest(name, known), list(homes_of(name, root))
-    if name == "kind" and isinstance(owner, type) and issubclass(owner, Target):
+    if name == "kind" and "target" in known:
         reason, fix = "the section names a target as well", "keep kind or target, not both"
     elif (place := place_here(name)) and (len(path) == 1 or name in OWNED):
         fix = place
@@ -157,7 +152,7 @@ def homes_of(name: str, root: type[BaseModel]) -> Iterator[str]:
             yield f"{section}.{name}"
         elif having:
             yield f"{section}.{name} of {', '.join(having)}"
-        elif isinstance(field.annotation, type) and name in getattr(field.annotation, "model_fields", {}):
+        elif name in fields_of(field.annotation):
             yield f"{section}.{name}"
 
 
@@ -199,11 +194,8 @@ def _wrong_type(value: Any, wanted: str) -> tuple[str, str]:
         return reason, f"write {value.strip()} without quotes"
     if wanted == "true or false" and str(value).lower() in TRUTH:
         return reason, f"write {TRUTH[str(value).lower()]}"
-    if (
-        isinstance(value, str)
-        and wanted == "a number"
-        and value.strip().lower().lstrip("+-.") in ("nan", "inf", "infinity")
-    ):
+    text = value.strip().lower() if isinstance(value, str) else ""
+    if wanted == "a number" and text.lstrip("+-.") in ("nan", "inf", "infinity"):
         return reason, "write a finite number"
     return reason, f"write {wanted}"
 

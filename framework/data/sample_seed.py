@@ -105,15 +105,13 @@ class _Wrapper(Dataset[Any]):
 class SeededSamples(_Wrapper):
     """Wraps a dataset so that every sample is read with its own random state; the surrounding state is left untouched.
 
-    It is read by `SampleKey`s through `__getitems__`, as a `DataLoader` does with a `KeyedMicroBatchSampler`.
-
     Seeding three generators for each sample takes as long as reading many a sample, and most datasets draw nothing: a
     batch is read without, and once more, seeded, if a generator has moved. From then on all are seeded.
     """
 
     def __init__(self, dataset: Any, *, seed: int, in_one: bool = False) -> None:
         """Wrap `dataset` (map-style); `seed` is `run.seed`. `in_one`: tensors may be read as a whole batch."""
-        self.dataset = dataset
+        super().__init__(dataset)
         self.seed = seed
         self._in_one = in_one
         self._from_seeds = isinstance(dataset, DrawsFromSeeds)
@@ -172,7 +170,6 @@ class SeededBatches(_Wrapper):
     """
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        """The samples, as `_fetched` gives them."""
         with random_state_kept():
             seed_generators(mix_int(_EVALUATION_SALT, indices[0]))
             return _fetched(self.dataset, indices)
@@ -182,7 +179,6 @@ class KeyedSamples(_Wrapper):
     """Wraps a dataset without randomness so that it is read by `SampleKey`s, of which it needs the index only."""
 
     def __getitems__(self, keys: Sequence[SampleKey]) -> Any:
-        """The samples, as `_fetched` gives them."""
         return _fetched(self.dataset, [index for _, index in keys])
 
 
@@ -200,7 +196,6 @@ class LoaderSamples(_Wrapper):
         self.seed = seed
 
     def __getitems__(self, keys: Sequence[SampleKey] | Sequence[int]) -> Any:
-        """The samples, as `_fetched` gives them, or the batch."""
         with refusing_exits():
             samples, first = _fetched(self.dataset, keys), keys[0]
             if self.own is None:

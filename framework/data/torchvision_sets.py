@@ -62,10 +62,8 @@ _CIFAR10: Final = _Source(
 def fashion_mnist(root: str = "data", *, download: bool = False, augment: bool = False) -> Splits:
     """Fashion-MNIST (Xiao, Rasul, Vollgraf 2017), 60,000 + 10,000 grey images (1, 28, 28), labels 0 to 9.
 
-    Args:
-        root: folder that holds (or will hold) ``FashionMNIST/raw``.
-        download: fetch the files when one is missing. Several processes may ask at once: one fetches, the others wait.
-        augment: random crops and flips of the training images (see `ImageTensors`).
+    Arguments are the keys of `config.data.FashionMNIST`. Several processes may ask for a download at once: one fetches,
+    the others wait.
 
     Raises:
         ConfigError: kinds ``dataset-not-found``, ``dataset-unreadable``, ``dataset-download-failed``.
@@ -116,11 +114,7 @@ def _load(source: _Source, folder: Path, *, root: str, train: bool, augment: boo
 
 
 def _tensors(dataset: Any) -> tuple[Tensor, Tensor]:
-    """Images (N, C, H, W) uint8 and labels (N,) int64 of either class.
-
-    Raises:
-        ValueError: their numbers differ or a label is out of range; torchvision checks neither.
-    """
+    """Images (N, C, H, W) uint8 and labels (N,) int64 of either class; torchvision does not check their numbers."""
     images, labels = torch.as_tensor(dataset.data), torch.as_tensor(dataset.targets, dtype=torch.int64)
     if len(images) != len(labels) or len(images) == 0:
         raise ValueError(f"{len(images)} images and {len(labels)} labels")
@@ -162,9 +156,7 @@ def _download(source: _Source, folder: Path, *, root: str) -> None:
 
 @contextmanager
 def _alone_in(folder: Path, lock_name: str) -> Iterator[None]:
-    """Hold the lock in a folder, made where it is not there. A failure removes the lock and the folders that were made
-    here.
-    """
+    """Hold the lock in a folder. A failure removes the lock and the folders that were made here."""
     lock = FileLock(folder / lock_name)
     made: list[Path] = []
     while not lock.is_locked:

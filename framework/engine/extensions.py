@@ -38,12 +38,7 @@ def use_own_cache() -> None:
 
 
 def failure_of_compiler(error: BaseException) -> ConfigError | None:
-    """Return a refusal in the compiler's own last words where torch's extension builder has failed; None for another
-    error.
-
-    Returns:
-        ConfigError: kind ``op-not-loadable``.
-    """
+    """A refusal (kind ``op-not-loadable``) in the compiler's last words where torch's extension builder has failed."""
     text = str(error)
     found = _NOT_BUILT.search(text)
     if not isinstance(error, RuntimeError) or not found:

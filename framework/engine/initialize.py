@@ -84,13 +84,8 @@ def client_schedule(plan: Plan) -> Callable[[torch.optim.Optimizer], CosineSched
     scheduler = plan.config.scheduler
     if not isinstance(scheduler, Cosine):
         return None
-    factor = partial(
-        cosine_factor,
-        warmup_steps=scheduler.warmup_steps,
-        total_steps=schedule_steps(plan),
-        min_ratio=scheduler.min_ratio,
-    )
-    return partial(CosineSchedule, factor=factor)
+    lengths = {"warmup_steps": scheduler.warmup_steps, "total_steps": schedule_steps(plan)}
+    return partial(CosineSchedule, factor=partial(cosine_factor, min_ratio=scheduler.min_ratio, **lengths))
 
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -103,14 +98,12 @@ def initialize(
     """Wrap a model, or a stage of it, with `deepspeed.initialize`. Collective."""
     _refuse_number_types(plan, model)
     forget_autocast()
+    decay: dict[str, Any] = {"weight_decay": 0.0, "weight_decay_on": "all"}
+    decay |= {name: getattr(plan.config.optimizer, name, default) for name, default in decay.items()}
     with refusing_scalars(), _sending_scalars(), taking_zero_optimizer():
         engine, _, _, _ = deepspeed.initialize(
             model=model,
-            model_parameters=parameter_groups(
-                model.parameters(),
-                weight_decay=getattr(plan.config.optimizer, "weight_decay", 0.0),
-                weight_decay_on=getattr(plan.config.optimizer, "weight_decay_on", "all"),
-            ),
+            model_parameters=parameter_groups(model.parameters(), **decay),
             optimizer=make_optimizer,
             lr_scheduler=client_schedule(plan),
             dist_init_required=False,
@@ -122,11 +115,7 @@ def initialize(
 
 
 def _refuse_number_types(plan: Plan, model: torch.nn.Module) -> None:
-    """DeepSpeed reduces no doubles at stage 0, and its fp32 copies at stages 1 to 3 drop what is imaginary.
-
-    Raises:
-        ConfigError: kind ``weight-type``.
-    """
+    """DeepSpeed reduces no doubles at stage 0, and its fp32 copies at stages 1 to 3 drop what is imaginary."""
     doubles = plan.config.zero.stage == 0 and plan.config.precision.dtype in ("fp32", "autocast")
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and (parameter.is_complex() or (doubles and parameter.dtype == torch.float64)):
@@ -138,11 +127,7 @@ def _refuse_number_types(plan: Plan, model: torch.nn.Module) -> None:
 
 
 def _scalar_refusal(error: BaseException) -> ConfigError | None:
-    """At stage 3 DeepSpeed sends bytes in many places: there a weight without dimensions is refused.
-
-    Returns:
-        ConfigError: kind ``scalar-weight``.
-    """
+    """At stage 3 DeepSpeed sends bytes in many places: there a weight without dimensions is refused."""
     if "dim() cannot be 0 to view" not in str(error):
         return None
     return ConfigError.of(

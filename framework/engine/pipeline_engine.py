@@ -146,7 +146,6 @@ class _Held:
 
 
 def _holding(halves: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, _Held]]:
-    """Yield batches as DeepSpeed's first and last stage expect them."""
     return ((inputs, _Held(targets)) for inputs, targets in halves)
 
 
@@ -220,7 +219,6 @@ class PipelineEngine(BaseEngine):
         )
 
     def _halves(self, batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-        """Yield (inputs, targets) on the device."""
         for batch in batches:
             inputs, targets = self._batches.split(self._task, batch)
             if not self.engine.dynamic_shape:
@@ -237,10 +235,10 @@ class PipelineEngine(BaseEngine):
         if self._shapes is None:
             self._shapes = found
         if found != self._shapes:
+            way_out = "they may differ only where the dataset has a collate_fn of its own; give it one"
             raise TrainingError(
                 f"a micro-batch has inputs of the shapes {found}, and those before it had {self._shapes}: in a "
-                "pipeline they may differ only where the dataset has a collate_fn of its own; give it one "
-                "[batch-shapes-differ]"
+                f"pipeline {way_out} [batch-shapes-differ]"
             )
 
     @contextlib.contextmanager
