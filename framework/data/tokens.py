@@ -122,13 +122,8 @@ class EvaluationShare:
 def open_token_folder(path: str, *, key: str = "data.path") -> Corpus:
     """Map the tokens of a folder; sizes are compared, checksums are not (`verify_token_folder` does).
 
-    Args:
-        path: the folder; ``~`` is the home folder.
-        key: what to call it in an error.
-
     Raises:
-        ConfigError: every file that is missing or has another size than ``meta.json`` says: kinds ``text-not-found``,
-            ``text-not-prepared``, ``text-damaged``.
+        ConfigError: as `read_meta`, and every file that is missing or has another size than ``meta.json`` says.
     """
     folder, meta = read_meta(path, key)
     problems = size_problems(folder, meta, path, key)

@@ -56,21 +56,17 @@ class CosineSchedule:
         self._go_to(0)
 
     def step(self) -> None:
-        """An optimizer step was taken."""
         self._go_to(self._step + 1)
 
     def get_last_lr(self) -> list[float]:
-        """Learning rate of every group."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     get_lr = get_last_lr
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the schedule."""
         return {"step": self._step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a position."""
         self._go_to(int(state["step"]))
 
     def _go_to(self, step: int) -> None:
@@ -191,7 +187,7 @@ class BaseEngine:
         names: Callable[[], Names],
         stages: Any = None,
     ) -> None:
-        """Take the engine; `names` tells the plain names of what it holds, `stages` is a pipeline's process group."""
+        """`names` tells the plain names of what the engine holds, `stages` is a pipeline's process group."""
         place(task, device())
         self.engine, self._task, self._names = engine, task, names
         self._batches = DeviceBatches(
@@ -204,13 +200,11 @@ class BaseEngine:
     def save(
         self, folder: Path, tag: str, state: Mapping[str, Any], *, open_file: OpenFile = NewFile
     ) -> Mapping[str, FileRecord]:
-        """DeepSpeed's files plus the random state of every rank. Collective."""
         share_buffers(self.engine)  # so that a run that is resumed, where all have what is saved, is the unbroken one
         with collective_timeout() if open_file is NewFile else nullcontext():
             return save_bytes(self.engine, self._files, folder, tag, state, names=self._names(), open_file=open_file)
 
     def load(self, checkpoint: SavedCheckpoint, *, moved: bool) -> Mapping[str, Any]:
-        """Put back weights, optimizer, schedule and, unless it moved, this rank's random state. Collective."""
         if moved:
             state = move_in(self.engine, checkpoint, names=self._names())
         else:
@@ -219,5 +213,4 @@ class BaseEngine:
         return state
 
     def close(self) -> None:
-        """Remove DeepSpeed's hooks and buffers."""
         self.engine.destroy()

@@ -70,7 +70,7 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
         return specs
 
     def _make(self, layer: Layer, number: int) -> torch.nn.Module:
-        """Called while PipelineModule builds this stage, when its process groups exist."""
+        """Called when the process groups exist."""
         return self._adapt(layer.make(number, seed=self._seed), layer.name, self._grid.get_data_parallel_group())
 
     def train(self, mode: bool = True) -> StagesModule:
@@ -189,7 +189,6 @@ class PipelineEngine(BaseEngine):
     def evaluate(
         self, batches: Iterable[tuple[Any, bool]], *, is_stopping: Callable[[], bool] = lambda: False
     ) -> Mapping[str, float]:
-        """Metrics of the task over all samples of all ranks, on every rank."""
         share_buffers(self.engine)
         sums = self._loss.sums = EvalSums(device())
         if isinstance(batches, Sized) and not (self.engine.is_first_stage() or self.engine.is_last_stage()):

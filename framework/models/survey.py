@@ -199,11 +199,7 @@ def refuse_untrue_layers(model: nn.Module, inputs: Any, *, seed: int) -> None:
     A pipeline and recomputation run the layers only: what `forward()` does beside calling them would be left out, and
     another model be trained. Both run on copies, because modules may keep things (a cache, a counter). Where one of
     them does not run here, where copies cannot be made, where the model is very large or gives other numbers each time,
-    nothing can be compared and nothing is said.
-
-    Args:
-        model: with its weights; neither it nor the inputs are touched.
-        inputs: of one micro-batch, on the CPU: a tensor or a tuple of tensors.
+    nothing can be compared and nothing is said. The inputs are of one micro-batch, on the CPU: a tensor or a tuple.
 
     Raises:
         ConfigError: kind ``layers-differ-from-forward``.

@@ -73,6 +73,7 @@ class Span(NamedTuple):
 
     @property
     def start(self) -> int:
+        """Of its key, or of its value where it has none."""
         return self.value[0] if self.key is None else self.key[0]
 
 

@@ -178,6 +178,7 @@ class TextEditor:
     # ---- the layout
 
     def value_at(self, path: KeyPath) -> Any:
+        """The value at a path."""
         return at(self.root, path)
 
     def _key(self, path: KeyPath) -> tuple[int, int]:
