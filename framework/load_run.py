@@ -41,7 +41,7 @@ class LoadedRun:
 
     def print_notes(self) -> None:
         """Print notes on what is allowed in the file, and seldom intended."""
-        for note in self.source.notes():
+        for note in self.source.notes:
             write(sys.stderr, f"{note.severity}: {note}\n")
 
     def plan(self, cluster: Cluster | None = None) -> Plan:
@@ -68,7 +68,7 @@ class LoadedRun:
             ConfigError: with everything for which it could not work there.
         """
         plan = self.plan(cluster)
-        found = [*self.source.notes(), *plan.findings]
+        found = [*self.source.notes, *plan.findings]
         if self.config.deepspeed:
             from framework.dslint.judge import judge_passed_through
             from framework.plan.render import render

@@ -143,7 +143,7 @@ def _check_run_config(file: str, overrides: Sequence[str], against: CheckContext
         reported = sorted(_all(error.problems, _errors_of_known(document, overrides, against)), key=_place)
         found = _all(reported, map(Source(document).locate, further))
         return Verdict(file, (*assumption(document, as_run_config=True), *found))
-    problems = [*source.notes(), *plan.findings, *map(source.locate, missing_targets(run.config))]
+    problems = [*source.notes, *plan.findings, *map(source.locate, missing_targets(run.config))]
     problems += judge_rendered(plan, source=source, release=against.release, gpu=against.gpu)
     return Verdict(file, (*_release_note(file, against), *problems), one_line(plan))
 

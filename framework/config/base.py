@@ -121,7 +121,6 @@ class Target(Section):
     """Keyword arguments of the call."""
 
     def factory(self) -> Factory:
-        """The import path and keyword arguments that this section stands for."""
         return Factory(self.target, dict(self.args))
 
 
@@ -132,7 +131,6 @@ class Object(Section):
     """Type of the object, as ``module.name``."""
 
     def factory(self) -> Factory:
-        """Always an error: the object exists only in the process that handed it over."""
         raise LookupError(f"{self.object} was handed over from Python and cannot be built from a config")
 
 

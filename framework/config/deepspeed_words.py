@@ -117,10 +117,10 @@ _ELSEWHERE: Final = {"dtype", "grad_accumulation", "grad_reduction"}
 # DeepSpeed's dotted key -> ours, for every key that rendering writes into a shared section or that is another name of
 # one.
 TYPED: Final[Mapping[str, str]] = {
-    **{f"zero_optimization.{name}": f"zero.{name}" for name in Zero.model_fields if name not in OFFLOADS},
     **{
-        f"zero_optimization.{name.removeprefix('stage3_')}": f"zero.{name}"
+        f"zero_optimization.{theirs}": f"zero.{name}"
         for name in Zero.model_fields
+        for theirs in (name, name.removeprefix("stage3_"))
         if name not in OFFLOADS
     },
     **{
@@ -133,11 +133,9 @@ TYPED: Final[Mapping[str, str]] = {
     "zero_optimization.cpu_offload_param": "zero.offload_param",
     "zero_optimization.cpu_offload_use_pin_memory": "zero.offload_optimizer.pin_memory",
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": "zero.stage3_gather_16bit_weights_on_model_save",
-    "fp16.enabled": "precision.dtype",
+    **{f"{section}.enabled": "precision.dtype" for section in ("fp16", "bf16", "torch_autocast")},
     **{f"fp16.{name}": f"precision.{name}" for name in FP16.model_fields if name not in _ELSEWHERE},
-    "bf16.enabled": "precision.dtype",
     **{f"bf16.{name}": f"precision.{name}" for name in BF16.model_fields if name not in _ELSEWHERE},
-    "torch_autocast.enabled": "precision.dtype",
     "torch_autocast.dtype": "precision.compute_dtype",
     "torch_autocast.lower_precision_safe_modules": "precision.lower_precision_safe_modules",
     "optimizer.type": "optimizer.kind",

@@ -7,9 +7,10 @@ from math import isfinite
 from typing import Any, Final, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from framework.config.base import WORDS_OF_PATTERNS, Target, choices_of, members_of
+from framework.config.base import WORDS_OF_PATTERNS, choices_of, members_of
 from framework.config.deepspeed_words import OWNED, place_here
 from framework.errors import Problem, Written, show_value
 from framework.text.document import KeyPath
@@ -45,7 +46,7 @@ _OUT_OF_RANGE: Final[Mapping[str, tuple[str, str]]] = {
 }
 # Keys where people write null to turn something off.
 _TURNS_OFF: Final[Mapping[str, str]] = {
-    "training.clip_grad_norm": "write 0 to turn clipping off, or leave the key out for 1.0",
+    "training.clip_grad_norm": "write 0 to turn clipping off, or leave the key out for 1.0"
 }
 TRUTH: Final[Mapping[str, str]] = {
     **dict.fromkeys(("yes", "on", "y", "true", "1"), "true"),
@@ -79,7 +80,7 @@ def _problem(details: ErrorDetails, model: type[BaseModel], texts: Mapping[KeyPa
     if kind == "extra_forbidden":
         return path, _unknown_key(path, value, owner, model)
     if kind == "missing":
-        return path, Problem(kind="missing-key", key=key, reason="the key is required here", fix="add it")
+        return path, Problem("missing-key", "the key is required here", "add it", key)
     if kind in ("union_tag_not_found", "union_tag_invalid"):
         return _unknown_kind(path, value, members_of(annotation))
     if kind in WANTED:
@@ -89,16 +90,14 @@ def _problem(details: ErrorDetails, model: type[BaseModel], texts: Mapping[KeyPa
             fix = f'write "{value}", in quotes'
         if value is None and key in _TURNS_OFF:
             fix = _TURNS_OFF[key]
-        return path, Problem(kind="wrong-type", key=key, value=value, reason=reason, fix=fix)
+        return path, Problem("wrong-type", reason, fix, key, value)
     if kind == "string_pattern_mismatch":
         reason, suggest = WORDS_OF_PATTERNS[context["pattern"]]
-        return path, Problem(kind="wrong-value", key=key, value=value, reason=reason, fix=suggest(str(value)))
+        return path, Problem("wrong-value", reason, suggest(str(value)), key, value)
     reason, fix = _OUT_OF_RANGE.get(kind, ("{message}", ""))
     words = {name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in context.items()}
     words["message"] = details["msg"]
-    return path, Problem(
-        kind="wrong-value", key=key, value=value, reason=reason.format(**words), fix=fix.format(**words)
-    )
+    return path, Problem("wrong-value", reason.format(**words), fix.format(**words), key, value)
 
 
 def descend(loc: Sequence[str | int], model: type[BaseModel]) -> tuple[KeyPath, Any, Any]:
@@ -115,29 +114,23 @@ def descend(loc: Sequence[str | int], model: type[BaseModel]) -> tuple[KeyPath, 
             annotation = members[str(part)]
         elif part != "[key]":
             path.append(part)
-            owner, annotation = annotation, _annotation_of(annotation, part)
+            field = fields_of(annotation).get(str(part))
+            owner, annotation = annotation, None if field is None else field.annotation
+            if get_args(annotation)[1:] == (type(None),):  # a section that may be left out is the section
+                annotation = get_args(annotation)[0]
     return tuple(path), owner, annotation
 
 
-def _annotation_of(owner: Any, part: str | int) -> Any:
-    if isinstance(owner, type) and issubclass(owner, BaseModel):
-        field = owner.model_fields.get(str(part))
-        return _without_none(field.annotation) if field is not None else None
-    return None  # inside a list or a dict nothing is a section
-
-
-def _without_none(annotation: Any) -> Any:
-    """A section that may be left out is the section."""
-    members = [member for member in get_args(annotation) if member is not type(None)]
-    return members[0] if len(members) == 1 and len(get_args(annotation)) == 2 else annotation
+def fields_of(owner: Any) -> Mapping[str, FieldInfo]:
+    """The fields of a section by name; none of anything else."""
+    return owner.model_fields if isinstance(owner, type) and issubclass(owner, BaseModel) else {}
 
 
 def _unknown_key(path: KeyPath, value: Any, owner: Any, root: type[BaseModel]) -> Problem:
-    name, key = str(path[-1]), ".".join(map(str, path))
-    known = list(owner.model_fields) if isinstance(owner, type) and issubclass(owner, BaseModel) else []
+    name, key, known = str(path[-1]), ".".join(map(str, path)), fields_of(owner)
     reason = "there is no such key"
     guess, homes = nearest(name, known), list(homes_of(name, root))
-    if name == "kind" and isinstance(owner, type) and issubclass(owner, Target):
+    if name == "kind" and "target" in known:
         reason, fix = "the section names a target as well", "keep kind or target, not both"
     elif (place := place_here(name)) and (len(path) == 1 or name in OWNED):
         fix = place
@@ -147,7 +140,7 @@ def _unknown_key(path: KeyPath, value: Any, owner: Any, root: type[BaseModel]) -
         fix = f"did you mean '{guess}'?"
     else:
         fix = f"known here: {', '.join(known)}" if known else "remove it"
-    return Problem(kind="unknown-key", key=key, value=value, reason=reason, fix=fix)
+    return Problem("unknown-key", reason, fix, key, value)
 
 
 def homes_of(name: str, root: type[BaseModel]) -> Iterator[str]:
@@ -159,7 +152,7 @@ def homes_of(name: str, root: type[BaseModel]) -> Iterator[str]:
             yield f"{section}.{name}"
         elif having:
             yield f"{section}.{name} of {', '.join(having)}"
-        elif isinstance(field.annotation, type) and name in getattr(field.annotation, "model_fields", {}):
+        elif name in fields_of(field.annotation):
             yield f"{section}.{name}"
 
 
@@ -171,27 +164,24 @@ def _unknown_kind(path: KeyPath, value: Any, members: Mapping[str, type[BaseMode
         if isinstance(value, str):
             guess = value if value in choices else nearest(value, choices) or choices[0]
             fix = f"write {{{tag_key}: {guess}}}"
-        return path, Problem(kind="wrong-type", key=".".join(map(str, path)), value=value, reason=reason, fix=fix)
+        return path, Problem("wrong-type", reason, fix, ".".join(map(str, path)), value)
     path = (*path, tag_key)
     key, found = ".".join(map(str, path)), value.get(tag_key)
     if found is None and value.get("target") is not None:
         return (*path[:-1], "target"), Problem(
-            kind="unsupported-target",
-            key=f"{key.rpartition('.')[0]}.target",
-            value=value["target"],
-            reason="this section takes no code of your own",
-            fix=f"use {tag_key}: one of {listed}",
+            "unsupported-target",
+            "this section takes no code of your own",
+            f"use {tag_key}: one of {listed}",
+            f"{key.rpartition('.')[0]}.target",
+            value["target"],
         )
     if found is None:
         return path, Problem(
-            kind="missing-kind",
-            key=key,
-            reason="the section does not say which kind it is",
-            fix=f"add {tag_key}: one of {listed}",
+            "missing-kind", "the section does not say which kind it is", f"add {tag_key}: one of {listed}", key
         )
     meant = nearest(str(found), choices)
     fix = f"did you mean '{meant}'? known: {listed}" if meant else f"known: {listed}"
-    return path, Problem(kind="unknown-kind", key=key, value=found, reason="there is no such kind", fix=fix)
+    return path, Problem("unknown-kind", "there is no such kind", fix, key, found)
 
 
 def _wrong_type(value: Any, wanted: str) -> tuple[str, str]:
@@ -204,11 +194,8 @@ def _wrong_type(value: Any, wanted: str) -> tuple[str, str]:
         return reason, f"write {value.strip()} without quotes"
     if wanted == "true or false" and str(value).lower() in TRUTH:
         return reason, f"write {TRUTH[str(value).lower()]}"
-    if (
-        isinstance(value, str)
-        and wanted == "a number"
-        and value.strip().lower().lstrip("+-.") in ("nan", "inf", "infinity")
-    ):
+    text = value.strip().lower() if isinstance(value, str) else ""
+    if wanted == "a number" and text.lstrip("+-.") in ("nan", "inf", "infinity"):
         return reason, "write a finite number"
     return reason, f"write {wanted}"
 

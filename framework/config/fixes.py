@@ -14,8 +14,8 @@ from typing import Any, Final
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from framework.config.base import Target, choices_of, members_of
-from framework.config.explain import TRUTH, WANTED, descend, explain, homes_of
+from framework.config.base import choices_of, members_of
+from framework.config.explain import TRUTH, WANTED, descend, explain, fields_of, homes_of
 from framework.config.run_config import RunConfig, kind_of_default
 from framework.errors import ConfigError
 from framework.text.document import KeyPath, at, document_of, parse_scalar
@@ -69,9 +69,7 @@ def _spoils(edit: Edit, problem: KeyPath) -> bool:
     """Check whether a new problem speaks against the edit. What is wrong inside of a renamed section was wrong before,
     unseen.
     """
-    if isinstance(edit, MoveMember):
-        return problem[:1] == edit.to[:1]
-    return problem == ((*edit.path[:-1], edit.name) if isinstance(edit, RenameKey) else edit.path)
+    return problem[:1] == edit.to[:1] if isinstance(edit, MoveMember) else problem == (edit.made or edit.path)
 
 
 def _found(values: Mapping[str, Any]) -> list[tuple[KeyPath, list[Answer]]]:
@@ -101,8 +99,8 @@ def _answers(details: ErrorDetails, values: Mapping[str, Any]) -> Iterator[Answe
 
 
 def _for_unknown_key(path: KeyPath, owner: Any, values: Mapping[str, Any]) -> Iterator[Answer]:
-    name, known = str(path[-1]), list(owner.model_fields) if _is_model(owner) else []
-    if name == "kind" and _is_model(owner) and issubclass(owner, Target):
+    name, known = str(path[-1]), fields_of(owner)
+    if name == "kind" and "target" in known:
         return
     elsewhere, guess = list(homes_of(name, RunConfig)), only_alike(name, known, least=_ALIKE)
     siblings = at(values, path[:-1])
@@ -135,13 +133,9 @@ def _as_wanted(value: Any, wanted: str) -> Any:
         return {"true": True, "false": False}.get(TRUTH.get(str(value).lower(), ""))
     if wanted in ("a whole number", "a number") and isinstance(value, str):
         try:
-            number = parse_scalar(value.strip(), name="")
+            number = parse_scalar(value.strip())
         except ConfigError:
             return None
         is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
         return number if is_number and abs(number) < float("inf") else None
     return None
-
-
-def _is_model(owner: Any) -> bool:
-    return isinstance(owner, type) and issubclass(owner, BaseModel)

@@ -19,7 +19,7 @@ from framework.config.explain import explain, homes_of, numbers_for_text
 from framework.config.run_config import RunConfig, kind_of_default
 from framework.errors import ConfigError, Problem, UsageError, show_value
 from framework.system.exits import end_in_one_line
-from framework.text.document import COMMAND_LINE, Document, KeyPath, document_of, parse_document, read_document
+from framework.text.document import COMMAND_LINE, Document, KeyPath, at, document_of, parse_document, read_document
 
 _SETTING: Final = re.compile(r"([A-Za-z_][\w-]*(?:\.[A-Za-z_][\w-]*)*)=(.*)", re.DOTALL)
 
@@ -30,28 +30,13 @@ class Source:
     def __init__(self, document: Document | None = None) -> None:
         self._document = document or Document("")
         self._overridden: set[KeyPath] = set()
-        self._notes: list[Problem] = []
+        self.notes: list[Problem] = []
+        """What is allowed, and seldom intended."""
         self.texts: dict[KeyPath, str] = dict(self._document.texts)
         """How numbers and truth values are written, where that is not how they would be shown."""
-
-    def notes(self) -> list[Problem]:
-        """List what is allowed, and seldom intended."""
-        if not self._document.name or not self._document.is_empty:
-            return list(self._notes)
-        return [
-            *self._notes,
-            Problem(
-                kind="config-empty",
-                file=self._document.name,
-                severity="note",
-                reason="the file is empty: every default holds",
-                fix="write at least {} if that is meant",
-            ),
-        ]
-
-    def add_note(self, note: Problem) -> None:
-        """Remember what another file that has a part in the run has to say."""
-        self._notes.append(note)
+        if self._document.name and self._document.is_empty:
+            reason, fix = "the file is empty: every default holds", "write at least {} if that is meant"
+            self.notes.append(Problem("config-empty", reason, fix, file=self._document.name, severity="note"))
 
     def override(self, path: KeyPath, texts: Mapping[KeyPath, str] | None = None) -> None:
         """Remember that the command line set this key, and how it wrote what is under it."""
@@ -96,7 +81,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         UsageError: an override that is not ``key=value``.
     """
     end_in_one_line()
-    values, source = _read(path, overrides, None)
+    values, source = _with_overrides(read_document(Path(path), name=str(path)), overrides)
     return config_from_values(values, source=source)
 
 
@@ -110,7 +95,9 @@ def load_with_source(
         overrides: as for `load_config`.
         text: what the file holds, where it has been read already.
     """
-    values, source = _read(path, overrides, text)
+    name = str(path)
+    document = read_document(Path(path), name=name) if text is None else document_of(text, Path(path), name=name)
+    values, source = _with_overrides(document, overrides)
     problems = [source.locate(problem) for problem in _handed_over(values)]
     try:
         config = config_from_values(values, source=source)
@@ -152,23 +139,16 @@ def _unknown_sections(found: Iterable[tuple[KeyPath, Problem]], values: Mapping[
                 yield from RunConfig.model_fields.keys() - values.keys()
 
 
-def _read(path: str | Path, overrides: Sequence[str], text: str | None) -> tuple[dict[str, Any], Source]:
-    """The values of a file with the overrides in them."""
-    name = str(path)
-    document = read_document(Path(path), name=name) if text is None else document_of(text, Path(path), name=name)
-    return _with_overrides(document, overrides)
-
-
 def _with_overrides(document: Document, overrides: Sequence[str]) -> tuple[dict[str, Any], Source]:
     source = Source(document)
     values = {} if document.value is None else document.value
     if not isinstance(values, dict):
         raise ConfigError.of(
-            kind="config-syntax",
+            "config-syntax",
+            "a run config is a mapping of sections",
+            "start with a section such as `run:`",
             file=document.name,
             value=values,
-            reason="a run config is a mapping of sections",
-            fix="start with a section such as `run:`",
         )
     if isinstance(values.get("$schema"), str):  # where editors find the JSON Schema
         values = {name: section for name, section in values.items() if name != "$schema"}
@@ -186,11 +166,11 @@ def _refuse_doubled(overrides: Sequence[str]) -> None:
         if name in first:
             problems.append(
                 Problem(
-                    kind="setting-twice",
+                    "setting-twice",
+                    f"it is given twice, as {first[name]} and as {value}",
+                    "give it once",
+                    name,
                     file=COMMAND_LINE,
-                    key=name,
-                    fix="give it once",
-                    reason=f"it is given twice, as {first[name]} and as {value}",
                 )
             )
         first[name] = value
@@ -204,11 +184,11 @@ def _handed_over(values: Mapping[str, Any]) -> Iterator[Problem]:
         section = values.get(name)
         if isinstance(section, Mapping) and section.get("object") is not None:
             yield Problem(
-                kind="object-not-given",
-                key=f"{name}.object",
-                value=section["object"],
-                reason="it was handed over from Python and exists only there",
-                fix=f"name your code as {name}.target: package.module:name, or start from Python with framework.fit",
+                "object-not-given",
+                "it was handed over from Python and exists only there",
+                f"name your code as {name}.target: package.module:name, or start from Python with framework.fit",
+                f"{name}.object",
+                section["object"],
             )
 
 
@@ -238,9 +218,7 @@ def _validated(values: Mapping[str, Any], source: Source) -> RunConfig:
         if not typed:
             raise
         for *sections, key in typed:
-            place: Any = values
-            for section in sections:
-                place = place[section]
+            place = at(values, sections)
             place[key] = source.texts.get((*sections, key), show_value(place[key]))
         return RunConfig.model_validate(dict(values))
 
@@ -251,14 +229,10 @@ def _of_another_kind(problem: Problem, path: KeyPath, values: Mapping[str, Any],
     tag = next((tag for tag in ("target", *TAG_KEYS) if source.is_override((*section, tag))), None)
     if problem.kind != "unknown-key" or tag is None or source.is_override(path):
         return problem
-    kind: Any = values
-    for part in (*section, tag):
-        kind = kind[part]
-    return replace(
-        problem,
-        reason=f"{tag}={show_value(kind)}, from the command line, has no such key",
-        fix=f"replace the whole section: {'.'.join(map(str, section))}='{{{tag}: {show_value(kind)}}}'",
-    )
+    kind = show_value(at(values, (*section, tag)))
+    reason = f"{tag}={kind}, from the command line, has no such key"
+    fix = f"replace the whole section: {'.'.join(map(str, section))}='{{{tag}: {kind}}}'"
+    return replace(problem, reason=reason, fix=fix)
 
 
 def _apply_override(values: dict[str, Any], override: str, source: Source) -> None:
@@ -279,12 +253,12 @@ def _apply_override(values: dict[str, Any], override: str, source: Source) -> No
         if not isinstance(section, dict):
             key = ".".join(map(str, path[:depth]))
             raise ConfigError.of(
-                kind="override-not-a-section",
+                "override-not-a-section",
+                f"{key} holds a value, not a section",
+                f"set {key} itself",
+                match[1],
+                value,
                 file=COMMAND_LINE,
-                key=match[1],
-                value=value,
-                reason=f"{key} holds a value, not a section",
-                fix=f"set {key} itself",
             )
     section[path[-1]] = value
     source.override(path, parsed.texts)

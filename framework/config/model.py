@@ -25,7 +25,7 @@ class Classifier(ModelKind):
 
     def expected_image_size(self) -> int | None:
         """Height and width in pixels that the model insists on; None where any size works."""
-        return None
+        return getattr(self, "image_size", None)
 
     def num_layers_in_list(self) -> int:
         return self.layers_in_list
@@ -40,9 +40,6 @@ class LeNet(Classifier):
     kind: Literal["lenet"] = "lenet"
     image_size: Literal[28, 32] = 28
     """Height and width of an input image in pixels; 28 is padded to 32 by the first convolution."""
-
-    def expected_image_size(self) -> int | None:
-        return self.image_size
 
 
 class SmallResNet18(Classifier):
@@ -91,11 +88,7 @@ class MLP(Classifier):
     dropout: Fraction = 0.0
     """Probability that a hidden unit is dropped while training."""
 
-    def expected_image_size(self) -> int | None:
-        return self.image_size
-
     def num_layers_in_list(self) -> int:
-        """Flatten, three for each hidden layer, classifier."""
         return 3 * len(self.hidden_sizes) + 2
 
 
@@ -216,8 +209,8 @@ class _LanguageModel(ModelKind):
         default: str = cls.model_fields["size"].default
         size = values.get("size", default)
         # An unknown size is filled in too, so that pydantic complains of it and of nothing else.
-        known = isinstance(size, str) and size in cls.sizes
-        return {**_scaled(cls.sizes[size if known else default], values), **values}
+        known = size if isinstance(size, str) and size in cls.sizes else default
+        return {**_scaled(cls.sizes[known], values), **values}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -282,15 +275,10 @@ def _scaled(size: Size, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of the named size; two fields keep their ratio to another one that was written down."""
     scaled = dict(size)
     for name, base in (("mlp_size", "hidden_size"), ("num_kv_heads", "num_heads")):
-        if name not in size:
-            continue
         given = values.get(base)
-        if isinstance(given, (int, float)) and given >= 1 and given == given // 1:
+        if name in size and isinstance(given, (int, float)) and given >= 1 and given == given // 1:
             scaled[name] = max(1, size[name] * int(given) // size[base])
     return scaled
 
 
-ModelSection = Annotated[
-    LeNet | SmallResNet18 | ResNet18 | ResNet50 | MLP | GPT | BERT | Target | Object,
-    OneOf(),
-]
+ModelSection = Annotated[LeNet | SmallResNet18 | ResNet18 | ResNet50 | MLP | GPT | BERT | Target | Object, OneOf()]

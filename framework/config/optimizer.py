@@ -123,10 +123,7 @@ class OptimizerObject(Object):
     """Its other keyword arguments, where it says them and they are plain values."""
 
 
-OptimizerSection = Annotated[
-    AdamW | Adam | SGD | Adagrad | Lion | Lamb | Target | OptimizerObject,
-    OneOf(),
-]
+OptimizerSection = Annotated[AdamW | Adam | SGD | Adagrad | Lion | Lamb | Target | OptimizerObject, OneOf()]
 
 
 def optimizer_lr(optimizer: OptimizerSection) -> float | None:
@@ -232,6 +229,5 @@ class LRRangeTest(Section):
 
 
 SchedulerSection = Annotated[
-    Constant | Cosine | WarmupLR | WarmupDecayLR | WarmupCosineLR | OneCycle | LRRangeTest,
-    OneOf(),
+    Constant | Cosine | WarmupLR | WarmupDecayLR | WarmupCosineLR | OneCycle | LRRangeTest, OneOf()
 ]

@@ -70,7 +70,4 @@ class Autocast(Section):
     Conv1d, Conv2d, Conv3d."""
 
 
-PrecisionSection = Annotated[
-    FP32 | FP16 | BF16 | Autocast,
-    OneOf("dtype"),
-]
+PrecisionSection = Annotated[FP32 | FP16 | BF16 | Autocast, OneOf("dtype")]

@@ -196,7 +196,4 @@ class MaskedLM(Kind):
     kind: Literal["masked_lm"] = "masked_lm"
 
 
-TaskSection = Annotated[
-    Classification | CausalLM | MaskedLM | Target | Object,
-    OneOf(),
-]
+TaskSection = Annotated[Classification | CausalLM | MaskedLM | Target | Object, OneOf()]

@@ -70,14 +70,8 @@ class ParamToNVMe(Section):
     """Elements kept in host memory all the time."""
 
 
-OffloadOptimizer = Annotated[
-    NoOffload | OptimizerToCPU | OptimizerToNVMe,
-    OneOf("device"),
-]
-OffloadParam = Annotated[
-    NoOffload | ParamToCPU | ParamToNVMe,
-    OneOf("device"),
-]
+OffloadOptimizer = Annotated[NoOffload | OptimizerToCPU | OptimizerToNVMe, OneOf("device")]
+OffloadParam = Annotated[NoOffload | ParamToCPU | ParamToNVMe, OneOf("device")]
 
 
 class Zero(Section):

@@ -1,14 +1,10 @@
 """Datasets, and the loaders that hand each rank its share of them.
 
     splits.py           what a dataset builder returns, and the fingerprint of its text, for checkpoints
-    digits.py, torchvision_sets.py, image_sets.py, synthetic.py        the known datasets
     text_windows.py, text_pairs.py     text for GPT and BERT, out of tokens.py (token folders, or Python's sources)
     prepare.py          the command that makes a token folder: documents.py -> tokenizer.py -> token_writer.py; no torch
     token_files.py      what a token folder says of itself; read by the planner, so neither torch nor numpy
-    order.py            which samples a step takes, in which order: a pure function of (seed, epoch, step, rank)
-    sample_seed.py      randomness of a sample: a pure function of (seed, epoch, sample index)
-    loaders.py          the endless training stream, the exact-once evaluation pass, and their worker processes
-    batches.py          how samples become a batch
+    order.py -> loaders.py -> sample_seed.py -> batches.py     from sample numbers to batches
 
 Nothing here knows about process groups: rank and world size are arguments, so that every promise is tested in one
 process.

@@ -29,13 +29,11 @@ def _unstackable(values: Sequence[Any], *, place: str = "") -> Problem | None:
     at = next((number for number, shape in enumerate(shapes) if shape != shapes[0]), None)
     if at is not None:
         return Problem(
-            kind="samples-differ",
-            key="data",
-            reason=(
-                f"samples cannot be stacked into a batch: {place or 'the sample'} is {shapes[0]} in sample 0 of the "
-                f"batch and {shapes[at]} in sample {at}"
-            ),
-            fix=_PADDING,
+            "samples-differ",
+            f"samples cannot be stacked into a batch: {place or 'the sample'} is {shapes[0]} in sample 0 of the "
+            f"batch and {shapes[at]} in sample {at}",
+            _PADDING,
+            "data",
         )
     if isinstance(first, (Mapping, tuple, list)):
         names = first if isinstance(first, Mapping) else range(len(first))
@@ -46,13 +44,12 @@ def _unstackable(values: Sequence[Any], *, place: str = "") -> Problem | None:
         return None
     else:
         reason = f"samples cannot be stacked into a batch: {place or 'the sample'} is {shapes[0]}"
-        return Problem(kind="sample-type", key="data", reason=reason, fix=_NUMBERS)
+        return Problem("sample-type", reason, _NUMBERS, "data")
     found = (_unstackable(part, place=f"{place or 'sample'}{name}") for name, part in parts)
     return next((problem for problem in found if problem is not None), None)
 
 
 def _shape(value: Any) -> str:
-    """Describe the type and shape of a value, which must be the same in all samples."""
     if isinstance(value, (Tensor, np.ndarray)):
         kind = "tensor" if isinstance(value, Tensor) else "array"
         of_objects = " of objects" if isinstance(value, np.ndarray) and value.dtype.kind not in "biufc" else ""
@@ -72,11 +69,7 @@ Collate = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """Result of `__getitems__` of a dataset here: a batch that needs no collating.
-
-    Attributes:
-        fields: one tensor per field of a sample, each of shape (batch, ...).
-    """
+    """Result of `__getitems__` of a dataset here: a batch that needs no collating, (batch, ...) per field."""
 
     fields: tuple[Tensor, ...]
 
@@ -91,7 +84,6 @@ class BatchDataset(Dataset[tuple[Any, ...]]):
         return tuple(field[0] for field in self.__getitems__([range(len(self))[index]]).fields)
 
     def __getitems__(self, indices: Sequence[int]) -> WholeBatch:
-        """The samples of these indices."""
         raise NotImplementedError
 
 
@@ -113,8 +105,6 @@ def collate(samples: Any) -> Any:
 
 
 def own_collate(dataset: Any) -> Collate | None:
-    """The dataset's own `collate_fn`, if it has one (to pad texts of unequal length, say): only it knows what its
-    samples look like.
-    """
+    """The dataset's own `collate_fn`, if it has one (to pad texts of unequal length, say)."""
     own = getattr(dataset, "collate_fn", None)
     return own if callable(own) else None

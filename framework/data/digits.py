@@ -22,9 +22,6 @@ _BRIGHTEST: Final = 16.0
 def build(image_size: int = 28) -> Splits:
     """Split the digits 1,437 / 360, every digit in the same share in both, the same on every machine.
 
-    Args:
-        image_size: height and width in pixels that the 8x8 originals are enlarged to, bilinearly.
-
     Returns:
         Grey images (1, image_size, image_size), normalised with the mean and standard deviation of the training images,
         and labels 0 to 9. Source: Alpaydin and Kaynak 1998, "Optical Recognition of Handwritten Digits", its test part.
@@ -45,6 +42,6 @@ def build(image_size: int = 28) -> Splits:
 
 
 def _enlarged(images: Tensor, image_size: int) -> Tensor:
-    """Float images (N, 1, 8, 8) of values 0 to 16 -> uint8 images (N, 1, image_size, image_size) of values 0 to 255."""
+    """Float images (N, 1, 8, 8) of values 0 to 16 -> uint8 (N, 1, image_size, image_size) of values 0 to 255."""
     resized = interpolate(images, size=(image_size, image_size), mode="bilinear", align_corners=False)
     return (resized * (255.0 / _BRIGHTEST)).round().to(torch.uint8)

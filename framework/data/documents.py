@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
-from typing import Any, BinaryIO, Final, Literal
+from typing import BinaryIO, Final, Literal
 
 from framework.errors import ConfigError, Problem
 
@@ -121,7 +121,6 @@ def input_size(paths: Sequence[str], form: Format = "auto") -> int:
 
 def _complaint(path: str, form: Format) -> Problem | None:
     problem = partial(Problem, file=path)
-
     try:
         mode = os.stat(path).st_mode  # noqa: PTH116 - a path with a NUL byte raises here and is false in pathlib
         if S_ISDIR(mode):
@@ -224,7 +223,7 @@ def _paragraphs(stream: BinaryIO, path: str, how: Reading) -> Iterator[Piece]:
             lines.append(line)
             size += len(line)
             if size > LONGEST_LINE_BYTES:
-                raise ConfigError(_too_long(path, number, "a paragraph"))
+                raise _too_long(path, number, "a paragraph")
             if how.utf8:
                 _check_utf8(line, path, line=number)
         elif lines:
@@ -237,49 +236,40 @@ def _paragraphs(stream: BinaryIO, path: str, how: Reading) -> Iterator[Piece]:
 def _json_lines(stream: BinaryIO, path: str, how: Reading) -> Iterator[Piece]:
     for number, line in enumerate(_lines(stream, path), start=1):
         if line.strip():
-            text = _field(_parsed(line, path, number), how.json_field, path, number)
-            try:
-                data = text.encode()
-            except UnicodeEncodeError as error:
-                place = f"half of a surrogate pair in {how.json_field}"
-                raise ConfigError(_not_utf8(path, place, number, is_json=True)) from error
+            data = _text_of(line, how.json_field, path, number)
             yield Piece(data, len(data))
 
 
 def _lines(stream: BinaryIO, path: str) -> Iterator[bytes]:
-    number = 0
-    while line := stream.readline(LONGEST_LINE_BYTES + 1):
-        number += 1
+    for number, line in enumerate(iter(partial(stream.readline, LONGEST_LINE_BYTES + 1), b""), start=1):
         if len(line) > LONGEST_LINE_BYTES:
-            raise ConfigError(_too_long(path, number, "the line"))
+            raise _too_long(path, number, "the line")
         yield line
 
 
-def _parsed(line: bytes, path: str, number: int) -> Any:
+def _text_of(line: bytes, name: str, path: str, number: int) -> bytes:
+    """The field of that name in a JSON line."""
+    refusal = partial(ConfigError.of, file=path, line=number)
     try:
-        return json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+        row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
     except UnicodeDecodeError as error:
-        raise ConfigError(_not_utf8(path, f"byte {error.start} of the line", number, is_json=True)) from error
+        raise _not_utf8(path, f"byte {error.start} of the line", number, is_json=True) from error
     except (ValueError, RecursionError) as error:
         reason = "nested too deep" if isinstance(error, RecursionError) else getattr(error, "msg", str(error))
         reason = reason.removesuffix(" at").removesuffix(" starting")  # the place is said in front of the line
         reason, fix = f"the line is not JSON: {reason}", "write one JSON object per line, or remove the line"
-        column = getattr(error, "colno", 0)
-        raise ConfigError.of("text-bad-json", reason, fix, file=path, line=number, column=column) from error
-
-
-def _field(row: Any, name: str, path: str, number: int) -> str:
-    error = partial(ConfigError.of, file=path, line=number)
+        raise refusal("text-bad-json", reason, fix, column=getattr(error, "colno", 0)) from error
     if not isinstance(row, dict):
-        raise error("text-bad-json", "the line is no JSON object", f'write {{"{name}": "..."}}')
+        raise refusal("text-bad-json", "the line is no JSON object", f'write {{"{name}": "..."}}')
     if name not in row:
         reason = f"there is no field '{name}' among: {', '.join(list(row)[:_SHOWN_FIELDS]) or 'no fields'}"
-        raise error("text-no-field", reason, "say which with --jsonl-field")
-    text = row[name]
-    if not isinstance(text, str):
-        reason = f"the field '{name}' holds no text"
-        raise error("text-no-field", reason, "say which one does with --jsonl-field")
-    return text
+        raise refusal("text-no-field", reason, "say which with --jsonl-field")
+    if not isinstance(row[name], str):
+        raise refusal("text-no-field", f"the field '{name}' holds no text", "say which one does with --jsonl-field")
+    try:
+        return bytes(row[name].encode())
+    except UnicodeEncodeError as error:
+        raise _not_utf8(path, f"half of a surrogate pair in {name}", number, is_json=True) from error
 
 
 def _check_utf8(text: bytes, path: str, *, position: int = 0, line: int = 0) -> None:
@@ -287,19 +277,19 @@ def _check_utf8(text: bytes, path: str, *, position: int = 0, line: int = 0) -> 
         text.decode()
     except UnicodeDecodeError as error:
         place = f"byte {error.start} of the line" if line else f"byte {position + error.start:,} of the file"
-        raise ConfigError(_not_utf8(path, place, line)) from error
+        raise _not_utf8(path, place, line) from error
     if b"\0" in text:
-        raise ConfigError(_not_utf8(path, "a zero byte", line))
+        raise _not_utf8(path, "a zero byte", line)
 
 
-def _not_utf8(path: str, place: str, line: int, *, is_json: bool = False) -> Problem:
+def _not_utf8(path: str, place: str, line: int, *, is_json: bool = False) -> ConfigError:
     fix = f"convert it to UTF-8{', which JSON is' if is_json else ', or use --tokenizer bytes'}"
-    return Problem("text-not-utf8", f"it is not UTF-8 text ({place})", fix, file=path, line=line)
+    return ConfigError.of("text-not-utf8", f"it is not UTF-8 text ({place})", fix, file=path, line=line)
 
 
-def _too_long(path: str, number: int, what: str) -> Problem:
+def _too_long(path: str, number: int, what: str) -> ConfigError:
     reason = f"{what} is longer than {LONGEST_LINE_BYTES >> 20} MiB"
-    return Problem("text-line-too-long", reason, "split it", file=path, line=number)
+    return ConfigError.of("text-line-too-long", reason, "split it", file=path, line=number)
 
 
 def _unreadable(path: str, error: OSError) -> Problem:

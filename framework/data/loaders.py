@@ -13,9 +13,9 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from framework.data.batches import collate, own_collate
-from framework.data.order import LATEST_ORDER, KeyedMicroBatchSampler, MicroBatchSampler, Share, mix_int
+from framework.data.order import LATEST_ORDER, MicroBatchSampler, Share, mix_int
 from framework.data.sample_seed import KeyedSamples, LoaderSamples, SeededBatches, SeededSamples, as_it_is
-from framework.errors import ConfigError, Problem
+from framework.errors import ConfigError
 from framework.system.parent_watch import die_with
 from framework.system.stopping import SIGNALS
 
@@ -36,7 +36,6 @@ def init_of_workers() -> Callable[[int], None]:
 
 
 def _leave_signals_to_rank(rank: int, _worker: int) -> None:
-    """In a worker, whose rank may be gone by now."""
     assert get_worker_info() is not None
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -88,15 +87,9 @@ class TrainLoader:
 
         Args:
             dataset: map-style; its `collate_fn`, if it has one, makes the batches (otherwise torch's default).
-            global_size: samples per optimizer step, micro_size x accumulation_steps x world_size.
-            micro_size: samples per micro-batch.
-            accumulation_steps: micro-batches per optimizer step and rank.
-            rank: of data parallelism.
-            world_size: of data parallelism.
+            global_size: as all up to `world_size` in a `Share`.
             seed: `run.seed`.
-            shuffle: a new order every epoch.
-            num_workers: processes that fetch ahead; 0 fetches in this process.
-            prefetch_batches: micro-batches that each worker keeps ready.
+            shuffle: as `data.shuffle`; so are `num_workers` and `prefetch_batches`.
             pin_memory: copy batches into page-locked memory, for asynchronous transfer to the GPU.
             random_samples: reading a sample draws random numbers, which are then seeded per (seed, epoch, index). What
                 a `collate_fn` of the dataset's own draws is seeded in any case.
@@ -105,56 +98,44 @@ class TrainLoader:
         Raises:
             ConfigError: kind ``dataset-smaller-than-batch``.
         """
-        self._share = Share(global_size, micro_size, accumulation_steps, rank, world_size)
-        self._dataset = dataset
-        self._seed = seed
-        self._shuffle = shuffle
-        self._random_samples, self._order_version = random_samples, order_version
+        self._dataset, self._seed, self._rank, self._random_samples = dataset, seed, rank, random_samples
+        share = Share(global_size, micro_size, accumulation_steps, rank, world_size)
+        self._sampler = partial(
+            MicroBatchSampler, len(dataset), share=share, seed=seed, shuffle=shuffle, version=order_version
+        )
         self._fetching: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
         if num_workers > 0:
             self._fetching["prefetch_factor"] = prefetch_batches
         self.steps_per_epoch: int = len(dataset) // global_size
         if self.steps_per_epoch == 0:
-            problem = Problem(
-                kind="dataset-smaller-than-batch",
-                key="batch.global_size",
-                value=global_size,
-                reason=f"the training set has {len(dataset)} samples, so not one batch of {global_size} can be filled",
-                fix=f"set batch.global_size to {len(dataset)} or less, or train on more data",
+            raise ConfigError.of(
+                "dataset-smaller-than-batch",
+                f"the training set has {len(dataset)} samples, so not one batch of {global_size} can be filled",
+                f"set batch.global_size to {len(dataset)} or less, or train on more data",
+                "batch.global_size",
+                global_size,
             )
-            raise ConfigError(problem)
 
     def stream(self, start_step: int = 0) -> Generator[Any, None, None]:
         """This rank's micro-batches from optimizer step `start_step` on, without end.
 
         Args:
-            start_step: counted from 0 at the beginning of the run; its epoch is start_step // steps_per_epoch. Samples
-                of earlier steps are not fetched.
+            start_step: counted from 0 at the beginning of the run; samples of earlier steps are not fetched.
 
         Returns:
             Collated batches, `accumulation_steps` for every optimizer step. Closing the generator ends the workers;
             torch's global random state is neither read nor changed.
         """
-        indices = MicroBatchSampler(
-            len(self._dataset),
-            share=self._share,
-            seed=self._seed,
-            shuffle=self._shuffle,
-            start_step=start_step,
-            version=self._order_version,
-        )
-        own = own_collate(self._dataset)
-        samples, is_keyed = self._dataset, self._random_samples or own is not None
+        samples: Any = KeyedSamples(self._dataset)
         if self._random_samples:
-            samples = SeededSamples(samples, seed=self._seed, in_one=own is None)
-        elif is_keyed:
-            samples = KeyedSamples(samples)
+            samples = SeededSamples(self._dataset, seed=self._seed, in_one=own_collate(self._dataset) is None)
+        order = self._sampler(start_step=start_step).with_epochs()
         loader = _loader(
             samples,
-            KeyedMicroBatchSampler(indices) if is_keyed else indices,
+            ([(epoch, index) for index in indices] for epoch, indices in order),
             dataset=self._dataset,
             seed=self._seed,
-            worker_seed=mix_int(_WORKER_SALT, self._seed, self._share.rank),
+            worker_seed=mix_int(_WORKER_SALT, self._seed, self._rank),
             fetching=self._fetching,
         )
         batches = iter(loader)
@@ -186,20 +167,22 @@ class EvalLoader:
 
         Args:
             dataset: map-style, not empty; its `collate_fn`, if it has one, makes the batches.
-            batch_size: samples per batch; a rank's last real batch may have fewer.
-            rank: of data parallelism.
-            world_size: of data parallelism.
+            batch_size: as `rank` and `world_size` in `rank_batches`.
             max_samples: take this many at most, over all ranks, the first ones; None: all.
             num_workers: processes that fetch ahead; they stay for the next evaluation, as each fork of a large rank is
                 slow.
             pin_memory: copy batches into page-locked memory.
         """
-        self._dataset = dataset
         num_samples = min(len(dataset), max_samples or len(dataset))
         self._batches = rank_batches(num_samples, batch_size=batch_size, rank=rank, world_size=world_size)
-        self._fetching: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory}
-        self._fetching["persistent_workers"] = num_workers > 0
-        self._loader: DataLoader[Any] | None = None
+        self._loader = _loader(
+            SeededBatches(dataset),
+            [list(indices) for indices, _ in self._batches],
+            dataset=dataset,
+            seed=_EVALUATION_SEED,
+            worker_seed=_WORKER_SEED,
+            fetching={"num_workers": num_workers, "pin_memory": pin_memory, "persistent_workers": num_workers > 0},
+        )
 
     def __len__(self) -> int:
         """Number of batches, the same on every rank."""
@@ -209,15 +192,6 @@ class EvalLoader:
         """One pass. The global random state is left as it was; what samples and batches draw is the same in every
         pass.
         """
-        if self._loader is None:
-            self._loader = _loader(
-                SeededBatches(self._dataset),
-                [list(indices) for indices, _ in self._batches],
-                dataset=self._dataset,
-                seed=_EVALUATION_SEED,
-                worker_seed=_WORKER_SEED,
-                fetching=self._fetching,
-            )
         for batch, (_, counts) in zip(self._loader, self._batches, strict=True):
             yield batch, counts
 
@@ -227,9 +201,9 @@ def rank_batches(num_samples: int, *, batch_size: int, rank: int, world_size: in
 
     Args:
         num_samples: N, at least 1.
-        batch_size: samples per batch.
-        rank: from 0 to world_size - 1.
-        world_size: number of ranks.
+        batch_size: samples per batch; a rank's last real batch may have fewer.
+        rank: of data parallelism, from 0 to world_size - 1.
+        world_size: of data parallelism.
 
     Returns:
         ceil(ceil(N / world_size) / batch_size) pairs. Rank r counts the samples from floor(N r / world_size) up to

@@ -13,13 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import Sampler
 
 # One stable hash from integers to 64-bit seeds, the same on every machine and in every version. splitmix64 (Steele,
 # Lea, Flood 2014, "Fast splittable pseudorandom number generators"), its state folded over the parts. Python's `hash`
@@ -106,7 +106,7 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> Te
 
     Returns:
         A permutation of 0 to N - 1, (N,) int64: `torch.randperm` of a CPU generator seeded with
-        ``mix_int(0x0DE5, seed, epoch)`` (see `seed_mix`; torch uses the lower 32 bits).
+        ``mix_int(0x0DE5, seed, epoch)`` (torch uses the lower 32 bits).
     """
     if not shuffle:
         return torch.arange(num_samples)
@@ -162,8 +162,8 @@ def order_of_epoch(num_samples: int, *, seed: int, epoch: int, shuffle: bool, ve
     return epoch_order(num_samples, seed=seed, epoch=epoch, shuffle=True).numpy().take
 
 
-class MicroBatchSampler(Sampler[list[int]]):
-    """Endless lists of sample indices, one per micro-batch of this rank; for `DataLoader(batch_sampler=...)`."""
+class MicroBatchSampler:
+    """Endless lists of sample indices, one per micro-batch of this rank."""
 
     def __init__(
         self,
@@ -186,41 +186,21 @@ class MicroBatchSampler(Sampler[list[int]]):
                 e x floor(num_samples / global_size).
             version: of the order, as the run began with it.
         """
-        self.num_samples = num_samples
-        self.share = share
-        self.seed = seed
-        self.shuffle = shuffle
-        self.start_step = start_step
-        self.version = version
+        self._order = partial(order_of_epoch, num_samples, seed=seed, shuffle=shuffle, version=version)
+        self._share, self._start_step, self._steps_per_epoch = share, start_step, num_samples // share.global_size
+        assert self._steps_per_epoch > 0, f"{num_samples} samples do not fill a batch of {share.global_size}"
 
     def __iter__(self) -> Iterator[list[int]]:
-        for _, indices in self.with_epochs():
-            yield indices
+        return (indices for _, indices in self.with_epochs())
 
     def with_epochs(self) -> Iterator[tuple[int, list[int]]]:
         """The same stream as (epoch, sample indices)."""
-        steps_per_epoch = self.num_samples // self.share.global_size
-        assert steps_per_epoch > 0, f"{self.num_samples} samples do not fill a batch of {self.share.global_size}"
-        epoch, step = divmod(self.start_step, steps_per_epoch)
+        epoch, step = divmod(self._start_step, self._steps_per_epoch)
+        at_once = max(1, _AT_ONCE * self._share.world_size // self._share.global_size)
         while True:
-            order = order_of_epoch(
-                self.num_samples, seed=self.seed, epoch=epoch, shuffle=self.shuffle, version=self.version
-            )
-            at_once = max(1, _AT_ONCE * self.share.world_size // self.share.global_size)
-            while step < steps_per_epoch:
-                num_steps = min(at_once, steps_per_epoch - step)
-                for indices in order(self.share.positions(step, num_steps)).tolist():
+            order = self._order(epoch=epoch)
+            for first in range(step, self._steps_per_epoch, at_once):
+                num_steps = min(at_once, self._steps_per_epoch - first)
+                for indices in order(self._share.positions(first, num_steps)).tolist():
                     yield epoch, indices
-                step += num_steps
             epoch, step = epoch + 1, 0
-
-
-class KeyedMicroBatchSampler(Sampler[list[SampleKey]]):
-    """The stream of a `MicroBatchSampler` as (epoch, sample index) keys, for samples that depend on the epoch."""
-
-    def __init__(self, batches: MicroBatchSampler) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[list[SampleKey]]:
-        for epoch, indices in self.batches.with_epochs():
-            yield [(epoch, index) for index in indices]

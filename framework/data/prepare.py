@@ -97,9 +97,7 @@ def prepare(
         tokenizer: ``bytes`` or the path of a ``tokenizer.json``.
         bpe_vocab_size: train a byte-level BPE of this size instead.
         eval_fraction: share of the text for evaluation (see `EvaluationShare`), from 0 up to below 1.
-        json_field: the text of a JSON line.
-        blank_lines_split: a blank line ends a document of a plain file.
-        form: what all inputs are; ``auto``: their names say it.
+        json_field: as `blank_lines_split` and `form` in `Reading`.
         progress: told how far the reading is.
 
     Returns:
@@ -172,7 +170,10 @@ class Progress:
             if self._stream is not None and now - shown >= wait:
                 shown = now
                 speed = done / 1e6 / (now - started)
-                self._show(f"{label}: {done / 1e6:,.1f} of {self.num_bytes / 1e6:,.1f} MB, {speed:,.1f} MB/s")
+                line = f"{label}: {done / 1e6:,.1f} of {self.num_bytes / 1e6:,.1f} MB, {speed:,.1f} MB/s"
+                begin, end = ("\r", "") if self._on_terminal else ("", "\n")
+                print(f"{begin}{line:<{self._shown_length}}", end=end, file=self._stream, flush=True)
+                self._shown_length = len(line) if self._on_terminal else 0
 
     def __enter__(self) -> Progress:
         return self
@@ -180,13 +181,6 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         if self._stream is not None and self._shown_length:
             print(f"\r{' ' * self._shown_length}\r", end="", file=self._stream, flush=True)
-
-    def _show(self, line: str) -> None:
-        if self._on_terminal:
-            print(f"\r{line:<{self._shown_length}}", end="", file=self._stream, flush=True)
-            self._shown_length = len(line)
-        else:
-            print(line, file=self._stream, flush=True)
 
 
 def _write(pieces: Iterator[Piece], tokenizer: Tokenizer, writer: FolderWriter) -> None:

@@ -1,10 +1,8 @@
 """Randomness of samples (augmentation) as a pure function of (seed, epoch, sample index), and of batches as one of
 their first.
 
-Without this, what a random transform draws depends on which worker process fetches the sample and on all samples
-fetched before: another worker count, rank count or a resume would train on other images. A `collate_fn` that draws
-(hidden tokens, mixed images) would give the first stage of a pipeline the inputs of one draw and the last stage the
-targets of another.
+Otherwise another worker count, rank count or a resume would train on other images, and a `collate_fn` that draws (mixed
+images) would give the first stage of a pipeline the inputs of one draw and the last stage the targets of another.
 
 Covered are torch's CPU default generator, numpy's legacy global state and Python's `random`. A generator that a dataset
 keeps for itself (`np.random.default_rng()` in its constructor) is out of reach.
@@ -65,9 +63,7 @@ class _GeneratorStates:
 
 
 def _words_of_numpy() -> bytes:
-    """State of numpy's global generator, read where it lies (`mt19937_state`: 624 words and a position): `get_state`
-    takes 24 us.
-    """
+    """State of numpy's global generator, read where it lies (`mt19937_state`): `get_state` takes 24 us."""
     return ctypes.string_at(np.random.mtrand._rand._bit_generator.ctypes.state_address, 4 * 625)
 
 
@@ -105,15 +101,13 @@ class _Wrapper(Dataset[Any]):
 class SeededSamples(_Wrapper):
     """Wraps a dataset so that every sample is read with its own random state; the surrounding state is left untouched.
 
-    It is read by `SampleKey`s through `__getitems__`, as a `DataLoader` does with a `KeyedMicroBatchSampler`.
-
-    Seeding three generators for each sample takes as long as reading many a sample, and most datasets draw nothing: a
-    batch is read without, and once more, seeded, if a generator has moved. From then on all are seeded.
+    Seeding takes as long as reading many a sample, and most datasets draw nothing: a batch is read without, and once
+    more, seeded, if a generator has moved. From then on all are seeded.
     """
 
     def __init__(self, dataset: Any, *, seed: int, in_one: bool = False) -> None:
-        """Wrap `dataset` (map-style); `seed` is `run.seed`. `in_one`: tensors may be read as a whole batch."""
-        self.dataset = dataset
+        """`seed` is `run.seed`; `in_one`: tensors may be read as a whole batch."""
+        super().__init__(dataset)
         self.seed = seed
         self._in_one = in_one
         self._from_seeds = isinstance(dataset, DrawsFromSeeds)
@@ -151,10 +145,7 @@ class SeededSamples(_Wrapper):
 def read_together(dataset: Any, indices: list[int], *, in_one: bool) -> Any:
     """Samples of datasets that are known to have a faster way than one by one; of others one by one.
 
-    Args:
-        dataset: map-style.
-        indices: of the samples.
-        in_one: a `TensorDataset`, or a part of one, may come as a `WholeBatch`; otherwise as a list of samples.
+    `in_one`: a `TensorDataset`, or a part of one, may come as a `WholeBatch`; otherwise as a list of samples.
     """
     if type(dataset) is Subset:
         return read_together(dataset.dataset, [dataset.indices[index] for index in indices], in_one=in_one)
@@ -172,7 +163,6 @@ class SeededBatches(_Wrapper):
     """
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        """The samples, as `_fetched` gives them."""
         with random_state_kept():
             seed_generators(mix_int(_EVALUATION_SALT, indices[0]))
             return _fetched(self.dataset, indices)
@@ -182,7 +172,6 @@ class KeyedSamples(_Wrapper):
     """Wraps a dataset without randomness so that it is read by `SampleKey`s, of which it needs the index only."""
 
     def __getitems__(self, keys: Sequence[SampleKey]) -> Any:
-        """The samples, as `_fetched` gives them."""
         return _fetched(self.dataset, [index for _, index in keys])
 
 
@@ -196,11 +185,9 @@ class LoaderSamples(_Wrapper):
     def __init__(self, dataset: Any, *, own: Collate | None, seed: int) -> None:
         """`dataset` is read by `SampleKey`s or plain indices; `own` is its `collate_fn`, which `seed` is for."""
         super().__init__(dataset)
-        self.own = own
-        self.seed = seed
+        self.own, self.seed = own, seed
 
     def __getitems__(self, keys: Sequence[SampleKey] | Sequence[int]) -> Any:
-        """The samples, as `_fetched` gives them, or the batch."""
         with refusing_exits():
             samples, first = _fetched(self.dataset, keys), keys[0]
             if self.own is None:

@@ -96,13 +96,12 @@ def _checked(train: Any, evaluation: Any, door: _Door) -> Splits:
 
 
 def _complaint(dataset: object, door: _Door, *, name: str) -> Problem | None:
-    """Why this object cannot serve as a dataset, or None."""
     kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
     wanted = f"{door.give} a map-style dataset with __len__ and __getitem__, or a tuple (training, evaluation) of two"
 
     def problem(reason: str, fix: str = wanted) -> Problem:
         key = door.train_key if name == "training" else door.eval_key
-        return Problem(kind="data-target-result", key=key, reason=f"the {name} set {reason}", fix=fix)
+        return Problem("data-target-result", f"the {name} set {reason}", fix, key)
 
     if isinstance(dataset, IterableDataset):
         return problem(
@@ -120,21 +119,13 @@ def _complaint(dataset: object, door: _Door, *, name: str) -> Problem | None:
     # A tuple could be a mistyped pair, a dict a DatasetDict: guessing would train on the wrong thing.
     if not hasattr(dataset, "__getitem__") or isinstance(dataset, tuple | dict | str | bytes):
         return problem(f"is {_article(kind)}, not a dataset")
-    length = _length(dataset)
-    if length is None:
-        return problem(f"({kind}) has no length")
-    if length == 0:
-        without = "None in its place to train without evaluation"
-        return problem(f"({kind}) is empty", f"{door.give} {'at least one sample' if name == 'training' else without}")
-    return None
-
-
-def _length(dataset: Any) -> int | None:
-    """`len(dataset)`, None where it is not implemented: some classes define `__len__` only to raise in it."""
     try:
-        return len(dataset)
-    except (TypeError, NotImplementedError):
-        return None
+        if len(dataset):  # type: ignore[arg-type]
+            return None
+    except (TypeError, NotImplementedError):  # some classes define `__len__` only to raise in it
+        return problem(f"({kind}) has no length")
+    without = "None in its place to train without evaluation"
+    return problem(f"({kind}) is empty", f"{door.give} {'at least one sample' if name == 'training' else without}")
 
 
 def _article(kind: str) -> str:

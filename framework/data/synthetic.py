@@ -23,18 +23,8 @@ class SyntheticImages(BatchDataset):
     """
 
     def __init__(self, num_samples: int, *, image_size: int, channels: int, num_classes: int, seed: int = 0) -> None:
-        """Draw the pool from a generator of its own.
-
-        Args:
-            num_samples: length of the dataset.
-            image_size: height and width in pixels.
-            channels: channels of an image.
-            num_classes: labels lie in [0, num_classes).
-            seed: two datasets of different seeds have different images and labels.
-        """
-        self.num_samples = num_samples
-        self.num_classes = num_classes
-        self.seed = seed
+        """Draw the pool from a generator of its own; datasets of different seeds have other images and labels."""
+        self.num_samples, self.num_classes, self.seed = num_samples, num_classes, seed
         generator = torch.Generator().manual_seed(mix_int(seed))
         self._pool = torch.randn(_POOL_SIZE, channels, image_size, image_size, generator=generator)
 
@@ -60,7 +50,7 @@ def build(
     channels: int = 3,
     num_classes: int = 1000,
 ) -> Splits:
-    """Build both splits; the arguments are those of `SyntheticImages`."""
+    """Build both splits; arguments are the keys of `config.data.SyntheticImages`."""
     train, evaluation = (
         SyntheticImages(count, image_size=image_size, channels=channels, num_classes=num_classes, seed=seed)
         for seed, count in enumerate((num_samples, num_eval_samples))

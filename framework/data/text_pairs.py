@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -36,17 +35,6 @@ _NUM_SPECIAL: Final = 3  # [CLS], [SEP], [SEP]
 _FIXED_SEED: Final = 0xB127
 # Purposes of a sample's draws.
 _PLACE, _LABEL, _SPLIT, _OTHER, _WHICH, _HOW, _REPLACEMENT = range(1, 8)
-
-
-@dataclass(frozen=True)
-class Segments:
-    """Positions of the two segments of every sample, (B,) int64 each: the first token and the number of tokens."""
-
-    first_start: Ints
-    first_length: Ints
-    second_start: Ints
-    second_length: Ints
-    label: Ints
 
 
 class TextPairs(TextSamples):
@@ -84,7 +72,11 @@ class TextPairs(TextSamples):
             ValueError: a special token has no number.
         """
         super().__init__(tokens, sequence_length=sequence_length, vocab_size=vocab_size, special=special)
-        self._end, self._cls, self._sep, self._mask, self._pad = _all_of(special)
+        numbers = special.model_dump(exclude_none=True)
+        if len(numbers) < len(SpecialTokens.model_fields):
+            raise ValueError(f"pairs of segments need every special token, and there are only {special}")
+        self._specials = sorted(set(numbers.values()))
+        self._cls, self._sep, self._mask, self._pad = (numbers[name] for name in ("cls", "sep", "mask", "pad"))
         self.mask_fraction = mask_fraction
 
     def __len__(self) -> int:
@@ -102,15 +94,15 @@ class TextPairs(TextSamples):
         Returns:
             input_ids, token_type_ids, attention_mask, mlm_labels of shape (B, S), nsp_label (B,).
         """
-        segments = self._segments(np.asarray(indices, dtype=np.int64), seeds)
-        ids, types, is_text = self._laid_out(segments)
-        attention = np.arange(self.tokens_per_sample) < (segments.first_length + segments.second_length)[:, None] + 3
+        starts, lengths, next_label = self._segments(np.asarray(indices, dtype=np.int64), seeds)
+        ids, types, is_text = self._laid_out(starts, lengths)
+        attention = np.arange(self.tokens_per_sample) < lengths.sum(0)[:, None] + _NUM_SPECIAL
         labels = self._hide(ids, is_text, seeds)
-        fields = (ids, types, attention.astype(np.int64), labels, segments.label)
+        fields = (ids, types, attention.astype(np.int64), labels, next_label)
         return WholeBatch(tuple(torch.from_numpy(field) for field in fields))
 
-    def _segments(self, indices: Ints, seeds: Seeds) -> Segments:
-        """Draw where A and B lie."""
+    def _segments(self, indices: Ints, seeds: Seeds) -> tuple[Ints, Ints, Ints]:
+        """Draw where A and B lie: their first tokens (2, B), their numbers of tokens (2, B) and the label (B,)."""
         num_tokens, num_samples = len(self.tokens.numbers), len(self)
         # indices * num_tokens // num_samples, in two parts: above 34 billion tokens at S = 128 the product has no room
         # in int64.
@@ -134,7 +126,7 @@ class TextPairs(TextSamples):
         second_start = np.where(
             label == IS_NEXT, first_start + first, np.minimum(other, other_start + other_length - second)
         )
-        return Segments(first_start, first, second_start, second, label)
+        return np.stack([first_start, second_start]), np.stack([first, second]), label
 
     def _document_at(self, places: Ints) -> tuple[Ints, Ints]:
         """First token and number of tokens of text (the end token not counted) of the documents at these places."""
@@ -142,15 +134,13 @@ class TextPairs(TextSamples):
         start = self.tokens.offsets[documents]
         return start, self.tokens.offsets[documents + 1] - start - 1
 
-    def _laid_out(self, segments: Segments) -> tuple[Ints, Ints, npt.NDArray[np.bool_]]:
+    def _laid_out(self, starts: Ints, lengths: Ints) -> tuple[Ints, Ints, npt.NDArray[np.bool_]]:
         """input_ids, token_type_ids, and which positions hold text, (B, S) each."""
         column = np.arange(self.tokens_per_sample, dtype=np.int64)
-        middle = segments.first_length[:, None] + 1  # of the first [SEP]
-        end = middle + segments.second_length[:, None] + 1  # of the second
+        middle = lengths[0][:, None] + 1  # of the first [SEP]
+        end = middle + lengths[1][:, None] + 1  # of the second
         is_first, is_second = (column > 0) & (column < middle), (column > middle) & (column < end)
-        source = np.where(
-            is_first, segments.first_start[:, None] + column - 1, segments.second_start[:, None] + column - middle - 1
-        )
+        source = np.where(is_first, starts[0][:, None] + column - 1, starts[1][:, None] + column - middle - 1)
         is_text = is_first | is_second
         ids = self.tokens.numbers[np.where(is_text, source, 0)].astype(np.int64)
         ids[~is_text] = self._pad
@@ -175,33 +165,21 @@ class TextPairs(TextSamples):
 
     def _ordinary(self, draws: Seeds) -> Ints:
         """Any token but a special one, each as likely."""
-        specials = sorted({self._end, self._cls, self._sep, self._mask, self._pad})
-        numbers: Ints = (draws % np.uint64(self.vocab_size - len(specials))).astype(np.int64)
-        for special in specials:
+        numbers: Ints = (draws % np.uint64(self.vocab_size - len(self._specials))).astype(np.int64)
+        for special in self._specials:
             numbers += numbers >= special
         return numbers
 
 
 def _draw(seeds: Seeds, purpose: int, bound: int | Ints) -> Ints:
-    """Integers in [0, bound), (B,)."""
     drawn: Ints = (mix(seeds, purpose) % np.asarray(bound, dtype=np.uint64)).astype(np.int64)
     return drawn
-
-
-def _all_of(special: SpecialTokens) -> list[int]:
-    numbers = list(special.model_dump(exclude_none=True).values())
-    if len(numbers) < len(SpecialTokens.model_fields):
-        raise ValueError(f"pairs of segments need every special token, and there are only {special}")
-    return numbers
 
 
 def build(path: str | None = None, *, sequence_length: int = 128, mask_fraction: float = 0.15) -> Splits:
     """Pairs out of a token folder.
 
-    Args:
-        path: folder made by ``prepare``; None: the sources of Python's standard library (`python_sources`).
-        sequence_length: S, tokens per sample with the three special ones.
-        mask_fraction: share of the tokens that is predicted.
+    Arguments are the keys of `config.data.TextPairs`.
 
     Raises:
         ConfigError: the folder is damaged, or a part of it has one document only (``text-one-document``), or its

@@ -17,21 +17,12 @@ from framework.errors import ConfigError
 
 
 class TextSamples(BatchDataset):
-    """Samples of a fixed length out of a text.
-
-    Attributes:
-        tokens: the text.
-        tokens_per_sample: S.
-        vocab_size: numbers lie in [0, vocab_size).
-        special: numbers of the special tokens.
-    """
+    """Samples of `tokens_per_sample` tokens, S, out of a text; numbers lie in [0, vocab_size)."""
 
     def __init__(self, tokens: Tokens, *, sequence_length: int, vocab_size: int, special: SpecialTokens) -> None:
         """Describe the samples; nothing is read yet."""
-        self.tokens = tokens
-        self.tokens_per_sample = sequence_length
-        self.vocab_size = vocab_size
-        self.special = special
+        self.tokens, self.tokens_per_sample = tokens, sequence_length
+        self.vocab_size, self.special = vocab_size, special
 
 
 class TextWindows(TextSamples):
@@ -59,9 +50,7 @@ class TextWindows(TextSamples):
 def build(path: str | None = None, *, sequence_length: int = 256) -> Splits:
     """Windows over a token folder.
 
-    Args:
-        path: folder made by ``prepare``; None: the sources of Python's standard library (`python_sources`).
-        sequence_length: S, tokens per sample.
+    Arguments are the keys of `config.data.Text`.
 
     Raises:
         ConfigError: the folder is damaged, or a part of it is shorter than one window (``text-too-short``).

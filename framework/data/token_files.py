@@ -89,9 +89,7 @@ class Meta(_Facts):
 def read_meta(path: str, key: str) -> tuple[Path, Meta]:
     """The folder, and what its ``meta.json`` says; the other files are not looked at.
 
-    Args:
-        path: the folder; ``~`` is the home folder.
-        key: what to call it in an error.
+    In `path` ``~`` is the home folder; `key` is what to call it in an error.
 
     Raises:
         ConfigError: kinds ``text-not-found``, ``text-not-prepared``, ``text-damaged``.
@@ -132,7 +130,7 @@ def size_problems(folder: Path, meta: Meta, path: str, key: str) -> list[Problem
 
 
 def num_windows(num_tokens: int, length: int) -> int:
-    """Windows of so many tokens; the last token of the text is only to be guessed."""
+    """Windows of that length; the last token of the text is only to be guessed."""
     return (num_tokens - 1) // length
 
 
@@ -142,19 +140,19 @@ def num_pairs(num_tokens: int, length: int) -> int:
 
 
 def too_short(part: PartName, *, num_tokens: int, sequence_length: int) -> Iterator[Problem]:
-    """Windows of text: the last token of each is only to be guessed."""
+    """Windows of text need one token more than they are long."""
     if num_tokens <= sequence_length:
         yield Problem(
-            kind="text-too-short",
-            key="data.sequence_length",
-            value=sequence_length,
-            reason=f"the {PART_WORDS[part]} text has {num_tokens} tokens, and a window needs one more than it is long",
-            fix=f"set data.sequence_length: {num_tokens - 1} or less, or prepare more text",
+            "text-too-short",
+            f"the {PART_WORDS[part]} text has {num_tokens} tokens, and a window needs one more than it is long",
+            f"set data.sequence_length: {num_tokens - 1} or less, or prepare more text",
+            "data.sequence_length",
+            sequence_length,
         )
 
 
 def one_document(part: PartName, *, num_documents: int, path: str | None) -> Iterator[Problem]:
-    """Pairs of segments: the second segment of half of them is from another document."""
+    """Half of the pairs of segments need another document."""
     if num_documents < 2:
         reason = f"the {PART_WORDS[part]} text is one document, and half of the pairs need another one"
         fix = "prepare more files, or with --split-at-blank-lines"
@@ -162,7 +160,7 @@ def one_document(part: PartName, *, num_documents: int, path: str | None) -> Ite
 
 
 def no_pair_tokens(special: SpecialTokens, *, path: str | None) -> Iterator[Problem]:
-    """Pairs of segments are held together, hidden and filled up by tokens of their own."""
+    """Pairs of segments need tokens of their own."""
     missing = [f"[{name.upper()}]" for name, number in special.model_dump().items() if number is None]
     if missing:
         reason = f"its tokenizer has no {', '.join(missing)}, and pairs of segments need them"

@@ -17,7 +17,7 @@ from framework.data.documents import Piece
 from framework.data.token_files import META_FILE, FileFacts, Meta, PartFacts, PartName
 from framework.data.tokenizer import Tokenizer
 from framework.data.tokens import EvaluationShare, MappedFrom, Numbers, map_tokens
-from framework.system.files import hash_file
+from framework.system.files import hash_file, write_new
 
 _BLOCK: Final = 1 << 20
 
@@ -118,12 +118,12 @@ class FolderWriter:
         parts = [part for part in (self.train, self.evaluation) if part.num_documents]
         for part in (self.train, self.evaluation):
             part.flush()
-            part.close()
             if part not in parts:
                 part.source.numbers.unlink()
                 part.source.offsets.unlink()
+        self.close()
         self._tokenizer.save(self._folder)
-        files = sorted(self._folder.iterdir())
+        files = {file.name: hash_file(file) for file in sorted(self._folder.iterdir())}
         meta = Meta(
             tokenizer=self._tokenizer.kind,
             vocab_size=self._tokenizer.vocab_size,
@@ -132,18 +132,13 @@ class FolderWriter:
             parts={
                 part.name: PartFacts(num_tokens=part.num_tokens, num_documents=part.num_documents) for part in parts
             },
-            files={
-                file.name: FileFacts(size_bytes=file.stat().st_size, sha256=hash_file(file).sha256) for file in files
-            },
+            files={name: FileFacts(size_bytes=found.num_bytes, sha256=found.sha256) for name, found in files.items()},
         )
-        with (self._folder / META_FILE).open("w", encoding="utf-8") as stream:
-            stream.write(meta.model_dump_json(indent=2) + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
+        write_new(self._folder / META_FILE, memoryview((meta.model_dump_json(indent=2) + "\n").encode()))
         return meta
 
     def close(self) -> None:
-        """Let go of the files; needed only where `finish` was not reached."""
+        """Let go of the files."""
         self.train.close()
         self.evaluation.close()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -27,24 +27,6 @@ _NAMES: Final = [aliases[0] for aliases in _ALIASES.values()]
 SMALLEST_BPE: Final = 256 + len(_NAMES)
 
 
-class Tokenizer(Protocol):
-    """Interface of the tokenizers that `prepare` and `generate` use."""
-
-    kind: Literal["bytes", "library"]
-    vocab_size: int
-    special: SpecialTokens
-    needs_utf8: bool
-
-    def encode(self, texts: Sequence[bytes]) -> list[Numbers]:
-        """Token numbers of each text, without special tokens: what looks like one in the text is text."""
-
-    def decode(self, numbers: Sequence[int]) -> str:
-        """The text; special tokens are left out, and U+FFFD stands where bytes are no whole character."""
-
-    def save(self, folder: Path) -> None:
-        """Write what is needed to turn numbers into text again."""
-
-
 class ByteTokenizer:
     """Token numbers 0 to 255 are the bytes; five special tokens follow. Reads anything, needs no file."""
 
@@ -54,15 +36,18 @@ class ByteTokenizer:
     needs_utf8 = False
 
     def encode(self, texts: Sequence[bytes]) -> list[Numbers]:
-        """(len(text),) uint8 each, without a copy."""
+        """Token numbers of each text, without special tokens: what looks like one in the text is text.
+
+        Here (len(text),) uint8 each, without a copy.
+        """
         return [np.frombuffer(text, dtype=np.uint8) for text in texts]
 
     def decode(self, numbers: Sequence[int]) -> str:
-        """The bytes as UTF-8."""
+        """The text; special tokens are left out, and U+FFFD stands where bytes are no whole character."""
         return bytes(number for number in numbers if number < self.special.end).decode(errors="replace")
 
     def save(self, folder: Path) -> None:
-        """There is nothing to save."""
+        """Write what is needed to turn numbers into text again: for bytes nothing."""
 
 
 class LibraryTokenizer:
@@ -83,35 +68,30 @@ class LibraryTokenizer:
         tokenizer.no_padding()
         numbers = tokenizer.get_vocab(with_added_tokens=True)
         if not any(alias in numbers for alias in _ALIASES["end"]):
-            numbers = _with_end(tokenizer)
+            tokenizer.add_special_tokens([_NAMES[0]])
+            numbers = tokenizer.get_vocab(with_added_tokens=True)
+            if len(set(numbers.values())) < len(numbers):  # the library counts on from the number of tokens
+                reason = "its numbers have gaps, and the end token that it lacks would get the number of another token"
+                raise ValueError(reason)
         found = {kind: next((numbers[a] for a in aliases if a in numbers), None) for kind, aliases in _ALIASES.items()}
         self.special = SpecialTokens.model_validate(found)
         self.vocab_size = max(numbers.values()) + 1  # numbers may have gaps
 
     def encode(self, texts: Sequence[bytes]) -> list[Numbers]:
         """(n,) uint32 each; the library uses all cores for many texts."""
-        # Otherwise a text that quotes "[MASK]" would hide a token, and one that quotes "<|end|>" would end the
-        # document.
+        # Otherwise a text that quotes "<|end|>" would end the document.
         self._tokenizer.encode_special_tokens = True
         encoded = self._tokenizer.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
         return [np.array(one.ids, dtype=np.uint32) for one in encoded]
 
     def decode(self, numbers: Sequence[int]) -> str:
-        """As the library does it."""
         return str(self._tokenizer.decode(list(numbers), skip_special_tokens=True))
 
     def save(self, folder: Path) -> None:
-        """Write ``tokenizer.json``, the library's own format."""
         self._tokenizer.save(str(folder / TOKENIZER_FILE), pretty=False)
 
 
-def _with_end(tokenizer: Any) -> dict[str, int]:
-    """Its numbers with that of an end token behind them."""
-    tokenizer.add_special_tokens([_NAMES[0]])
-    numbers: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-    if len(set(numbers.values())) < len(numbers):  # the library counts on from the number of tokens: a gap misleads it
-        raise ValueError("its numbers have gaps, and the end token that it lacks would get the number of another token")
-    return numbers
+Tokenizer = ByteTokenizer | LibraryTokenizer
 
 
 def load_tokenizer(path: str) -> LibraryTokenizer:
@@ -120,12 +100,12 @@ def load_tokenizer(path: str) -> LibraryTokenizer:
     Raises:
         ConfigError: kinds ``package-missing``, ``tokenizer-not-found``, ``tokenizer-unreadable``.
     """
-    library = _library()
-    if not Path(path).expanduser().is_file():
+    library, file = _library(), Path(path).expanduser()
+    if not file.is_file():
         reason, fix = "there is no such file", "name a tokenizer.json, or bytes"
         raise ConfigError.of("tokenizer-not-found", reason, fix, "--tokenizer", path)
     try:
-        return LibraryTokenizer(library.Tokenizer.from_file(str(Path(path).expanduser())))
+        return LibraryTokenizer(library.Tokenizer.from_file(str(file)))
     except Exception as error:  # the library raises bare Exceptions
         reason = f"it cannot be read as a tokenizer ({in_one_line(error)})"
         fix = "name a tokenizer.json of the library tokenizers"
@@ -146,12 +126,11 @@ def train_bpe(texts: Iterable[bytes], *, vocab_size: int) -> LibraryTokenizer:
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = library.decoders.ByteLevel()
-    alphabet = sorted(library.pre_tokenizers.ByteLevel.alphabet())
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
         special_tokens=_NAMES,
-        initial_alphabet=alphabet,
+        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator((text.decode() for text in texts), trainer=trainer)

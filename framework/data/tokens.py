@@ -114,9 +114,7 @@ class EvaluationShare:
         return takes
 
     def tokens_to_move(self, num_train: int, num_evaluation: int) -> int:
-        """Count the tokens that evaluation lacks, to be taken from the end of training; 0 where it has at least half of
-        what is its due.
-        """
+        """Count the tokens that evaluation lacks; 0 where it has at least half of what is its due."""
         due = round(self._fraction * (num_train + num_evaluation))
         return 0 if 2 * num_evaluation >= due else due - num_evaluation
 
@@ -124,13 +122,8 @@ class EvaluationShare:
 def open_token_folder(path: str, *, key: str = "data.path") -> Corpus:
     """Map the tokens of a folder; sizes are compared, checksums are not (`verify_token_folder` does).
 
-    Args:
-        path: the folder; ``~`` is the home folder.
-        key: what to call it in an error.
-
     Raises:
-        ConfigError: every file that is missing or has another size than ``meta.json`` says: kinds ``text-not-found``,
-            ``text-not-prepared``, ``text-damaged``.
+        ConfigError: as `read_meta`, and every file that is missing or has another size than ``meta.json`` says.
     """
     folder, meta = read_meta(path, key)
     problems = size_problems(folder, meta, path, key)
@@ -154,19 +147,15 @@ def verify_token_folder(path: str, *, key: str = "--verify") -> Meta:
         if hash_file(folder / name).sha256 != facts.sha256
     ]
     for name, tokens in corpus.parts():
-        found = _wrong_content(tokens, meta)
-        problems += [damaged(folder / f"{name}.{end}", reason, path, key) for end, reason in found]
+        if tokens.offsets[0] != 0 or (np.diff(tokens.offsets) < 2).any():
+            problems.append(damaged(folder / f"{name}.idx", "its documents do not follow each other", path, key))
+        blocks = range(0, len(tokens.numbers), _BLOCK)
+        if any(tokens.numbers[start : start + _BLOCK].max() >= meta.vocab_size for start in blocks):
+            reason = f"it holds a token beyond the vocabulary of {meta.vocab_size}"
+            problems.append(damaged(folder / f"{name}.bin", reason, path, key))
     if problems:
         raise ConfigError(problems)
     return meta
-
-
-def _wrong_content(tokens: Tokens, meta: Meta) -> Iterator[tuple[str, str]]:
-    if tokens.offsets[0] != 0 or (np.diff(tokens.offsets) < 2).any():
-        yield "idx", "its documents do not follow each other"
-    blocks = range(0, len(tokens.numbers), _BLOCK)
-    if any(tokens.numbers[start : start + _BLOCK].max() >= meta.vocab_size for start in blocks):
-        yield "bin", f"it holds a token beyond the vocabulary of {meta.vocab_size}"
 
 
 def _map_part(folder: Path, name: str, meta: Meta, path: str, key: str) -> Tokens:

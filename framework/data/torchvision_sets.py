@@ -62,10 +62,8 @@ _CIFAR10: Final = _Source(
 def fashion_mnist(root: str = "data", *, download: bool = False, augment: bool = False) -> Splits:
     """Fashion-MNIST (Xiao, Rasul, Vollgraf 2017), 60,000 + 10,000 grey images (1, 28, 28), labels 0 to 9.
 
-    Args:
-        root: folder that holds (or will hold) ``FashionMNIST/raw``.
-        download: fetch the files when one is missing. Several processes may ask at once: one fetches, the others wait.
-        augment: random crops and flips of the training images (see `ImageTensors`).
+    Arguments are the keys of `config.data.FashionMNIST`. Several processes may ask for a download at once: one fetches,
+    the others wait.
 
     Raises:
         ConfigError: kinds ``dataset-not-found``, ``dataset-unreadable``, ``dataset-download-failed``.
@@ -86,11 +84,11 @@ def _build(source: _Source, *, root: str, download: bool, augment: bool) -> Spli
     missing = source.missing(folder)
     if missing and not download:
         raise ConfigError.of(
-            kind="dataset-not-found",
-            key="data.root",
-            value=root,
-            reason=f"{source.name} needs {', '.join(missing)} in {folder / source.folder}",
-            fix=f"set data.download: true or put torchvision's {source.folder} under {root}",
+            "dataset-not-found",
+            f"{source.name} needs {', '.join(missing)} in {folder / source.folder}",
+            f"set data.download: true or put torchvision's {source.folder} under {root}",
+            "data.root",
+            root,
         )
     if missing:
         _download(source, folder, root=root)
@@ -106,21 +104,17 @@ def _load(source: _Source, folder: Path, *, root: str, train: bool, augment: boo
         return ImageTensors(images, labels, mean=source.mean, std=source.std, augment=augment)
     except Exception as error:  # a damaged file surfaces as any of a dozen types, AssertionError among them
         raise ConfigError.of(
-            kind="dataset-unreadable",
-            key="data.root",
-            value=root,
-            reason=f"the {'training' if train else 'test'} files in {folder / source.folder} cannot be read as "
+            "dataset-unreadable",
+            f"the {'training' if train else 'test'} files in {folder / source.folder} cannot be read as "
             f"{source.name} ({_shown(error)})",
-            fix="delete that folder and set data.download: true, or copy the files there again",
+            "delete that folder and set data.download: true, or copy the files there again",
+            "data.root",
+            root,
         ) from error
 
 
 def _tensors(dataset: Any) -> tuple[Tensor, Tensor]:
-    """Images (N, C, H, W) uint8 and labels (N,) int64 of either class.
-
-    Raises:
-        ValueError: their numbers differ or a label is out of range; torchvision checks neither.
-    """
+    """Images (N, C, H, W) uint8 and labels (N,) int64 of either class; torchvision does not check their numbers."""
     images, labels = torch.as_tensor(dataset.data), torch.as_tensor(dataset.targets, dtype=torch.int64)
     if len(images) != len(labels) or len(images) == 0:
         raise ValueError(f"{len(images)} images and {len(labels)} labels")
@@ -152,19 +146,17 @@ def _download(source: _Source, folder: Path, *, root: str) -> None:
                 shutil.rmtree(aside, ignore_errors=True)
     except Exception as error:  # no network, a full disk, a wrong checksum: each of them its own type
         raise ConfigError.of(
-            kind="dataset-download-failed",
-            key="data.root",
-            value=root,
-            reason=f"{source.name} could not be fetched ({_shown(error)})",
-            fix=f"put torchvision's {source.folder} under {root} from a machine with a network, or try again",
+            "dataset-download-failed",
+            f"{source.name} could not be fetched ({_shown(error)})",
+            f"put torchvision's {source.folder} under {root} from a machine with a network, or try again",
+            "data.root",
+            root,
         ) from error
 
 
 @contextmanager
 def _alone_in(folder: Path, lock_name: str) -> Iterator[None]:
-    """Hold the lock in a folder, made where it is not there. A failure removes the lock and the folders that were made
-    here.
-    """
+    """Hold the lock in a folder. A failure removes the lock and the folders that were made here."""
     lock = FileLock(folder / lock_name)
     made: list[Path] = []
     while not lock.is_locked:

@@ -54,7 +54,7 @@ def judge_config(
         plan = run.plan(cluster)
     except ConfigError as error:
         return [Check("config", f"{path}: refused on {cluster}", error.problems)], need_without_config(cluster)
-    problems = (*run.source.notes(), *plan.findings)
+    problems = (*run.source.notes, *plan.findings)
     return [Check("config", f"{path} on {cluster}: {plan.layout}", problems)], need_of(plan)
 
 

@@ -304,7 +304,7 @@ def with_deepspeed_config(config: RunConfig, path: str | Path, *, source: Source
     imported = import_document(document)
     notes = [_left_out(document, line) for line in imported.left_out]
     for note in sorted(notes, key=lambda note: (note.line, note.column)):
-        source.add_note(note)
+        source.notes.append(note)
     written = config.model_dump(exclude_unset=True)
     clashes = [source.locate(problem) for problem in _clashes(written, imported, document)]
     if clashes:

@@ -35,8 +35,7 @@ class DeviceBatches:
     def split(self, task: Task, batch: Any) -> tuple[Any, Any]:
         """Split a batch into the model's inputs and the targets, both on the device.
 
-        A target keeps its digits: in half precision 300,123 would be 301,056, or infinite, in the loss and in every
-        metric.
+        A target keeps its digits: in half precision 300,123 would be 301,056, or infinite, in loss and metrics.
         """
         inputs, targets = task.split(self.move(batch))
         return self.as_read(inputs), targets

@@ -79,7 +79,6 @@ def describe_environment() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Model name of the processor, as Linux reports it."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -91,36 +90,35 @@ def check_device(dtype: str, backend: str | None = None) -> None:
     """Refuse a precision that the device at hand cannot compute in, or a backend that does not drive it.
 
     Raises:
-        ConfigError: with kind ``precision-unsupported`` or ``backend-unsupported``.
+        ConfigError: kind ``precision-unsupported`` or ``backend-unsupported``.
     """
     needed = {"nccl": "cuda", "hccl": "npu"}.get(backend or "")
     if needed is not None and device_name() != needed:
         raise ConfigError.of(
-            kind="backend-unsupported",
-            key="run.backend",
-            value=backend,
-            reason=f"it drives {needed} devices and this machine's are {device_name()}",
-            fix="leave it out",
+            "backend-unsupported",
+            f"it drives {needed} devices and this machine's are {device_name()}",
+            "leave it out",
+            "run.backend",
+            backend,
         )
     accelerator = get_accelerator()
     supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
     if dtype in supported and not supported[dtype]():
         raise ConfigError.of(
-            kind="precision-unsupported",
-            key="precision.dtype",
-            value=dtype,
-            reason=f"DeepSpeed's {device_name()} accelerator on this machine cannot train in it",
-            fix="use fp32 or autocast",
+            "precision-unsupported",
+            f"DeepSpeed's {device_name()} accelerator on this machine cannot train in it",
+            "use fp32 or autocast",
+            "precision.dtype",
+            dtype,
         )
 
 
 def take_device_of_rank(environment: Mapping[str, str]) -> None:
     """Make this rank's device the current one: what is asked of CUDA before would be done on the first, by all ranks.
 
-    A rank for which this host shows no device is refused: the others of its host would wait for it in NCCL.
-
     Raises:
-        ConfigError: with kind ``more-ranks-than-devices``; the first such rank of a host tells it.
+        ConfigError: kind ``more-ranks-than-devices``, told by the first rank for which this host shows no device: the
+            others of its host would wait for it in NCCL.
     """
     if device_name() == "cpu":  # whose number DeepSpeed asks another program for
         return
@@ -133,11 +131,11 @@ def take_device_of_rank(environment: Mapping[str, str]) -> None:
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     of = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
     error = ConfigError.of(
-        kind="more-ranks-than-devices",
-        key="LOCAL_RANK",
-        value=int(local_rank),
-        reason=f"this process sees {counted(num_devices, 'device')}{of}, and the first one's number is 0",
-        fix="start no more ranks on a host than it has devices, or show every rank all of them",
+        "more-ranks-than-devices",
+        f"this process sees {counted(num_devices, 'device')}{of}, and the first one's number is 0",
+        "start no more ranks on a host than it has devices, or show every rank all of them",
+        "LOCAL_RANK",
+        int(local_rank),
     )
     error.is_of_one_rank = int(local_rank) == num_devices
     raise error
@@ -168,8 +166,8 @@ def process_group(backend: str | None) -> Iterator[None]:
     use_own_cache()
     if os.environ.get("LOCAL_RANK", "0") == "0":
         remove_dead_buffers()
+    # DeepSpeed prints that its ops were built, on every rank.
     with explaining_rendezvous(), refusing_what_does_not_compile(), redirect_stdout(io.StringIO()):
-        # DeepSpeed prints that its ops were built, on every rank.
         deepspeed.init_distributed(
             dist_backend=backend or get_accelerator().communication_backend_name(),
             auto_mpi_discovery=False,
@@ -202,7 +200,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def from_rank0(value: Any) -> Any:
-    """The value that rank 0 passed, on every rank; an exception of rank 0 is raised on every rank."""
+    """The value that rank 0 passed, on every rank; an exception is raised there. Collective."""
     box = [value]
     torch.distributed.broadcast_object_list(box, src=0)
     if isinstance(box[0], Exception):
@@ -224,11 +222,11 @@ def refuse_different_ranks(fingerprint: Mapping[str, Any]) -> None:
         for name in sorted(first.keys() | other.keys()):
             if other.get(name) != first.get(name):
                 raise ConfigError.of(
-                    kind="ranks-differ",
-                    key=name,
-                    value=other.get(name),
-                    reason=f"rank {number} has this, rank 0 has {first.get(name)}",
-                    fix="give every rank the same config and the same data",
+                    "ranks-differ",
+                    f"rank {number} has this, rank 0 has {first.get(name)}",
+                    "give every rank the same config and the same data",
+                    name,
+                    other.get(name),
                 )
 
 
@@ -328,14 +326,11 @@ class _LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name is logging's
         if not self._has_failed:
             self._has_failed = True
-            warn(
-                f"{self.baseFilename}: {sys.exc_info()[1]}; training goes on, and lines of this log are lost "
-                "[log-not-written]"
-            )
+            lost = "training goes on, and lines of this log are lost [log-not-written]"
+            warn(f"{self.baseFilename}: {sys.exc_info()[1]}; {lost}")
 
 
 def _use_own_device() -> None:
-    """Before the first collective; DeepSpeed does the same, when it makes an engine."""
     if "LOCAL_RANK" in os.environ:
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
 
@@ -361,11 +356,10 @@ def gather_from_disks(value: Any) -> list[Any]:
 
 def _backends() -> list[Any]:
     """Of all groups of this process: DeepSpeed waits in groups of its own as well."""
-    found: dict[int, Any] = {}
+    found: list[Any] = []
     for group in torch.distributed.distributed_c10d._world.pg_map:
         for kind in group._device_types:
             with suppress(RuntimeError):  # a kind of device that this machine does not have
-                backend = group._get_backend(kind)
-                if hasattr(backend, "_set_default_timeout") and hasattr(getattr(backend, "options", None), "_timeout"):
-                    found[id(backend)] = backend
-    return list(found.values())
+                found.append(group._get_backend(kind))
+    known = {id(backend): backend for backend in found if hasattr(backend, "_set_default_timeout")}
+    return [backend for backend in known.values() if hasattr(getattr(backend, "options", None), "_timeout")]

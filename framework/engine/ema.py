@@ -79,7 +79,6 @@ class WeightAverage:
             torch._foreach_lerp_(averages, weights, 1.0 - settings.decay)
 
     def _exchange(self) -> None:
-        """Let the weights and their average change places, and the model follow."""
         with opened(self._engine.optimizer):
             for parameter, state in self._base.state.items():
                 if EMA_KEY in state:
@@ -89,7 +88,6 @@ class WeightAverage:
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the tensors that this call of the optimizer's step changes."""
     return [
         parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None
     ]

@@ -38,12 +38,7 @@ def use_own_cache() -> None:
 
 
 def failure_of_compiler(error: BaseException) -> ConfigError | None:
-    """Return a refusal in the compiler's own last words where torch's extension builder has failed; None for another
-    error.
-
-    Returns:
-        ConfigError: kind ``op-not-loadable``.
-    """
+    """A refusal (kind ``op-not-loadable``) in the compiler's last words where torch's extension builder has failed."""
     text = str(error)
     found = _NOT_BUILT.search(text)
     if not isinstance(error, RuntimeError) or not found:
@@ -51,7 +46,7 @@ def failure_of_compiler(error: BaseException) -> ConfigError | None:
     lines = [line.strip() for line in text.splitlines()[1:] if line.strip()]
     complaints = [line for line in lines if _COMPLAINT.search(line) and not line.startswith("ninja:")]
     reason = f"it does not compile: {printable((complaints or lines or [text])[-1])[:_LONGEST_COMPLAINT]}"
-    return ConfigError.of(kind="op-not-loadable", key=found[1] or "compiler", reason=reason, fix=_FIX)
+    return ConfigError.of("op-not-loadable", reason, _FIX, found[1] or "compiler")
 
 
 # The whole of a compiler's failure goes to the rank's log, as the cause.

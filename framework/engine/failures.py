@@ -69,10 +69,7 @@ _MOST_SHOWN: Final = 8
 @contextmanager
 def explaining_failures(logs: Path) -> Iterator[None]:
     """Turn failures of training that can be explained into our errors: known messages, failed batches, lost peers."""
-    with (
-        explaining(_known, partial(_of_batch, logs=logs), lost_peer),
-        refusing_exits(speaks=claims_error_report),
-    ):
+    with explaining(_known, partial(_of_batch, logs=logs), lost_peer), refusing_exits(speaks=claims_error_report):
         yield
 
 
@@ -159,7 +156,6 @@ def _of_data(error: Exception) -> FrameworkError | None:
 
 
 def _of_batch(error: Exception, *, logs: Path) -> TrainingError | None:
-    """Return an error that shows the batch on which the model or the loss has failed; None for other errors."""
     line = explain_failed_batch(error)
     if not line or is_lost_peer(error):
         return None
@@ -176,14 +172,8 @@ def explain_failed_batch(error: BaseException) -> str:
     if not isinstance(error, _EXPLAINED):
         return ""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    call = next(
-        (
-            inner
-            for outer, inner in pairwise(frames)
-            if outer.f_globals.get("__name__") in _ENGINES and inner.f_code.co_name in _CALLS
-        ),
-        None,
-    )
+    calls = (inner for outer, inner in pairwise(frames) if outer.f_globals.get("__name__") in _ENGINES)
+    call = next((inner for inner in calls if inner.f_code.co_name in _CALLS), None)
     if call is None:
         return ""
     name = call.f_code.co_name
@@ -225,10 +215,8 @@ def _hint_of_model(error: BaseException, inputs: Any) -> str:
         if any(part.device.type != "cpu" for part in numbers):
             return ""
         low, high = min(int(part.min()) for part in numbers), max(int(part.max()) for part in numbers)
-        return (
-            f"its whole numbers go from {low} to {high}: an embedding needs more rows than the largest, and none is "
-            "negative"
-        )
+        needs = "an embedding needs more rows than the largest, and none is negative"
+        return f"its whole numbers go from {low} to {high}: {needs}"
     if isinstance(error, RuntimeError) and "type" in str(error):
         if any(_is_whole(part) for part in tensors):
             return "return floating-point inputs from the dataset: x.float(), for images x.float() / 255"
@@ -238,7 +226,6 @@ def _hint_of_model(error: BaseException, inputs: Any) -> str:
 
 
 def _hint_of_classes(outputs: Any, targets: Any) -> str:
-    """Suggest how to give cross-entropy the outputs and class numbers that it expects."""
     if not isinstance(targets, Tensor):
         return "number the classes from 0 in the dataset"
     if not isinstance(outputs, Tensor):

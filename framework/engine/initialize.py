@@ -56,21 +56,17 @@ class CosineSchedule:
         self._go_to(0)
 
     def step(self) -> None:
-        """An optimizer step was taken."""
         self._go_to(self._step + 1)
 
     def get_last_lr(self) -> list[float]:
-        """Learning rate of every group."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     get_lr = get_last_lr
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the schedule."""
         return {"step": self._step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a position."""
         self._go_to(int(state["step"]))
 
     def _go_to(self, step: int) -> None:
@@ -84,13 +80,8 @@ def client_schedule(plan: Plan) -> Callable[[torch.optim.Optimizer], CosineSched
     scheduler = plan.config.scheduler
     if not isinstance(scheduler, Cosine):
         return None
-    factor = partial(
-        cosine_factor,
-        warmup_steps=scheduler.warmup_steps,
-        total_steps=schedule_steps(plan),
-        min_ratio=scheduler.min_ratio,
-    )
-    return partial(CosineSchedule, factor=factor)
+    lengths = {"warmup_steps": scheduler.warmup_steps, "total_steps": schedule_steps(plan)}
+    return partial(CosineSchedule, factor=partial(cosine_factor, min_ratio=scheduler.min_ratio, **lengths))
 
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -103,14 +94,12 @@ def initialize(
     """Wrap a model, or a stage of it, with `deepspeed.initialize`. Collective."""
     _refuse_number_types(plan, model)
     forget_autocast()
+    decay: dict[str, Any] = {"weight_decay": 0.0, "weight_decay_on": "all"}
+    decay |= {name: getattr(plan.config.optimizer, name, default) for name, default in decay.items()}
     with refusing_scalars(), _sending_scalars(), taking_zero_optimizer():
         engine, _, _, _ = deepspeed.initialize(
             model=model,
-            model_parameters=parameter_groups(
-                model.parameters(),
-                weight_decay=getattr(plan.config.optimizer, "weight_decay", 0.0),
-                weight_decay_on=getattr(plan.config.optimizer, "weight_decay_on", "all"),
-            ),
+            model_parameters=parameter_groups(model.parameters(), **decay),
             optimizer=make_optimizer,
             lr_scheduler=client_schedule(plan),
             dist_init_required=False,
@@ -122,11 +111,7 @@ def initialize(
 
 
 def _refuse_number_types(plan: Plan, model: torch.nn.Module) -> None:
-    """DeepSpeed reduces no doubles at stage 0, and its fp32 copies at stages 1 to 3 drop what is imaginary.
-
-    Raises:
-        ConfigError: kind ``weight-type``.
-    """
+    """DeepSpeed reduces no doubles at stage 0, and its fp32 copies at stages 1 to 3 drop what is imaginary."""
     doubles = plan.config.zero.stage == 0 and plan.config.precision.dtype in ("fp32", "autocast")
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and (parameter.is_complex() or (doubles and parameter.dtype == torch.float64)):
@@ -134,23 +119,19 @@ def _refuse_number_types(plan: Plan, model: torch.nn.Module) -> None:
             reason = f"the model's weight {name} is {dtype}, which DeepSpeed cannot train"
             pair = "keep its real view (torch.view_as_real) as the weight, and join it in forward"
             fix, at = (pair, "") if parameter.is_complex() else ("use .float()", " at zero.stage 0")
-            raise ConfigError.of(kind="weight-type", key="model", reason=f"{reason}{at}", fix=fix)
+            raise ConfigError.of("weight-type", f"{reason}{at}", fix, "model")
 
 
 def _scalar_refusal(error: BaseException) -> ConfigError | None:
-    """At stage 3 DeepSpeed sends bytes in many places: there a weight without dimensions is refused.
-
-    Returns:
-        ConfigError: kind ``scalar-weight``.
-    """
+    """At stage 3 DeepSpeed sends bytes in many places: there a weight without dimensions is refused."""
     if "dim() cannot be 0 to view" not in str(error):
         return None
     return ConfigError.of(
-        kind="scalar-weight",
-        key="zero.stage",
-        value=3,
-        reason="the model has a weight without dimensions, which DeepSpeed cannot spread over ranks",
-        fix="make it a vector of one number, torch.ones(1) instead of torch.tensor(1.0), or set zero.stage: 2",
+        "scalar-weight",
+        "the model has a weight without dimensions, which DeepSpeed cannot spread over ranks",
+        "make it a vector of one number, torch.ones(1) instead of torch.tensor(1.0), or set zero.stage: 2",
+        "zero.stage",
+        3,
     )
 
 
@@ -206,7 +187,7 @@ class BaseEngine:
         names: Callable[[], Names],
         stages: Any = None,
     ) -> None:
-        """Take the engine; `names` tells the plain names of what it holds, `stages` is a pipeline's process group."""
+        """`names` tells the plain names of what the engine holds, `stages` is a pipeline's process group."""
         place(task, device())
         self.engine, self._task, self._names = engine, task, names
         self._batches = DeviceBatches(
@@ -219,13 +200,11 @@ class BaseEngine:
     def save(
         self, folder: Path, tag: str, state: Mapping[str, Any], *, open_file: OpenFile = NewFile
     ) -> Mapping[str, FileRecord]:
-        """DeepSpeed's files plus the random state of every rank. Collective."""
         share_buffers(self.engine)  # so that a run that is resumed, where all have what is saved, is the unbroken one
         with collective_timeout() if open_file is NewFile else nullcontext():
             return save_bytes(self.engine, self._files, folder, tag, state, names=self._names(), open_file=open_file)
 
     def load(self, checkpoint: SavedCheckpoint, *, moved: bool) -> Mapping[str, Any]:
-        """Put back weights, optimizer, schedule and, unless it moved, this rank's random state. Collective."""
         if moved:
             state = move_in(self.engine, checkpoint, names=self._names())
         else:
@@ -234,5 +213,4 @@ class BaseEngine:
         return state
 
     def close(self) -> None:
-        """Remove DeepSpeed's hooks and buffers."""
         self.engine.destroy()

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 import torch
@@ -158,8 +159,8 @@ def _write_and_read(folder: Path, num_bytes: int) -> dict[str, Any]:
             path.unlink()
 
 
-def _exchange(other: int, device: torch.device, *, num_bytes: int, repeats: int = 5) -> float:
-    """Bytes per second in each direction, the median of a few."""
+def _exchange(other: int, device: torch.device, *, num_bytes: int) -> float:
+    """Bytes per second in each direction, the median of five."""
     mine, theirs = torch.zeros(num_bytes // 4, device=device), torch.empty(num_bytes // 4, device=device)
 
     def both_ways() -> None:
@@ -168,7 +169,7 @@ def _exchange(other: int, device: torch.device, *, num_bytes: int, repeats: int 
             request.wait()
 
     both_ways()  # connects
-    return num_bytes / sorted(_timed(both_ways, device, repeats=1) for _ in range(repeats))[repeats // 2]
+    return num_bytes / median(_timed(both_ways, device, repeats=1) for _ in range(5))
 
 
 def _timed(do: Callable[[], object], device: torch.device, *, repeats: int) -> float:

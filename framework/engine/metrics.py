@@ -34,14 +34,11 @@ def mean_over_ranks(value: torch.Tensor) -> float:
 
 def engine_metrics(engine: deepspeed.DeepSpeedEngine, kept_norm: KeptNorm | None) -> dict[str, float]:
     """Read the metrics of DeepSpeed's last step."""
-    metrics: dict[str, float] = {}
     norm = kept_norm.norm if kept_norm is not None and kept_norm.norm is not None else engine.get_global_grad_norm()
-    if norm is not None:
-        metrics["train/grad_norm"] = float(norm)
+    metrics = {} if norm is None else {"train/grad_norm": float(norm)}
     if engine.fp16_enabled():
         metrics["train/loss_scale"] = float(engine.optimizer.loss_scale)
-    metrics["train/skipped_steps"] = float(engine.skipped_steps)
-    return metrics | memory_metrics()
+    return metrics | {"train/skipped_steps": float(engine.skipped_steps)} | memory_metrics()
 
 
 def memory_metrics() -> dict[str, float]:
@@ -69,10 +66,9 @@ class EvalSums:
                 self._sums[name] += pair
 
     def _summand(self, part: torch.Tensor | int) -> torch.Tensor:
-        """On the device, in double precision. A plain number is filled in there: a copy would wait for it."""
         if isinstance(part, torch.Tensor):
             return part.to(self._device, torch.float64, non_blocking=True)
-        return torch.full((), part, dtype=torch.float64, device=self._device)
+        return torch.full((), part, dtype=torch.float64, device=self._device)  # a copy would wait for the device
 
     def metrics(self, task: Task) -> dict[str, float]:
         """Every metric over all ranks, and what the task derives from them, under their public names. Collective."""
@@ -97,17 +93,16 @@ class EvalSums:
 
 
 def _number(name: str, value: Any, *, task: Task) -> float:
-    """A derived metric as a plain number: files of metrics and manifests hold nothing else."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
         shape = f"tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise ConfigError.of(
-            kind="task-metric-result",
-            key="task",
-            value=type(task).__name__,
-            reason=f"derive() returned a {shape} for the metric {name!r}, not a number",
-            fix="return a float",
+            "task-metric-result",
+            f"derive() returned a {shape} for the metric {name!r}, not a number",
+            "return a float",
+            "task",
+            type(task).__name__,
         ) from error
 
 
@@ -138,11 +133,11 @@ def time_layers(
                         value = layer.apply(module, _fresh(value))
             except Exception as error:
                 raise ConfigError.of(
-                    kind="layer-failed",
-                    key="model",
-                    value=layer.name,
-                    reason=f"the layer fails when it is timed on {device()}: {in_one_line(error)}",
-                    fix="mend the layer, or set another parallel.partition than measured",
+                    "layer-failed",
+                    f"the layer fails when it is timed on {device()}: {in_one_line(error)}",
+                    "mend the layer, or set another parallel.partition than measured",
+                    "model",
+                    layer.name,
                 ) from error
             seconds.append(median(times[_WARM_UPS:]))
     return seconds

@@ -70,7 +70,7 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
         return specs
 
     def _make(self, layer: Layer, number: int) -> torch.nn.Module:
-        """Called while PipelineModule builds this stage, when its process groups exist."""
+        """Called when the process groups exist."""
         return self._adapt(layer.make(number, seed=self._seed), layer.name, self._grid.get_data_parallel_group())
 
     def train(self, mode: bool = True) -> StagesModule:
@@ -146,7 +146,6 @@ class _Held:
 
 
 def _holding(halves: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, _Held]]:
-    """Yield batches as DeepSpeed's first and last stage expect them."""
     return ((inputs, _Held(targets)) for inputs, targets in halves)
 
 
@@ -190,7 +189,6 @@ class PipelineEngine(BaseEngine):
     def evaluate(
         self, batches: Iterable[tuple[Any, bool]], *, is_stopping: Callable[[], bool] = lambda: False
     ) -> Mapping[str, float]:
-        """Metrics of the task over all samples of all ranks, on every rank."""
         share_buffers(self.engine)
         sums = self._loss.sums = EvalSums(device())
         if isinstance(batches, Sized) and not (self.engine.is_first_stage() or self.engine.is_last_stage()):
@@ -220,7 +218,6 @@ class PipelineEngine(BaseEngine):
         )
 
     def _halves(self, batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-        """Yield (inputs, targets) on the device."""
         for batch in batches:
             inputs, targets = self._batches.split(self._task, batch)
             if not self.engine.dynamic_shape:
@@ -237,10 +234,10 @@ class PipelineEngine(BaseEngine):
         if self._shapes is None:
             self._shapes = found
         if found != self._shapes:
+            way_out = "they may differ only where the dataset has a collate_fn of its own; give it one"
             raise TrainingError(
                 f"a micro-batch has inputs of the shapes {found}, and those before it had {self._shapes}: in a "
-                "pipeline they may differ only where the dataset has a collate_fn of its own; give it one "
-                "[batch-shapes-differ]"
+                f"pipeline {way_out} [batch-shapes-differ]"
             )
 
     @contextlib.contextmanager

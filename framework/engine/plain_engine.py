@@ -62,7 +62,6 @@ class PlainEngine(BaseEngine):
     def evaluate(
         self, batches: Iterable[tuple[Any, bool]], *, is_stopping: Callable[[], bool] = lambda: False
     ) -> Mapping[str, float]:
-        """Metrics of the task over all samples of all ranks."""
         task, sums = self._task, EvalSums(device())
         share_buffers(self.engine)
         modes = [(module, module.training) for module in self.engine.module.modules()]

@@ -67,23 +67,14 @@ def check_environment(environment: Mapping[str, str]) -> None:
             "a port from 1 to 65535",
         ),
     }
-    problems = [
-        Problem(
-            kind="rendezvous-environment",
-            key=name,
-            value=_number(environment.get(name, MISSING)),
-            reason=f"must be {wanted}",
-            fix="start the ranks with deepspeed, torchrun or launch, which set it",
-        )
-        for name, (is_good, wanted) in rules.items()
-        if not is_good
-    ]
+    fix, problems = "start the ranks with deepspeed, torchrun or launch, which set it", []
+    for name, (is_good, wanted) in rules.items():
+        value: Any = environment.get(name, MISSING)
+        if not is_good:
+            value = int(value) if isinstance(value, str) and value.isdecimal() else value
+            problems.append(Problem("rendezvous-environment", f"must be {wanted}", fix, name, value))
     if problems:
         raise ConfigError(problems)
-
-
-def _number(value: Any) -> Any:
-    return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
 class _KeptStore:
@@ -125,7 +116,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def failure_of_nccl(error: BaseException) -> TrainingError | None:
-    """Return the error report for a collective that NCCL itself refuses on this rank; None for other errors."""
+    """The error of a collective that NCCL itself refuses on this rank; None for other errors."""
     if not isinstance(error, torch.distributed.DistBackendError) or is_lost_peer(error):
         return None
     # Its last words are preceded by a place in its sources, its release, and advice to read them.
@@ -138,7 +129,7 @@ def failure_of_nccl(error: BaseException) -> TrainingError | None:
 
 
 def lost_peer(error: BaseException) -> FrameworkError | None:
-    """Return one line for a collective that failed; the reason is what the rank that is gone said itself."""
+    """The error of a collective that failed; the reason is what the rank that is gone said itself."""
     if not is_lost_peer(error):
         return failure_of_nccl(error)
     happened = _WHAT_HAPPENED.search(str(error))
@@ -150,7 +141,7 @@ def lost_peer(error: BaseException) -> FrameworkError | None:
 
 
 def _not_met(error: BaseException) -> FrameworkError | None:
-    """Return one line for an error of joining the process group: it names the address, or what NCCL says."""
+    """The error of joining the process group: it names the address, or what NCCL says."""
     if (of_nccl := failure_of_nccl(error)) is not None or not isinstance(error, RuntimeError):
         return of_nccl
     reason = _reason_not_met(error)

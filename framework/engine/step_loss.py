@@ -74,7 +74,12 @@ class StepLoss:
             return loss
         sums, scales = _parts(loss), self._scales() if self._scales is not None else ()
         if len(sums) != len(scales) or not all(isinstance(ratio, Ratio) for ratio in sums):
-            raise _no_pair(self._task, counts=self._scales is not None)
+            reason = "loss() returned a framework.Ratio, and there is no count(), which a step needs before it begins"
+            if self._scales is not None:
+                reason = "count() says what a sum is divided by, and loss() returned no framework.Ratio for each number"
+                reason += " of it"
+            fix = "return Ratio(sum, count) from loss(outputs, targets), and the same count from count(targets)"
+            raise ConfigError.of("task-loss-result", reason, fix, "task", type(self._task).__name__)
         weighted = [ratio.total.float() * scale for ratio, scale in zip(sums, scales, strict=True)]
         return weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
 
@@ -86,15 +91,3 @@ def _parts(value: Any) -> tuple[Any, ...]:
 def _number(part: torch.Tensor | int, device: torch.device | None) -> torch.Tensor:
     """As float32, filled in on the device: copying a number from the host would wait for it."""
     return part.float() if isinstance(part, torch.Tensor) else torch.full((), float(part), device=device)
-
-
-def _no_pair(task: Task, *, counts: bool) -> ConfigError:
-    return ConfigError.of(
-        kind="task-loss-result",
-        key="task",
-        value=type(task).__name__,
-        reason="count() says what a sum is divided by, and loss() returned no framework.Ratio for each number of it"
-        if counts
-        else "loss() returned a framework.Ratio, and there is no count(), which a step needs before it begins",
-        fix="return Ratio(sum, count) from loss(outputs, targets), and the same count from count(targets)",
-    )

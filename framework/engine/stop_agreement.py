@@ -85,7 +85,7 @@ def _asked_so_far(request: StopRequest) -> str:
 
 
 class StopAgreement:
-    """One rank's part in it."""
+    """One rank's part."""
 
     def __init__(
         self,

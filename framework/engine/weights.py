@@ -25,11 +25,9 @@ _FILES: Final = (".pt", ".pth", ".bin")
 
 
 def find_weights(path: str, *, allow_unverified: bool = False) -> LazyWeights | SavedCheckpoint:
-    """The weights that `checkpoint.init_weights` names: an export, a file that `torch.save` made, or those of a
-    checkpoint.
+    """The weights that `checkpoint.init_weights` names: an export, a file that `torch.save` made, or a checkpoint.
 
-    The checkpoint, the newest one of a run folder, is found only: nothing of it may be read before all of it is
-    verified.
+    The checkpoint, the newest one of a run folder, is found only: nothing of it may be read before it is verified.
 
     Raises:
         ConfigError: there is nothing of that kind, or a checkpoint without a manifest that is not allowed.
@@ -45,21 +43,15 @@ def find_weights(path: str, *, allow_unverified: bool = False) -> LazyWeights | 
     checkpoint = newest_at(path, key=_KEY, allow_unverified=allow_unverified)
     if checkpoint is None:
         found = "no finished checkpoint and no file of weights" if place.exists() else "nothing at that path"
-        raise ConfigError.of(
-            kind="weights-not-found",
-            key=_KEY,
-            value=path,
-            reason=f"there is {found}",
-            fix="name a .../global_step<N> folder, a run folder, an export, or a .safetensors or .pt file",
-        )
+        fix = "name a .../global_step<N> folder, a run folder, an export, or a .safetensors or .pt file"
+        raise ConfigError.of("weights-not-found", f"there is {found}", fix, _KEY, path)
     return checkpoint
 
 
 def checkpoint_weights(
     checkpoint: SavedCheckpoint, *, average: bool = False, damage: Sequence[str] | None = None
 ) -> LazyWeights:
-    """The weights of a checkpoint, or their moving average, on the CPU, each under all its names; fp32 where it has
-    them so.
+    """The weights of a checkpoint, or their moving average, on the CPU, each under all its names; fp32 where they are.
 
     `damage` is what was found where its files have been verified; otherwise they are now.
 
@@ -96,11 +88,8 @@ def put_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], *, 
 
 
 def refuse_other_layers(weights: Mapping[str, torch.Tensor], layers: Sequence[Surveyed], *, source: str) -> None:
-    """Hold weights against all layers of a pipeline, on every rank: a stage that failed alone would leave the others
-    waiting.
-
-    Raises:
-        ConfigError: names or shapes differ.
+    """Refuse weights of other names or shapes than all layers of a pipeline have, on every rank: a stage that failed
+    alone would leave the others waiting.
     """
     shapes: dict[str, torch.Size] = {}
     ties: set[str] = set()
@@ -144,7 +133,6 @@ def _not_read(file: Path, reason: str) -> StorageError:
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and saved buffers of a module itself, not of its children."""
     yield from module.named_parameters(recurse=False)
     for name, buffer in module.named_buffers(recurse=False):
         if name not in module._non_persistent_buffers_set:
@@ -161,6 +149,4 @@ def _refuse_differences(shapes: Mapping[str, torch.Size], found: Mapping[str, to
     elif other := next((name for name, shape in shapes.items() if held[name] != shape), None):
         reason = f"{other} has shape {tuple(held[other])} there and {tuple(shapes[other])} in the model"
     if reason:
-        raise ConfigError.of(
-            kind="weights-differ", key=_KEY, value=source, reason=reason, fix="name weights of the same model"
-        )
+        raise ConfigError.of("weights-differ", reason, "name weights of the same model", _KEY, source)

@@ -22,13 +22,9 @@ def prepare_model(model: nn.Module, training: Training) -> nn.Module:
     `channels_last` changes the images alone (the function below), and convolutions follow them. Weights stay as they
     are: DeepSpeed 0.19.8 refuses others (runtime/engine.py `_broadcast_model` views them as bytes).
 
-    Args:
-        model: changed in place; may be partitioned by ZeRO-3.
-        training: the config's section.
-
     Returns:
-        The model to train: a `LayeredModel` around the same layers, with the same names of weights, where recomputation
-        needs one.
+        The model, changed in place (it may be partitioned by ZeRO-3), or a `LayeredModel` around the same layers, with
+        the same names of weights, where recomputation needs one.
 
     Raises:
         ConfigError: a pattern of `freeze` matches nothing or all, or a model that cannot be cut shall be recomputed.
@@ -53,11 +49,7 @@ def channels_last(images: Tensor) -> Tensor:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Take the gradient from every parameter whose whole name matches a pattern.
-
-    Raises:
-        ConfigError: as for `frozen_names`.
-    """
+    """Take the gradient from every parameter whose whole name matches a pattern; errors as of `frozen_names`."""
     parameters = dict(model.named_parameters())
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
     frozen = frozen_names(parameters, patterns)
@@ -97,11 +89,11 @@ def with_recompute(model: nn.Module, *, every: int) -> nn.Module:
         except ConfigError as error:
             (problem,) = error.problems
             raise ConfigError.of(
-                kind="recompute-needs-layers",
-                key="training.recompute_every",
-                value=every,
-                reason=f"the model ({problem.value}) cannot be cut into layers: {problem.reason}",
-                fix=f"{problem.fix}; or set training.recompute_every: 0",
+                "recompute-needs-layers",
+                f"the model ({problem.value}) cannot be cut into layers: {problem.reason}",
+                f"{problem.fix}; or set training.recompute_every: 0",
+                "training.recompute_every",
+                every,
             ) from error
     model.recompute_every = every
     return model
@@ -116,37 +108,25 @@ def _nothing_frozen(number: int, pattern: str, names: Sequence[str]) -> Problem:
         guess = nearest(pattern, names) or (names[0] if names else "")
         fix = f"did you mean {guess}?" if guess else "remove it"
     return Problem(
-        kind="freeze-matches-nothing",
-        key=f"training.freeze.{number}",
-        value=pattern,
-        reason="no parameter of the model has such a name",
-        fix=fix,
+        "freeze-matches-nothing", "no parameter of the model has such a name", fix, f"training.freeze.{number}", pattern
     )
 
 
 def _everything_frozen(patterns: Sequence[str]) -> ConfigError:
     return ConfigError.of(
-        kind="freeze-matches-all",
-        key="training.freeze",
-        value=list(patterns),
-        reason="nothing would be left to train",
-        fix="leave some parameters out",
+        "freeze-matches-all",
+        "nothing would be left to train",
+        "leave some parameters out",
+        "training.freeze",
+        list(patterns),
     )
 
 
 def parameter_groups(
     parameters: Iterable[nn.Parameter], *, weight_decay: float, weight_decay_on: Literal["all", "matrices"]
 ) -> list[nn.Parameter] | list[dict[str, Any]]:
-    """Group the parameters for an optimizer.
-
-    Args:
-        parameters: those that require a gradient are taken.
-        weight_decay: of the weights that have any.
-        weight_decay_on: ``all``, or ``matrices``: not on tensors with fewer than two dimensions, which are biases and
-            norms.
-
-    Returns:
-        The parameters, where all are treated the same; otherwise a group with decay and one without, in this order.
+    """The parameters that require a gradient, where all are treated the same; otherwise a group with decay and one
+    without, in this order: ``matrices`` leaves out tensors with fewer than two dimensions, biases and norms.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if weight_decay_on == "all" or not weight_decay:

@@ -23,11 +23,7 @@ from framework.models.layers import Layer, LayeredModel
 
 @dataclass(frozen=True, kw_only=True)
 class BERTShape:
-    """Shape of a BERT, whose fields `framework.config.model.BERT` describes.
-
-    Raises:
-        ValueError: the heads do not divide the hidden units.
-    """
+    """Shape of a BERT, whose fields `framework.config.model.BERT` describes; ValueError where heads do not divide."""
 
     vocab_size: int
     max_positions: int

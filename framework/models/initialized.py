@@ -15,14 +15,11 @@ DEFAULT_STD = 0.02
 
 
 class _Drawn(nn.Module):
-    """Draws its weight from N(0, std^2), cut off at two standard deviations if `truncated`; bias zero."""
-
     def __init__(self, *sizes: int, std: float = DEFAULT_STD, truncated: bool = False, **options: Any) -> None:
         self.std, self.truncated = std, truncated  # torch's constructor draws, and needs them
         super().__init__(*sizes, **options)
 
     def reset_parameters(self) -> None:
-        """Draw the weight, set the bias to zero."""
         weight, bias = self._parameters["weight"], self._parameters.get("bias")
         assert weight is not None
         draw(weight, std=self.std, truncated=self.truncated)

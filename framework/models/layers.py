@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -31,7 +32,6 @@ class LayerStack(nn.Sequential):
     """
 
     def __getitem__(self, index: Any) -> Any:
-        """One layer for an int, an `nn.Sequential` of layers for a slice."""
         if not isinstance(index, slice):
             return super().__getitem__(index)
         return nn.Sequential(OrderedDict(list(self._modules.items())[index]))
@@ -45,10 +45,7 @@ def recompute(run: Callable[..., Any], *values: Any, modules: Callable[[], Itera
 
     Gradients are the same to the bit: dropout repeats its draws, and batch norms count the batch once.
 
-    Args:
-        run: the part of the model.
-        values: its inputs.
-        modules: tells the modules that `run` calls, submodules included; asked in the backward pass.
+    `modules` tells the modules that `run` calls, submodules included; it is asked in the backward pass.
     """
     return checkpoint(run, *values, use_reentrant=False, context_fn=lambda: (nullcontext(), _statistics_kept(modules)))
 
@@ -58,16 +55,13 @@ def _statistics_kept(modules: Callable[[], Iterable[nn.Module]]) -> Iterator[Non
     """The first run has counted the batch. `track_running_stats` cannot be turned off instead: autograd would save
     other tensors than the first time, and the checkpoint would complain."""
     norms = [module for module in modules() if isinstance(module, _BatchNorm) and module.training]
-    before = [
-        (norm.momentum, None if norm.num_batches_tracked is None else norm.num_batches_tracked.clone())
-        for norm in norms
-    ]
+    before = [(norm, norm.momentum, copy.deepcopy(norm.num_batches_tracked)) for norm in norms]
     for norm in norms:
         norm.momentum = 0.0
     try:
         yield
     finally:
-        for norm, (momentum, tracked) in zip(norms, before, strict=True):
+        for norm, momentum, tracked in before:
             norm.momentum = momentum
             if tracked is not None and norm.num_batches_tracked is not None:
                 norm.num_batches_tracked.copy_(tracked)
@@ -163,9 +157,7 @@ class LayeredModel(nn.Module):
         ]
 
     def forward(self, *inputs: Any) -> Any:
-        """Run all layers; in groups of `recompute_every`, if it is set, of which only the inputs are kept for
-        backward.
-        """
+        """Run all layers; in groups of `recompute_every`, if it is set, which keep only their inputs for backward."""
         value = inputs[0] if len(inputs) == 1 else inputs
         every = self.recompute_every
         if not every or not torch.is_grad_enabled():
@@ -203,7 +195,7 @@ def as_layers(model: Any) -> list[Layer]:
         if pairs and all(isinstance(module, nn.Module) for _, module in pairs):
             return [layer for name, module in pairs for layer in _flat(name, module)]
     reason, fix = _why_not_layered(model)
-    raise ConfigError.of(kind="model-not-layered", key="model", value=type(model).__name__, reason=reason, fix=fix)
+    raise ConfigError.of("model-not-layered", reason, fix, "model", type(model).__name__)
 
 
 def lists_layers(model: Any) -> bool:
@@ -220,42 +212,33 @@ def _has_own_forward(model: Any) -> bool:
 
 
 def _why_not_layered(model: Any) -> tuple[str, str]:
-    """The reason, and the way to make it cuttable."""
     advice = (
         "give it a method layers() that returns its (name, module) pairs in the order in which forward() calls them"
     )
     if isinstance(model, nn.Module) and isinstance(getattr(model, "layers", None), nn.Module):
         kind = type(model.layers).__name__
-        return (
-            f"its attribute layers is a {kind}, and nobody but its forward() knows how that is run",
-            f"name the {kind} otherwise (self.blocks), and {advice}",
-        )
+        reason = f"its attribute layers is a {kind}, and nobody but its forward() knows how that is run"
+        return reason, f"name the {kind} otherwise (self.blocks), and {advice}"
     if _has_own_forward(model):
         return "it has a forward() of its own, which may do more than call its modules in turn", advice
     if not isinstance(model, (nn.Sequential, nn.ModuleList, list, tuple)):
-        return (
-            "it is not a sequence of layers, so nobody but its forward() knows where it can be cut",
-            f"make it an nn.Sequential, return a list of layers, or {advice}",
-        )
+        reason = "it is not a sequence of layers, so nobody but its forward() knows where it can be cut"
+        return reason, f"make it an nn.Sequential, return a list of layers, or {advice}"
     items = list(model)
     if not items:
         return "it is a sequence of no layers", "put at least one into it"
     if any(isinstance(item, Layer) for item in items):
         number = next(n for n, item in enumerate(items) if not isinstance(item, Layer))
-        return (
-            f"item {number} of the list is no Layer, and others are",
-            "write a Layer for every item, or a module for every item",
-        )
+        reason = f"item {number} of the list is no Layer, and others are"
+        return reason, "write a Layer for every item, or a module for every item"
     number, other = next((n, item) for n, item in enumerate(items) if not isinstance(item, nn.Module))
-    name = getattr(other, "__name__", type(other).__name__)
-    return (
-        f"item {number} of the list ({name}) is not a module",
-        "put a module in its place, such as nn.ReLU() for torch.relu and nn.Flatten() for torch.flatten",
-    )
+    reason = f"item {number} of the list ({getattr(other, '__name__', type(other).__name__)}) is not a module"
+    return reason, "put a module in its place, such as nn.ReLU() for torch.relu and nn.Flatten() for torch.flatten"
 
 
 def _reported(model: nn.Module) -> list[Layer]:
     """Return the layers that a module's own `layers()` lists, if it leaves no weight out."""
+    refusal = partial(ConfigError.of, key="model", value=type(model).__name__)
     wrong = "does not return (name, module) pairs"
     pairs: list[tuple[str, Any]] = []
     try:
@@ -265,23 +248,12 @@ def _reported(model: nn.Module) -> list[Layer]:
     except Exception as error:
         wrong = f"fails: {in_one_line(error)}"
     if not pairs or not all(isinstance(module, nn.Module) for _, module in pairs):
-        raise ConfigError.of(
-            kind="model-not-layered",
-            key="model",
-            value=type(model).__name__,
-            reason=f"its layers() {wrong}",
-            fix='return [("stem", self.stem), ...]',
-        )
+        raise refusal("model-not-layered", f"its layers() {wrong}", 'return [("stem", self.stem), ...]')
     reported = {id(tensor) for _, module in pairs for tensor in (*module.parameters(), *module.buffers())}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in reported:
-            raise ConfigError.of(
-                kind="model-layers-incomplete",
-                key="model",
-                value=type(model).__name__,
-                reason=f"its layers() leaves out {name}",
-                fix="name the module that holds it",
-            )
+            reason, fix = f"its layers() leaves out {name}", "name the module that holds it"
+            raise refusal("model-layers-incomplete", reason, fix)
     return [_built(name, module) for name, module in pairs]
 
 
@@ -332,7 +304,6 @@ def refuse_bad_ties(layers: Sequence[Layer]) -> None:
 
 
 def _register(parent: nn.Module, name: str, module: nn.Module) -> None:
-    """Register a module under a dotted name; what stands between is a bare module."""
     *path, last = name.split(".")
     for part in path:
         if part not in parent._modules:

@@ -58,9 +58,7 @@ class SmallResNet18(LayerStack):
                 stride = 2 if stage > 0 and block == 0 else 1
                 layers[f"block{stage + 1}_{block + 1}"] = BasicBlock(previous, width, stride=stride)
                 previous = width
-        layers["pool"] = nn.AdaptiveAvgPool2d(1)
-        layers["flatten"] = nn.Flatten()
-        layers["classifier"] = nn.Linear(previous, num_classes)
+        layers.update(pool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), classifier=nn.Linear(previous, num_classes))
         super().__init__(layers)
 
 
@@ -95,7 +93,6 @@ def resnet50(num_classes: int = 1000, *, in_channels: int = 3) -> nn.Module:
 
 
 def _build(block: type[nn.Module], num_blocks: tuple[int, ...], *, num_classes: int, in_channels: int) -> nn.Module:
-    """Build torchvision's network with the right stem, drawn from torchvision's distribution."""
     model = LayeredResNet(block, list(num_blocks), num_classes=num_classes)
     if in_channels != 3:
         model.conv1 = HeConv2d(in_channels, 64, kernel_size=7, stride=2, padding=3, bias=False)

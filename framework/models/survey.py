@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +93,7 @@ def _walk(
             module = make(number)
         except Exception as error:
             reason = f"the layer cannot be built: {in_one_line(error)}"
-            raise _layer_failed(layer.name, reason, "mend what builds it") from error
+            raise ConfigError.of("layer-failed", reason, "mend what builds it", "model", layer.name) from error
         place = layer.name
         if layer.tied:
             first, first_module = firsts.setdefault(layer.tied, (layer, module))
@@ -108,8 +108,8 @@ def _walk(
                 value = layer.apply(module, value)
         except Exception as error:
             reason = f"the layer fails on the output of the layer before, {_shown(value)}: {in_one_line(error)}"
-            fix = "mend the layer, or the order of the layers"
-            raise _layer_failed(f"{layer.name} ({type(module).__name__})", reason, fix) from error
+            fix, name = "mend the layer, or the order of the layers", f"{layer.name} ({type(module).__name__})"
+            raise ConfigError.of("layer-failed", reason, fix, "model", name) from error
         tensors = value if isinstance(value, tuple) else (value,)
         yield Surveyed(
             layer=layer,
@@ -142,31 +142,22 @@ def _why_not(value: Any, tensors: Sequence[Any]) -> str:
     return ""
 
 
-def _layer_failed(value: str, reason: str, fix: str) -> ConfigError:
-    return ConfigError.of(kind="layer-failed", key="model", value=value, reason=reason, fix=fix)
-
-
 def _refuse_bad_tie(first: Layer, first_module: nn.Module, layer: Layer, module: nn.Module) -> None:
     """Refuse tied weights that are absent, differ between both ends, or are not all that the ends share."""
     weights, own = dict(first_module.named_parameters()), dict(module.named_parameters())
-
-    def refuse(kind: str, reason: str, fix: str) -> NoReturn:
-        value = f"{layer.name} ({type(module).__name__})"
-        raise ConfigError.of(kind=kind, key="model", value=value, reason=reason, fix=fix)
-
+    refusal = partial(ConfigError.of, key="model", value=f"{layer.name} ({type(module).__name__})")
     for name in layer.tied_weights:
         if name not in own:
             reason = f"it is tied as {layer.tied} by {name}, and has no such parameter"
-            refuse("tied-weight-missing", reason, f"tied_weights may be of {', '.join(own) or 'nothing: it has none'}")
-        if weights[name].shape != own[name].shape:
-            reason = (
-                f"its {name} has the shape {tuple(own[name].shape)}, and that of {first.name}, to which it is tied, "
-                f"{tuple(weights[name].shape)}"
-            )
-            refuse("tied-layers-differ", reason, "build both alike")
+            fix = f"tied_weights may be of {', '.join(own) or 'nothing: it has none'}"
+            raise refusal("tied-weight-missing", reason, fix)
+        shape, other = tuple(own[name].shape), tuple(weights[name].shape)
+        if shape != other:
+            reason = f"its {name} has the shape {shape}, and that of {first.name}, to which it is tied, {other}"
+            raise refusal("tied-layers-differ", reason, "build both alike")
     if left_out := [name for name in (*weights, *own) if name not in layer.tied_weights]:
         reason = f"it is tied as {layer.tied}, and its {left_out[0]} is not: every stage would train one of its own"
-        refuse("tied-weight-left-out", reason, "add it to tied_weights, or put it into a layer of its own")
+        raise refusal("tied-weight-left-out", reason, "add it to tied_weights, or put it into a layer of its own")
 
 
 def _shown(value: Any) -> str:
@@ -208,11 +199,7 @@ def refuse_untrue_layers(model: nn.Module, inputs: Any, *, seed: int) -> None:
     A pipeline and recomputation run the layers only: what `forward()` does beside calling them would be left out, and
     another model be trained. Both run on copies, because modules may keep things (a cache, a counter). Where one of
     them does not run here, where copies cannot be made, where the model is very large or gives other numbers each time,
-    nothing can be compared and nothing is said.
-
-    Args:
-        model: with its weights; neither it nor the inputs are touched.
-        inputs: of one micro-batch, on the CPU: a tensor or a tuple of tensors.
+    nothing can be compared and nothing is said. The inputs are of one micro-batch, on the CPU: a tensor or a tuple.
 
     Raises:
         ConfigError: kind ``layers-differ-from-forward``.
@@ -235,12 +222,12 @@ def refuse_untrue_layers(model: nn.Module, inputs: Any, *, seed: int) -> None:
         return
     if difference and not is_noise:
         raise ConfigError.of(
-            kind="layers-differ-from-forward",
-            key="model",
-            value=type(model).__name__,
-            reason=f"its layers(), one after the other, do not give what its forward() gives: {difference}",
-            fix="put what forward() does beside calling them (a relu, a flatten) into modules, and name those in "
+            "layers-differ-from-forward",
+            f"its layers(), one after the other, do not give what its forward() gives: {difference}",
+            "put what forward() does beside calling them (a relu, a flatten) into modules, and name those in "
             "layers() too",
+            "model",
+            type(model).__name__,
         )
 
 

@@ -45,7 +45,6 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @torch.no_grad()
     def _count_batch(self, mean: Tensor, variance: Tensor) -> None:
-        """Move the running statistics; `variance` is the unbiased one."""
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None
@@ -59,22 +58,22 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum of a tensor over ranks. The loss of the job is the sum of the ranks' losses, so the gradient is a sum as
-    well.
-    """
+    """Sum of a tensor over ranks; as the loss of the job is a sum over them, so is the gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        total = value.clone()
-        distributed.all_reduce(total, group=group)
-        return total
+        return _summed(value, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        total = gradient.clone()
-        distributed.all_reduce(total, group=ctx.group)
-        return total, None
+        return _summed(gradient, ctx.group), None
+
+
+def _summed(value: Tensor, group: Any) -> Tensor:
+    total = value.clone()
+    distributed.all_reduce(total, group=group)
+    return total
 
 
 def with_sync_batch_norm(model: nn.Module, *, process_group: Any = None) -> nn.Module:

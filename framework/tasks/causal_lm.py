@@ -54,11 +54,7 @@ class CausalLM(Task):
 def class_loss(logits: Tensor, targets: Tensor, *, ignore_index: int, label_smoothing: float = 0.0) -> Ratio:
     """Compute the cross-entropy in nats over targets that are not `ignore_index`: a float32 sum, a count.
 
-    Args:
-        logits: (batch, classes, ...), floating.
-        targets: (batch, ...) int64.
-        ignore_index: marks targets that do not count.
-        label_smoothing: share of a target spread evenly over all classes.
+    Logits (batch, classes, ...) are floating, targets (batch, ...) int64.
     """
     nats = cross_entropy(
         logits.float(), targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum"
@@ -67,12 +63,7 @@ def class_loss(logits: Tensor, targets: Tensor, *, ignore_index: int, label_smoo
 
 
 def token_sums(logits: Tensor, targets: Tensor, *, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums over the positions whose target is not `ignore_index`.
-
-    Args:
-        logits: (..., vocabulary), floating.
-        targets: (...,) int64.
-        ignore_index: marks positions that do not count.
+    """Sums over the positions whose target (...,) is not `ignore_index`, of logits (..., vocabulary).
 
     Returns:
         Cross-entropy in nats, number of right guesses, number of positions: 0-d float64, on the logits' device.

@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from framework.errors import ConfigError, Problem
+from framework.errors import ConfigError
 from framework.tasks.causal_lm import class_loss, perplexity_of, token_sums
 from framework.tasks.task import Ratio, Task
 
 _NUM_INPUTS = 3
+_FIELDS = "(input_ids, token_type_ids, attention_mask, mlm_labels, nsp_label)"
 
 
 class MaskedLM(Task):
@@ -33,7 +34,10 @@ class MaskedLM(Task):
             ConfigError: kind ``task-batch``, where the data yields anything else.
         """
         if not isinstance(batch, (tuple, list)) or len(batch) != _NUM_INPUTS + 2:
-            raise ConfigError(_unknown_batch(batch))
+            size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+            reason = f"the data yields a {type(batch).__name__}{size} per batch, and masked_lm reads {_FIELDS}"
+            fix = "set data: {kind: text_pairs}, or yield these five"
+            raise ConfigError.of("task-batch", reason, fix, "task", "masked_lm")
         return tuple(batch[:_NUM_INPUTS]), tuple(batch[_NUM_INPUTS:])
 
     def loss(self, outputs: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor]) -> tuple[Ratio, Ratio]:
@@ -65,15 +69,3 @@ class MaskedLM(Task):
         if not {"mlm_loss", "nsp_loss"} <= metrics.keys():
             return {}
         return {"loss": metrics["mlm_loss"] + metrics["nsp_loss"]} | perplexity_of(metrics, loss="mlm_loss")
-
-
-def _unknown_batch(batch: Any) -> Problem:
-    size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
-    return Problem(
-        kind="task-batch",
-        key="task",
-        value="masked_lm",
-        reason=f"the data yields a {type(batch).__name__}{size} per batch, and masked_lm reads "
-        "(input_ids, token_type_ids, attention_mask, mlm_labels, nsp_label)",
-        fix="set data: {kind: text_pairs}, or yield these five",
-    )

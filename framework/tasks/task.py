@@ -12,7 +12,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from framework.errors import ConfigError, Problem
+from framework.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,15 @@ class Task(ABC):
         """
         is_row = isinstance(batch, Sequence) and not isinstance(batch, str | bytes)
         if not is_row or len(batch) < 2:
-            raise ConfigError(_unknown_batch(batch, task=self))
+            size = f" of {len(batch)}" if is_row else ""
+            raise ConfigError.of(
+                "task-batch",
+                f"the data yields a {type(batch).__name__}{size} per batch, and the task can divide only "
+                "(inputs, ..., targets)",
+                "write a Task subclass that overrides split(batch) -> (inputs, targets), and name it in task.target",
+                "task",
+                type(self).__name__,
+            )
         return (batch[0], batch[1]) if len(batch) == 2 else (tuple(batch[:-1]), batch[-1])
 
     def forward(self, model: nn.Module, inputs: Any) -> Any:
@@ -139,18 +147,6 @@ class Task(ABC):
         return len(targets)
 
 
-def _unknown_batch(batch: Any, *, task: Task) -> Problem:
-    kind = type(batch).__name__
-    size = f" of {len(batch)}" if isinstance(batch, Sequence) and not isinstance(batch, str | bytes) else ""
-    return Problem(
-        kind="task-batch",
-        key="task",
-        value=type(task).__name__,
-        reason=f"the data yields a {kind}{size} per batch, and the task can divide only (inputs, ..., targets)",
-        fix="write a Task subclass that overrides split(batch) -> (inputs, targets), and name it in task.target",
-    )
-
-
 # A loss function as a task.
 
 
@@ -176,7 +172,7 @@ def as_task(obj: object, *, handed_over: bool = False) -> Task:
     key, was, give = ("task", "handed over", "hand over") if handed_over else ("task.target", "returned", "return")
 
     def refuse(reason: str, fix: str, *, kind: str = "task-target-result") -> ConfigError:
-        return ConfigError.of(kind=kind, key=key, reason=reason, fix=fix)
+        return ConfigError.of(kind, reason, fix, key)
 
     if isinstance(obj, type):
         raise refuse(f"the class {obj.__module__}.{obj.__qualname__} was {was}", f"{give} an instance")
@@ -223,16 +219,16 @@ class _ClassLossTask(Task):
 
 
 class _CallableTask(Task):
-    """Minimises ``function(outputs, targets)``."""
-
     def __init__(self, function: Callable[[Any, Any], Any], *, key: str) -> None:
-        self.function = function
-        self._key = key
+        self.function, self._key = function, key
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
         loss = self.function(_in_float32(outputs), targets)
         if not isinstance(loss, Tensor) or loss.ndim != 0:
-            raise ConfigError(_not_a_loss(loss, key=self._key))
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            reason = f"the loss function returned {what}, not the mean over the batch as a 0-d tensor"
+            fix = "return loss.mean(), or leave reduction='none' out"
+            raise ConfigError.of("task-loss-result", reason, fix, self._key)
         return loss.float()
 
 
@@ -245,13 +241,3 @@ def _in_float32(outputs: Any) -> Any:
     if type(outputs) is dict:
         return {name: _in_float32(value) for name, value in outputs.items()}
     return outputs
-
-
-def _not_a_loss(loss: object, *, key: str) -> Problem:
-    what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-    return Problem(
-        kind="task-loss-result",
-        key=key,
-        reason=f"the loss function returned {what}, not the mean over the batch as a 0-d tensor",
-        fix="return loss.mean(), or leave reduction='none' out",
-    )

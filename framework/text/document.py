@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, NoReturn
@@ -73,7 +73,7 @@ class Span(NamedTuple):
 
     @property
     def start(self) -> int:
-        """Return the start of the member: its key, or its value where it has none."""
+        """Of its key, or of its value where it has none."""
         return self.value[0] if self.key is None else self.key[0]
 
 
@@ -106,7 +106,7 @@ class Document:
         return self.value is None and not self.places
 
 
-def at(value: Any, path: KeyPath) -> Any:
+def at(value: Any, path: Sequence[str | int]) -> Any:
     """Return the value at a path that is there, in plain values."""
     for part in path:
         value = value[part]
@@ -129,7 +129,7 @@ def read_text(path: Path, *, name: str) -> str:
     """
 
     def refuse(kind: str, reason: str, fix: str) -> ConfigError:
-        return ConfigError.of(kind=kind, file=name, reason=reason, fix=fix)
+        return ConfigError.of(kind, reason, fix, file=name)
 
     try:
         mode = path.stat().st_mode
@@ -181,11 +181,7 @@ def _read_pipe(descriptor: int, refuse: Callable[[str, str, str], ConfigError]) 
 
 
 def read_document(path: Path, *, name: str) -> Document:
-    """Read a config file (at most 1 MB, UTF-8, YAML or JSON).
-
-    Raises:
-        ConfigError: it is not there, not text, too large, or not YAML/JSON; the problem names line and column.
-    """
+    """Read a config file; errors as of `read_text` and `parse_document`."""
     return document_of(read_text(path, name=name), path, name=name)
 
 
@@ -195,11 +191,15 @@ def document_of(text: str, path: Path, *, name: str) -> Document:
 
 
 def parse_document(text: str, *, name: str, is_json: bool = False) -> Document:
-    """Parse YAML (or JSON) text."""
+    """Parse YAML (or JSON) text.
+
+    Raises:
+        ConfigError: it is neither, or too large; the problem names line and column.
+    """
     return _NodeReader(name, text, "json" if is_json else "yaml").read()
 
 
-def parse_scalar(text: str, *, name: str) -> Any:
+def parse_scalar(text: str, *, name: str = "") -> Any:
     """The value of one ``key=value`` override: any YAML value on one line."""
     return parse_document(text, name=name).value
 
@@ -216,7 +216,7 @@ class Builder:
 
     def problem(self, kind: str, place: tuple[int, int], reason: str, fix: str) -> Problem:
         """Build a problem of this document."""
-        return Problem(kind=kind, file=self.document.name, line=place[0], column=place[1], reason=reason, fix=fix)
+        return Problem(kind, reason, fix, file=self.document.name, line=place[0], column=place[1])
 
     def stop(self, kind: str, place: tuple[int, int], reason: str, fix: str) -> NoReturn:
         """Raise what was found so far, and this."""
@@ -284,8 +284,7 @@ class _NodeReader(Builder):
             try:
                 json.dumps(value, ensure_ascii=False).encode()
             except UnicodeEncodeError:
-                reason, fix = "half of a UTF-16 pair is no text", "write the character itself"
-                self.stop("config-syntax", (0, 0), reason, fix)
+                self.stop("config-syntax", (0, 0), "half of a UTF-16 pair is no text", "write the character itself")
         return value
 
     def _walk(self, text: str) -> None:
@@ -299,9 +298,8 @@ class _NodeReader(Builder):
             self.count(depth, (event.start_mark.line + 1, 0))
             if tag := getattr(event, "tag", None):
                 reason = f"the tag {tag.replace('tag:yaml.org,2002:', '!!')} is not allowed"
-                self.stop(
-                    "config-syntax", _place(event.start_mark), reason, "write a plain value; text may stand in quotes"
-                )
+                fix = "write a plain value; text may stand in quotes"
+                self.stop("config-syntax", _place(event.start_mark), reason, fix)
         self.num_values = 0
 
     def _value(self, node: yaml.Node, path: KeyPath) -> Any:
@@ -354,7 +352,6 @@ def _place(mark: Any) -> tuple[int, int]:
 
 
 def _syntax_error(error: yaml.YAMLError, text: str, *, is_json: bool) -> tuple[tuple[int, int], str, str]:
-    """Place, reason and fix."""
     mark, began = getattr(error, "problem_mark", None), getattr(error, "context_mark", None)
     stated = getattr(error, "problem", None)
     place = _place(mark) if mark else (0, 0)

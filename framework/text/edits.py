@@ -22,48 +22,72 @@ from framework.text.splices import EditError, TextEditor, spliced
 
 
 @dataclass(frozen=True)
-class RenameKey:
-    """Another name for a key, at its place."""
+class Edit:
+    """A change at a path."""
 
     path: KeyPath
-    name: str
+
+    @property
+    def touched(self) -> KeyPath | None:
+        """The path that has to be there."""
+        return self.path
+
+    @property
+    def made(self) -> KeyPath | None:
+        """The path that exists only after the edit."""
+        return None
 
 
 @dataclass(frozen=True)
-class MoveMember:
+class RenameKey(Edit):
+    """Another name for a key, at its place."""
+
+    name: str
+
+    @property
+    def made(self) -> KeyPath:
+        return (*self.path[:-1], self.name)
+
+
+@dataclass(frozen=True)
+class MoveMember(Edit):
     """A member, with the comments in it, becomes the last one of another section: `to` is its new path.
 
     Sections on the way that are missing are made.
     """
 
-    path: KeyPath
     to: KeyPath
 
+    @property
+    def made(self) -> KeyPath:
+        return self.to
+
 
 @dataclass(frozen=True)
-class RemoveMember:
+class RemoveMember(Edit):
     """A key goes, with its value and the comments in it; a section that is left empty stays."""
 
-    path: KeyPath
-
 
 @dataclass(frozen=True)
-class ReplaceValue:
+class ReplaceValue(Edit):
     """Another value for a key or for an element of a list."""
 
-    path: KeyPath
     value: Any
 
 
 @dataclass(frozen=True)
-class InsertMember:
+class InsertMember(Edit):
     """A new key, the last one of its section; sections on the way that are missing are made."""
 
-    path: KeyPath
     value: Any
 
+    @property
+    def touched(self) -> None:
+        return None
 
-Edit = RenameKey | MoveMember | RemoveMember | ReplaceValue | InsertMember
+    @property
+    def made(self) -> KeyPath:
+        return self.path
 
 
 def apply_edits(document: Document, edits: Sequence[Edit]) -> str:
@@ -76,16 +100,17 @@ def apply_edits(document: Document, edits: Sequence[Edit]) -> str:
     editor = TextEditor(document)
     for edit in edits:
         _check_fits(document, edit)
-        if isinstance(edit, RenameKey):
-            editor.rename(edit.path, edit.name)
-        elif isinstance(edit, MoveMember):
-            editor.move(edit.path, edit.to)
-        elif isinstance(edit, RemoveMember):
-            editor.remove(edit.path)
-        elif isinstance(edit, ReplaceValue):
-            editor.replace(edit.path, edit.value)
-        else:
-            editor.insert(edit.path, edit.value)
+        match edit:
+            case RenameKey(path, name):
+                editor.rename(path, name)
+            case MoveMember(path, to):
+                editor.move(path, to)
+            case RemoveMember(path):
+                editor.remove(path)
+            case ReplaceValue(path, value):
+                editor.replace(path, value)
+            case InsertMember(path, value):
+                editor.insert(path, value)
     splices = editor.splices()
     expected = edited_value(document.value, edits)
     text = spliced(document.text, splices)
@@ -111,26 +136,26 @@ def edited(document: Document, edits: Sequence[Edit]) -> str | None:
 
 def edited_value(value: Any, edits: Iterable[Edit]) -> Any:
     """Apply the edits to a plain value."""
-    edits, value = tuple(edits), deepcopy(value)
+    value = deepcopy(value)
     additions: list[tuple[KeyPath, Any]] = []
+    names: defaultdict[KeyPath, dict[str | int, str]] = defaultdict(dict)
     for edit in edits:
-        if isinstance(edit, MoveMember):
-            additions.append((edit.to, at(value, edit.path[:-1]).pop(edit.path[-1])))
-        elif isinstance(edit, RemoveMember):
-            del at(value, edit.path[:-1])[edit.path[-1]]
-        elif isinstance(edit, ReplaceValue):
-            at(value, edit.path[:-1])[edit.path[-1]] = deepcopy(edit.value)
-        elif isinstance(edit, InsertMember):
-            additions.append((edit.path, deepcopy(edit.value)))
+        match edit:
+            case RenameKey((*home, key), name):
+                names[tuple(home)][key] = name
+            case MoveMember((*home, key), to):
+                additions.append((to, at(value, home).pop(key)))
+            case RemoveMember((*home, key)):
+                del at(value, home)[key]
+            case ReplaceValue((*home, key), new):
+                at(value, home)[key] = deepcopy(new)
+            case InsertMember(path, new):
+                additions.append((path, deepcopy(new)))
     for path, addition in additions:
         section = value
         for key in path[:-1]:
             section = section.setdefault(key, {}) if isinstance(section, dict) else section[key]
         section[path[-1]] = addition
-    names: defaultdict[KeyPath, dict[str | int, str]] = defaultdict(dict)
-    for edit in edits:
-        if isinstance(edit, RenameKey):
-            names[edit.path[:-1]][edit.path[-1]] = edit.name
     for path in sorted(names, key=len, reverse=True):  # the inner ones while their path still leads there
         section = at(value, path)
         items = [(names[path].get(key, key), item) for key, item in section.items()]
@@ -143,10 +168,9 @@ def clash(first: Edit, second: Edit) -> bool:
     """Check whether two edits cannot be made at once: the one changes what the other is about."""
     if first.path == second.path and {type(first), type(second)} == {RenameKey, ReplaceValue}:
         return False
-    if _touched(first) is not None and _touched(first) == _touched(second):
+    if first.touched is not None and first.touched == second.touched:
         return True
-    made, other = _made(first), _made(second)
-    if made is not None and other is not None and (_is_in(made, other) or _is_in(other, made)):
+    if first.made and second.made and (_is_in(first.made, second.made) or _is_in(second.made, first.made)):
         return True
     return _disturbs(first, second) or _disturbs(second, first)
 
@@ -168,9 +192,9 @@ def _reads_as(document: Document, text: str, expected: Any) -> bool:
 
 
 def _check_fits(document: Document, edit: Edit) -> None:
-    touched, made, spans = _touched(edit), _made(edit), document.spans
+    touched, made, spans = edit.touched, edit.made, document.spans
     fits = touched is None or (
-        touched in spans.keys() - {()} and (isinstance(edit, ReplaceValue) or spans[touched].key is not None)
+        touched != () and touched in spans and (isinstance(edit, ReplaceValue) or spans[touched].key is not None)
     )
     if made is not None:
         home = next(made[:depth] for depth in range(len(made) - 1, -1, -1) if made[:depth] in spans)
@@ -180,29 +204,15 @@ def _check_fits(document: Document, edit: Edit) -> None:
         raise EditError(f"{edit} does not fit")
 
 
-def _touched(edit: Edit) -> KeyPath | None:
-    return None if isinstance(edit, InsertMember) else edit.path
-
-
-def _made(edit: Edit) -> KeyPath | None:
-    """The path that exists only after the edit."""
-    if isinstance(edit, RenameKey):
-        return (*edit.path[:-1], edit.name)
-    if isinstance(edit, MoveMember):
-        return edit.to
-    return edit.path if isinstance(edit, InsertMember) else None
-
-
 def _disturbs(first: Edit, second: Edit) -> bool:
     """Check whether the first takes away, or names otherwise, what the second is about."""
     if isinstance(first, InsertMember):
         return False
-    touched, made = _touched(second), _made(second)
     if isinstance(first, RenameKey):
         if isinstance(second, RenameKey):
-            return made == first.path
-        return made is not None and _is_in(made, first.path)
-    return any(path is not None and _is_in(path, first.path) for path in (touched, made))
+            return second.made == first.path
+        return second.made is not None and _is_in(second.made, first.path)
+    return any(path is not None and _is_in(path, first.path) for path in (second.touched, second.made))
 
 
 def _is_in(path: KeyPath, outer: KeyPath) -> bool:

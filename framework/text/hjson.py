@@ -51,11 +51,7 @@ _MISLEADING: Final = (",", "}", "]", '"', " #", "//", "/*")
 
 
 def read_hjson(path: Path, *, name: str) -> Document:
-    """Read a DeepSpeed JSON file (at most 1 MB, UTF-8); `text` of the result encodes to the bytes of the file.
-
-    Raises:
-        ConfigError: it is not there, not text, too large, or nothing that DeepSpeed could read.
-    """
+    """Read a DeepSpeed JSON file; `text` of the result encodes to its bytes. Errors: `read_text`'s, `parse_hjson`'s."""
     return parse_hjson(read_text(path, name=name), name=name)
 
 
@@ -69,22 +65,23 @@ def parse_hjson(text: str, *, name: str) -> Document:
 
 
 class _Reader(Builder):
-    """Walks the text once; methods take an offset, and return what they read and the offset behind it."""
+    """Walks the text once; methods take an offset, and return what they read and the offset behind it.
+
+    Nesting is bounded, so they may recurse.
+    """
 
     def read(self) -> Document:
-        """Read everything; nesting is bounded, so the methods may recurse."""
         self.text = text = self.document.text
         self._line_starts = [0, *(match.end() for match in _LINE_END.finditer(text))]
         self._has_lone_return = bool(re.search(r"\r(?!\n)", text))
         self._has_member = False
         self._misleading: int | None = None  # the last text without quotes that holds what looks like Hjson
         try:
-            num_bytes = len(text.encode())
+            if len(text.encode()) > MAX_BYTES:
+                reason, fix = f"more than {MAX_BYTES:,} bytes", "a DeepSpeed config is a few kilobytes of text"
+                self.stop("config-too-large", (0, 0), reason, fix)
         except UnicodeEncodeError:
             self.stop("config-not-text", (0, 0), "half of a UTF-16 pair is no text", "save the text as UTF-8")
-        if num_bytes > MAX_BYTES:
-            reason, fix = f"more than {MAX_BYTES:,} bytes", "a DeepSpeed config is a few kilobytes of text"
-            self.stop("config-too-large", (0, 0), reason, fix)
         if "\0" in text:
             self.stop("config-not-text", (0, 0), "it holds zero bytes", "name a text file")
         begin = self._skip(len(BYTE_ORDER_MARK) * text.startswith(BYTE_ORDER_MARK))
@@ -116,7 +113,6 @@ class _Reader(Builder):
             self._refuse(rest, "text after the end of the document", "remove it, or check the brackets before it")
 
     def _without_braces(self, begin: int) -> tuple[Any, int]:
-        """The members of the root, or a single value."""
         try:
             return self._members(begin, (), closing="")
         except ConfigError as error:
@@ -151,10 +147,12 @@ class _Reader(Builder):
                 return values, at + 1
             key_at = at
             key, key_end = self._key(at)
-            at = self._past_colon(key_end)
+            at = self._skip(key_end)
+            if not self.text.startswith(":", at):
+                self._refuse(at, "no colon after the key", "write key: value, or check the quotes")
+            self._has_member, at = True, self._skip(at + 1)
             if len(key) > MAX_KEY:
-                reason = f"a key of {len(key):,} characters"
-                self._refuse(key_at, reason, "check the quotes and the colons before it")
+                self._refuse(key_at, f"a key of {len(key):,} characters", "check the quotes and the colons before it")
             here, place = (*path, key), self._place(key_at)
             if key not in values:
                 self.document.places[here] = place
@@ -185,13 +183,6 @@ class _Reader(Builder):
             values.append(value)
             self.document.spans[here] = Span(None, (value_at, end), comma)
         return values, at + 1
-
-    def _past_colon(self, key_end: int) -> int:
-        at = self._skip(key_end)
-        if not self.text.startswith(":", at):
-            self._refuse(at, "no colon after the key", "write key: value, or check the quotes")
-        self._has_member = True
-        return self._skip(at + 1)
 
     def _past_comma(self, end: int) -> tuple[int, int | None]:
         at = self._skip(end)
@@ -243,7 +234,6 @@ class _Reader(Builder):
         return bare if bare == written else written.rstrip(), at + len(bare)
 
     def _scalar(self, at: int) -> tuple[Any, int]:
-        """A value that is no object and no list."""
         text = self.text
         if text.startswith("'''", at):
             return self._many_lines(at)
@@ -270,7 +260,6 @@ class _Reader(Builder):
         return int(number) if number.is_integer() and abs(number) < 1e10 else number
 
     def _quoted(self, begin: int) -> tuple[str, int]:
-        """Text in single or double quotes."""
         text, quote, at = self.text, self.text[begin], begin + 1
         parts: list[str] = []
         while True:
@@ -320,18 +309,13 @@ class _Reader(Builder):
         if self._has_lone_return:
             self._refuse(at, "a ''' text in a file with carriage returns alone", "save the file with other line ends")
         first, *rest = text[at + 3 : end].replace("\r\n", "\n").lstrip(" \t").split("\n")
-        indent = self._indent_of(at)
-        lines = [first, *(line[min(indent, len(line) - len(line.lstrip(" \t"))) :] for line in rest)]
-        return "\n".join(lines[bool(rest and not first) :]).removesuffix("\n"), end + 3
-
-    def _indent_of(self, at: int) -> int:
-        """Characters left of an offset; in the first line the hjson package counts on from the end of the text."""
         line = bisect_right(self._line_starts, at)
-        if line > 1:
-            return at - self._line_starts[line - 1]
         if len(self._line_starts) == 1:
             self._refuse(at, "DeepSpeed cannot read ''' in a file of one line", "use double quotes")
-        return at + len(self.text) - self._line_starts[-1]
+        # In the first line the hjson package counts on from the end of the text.
+        indent = at - self._line_starts[line - 1] + (line == 1) * (len(text) - self._line_starts[-1])
+        lines = [first, *(line[min(indent, len(line) - len(line.lstrip(" \t"))) :] for line in rest)]
+        return "\n".join(lines[bool(rest and not first) :]).removesuffix("\n"), end + 3
 
 
 def _match(pattern: re.Pattern[str], text: str, at: int) -> re.Match[str]:

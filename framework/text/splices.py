@@ -73,12 +73,7 @@ class TextEditor:
     """
 
     def __init__(self, document: Document) -> None:
-        self.text, self.spans, self.root, self.syntax = (
-            document.text,
-            document.spans,
-            document.value,
-            document.syntax,
-        )
+        self.text, self.spans, self.root, self.syntax = (document.text, document.spans, document.value, document.syntax)
         self.newline = "\r\n" if "\r\n" in self.text else "\n"
         first = next((path for path in self.spans if len(path) == 1), ())
         self.indent_unit = "  " if self.syntax == "yaml" else self._own_indent(first) or "    "
@@ -99,7 +94,7 @@ class TextEditor:
             old = self.value_at(path)
             if start == end or self.text[start] in "|>" or isinstance(old, (dict, list)):
                 raise EditError("a value that has no place of its own")
-            keeps = _is_number(value) and isinstance(old, str) and parse_scalar(old.strip(), name="") == value
+            keeps = _is_number(value) and isinstance(old, str) and parse_scalar(old.strip()) == value
             written = old.strip() if keeps else self._json(value, None)  # keeps its digits: 1e-3, not 0.001
         else:
             written = self._json(value, self._own_indent(path))
@@ -370,15 +365,10 @@ class TextEditor:
         if self.syntax == "yaml":
             if isinstance(value, dict):
                 return "{" + ", ".join(f"{key}: {self._json(item, None)}" for key, item in value.items()) + "}"
-            if (
-                isinstance(value, str)
-                and _PLAIN_TEXT.fullmatch(value)
-                and isinstance(parse_scalar(value, name=""), str)
-            ):
+            if isinstance(value, str) and _PLAIN_TEXT.fullmatch(value) and isinstance(parse_scalar(value), str):
                 return value
-        text = json.dumps(
-            value, ensure_ascii=False, allow_nan=False, indent=None if indent is None else self.indent_unit
-        )
+        unit = None if indent is None else self.indent_unit
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=unit)
         return text.replace("\n", f"{self.newline}{indent}")
 
     def _at_end(self, written: str) -> Splice:
@@ -387,7 +377,6 @@ class TextEditor:
 
 
 def _match_end(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Return the end of a match at an offset; -1 without one."""
     match = pattern.match(text, at)
     return match.end() if match else -1
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from framework.data.order import ComputedOrder, KeyedMicroBatchSampler, MicroBatchSampler, Share, epoch_order
+from framework.data.order import ComputedOrder, MicroBatchSampler, Share, epoch_order
 
 
 @st.composite
@@ -97,9 +97,9 @@ def test_the_remainder_left_out_differs_between_epochs() -> None:
 
 def test_keys_carry_the_epoch_of_their_step() -> None:
     indices = sampler(2, 1, 1, 5, rank=0, start=1)  # two steps an epoch
-    keys = list(islice(KeyedMicroBatchSampler(indices), 4))
-    assert [{epoch for epoch, _ in batch} for batch in keys] == [{0}, {1}, {1}, {2}]
-    assert [[index for _, index in batch] for batch in keys] == list(islice(indices, 4))
+    keys = list(islice(indices.with_epochs(), 4))
+    assert [epoch for epoch, _ in keys] == [0, 1, 1, 2]
+    assert [batch for _, batch in keys] == list(islice(indices, 4))
 
 
 def test_a_share_that_does_not_multiply_out_is_a_bug() -> None:

@@ -20,7 +20,6 @@ class KeptNorm:
     """Stands in for `DeepSpeedEngine.clip_fp32_gradients`, and remembers the norm before clipping."""
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, *, stages: Any = None) -> None:
-        """Take the engine whose gradients are clipped, and the process group of a pipeline's stages if it is one."""
         self._engine, self._stages = engine, stages
         self.norm: torch.Tensor | None = None
 
@@ -44,7 +43,6 @@ class KeptNorm:
 
 
 def _dense(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The gradient, or the numbers of a sparse one."""
     assert parameter.grad is not None
     if not parameter.grad.is_sparse:
         return parameter.grad
@@ -60,7 +58,10 @@ def _norm(gradients: list[torch.Tensor], *, device: torch.device) -> torch.Tenso
 
 
 def keep_norm(engine: deepspeed.DeepSpeedEngine, *, stages: Any = None) -> KeptNorm | None:
-    """Put a `KeptNorm` in place where DeepSpeed would drop the norm; None where its optimizer keeps it."""
+    """Put a `KeptNorm` in place where DeepSpeed would drop the norm; None where its optimizer keeps it.
+
+    `stages` is the process group of a pipeline's stages.
+    """
     if engine.zero_optimization_stage() != 0 or engine.fp16_enabled() or engine.bfloat16_enabled():
         return None
     kept = KeptNorm(engine, stages=stages)

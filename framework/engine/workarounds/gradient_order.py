@@ -52,12 +52,8 @@ class _GradientOrder:
         self._pass_on = optimizer.reduce_ready_partitions_and_remove_grads
         self._finish = optimizer.independent_gradient_partition_epilogue
         groups = getattr(optimizer, "bit16_groups", None)  # stage 3 has others, and is not passed the group
-        if groups is not None:
-            calls: dict[int, tuple[Any, ...]] = {
-                id(one): (one, number) for number, some in enumerate(groups) for one in some
-            }
-        else:
-            calls = {id(one): (one,) for some in optimizer.fp16_groups for one in some}
+        numbered = enumerate(optimizer.fp16_groups if groups is None else groups)
+        calls = {id(one): (one,) if groups is None else (one, number) for number, some in numbered for one in some}
         parameters = reversed(list(model.parameters()))
         self._order = [calls[id(one)] for one in parameters if one.requires_grad and id(one) in calls]
         self._sort()
@@ -96,9 +92,8 @@ class _GradientOrder:
         self._restart()
 
     def _restart(self) -> None:
-        self._waiting: set[int] = set()
-        self._unused: set[int] | None = None
-        self._next = 0
+        self._waiting, self._unused = set[int](), set[int]()
+        self._has_asked, self._next = False, 0
 
     def _is_reduced_now(self) -> bool:
         """Return whether DeepSpeed would reduce; at stage 1 it does at the last micro-batch of a step only."""
@@ -112,12 +107,12 @@ class _GradientOrder:
             return
         self._waiting.add(position)
         self._pass_on_next()
-        if len(self._waiting) > _MOST_WAITING and self._unused is None:
-            self._unused = set(self._without_gradient())
+        if len(self._waiting) > _MOST_WAITING and not self._has_asked:
+            self._has_asked, self._unused = True, set(self._without_gradient())
             self._pass_on_next()
 
     def _pass_on_next(self) -> None:
-        while self._next in self._waiting or (self._unused and self._next in self._unused):
+        while self._next in self._waiting or self._next in self._unused:
             self._waiting.discard(self._next)
             self._reduce(*self._order[self._next])
             self._next += 1
@@ -144,7 +139,6 @@ class _GradientOrder:
         self._finish()
 
     def _reduce(self, parameter: torch.nn.Parameter, *group: int) -> None:
-        """Pass a gradient on, zeros where there is none."""
         of = getattr(self._optimizer, "get_gradient_for_reduction", None)
         if (of(parameter) if of is not None else parameter.grad) is None:
             shape = getattr(parameter, "ds_shape", parameter.shape)  # stage 3 may have taken the weight itself away
