@@ -87,9 +87,14 @@ class TrainLoader:
 
         Args:
             dataset: map-style; its `collate_fn`, if it has one, makes the batches (otherwise torch's default).
-            global_size: as all up to `world_size` in a `Share`.
+            global_size: samples per optimizer step, micro_size x accumulation_steps x world_size.
+            micro_size: samples per micro-batch.
+            accumulation_steps: micro-batches per optimizer step and rank.
+            rank: of data parallelism; so is `world_size`.
             seed: `run.seed`.
-            shuffle: as `data.shuffle`; so are `num_workers` and `prefetch_batches`.
+            shuffle: a new order every epoch.
+            num_workers: processes that fetch ahead; 0 fetches in this process.
+            prefetch_batches: micro-batches that each worker keeps ready.
             pin_memory: copy batches into page-locked memory, for asynchronous transfer to the GPU.
             random_samples: reading a sample draws random numbers, which are then seeded per (seed, epoch, index). What
                 a `collate_fn` of the dataset's own draws is seeded in any case.
@@ -167,7 +172,8 @@ class EvalLoader:
 
         Args:
             dataset: map-style, not empty; its `collate_fn`, if it has one, makes the batches.
-            batch_size: as `rank` and `world_size` in `rank_batches`.
+            batch_size: samples per batch; a rank's last real batch may have fewer.
+            rank: of data parallelism; so is `world_size`.
             max_samples: take this many at most, over all ranks, the first ones; None: all.
             num_workers: processes that fetch ahead; they stay for the next evaluation, as each fork of a large rank is
                 slow.

@@ -97,7 +97,9 @@ def prepare(
         tokenizer: ``bytes`` or the path of a ``tokenizer.json``.
         bpe_vocab_size: train a byte-level BPE of this size instead.
         eval_fraction: share of the text for evaluation (see `EvaluationShare`), from 0 up to below 1.
-        json_field: as `blank_lines_split` and `form` in `Reading`.
+        json_field: the text of a JSON line.
+        blank_lines_split: a blank line ends a document of a plain file.
+        form: what all inputs are; ``auto``: their names say it.
         progress: told how far the reading is.
 
     Returns:
