@@ -18,7 +18,7 @@ from tests.places import ROOT
 CAPS: dict[str, tuple[float, int]] = {
     "(doors)": (41, 9),
     "system": (54, 12),
-    "text": (64, 6),
+    "text": (65, 6),
     "config": (96, 14),
     "plan": (94, 15),
     "checkpoint": (167, 17),
