@@ -214,11 +214,11 @@ def test_the_order_itself_has_no_circle() -> None:
 
 
 def test_programs_in_shell_scripts_import_what_is_there() -> None:
-    """What `launch.sh` and the image run stands in no module that a checker reads."""
+    """What `launch.sh` and the image run stands in no module that a checker reads; where it fails a start goes on."""
     found = [
         (file, *match.groups())
         for file in ("launch.sh", "Dockerfile")
         for match in re.finditer(r"from (framework[\w.]*) import (\w+)", (ROOT / file).read_text(encoding="utf-8"))
     ]
-    assert found
+    assert len([file for file, *_ in found if file == "launch.sh"]) >= 4
     assert [place for place in found if not hasattr(importlib.import_module(place[1]), place[2])] == []
