@@ -159,7 +159,7 @@ def make_room(folder: Path) -> None:
     refuse_link(folder)
     refuse_link(staging)
     if staging.exists():
-        shutil.rmtree(staging)
+        remove_folder(staging)
     if not folder.exists():
         folder.mkdir()  # and no parents: a run folder that was removed is not made anew
     staging.mkdir()

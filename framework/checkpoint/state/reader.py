@@ -89,13 +89,13 @@ class StoredState:
 
     def read(self, name: str, key: str, start: int, count: int) -> torch.Tensor:
         """Numbers of a flattened tensor from `start` on, float32, one-dimensional."""
-        result, found = torch.empty(count, dtype=torch.float32), 0
-        for piece in self._of(name).pieces(start, start + count):
+        stored, result, found = self._of(name), torch.empty(count, dtype=torch.float32), 0
+        for piece in stored.pieces(start, start + count):
             with self._reading():
                 result[found : found + piece.num] = self._files.numbers(piece, state="" if key == FP32 else key)
             found += piece.num
         if found != count:
-            raise self._lacks(name, f"{start + found:,} numbers of it, and the run has more")
+            raise self._lacks(name, f"{stored.shape.numel():,} numbers of it, and the run has more")
         return result
 
     def weight(self, name: str, shape: torch.Size) -> torch.Tensor:
