@@ -91,7 +91,13 @@ def export(
     """
     _clear_left_over(out)
     _refuse_taken(out, force=force)
-    checkpoint = _source_of(source, out, hf=hf, allow_unverified=allow_unverified)
+    checkpoint = find_source(source, allow_unverified=allow_unverified)
+    if checkpoint.path.resolve() in (out.resolve(), *out.resolve().parents):
+        reason = "it lies in the checkpoint, where every further file counts as damage"
+        raise _taken(out, reason, "name a folder elsewhere")
+    if hf and not checkpoint.verified:
+        reason, value = "without a manifest nothing in it says which model's names these are", str(checkpoint.path)
+        raise ConfigError.of("hf-names-missing", reason, "leave --hf out", key=_KEY, value=value)
     merged = MergedWeights(checkpoint, average=weights == "ema")
     names = hf_names(merged.checkpoint, stored=merged.stored, trust=trust) if hf else {}
     found = entries(merged, dtype=_DTYPES[dtype], names=names)
@@ -119,17 +125,6 @@ def find_source(path: str, *, allow_unverified: bool) -> SavedCheckpoint:
         fix = "name a .../global_step<N> folder or a run folder that holds one"
         raise ConfigError.of("checkpoint-not-found", absence_at(path, key=_KEY), fix, key=_KEY, value=path)
     return found
-
-
-def _source_of(source: str, out: Path, *, hf: bool, allow_unverified: bool) -> SavedCheckpoint:
-    checkpoint = find_source(source, allow_unverified=allow_unverified)
-    if checkpoint.path.resolve() in (out.resolve(), *out.resolve().parents):
-        reason = "it lies in the checkpoint, where every further file counts as damage"
-        raise _taken(out, reason, "name a folder elsewhere")
-    if hf and not checkpoint.verified:
-        reason, value = "without a manifest nothing in it says which model's names these are", str(checkpoint.path)
-        raise ConfigError.of("hf-names-missing", reason, "leave --hf out", key=_KEY, value=value)
-    return checkpoint
 
 
 @contextlib.contextmanager
@@ -194,42 +189,21 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
         description="Write the weights of a checkpoint, of any layout, for other programs.",
     )
-    parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="a .../global_step<N> folder, or a run folder: its newest one"
-    )
-    parser.add_argument("out", metavar="OUT", help="folder to be made")
-    parser.add_argument(
-        "--weights",
-        choices=("trained", "ema"),
-        default="trained",
-        help="as trained, or their moving average, training.ema (trained)",
-    )
-    parser.add_argument("--dtype", choices=tuple(_DTYPES), default="fp32", help="type of the numbers (fp32)")
-    parser.add_argument(
-        "--shard-size",
-        dest="shard_bytes",
-        type=_size,
-        default=5 * 10**9,
-        metavar="SIZE",
-        help="largest file, such as 500MB (5GB)",
-    )
-    parser.add_argument(
-        "--format",
-        choices=("safetensors", "pt"),
-        default="safetensors",
-        dest="file_format",
-        help="kind of file (safetensors)",
-    )
-    parser.add_argument("--hf", action="store_true", help="with Hugging Face's names, where the model has hf_names()")
-    parser.add_argument(
-        "--trust", metavar="FOLDER", help="the run folder or checkpoint whose model.target --hf may import and call"
-    )
-    parser.add_argument("--force", action="store_true", help="replace an earlier export")
-    parser.add_argument(
-        "--allow-unverified",
-        action="store_true",
-        help="read what DeepSpeed wrote without a manifest: nothing tells whether its files are whole",
-    )
+    option, size = parser.add_argument, "largest file, such as 500MB (5GB)"
+    option("checkpoint", metavar="CHECKPOINT", help="a .../global_step<N> folder, or a run folder: its newest one")
+    option("out", metavar="OUT", help="folder to be made")
+    as_trained = "as trained, or their moving average, training.ema (trained)"
+    option("--weights", choices=("trained", "ema"), default="trained", help=as_trained)
+    option("--dtype", choices=tuple(_DTYPES), default="fp32", help="type of the numbers (fp32)")
+    option("--shard-size", dest="shard_bytes", type=_size, default=5 * 10**9, metavar="SIZE", help=size)
+    formats, kind = ("safetensors", "pt"), "kind of file (safetensors)"
+    option("--format", choices=formats, default="safetensors", dest="file_format", help=kind)
+    option("--hf", action="store_true", help="with Hugging Face's names, where the model has hf_names()")
+    trust = "the run folder or checkpoint whose model.target --hf may import and call"
+    option("--trust", metavar="FOLDER", help=trust)
+    option("--force", action="store_true", help="replace an earlier export")
+    unverified = "read what DeepSpeed wrote without a manifest: nothing tells whether its files are whole"
+    option("--allow-unverified", action="store_true", help=unverified)
     return parser.parse_args(words)
 
 
@@ -243,15 +217,11 @@ def _size(text: str) -> int:
 
 def hf_names(checkpoint: SavedCheckpoint, *, stored: Collection[str], trust: str | None = None) -> dict[str, str]:
     """Our name -> Hugging Face's, for everything that is stored, and for further names of it; of a checkpoint with a
-    manifest.
-
-    The checkpoint's model is built on torch's meta device, where it takes no memory, and asked for the names that it
-    gives for Hugging Face's loaders. A model that is transformers' own has them already.
+    manifest. Its model is built on torch's meta device, where it takes no memory, and asked for them.
 
     Args:
         checkpoint: whoever wrote its manifest must not choose what is called here: of itself it names a built-in model
             only.
-        stored: the names in it.
         trust: the folder whose manifest may name any code, as the user gave it.
 
     Raises:

@@ -1,9 +1,8 @@
-"""``doctor --bench``: how fast ranks talk and hosts write, measured by `framework.engine.link_bench`, and who is
-slow.
-"""
+"""``doctor --bench``: how fast ranks talk and hosts write, by `framework.engine.link_bench`, and who is slow."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -11,11 +10,12 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any, Final
 
-from framework.doctor.hosts import DoctorOptions, HostFailed, Remote, ask_all, member_command, variables
+from framework.doctor.hosts import DoctorOptions, HostFailed, Remote, ask_all, member_command
 from framework.doctor.node.findings import Check, warning
 from framework.doctor.node.need import Need
 from framework.errors import Problem
 from framework.launch.hosts.hostfile import Host
+from framework.launch.ssh import passed_on
 from framework.system.ports import free_port
 
 _BENCH_SECONDS: Final = 180.0
@@ -31,7 +31,7 @@ def bench(asked: DoctorOptions, need: Need) -> list[Check]:
     """Run the job on every rank of the run, on this machine or on all hosts; a few seconds, three minutes at most."""
     order = {
         "do": "bench",
-        "variables": variables(),
+        "variables": passed_on(os.environ, exports=()),
         "cluster": asdict(need.cluster),
         "master": [asked.addresses[0], asked.master_port] if asked.hosts else ["127.0.0.1", free_port()],
         "folder": str(need.checkpoints) if need.checkpoints else None,

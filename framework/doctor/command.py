@@ -23,11 +23,10 @@ from framework.errors import EXIT_CONFIG, EXIT_OK, ConfigError, UsageError
 from framework.launch.hosts.hostfile import choose_hosts, cluster_of, is_this_machine
 from framework.launch.hosts.topology import DEFAULT_PORT
 from framework.launch.options import (
-    AsSpelled,
     add_choice,
+    add_num_gpus,
     address,
     count,
-    count_or_auto,
     port,
     refuse_choice,
     refuse_idle,
@@ -67,19 +66,16 @@ def look(asked: DoctorOptions) -> tuple[Report, Need]:
     Raises:
         ConfigError: the hosts of the hostfile do not go together.
     """
-    cluster = _cluster(asked)
+    if asked.chosen:  # each of them says itself what it has; this machine may be another one
+        cluster = cluster_of(asked.hosts)
+    else:
+        device, count = local_devices()
+        cluster = Cluster(devices_per_host=asked.num_ranks or count or RANKS_ON_CPU, device=device)
     before, need = judge_config(asked.config, asked.overrides, cluster, is_chosen=bool(asked.num_ranks or asked.chosen))
     if not asked.chosen:
         return Report(before, [examine(need, os.environ, counts_replaced=True)]), need
     nodes, across = look_at_hosts(asked, need)
     return Report(before, nodes, across), need
-
-
-def _cluster(asked: DoctorOptions) -> Cluster:
-    if asked.chosen:  # each of them says itself what it has; this machine may be another one
-        return cluster_of(asked.hosts)
-    device, count = local_devices()
-    return Cluster(devices_per_host=asked.num_ranks or count or RANKS_ON_CPU, device=device)
 
 
 def _asked(arguments: argparse.Namespace) -> DoctorOptions:
@@ -108,28 +104,18 @@ def _parser() -> CommandParser:
         description="Is this machine, or are these hosts, fit to train?",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="CONFIG key=value",
-        help="the run that is meant, and settings that win over it; left out: any run",
-    )
-    parser.add_argument(
-        "-H", "--hostfile", metavar="FILE", help="look at these hosts over ssh, and at what is between them"
-    )
+    run = "the run that is meant, and settings that win over it; left out: any run"
+    parser.add_argument("words", nargs="*", metavar="CONFIG key=value", help=run)
+    between = "look at these hosts over ssh, and at what is between them"
+    parser.add_argument("-H", "--hostfile", metavar="FILE", help=between)
     add_choice(parser)
     parser.option("--num_nodes", type=count, metavar="N", help="with -H: the first N hosts")
-    parser.option(
-        "--num_gpus", "--nproc_per_node", type=count_or_auto, action=AsSpelled, metavar="N", help="ranks on each host"
-    )
-    parser.set_defaults(num_gpus_flag="--num_gpus")
-    parser.option(
-        "--master_addr", type=address, metavar="A", help="with -H: address of the first host, as the others know it"
-    )
+    add_num_gpus(parser, "ranks on each host")
+    first = "with -H: address of the first host, as the others know it"
+    parser.option("--master_addr", type=address, metavar="A", help=first)
     parser.option("--master_port", type=port, metavar="P", help="with -H: where node 0 will listen (29500)")
     parser.option("--ssh_args", default="", metavar="TEXT", help="further options of ssh, such as '-p 2222'")
-    parser.add_argument(
-        "--bench", action="store_true", help="measure all-reduce and storage with a small job, up to three minutes"
-    )
+    bench = "measure all-reduce and storage with a small job, up to three minutes"
+    parser.add_argument("--bench", action="store_true", help=bench)
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     return parser

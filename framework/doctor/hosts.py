@@ -12,6 +12,7 @@ import secrets
 import shlex
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,12 +45,10 @@ class DoctorOptions:
     """A parsed command line.
 
     Attributes:
-        config, overrides: the run that is meant; None: any.
+        config: the run that is meant; None: any.
         chosen: hosts, with the devices to use there, to look at through ssh; empty: this machine.
         num_ranks: on each host; None: one to a device.
         master_addr: of the first host, as the others know it; empty: as `launch -H` finds it.
-        master_port: where node 0 will listen.
-        ssh_args: further options of ssh.
     """
 
     config: str | None
@@ -91,19 +90,13 @@ class Remote:
     def __init__(self, host: Host, command: Sequence[str], *, number: int, address: str = "") -> None:
         self.host, self.name = host, host.name.rpartition("@")[2]
         self.number, self.address = number, address
+        self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - see `close`
+        pipe, errors = subprocess.PIPE, self._stderr
+        # A session of its own: Ctrl-C ends them by their stdin, after they have cleaned up.
         self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # Ctrl-C ends them by their stdin, after they have cleaned up
+            command, stdin=pipe, stdout=pipe, stderr=errors, text=True, errors="replace", start_new_session=True
         )
         self._answers: queue.Queue[str | None] = queue.Queue()
-        self._stderr: list[str] = []
-        self._errors = threading.Thread(target=self._keep_errors, daemon=True)
-        self._errors.start()
         threading.Thread(target=self._keep_answers, daemon=True).start()
 
     def ask(self, order: Mapping[str, Any], *, seconds: float = _ASK_SECONDS) -> dict[str, Any]:
@@ -119,8 +112,8 @@ class Remote:
             line = None
         if line is None:
             code = self._process.wait()
-            self._errors.join(1)
-            last = next((each.strip() for each in reversed(self._stderr) if each.strip()), "it said nothing")
+            self._stderr.seek(0)
+            last = self._stderr.read().strip().rpartition("\n")[2].strip() or "it said nothing"
             raise HostFailed(f"ssh ended with {code}: {last}")
         return dict(json.loads(line))
 
@@ -134,6 +127,7 @@ class Remote:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._stderr.close()
 
     def _keep_answers(self) -> None:
         assert self._process.stdout is not None
@@ -141,10 +135,6 @@ class Remote:
             if line.startswith(ANSWER):
                 self._answers.put(line.removeprefix(ANSWER))
         self._answers.put(None)
-
-    def _keep_errors(self) -> None:
-        assert self._process.stderr is not None
-        self._stderr.extend(self._process.stderr)
 
 
 def member_command(host: Host, *, ssh_args: Sequence[str] = ()) -> list[str]:
@@ -154,11 +144,6 @@ def member_command(host: Host, *, ssh_args: Sequence[str] = ()) -> list[str]:
     there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
     own = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}", "-T"]
     return ["ssh", *ssh_args, *own, "--", host.name, there]  # of two values ssh takes the first
-
-
-def variables() -> dict[str, str]:
-    """Variables that `launch` gives to the hosts; sent over stdin, where nobody sees them."""
-    return passed_on(os.environ, exports=())
 
 
 def ask_all(
@@ -194,7 +179,7 @@ def _examined(remote: Remote, asked: DoctorOptions, need: Need) -> Node:
     order = {
         "do": "examine",
         "name": remote.name,
-        "variables": {**variables(), **asked.own_variables.get(remote.host.name, {})},
+        "variables": passed_on(os.environ, exports=()) | asked.own_variables.get(remote.host.name, {}),
         "cluster": asdict(need.cluster),
         "config": asked.config,
         "overrides": list(asked.overrides),
@@ -224,9 +209,7 @@ def _ahead(remote: Remote) -> float:
     """Half of the way there and back is taken off; the shortest of three ways is the truest."""
     measured: list[tuple[float, float]] = []
     for _ in range(3):
-        sent = time.time()
-        clock = remote.ask({"do": "clock"})["clock"]
-        received = time.time()
+        sent, clock, received = time.time(), remote.ask({"do": "clock"})["clock"], time.time()
         measured.append((received - sent, clock - (sent + received) / 2))
     return min(measured)[1]
 
@@ -249,9 +232,7 @@ def _network(remotes: Sequence[Remote], port: int, token: str) -> Check:
         for (to, port_there), values in zip(plan[caller], answer["reached"], strict=True):
             problems += _about_call(caller.name, to.name, port_there, Reached(**values))
     count = sum(map(len, plan.values()))
-    stated = (
-        f"{count} connections, every one answered" if not problems else f"{len(problems)} of {count} connections fail"
-    )
+    stated = f"{len(problems)} of {count} connections fail" if problems else f"{count} connections, every one answered"
     return Check("network", stated, problems)
 
 
@@ -281,14 +262,13 @@ def _shared_folder(remotes: Sequence[Remote], checkpoints: str, token: str) -> C
     marks = ask_all(remotes, lambda each: {"do": "mark", "node": each.number, **common})
     marked = [remote.number for remote, answer in zip(remotes, marks, strict=True) if not answer["reason"]]
     views = ask_all(remotes, lambda _: {"do": "see", "nodes": marked, **common})
-    reasons = []
-    for remote, mark in zip(remotes, marks, strict=True):
-        if mark["reason"]:
-            reasons.append((remote, f"nothing can be written there: {mark['reason']}"))
-    for remote, view in zip(remotes, views, strict=True):
-        if others := [names[number] for number in view["unseen"]]:
-            reasons.append((remote, f"what {first_few(others)} wrote is not seen here"))
+    written = [f"nothing can be written there: {mark['reason']}" if mark["reason"] else "" for mark in marks]
+    unseen = [first_few([names[number] for number in view["unseen"]]) for view in views]
+    seen = [f"what {others} wrote is not seen here" if others else "" for others in unseen]
     fix = f"set run.output_dir to a folder that all hosts share: {WHY_SHARED}"
-    problems = [Problem(NOT_SHARED, reason, fix, key=folder, file=f"node {remote.name}") for remote, reason in reasons]
+    reasons = zip([*remotes, *remotes], [*written, *seen], strict=True)
+    problems = [
+        Problem(NOT_SHARED, reason, fix, folder, file=f"node {each.name}") for each, reason in reasons if reason
+    ]
     stated = f"{folder} is seen by all" if not problems else f"{folder} is not the same folder everywhere"
     return Check("run folder", stated, problems)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import time
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 from framework.errors import (
     EXIT_CONFIG,
@@ -47,24 +47,11 @@ _LESS_MEMORY: Final = (
 )
 
 
-class AttemptResult(NamedTuple):
-    """Exit code of this node, and what happened, in one line."""
-
-    code: int
-    line: str
-
-
 def run_attempt(
-    ranks: Ranks, *, peers: Peers, requests: StopRequests, node_rank: int, grace_seconds: float
-) -> AttemptResult:
-    """Start the ranks and see them end; no process of theirs is left afterwards.
-
-    Args:
-        ranks: not started yet.
-        peers: the other agents, all present.
-        requests: requests to stop.
-        node_rank: of this node.
-        grace_seconds: for saving a checkpoint after a request to stop.
+    ranks: Ranks, peers: Peers, requests: StopRequests, *, node_rank: int, grace_seconds: float
+) -> tuple[int, str]:
+    """Start the ranks and see them end; no process of theirs is left afterwards. Returns this node's exit code, and a
+    line that says what happened; `grace_seconds`: to save in after a request to stop.
     """
     attempt = _Attempt(ranks, peers, requests, node_rank, grace_seconds)
     try:
@@ -111,7 +98,7 @@ class _Attempt:
             self._ask()
             self._take_request()
 
-    def conclude(self) -> AttemptResult:
+    def conclude(self) -> tuple[int, str]:
         """Tell the others, and wait for how they ended."""
         code = self._own_code()
         self.peers.send_ended(code)
@@ -146,17 +133,15 @@ class _Attempt:
         self._end_ranks()
 
     def _ask(self) -> None:
-        """Pass on what this agent was asked."""
         self.requests.look()
         if self.requests.asked and not self.stop_sent:
             self.stop_sent = True
             self.peers.send_stop(self.requests.asked)
         if self.requests.insists and not self.kill_sent:
             self.kill_sent = True
-            self.peers.send_kill()
+            self.peers.send("kill")
 
     def _take_request(self) -> None:
-        """Do to the ranks what was asked anywhere."""
         now = time.monotonic()
         if self.peers.failures:
             self._end_ranks()
@@ -198,11 +183,10 @@ class _Attempt:
         return min(self.grace_seconds, _CUT_OFF_SECONDS) if self.requests.cut_off else self.grace_seconds
 
     def _own_code(self) -> int:
-        """Of this node alone."""
         failed = [code for code in self.codes if code not in (EXIT_OK, EXIT_STOPPED)]
         return failed[0] if failed else EXIT_STOPPED if EXIT_STOPPED in self.codes else EXIT_OK
 
-    def _result(self, code: int) -> AttemptResult:
+    def _result(self, code: int) -> tuple[int, str]:
         nodes = counted(len(self.peers.ended), "node")
         stopped = f"{nodes} stopped"
         stopped += f" in {time.monotonic() - self.begun_to_end:.1f} s" if self.begun_to_end else ""
@@ -213,15 +197,15 @@ class _Attempt:
             # Two nodes may meet the same error by themselves: each ends with its own code.
             mine = first_failure([each for each in self.peers.failures if each.node == self.node_rank])
             code = mine.code if mine else EXIT_PEER_LOST
-            return AttemptResult(code, f"{failure.what} at {failure.at}; {stopped}")
+            return code, f"{failure.what} at {failure.at}; {stopped}"
         if {*self.peers.ended.values(), code} == {EXIT_OK}:
-            return AttemptResult(EXIT_OK, f"finished: {nodes}, every rank ended with 0")
+            return EXIT_OK, f"finished: {nodes}, every rank ended with 0"
         saved = "what was saved, if anything, the ranks said above"
-        return AttemptResult(EXIT_STOPPED, f"stopped on request ({self.peers.stop or 'a rank'}): {stopped}; {saved}")
+        return EXIT_STOPPED, f"stopped on request ({self.peers.stop or 'a rank'}): {stopped}; {saved}"
 
 
 def first_failure(failures: list[Failure]) -> Failure | None:
-    """Return the failure that came first; a rank or node that only lost another one is chosen last."""
+    """Return the failure that came first; one that is only the loss of another rank or node is chosen last."""
     causes = [failure for failure in failures if failure.code != EXIT_PEER_LOST]
     lost = [failure for failure in failures if ": lost: " in failure.what]
     return next(iter(causes or lost or failures), None)

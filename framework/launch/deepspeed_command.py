@@ -34,6 +34,10 @@ class PlainCommand:
     before: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
 
+    def as_line(self, added: Mapping[str, str] | None = None) -> str:
+        """Format it as a line for the shell, with the variables that the run needs as well."""
+        return as_shell_line(self.words, added or self.variables, before=self.before)
+
 
 def local_command(
     arguments: Sequence[str],
@@ -44,13 +48,11 @@ def local_command(
     address: str | None = None,
     chosen: Sequence[int] | None = None,
 ) -> list[str]:
-    """The `deepspeed` command that trains the same on this machine.
+    """The `deepspeed` command that trains the same on this machine; the ranks meet at the port and, if somebody chose
+    one, the address.
 
     Args:
         arguments: of train.py, which is `script`.
-        num_ranks: processes, one for each device.
-        port, script: where the ranks meet, and what they run.
-        address: where they meet, if somebody chose it.
         chosen: device numbers of ``CUDA_VISIBLE_DEVICES``; without them the launcher takes the first.
     """
     # With --num_gpus the launcher drops CUDA_VISIBLE_DEVICES and takes devices 0 to N-1: somebody else's, perhaps.
@@ -160,11 +162,7 @@ def find_train_script() -> Path:
 
 
 def usable_port(asked: int | None) -> int:
-    """A free port, or the one that was asked for.
-
-    Raises:
-        ConfigError: something listens on the port that was asked for.
-    """
+    """A free port, or the one that was asked for; a ConfigError where something listens on that one."""
     if asked is None:
         return free_port()
     with socket.socket() as probe:

@@ -1,6 +1,4 @@
-"""`examine`: everything that can be known of one node without the others, in a second or two; and its limits: shared
-memory, open files, cores, its own name, its user and clock.
-"""
+"""`examine`: everything that can be known of one node without the others, in a second or two; and its limits."""
 
 from __future__ import annotations
 
@@ -42,7 +40,6 @@ def examine(need: Need, environment: Mapping[str, str], *, name: str = "", count
     """Look at this machine.
 
     Args:
-        need: what the run asks of it.
         environment: that of the launcher; what it adds for its ranks is added here as well.
         name: what others call this node; left out: its own name for itself.
         counts_replaced: say how much a resume has set aside, which takes a look at every file of it: for a person, not
@@ -136,9 +133,7 @@ def _can_lock(num_bytes: int) -> bool:
 
 
 def check_open_files(need: Need) -> Check:
-    """``ulimit -n``, by a rule of thumb: libraries and logs, sockets to every rank, a few for each batch of a data
-    worker.
-    """
+    """``ulimit -n``, by a rule of thumb: libraries and logs, sockets to every rank, a few for each batch of a worker."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 512 + 32 * need.cluster.world_size + 32 * need.num_workers * need.prefetch_batches
     if soft == resource.RLIM_INFINITY or soft >= wanted:

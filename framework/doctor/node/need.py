@@ -27,15 +27,11 @@ class Need:
     """Requirements on a host.
 
     Attributes:
-        cluster: hosts, ranks on each, and the kind of device.
-        ops: DeepSpeed's ops that the run loads.
         num_workers: processes for each rank that fetch batches.
         prefetch_batches: micro-batches that each of them keeps ready in shared memory.
         run_folder: where the run writes; None without a run config.
         num_kept: checkpoints that are there at the same time, at most.
         kept_by: the keys of the run config that keep them.
-        saves: whether any is written.
-        nvme_folders: where state is offloaded to.
         inputs: what is read, as key of the run config and path.
         targets: modules of the user's own that the config names.
         config_hash: of the resolved config; hosts must agree. Empty without a run config.

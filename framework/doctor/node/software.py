@@ -149,7 +149,7 @@ def ops_to_compile(need: Need, environment: Mapping[str, str]) -> list[str]:
 
 
 def _cached(need: Need, environment: Mapping[str, str]) -> tuple[Path, set[str]]:
-    """Return the folder of compiled ops, and those that are in it or came with DeepSpeed."""
+    """The folder of compiled ops, and those that are in it or came with DeepSpeed."""
     folder = extensions_folder(environment, torch_version=torch_text("__version__") or "")
     return folder, {op.name for op in need.ops if _is_built_in(op) or (folder / op.name / f"{op.name}.so").is_file()}
 

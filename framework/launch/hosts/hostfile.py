@@ -103,11 +103,8 @@ def odd_ones(counts: Mapping[str, int]) -> str:
 
 @dataclass(frozen=True)
 class Host:
-    """One line of a hostfile.
-
-    Attributes:
-        name: what ssh is told: a name or an address, with ``user@`` where it needs one; IPv6 without brackets.
-        slots: devices, and so ranks, on it.
+    """One line of a hostfile: what ssh is told (name or address, perhaps with ``user@``; IPv6 without brackets), and
+    the number of devices, and so of ranks, on it.
     """
 
     name: str
@@ -115,10 +112,8 @@ class Host:
 
 
 def read_hostfile(path: str | Path) -> tuple[Host, ...]:
-    """The hosts in the order of the file, which is the order of their ranks.
-
-    Raises:
-        ConfigError: with everything that is wrong in it.
+    """The hosts in the order of the file, which is the order of their ranks; a ConfigError has everything that is
+    wrong.
     """
     hosts: list[Host] = []
     problems: list[Problem] = []
@@ -165,11 +160,7 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
 
 
 def cluster_of(hosts: Sequence[Host], *, path: str | Path = "") -> Cluster:
-    """The cluster that these hosts make.
-
-    Raises:
-        ConfigError: they do not have the same number of slots.
-    """
+    """The cluster that these hosts make; a ConfigError where they have different numbers of slots."""
     counts = sorted({host.slots for host in hosts})
     if len(counts) > 1:
         listed, fix = odd_ones({host.name: host.slots for host in hosts}), f"give every host slots={counts[0]}"
@@ -285,10 +276,8 @@ def _parse(text: str, hosts: Sequence[Host], *, option: str, problems: list[Prob
 
 
 def _parts(text: str, names: Collection[str]) -> Iterator[tuple[str, str, str]]:
-    """Each part with its host, empty if there is none, and its devices.
-
-    The names are looked for first, the longest before the others: with `@` and `:` in them no rule could tell where
-    they end.
+    """Each part with its host, empty if there is none, and its devices. Names are looked for first, the longest before
+    the others: with `@` and `:` in them no rule could tell where they end.
     """
     spelled = {spelling: name for name in names for spelling in (name, bracketed(name))}
     longest_first = "|".join(re.escape(name) for name in sorted(spelled, key=len, reverse=True))
