@@ -39,12 +39,7 @@ _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command; returns the exit code.
-
-    Raises:
-        ConfigError: there is no such checkpoint, or OUT is taken.
-        StorageError: the checkpoint is damaged, or OUT cannot be written.
-    """
+    """Run the command; returns the exit code, or raises what `export` raises."""
     arguments = vars(_parse(words))
     source, out = arguments.pop("checkpoint"), Path(arguments.pop("out"))
     try:
@@ -75,7 +70,6 @@ def export(
 
     Args:
         source: a checkpoint, or a run folder: its newest checkpoint.
-        out: a folder to be made.
         weights: trained, or ema for their moving average.
         dtype: fp32, bf16 or fp16, of everything with a point.
         shard_bytes: largest size of a file.
@@ -115,10 +109,8 @@ def export(
 
 
 def find_source(path: str, *, allow_unverified: bool) -> SavedCheckpoint:
-    """The checkpoint that a path names, or the newest one of the run that it names.
-
-    Raises:
-        ConfigError: kind ``checkpoint-not-found`` or ``checkpoint-unverified``.
+    """The checkpoint that a path names, or the newest one of the run that it names; a ConfigError of kind
+    ``checkpoint-not-found`` or ``checkpoint-unverified`` where there is none.
     """
     found = newest_at(path, key=_KEY, allow_unverified=allow_unverified)
     if found is None:
@@ -251,25 +243,25 @@ def hf_names(checkpoint: SavedCheckpoint, *, stored: Collection[str], trust: str
         fix = "give it one that returns {its name of a weight: Hugging Face's}, or leave --hf out"
         raise refused("missing", f"{type(built).__name__} has no method hf_names()", fix)
     names = asked()
+    wrong = _wrong(names, stored)
     if isinstance(model, Target):
-        if wrong := _wrong(names, stored):
+        if wrong:
             raise refused("wrong", f"hf_names() of {type(built).__name__} {wrong}", "mend it, or leave --hf out")
     elif names is None:
         reason = "of this shape has no counterpart in transformers that stores its weights in the same form"
         raise refused("missing", f"a {model.kind} {reason}")
-    elif wrong := _wrong(names, stored):
+    elif wrong:
         raise refused("wrong", f"the names of model.kind {model.kind} {wrong}")
     return dict(names)
 
 
 def _refuse_untrusted(model: Target, checkpoint: SavedCheckpoint, trust: str | None) -> None:
     places = (checkpoint.path, checkpoint.folder, checkpoint.folder.absolute().parent)
-    if trust is None:
-        reason = f"the manifest names code of its own, model.target = {model.target}, which export would run"
-    elif Path(trust).resolve() not in [place.resolve() for place in places]:
+    reason = f"the manifest names code of its own, model.target = {model.target}, which export would run"
+    if trust is not None:
+        if Path(trust).resolve() in [place.resolve() for place in places]:
+            return
         reason = f"--trust names {trust}, and this checkpoint is in another folder"
-    else:
-        return
     fix = f"if you trust whoever wrote the folder, give --trust {checkpoint.path}; or leave --hf out"
     raise ConfigError.of("target-not-trusted", reason, fix, key="--hf", file=str(checkpoint.path))
 

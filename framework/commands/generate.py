@@ -49,6 +49,7 @@ def main(words: Sequence[str]) -> int:
     arguments = _parse(words)
     checkpoint = find_gpt(arguments.checkpoint, allow_unverified=arguments.allow_unverified)
     config = _config_of(checkpoint, arguments.config)
+    assert isinstance(config.model, GPT)
     tokenizer = _tokenizer_of(config, checkpoint, asked=arguments.tokenizer)
     prompt = os.fsencode(arguments.prompt)
     try:
@@ -60,14 +61,14 @@ def main(words: Sequence[str]) -> int:
     # A document begins behind the end of the one before: so does a sample without a prompt.
     ids = tokenizer.encode([prompt])[0].tolist() or [tokenizer.special.end]
     model = load_gpt(checkpoint, config, average=arguments.weights == "ema")
+    positions = config.model.max_positions
+    asked = {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "seed")}
     tokens = sample(
         model,
         ids,
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        seed=arguments.seed,
-        window=_window(config),
+        **asked,
+        # As many as it was trained to see at once: further positions it has, and has never met.
+        window=min(positions, getattr(config.data, "sequence_length", positions)),
         vocab_size=tokenizer.vocab_size,
         end=tokenizer.special.end,
     )
@@ -77,12 +78,6 @@ def main(words: Sequence[str]) -> int:
         print(visible(text) if is_terminal else text, end="", flush=is_terminal)
     print()
     return EXIT_OK
-
-
-def _window(config: RunConfig) -> int:
-    """As many tokens as the model was trained to see at once: further positions it has, and has never met."""
-    assert isinstance(config.model, GPT)
-    return min(config.model.max_positions, getattr(config.data, "sequence_length", config.model.max_positions))
 
 
 def load_gpt(checkpoint: SavedCheckpoint, config: RunConfig, *, average: bool = False) -> torch.nn.Module:
@@ -112,10 +107,8 @@ def sample(
     Args:
         model: tokens (1, sequence) to logits (1, sequence, vocabulary), in evaluation mode.
         ids: tokens to go on from, at least one.
-        max_new_tokens: how many at most.
         temperature: divides the logits; 0 always takes the most likely token.
         top_k: draw from this many of the most likely tokens only.
-        seed: the same seed gives the same tokens.
         window: of more tokens the model sees the last ones only.
         vocab_size: of the tokenizer: the model may have more, which stand for nothing.
         end: the token that ends a document, and with it the sample; it is not yielded.

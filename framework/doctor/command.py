@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from framework.doctor.hosts import DoctorOptions, look_at_hosts
+from framework.doctor.hosts import DoctorOptions, bench, look_at_hosts
 from framework.doctor.member import judge_config, local_devices
 from framework.doctor.node.findings import Check, Report
 from framework.doctor.node.machine import examine
@@ -52,8 +52,6 @@ def doctor(argv: Sequence[str]) -> int:
     except ConfigError as error:  # the hostfile: nobody knows where to look
         report, need = Report(before=[Check("hostfile", "cannot be used", error.problems)]), None
     if arguments.bench and need is not None and report.is_fine:
-        from framework.doctor.bench import bench
-
         report = replace(report, measured=bench(asked, need))
     # Not print: the exit code stays what was found, also where the reader has left.
     write(sys.stdout, f"{json.dumps(report.to_dict(), indent=2) if arguments.json else report.as_text()}\n")

@@ -1,4 +1,5 @@
 """Looks at every host of a hostfile, and at what is between them: a `member` on each through ssh, asked from here.
+`doctor --bench` measures them: `framework.engine.link_bench` on every rank.
 
 Whatever a host does not do within its time is a finding about that host; no host is waited for longer than a minute.
 """
@@ -17,12 +18,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any, Final, TypeVar
 
 from framework.doctor.member import ANSWER
-from framework.doctor.node.findings import Check, Node
+from framework.doctor.node.findings import Check, Node, warning
 from framework.doctor.node.links import Reached
 from framework.doctor.node.need import Need
 from framework.doctor.node.start import NOT_SHARED, WHY_SHARED, compare, compare_clocks
@@ -31,12 +33,18 @@ from framework.launch.environment import ROOT
 from framework.launch.hosts.devices import visible_variable
 from framework.launch.hosts.hostfile import Chosen, Host, first_few
 from framework.launch.ssh import address_of, passed_on
+from framework.system.ports import free_port
 
 _ASK_SECONDS: Final = 40.0
 _CONNECT_SECONDS: Final = 10
 _EXAMINE_SECONDS: Final = 60.0
 # Calls between all pairs up to here, and beyond it from and to node 0 and between neighbours.
 _ALL_PAIRS: Final = 16
+_BENCH_SECONDS: Final = 180.0
+# A host whose best partner gets less than this share of what others get is slow; links of equal hosts differ by a few
+# percent.
+_SLOW_SHARE: Final = 0.6
+_GB: Final = 1e9
 _Result = TypeVar("_Result")
 
 
@@ -165,8 +173,7 @@ def look_at_hosts(asked: DoctorOptions, need: Need) -> tuple[list[Node], list[Ch
         remotes = []
         for number, (host, address) in enumerate(zip(asked.hosts, asked.addresses, strict=True)):
             command = member_command(host, ssh_args=asked.ssh_args)
-            remotes.append(Remote(host, command, number=number, address=address))
-            stack.callback(remotes[-1].close)
+            remotes.append(stack.enter_context(closing(Remote(host, command, number=number, address=address))))
         nodes = each_of(remotes, lambda remote: _examined(remote, asked, need))
         alive = [remote for remote, node in zip(remotes, nodes, strict=True) if node.facts]
         if len(alive) < 2:
@@ -272,3 +279,77 @@ def _shared_folder(remotes: Sequence[Remote], checkpoints: str, token: str) -> C
     ]
     stated = f"{folder} is seen by all" if not problems else f"{folder} is not the same folder everywhere"
     return Check("run folder", stated, problems)
+
+
+def bench(asked: DoctorOptions, need: Need) -> list[Check]:
+    """Run the job on every rank of the run, on this machine or on all hosts; a few seconds, three minutes at most."""
+    order = {
+        "do": "bench",
+        "variables": passed_on(os.environ, exports=()),
+        "cluster": asdict(need.cluster),
+        "master": [asked.addresses[0], asked.master_port] if asked.hosts else ["127.0.0.1", free_port()],
+        "folder": str(need.checkpoints) if need.checkpoints else None,
+        "seconds": _BENCH_SECONDS,
+    }
+    here = [sys.executable, "-m", "framework.doctor.member"]
+    with ExitStack() as stack:
+        remotes = []
+        for number, host in enumerate(asked.hosts or [Host("localhost", need.cluster.devices_per_host)]):
+            command = member_command(host, ssh_args=asked.ssh_args) if asked.hosts else here
+            remotes.append(stack.enter_context(closing(Remote(host, command, number=number))))
+        try:
+            answers = ask_all(remotes, lambda each: order | {"node": each.number}, seconds=_BENCH_SECONDS + 30)
+            reasons = zip([each.name for each in remotes], [answer["reason"] for answer in answers], strict=True)
+            failed = "; ".join(f"{name}: {reason}" for name, reason in reasons if reason)
+        except HostFailed as error:
+            answers, failed = [], str(error)
+    result = next((answer["result"] for answer in answers if answer["result"]), None)
+    if failed or result is None:
+        reason, fix = failed or "no rank told its result", "run doctor without --bench first: it names what is wrong"
+        return [Check("bench", "not finished", [Problem("bench-failed", reason, fix, key="--bench")])]
+    return list(judge(result))
+
+
+def judge(result: Mapping[str, Any]) -> Iterator[Check]:
+    """Rows for a person, and who is slow."""
+    for row in result["all_reduce"]:
+        took = f"{row['bytes'] >> 20} MiB in {row['seconds'] * 1e3:.2f} ms"
+        stated = f"{took}: algorithm {_speed(row['algorithm'])}, bus {_speed(row['bus'])}"
+        yield Check("all-reduce", stated, facts={"all_reduce": row})
+    if result["pairs"]:
+        yield _pairs(result["pairs"])
+    for row in result["storage"]:
+        if "error" in row:
+            problem = Problem("storage-bench-failed", row["error"], "make room there", file=f"node {row['host']}")
+            yield Check("storage", f"{row['host']}: not measured", [problem])
+        else:
+            stated = f"{row['host']}: writes {_speed(row['write'])} with fsync, reads {_speed(row['read'])}"
+            yield Check("storage", stated, facts={"storage": row})
+
+
+def _pairs(rows: Sequence[Mapping[str, Any]]) -> Check:
+    """A slow host is slow with everybody, a slow link with one."""
+    best: dict[str, float] = {}
+    for row in rows:
+        for name in (row["a"], row["b"]):
+            best[name] = max(best.get(name, 0.0), row["bytes_per_second"])
+    usual, typical = median(best.values()), median(row["bytes_per_second"] for row in rows)
+    slow = [name for name, speed in best.items() if speed < _SLOW_SHARE * usual]
+    problems = []
+    for name in slow:
+        reason = f"with none of the others it gets more, and they get {_speed(usual)}"
+        fix = "look at its cable, its switch port and its driver, or leave it out"
+        problems.append(warning("slow-node", reason, fix, "bandwidth", _speed(best[name]), f"node {name}"))
+    for row in rows:
+        speed, ends = row["bytes_per_second"], (row["a"], row["b"])
+        if speed < _SLOW_SHARE * typical and not {*ends} & {*slow}:
+            reason, fix = f"pairs usually get {_speed(typical)}", "look at the way between the two"
+            problems.append(warning("slow-link", reason, fix, f"to {ends[1]}", _speed(speed), f"node {ends[0]}"))
+    last = min(rows, key=lambda row: float(row["bytes_per_second"]))
+    slowest = f"; slowest {last['a']} and {last['b']}: {_speed(last['bytes_per_second'])}" if len(rows) > 1 else ""
+    stated = f"{len(rows)} measured, {_speed(typical)} each way{slowest}"
+    return Check("pairs", stated, problems, {"pairs": [dict(row) for row in rows]})
+
+
+def _speed(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / _GB:.2f} GB/s"

@@ -24,6 +24,7 @@ from framework.doctor.node.need import Need, need_of, need_without_config
 from framework.errors import ConfigError
 from framework.launch.deepspeed_command import added_environment
 from framework.launch.hosts.devices import find_devices
+from framework.launch.hosts.topology import Topology
 from framework.load_run import load_run
 from framework.plan.cluster import Cluster, Device
 
@@ -71,20 +72,19 @@ def run_ranks(order: Mapping[str, Any], cluster: Cluster, *, reported: IO[str]) 
         order: number of this node, master (address and port), folder of checkpoints or None, and seconds.
         reported: where orders come from; when it closes, nobody waits for the result any more.
     """
-    address, port = order["master"]
-    ranks = range(cluster.devices_per_host)
-    added = added_environment(os.environ, device=cluster.device, num_ranks=len(ranks))
-    common = {**os.environ, **added, "WORLD_SIZE": str(cluster.world_size), "MASTER_ADDR": address}
+    from framework.launch.ranks import rank_environment  # psutil comes with the train extra only
+
+    num_ranks = cluster.devices_per_host
+    topology = Topology(cluster.num_hosts, num_ranks, order["node"], *order["master"])
+    common = {**os.environ, **added_environment(os.environ, device=cluster.device, num_ranks=num_ranks)}
     command = [sys.executable, "-m", _MODULE, *(["--folder", order["folder"]] if order["folder"] else [])]
+    opened, none = partial(tempfile.TemporaryFile, "w+", encoding="utf-8", errors="replace"), subprocess.DEVNULL
     with ExitStack() as stack:
-        opened = partial(tempfile.TemporaryFile, "w+", encoding="utf-8", errors="replace")
-        outputs = [stack.enter_context(opened()) for _ in ranks]
+        outputs = [stack.enter_context(opened()) for _ in range(num_ranks)]
         started = []
-        for local, output in zip(ranks, outputs, strict=True):
-            rank = order["node"] * len(ranks) + local
-            own = {"MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(local)}
-            none = subprocess.DEVNULL
-            started.append(subprocess.Popen(command, env=common | own, stdin=none, stdout=output, stderr=output))
+        for local, output in enumerate(outputs):
+            own = common | rank_environment(topology, local)
+            started.append(subprocess.Popen(command, env=own, stdin=none, stdout=output, stderr=output))
             stack.callback(started[-1].wait)
             stack.callback(started[-1].kill)
         reason = _wait(started, seconds=float(order["seconds"]), reported=reported)

@@ -91,7 +91,7 @@ def require(wanted: int, what: str, *, fix: str = "") -> None:
         ConfigError: the system allows fewer.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    if soft == resource.RLIM_INFINITY:
         return
     allowed = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
     if allowed > soft:

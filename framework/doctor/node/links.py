@@ -142,19 +142,14 @@ def mark(folder: Path, token: str, node: int) -> Iterator[None]:
 
 def unseen(folder: Path, token: str, nodes: Iterable[int], *, seconds: float = _SEE_SECONDS) -> list[int]:
     """Nodes whose marks cannot be read here, after waiting for them."""
-    deadline = time.monotonic() + seconds
-    missing = list(nodes)
+    deadline, missing = time.monotonic() + seconds, list(nodes)
     while True:
-        missing = [node for node in missing if not _holds(mark_path(folder, token, node), token)]
+        for node in list(missing):
+            with suppress(OSError, ValueError):
+                if mark_path(folder, token, node).read_text(encoding="ascii") == token:
+                    missing.remove(node)
         if not missing or time.monotonic() > deadline:
             return missing
         with suppress(OSError):
             list(folder.iterdir())  # listing makes NFS look again
         time.sleep(0.1)
-
-
-def _holds(path: Path, token: str) -> bool:
-    try:
-        return path.read_text(encoding="ascii") == token
-    except (OSError, ValueError):
-        return False

@@ -45,15 +45,11 @@ _REPORTED: Final[Mapping[str, type]] = {
     "refused": list,
 }
 # The HELLO itself holds these, and they are compared without a preflight as well.
-_IN_HELLO: Final = frozenset(
-    {
-        ("versions-differ", "python"),
-        ("versions-differ", "torch"),
-        ("versions-differ", "deepspeed"),
-        ("config-differs", "run config"),
-        ("code-differs", "framework"),
-        ("slots-differ", "slots"),
-    }
+_IN_HELLO: Final = (
+    *(("versions-differ", name) for name in ("python", "torch", "deepspeed")),
+    ("config-differs", "run config"),
+    ("code-differs", "framework"),
+    ("slots-differ", "slots"),
 )
 _MARK: Final = re.compile(r"\.preflight-[0-9a-f]{16}-[0-9]{1,6}")
 # The launcher tells gloo its interface, once it knows which way leads to node 0.
@@ -117,9 +113,10 @@ def is_look(reported: object) -> bool:
     for name in ("versions", "code", "variables"):
         texts += [*reported[name].keys(), *reported[name].values()]
     texts += [*reported["gpus"], *reported["gpu_names"]]
-    if any(type(each) is not list or len(each) != 3 for each in reported["refused"]):
-        return False
-    texts += [text for each in reported["refused"] for text in each]
+    for each in reported["refused"]:
+        if type(each) is not list or len(each) != 3:
+            return False
+        texts += each
     return len(texts) <= _MOST_ENTRIES and all(isinstance(text, str) and len(text) <= _LONGEST_TEXT for text in texts)
 
 
@@ -147,24 +144,20 @@ def differences(nodes: Mapping[str, Mapping[str, Any]], *, seen: set[str]) -> li
 
 def _absent(marks: set[str], seen: set[str]) -> set[str]:
     """Return the marks that are absent; a folder, which a thousand nodes may share, is listed once at most."""
-    absent = {path for path in marks - seen if not _is_seen(path)}
-    for folder in {Path(path).parent for path in absent if _is_place_of_mark(path)}:
+    # Paths come from other nodes: nothing but marks is looked at.
+    places = {path for path in marks - seen if Path(path).is_absolute() and _MARK.fullmatch(Path(path).name)}
+    for folder in {Path(path).parent for path in places if not _is_file(path)}:
         with suppress(OSError, ValueError):
             list(folder.iterdir())  # makes NFS look again
-    absent = {path for path in absent if not _is_seen(path)}
+    absent = marks - seen - {path for path in places if _is_file(path)}
     seen |= marks - absent
     return absent
 
 
-def _is_seen(path: str) -> bool:
+def _is_file(path: str) -> bool:
     with suppress(OSError, ValueError):
-        return _is_place_of_mark(path) and Path(path).is_file()
+        return Path(path).is_file()
     return False
-
-
-def _is_place_of_mark(path: str) -> bool:
-    """The path comes from another node: nothing else is looked at."""
-    return Path(path).is_absolute() and _MARK.fullmatch(Path(path).name) is not None
 
 
 def compare(nodes: Mapping[str, Facts]) -> list[Check]:

@@ -65,14 +65,14 @@ class Coordinator:
 
     def wait(self) -> Peers:
         """Until all are there and agree; closes the listener."""
+        peers = None
         try:
-            while True:
+            while peers is None:
                 self._meeting.look(self._waiting_for)
                 self._clients.step(self._heard, LOOK_SECONDS if self._round is None else CALLING_SECONDS)
                 self._report_missing()
                 peers = self._judge()
-                if peers is not None:
-                    return peers
+            return peers
         except (RunStopped, PeerLostError) as error:
             kind = "stop" if isinstance(error, RunStopped) else "lost"
             self._clients.send_to_all(kind, why=str(error)[:_LONGEST_REPORT])
@@ -107,7 +107,7 @@ class Coordinator:
             raise TurnedAway(refused.reason, refused.kind)
         clock = ahead(hello["clock"], sent=client.challenged_at, received=time.time())
         self._clients.let_in(client, hello | {"ahead": clock})
-        client.link.send("welcome", proof=proof(token, role="lead", nonces=nonces, content={}) if token else "")
+        client.link.send("welcome", proof=proof(token, role="lead", nonces=nonces, content={}))
 
     def _judge(self) -> Peers | None:
         present = self._clients.present

@@ -318,13 +318,12 @@ class Member:
             with suppress(OSError):  # no port, no files: then nobody can try
                 address = self._meeting.local_address
                 hello["echo"] = [address, self._meeting.answer_at(address)]
-        signed = proof(token, role="node", nonces=(self._challenge, self._nonce), content=hello) if token else ""
+        signed = proof(token, role="node", nonces=(self._challenge, self._nonce), content=hello)
         link.send("hello", hello=hello, nonce=self._nonce, proof=signed)
 
     def _check_welcome(self, message: Message) -> None:
-        token = self._meeting.token
-        expected = proof(token, role="lead", nonces=(self._challenge, self._nonce), content={}) if token else ""
-        if not is_proof(message.get("proof"), expected):
+        nonces = (self._challenge, self._nonce)
+        if not is_proof(message.get("proof"), proof(self._meeting.token, role="lead", nonces=nonces, content={})):
             raise ConnectionLost("whoever answers there does not know the token")
         self._welcomed_at, self._no_agent_since = time.monotonic(), 0.0
 

@@ -130,7 +130,9 @@ def as_line(kind: str, /, **content: Any) -> bytes:
 
 
 def proof(token: str, *, role: str, nonces: tuple[str, str], content: Message) -> str:
-    """Compute the proof that the sender knows the token, for this connection, this role and this content alone."""
+    """Compute the proof that the sender knows the token, if there is one, for this connection, role and content."""
+    if not token:
+        return ""
     text = json.dumps([role, *nonces, content], sort_keys=True)
     return hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()
 

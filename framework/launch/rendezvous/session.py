@@ -69,7 +69,7 @@ class Session:
             self._reported_at = now if self._reported_at else now - _REPORT_SECONDS + 3  # the first time after 3 s
 
     def answer_at(self, address: str, port: int = 0) -> int:
-        """Answer at a port, or at any that is free, until `close`, so that others can try this node; returns the port."""
+        """Answer at a port, or at any that is free, until `close`, so that others can try this node; returns it."""
         if (address, port) not in self._echoes:
             self._echoes[address, port] = Echo(port, address=address)
         return self._echoes[address, port].port
