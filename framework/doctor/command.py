@@ -83,8 +83,7 @@ def _asked(arguments: argparse.Namespace) -> DoctorOptions:
         raise UsageError(f"doctor: {words[0]} is a setting; name the run config before it")
     idle = [f"--{name}" for name in _ONLY_WITH_HOSTS if getattr(arguments, name)]
     refuse_idle("doctor", () if arguments.hostfile else idle)
-    by_number = bool(arguments.num_nodes or arguments.num_gpus)
-    refuse_choice("doctor", include=arguments.include, exclude=arguments.exclude, by_number=by_number)
+    refuse_choice("doctor", arguments)
     master_port = arguments.master_port or DEFAULT_PORT
     names = ("include", "exclude", "num_nodes", "num_gpus", "num_gpus_flag")
     choice = {name: getattr(arguments, name) for name in names}

@@ -7,6 +7,7 @@ every rank of every node ended      -> the agents tell each other, then leave; 0
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from dataclasses import dataclass, field
@@ -72,10 +73,10 @@ class _Attempt:
     codes: list[int] = field(default_factory=list)
     stop_sent: bool = False
     kill_sent: bool = False
-    kill_at: float | None = None
     stopping: bool = False
-    ending_since: float | None = None
-    begun_to_end: float | None = None
+    kill_at: float = math.inf
+    ending_since: float = math.inf
+    begun_to_end: float = 0.0
     oom_kills: OomKills = field(default_factory=OomKills)
 
     def start(self) -> None:
@@ -84,8 +85,7 @@ class _Attempt:
             self.ranks.start()
         except OSError as error:  # no more processes, no memory for one, an environment that is too large
             self.codes.append(EXIT_TRAINING)
-            what = f"{self.peers.name(self.node_rank)}: a rank could not be started ({error.strerror})"
-            self.peers.send_failure(what, code=EXIT_TRAINING)
+            self._fail(f": a rank could not be started ({error.strerror})", EXIT_TRAINING)
             self._end_ranks()
 
     def watch(self) -> None:
@@ -102,15 +102,12 @@ class _Attempt:
         """Tell the others, and wait for how they ended."""
         code = self._own_code()
         self.peers.send_ended(code)
-        confirm_until: float | None = None
-        while not self.peers.all_ended and not self.peers.is_cut_off:
+        confirm_until = math.inf
+        while not self.peers.all_ended and not self.peers.is_cut_off and time.monotonic() < confirm_until:
             self.peers.poll(_LOOK_SECONDS)
             self._ask()
-            now = time.monotonic()
-            if (self.peers.failures or self.peers.killed) and confirm_until is None:
-                confirm_until = now + _CONFIRM_SECONDS
-            if confirm_until is not None and now > confirm_until:
-                break
+            if self.peers.failures or self.peers.killed:
+                confirm_until = min(confirm_until, time.monotonic() + _CONFIRM_SECONDS)
         self.peers.poll(0)
         result = self._result(code)
         self.peers.close()
@@ -120,7 +117,7 @@ class _Attempt:
         # Asked before it listened, a rank had nothing to save.
         code = EXIT_STOPPED if self.stopping and end.code in (128 + signal.SIGTERM, 128 + signal.SIGINT) else end.code
         self.codes.append(code)
-        if code == EXIT_OK or self.ending_since is not None:
+        if code == EXIT_OK or self.ending_since < math.inf:
             return
         if code == EXIT_STOPPED:
             if not self.peers.stop:
@@ -129,8 +126,11 @@ class _Attempt:
         self.begun_to_end = self.begun_to_end or time.monotonic()
         how = how_ended(code, lacked_memory=code == 128 + signal.SIGKILL and self.oom_kills.have_risen())
         how += f": {end.reason}" if end.reason else ""
-        self.peers.send_failure(f"{self.peers.name(self.node_rank)} rank {end.rank}: {how}", code=code)
+        self._fail(f" rank {end.rank}: {how}", code)
         self._end_ranks()
+
+    def _fail(self, what: str, code: int) -> None:
+        self.peers.send_failure(f"{self.peers.name(self.node_rank)}{what}", code=code)
 
     def _ask(self) -> None:
         self.requests.look()
@@ -150,13 +150,13 @@ class _Attempt:
             if self.peers.killed or self.kill_sent:
                 self._give_up("killed at the second request to stop")
                 print_line("second request to stop: all ranks are killed")
-            elif self.kill_at is not None and now > self.kill_at:
+            elif now > self.kill_at:
                 self._give_up(f"did not stop within {self._grace():.0f} s, and was killed")
-        if self.ending_since is not None and now - self.ending_since > _ENDING_SECONDS:
+        if now - self.ending_since > _ENDING_SECONDS:
             self.ranks.signal(signal.SIGKILL)
 
     def _stop_ranks(self, now: float) -> None:
-        if self.requests.cut_off and self.kill_at is not None:
+        if self.requests.cut_off:
             self.kill_at = min(self.kill_at, now + _CUT_OFF_SECONDS)
         if self.stopping:
             return
@@ -168,13 +168,12 @@ class _Attempt:
         print_line(f"{why}: {asked}; once more kills them")
 
     def _give_up(self, what: str) -> None:
-        code = 128 + signal.SIGKILL
-        self.peers.send_failure(f"{self.peers.name(self.node_rank)}: {what}", code=code)
+        self._fail(f": {what}", 128 + signal.SIGKILL)
         self.ending_since = time.monotonic() - _ENDING_SECONDS
         self.ranks.signal(signal.SIGKILL)
 
     def _end_ranks(self) -> None:
-        if self.ending_since is None:
+        if self.ending_since == math.inf:
             self.ending_since = time.monotonic()
             self.begun_to_end = self.begun_to_end or self.ending_since
             self.ranks.signal(signal.SIGTERM)

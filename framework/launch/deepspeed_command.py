@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 import framework
-from framework.errors import ConfigError, Problem
+from framework.errors import ConfigError
 from framework.launch.hosts.devices import usable_cores
 from framework.launch.hosts.hostfile import Chosen, read_hostfile
 from framework.launch.hosts.topology import Topology
@@ -84,15 +84,9 @@ def node_command(
         if numbers:
             before += f"include=$(printf '@node-%s:{','.join(map(str, numbers))}' {places}) && "
             include = [_INCLUDE]
-    where = [
-        f"--hostfile={path}",
-        "--no_ssh",
-        f"--node_rank={topology.node_rank}",
-        f"--master_addr={topology.master_addr}",
-        f"--master_port={topology.master_port}",
-        *include,
-    ]
-    return PlainCommand([*deepspeed_program(), *where, str(script), *arguments], before)
+    own = [f"--{name}={getattr(topology, name)}" for name in ("node_rank", "master_addr", "master_port")]
+    words = [*deepspeed_program(), f"--hostfile={path}", "--no_ssh", *own, *include, str(script), *arguments]
+    return PlainCommand(words, before)
 
 
 def hosts_command(
@@ -171,8 +165,7 @@ def usable_port(asked: int | None) -> int:
             probe.bind(("", asked))
         except OSError as error:
             reason, fix = f"ranks cannot meet there: {error.strerror}", "leave it out, and a free one is taken"
-            stated = Problem("port-not-usable", reason, fix, key="--master_port", value=asked, file="command line")
-            raise ConfigError(stated) from None
+            raise ConfigError.of("port-not-usable", reason, fix, "--master_port", asked, "command line") from None
     return asked
 
 

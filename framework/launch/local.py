@@ -98,16 +98,9 @@ def _launch_here(options: LaunchOptions, requests: StopRequests, *, alone: Chose
     if not options.no_preflight:
         _look_at_ops(job, Cluster(devices_per_host=num_ranks, device=devices.kind), {**os.environ, **added})
     os.environ.pop("DSF_TOKEN", None)  # no rank has it, and one node has nobody to show it to
-    return run_node(
-        topology,
-        script=script,
-        arguments=job.arguments,
-        devices=devices,
-        environment={**os.environ, **added},
-        facts={},
-        requests=requests,
-        terms=NodeOptions(grace_seconds=grace_seconds(options.grace_seconds)),
-    )
+    terms = NodeOptions(grace_seconds=grace_seconds(options.grace_seconds))
+    started, environment = [str(script), *job.arguments], {**os.environ, **added}
+    return run_node(topology, started, devices=devices, environment=environment, requests=requests, terms=terms)
 
 
 def _look_at_ops(job: LoadedRun, cluster: Cluster, environment: Mapping[str, str]) -> None:

@@ -117,8 +117,7 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
 
     return run_node(
         topology,
-        script=script,
-        arguments=job.arguments,
+        [str(script), *job.arguments],
         devices=devices,
         environment=environment,
         terms=terms,
@@ -146,18 +145,18 @@ def check_node(
 
 def run_node(
     topology: Topology,
+    command: Sequence[str],
     *,
-    script: Path,
-    arguments: Sequence[str],
     devices: LocalDevices,
     environment: Mapping[str, str],
-    terms: NodeOptions,
-    facts: Mapping[str, str],
     requests: StopRequests,
+    terms: NodeOptions,
+    facts: Mapping[str, str] | None = None,
 ) -> int:
-    """Meet the other nodes, run the script on every rank, and say how it ended; returns the exit code.
+    """Meet the other nodes, run a script on every rank, and say how it ended; returns the exit code.
 
     Args:
+        command: the script, and its arguments.
         facts: what has to be the same on every node.
         requests: to stop, since this process began; its signals are heeded.
 
@@ -170,6 +169,7 @@ def run_node(
     from framework.launch.rendezvous.handshake import hosts_text
     from framework.launch.rendezvous.member import meet
 
+    names = [host.name for host in terms.hosts]
     hello = {
         "protocol": PROTOCOL,
         "job": terms.job_id,
@@ -179,20 +179,12 @@ def run_node(
         "slots": topology.slots,
         "master_port": topology.master_port,
         "host": socket.gethostname(),
-        "hosts": hosts_text([host.name for host in terms.hosts]),
+        "hosts": hosts_text(names),
         "clock": time.time(),
-        "facts": dict(facts),
+        "facts": dict(facts or {}),
     }
-    meeting = Session(
-        topology,
-        terms.control_port,
-        hello,
-        requests,
-        token=terms.token,
-        deadline_seconds=terms.wait_seconds,
-        names=[host.name for host in terms.hosts],
-        problems=_port_problems(topology),
-    )
+    meeting = Session(topology, terms.control_port, hello, requests, terms.token, terms.wait_seconds, names)
+    meeting.problems = _port_problems(topology)
     with ExitStack() as stack:
         if terms.look is not None:
             meeting.hello = {**meeting.hello, "look": stack.enter_context(terms.look())}
@@ -205,7 +197,6 @@ def run_node(
             environment = {**environment, "GLOO_SOCKET_IFNAME": name}
     else:
         requests.refuse_start()  # several heed requests while they meet, and tell each other of those that come after
-    command = [str(script), *arguments]
     ranks = Ranks(command, topology, environment, device=devices.kind, devices=devices.chosen)
     code, line = run_attempt(ranks, peers, requests, node_rank=topology.node_rank, grace_seconds=terms.grace_seconds)
     print_line(line)
@@ -258,12 +249,11 @@ def read_token(path: str | None) -> str:
     token = os.environ.pop("DSF_TOKEN", "")
     if path is None:
         return token
+    text, reason = "", "it is empty"
     try:
         text = Path(path).read_bytes()[:_LARGEST_TOKEN_BYTES].decode("utf-8").strip()
     except (OSError, ValueError) as error:
-        text, reason = "", str(getattr(error, "strerror", None) or "it is not text")
-    else:
-        reason = "it is empty"
+        reason = str(getattr(error, "strerror", None) or "it is not text")
     if not text:
-        raise ConfigError.of(kind="token-unreadable", file=path, reason=reason, fix="name a file that holds the secret")
+        raise ConfigError.of("token-unreadable", reason, "name a file that holds the secret", file=path)
     return text

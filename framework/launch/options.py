@@ -85,8 +85,7 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
     options = LaunchOptions(**given)
     if options.fit_batch and (options.hostfile is not None or options.num_gpus):
         raise UsageError("launch: --fit_batch chooses a number of devices of this machine; leave -H and --num_gpus out")
-    by_number = bool(options.num_nodes or options.num_gpus)
-    refuse_choice("launch", include=options.include, exclude=options.exclude, by_number=by_number)
+    refuse_choice("launch", options)
     return options
 
 
@@ -97,11 +96,11 @@ def refuse_idle(command: str, flags: Sequence[str]) -> None:
         raise UsageError(f"{command}: {', '.join(flags)} {verb} with a hostfile; give -H HOSTFILE")
 
 
-def refuse_choice(command: str, *, include: str, exclude: str, by_number: bool) -> None:
+def refuse_choice(command: str, asked: LaunchOptions | argparse.Namespace) -> None:
     """Refuse, with a UsageError, more than one way to choose: by name or by number, and some or all but some."""
-    if include and exclude:
+    if asked.include and asked.exclude:
         raise UsageError(f"{command}: --include and --exclude exclude each other")
-    if (include or exclude) and by_number:
+    if (asked.include or asked.exclude) and (asked.num_nodes or asked.num_gpus):
         raise UsageError(f"{command}: --include and --exclude do not go with --num_nodes and --num_gpus")
 
 

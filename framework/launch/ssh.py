@@ -223,9 +223,7 @@ class Agents:
         self._streams: dict[IO[bytes], tuple[str, TextIO, bytearray]] = {}
         self._ends: list[HostEnd] = []
         self._reported = ""
-        self._ended_badly = False
-        self._give_up_at = math.inf
-        self._drained_at = math.inf
+        self._give_up_at = self._drained_at = math.inf
         self._grace_seconds = grace_seconds
 
     def run(self) -> int:
@@ -259,7 +257,7 @@ class Agents:
                 process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
             except FileNotFoundError:
                 fix = "install OpenSSH's client, or start `launch node` on every host"
-                raise ConfigError.of(kind="not-installed", reason="there is no ssh on PATH", fix=fix) from None
+                raise ConfigError.of("not-installed", "there is no ssh on PATH", fix) from None
             self._running[node] = process
             for stream, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
                 assert stream is not None
@@ -295,9 +293,9 @@ class Agents:
             if code == 255 or code < 0:
                 print_line(f"{name}: ssh ended with {code}; the host was not reached, or was lost")
                 code = EXIT_PEER_LOST
+            is_first = code != EXIT_OK and not any(code for _, code in self._ends)
             self._ends.append((name, code))
-            if code != EXIT_OK and not self._ended_badly:
-                self._ended_badly = True
+            if is_first:
                 # Agents that have met know already; those that still wait for this host do not.
                 self._send_to_all(b"stop\n" if code == EXIT_STOPPED else b"lost\n")
                 if not self._reported:

@@ -76,6 +76,11 @@ class Node:
         """Of all checks, each naming this node as its place."""
         return [replace(each, file=f"node {self.name}") for check in self.checks for each in check.problems]
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        checks = list(map(Check.summary, self.checks))
+        return {"node": self.name, "seconds": round(self.seconds, 3), "checks": checks, "facts": self.facts}
+
 
 @dataclass(frozen=True)
 class Report:
@@ -124,20 +129,11 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        nodes = [
-            {
-                "node": node.name,
-                "seconds": round(node.seconds, 3),
-                "checks": list(map(Check.summary, node.checks)),
-                "facts": node.facts,
-            }
-            for node in self.nodes
-        ]
         return {
             "ok": self.is_fine,
             "findings": list(map(_finding, self.problems)),
             "before": list(map(Check.summary, self.before)),
-            "nodes": nodes,
+            "nodes": list(map(Node.to_dict, self.nodes)),
             "across": list(map(Check.summary, self.across)),
             "measured": [each.summary() | dict(each.facts) for each in self.measured],
         }

@@ -83,9 +83,9 @@ def check_code(need: Need) -> Check:
 def hash_of_files(place: Path) -> str:
     """Of the names and contents of a folder's Python files, or of one file; the same wherever it lies."""
     digest = hashlib.sha256()
-    files = sorted(place.rglob("*.py"))[:_MOST_FILES] if place.is_dir() else [place]
+    folder, files = (place, sorted(place.rglob("*.py"))[:_MOST_FILES]) if place.is_dir() else (place.parent, [place])
     for file in files:
-        digest.update(str(file.relative_to(place) if file != place else file.name).encode() + b"\0")
+        digest.update(str(file.relative_to(folder)).encode() + b"\0")
         try:
             digest.update(hashlib.sha256(file.read_bytes()).digest())
         except OSError:
