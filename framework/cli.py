@@ -34,7 +34,6 @@ from framework.system.exits import refusing_exits
 from framework.system.output import write
 
 if TYPE_CHECKING:  # a check of DeepSpeed JSON needs none of it, and importing it takes a tenth of a second
-    from framework.commands.stage_balance import StageBalance
     from framework.config.load import Source
     from framework.plan.plan import Plan
 
@@ -154,42 +153,31 @@ def _parser() -> argparse.ArgumentParser:
         where = command.add_mutually_exclusive_group()
         where.add_argument("--num_gpus", "--num-gpus", type=devices, metavar="N", help="devices on one host")
         where.add_argument("-H", "--hostfile", metavar="FILE", help="hosts and their devices, in DeepSpeed's format")
-    _add_schema(
-        commands.add_parser("schema", help="print the JSON Schema of run configs or DeepSpeed JSON, for editors")
-    )
-    _add_import(commands.add_parser("import", help="print the run config that a DeepSpeed JSON amounts to"))
-    _add_inspect(
-        commands.add_parser("inspect", help="say what a checkpoint is, and whether its files are as they were written")
-    )
+    _add_others(commands)
     for name, help_ in _ELSEWHERE.items():
         commands.add_parser(name, help=help_)
     return parser
 
 
-def _add_schema(schema: argparse.ArgumentParser) -> None:
+def _add_others(commands: argparse._SubParsersAction[CommandParser]) -> None:
+    """The commands that plan nothing."""
+    about = "print the JSON Schema of run configs or DeepSpeed JSON, for editors"
+    schema = commands.add_parser("schema", help=about)
+    schema.set_defaults(command=_schema)
     schema.add_argument("of", nargs="?", choices=("run", "deepspeed"), default="run", help="what is described")
     schema.add_argument("--deepspeed", metavar="RELEASE", help="of this release, for example 0.18.9")
-    schema.set_defaults(command=_schema)
-
-
-def _add_import(turn: argparse.ArgumentParser) -> None:
+    turn = commands.add_parser("import", help="print the run config that a DeepSpeed JSON amounts to")
+    turn.set_defaults(command=_import)
     turn.add_argument("file", metavar="FILE", help='DeepSpeed JSON, also with Hugging Face\'s "auto"')
     turn.add_argument("--deepspeed", metavar="RELEASE", help="as this release reads it, for example 0.18.9")
-    turn.set_defaults(command=_import)
-
-
-def _add_inspect(inspect: argparse.ArgumentParser) -> None:
-    inspect.add_argument(
-        "path", metavar="CHECKPOINT|RUN", help="a folder global_step<N>, or a run: all of its checkpoints"
-    )
-    inspect.add_argument("--json", action="store_true", help="print it as JSON")
-    inspect.add_argument(
-        "--no-verify", action="store_true", help="read the manifest only, not every byte of every file"
-    )
-    inspect.add_argument(
-        "--allow-unverified", action="store_true", help="describe what DeepSpeed wrote without a manifest"
-    )
+    about = "say what a checkpoint is, and whether its files are as they were written"
+    inspect = commands.add_parser("inspect", help=about)
     inspect.set_defaults(command=_inspect)
+    option, place = inspect.add_argument, "a folder global_step<N>, or a run: all of its checkpoints"
+    option("path", metavar="CHECKPOINT|RUN", help=place)
+    option("--json", action="store_true", help="print it as JSON")
+    option("--no-verify", action="store_true", help="read the manifest only, not every byte of every file")
+    option("--allow-unverified", action="store_true", help="describe what DeepSpeed wrote without a manifest")
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -197,31 +185,20 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    from framework.commands.stage_balance import StageBalance, find_stage_balance
     from framework.plan.plan import rows
 
     plan, source = _make_plan(arguments, plan_with_data=True)
-    balance = _stage_balance(plan, source)
-    findings = [*plan.findings, *_missing_targets(plan, source), *map(source.locate, balance.notes if balance else ())]
+    balance = StageBalance() if plan.layout.pipe_size == 1 else find_stage_balance(plan, source=source)
+    findings = [*plan.findings, *_missing_targets(plan, source), *map(source.locate, balance.notes)]
     if arguments.json:
-        pipeline = {"pipeline": balance.pipeline} if balance and balance.pipeline else {}
+        pipeline = {"pipeline": balance.pipeline} if balance.pipeline else {}
         print(json.dumps(plan.to_dict() | pipeline | {"findings": [found.to_dict() for found in findings]}, indent=2))
         return EXIT_OK
-    for label, text in rows(plan).items():
-        print(f"{label:<10}{text}")
-    for line in balance.lines if balance else ():
-        print(line)
+    print(*(f"{label:<10}{text}" for label, text in rows(plan).items()), *balance.lines, sep="\n")
     for finding in findings:
         print(f"{finding.severity}: {finding}")
     return EXIT_OK
-
-
-def _stage_balance(plan: Plan, source: Source) -> StageBalance | None:
-    """None without a pipeline."""
-    if plan.layout.pipe_size == 1:
-        return None
-    from framework.commands.stage_balance import find_stage_balance
-
-    return find_stage_balance(plan, source=source)
 
 
 def _render(arguments: argparse.Namespace) -> int:
@@ -239,7 +216,6 @@ def _render(arguments: argparse.Namespace) -> int:
 
 
 def _missing_targets(plan: Plan, source: Source) -> list[Problem]:
-    """Find modules that a config names and that are nowhere here, as `check` does."""
     from framework.commands.target_search import missing_targets
 
     return [source.locate(problem) for problem in missing_targets(plan.config)]
@@ -249,15 +225,13 @@ def _schema(arguments: argparse.Namespace) -> int:
     if arguments.of == "deepspeed":
         from framework.dslint.schema import deepspeed_schema
 
-        schema = deepspeed_schema(arguments.deepspeed)
+        print(json.dumps(deepspeed_schema(arguments.deepspeed), indent=2))
     elif arguments.deepspeed:
         raise UsageError("schema: --deepspeed goes with `schema deepspeed`; a run config has one schema")
     else:
         from framework.config.schema import schema_text
 
         print(schema_text(), end="")
-        return EXIT_OK
-    print(json.dumps(schema, indent=2))
     return EXIT_OK
 
 
@@ -275,12 +249,8 @@ def _import(arguments: argparse.Namespace) -> int:
 def _inspect(arguments: argparse.Namespace) -> int:
     from framework.commands.inspect import run_inspect
 
-    return run_inspect(
-        arguments.path,
-        as_json=arguments.json,
-        verify=not arguments.no_verify,
-        allow_unverified=arguments.allow_unverified,
-    )
+    verify, unverified = not arguments.no_verify, arguments.allow_unverified
+    return run_inspect(arguments.path, as_json=arguments.json, verify=verify, allow_unverified=unverified)
 
 
 def _make_plan(arguments: argparse.Namespace, *, plan_with_data: bool = False) -> tuple[Plan, Source]:
@@ -291,7 +261,6 @@ def _make_plan(arguments: argparse.Namespace, *, plan_with_data: bool = False) -
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster | None:
-    """The cluster that the command line names."""
     if arguments.num_gpus is not None:
         return Cluster(devices_per_host=arguments.num_gpus)
     if arguments.hostfile is None:

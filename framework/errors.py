@@ -108,11 +108,7 @@ class Problem:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Problem:
-        """Build a problem from the result of `to_dict`, made in another process; unknown keys are skipped.
-
-        Raises:
-            TypeError: kind or reason is missing.
-        """
+        """Build a problem from the result of `to_dict`, made in another process; unknown keys are skipped."""
         return cls(**{each.name: values[each.name] for each in fields(cls) if each.name in values})
 
 

@@ -15,13 +15,7 @@ from framework.system.output import write
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A run config with its settings.
-
-    Attributes:
-        config_path, overrides, deepspeed_config: as they were given.
-        config: what they make.
-        source: where its values came from.
-    """
+    """A run config with its settings: as they were given, what they make, and where its values came from."""
 
     config_path: str
     overrides: tuple[str, ...]
@@ -45,11 +39,7 @@ class LoadedRun:
             write(sys.stderr, f"{note.severity}: {note}\n")
 
     def plan(self, cluster: Cluster | None = None) -> Plan:
-        """Plan the run on a cluster, or on the one that its config implies.
-
-        Raises:
-            ConfigError: with every problem found.
-        """
+        """Plan the run on a cluster, or on the one that its config implies; a ConfigError has every problem found."""
         return make_plan(self.config, cluster or default_cluster(self.config), source=self.source)
 
     def plan_with_data(self, cluster: Cluster | None = None, *, data_elsewhere: bool = True) -> Plan:
@@ -62,10 +52,7 @@ class LoadedRun:
 
     def checked_plan(self, cluster: Cluster) -> Plan:
         """Plan the run for a cluster that is elsewhere, its DeepSpeed JSON checked as well; warnings and notes go to
-        stderr.
-
-        Raises:
-            ConfigError: with everything for which it could not work there.
+        stderr, and a ConfigError has everything for which it could not work there.
         """
         plan = self.plan(cluster)
         found = [*self.source.notes, *plan.findings]
@@ -85,7 +72,6 @@ def load_run(
     """Read the run config, its settings, and the DeepSpeed JSON that decides a part of it.
 
     Args:
-        path: a YAML or JSON file.
         overrides: ``key=value`` settings.
         deepspeed_config: path of that JSON, if there is one.
         text: what the run config holds, where it has been read already.

@@ -15,6 +15,7 @@ from typing import Any
 from framework.commands.verdict import CheckContext, Verdict, check_document, check_file, find_gpu
 from framework.errors import EXIT_OK, EXIT_PROBLEMS, ConfigError, Problem, StorageError, UsageError
 from framework.plan.cluster import Cluster
+from framework.system.arguments import add_option
 from framework.system.output import visible, write
 from framework.text.document import COMMAND_LINE, is_setting, parse_scalar
 
@@ -23,14 +24,10 @@ FindCluster = Callable[[argparse.Namespace], Cluster | None]
 
 def add_options(check: argparse.ArgumentParser) -> None:
     """Add the options that `check` takes beside the cluster."""
-    check.add_argument(
-        "words",
-        nargs="+",
-        metavar="FILE|key=value",
-        help="run configs or DeepSpeed JSON files, and settings that win over run configs",
-    )
-    check.add_argument("--format", choices=("text", "json", "github"), default="text", help="who reads the output")
-    check.add_argument("--json", action="store_const", const="json", dest="format", help="the same as --format json")
+    option, files = check.add_argument, "run configs or DeepSpeed JSON files, and settings that win over run configs"
+    option("words", nargs="+", metavar="FILE|key=value", help=files)
+    option("--format", choices=("text", "json", "github"), default="text", help="who reads the output")
+    option("--json", action="store_const", const="json", dest="format", help="the same as --format json")
     change = check.add_mutually_exclusive_group()
     change.add_argument("--fix", action="store_true", help="mend in place what has one safe answer, and show how")
     change.add_argument(
@@ -39,21 +36,12 @@ def add_options(check: argparse.ArgumentParser) -> None:
         help='print a DeepSpeed JSON with every "auto" filled in as Hugging Face\'s Trainer would; key=value '
         "are its arguments, such as learning_rate=3e-4 hidden_size=4096",
     )
-    check.add_argument("-o", "--output", metavar="OUT", help="with --resolve: write there instead of printing")
-    check.add_argument("--deepspeed", metavar="RELEASE", help="judge against this release, for example 0.18.9")
-    check.add_argument(
-        "--for",
-        choices=("deepspeed", "huggingface", "accelerate"),
-        dest="reader",
-        help='who reads DeepSpeed JSON first; left out: the Trainer of Hugging Face where the file says "auto"',
-    )
-    check.add_argument(
-        "--data_elsewhere",
-        "--data-elsewhere",
-        action="store_true",
-        help="only warn of data that is not on this machine",
-    )
-    check.add_argument("--gpu", metavar="KIND", help="judge for this GPU, for example h100-80gb")
+    option("-o", "--output", metavar="OUT", help="with --resolve: write there instead of printing")
+    option("--deepspeed", metavar="RELEASE", help="judge against this release, for example 0.18.9")
+    first = 'who reads DeepSpeed JSON first; left out: the Trainer of Hugging Face where the file says "auto"'
+    option("--for", choices=("deepspeed", "huggingface", "accelerate"), dest="reader", help=first)
+    add_option(check, "--data_elsewhere", action="store_true", help="only warn of data that is not on this machine")
+    option("--gpu", metavar="KIND", help="judge for this GPU, for example h100-80gb")
 
 
 def run_check(arguments: argparse.Namespace, *, find_cluster: FindCluster) -> int:
@@ -61,15 +49,13 @@ def run_check(arguments: argparse.Namespace, *, find_cluster: FindCluster) -> in
     settings = [word for word in arguments.words if is_setting(word)]
     files = [word for word in arguments.words if not is_setting(word)]
     _refuse_odd_words(arguments, files)
-    _refuse_unknown_release(arguments.deepspeed)
+    release, elsewhere = arguments.deepspeed, arguments.data_elsewhere
+    if release is not None:  # before a file is read, whatever is in it
+        from framework.dslint.keys import load_table
+
+        load_table(release)
     try:
-        against = CheckContext(
-            find_cluster(arguments),
-            find_gpu(arguments.gpu),
-            arguments.deepspeed,
-            arguments.reader,
-            arguments.data_elsewhere,
-        )
+        against = CheckContext(find_cluster(arguments), find_gpu(arguments.gpu), release, arguments.reader, elsewhere)
     except ConfigError as error:  # the hostfile
         return _report([Verdict("", tuple(error.problems))], arguments.format)
     if arguments.resolve:
@@ -95,14 +81,6 @@ def _refuse_odd_words(arguments: argparse.Namespace, files: Sequence[str]) -> No
         raise UsageError("check: -o goes with --resolve")
     if arguments.resolve and arguments.output is None and arguments.format != "text":
         raise UsageError(f"check: --resolve prints the file itself; give -o OUT with --format {arguments.format}")
-
-
-def _refuse_unknown_release(release: str | None) -> None:
-    """Before a file is read, whatever is in it."""
-    if release is not None:
-        from framework.dslint.keys import load_table
-
-        load_table(release)
 
 
 def _report(verdicts: Sequence[Verdict], format_: str, *, on_stdout: bool = True) -> int:
@@ -161,7 +139,7 @@ def _resolve(file: str, settings: Iterable[str], against: CheckContext, argument
     from framework.dslint.readers import read_deepspeed_json
     from framework.text.hjson import parse_hjson
 
-    stated = dict(_stated(settings))
+    stated = dict(map(_stated, settings))
     try:
         document = read_deepspeed_json(Path(file), name=file)
         if document is None:
@@ -170,9 +148,12 @@ def _resolve(file: str, settings: Iterable[str], against: CheckContext, argument
         found = resolve(document, stated, world_size=world_size, release=against.release)
         if found.problems:
             return _report([Verdict(file, found.problems)], arguments.format)
-        name = arguments.output or file
-        judged = replace(_with_world(against, stated), reader="deepspeed")
-        verdict = check_document(parse_hjson(found.text, name=name), judged)
+        # The number of devices may be said as an argument too.
+        world, cluster = stated.get("world_size", stated.get("num_processes")), against.cluster
+        if cluster is None and isinstance(world, int):
+            cluster = Cluster(devices_per_host=world)
+        document = parse_hjson(found.text, name=arguments.output or file)
+        verdict = check_document(document, replace(against, cluster=cluster, reader="deepspeed"))
     except ConfigError as error:
         return _report([Verdict(file, tuple(error.problems))], arguments.format)
     if arguments.output is None:
@@ -183,18 +164,9 @@ def _resolve(file: str, settings: Iterable[str], against: CheckContext, argument
     return _report([verdict], arguments.format, on_stdout=arguments.output is not None)
 
 
-def _stated(settings: Iterable[str]) -> Iterable[tuple[str, Any]]:
-    for word in settings:
-        name, _, text = word.partition("=")
-        try:
-            yield name, parse_scalar(text, name=COMMAND_LINE)
-        except ConfigError:
-            yield name, text
-
-
-def _with_world(against: CheckContext, stated: dict[str, Any]) -> CheckContext:
-    """The number of devices may be said as an argument too."""
-    world = stated.get("world_size", stated.get("num_processes"))
-    if against.cluster is not None or not isinstance(world, int):
-        return against
-    return replace(against, cluster=Cluster(devices_per_host=world))
+def _stated(word: str) -> tuple[str, Any]:
+    name, _, text = word.partition("=")
+    try:
+        return name, parse_scalar(text, name=COMMAND_LINE)
+    except ConfigError:
+        return name, text

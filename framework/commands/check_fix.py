@@ -25,10 +25,6 @@ _SECTION: Final = "deepspeed"
 def fix_file(file: str, *, release: str | None = None) -> str:
     """Mend what has one safe answer, in place; returns the change as a unified diff, empty when there was none.
 
-    Args:
-        file: a run config or DeepSpeed JSON.
-        release: DeepSpeed's version; left out: the newest known.
-
     Raises:
         ConfigError: the file cannot be read.
         StorageError: it cannot be written; it is then as it was.
@@ -74,11 +70,7 @@ def _in_run_config(edit: Edit) -> Edit | None:
 
 
 def write_file(path: Path, text: str, *, name: str) -> None:
-    """Replace a file, or make it.
-
-    Raises:
-        StorageError: it cannot be written; it is then as it was.
-    """
+    """Replace a file, or make it; after a StorageError it is as it was."""
     try:
         real = path.resolve()
         if real.exists() and not real.is_file():

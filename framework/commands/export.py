@@ -39,12 +39,7 @@ _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command; returns the exit code.
-
-    Raises:
-        ConfigError: there is no such checkpoint, or OUT is taken.
-        StorageError: the checkpoint is damaged, or OUT cannot be written.
-    """
+    """Run the command; returns the exit code, or raises what `export` raises."""
     arguments = vars(_parse(words))
     source, out = arguments.pop("checkpoint"), Path(arguments.pop("out"))
     try:
@@ -75,7 +70,6 @@ def export(
 
     Args:
         source: a checkpoint, or a run folder: its newest checkpoint.
-        out: a folder to be made.
         weights: trained, or ema for their moving average.
         dtype: fp32, bf16 or fp16, of everything with a point.
         shard_bytes: largest size of a file.
@@ -91,7 +85,13 @@ def export(
     """
     _clear_left_over(out)
     _refuse_taken(out, force=force)
-    checkpoint = _source_of(source, out, hf=hf, allow_unverified=allow_unverified)
+    checkpoint = find_source(source, allow_unverified=allow_unverified)
+    if checkpoint.path.resolve() in (out.resolve(), *out.resolve().parents):
+        reason = "it lies in the checkpoint, where every further file counts as damage"
+        raise _taken(out, reason, "name a folder elsewhere")
+    if hf and not checkpoint.verified:
+        reason, value = "without a manifest nothing in it says which model's names these are", str(checkpoint.path)
+        raise ConfigError.of("hf-names-missing", reason, "leave --hf out", key=_KEY, value=value)
     merged = MergedWeights(checkpoint, average=weights == "ema")
     names = hf_names(merged.checkpoint, stored=merged.stored, trust=trust) if hf else {}
     found = entries(merged, dtype=_DTYPES[dtype], names=names)
@@ -109,27 +109,14 @@ def export(
 
 
 def find_source(path: str, *, allow_unverified: bool) -> SavedCheckpoint:
-    """The checkpoint that a path names, or the newest one of the run that it names.
-
-    Raises:
-        ConfigError: kind ``checkpoint-not-found`` or ``checkpoint-unverified``.
+    """The checkpoint that a path names, or the newest one of the run that it names; a ConfigError of kind
+    ``checkpoint-not-found`` or ``checkpoint-unverified`` where there is none.
     """
     found = newest_at(path, key=_KEY, allow_unverified=allow_unverified)
     if found is None:
         fix = "name a .../global_step<N> folder or a run folder that holds one"
         raise ConfigError.of("checkpoint-not-found", absence_at(path, key=_KEY), fix, key=_KEY, value=path)
     return found
-
-
-def _source_of(source: str, out: Path, *, hf: bool, allow_unverified: bool) -> SavedCheckpoint:
-    checkpoint = find_source(source, allow_unverified=allow_unverified)
-    if checkpoint.path.resolve() in (out.resolve(), *out.resolve().parents):
-        reason = "it lies in the checkpoint, where every further file counts as damage"
-        raise _taken(out, reason, "name a folder elsewhere")
-    if hf and not checkpoint.verified:
-        reason, value = "without a manifest nothing in it says which model's names these are", str(checkpoint.path)
-        raise ConfigError.of("hf-names-missing", reason, "leave --hf out", key=_KEY, value=value)
-    return checkpoint
 
 
 @contextlib.contextmanager
@@ -194,42 +181,21 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
         description="Write the weights of a checkpoint, of any layout, for other programs.",
     )
-    parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="a .../global_step<N> folder, or a run folder: its newest one"
-    )
-    parser.add_argument("out", metavar="OUT", help="folder to be made")
-    parser.add_argument(
-        "--weights",
-        choices=("trained", "ema"),
-        default="trained",
-        help="as trained, or their moving average, training.ema (trained)",
-    )
-    parser.add_argument("--dtype", choices=tuple(_DTYPES), default="fp32", help="type of the numbers (fp32)")
-    parser.add_argument(
-        "--shard-size",
-        dest="shard_bytes",
-        type=_size,
-        default=5 * 10**9,
-        metavar="SIZE",
-        help="largest file, such as 500MB (5GB)",
-    )
-    parser.add_argument(
-        "--format",
-        choices=("safetensors", "pt"),
-        default="safetensors",
-        dest="file_format",
-        help="kind of file (safetensors)",
-    )
-    parser.add_argument("--hf", action="store_true", help="with Hugging Face's names, where the model has hf_names()")
-    parser.add_argument(
-        "--trust", metavar="FOLDER", help="the run folder or checkpoint whose model.target --hf may import and call"
-    )
-    parser.add_argument("--force", action="store_true", help="replace an earlier export")
-    parser.add_argument(
-        "--allow-unverified",
-        action="store_true",
-        help="read what DeepSpeed wrote without a manifest: nothing tells whether its files are whole",
-    )
+    option, size = parser.add_argument, "largest file, such as 500MB (5GB)"
+    option("checkpoint", metavar="CHECKPOINT", help="a .../global_step<N> folder, or a run folder: its newest one")
+    option("out", metavar="OUT", help="folder to be made")
+    as_trained = "as trained, or their moving average, training.ema (trained)"
+    option("--weights", choices=("trained", "ema"), default="trained", help=as_trained)
+    option("--dtype", choices=tuple(_DTYPES), default="fp32", help="type of the numbers (fp32)")
+    option("--shard-size", dest="shard_bytes", type=_size, default=5 * 10**9, metavar="SIZE", help=size)
+    formats, kind = ("safetensors", "pt"), "kind of file (safetensors)"
+    option("--format", choices=formats, default="safetensors", dest="file_format", help=kind)
+    option("--hf", action="store_true", help="with Hugging Face's names, where the model has hf_names()")
+    trust = "the run folder or checkpoint whose model.target --hf may import and call"
+    option("--trust", metavar="FOLDER", help=trust)
+    option("--force", action="store_true", help="replace an earlier export")
+    unverified = "read what DeepSpeed wrote without a manifest: nothing tells whether its files are whole"
+    option("--allow-unverified", action="store_true", help=unverified)
     return parser.parse_args(words)
 
 
@@ -243,15 +209,11 @@ def _size(text: str) -> int:
 
 def hf_names(checkpoint: SavedCheckpoint, *, stored: Collection[str], trust: str | None = None) -> dict[str, str]:
     """Our name -> Hugging Face's, for everything that is stored, and for further names of it; of a checkpoint with a
-    manifest.
-
-    The checkpoint's model is built on torch's meta device, where it takes no memory, and asked for the names that it
-    gives for Hugging Face's loaders. A model that is transformers' own has them already.
+    manifest. Its model is built on torch's meta device, where it takes no memory, and asked for them.
 
     Args:
         checkpoint: whoever wrote its manifest must not choose what is called here: of itself it names a built-in model
             only.
-        stored: the names in it.
         trust: the folder whose manifest may name any code, as the user gave it.
 
     Raises:
@@ -281,25 +243,25 @@ def hf_names(checkpoint: SavedCheckpoint, *, stored: Collection[str], trust: str
         fix = "give it one that returns {its name of a weight: Hugging Face's}, or leave --hf out"
         raise refused("missing", f"{type(built).__name__} has no method hf_names()", fix)
     names = asked()
+    wrong = _wrong(names, stored)
     if isinstance(model, Target):
-        if wrong := _wrong(names, stored):
+        if wrong:
             raise refused("wrong", f"hf_names() of {type(built).__name__} {wrong}", "mend it, or leave --hf out")
     elif names is None:
         reason = "of this shape has no counterpart in transformers that stores its weights in the same form"
         raise refused("missing", f"a {model.kind} {reason}")
-    elif wrong := _wrong(names, stored):
+    elif wrong:
         raise refused("wrong", f"the names of model.kind {model.kind} {wrong}")
     return dict(names)
 
 
 def _refuse_untrusted(model: Target, checkpoint: SavedCheckpoint, trust: str | None) -> None:
     places = (checkpoint.path, checkpoint.folder, checkpoint.folder.absolute().parent)
-    if trust is None:
-        reason = f"the manifest names code of its own, model.target = {model.target}, which export would run"
-    elif Path(trust).resolve() not in [place.resolve() for place in places]:
+    reason = f"the manifest names code of its own, model.target = {model.target}, which export would run"
+    if trust is not None:
+        if Path(trust).resolve() in [place.resolve() for place in places]:
+            return
         reason = f"--trust names {trust}, and this checkpoint is in another folder"
-    else:
-        return
     fix = f"if you trust whoever wrote the folder, give --trust {checkpoint.path}; or leave --hf out"
     raise ConfigError.of("target-not-trusted", reason, fix, key="--hf", file=str(checkpoint.path))
 

@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -48,6 +49,7 @@ def main(words: Sequence[str]) -> int:
     arguments = _parse(words)
     checkpoint = find_gpt(arguments.checkpoint, allow_unverified=arguments.allow_unverified)
     config = _config_of(checkpoint, arguments.config)
+    assert isinstance(config.model, GPT)
     tokenizer = _tokenizer_of(config, checkpoint, asked=arguments.tokenizer)
     prompt = os.fsencode(arguments.prompt)
     try:
@@ -59,29 +61,23 @@ def main(words: Sequence[str]) -> int:
     # A document begins behind the end of the one before: so does a sample without a prompt.
     ids = tokenizer.encode([prompt])[0].tolist() or [tokenizer.special.end]
     model = load_gpt(checkpoint, config, average=arguments.weights == "ema")
+    positions = config.model.max_positions
+    asked = {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "seed")}
     tokens = sample(
         model,
         ids,
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        seed=arguments.seed,
-        window=_window(config),
+        **asked,
+        # As many as it was trained to see at once: further positions it has, and has never met.
+        window=min(positions, getattr(config.data, "sequence_length", positions)),
         vocab_size=tokenizer.vocab_size,
         end=tokenizer.special.end,
     )
-    on_terminal = sys.stdout.isatty()
-    _write(arguments.prompt, on_terminal=on_terminal)
-    for text in as_text(tokens, tokenizer.decode, after=ids):
-        _write(text, on_terminal=on_terminal)
+    is_terminal = sys.stdout.isatty()
+    for text in chain([arguments.prompt], as_text(tokens, tokenizer.decode, after=ids)):
+        # A model may draw the codes that move a terminal's cursor, or worse.
+        print(visible(text) if is_terminal else text, end="", flush=is_terminal)
     print()
     return EXIT_OK
-
-
-def _window(config: RunConfig) -> int:
-    """As many tokens as the model was trained to see at once: further positions it has, and has never met."""
-    assert isinstance(config.model, GPT)
-    return min(config.model.max_positions, getattr(config.data, "sequence_length", config.model.max_positions))
 
 
 def load_gpt(checkpoint: SavedCheckpoint, config: RunConfig, *, average: bool = False) -> torch.nn.Module:
@@ -111,10 +107,8 @@ def sample(
     Args:
         model: tokens (1, sequence) to logits (1, sequence, vocabulary), in evaluation mode.
         ids: tokens to go on from, at least one.
-        max_new_tokens: how many at most.
         temperature: divides the logits; 0 always takes the most likely token.
         top_k: draw from this many of the most likely tokens only.
-        seed: the same seed gives the same tokens.
         window: of more tokens the model sees the last ones only.
         vocab_size: of the tokenizer: the model may have more, which stand for nothing.
         end: the token that ends a document, and with it the sample; it is not yielded.
@@ -125,20 +119,17 @@ def sample(
     for _ in range(max_new_tokens):
         seen = torch.tensor([tokens[-window:]], device=device)
         logits = model(seen)[0, -1, :vocab_size].float().cpu()
-        token = _draw(logits, temperature=temperature, top_k=top_k, generator=generator)
+        best, numbers = torch.topk(logits, min(top_k or len(logits), len(logits)))
+        if temperature == 0.0:
+            token = int(logits.argmax())
+        else:
+            # Less the largest first: divided by a small temperature it would overflow.
+            shares = torch.softmax((best - best[0]).double() / temperature, dim=0)
+            token = int(numbers[torch.multinomial(shares, 1, generator=generator)])
         if token == end:
             return
         tokens.append(token)
         yield token
-
-
-def _draw(logits: torch.Tensor, *, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    if temperature == 0.0:
-        return int(logits.argmax())
-    best, numbers = torch.topk(logits, min(top_k or len(logits), len(logits)))
-    # Less the largest first: divided by a small temperature it would overflow.
-    shares = torch.softmax((best - best[0]).double() / temperature, dim=0)
-    return int(numbers[torch.multinomial(shares, 1, generator=generator)])
 
 
 def as_text(tokens: Iterator[int], decode: Callable[[Sequence[int]], str], *, after: Sequence[int]) -> Iterator[str]:
@@ -151,13 +142,6 @@ def as_text(tokens: Iterator[int], decode: Callable[[Sequence[int]], str], *, af
             yield now[len(before) :]
             start, shown = shown, len(seen)
     yield decode(seen[start:])[len(decode(seen[start:shown])) :]
-
-
-def _write(text: str, *, on_terminal: bool) -> None:
-    """A model may draw the codes that move a terminal's cursor, or worse."""
-    sys.stdout.write(visible(text) if on_terminal else text)
-    if on_terminal:
-        sys.stdout.flush()
 
 
 def find_gpt(path: str, *, allow_unverified: bool = False) -> SavedCheckpoint:
@@ -244,34 +228,20 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         prog="python -m framework generate", description="Print a sample of text from a checkpoint of a GPT."
     )
     count = whole(1, 10**9, "'{}' is not a number from 1 to 999999999")
-    parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="run folder (its newest checkpoint) or .../global_step<N>"
-    )
-    parser.add_argument("--prompt", default="", metavar="TEXT", help="what to go on from; left out: a new document")
-    parser.add_argument("--max-new-tokens", type=count, default=200, metavar="N", help="tokens at most (200)")
-    parser.add_argument(
-        "--temperature",
-        type=_temperature,
-        default=0.8,
-        metavar="T",
-        help="below 1: likelier tokens still likelier; 0: always the likeliest (0.8)",
-    )
-    parser.add_argument("--top-k", type=count, metavar="K", help="draw from the K likeliest tokens only")
-    parser.add_argument(
-        "--seed",
-        type=whole(0, 10**18, "'{}' is not a whole number from 0 up"),
-        default=0,
-        metavar="S",
-        help="another seed, another sample (0)",
-    )
-    parser.add_argument(
-        "--weights", choices=("trained", "ema"), default="trained", help="as trained, or their moving average (trained)"
-    )
-    parser.add_argument(
-        "--tokenizer", metavar="PATH|bytes", help="a tokenizer.json or a folder with one; left out: the run's own"
-    )
-    parser.add_argument("--allow-unverified", action="store_true", help="read what DeepSpeed wrote without a manifest")
-    parser.add_argument("--config", metavar="FILE", help="run config with the model and the data of such a checkpoint")
+    from_0 = whole(0, 10**18, "'{}' is not a whole number from 0 up")
+    option = parser.add_argument
+    option("checkpoint", metavar="CHECKPOINT", help="run folder (its newest checkpoint) or .../global_step<N>")
+    option("--prompt", default="", metavar="TEXT", help="what to go on from; left out: a new document")
+    option("--max-new-tokens", type=count, default=200, metavar="N", help="tokens at most (200)")
+    likelier = "below 1: likelier tokens still likelier; 0: always the likeliest (0.8)"
+    option("--temperature", type=_temperature, default=0.8, metavar="T", help=likelier)
+    option("--top-k", type=count, metavar="K", help="draw from the K likeliest tokens only")
+    option("--seed", type=from_0, default=0, metavar="S", help="another seed, another sample (0)")
+    as_trained = "as trained, or their moving average (trained)"
+    option("--weights", choices=("trained", "ema"), default="trained", help=as_trained)
+    option("--tokenizer", metavar="PATH|bytes", help="a tokenizer.json or a folder with one; left out: the run's own")
+    option("--allow-unverified", action="store_true", help="read what DeepSpeed wrote without a manifest")
+    option("--config", metavar="FILE", help="run config with the model and the data of such a checkpoint")
     return parser.parse_args(words)
 
 

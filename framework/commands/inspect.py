@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from framework.checkpoint.manifest import SavedCheckpoint, diagnose, read_checkpoint
 from framework.checkpoint.names import (
@@ -36,12 +36,10 @@ from framework.train.best import best_in
 _PACKAGES: Final = ("dsf-trainer", "deepspeed", "torch", "python")  # their versions decide who can read a checkpoint
 
 
-@dataclass(frozen=True)
-class Inspected:
+class Inspected(NamedTuple):
     """One folder that bears the name of a checkpoint.
 
     Attributes:
-        path: the folder.
         checkpoint: None where its manifest cannot be trusted.
         damage: what is not as it was written, a line for each file; None where nobody has looked.
     """
@@ -86,12 +84,13 @@ def _raw(path: Path, *, allowed: bool) -> tuple[Iterator[str], Iterator[dict[str
     if not allowed:
         raise refused_unverified(folder, key="inspect")
     names, damage = read_names(folder), list(irregular(folder))
-    rows: dict[str, str] = {
+    ranks = f"{names.ranks or 'any number of'} rank{'' if names.ranks == 1 else 's'}"
+    stages = f"ZeRO stage {' or '.join(map(str, names.stages))}"
+    rows = {
         "checkpoint": str(folder),
         "written by": "DeepSpeed itself, without a manifest",
         "step": f"{names.step:,} (its name)" if names.step is not None else "",
-        "layout": f"{names.ranks or 'any number of'} rank{'' if names.ranks == 1 else 's'}"
-        f"{', pipeline' if names.has_layers else ''}, ZeRO stage {' or '.join(map(str, names.stages))}",
+        "layout": f"{ranks}{', pipeline' if names.has_layers else ''}, {stages}",
         "files": f"{names.num_files:,}, {_size(names.num_bytes)}",
         "verified": "no: there are no checksums to hold the files against",
     }
@@ -251,8 +250,8 @@ def _table(found: list[Inspected]) -> Iterator[str]:
     for one in found:
         stated = [f"{one.path.name:<20}"]
         if one.checkpoint is not None:
-            size, metrics = _size(sum(_sizes(one.checkpoint).values())), _metrics(one.checkpoint.manifest)
-            stated += [f"{size:>10}", _written(one.checkpoint), metrics]
+            size = _size(sum(_sizes(one.checkpoint).values()))
+            stated += [f"{size:>10}", _written(one.checkpoint), _metrics(one.checkpoint.manifest)]
         stated.append("latest" if one.path.name == latest else "")
         stated.append("" if one.damage is None else "damaged" if one.damage else "sound")
         yield "  ".join(filter(None, stated))

@@ -19,17 +19,12 @@ from framework.plan.plan import Plan
 
 # Building a model of a billion weights on one core takes about as long; `plan` is for somebody who waits.
 _LONGEST_SECONDS: Final = 120.0
-_NEEDED: Final = ("torch", "deepspeed")
 
 
 @dataclass(frozen=True)
 class StageBalance:
-    """Facts about the stages before the run, where any are known.
-
-    Attributes:
-        lines: one per stage, for a person.
-        pipeline: the table as ``plan.json`` has it.
-        notes: why nothing is known, or what may still change.
+    """Facts about the stages before the run, where any are known: lines for a person, the table as ``plan.json`` has
+    it, and notes on why nothing is known, or what may still change.
     """
 
     lines: tuple[str, ...] = ()
@@ -43,9 +38,9 @@ def find_stage_balance(plan: Plan, *, source: Source, longest_seconds: float = _
     Raises:
         ConfigError: the model cannot be cut as described.
     """
-    lacking = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if lacking:
-        return _unknown(plan, f"it takes {lacking[0]}, which is not installed")
+    for name in ("torch", "deepspeed"):
+        if importlib.util.find_spec(name) is None:
+            return _unknown(plan, f"it takes {name}, which is not installed")
     question = {"config": plan.config.to_dict(), "cluster": asdict(plan.cluster)}
     try:
         done = subprocess.run(
@@ -63,9 +58,8 @@ def find_stage_balance(plan: Plan, *, source: Source, longest_seconds: float = _
     try:
         reported = json.loads(done.stdout)
     except ValueError:
-        stated = done.stderr.decode("utf-8", errors="replace").strip().splitlines()
-        why = f": {stated[-1]}" if stated else ""
-        return _unknown(plan, f"looking at the model ended with code {done.returncode}{why}")
+        last = done.stderr.decode("utf-8", errors="replace").strip().rpartition("\n")[2]
+        return _unknown(plan, f"looking at the model ended with code {done.returncode}{last and f': {last}'}")
     if "problems" in reported:
         raise ConfigError(source.locate(Problem.from_dict(each)) for each in reported["problems"])
     if "missing" in reported:

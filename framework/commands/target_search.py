@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -20,7 +20,6 @@ from framework.errors import Problem
 
 # Come with the train extra, which a laptop need not have.
 _OF_TRAINING: Final = frozenset({"torch", "torchvision", "deepspeed", "numpy", "sklearn", "PIL"})
-_ENDINGS: Final = tuple(importlib.machinery.all_suffixes())
 
 
 def missing_targets(config: RunConfig) -> Iterator[Problem]:
@@ -40,35 +39,17 @@ def _missing_module(module: str) -> str | None:
     parts = module.split(".")
     if parts[0] in _OF_TRAINING:
         return None
+    # train.py looks in its own and the current folder first. Of a name without dots, finding imports nothing.
+    places = [os.getcwd(), str(Path(framework.__file__).parents[1])]
     try:
-        spec = _find_top(parts[0])
+        for depth, part in enumerate(parts, start=1):
+            spec = importlib.machinery.PathFinder.find_spec(part, places) if places else None
+            spec = spec or (importlib.util.find_spec(part) if depth == 1 else None)
+            if spec is None:
+                return ".".join(parts[:depth])
+            places = list(spec.submodule_search_locations or ())  # none of a single file
+            if places and not any(Path(place).is_dir() for place in places):
+                return None  # in an archive, or made up by a finder
     except (ImportError, ValueError, AttributeError):  # a finder of somebody's own, or a module without a spec
         return None
-    if spec is None:
-        return parts[0]
-    places = None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
-    for depth, part in enumerate(parts[1:], start=2):
-        if places is None:
-            return ".".join(parts[:depth])  # inside of a single file
-        if not any(Path(place).is_dir() for place in places):
-            return None  # in an archive, or made up by a finder
-        found = _inside(places, part)
-        if found is None:
-            return ".".join(parts[:depth])
-        places = found or None
     return None
-
-
-def _find_top(name: str) -> importlib.machinery.ModuleSpec | None:
-    """Of a name without dots, finding imports nothing. train.py looks in its own and the current folder first."""
-    own = str(Path(framework.__file__).parents[1])
-    spec = importlib.machinery.PathFinder.find_spec(name, [os.getcwd(), own])
-    return spec or importlib.util.find_spec(name)
-
-
-def _inside(places: Sequence[str], part: str) -> list[str] | None:
-    """Folders of a package in another one, none for a single file; None where it is neither."""
-    folders = [str(path) for place in places if (path := Path(place, part)).is_dir()]
-    if folders:
-        return folders
-    return [] if any(Path(place, part + ending).is_file() for place in places for ending in _ENDINGS) else None

@@ -80,7 +80,11 @@ def check_file(file: str, overrides: Sequence[str], against: CheckContext) -> Ve
     """Judge one file. It is read once: it may be a pipe, which can be read only once."""
     try:
         text = read_text(Path(file), name=file)
-        document = _deepspeed_json(text, file)
+        document = None
+        if Path(file).suffix.lower() not in YAML_ENDINGS:
+            from framework.dslint.readers import parse_deepspeed_json
+
+            document = parse_deepspeed_json(text, Path(file), name=file)
         if document is None:
             return _check_run_config(file, overrides, against, text)
     except ConfigError as error:
@@ -88,14 +92,6 @@ def check_file(file: str, overrides: Sequence[str], against: CheckContext) -> Ve
     if overrides:
         raise UsageError(f"{file}: settings apply to run configs; this is DeepSpeed JSON")
     return check_document(document, against)
-
-
-def _deepspeed_json(text: str, file: str) -> Document | None:
-    if Path(file).suffix.lower() in YAML_ENDINGS:
-        return None
-    from framework.dslint.readers import parse_deepspeed_json
-
-    return parse_deepspeed_json(text, Path(file), name=file)
 
 
 def check_document(document: Document, against: CheckContext) -> Verdict:

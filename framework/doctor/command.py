@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from framework.doctor.hosts import DoctorOptions, look_at_hosts
+from framework.doctor.hosts import DoctorOptions, bench, look_at_hosts
 from framework.doctor.member import judge_config, local_devices
 from framework.doctor.node.findings import Check, Report
 from framework.doctor.node.machine import examine
@@ -23,11 +23,10 @@ from framework.errors import EXIT_CONFIG, EXIT_OK, ConfigError, UsageError
 from framework.launch.hosts.hostfile import choose_hosts, cluster_of, is_this_machine
 from framework.launch.hosts.topology import DEFAULT_PORT
 from framework.launch.options import (
-    AsSpelled,
     add_choice,
+    add_num_gpus,
     address,
     count,
-    count_or_auto,
     port,
     refuse_choice,
     refuse_idle,
@@ -53,8 +52,6 @@ def doctor(argv: Sequence[str]) -> int:
     except ConfigError as error:  # the hostfile: nobody knows where to look
         report, need = Report(before=[Check("hostfile", "cannot be used", error.problems)]), None
     if arguments.bench and need is not None and report.is_fine:
-        from framework.doctor.bench import bench
-
         report = replace(report, measured=bench(asked, need))
     # Not print: the exit code stays what was found, also where the reader has left.
     write(sys.stdout, f"{json.dumps(report.to_dict(), indent=2) if arguments.json else report.as_text()}\n")
@@ -67,19 +64,16 @@ def look(asked: DoctorOptions) -> tuple[Report, Need]:
     Raises:
         ConfigError: the hosts of the hostfile do not go together.
     """
-    cluster = _cluster(asked)
+    if asked.chosen:  # each of them says itself what it has; this machine may be another one
+        cluster = cluster_of(asked.hosts)
+    else:
+        device, count = local_devices()
+        cluster = Cluster(devices_per_host=asked.num_ranks or count or RANKS_ON_CPU, device=device)
     before, need = judge_config(asked.config, asked.overrides, cluster, is_chosen=bool(asked.num_ranks or asked.chosen))
     if not asked.chosen:
         return Report(before, [examine(need, os.environ, counts_replaced=True)]), need
     nodes, across = look_at_hosts(asked, need)
     return Report(before, nodes, across), need
-
-
-def _cluster(asked: DoctorOptions) -> Cluster:
-    if asked.chosen:  # each of them says itself what it has; this machine may be another one
-        return cluster_of(asked.hosts)
-    device, count = local_devices()
-    return Cluster(devices_per_host=asked.num_ranks or count or RANKS_ON_CPU, device=device)
 
 
 def _asked(arguments: argparse.Namespace) -> DoctorOptions:
@@ -89,8 +83,7 @@ def _asked(arguments: argparse.Namespace) -> DoctorOptions:
         raise UsageError(f"doctor: {words[0]} is a setting; name the run config before it")
     idle = [f"--{name}" for name in _ONLY_WITH_HOSTS if getattr(arguments, name)]
     refuse_idle("doctor", () if arguments.hostfile else idle)
-    by_number = bool(arguments.num_nodes or arguments.num_gpus)
-    refuse_choice("doctor", include=arguments.include, exclude=arguments.exclude, by_number=by_number)
+    refuse_choice("doctor", arguments)
     master_port = arguments.master_port or DEFAULT_PORT
     names = ("include", "exclude", "num_nodes", "num_gpus", "num_gpus_flag")
     choice = {name: getattr(arguments, name) for name in names}
@@ -108,28 +101,18 @@ def _parser() -> CommandParser:
         description="Is this machine, or are these hosts, fit to train?",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="CONFIG key=value",
-        help="the run that is meant, and settings that win over it; left out: any run",
-    )
-    parser.add_argument(
-        "-H", "--hostfile", metavar="FILE", help="look at these hosts over ssh, and at what is between them"
-    )
+    run = "the run that is meant, and settings that win over it; left out: any run"
+    parser.add_argument("words", nargs="*", metavar="CONFIG key=value", help=run)
+    between = "look at these hosts over ssh, and at what is between them"
+    parser.add_argument("-H", "--hostfile", metavar="FILE", help=between)
     add_choice(parser)
     parser.option("--num_nodes", type=count, metavar="N", help="with -H: the first N hosts")
-    parser.option(
-        "--num_gpus", "--nproc_per_node", type=count_or_auto, action=AsSpelled, metavar="N", help="ranks on each host"
-    )
-    parser.set_defaults(num_gpus_flag="--num_gpus")
-    parser.option(
-        "--master_addr", type=address, metavar="A", help="with -H: address of the first host, as the others know it"
-    )
+    add_num_gpus(parser, "ranks on each host")
+    first = "with -H: address of the first host, as the others know it"
+    parser.option("--master_addr", type=address, metavar="A", help=first)
     parser.option("--master_port", type=port, metavar="P", help="with -H: where node 0 will listen (29500)")
     parser.option("--ssh_args", default="", metavar="TEXT", help="further options of ssh, such as '-p 2222'")
-    parser.add_argument(
-        "--bench", action="store_true", help="measure all-reduce and storage with a small job, up to three minutes"
-    )
+    bench = "measure all-reduce and storage with a small job, up to three minutes"
+    parser.add_argument("--bench", action="store_true", help=bench)
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     return parser

@@ -1,4 +1,5 @@
 """Looks at every host of a hostfile, and at what is between them: a `member` on each through ssh, asked from here.
+`doctor --bench` measures them: `framework.engine.link_bench` on every rank.
 
 Whatever a host does not do within its time is a finding about that host; no host is waited for longer than a minute.
 """
@@ -12,16 +13,18 @@ import secrets
 import shlex
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any, Final, TypeVar
 
 from framework.doctor.member import ANSWER
-from framework.doctor.node.findings import Check, Node
+from framework.doctor.node.findings import Check, Node, warning
 from framework.doctor.node.links import Reached
 from framework.doctor.node.need import Need
 from framework.doctor.node.start import NOT_SHARED, WHY_SHARED, compare, compare_clocks
@@ -30,12 +33,18 @@ from framework.launch.environment import ROOT
 from framework.launch.hosts.devices import visible_variable
 from framework.launch.hosts.hostfile import Chosen, Host, first_few
 from framework.launch.ssh import address_of, passed_on
+from framework.system.ports import free_port
 
 _ASK_SECONDS: Final = 40.0
 _CONNECT_SECONDS: Final = 10
 _EXAMINE_SECONDS: Final = 60.0
 # Calls between all pairs up to here, and beyond it from and to node 0 and between neighbours.
 _ALL_PAIRS: Final = 16
+_BENCH_SECONDS: Final = 180.0
+# A host whose best partner gets less than this share of what others get is slow; links of equal hosts differ by a few
+# percent.
+_SLOW_SHARE: Final = 0.6
+_GB: Final = 1e9
 _Result = TypeVar("_Result")
 
 
@@ -44,12 +53,10 @@ class DoctorOptions:
     """A parsed command line.
 
     Attributes:
-        config, overrides: the run that is meant; None: any.
+        config: the run that is meant; None: any.
         chosen: hosts, with the devices to use there, to look at through ssh; empty: this machine.
         num_ranks: on each host; None: one to a device.
         master_addr: of the first host, as the others know it; empty: as `launch -H` finds it.
-        master_port: where node 0 will listen.
-        ssh_args: further options of ssh.
     """
 
     config: str | None
@@ -91,19 +98,13 @@ class Remote:
     def __init__(self, host: Host, command: Sequence[str], *, number: int, address: str = "") -> None:
         self.host, self.name = host, host.name.rpartition("@")[2]
         self.number, self.address = number, address
+        self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - see `close`
+        pipe, errors = subprocess.PIPE, self._stderr
+        # A session of its own: Ctrl-C ends them by their stdin, after they have cleaned up.
         self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # Ctrl-C ends them by their stdin, after they have cleaned up
+            command, stdin=pipe, stdout=pipe, stderr=errors, text=True, errors="replace", start_new_session=True
         )
         self._answers: queue.Queue[str | None] = queue.Queue()
-        self._stderr: list[str] = []
-        self._errors = threading.Thread(target=self._keep_errors, daemon=True)
-        self._errors.start()
         threading.Thread(target=self._keep_answers, daemon=True).start()
 
     def ask(self, order: Mapping[str, Any], *, seconds: float = _ASK_SECONDS) -> dict[str, Any]:
@@ -119,8 +120,8 @@ class Remote:
             line = None
         if line is None:
             code = self._process.wait()
-            self._errors.join(1)
-            last = next((each.strip() for each in reversed(self._stderr) if each.strip()), "it said nothing")
+            self._stderr.seek(0)
+            last = self._stderr.read().strip().rpartition("\n")[2].strip() or "it said nothing"
             raise HostFailed(f"ssh ended with {code}: {last}")
         return dict(json.loads(line))
 
@@ -134,6 +135,7 @@ class Remote:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._stderr.close()
 
     def _keep_answers(self) -> None:
         assert self._process.stdout is not None
@@ -141,10 +143,6 @@ class Remote:
             if line.startswith(ANSWER):
                 self._answers.put(line.removeprefix(ANSWER))
         self._answers.put(None)
-
-    def _keep_errors(self) -> None:
-        assert self._process.stderr is not None
-        self._stderr.extend(self._process.stderr)
 
 
 def member_command(host: Host, *, ssh_args: Sequence[str] = ()) -> list[str]:
@@ -154,11 +152,6 @@ def member_command(host: Host, *, ssh_args: Sequence[str] = ()) -> list[str]:
     there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
     own = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}", "-T"]
     return ["ssh", *ssh_args, *own, "--", host.name, there]  # of two values ssh takes the first
-
-
-def variables() -> dict[str, str]:
-    """Variables that `launch` gives to the hosts; sent over stdin, where nobody sees them."""
-    return passed_on(os.environ, exports=())
 
 
 def ask_all(
@@ -180,8 +173,7 @@ def look_at_hosts(asked: DoctorOptions, need: Need) -> tuple[list[Node], list[Ch
         remotes = []
         for number, (host, address) in enumerate(zip(asked.hosts, asked.addresses, strict=True)):
             command = member_command(host, ssh_args=asked.ssh_args)
-            remotes.append(Remote(host, command, number=number, address=address))
-            stack.callback(remotes[-1].close)
+            remotes.append(stack.enter_context(closing(Remote(host, command, number=number, address=address))))
         nodes = each_of(remotes, lambda remote: _examined(remote, asked, need))
         alive = [remote for remote, node in zip(remotes, nodes, strict=True) if node.facts]
         if len(alive) < 2:
@@ -194,7 +186,7 @@ def _examined(remote: Remote, asked: DoctorOptions, need: Need) -> Node:
     order = {
         "do": "examine",
         "name": remote.name,
-        "variables": {**variables(), **asked.own_variables.get(remote.host.name, {})},
+        "variables": passed_on(os.environ, exports=()) | asked.own_variables.get(remote.host.name, {}),
         "cluster": asdict(need.cluster),
         "config": asked.config,
         "overrides": list(asked.overrides),
@@ -224,9 +216,7 @@ def _ahead(remote: Remote) -> float:
     """Half of the way there and back is taken off; the shortest of three ways is the truest."""
     measured: list[tuple[float, float]] = []
     for _ in range(3):
-        sent = time.time()
-        clock = remote.ask({"do": "clock"})["clock"]
-        received = time.time()
+        sent, clock, received = time.time(), remote.ask({"do": "clock"})["clock"], time.time()
         measured.append((received - sent, clock - (sent + received) / 2))
     return min(measured)[1]
 
@@ -249,9 +239,7 @@ def _network(remotes: Sequence[Remote], port: int, token: str) -> Check:
         for (to, port_there), values in zip(plan[caller], answer["reached"], strict=True):
             problems += _about_call(caller.name, to.name, port_there, Reached(**values))
     count = sum(map(len, plan.values()))
-    stated = (
-        f"{count} connections, every one answered" if not problems else f"{len(problems)} of {count} connections fail"
-    )
+    stated = f"{len(problems)} of {count} connections fail" if problems else f"{count} connections, every one answered"
     return Check("network", stated, problems)
 
 
@@ -281,14 +269,87 @@ def _shared_folder(remotes: Sequence[Remote], checkpoints: str, token: str) -> C
     marks = ask_all(remotes, lambda each: {"do": "mark", "node": each.number, **common})
     marked = [remote.number for remote, answer in zip(remotes, marks, strict=True) if not answer["reason"]]
     views = ask_all(remotes, lambda _: {"do": "see", "nodes": marked, **common})
-    reasons = []
-    for remote, mark in zip(remotes, marks, strict=True):
-        if mark["reason"]:
-            reasons.append((remote, f"nothing can be written there: {mark['reason']}"))
-    for remote, view in zip(remotes, views, strict=True):
-        if others := [names[number] for number in view["unseen"]]:
-            reasons.append((remote, f"what {first_few(others)} wrote is not seen here"))
+    written = [f"nothing can be written there: {mark['reason']}" if mark["reason"] else "" for mark in marks]
+    unseen = [first_few([names[number] for number in view["unseen"]]) for view in views]
+    seen = [f"what {others} wrote is not seen here" if others else "" for others in unseen]
     fix = f"set run.output_dir to a folder that all hosts share: {WHY_SHARED}"
-    problems = [Problem(NOT_SHARED, reason, fix, key=folder, file=f"node {remote.name}") for remote, reason in reasons]
+    reasons = zip([*remotes, *remotes], [*written, *seen], strict=True)
+    problems = [
+        Problem(NOT_SHARED, reason, fix, folder, file=f"node {each.name}") for each, reason in reasons if reason
+    ]
     stated = f"{folder} is seen by all" if not problems else f"{folder} is not the same folder everywhere"
     return Check("run folder", stated, problems)
+
+
+def bench(asked: DoctorOptions, need: Need) -> list[Check]:
+    """Run the job on every rank of the run, on this machine or on all hosts; a few seconds, three minutes at most."""
+    order = {
+        "do": "bench",
+        "variables": passed_on(os.environ, exports=()),
+        "cluster": asdict(need.cluster),
+        "master": [asked.addresses[0], asked.master_port] if asked.hosts else ["127.0.0.1", free_port()],
+        "folder": str(need.checkpoints) if need.checkpoints else None,
+        "seconds": _BENCH_SECONDS,
+    }
+    here = [sys.executable, "-m", "framework.doctor.member"]
+    with ExitStack() as stack:
+        remotes = []
+        for number, host in enumerate(asked.hosts or [Host("localhost", need.cluster.devices_per_host)]):
+            command = member_command(host, ssh_args=asked.ssh_args) if asked.hosts else here
+            remotes.append(stack.enter_context(closing(Remote(host, command, number=number))))
+        try:
+            answers = ask_all(remotes, lambda each: order | {"node": each.number}, seconds=_BENCH_SECONDS + 30)
+            reasons = zip([each.name for each in remotes], [answer["reason"] for answer in answers], strict=True)
+            failed = "; ".join(f"{name}: {reason}" for name, reason in reasons if reason)
+        except HostFailed as error:
+            answers, failed = [], str(error)
+    result = next((answer["result"] for answer in answers if answer["result"]), None)
+    if failed or result is None:
+        reason, fix = failed or "no rank told its result", "run doctor without --bench first: it names what is wrong"
+        return [Check("bench", "not finished", [Problem("bench-failed", reason, fix, key="--bench")])]
+    return list(judge(result))
+
+
+def judge(result: Mapping[str, Any]) -> Iterator[Check]:
+    """Rows for a person, and who is slow."""
+    for row in result["all_reduce"]:
+        took = f"{row['bytes'] >> 20} MiB in {row['seconds'] * 1e3:.2f} ms"
+        stated = f"{took}: algorithm {_speed(row['algorithm'])}, bus {_speed(row['bus'])}"
+        yield Check("all-reduce", stated, facts={"all_reduce": row})
+    if result["pairs"]:
+        yield _pairs(result["pairs"])
+    for row in result["storage"]:
+        if "error" in row:
+            problem = Problem("storage-bench-failed", row["error"], "make room there", file=f"node {row['host']}")
+            yield Check("storage", f"{row['host']}: not measured", [problem])
+        else:
+            stated = f"{row['host']}: writes {_speed(row['write'])} with fsync, reads {_speed(row['read'])}"
+            yield Check("storage", stated, facts={"storage": row})
+
+
+def _pairs(rows: Sequence[Mapping[str, Any]]) -> Check:
+    """A slow host is slow with everybody, a slow link with one."""
+    best: dict[str, float] = {}
+    for row in rows:
+        for name in (row["a"], row["b"]):
+            best[name] = max(best.get(name, 0.0), row["bytes_per_second"])
+    usual, typical = median(best.values()), median(row["bytes_per_second"] for row in rows)
+    slow = [name for name, speed in best.items() if speed < _SLOW_SHARE * usual]
+    problems = []
+    for name in slow:
+        reason = f"with none of the others it gets more, and they get {_speed(usual)}"
+        fix = "look at its cable, its switch port and its driver, or leave it out"
+        problems.append(warning("slow-node", reason, fix, "bandwidth", _speed(best[name]), f"node {name}"))
+    for row in rows:
+        speed, ends = row["bytes_per_second"], (row["a"], row["b"])
+        if speed < _SLOW_SHARE * typical and not {*ends} & {*slow}:
+            reason, fix = f"pairs usually get {_speed(typical)}", "look at the way between the two"
+            problems.append(warning("slow-link", reason, fix, f"to {ends[1]}", _speed(speed), f"node {ends[0]}"))
+    last = min(rows, key=lambda row: float(row["bytes_per_second"]))
+    slowest = f"; slowest {last['a']} and {last['b']}: {_speed(last['bytes_per_second'])}" if len(rows) > 1 else ""
+    stated = f"{len(rows)} measured, {_speed(typical)} each way{slowest}"
+    return Check("pairs", stated, problems, {"pairs": [dict(row) for row in rows]})
+
+
+def _speed(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / _GB:.2f} GB/s"

@@ -1,21 +1,19 @@
-"""One host under examination: started by `hosts` through ssh, told what to do in lines of JSON, gone when its stdin
-closes.
-"""
+"""One host under examination: started by `hosts` through ssh, asked in lines of JSON, gone when its stdin closes."""
 
 from __future__ import annotations
 
 import json
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -26,6 +24,7 @@ from framework.doctor.node.need import Need, need_of, need_without_config
 from framework.errors import ConfigError
 from framework.launch.deepspeed_command import added_environment
 from framework.launch.hosts.devices import find_devices
+from framework.launch.hosts.topology import Topology
 from framework.load_run import load_run
 from framework.plan.cluster import Cluster, Device
 
@@ -41,8 +40,6 @@ def judge_config(
 
     Args:
         path: of the run config; None: no run in particular is meant.
-        overrides: settings that win over it.
-        cluster: where it would run.
         is_chosen: whether somebody named the number of ranks; otherwise that of the config wins.
     """
     if path is None:
@@ -73,47 +70,32 @@ def run_ranks(order: Mapping[str, Any], cluster: Cluster, *, reported: IO[str]) 
 
     Args:
         order: number of this node, master (address and port), folder of checkpoints or None, and seconds.
-        cluster: hosts, ranks on each, and the kind of device here.
         reported: where orders come from; when it closes, nobody waits for the result any more.
     """
-    address, port = order["master"]
-    ranks = range(cluster.devices_per_host)
-    common = {
-        **os.environ,
-        **added_environment(os.environ, device=cluster.device, num_ranks=len(ranks)),
-        "WORLD_SIZE": str(cluster.world_size),
-        "MASTER_ADDR": str(address),
-        "MASTER_PORT": str(port),
-    }
+    from framework.launch.ranks import rank_environment  # psutil comes with the train extra only
+
+    num_ranks = cluster.devices_per_host
+    topology = Topology(cluster.num_hosts, num_ranks, order["node"], *order["master"])
+    common = {**os.environ, **added_environment(os.environ, device=cluster.device, num_ranks=num_ranks)}
     command = [sys.executable, "-m", _MODULE, *(["--folder", order["folder"]] if order["folder"] else [])]
-    with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
-        outputs = [Path(folder, str(local)) for local in ranks]
+    opened, none = partial(tempfile.TemporaryFile, "w+", encoding="utf-8", errors="replace"), subprocess.DEVNULL
+    with ExitStack() as stack:
+        outputs = [stack.enter_context(opened()) for _ in range(num_ranks)]
         started = []
-        try:
-            for local, output in zip(ranks, outputs, strict=True):
-                rank = order["node"] * len(ranks) + local
-                with output.open("wb") as stream:
-                    started.append(
-                        subprocess.Popen(
-                            command,
-                            env=common | {"RANK": str(rank), "LOCAL_RANK": str(local)},
-                            stdin=subprocess.DEVNULL,
-                            stdout=stream,
-                            stderr=stream,
-                        )
-                    )
-            reason = _wait(started, seconds=float(order["seconds"]), reported=reported)
-        finally:
-            for process in started:
-                with suppress(ProcessLookupError):
-                    process.send_signal(signal.SIGKILL)
-                process.wait()
-        texts = [output.read_text(encoding="utf-8", errors="replace") for output in outputs]
+        for local, output in enumerate(outputs):
+            own = common | rank_environment(topology, local)
+            started.append(subprocess.Popen(command, env=own, stdin=none, stdout=output, stderr=output))
+            stack.callback(started[-1].wait)
+            stack.callback(started[-1].kill)
+        reason = _wait(started, seconds=float(order["seconds"]), reported=reported)
+        for output in outputs:
+            output.seek(0)
+        texts = [output.read() for output in outputs]
     if reason.isdecimal():
         last = texts[int(reason)].strip().rpartition("\n")[2]
         reason = f"rank {reason} of this host ended with {started[int(reason)].returncode}: {last[:300]}"
     lines = [line.removeprefix(RESULT) for text in texts for line in text.splitlines() if line.startswith(RESULT)]
-    return {"reason": reason, "result": lines[0] if lines else None}
+    return {"reason": reason, "result": json.loads(lines[0]) if lines else None}
 
 
 def _wait(started: list[subprocess.Popen[bytes]], *, seconds: float, reported: IO[str]) -> str:
@@ -140,25 +122,15 @@ class Member:
     """Carries out orders; what it opened or wrote is closed and removed at its end."""
 
     def __init__(self) -> None:
-        self._stack = ExitStack()
-        self.orders: Mapping[str, Callable[[Order], dict[str, Any]]] = {
-            "examine": self._examine,
-            "listen": self._listen,
-            "call": self._call,
-            "clock": self._clock,
-            "place": self._place,
-            "mark": self._mark,
-            "see": self._see,
-            "bench": self._bench,
-        }
+        self.stack = ExitStack()
 
-    def __enter__(self) -> Member:
-        return self
+    def answer(self, order: Order) -> dict[str, Any]:
+        """Do what an order names: one of the methods `do_...`."""
+        answer: dict[str, Any] = getattr(self, f"do_{order['do']}")(order)
+        return answer
 
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def _examine(self, order: Order) -> dict[str, Any]:
+    def do_examine(self, order: Order) -> dict[str, Any]:
+        """Look at everything here."""
         os.environ.update(order["variables"])
         cluster = _here(order)
         before, need = judge_config(order["config"], order["overrides"], cluster)
@@ -166,57 +138,60 @@ class Member:
         checks = [*(check for check in before if check.status == "error"), *node.checks]
         return {"checks": [check.to_dict() for check in checks], "seconds": node.seconds}
 
-    def _listen(self, order: Order) -> dict[str, Any]:
+    def do_listen(self, order: Order) -> dict[str, Any]:
+        """Answer at ports; returns their numbers, or why not."""
         found: list[int | str] = []
         both = "::" if socket.has_dualstack_ipv6() else ""  # hosts may call each other by either kind of address
         for port in order["ports"]:
             try:
                 echo = Echo(port, address=both)
+                self.stack.callback(echo.close)
+                found.append(echo.port)
             except OSError as error:
                 found.append((error.strerror or str(error)).lower())
-            else:
-                self._stack.callback(echo.close)
-                found.append(echo.port)
         return {"ports": found}
 
-    def _call(self, order: Order) -> dict[str, Any]:
+    def do_call(self, order: Order) -> dict[str, Any]:
+        """Call others."""
         targets = [(str(host), int(port)) for host, port in order["targets"]]
         return {"reached": [asdict(each) for each in call_all(targets, token=order["token"])]}
 
-    def _clock(self, order: Order) -> dict[str, Any]:
+    def do_clock(self, order: Order) -> dict[str, Any]:
+        """Tell the time."""
         return {"clock": time.time()}
 
-    def _place(self, order: Order) -> dict[str, Any]:
+    def do_place(self, order: Order) -> dict[str, Any]:
+        """Find the folder for the marks."""
         return {"folder": str(existing(Path(order["folder"])))}
 
-    def _mark(self, order: Order) -> dict[str, Any]:
+    def do_mark(self, order: Order) -> dict[str, Any]:
+        """Leave a mark."""
         try:
-            self._stack.enter_context(mark(Path(order["folder"]), order["token"], order["node"]))
+            self.stack.enter_context(mark(Path(order["folder"]), order["token"], order["node"]))
         except OSError as error:
             return {"reason": (error.strerror or str(error)).lower()}
         return {"reason": ""}
 
-    def _see(self, order: Order) -> dict[str, Any]:
+    def do_see(self, order: Order) -> dict[str, Any]:
+        """Look for the marks of others."""
         return {"unseen": unseen(Path(order["folder"]), order["token"], order["nodes"])}
 
-    def _bench(self, order: Order) -> dict[str, Any]:
+    def do_bench(self, order: Order) -> dict[str, Any]:
+        """Run the ranks of the measuring job."""
         os.environ.update(order["variables"])
-        found = run_ranks(order, _here(order), reported=sys.stdin)
-        return found | {"result": json.loads(found["result"]) if found["result"] else None}
+        return run_ranks(order, _here(order), reported=sys.stdin)
 
 
 def _here(order: Order) -> Cluster:
-    """The cluster with the kind of device that this host has."""
     return replace(Cluster(**order["cluster"]), device=local_devices()[0])
 
 
 def main() -> int:
     """Answer each line with one line."""
-    with Member() as member:
+    member = Member()
+    with member.stack:
         for line in sys.stdin:
-            order = json.loads(line)
-            answer = member.orders[order["do"]](order)
-            print(ANSWER + json.dumps(answer), flush=True)
+            print(ANSWER + json.dumps(member.answer(json.loads(line))), flush=True)
     return 0
 
 

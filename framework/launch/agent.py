@@ -7,10 +7,11 @@ every rank of every node ended      -> the agents tell each other, then leave; 0
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 from framework.errors import (
     EXIT_CONFIG,
@@ -47,24 +48,11 @@ _LESS_MEMORY: Final = (
 )
 
 
-class AttemptResult(NamedTuple):
-    """Exit code of this node, and what happened, in one line."""
-
-    code: int
-    line: str
-
-
 def run_attempt(
-    ranks: Ranks, *, peers: Peers, requests: StopRequests, node_rank: int, grace_seconds: float
-) -> AttemptResult:
-    """Start the ranks and see them end; no process of theirs is left afterwards.
-
-    Args:
-        ranks: not started yet.
-        peers: the other agents, all present.
-        requests: requests to stop.
-        node_rank: of this node.
-        grace_seconds: for saving a checkpoint after a request to stop.
+    ranks: Ranks, peers: Peers, requests: StopRequests, *, node_rank: int, grace_seconds: float
+) -> tuple[int, str]:
+    """Start the ranks and see them end; no process of theirs is left afterwards. Returns this node's exit code, and a
+    line that says what happened; `grace_seconds`: to save in after a request to stop.
     """
     attempt = _Attempt(ranks, peers, requests, node_rank, grace_seconds)
     try:
@@ -85,10 +73,10 @@ class _Attempt:
     codes: list[int] = field(default_factory=list)
     stop_sent: bool = False
     kill_sent: bool = False
-    kill_at: float | None = None
     stopping: bool = False
-    ending_since: float | None = None
-    begun_to_end: float | None = None
+    kill_at: float = math.inf
+    ending_since: float = math.inf
+    begun_to_end: float = 0.0
     oom_kills: OomKills = field(default_factory=OomKills)
 
     def start(self) -> None:
@@ -97,8 +85,7 @@ class _Attempt:
             self.ranks.start()
         except OSError as error:  # no more processes, no memory for one, an environment that is too large
             self.codes.append(EXIT_TRAINING)
-            what = f"{self.peers.name(self.node_rank)}: a rank could not be started ({error.strerror})"
-            self.peers.send_failure(what, code=EXIT_TRAINING)
+            self._fail(f": a rank could not be started ({error.strerror})", EXIT_TRAINING)
             self._end_ranks()
 
     def watch(self) -> None:
@@ -111,19 +98,16 @@ class _Attempt:
             self._ask()
             self._take_request()
 
-    def conclude(self) -> AttemptResult:
+    def conclude(self) -> tuple[int, str]:
         """Tell the others, and wait for how they ended."""
         code = self._own_code()
         self.peers.send_ended(code)
-        confirm_until: float | None = None
-        while not self.peers.all_ended and not self.peers.is_cut_off:
+        confirm_until = math.inf
+        while not self.peers.all_ended and not self.peers.is_cut_off and time.monotonic() < confirm_until:
             self.peers.poll(_LOOK_SECONDS)
             self._ask()
-            now = time.monotonic()
-            if (self.peers.failures or self.peers.killed) and confirm_until is None:
-                confirm_until = now + _CONFIRM_SECONDS
-            if confirm_until is not None and now > confirm_until:
-                break
+            if self.peers.failures or self.peers.killed:
+                confirm_until = min(confirm_until, time.monotonic() + _CONFIRM_SECONDS)
         self.peers.poll(0)
         result = self._result(code)
         self.peers.close()
@@ -133,7 +117,7 @@ class _Attempt:
         # Asked before it listened, a rank had nothing to save.
         code = EXIT_STOPPED if self.stopping and end.code in (128 + signal.SIGTERM, 128 + signal.SIGINT) else end.code
         self.codes.append(code)
-        if code == EXIT_OK or self.ending_since is not None:
+        if code == EXIT_OK or self.ending_since < math.inf:
             return
         if code == EXIT_STOPPED:
             if not self.peers.stop:
@@ -142,21 +126,22 @@ class _Attempt:
         self.begun_to_end = self.begun_to_end or time.monotonic()
         how = how_ended(code, lacked_memory=code == 128 + signal.SIGKILL and self.oom_kills.have_risen())
         how += f": {end.reason}" if end.reason else ""
-        self.peers.send_failure(f"{self.peers.name(self.node_rank)} rank {end.rank}: {how}", code=code)
+        self._fail(f" rank {end.rank}: {how}", code)
         self._end_ranks()
 
+    def _fail(self, what: str, code: int) -> None:
+        self.peers.send_failure(f"{self.peers.name(self.node_rank)}{what}", code=code)
+
     def _ask(self) -> None:
-        """Pass on what this agent was asked."""
         self.requests.look()
         if self.requests.asked and not self.stop_sent:
             self.stop_sent = True
             self.peers.send_stop(self.requests.asked)
         if self.requests.insists and not self.kill_sent:
             self.kill_sent = True
-            self.peers.send_kill()
+            self.peers.send("kill")
 
     def _take_request(self) -> None:
-        """Do to the ranks what was asked anywhere."""
         now = time.monotonic()
         if self.peers.failures:
             self._end_ranks()
@@ -165,13 +150,13 @@ class _Attempt:
             if self.peers.killed or self.kill_sent:
                 self._give_up("killed at the second request to stop")
                 print_line("second request to stop: all ranks are killed")
-            elif self.kill_at is not None and now > self.kill_at:
+            elif now > self.kill_at:
                 self._give_up(f"did not stop within {self._grace():.0f} s, and was killed")
-        if self.ending_since is not None and now - self.ending_since > _ENDING_SECONDS:
+        if now - self.ending_since > _ENDING_SECONDS:
             self.ranks.signal(signal.SIGKILL)
 
     def _stop_ranks(self, now: float) -> None:
-        if self.requests.cut_off and self.kill_at is not None:
+        if self.requests.cut_off:
             self.kill_at = min(self.kill_at, now + _CUT_OFF_SECONDS)
         if self.stopping:
             return
@@ -183,13 +168,12 @@ class _Attempt:
         print_line(f"{why}: {asked}; once more kills them")
 
     def _give_up(self, what: str) -> None:
-        code = 128 + signal.SIGKILL
-        self.peers.send_failure(f"{self.peers.name(self.node_rank)}: {what}", code=code)
+        self._fail(f": {what}", 128 + signal.SIGKILL)
         self.ending_since = time.monotonic() - _ENDING_SECONDS
         self.ranks.signal(signal.SIGKILL)
 
     def _end_ranks(self) -> None:
-        if self.ending_since is None:
+        if self.ending_since == math.inf:
             self.ending_since = time.monotonic()
             self.begun_to_end = self.begun_to_end or self.ending_since
             self.ranks.signal(signal.SIGTERM)
@@ -198,11 +182,10 @@ class _Attempt:
         return min(self.grace_seconds, _CUT_OFF_SECONDS) if self.requests.cut_off else self.grace_seconds
 
     def _own_code(self) -> int:
-        """Of this node alone."""
         failed = [code for code in self.codes if code not in (EXIT_OK, EXIT_STOPPED)]
         return failed[0] if failed else EXIT_STOPPED if EXIT_STOPPED in self.codes else EXIT_OK
 
-    def _result(self, code: int) -> AttemptResult:
+    def _result(self, code: int) -> tuple[int, str]:
         nodes = counted(len(self.peers.ended), "node")
         stopped = f"{nodes} stopped"
         stopped += f" in {time.monotonic() - self.begun_to_end:.1f} s" if self.begun_to_end else ""
@@ -213,15 +196,15 @@ class _Attempt:
             # Two nodes may meet the same error by themselves: each ends with its own code.
             mine = first_failure([each for each in self.peers.failures if each.node == self.node_rank])
             code = mine.code if mine else EXIT_PEER_LOST
-            return AttemptResult(code, f"{failure.what} at {failure.at}; {stopped}")
+            return code, f"{failure.what} at {failure.at}; {stopped}"
         if {*self.peers.ended.values(), code} == {EXIT_OK}:
-            return AttemptResult(EXIT_OK, f"finished: {nodes}, every rank ended with 0")
+            return EXIT_OK, f"finished: {nodes}, every rank ended with 0"
         saved = "what was saved, if anything, the ranks said above"
-        return AttemptResult(EXIT_STOPPED, f"stopped on request ({self.peers.stop or 'a rank'}): {stopped}; {saved}")
+        return EXIT_STOPPED, f"stopped on request ({self.peers.stop or 'a rank'}): {stopped}; {saved}"
 
 
 def first_failure(failures: list[Failure]) -> Failure | None:
-    """Return the failure that came first; a rank or node that only lost another one is chosen last."""
+    """Return the failure that came first; one that is only the loss of another rank or node is chosen last."""
     causes = [failure for failure in failures if failure.code != EXIT_PEER_LOST]
     lost = [failure for failure in failures if ": lost: " in failure.what]
     return next(iter(causes or lost or failures), None)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 import framework
-from framework.errors import ConfigError, Problem
+from framework.errors import ConfigError
 from framework.launch.hosts.devices import usable_cores
 from framework.launch.hosts.hostfile import Chosen, read_hostfile
 from framework.launch.hosts.topology import Topology
@@ -34,6 +34,10 @@ class PlainCommand:
     before: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
 
+    def as_line(self, added: Mapping[str, str] | None = None) -> str:
+        """Format it as a line for the shell, with the variables that the run needs as well."""
+        return as_shell_line(self.words, added or self.variables, before=self.before)
+
 
 def local_command(
     arguments: Sequence[str],
@@ -44,13 +48,11 @@ def local_command(
     address: str | None = None,
     chosen: Sequence[int] | None = None,
 ) -> list[str]:
-    """The `deepspeed` command that trains the same on this machine.
+    """The `deepspeed` command that trains the same on this machine; the ranks meet at the port and, if somebody chose
+    one, the address.
 
     Args:
         arguments: of train.py, which is `script`.
-        num_ranks: processes, one for each device.
-        port, script: where the ranks meet, and what they run.
-        address: where they meet, if somebody chose it.
         chosen: device numbers of ``CUDA_VISIBLE_DEVICES``; without them the launcher takes the first.
     """
     # With --num_gpus the launcher drops CUDA_VISIBLE_DEVICES and takes devices 0 to N-1: somebody else's, perhaps.
@@ -82,15 +84,9 @@ def node_command(
         if numbers:
             before += f"include=$(printf '@node-%s:{','.join(map(str, numbers))}' {places}) && "
             include = [_INCLUDE]
-    where = [
-        f"--hostfile={path}",
-        "--no_ssh",
-        f"--node_rank={topology.node_rank}",
-        f"--master_addr={topology.master_addr}",
-        f"--master_port={topology.master_port}",
-        *include,
-    ]
-    return PlainCommand([*deepspeed_program(), *where, str(script), *arguments], before)
+    own = [f"--{name}={getattr(topology, name)}" for name in ("node_rank", "master_addr", "master_port")]
+    words = [*deepspeed_program(), f"--hostfile={path}", "--no_ssh", *own, *include, str(script), *arguments]
+    return PlainCommand(words, before)
 
 
 def hosts_command(
@@ -160,11 +156,7 @@ def find_train_script() -> Path:
 
 
 def usable_port(asked: int | None) -> int:
-    """A free port, or the one that was asked for.
-
-    Raises:
-        ConfigError: something listens on the port that was asked for.
-    """
+    """A free port, or the one that was asked for; a ConfigError where something listens on that one."""
     if asked is None:
         return free_port()
     with socket.socket() as probe:
@@ -173,8 +165,7 @@ def usable_port(asked: int | None) -> int:
             probe.bind(("", asked))
         except OSError as error:
             reason, fix = f"ranks cannot meet there: {error.strerror}", "leave it out, and a free one is taken"
-            stated = Problem("port-not-usable", reason, fix, key="--master_port", value=asked, file="command line")
-            raise ConfigError(stated) from None
+            raise ConfigError.of("port-not-usable", reason, fix, "--master_port", asked, "command line") from None
     return asked
 
 

@@ -1,6 +1,4 @@
-"""Checks and output that all starts of a run share: values and commands are printed, too few devices refused, scripts
-handed out.
-"""
+"""Checks and output that all starts of a run share."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ def print_line(text: str) -> None:
 
 
 def write_termination_log(text: str) -> None:
-    """Write the last line where Kubernetes looks for it, if that is there, or where DSF_TERMINATION_LOG points."""
+    """Write the last line where DSF_TERMINATION_LOG points, or where Kubernetes looks for it, if that is there."""
     asked = os.environ.get("DSF_TERMINATION_LOG")
     path = Path(asked or "/dev/termination-log")
     if asked or path.exists():
@@ -47,9 +45,6 @@ def refuse_too_few(job: LoadedRun, devices: LocalDevices, *, num_ranks: int, sta
     """DeepSpeed would start more ranks than there are devices, and the surplus die with "invalid device ordinal".
 
     Args:
-        job: what they would run.
-        devices: of this machine.
-        num_ranks: on it.
         stated_by: who asks for so many: an option, a key of the run config, a variable.
         where: for the fix, such as `` on every node``.
 
@@ -70,7 +65,6 @@ def refuse_one_start(config: RunConfig, *, place: str, once: str) -> None:
     since.
 
     Args:
-        config: of the run.
         place: what was asked for, such as ``launch slurm --requeue``.
         once: the option with which the job does not start again.
 
@@ -85,11 +79,7 @@ def refuse_one_start(config: RunConfig, *, place: str, once: str) -> None:
 
 
 def hand_out(text: str, *, to: str | None) -> None:
-    """Print a manifest or a script, or write it to a file.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
+    """Print a manifest or a script, or write it to a file; a StorageError where it cannot be written."""
     if to is None:
         print(text, end="")
         return

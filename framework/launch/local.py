@@ -1,7 +1,7 @@
 """Starts a run on this machine: ``python -m framework launch CONFIG [key=value ...] [--num_gpus N] [--master_port P]``.
 
-It checks the config, finds the devices, picks a port, prints the plain `deepspeed` command and starts the ranks as that
-would: the printed line, pasted into a shell, trains the same run. What would be one of several nodes is refused.
+The `deepspeed` command that it prints, pasted into a shell, trains the same run. What would be one of several nodes is
+refused.
 """
 
 from __future__ import annotations
@@ -73,20 +73,24 @@ def _launch_here(options: LaunchOptions, requests: StopRequests, *, alone: Chose
         # Numbers that somebody wrote are those of the machine, whatever the environment leaves visible.
         is_named = options.include or options.exclude or not alone.is_first
         devices = devices.only(alone.devices if is_named else None)
-        _refuse_what_hosts_would_refuse(options)
+        from framework.launch.ssh import passed_on
+
+        # A variable that is not set, a token file that is not there: not needed here, and a mistake all the same.
+        passed_on(os.environ, exports=options.exports)
+        read_token(options.token_file)
     refuse_lone_start(os.environ, options)
     job, ranks = check(options, devices)
     if unused := unused_gpus(devices, os.environ):
         print_problem(unused)
-    num_ranks = int(ranks.value)
+    num_ranks, address = int(ranks.value), options.master_addr
     script, port = find_train_script(), usable_port(options.master_port)
     command = local_command(
-        job.arguments, num_ranks=num_ranks, address=options.master_addr, port=port, chosen=devices.chosen, script=script
+        job.arguments, num_ranks=num_ranks, address=address, port=port, chosen=devices.chosen, script=script
     )
     added = added_environment(os.environ, device=devices.kind, num_ranks=num_ranks)
     sources |= {"slots": ranks.source, "master_port": "--master_port" if options.master_port else "a free one"}
     sources |= {"master_addr": "--master_addr"} if options.master_addr else {}
-    topology = Topology(1, num_ranks, 0, options.master_addr or "127.0.0.1", port, sources)
+    topology = Topology(1, num_ranks, 0, address or "127.0.0.1", port, sources)
     show_settings(topology, as_shell_line(command, added))
     if options.dry_run:
         return EXIT_OK
@@ -94,16 +98,9 @@ def _launch_here(options: LaunchOptions, requests: StopRequests, *, alone: Chose
     if not options.no_preflight:
         _look_at_ops(job, Cluster(devices_per_host=num_ranks, device=devices.kind), {**os.environ, **added})
     os.environ.pop("DSF_TOKEN", None)  # no rank has it, and one node has nobody to show it to
-    return run_node(
-        topology,
-        script=script,
-        arguments=job.arguments,
-        devices=devices,
-        environment={**os.environ, **added},
-        facts={},
-        requests=requests,
-        terms=NodeOptions(grace_seconds=grace_seconds(options.grace_seconds)),
-    )
+    terms = NodeOptions(grace_seconds=grace_seconds(options.grace_seconds))
+    started, environment = [str(script), *job.arguments], {**os.environ, **added}
+    return run_node(topology, started, devices=devices, environment=environment, requests=requests, terms=terms)
 
 
 def _look_at_ops(job: LoadedRun, cluster: Cluster, environment: Mapping[str, str]) -> None:
@@ -118,14 +115,6 @@ def _look_at_ops(job: LoadedRun, cluster: Cluster, environment: Mapping[str, str
     if names := ops_to_compile(need, environment):
         listed = ", ".join(names)
         write(sys.stderr, f"compiling DeepSpeed's {listed}: half a minute or more each, once on this machine\n")
-
-
-def _refuse_what_hosts_would_refuse(options: LaunchOptions) -> None:
-    """A variable that is not set, a token file that is not there: not needed here, and a mistake all the same."""
-    from framework.launch.ssh import passed_on
-
-    passed_on(os.environ, exports=options.exports)
-    read_token(options.token_file)
 
 
 def check(options: LaunchOptions, devices: LocalDevices) -> tuple[LoadedRun, Setting]:
@@ -146,11 +135,7 @@ def check(options: LaunchOptions, devices: LocalDevices) -> tuple[LoadedRun, Set
 
 
 def _ranks(options: LaunchOptions, config: RunConfig, devices: LocalDevices) -> Setting:
-    """As many as the flag says, else the config, else the devices.
-
-    Raises:
-        UsageError: nobody can tell.
-    """
+    """As many as the flag says, else the config, else the devices."""
     if options.num_gpus:
         return Setting("slots", str(options.num_gpus), options.num_gpus_flag)
     if config.run.world_size:
@@ -164,15 +149,12 @@ def _ranks(options: LaunchOptions, config: RunConfig, devices: LocalDevices) -> 
 
 
 def _fitting(here: Setting, config: RunConfig, devices: LocalDevices) -> Setting:
-    """The most ranks that the run can be split over; all of them where it can over none, so that it is said why."""
+    """The most ranks that the run can be split over; all where it can over none, so that the plan says why."""
     for count in range(int(here.value), 0, -1):
         with suppress(ConfigError):
             make_plan(config, Cluster(devices_per_host=count, device=devices.kind))
-            if count == int(here.value):
-                return here
-            return Setting(
-                "slots", str(count), f"of {here.value} {here.source}: the most that divide batch.global_size"
-            )
+            why = f"of {here.value} {here.source}: the most that divide batch.global_size"
+            return here if count == int(here.value) else Setting("slots", str(count), why)
     return here
 
 

@@ -11,20 +11,15 @@ import socket
 import sys
 import time
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from framework.errors import EXIT_OK, ConfigError, FrameworkError, Problem, UsageError, missing_package
-from framework.launch.deepspeed_command import (
-    added_environment,
-    as_shell_line,
-    find_train_script,
-    node_command,
-    usable_port,
-)
+from framework.launch.deepspeed_command import added_environment, find_train_script, node_command, usable_port
 from framework.launch.hosts.devices import LocalDevices, find_devices, unused_gpus, visible_variable
 from framework.launch.hosts.hostfile import Host, read_hostfile
 from framework.launch.hosts.topology import Topology, resolve_topology, slots_here
@@ -43,17 +38,12 @@ _COLLECTIVE_MINUTES: Final = "10"
 _LARGEST_TOKEN_BYTES: Final = 4096
 
 
-# What a preflight adds to the HELLO, for the time that the nodes need to meet.
 Look = Callable[[], AbstractContextManager[Mapping[str, Any]]]
-
-
-def _not_looking() -> AbstractContextManager[Mapping[str, Any]]:
-    return nullcontext({})
 
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """How nodes meet and end."""
+    """How nodes meet and end; `look`: this node's look at itself, for the time that they need to meet."""
 
     grace_seconds: float = GRACE_SECONDS
     wait_seconds: float = WAIT_SECONDS
@@ -61,7 +51,7 @@ class NodeOptions:
     token: str = ""
     job_id: str = ""
     hosts: tuple[Host, ...] = ()
-    look: Look = _not_looking
+    look: Look | None = None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -86,20 +76,9 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
         requests.hold(sys.stdin.buffer.fileno())
     devices = find_devices(os.environ).only(found.devices)
     hosts = read_hostfile(found.hostfile) if found.hostfile else ()
-    flags = {
-        "nnodes": found.nnodes,
-        "node_rank": found.node_rank,
-        "slots": found.num_gpus,
-        "master_addr": found.master_addr,
-        "master_port": found.master_port,
-    }
-    topology = resolve_topology(
-        flags,
-        os.environ,
-        hosts=hosts,
-        default_slots=slots_here(devices),
-        spelled={"nnodes": found.nnodes_flag, "slots": found.num_gpus_flag},
-    )
+    flags = {name: getattr(found, name) for name in ("nnodes", "node_rank", "master_addr", "master_port")}
+    flags["slots"], spelled = found.num_gpus, {"nnodes": found.nnodes_flag, "slots": found.num_gpus_flag}
+    topology = resolve_topology(flags, os.environ, hosts=hosts, default_slots=slots_here(devices), spelled=spelled)
     # Where a port was given, a job that is still ending may hold it: rank 0 says so, with a code that platforms retry.
     if topology.nnodes == 1 and topology.sources["master_port"] == "default":
         sources = {**topology.sources, "master_port": "a free one"}
@@ -117,12 +96,15 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
     if found.from_stdin and topology.nnodes == 1:
         print_line(f"ranks meet at port {topology.master_port}")  # which this host has found
     if found.dry_run or not found.from_stdin:
-        show_settings(topology, as_shell_line(command.words, added, before=command.before))
+        show_settings(topology, command.as_line(added))
     if found.dry_run:
         return EXIT_OK
     require_deepspeed()
     token = read_token(found.token_file)
     environment = {**os.environ, **added}
+    from framework.launch.rendezvous.handshake import node_facts
+
+    looks = topology.nnodes > 1 and not found.no_preflight
     terms = NodeOptions(
         grace_seconds=grace_seconds(found.grace_seconds),
         wait_seconds=found.wait_seconds,
@@ -130,14 +112,12 @@ def _main(argv: Sequence[str], requests: StopRequests) -> int:
         token=token,
         job_id=os.environ.get("DSF_JOB_ID", ""),
         hosts=hosts,
-        look=_not_looking if found.no_preflight else _preflight(job, topology, devices, environment),
+        look=_preflight(job, topology, devices, environment) if looks else None,
     )
-    from framework.launch.rendezvous.handshake import node_facts
 
     return run_node(
         topology,
-        script=script,
-        arguments=job.arguments,
+        [str(script), *job.arguments],
         devices=devices,
         environment=environment,
         terms=terms,
@@ -154,11 +134,7 @@ def check_node(
     *,
     deepspeed_config: str | None = None,
 ) -> LoadedRun:
-    """The job, after everything that one node can know beforehand has been checked.
-
-    Raises:
-        ConfigError: with every problem found.
-    """
+    """The job, after everything that one node can know beforehand has been checked: a ConfigError has every problem."""
     job = load_run(config_path, overrides, deepspeed_config=deepspeed_config)
     # A node that alone refuses lets the others wait: what it lacks, its ranks tell all.
     cluster = Cluster(topology.nnodes, topology.slots, devices.kind)
@@ -169,22 +145,18 @@ def check_node(
 
 def run_node(
     topology: Topology,
+    command: Sequence[str],
     *,
-    script: Path,
-    arguments: Sequence[str],
     devices: LocalDevices,
     environment: Mapping[str, str],
-    terms: NodeOptions,
-    facts: Mapping[str, str],
     requests: StopRequests,
+    terms: NodeOptions,
+    facts: Mapping[str, str] | None = None,
 ) -> int:
-    """Meet the other nodes, run the script on every rank, and say how it ended; returns the exit code.
+    """Meet the other nodes, run a script on every rank, and say how it ended; returns the exit code.
 
     Args:
-        topology: this node's place.
-        script, arguments, environment: what each rank runs, and where.
-        devices: of this machine.
-        terms: how the nodes meet and end.
+        command: the script, and its arguments.
         facts: what has to be the same on every node.
         requests: to stop, since this process began; its signals are heeded.
 
@@ -194,63 +166,11 @@ def run_node(
     from framework.launch.agent import run_attempt  # psutil comes with the train extra only
     from framework.launch.ranks import Ranks
     from framework.launch.rendezvous.connectivity import interface_of
+    from framework.launch.rendezvous.handshake import hosts_text
     from framework.launch.rendezvous.member import meet
 
-    several = topology.nnodes > 1
-    meeting = Session(
-        topology,
-        terms.control_port,
-        _hello(topology, terms, facts),
-        requests,
-        token=terms.token,
-        deadline_seconds=terms.wait_seconds,
-        names=[host.name for host in terms.hosts],
-        problems=_port_problems(topology) if several else (),
-    )
-    with terms.look() as look:
-        meeting.hello = {**meeting.hello, **look}
-        peers = meet(meeting)
-    if several:
-        print_line(
-            f"all {topology.nnodes} nodes are here and agree; starting {topology.slots} ranks of {topology.world_size}"
-        )
-        # gloo takes the address that the own name resolves to, often loopback; NCCL finds its interfaces better alone.
-        if not environment.get("GLOO_SOCKET_IFNAME") and (name := interface_of(meeting.local_address)):
-            environment = {**environment, "GLOO_SOCKET_IFNAME": name}
-    else:
-        requests.refuse_start()  # several heed requests while they meet, and tell each other of those that come after
-    ranks = Ranks(
-        script=script,
-        arguments=arguments,
-        topology=topology,
-        environment=environment,
-        device=devices.kind,
-        devices=devices.chosen,
-    )
-    result = run_attempt(
-        ranks, peers=peers, requests=requests, node_rank=topology.node_rank, grace_seconds=terms.grace_seconds
-    )
-    print_line(result.line)
-    write_termination_log(result.line)
-    return result.code
-
-
-def _port_problems(topology: Topology) -> Sequence[Problem]:
-    """On node 0: the others would wait for ranks that cannot listen."""
-    if topology.node_rank == 0:
-        try:
-            usable_port(topology.master_port)
-        except ConfigError as error:
-            fix = "give all nodes another --master_port"
-            return [replace(problem, file=f"node 0 ({socket.gethostname()})", fix=fix) for problem in error.problems]
-    return ()
-
-
-def _hello(topology: Topology, terms: NodeOptions, facts: Mapping[str, str]) -> dict[str, Any]:
-    """Build this node's HELLO; `handshake.HELLO` has the types."""
-    from framework.launch.rendezvous.handshake import hosts_text
-
-    return {
+    names = [host.name for host in terms.hosts]
+    hello = {
         "protocol": PROTOCOL,
         "job": terms.job_id,
         "attempt": 0,
@@ -259,47 +179,58 @@ def _hello(topology: Topology, terms: NodeOptions, facts: Mapping[str, str]) -> 
         "slots": topology.slots,
         "master_port": topology.master_port,
         "host": socket.gethostname(),
-        "hosts": hosts_text([host.name for host in terms.hosts]),
+        "hosts": hosts_text(names),
         "clock": time.time(),
-        "facts": dict(facts),
+        "facts": dict(facts or {}),
     }
+    meeting = Session(topology, terms.control_port, hello, requests, terms.token, terms.wait_seconds, names)
+    meeting.problems = _port_problems(topology)
+    with ExitStack() as stack:
+        if terms.look is not None:
+            meeting.hello = {**meeting.hello, "look": stack.enter_context(terms.look())}
+        peers = meet(meeting)
+    if topology.nnodes > 1:
+        started = f"starting {topology.slots} ranks of {topology.world_size}"
+        print_line(f"all {topology.nnodes} nodes are here and agree; {started}")
+        # gloo takes the address that the own name resolves to, often loopback; NCCL finds its interfaces better alone.
+        if not environment.get("GLOO_SOCKET_IFNAME") and (name := interface_of(meeting.local_address)):
+            environment = {**environment, "GLOO_SOCKET_IFNAME": name}
+    else:
+        requests.refuse_start()  # several heed requests while they meet, and tell each other of those that come after
+    ranks = Ranks(command, topology, environment, device=devices.kind, devices=devices.chosen)
+    code, line = run_attempt(ranks, peers, requests, node_rank=topology.node_rank, grace_seconds=terms.grace_seconds)
+    print_line(line)
+    write_termination_log(line)
+    return code
+
+
+def _port_problems(topology: Topology) -> Sequence[Problem]:
+    """On node 0: the others would wait for ranks that cannot listen."""
+    if topology.node_rank == 0 and topology.nnodes > 1:
+        try:
+            usable_port(topology.master_port)
+        except ConfigError as error:
+            fix = "give all nodes another --master_port"
+            return [replace(problem, file=f"node 0 ({socket.gethostname()})", fix=fix) for problem in error.problems]
+    return ()
 
 
 def _preflight(job: LoadedRun, topology: Topology, devices: LocalDevices, environment: Mapping[str, str]) -> Look:
-    """This node's look at itself; what it finds goes to node 0, which tells everybody."""
     from framework.doctor.node.start import look_before_start
 
-    if topology.nnodes == 1:
-        return _not_looking
     chosen = {} if devices.chosen is None else {visible_variable(devices.kind): ",".join(map(str, devices.chosen))}
     cluster = Cluster(topology.nnodes, topology.slots, devices.kind)
-
-    @contextmanager
-    def look() -> Iterator[Mapping[str, Any]]:
-        with look_before_start(
-            job.config, cluster, {**environment, **chosen}, rank=topology.node_rank, warn=print_problem
-        ) as reported:
-            yield {"look": reported}
-
-    return look
+    return partial(look_before_start, job.config, cluster, {**environment, **chosen}, rank=topology.node_rank)
 
 
 def require_deepspeed() -> None:
-    """Refuse what cannot train.
-
-    Raises:
-        ConfigError: DeepSpeed is not installed.
-    """
+    """Refuse what cannot train: a ConfigError where DeepSpeed is not installed."""
     if importlib.util.find_spec("deepspeed") is None:
         raise missing_package("deepspeed", what="training")
 
 
 def grace_seconds(given: float | None) -> float:
-    """The flag, DSF_GRACE_SECONDS, or the default.
-
-    Raises:
-        UsageError: the variable is no number of seconds.
-    """
+    """The flag, DSF_GRACE_SECONDS, or the default; a UsageError where the variable is no number of seconds."""
     text = os.environ.get("DSF_GRACE_SECONDS", "")
     if given is not None or not text:
         return GRACE_SECONDS if given is None else given
@@ -318,12 +249,11 @@ def read_token(path: str | None) -> str:
     token = os.environ.pop("DSF_TOKEN", "")
     if path is None:
         return token
+    text, reason = "", "it is empty"
     try:
         text = Path(path).read_bytes()[:_LARGEST_TOKEN_BYTES].decode("utf-8").strip()
     except (OSError, ValueError) as error:
-        text, reason = "", str(getattr(error, "strerror", None) or "it is not text")
-    else:
-        reason = "it is empty"
+        reason = str(getattr(error, "strerror", None) or "it is not text")
     if not text:
-        raise ConfigError.of(kind="token-unreadable", file=path, reason=reason, fix="name a file that holds the secret")
+        raise ConfigError.of("token-unreadable", reason, "name a file that holds the secret", file=path)
     return text

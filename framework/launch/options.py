@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -16,22 +16,6 @@ from framework.system.arguments import CommandParser, add_option, like, whole
 # A pod or a scheduler may give less; what starts us can say so with --grace_seconds or DSF_GRACE_SECONDS.
 GRACE_SECONDS: Final = 600.0
 WAIT_SECONDS: Final = 1800.0
-# Options that do nothing without a hostfile.
-_WITH_HOSTS: Final = (
-    "include",
-    "exclude",
-    "num_nodes",
-    "ssh_args",
-    "remote_python",
-    "remote_folder",
-    "exports",
-    "verbose",
-    "master_addr",
-    "control_port",
-    "wait_seconds",
-    "no_preflight",
-    "token_file",
-)
 
 
 @dataclass(frozen=True)
@@ -90,41 +74,33 @@ def parse(argv: Sequence[str]) -> LaunchOptions:
     Raises:
         UsageError: it is wrong.
     """
-    parser = _launch_parser()
+    parser, of_hosts = _launch_parser()
     found = parser.parse_intermixed_args(list(argv))
-    found.config, found.overrides = _config_and_words(found, "launch")
     # An option that would do nothing here is a mistake in the thought, not a detail.
-    idle = [f"--{name}" for name in _WITH_HOSTS if getattr(found, name) != parser.get_default(name)]
-    refuse_idle("launch", [flag.replace("exports", "export") for flag in idle] if found.hostfile is None else ())
-    found.exports = tuple(found.exports)
-    options = LaunchOptions(**{each.name: getattr(found, each.name) for each in fields(LaunchOptions)})
+    idle = [each.option_strings[0] for each in of_hosts._group_actions if getattr(found, each.dest) != each.default]
+    refuse_idle("launch", idle if found.hostfile is None else ())
+    given = vars(found) | {"exports": tuple(found.exports)}
+    given["config"], given["overrides"] = _config_and_words(found, "launch")
+    del given["words"]
+    options = LaunchOptions(**given)
     if options.fit_batch and (options.hostfile is not None or options.num_gpus):
         raise UsageError("launch: --fit_batch chooses a number of devices of this machine; leave -H and --num_gpus out")
-    by_number = bool(options.num_nodes or options.num_gpus)
-    refuse_choice("launch", include=options.include, exclude=options.exclude, by_number=by_number)
+    refuse_choice("launch", options)
     return options
 
 
 def refuse_idle(command: str, flags: Sequence[str]) -> None:
-    """Options of hosts, where none are named.
-
-    Raises:
-        UsageError: there are such.
-    """
+    """Refuse options of hosts, with a UsageError, where no hosts are named."""
     if flags:
         verb = "goes" if len(flags) == 1 else "go"
         raise UsageError(f"{command}: {', '.join(flags)} {verb} with a hostfile; give -H HOSTFILE")
 
 
-def refuse_choice(command: str, *, include: str, exclude: str, by_number: bool) -> None:
-    """DeepSpeed takes hosts and devices by name or by number, and some or all but some.
-
-    Raises:
-        UsageError: more than one of these was given.
-    """
-    if include and exclude:
+def refuse_choice(command: str, asked: LaunchOptions | argparse.Namespace) -> None:
+    """Refuse, with a UsageError, more than one way to choose: by name or by number, and some or all but some."""
+    if asked.include and asked.exclude:
         raise UsageError(f"{command}: --include and --exclude exclude each other")
-    if (include or exclude) and by_number:
+    if (asked.include or asked.exclude) and (asked.num_nodes or asked.num_gpus):
         raise UsageError(f"{command}: --include and --exclude do not go with --num_nodes and --num_gpus")
 
 
@@ -149,7 +125,8 @@ def _config_and_words(found: argparse.Namespace, command: str) -> tuple[str, tup
     return config, tuple(words)
 
 
-def _launch_parser() -> CommandParser:
+def _launch_parser() -> tuple[CommandParser, argparse._ArgumentGroup]:
+    """The parser, and the group of options that do nothing without a hostfile."""
     parser = CommandParser(
         prog="python -m framework launch",
         allow_abbrev=False,
@@ -161,9 +138,18 @@ def _launch_parser() -> CommandParser:
     _add_common(parser)
     parser.option("--fit_batch", action="store_true", help="take the most devices here that divide the batch")
     group = parser.add_argument_group("with -H, on the hosts of a hostfile")
-    _add_through_ssh(group)
+    add_choice(group)
+    option = partial(add_option, group)
+    option("--num_nodes", type=count, metavar="N", help="the first N hosts")
+    option("--ssh_args", default="", metavar="TEXT", help="further options of ssh, such as '-p 2222 -i key'")
+    option("--remote_python", metavar="PATH", help="Python on the hosts; left out: this one's path")
+    option("--remote_folder", metavar="PATH", help="folder on the hosts to start in; left out: this one's path")
+    variable = like("[A-Za-z_][A-Za-z0-9_]*", str, "{} is not the name of a variable")
+    terms: dict[str, Any] = {"dest": "exports", "action": "append", "default": []}
+    option("--export", **terms, type=variable, metavar="NAME", help="send this variable to the hosts, too")
+    option("--verbose", action="store_true", help="print the command of every host, not of the first three")
     _add_of_several(group)
-    return parser
+    return parser, group
 
 
 def _node_parser() -> CommandParser:
@@ -176,9 +162,11 @@ def _node_parser() -> CommandParser:
         "--num_gpus G] [--dry_run]",
     )
     _add_common(parser)
-    parser.option("--nnodes", "--num_nodes", type=str, action=AsSpelled, metavar="N", help="members of the job")
+    parser.option("--nnodes", "--num_nodes", type=str, action=_AsSpelled, metavar="N", help="members of the job")
     parser.option("--node_rank", type=str, metavar="R", help="which of them this is, from 0")
-    numbers = like(r"\d{1,4}(,\d{1,4})*", _numbers, "{} is not a list of device numbers")
+    numbers = like(
+        r"\d{1,4}(,\d{1,4})*", lambda text: tuple(map(int, text.split(","))), "{} is not a list of device numbers"
+    )
     parser.option("--devices", type=numbers, metavar="0,2", help="the devices to use; left out: the first")
     # What an ssh launcher sends, and its life line.
     parser.option("--from_stdin", action="store_true", help=argparse.SUPPRESS)
@@ -188,45 +176,32 @@ def _node_parser() -> CommandParser:
 
 
 def _add_common(parser: CommandParser) -> None:
-    parser.add_argument(
-        "words", nargs="*", metavar="CONFIG key=value", help="the run config, and settings that win over it"
-    )
+    words = "the run config, and settings that win over it"
+    parser.add_argument("words", nargs="*", metavar="CONFIG key=value", help=words)
     parser.option("--config", metavar="FILE", help="the run config, as train.py takes it")
-    parser.option(
-        "--num_gpus",
-        "--nproc_per_node",
-        type=count_or_auto,
-        action=AsSpelled,
-        metavar="N",
-        help="ranks on each machine, one for each device; left out: every GPU here, or two ranks on CPU",
-    )
-    parser.set_defaults(num_gpus_flag="--num_gpus")
+    add_num_gpus(parser, "ranks on each machine, one for each device; left out: every GPU here, or two ranks on CPU")
     parser.option("--master_port", type=port, metavar="P", help="port where ranks meet; agents meet at the next one")
-    parser.option(
-        "--deepspeed_config", metavar="FILE", help="DeepSpeed JSON that decides a part of the run, as train.py takes it"
-    )
+    decides = "DeepSpeed JSON that decides a part of the run, as train.py takes it"
+    parser.option("--deepspeed_config", metavar="FILE", help=decides)
     parser.option("--dry_run", action="store_true", help="check, print what would be started and stop")
-    parser.option(
-        "--grace_seconds",
-        type=seconds,
-        metavar="S",
-        help=f"to save in after a request to stop; also DSF_GRACE_SECONDS; default {GRACE_SECONDS:.0f}",
-    )
+    grace = f"to save in after a request to stop; also DSF_GRACE_SECONDS; default {GRACE_SECONDS:.0f}"
+    parser.option("--grace_seconds", type=seconds, metavar="S", help=grace)
     parser.add_argument("-H", "--hostfile", metavar="FILE", help="hosts and their devices, in DeepSpeed's format")
 
 
-class AsSpelled(argparse.Action):
+class _AsSpelled(argparse.Action):
     """Stores a value, and as ``NAME_flag`` the name under which it was given: errors blame no other word."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         setattr(namespace, self.dest, values)
         setattr(namespace, f"{self.dest}_flag", option_string)
+
+
+def add_num_gpus(parser: CommandParser, text: str) -> None:
+    """The number of ranks on a host, by our name or torchrun's; `text` is its help."""
+    names, terms = ("--num_gpus", "--nproc_per_node"), {"type": count_or_auto, "action": _AsSpelled}
+    parser.option(*names, **terms, metavar="N", help=text)
+    parser.set_defaults(num_gpus_flag="--num_gpus")
 
 
 def add_choice(target: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
@@ -234,20 +209,6 @@ def add_choice(target: argparse.ArgumentParser | argparse._ArgumentGroup) -> Non
     which = "hosts and devices, as DeepSpeed writes it: host1@host2:0,2"
     add_option(target, "--include", default="", metavar="WHICH", help=which)
     add_option(target, "--exclude", default="", metavar="WHICH", help="the same, to leave out")
-
-
-def _add_through_ssh(group: argparse._ArgumentGroup) -> None:
-    """The options of `launch -H` alone."""
-    option = partial(add_option, group)
-    add_choice(group)
-    option("--num_nodes", type=count, metavar="N", help="the first N hosts")
-    option("--ssh_args", default="", metavar="TEXT", help="further options of ssh, such as '-p 2222 -i key'")
-    option("--remote_python", metavar="PATH", help="Python on the hosts; left out: this one's path")
-    option("--remote_folder", metavar="PATH", help="folder on the hosts to start in; left out: this one's path")
-    variable = like("[A-Za-z_][A-Za-z0-9_]*", str, "{} is not the name of a variable")
-    terms: dict[str, Any] = {"dest": "exports", "action": "append", "default": []}
-    option("--export", **terms, type=variable, metavar="NAME", help="send this variable to the hosts, too")
-    option("--verbose", action="store_true", help="print the command of every host, not of the first three")
 
 
 def _add_of_several(target: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
@@ -269,10 +230,6 @@ seconds = like(r"\d{1,7}(\.\d+)?", float, "{} is not a number of seconds")
 def count_or_auto(text: str) -> int | None:
     """As `count`, or None for torchrun's words for all devices."""
     return None if text in ("auto", "gpu") else count(text)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))
 
 
 def address(text: str) -> str:

@@ -1,9 +1,8 @@
 """The ranks of this machine: started with the environment that DeepSpeed's launch.py gives them, signalled, ended,
 counted.
 
-They are our own children. Between us and them DeepSpeed's runner and launch.py would cost seconds and half a gigabyte
-each, signal ranks a second time while they save, and hide how a rank ended (docs/decisions/0013). A test holds what a
-rank is given here against what the `deepspeed` command gives it.
+They are our own children (docs/decisions/0013). A test holds what a rank is given here against what the `deepspeed`
+command gives it.
 """
 
 from __future__ import annotations
@@ -45,16 +44,14 @@ class Ranks:
 
     def __init__(
         self,
-        *,
-        script: Path,
-        arguments: Sequence[str],
+        command: Sequence[str],
         topology: Topology,
         environment: Mapping[str, str],
+        *,
         device: str = "cpu",
         devices: Sequence[int] | None = None,
     ) -> None:
-        self._command = [str(script), *arguments]
-        self._topology = topology
+        self._command, self._topology = command, topology
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         numbers = range(topology.slots) if devices is None else sorted(devices)[: topology.slots]
         visible = {visible_variable(device): ",".join(map(str, numbers))}
@@ -62,21 +59,13 @@ class Ranks:
         self._reasons: dict[int, str] = {}
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._read_end, False)
-        own = {
-            AGENT_VARIABLE: identity(os.getpid()),
-            REPORT_VARIABLE: str(self._write_end),
-            "DSF_WORLD_SIZE": str(topology.world_size),
-        }
-        self._environment = {**environment, **visible, **own}
+        own = {AGENT_VARIABLE: identity(os.getpid()), REPORT_VARIABLE: str(self._write_end)}
+        self._environment = {**environment, **visible, **own, "DSF_WORLD_SIZE": str(topology.world_size)}
         # torchrun's, from a shell inside its job: the ranks would read it before LOCAL_SIZE.
         self._environment.pop("LOCAL_WORLD_SIZE", None)
 
     def start(self) -> None:
-        """Start all.
-
-        Raises:
-            OSError: one could not be started; those before it run.
-        """
+        """Start all; after an OSError some may run."""
         for local_rank in range(self._topology.slots):
             environment = self._environment | rank_environment(self._topology, local_rank)
             # A session of its own: Ctrl-C reaches the agent only, so that each rank is asked once.
@@ -132,12 +121,11 @@ class Ranks:
         os.close(self._write_end)
         give_up_at = time.monotonic() + _CLEAR_SECONDS
         # What is asked to end may start another process meanwhile, so we look until there is none.
-        while (left := self._leftovers()) and time.monotonic() < give_up_at:
-            _end_all(left)
-
-    def _leftovers(self) -> list[psutil.Process]:
         ours = self._environment[AGENT_VARIABLE]
-        return [process for process in psutil.process_iter() if _has_agent(process, ours)]
+        while left := [process for process in psutil.process_iter() if _has_agent(process, ours)]:
+            if time.monotonic() > give_up_at:
+                return
+            _end_all(left)
 
 
 def rank_environment(topology: Topology, local_rank: int) -> dict[str, str]:
@@ -166,7 +154,7 @@ def _end_all(left: list[psutil.Process]) -> None:
         with suppress(psutil.Error):
             process.terminate()
     deadline = time.monotonic() + _LEFTOVER_GRACE_SECONDS
-    while any(_is_alive(process) for process in left) and time.monotonic() < deadline:
+    while any(map(_is_alive, left)) and time.monotonic() < deadline:
         time.sleep(0.02)
     for process in left:
         with suppress(psutil.Error):
@@ -175,10 +163,9 @@ def _end_all(left: list[psutil.Process]) -> None:
 
 def _is_alive(process: psutil.Process) -> bool:
     """A zombie is dead already; only its parent can do more for it."""
-    try:
+    with suppress(psutil.Error):
         return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False
+    return False
 
 
 def _reap_orphans(ours: set[int]) -> None:
@@ -199,10 +186,8 @@ class OomKills:
     """Kills for lack of memory in this control group since this was made, as far as the kernel's count can be read."""
 
     def __init__(self, counters: Sequence[Path] | None = None) -> None:
-        """Read the first of the files that has the counter.
-
-        Args:
-            counters: of version 2 (``memory.events``) or 1 (``memory.oom_control``); None: those of this process.
+        """Read the first of the files that has the counter: of version 2 (``memory.events``) or 1
+        (``memory.oom_control``).
         """
         found = ((path, _read(path)) for path in (_counters() if counters is None else counters))
         self._path, self._before = next(((path, count) for path, count in found if count is not None), (Path(), 0))

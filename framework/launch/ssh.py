@@ -19,11 +19,11 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Final, NamedTuple, TextIO
+from typing import IO, Final, TextIO
 
 import framework
 from framework.errors import EXIT_OK, EXIT_PEER_LOST, EXIT_STOPPED, ConfigError, UsageError
-from framework.launch.deepspeed_command import as_shell_line, find_train_script, hosts_command
+from framework.launch.deepspeed_command import find_train_script, hosts_command
 from framework.launch.hosts.devices import LocalDevices
 from framework.launch.hosts.hostfile import Chosen, Host, choose_hosts, first_few
 from framework.launch.hosts.topology import DEFAULT_PORT, Topology
@@ -37,45 +37,18 @@ from framework.system.limits import require
 from framework.system.output import write
 
 # What a run may depend on. Everything else stays here: a name like AWS_SECRET_ACCESS_KEY goes with --export only.
-_PREFIXES: Final = ("DS_", "DSF_", "NCCL_", "GLOO_", "UCX_", "FI_", "OMP_", "MKL_", "TORCH_", "PYTORCH_")
-# Names, not prefixes: LANG must not let LANGCHAIN_API_KEY through.
-_NAMES: Final = frozenset(
-    [
-        "CUDA_DEVICE_ORDER",
-        "CUDA_LAUNCH_BLOCKING",
-        "CUDA_HOME",
-        "DEEPSPEED_TIMEOUT",
-        "HF_HOME",
-        "HF_HUB_OFFLINE",
-        "HF_DATASETS_OFFLINE",
-        "TRANSFORMERS_OFFLINE",
-        "TRITON_CACHE_DIR",
-        "TOKENIZERS_PARALLELISM",
-        "PYTHONHASHSEED",
-        "PYTHONUNBUFFERED",
-        "LANG",
-        "LC_ALL",
-        "TZ",
-    ]
+_PASSED_ON: Final = re.compile(
+    r"(DS|DSF|NCCL|GLOO|UCX|FI|OMP|MKL|TORCH|PYTORCH)_.*|CUDA_(DEVICE_ORDER|LAUNCH_BLOCKING|HOME)|DEEPSPEED_TIMEOUT|"
+    r"HF_(HOME|HUB_OFFLINE|DATASETS_OFFLINE)|TRANSFORMERS_OFFLINE|TRITON_CACHE_DIR|TOKENIZERS_PARALLELISM|"
+    r"PYTHON(HASHSEED|UNBUFFERED)|LANG|LC_ALL|TZ"
 )
 # Meant for this process alone.
 _KEPT: Final = ("DSF_AGENT", "DSF_WORLD_SIZE", "DSF_TERMINATION_LOG")
 # A silent host is given up one interval after the last of three questions: within 16 s, so that all is over within 20.
-_OPTIONS: Final = [
-    "-o",
-    "BatchMode=yes",
-    "-o",
-    "ConnectTimeout=30",
-    "-o",
-    "ServerAliveInterval=4",
-    "-o",
-    "ServerAliveCountMax=3",
-    "-o",
-    "ControlMaster=no",
-    "-o",
-    "ControlPath=none",
-    "-T",
-]
+_OPTIONS: Final = shlex.split(
+    "-o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=4 -o ServerAliveCountMax=3 -o ControlMaster=no "
+    "-o ControlPath=none -T"
+)
 _ASKS: Final = re.compile(r"(-o)?\s*batchmode[\s=]+(?!yes)", re.IGNORECASE)
 _REPORTED: Final = 3  # commands of agents that are printed
 _NO_PLAIN: Final = "none; DeepSpeed's launcher has no words for these hosts, devices, folder or Python"
@@ -109,8 +82,12 @@ def launch_over_ssh(options: LaunchOptions) -> int:
         for node, item in enumerate(chosen)
     ]
     plain = hosts_command(options, topology, chosen, job.arguments, script=find_train_script())
-    line = as_shell_line(plain.words, plain.variables, before=plain.before) if plain else _NO_PLAIN
-    show_settings(topology, line, *_agents_reported(commands, all_of_them=options.verbose))
+    # The rest of an agent's order goes over its standard input.
+    shown = commands if options.verbose or len(commands) <= _REPORTED + 1 else commands[:_REPORTED]
+    rows = [f"agent on {host.name}: {shlex.join(command)}" for host, command in shown]
+    if left := len(commands) - len(shown):
+        rows.append(f"and {left} more agents; --verbose prints them all")
+    show_settings(topology, plain.as_line() if plain else _NO_PLAIN, *rows)
     if options.dry_run:
         return EXIT_OK
     # Nobody has to think of a secret: the life line carries one to every host.
@@ -125,7 +102,6 @@ def launch_over_ssh(options: LaunchOptions) -> int:
 
 
 def _places(options: LaunchOptions) -> tuple[tuple[Chosen, ...], Topology]:
-    """The hosts with their devices, and what they make."""
     assert options.hostfile is not None
     chosen = choose_hosts(options.hostfile, **options.choice)
     sources = options.sources | {"master_addr": "the first host", "master_port": "default"}
@@ -138,14 +114,6 @@ def _places(options: LaunchOptions) -> tuple[tuple[Chosen, ...], Topology]:
     sources |= {name: f"--{name}" for name in ("master_addr", "master_port") if getattr(options, name)}
     master = master or address_of(chosen[0].host.name, ssh_args=options.ssh_args)
     return chosen, Topology(len(chosen), len(chosen[0].devices), 0, master, options.master_port or port, sources)
-
-
-def _agents_reported(commands: Sequence[tuple[Host, Sequence[str]]], *, all_of_them: bool) -> list[str]:
-    """List the commands that start agents on the hosts; the rest of an agent's order goes over its standard input."""
-    shown = commands if all_of_them or len(commands) <= _REPORTED + 1 else commands[:_REPORTED]
-    rows = [f"agent on {host.name}: {shlex.join(command)}" for host, command in shown]
-    left = len(commands) - len(shown)
-    return rows + ([f"and {left} more agents; --verbose prints them all"] if left else [])
 
 
 def agent_command(options: LaunchOptions, chosen: Chosen, node_rank: int, topology: Topology) -> list[str]:
@@ -185,19 +153,18 @@ def passed_on(environment: Mapping[str, str], *, exports: Sequence[str]) -> dict
     return {
         name: value
         for name, value in environment.items()
-        if name in exports or ((name in _NAMES or name.startswith(_PREFIXES)) and name not in _KEPT)
+        if name in exports or (_PASSED_ON.fullmatch(name) and name not in _KEPT)
     }
 
 
 def address_of(name: str, *, ssh_args: str = "") -> str:
     """Return the address that the other hosts use: its name, or the HostName that ~/.ssh/config gives it."""
-    plain = name.rpartition("@")[2]
-    with suppress(OSError, subprocess.TimeoutExpired):
+    with suppress(OSError, subprocess.SubprocessError):
         command = ["ssh", *split_ssh_args(ssh_args), "-G", "--", name]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-        found = [line.partition(" ")[2] for line in done.stdout.splitlines() if line.startswith("hostname ")]
-        return found[0] if done.returncode == 0 and found else plain
-    return plain
+        text = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        if found := re.search("^hostname (.*)$", text, re.MULTILINE):
+            return found[1]
+    return name.rpartition("@")[2]
 
 
 def split_ssh_args(text: str, *, command: str = "launch") -> list[str]:
@@ -217,16 +184,12 @@ def split_ssh_args(text: str, *, command: str = "launch") -> list[str]:
     return words
 
 
-class HostEnd(NamedTuple):
-    """End of a host's agent: the host's name, and the exit code."""
-
-    host: str
-    code: int
+HostEnd = tuple[str, int]  # a host's name, and the exit code of its agent
 
 
 def job_code(ends: Sequence[HostEnd]) -> int:
     """The first that failed by itself; else that somebody was lost; else that it was stopped."""
-    codes = [end.code for end in ends if end.code != EXIT_OK]
+    codes = [code for _, code in ends if code != EXIT_OK]
     causes = [code for code in codes if code not in (EXIT_STOPPED, EXIT_PEER_LOST)]
     lost = [code for code in codes if code == EXIT_PEER_LOST]
     return next(iter(causes or lost or codes), EXIT_OK)
@@ -235,10 +198,10 @@ def job_code(ends: Sequence[HostEnd]) -> int:
 def ends_reported(ends: Sequence[HostEnd]) -> str:
     """Describe the ends, the first one first; of many hosts those that ended alike together."""
     if len(ends) <= _ENDS_REPORTED:
-        return ", ".join(f"{end.host} ended with {end.code}" for end in ends)
+        return ", ".join(f"{host} ended with {code}" for host, code in ends)
     alike: dict[int, list[str]] = {}
-    for end in ends:
-        alike.setdefault(end.code, []).append(end.host)
+    for host, code in ends:
+        alike.setdefault(code, []).append(host)
     return ", ".join(f"{first_few(names)} ended with {code}" for code, names in alike.items())
 
 
@@ -252,13 +215,7 @@ class Agents:
         *,
         grace_seconds: float = GRACE_SECONDS,
     ) -> None:
-        """Start nothing yet.
-
-        Args:
-            commands: each host's name, for the lines that it says, and the `ssh` that starts its agent.
-            order: what every agent is sent first.
-            grace_seconds: what ranks have to save in after a request to stop.
-        """
+        """From each host's name, with the `ssh` that starts its agent, and what every agent is sent first."""
         self._commands = commands
         self._order = json.dumps(order).encode() + b"\n"
         # By node: two users of one host are two nodes.
@@ -266,9 +223,7 @@ class Agents:
         self._streams: dict[IO[bytes], tuple[str, TextIO, bytearray]] = {}
         self._ends: list[HostEnd] = []
         self._reported = ""
-        self._ended_badly = False
-        self._give_up_at = math.inf
-        self._drained_at = math.inf
+        self._give_up_at = self._drained_at = math.inf
         self._grace_seconds = grace_seconds
 
     def run(self) -> int:
@@ -302,7 +257,7 @@ class Agents:
                 process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
             except FileNotFoundError:
                 fix = "install OpenSSH's client, or start `launch node` on every host"
-                raise ConfigError.of(kind="not-installed", reason="there is no ssh on PATH", fix=fix) from None
+                raise ConfigError.of("not-installed", "there is no ssh on PATH", fix) from None
             self._running[node] = process
             for stream, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
                 assert stream is not None
@@ -338,9 +293,9 @@ class Agents:
             if code == 255 or code < 0:
                 print_line(f"{name}: ssh ended with {code}; the host was not reached, or was lost")
                 code = EXIT_PEER_LOST
-            self._ends.append(HostEnd(name, code))
-            if code != EXIT_OK and not self._ended_badly:
-                self._ended_badly = True
+            is_first = code != EXIT_OK and not any(code for _, code in self._ends)
+            self._ends.append((name, code))
+            if is_first:
                 # Agents that have met know already; those that still wait for this host do not.
                 self._send_to_all(b"stop\n" if code == EXIT_STOPPED else b"lost\n")
                 if not self._reported:
@@ -381,6 +336,6 @@ class Agents:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-            self._ends.append(HostEnd(self._commands[node][0], EXIT_PEER_LOST))
+            self._ends.append((self._commands[node][0], EXIT_PEER_LOST))
         for stream in self._streams:
             stream.close()

@@ -63,11 +63,7 @@ class StopRequests:
             self.asked, self.insists = self.asked or "the launcher's request", True
 
     def refuse_start(self) -> None:
-        """Heed what was asked before there was anything to stop.
-
-        Raises:
-            RunStopped: somebody asked.
-        """
+        """Raise RunStopped if somebody has asked before there was anything to stop."""
         self.look()
         if self.asked:
             raise RunStopped(f"stopped on request ({self.asked}) before any rank was started [stopped-early]")

@@ -146,9 +146,8 @@ def refusing_exits(*, speaks: Callable[[str], bool] = lambda text: True) -> Iter
 def is_asked_for(end: SystemExit) -> bool:
     """Check whether a user asked for it: for the help of a command, or by a signal."""
     frames = (frame for frame, _ in walk_tb(end.__traceback__))
-    return isinstance(end, HelpShown) or any(
-        (each.f_globals.get("__name__"), each.f_code.co_name) in _HANDLERS for each in frames
-    )
+    places = ((each.f_globals.get("__name__"), each.f_code.co_name) for each in frames)
+    return isinstance(end, HelpShown) or not _HANDLERS.isdisjoint(places)
 
 
 def exited(end: SystemExit) -> TrainingError:

@@ -59,10 +59,6 @@ class NewFile:
     def flush(self) -> None:
         """Nothing is held back."""
 
-    def set_mode(self, mode: int) -> None:
-        """Set the permissions."""
-        os.fchmod(self._descriptor, mode)
-
     def close(self) -> FileRecord:
         """Flush to disk and close."""
         try:
@@ -120,18 +116,13 @@ def read_regular(path: Path, *, num_bytes: int) -> bytes | None:
         OSError: there is none, or the file system does not answer.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open_own(path, "rb") as stream:
+            content: bytes = stream.read(num_bytes)
+            return content
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+        if error.errno == errno.ELOOP:
             return None
         raise
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return None
-        with open(descriptor, "rb", closefd=False) as stream:
-            return stream.read(num_bytes)
-    finally:
-        os.close(descriptor)
 
 
 def open_own(path: Path, mode: str, *, newline: str | None = None) -> IO[Any]:
@@ -145,7 +136,7 @@ def open_own(path: Path, mode: str, *, newline: str | None = None) -> IO[Any]:
         try:
             descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENXIO):
+            if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
                 raise _irregular(path) from error
             raise
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -153,15 +144,8 @@ def open_own(path: Path, mode: str, *, newline: str | None = None) -> IO[Any]:
             raise _irregular(path)
         return descriptor
 
-    is_text = "b" not in mode
-    return open(
-        path,
-        mode,
-        opener=opener,
-        newline=newline,
-        encoding="utf-8" if is_text else None,
-        errors="replace" if is_text else None,
-    )
+    encoding, errors = (None, None) if "b" in mode else ("utf-8", "replace")
+    return open(path, mode, opener=opener, newline=newline, encoding=encoding, errors=errors)
 
 
 def make_own_folder(path: Path) -> None:
@@ -190,17 +174,10 @@ def replace_text(path: Path, text: str, *, mode: int | None = None) -> None:
     """Write beside, flush to disk, rename over, and flush the folder entry; `mode`: permissions to set."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with contextlib.suppress(FileNotFoundError):
-            aside.unlink()  # of an earlier process with this number
-        stream = NewFile(aside)
-        try:
-            stream.write(text.encode("utf-8"))
-            if mode is not None:
-                stream.set_mode(mode)
-        except BaseException:
-            stream.abandon()
-            raise
-        stream.close()
+        aside.unlink(missing_ok=True)  # of an earlier process with this number
+        write_new(aside, memoryview(text.encode("utf-8")))
+        if mode is not None:
+            aside.chmod(mode)
         os.replace(aside, path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -24,12 +24,7 @@ _VERSION_1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 @dataclass(frozen=True)
 class Room:
-    """Memory that can be taken.
-
-    Attributes:
-        num_bytes: how much, after a margin for others.
-        limit: whose it is, in words.
-    """
+    """Memory that can be taken: how much, after a margin for others, and whose limit that is, in words."""
 
     num_bytes: int
     limit: str
@@ -37,9 +32,7 @@ class Room:
 
 def room(*, system: Path = Path("/")) -> Room | None:
     """The tightest of the host's memory and the limits of the control groups around this process; None where nobody
-    tells.
-
-    Pages that the kernel can drop (what it keeps of files) count as room.
+    tells. Pages that the kernel can drop (what it keeps of files) count as room.
     """
     found = [*_of_host(system / "proc/meminfo"), *_of_groups(system)]
     rooms = [Room(free - min(_MARGIN_BYTES, int(total * _MARGIN_SHARE)), limit) for free, total, limit in found]
@@ -56,9 +49,8 @@ def _of_host(meminfo: Path) -> Iterator[tuple[int, int, str]]:
 
 
 def memory_groups(system: Path = Path("/")) -> Iterator[tuple[Path, str, bool]]:
-    """The control groups of this process that count memory: root of their tree, name in it, whether of version 2.
-
-    Version 2 has one line without controllers; version 1 one that names `memory`.
+    """The control groups of this process that count memory: root of their tree, name in it, whether of version 2. That
+    has one line without controllers; version 1 one that names `memory`.
     """
     try:
         lines = [line.split(":", 2) for line in (system / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()]
@@ -92,7 +84,6 @@ def require(wanted: int, what: str, *, fix: str = "") -> None:
     """See to it that so many files can be open at once; what this process starts has the same limit.
 
     Args:
-        wanted: number of open files.
         what: that needs them, in the plural: ``1000 hosts``.
         fix: what else to do than to raise the limit.
 
@@ -100,7 +91,7 @@ def require(wanted: int, what: str, *, fix: str = "") -> None:
         ConfigError: the system allows fewer.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    if soft == resource.RLIM_INFINITY:
         return
     allowed = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
     if allowed > soft:

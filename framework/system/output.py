@@ -1,6 +1,4 @@
-"""Writing to a stream whose reader may have left: a terminal that was closed, an ssh connection that died, a full
-disk.
-"""
+"""Writing to a stream whose reader may have left: a terminal that was closed, an ssh that died, a full disk."""
 
 from __future__ import annotations
 
@@ -10,14 +8,9 @@ from typing import TextIO
 
 
 def visible(text: str, *, keeps: str = "\n\t") -> str:
-    """A text of unknown origin, with escapes such as ``\\x1b`` for what would steer a terminal or a page.
-
-    These are control characters, marks that turn the direction of reading, separators of lines, and bytes that are no
-    text.
-
-    Args:
-        text: a file's name, a field of a manifest, a message of another host.
-        keeps: characters that stay as they are.
+    """A text of unknown origin, with escapes such as ``\\x1b`` for what would steer a terminal or a page: control
+    characters, marks that turn the direction of reading, separators of lines, and bytes that are no text. `keeps`
+    stay as they are.
     """
     if text.isascii() and text.isprintable():
         return text

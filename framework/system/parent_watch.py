@@ -2,13 +2,10 @@
 
 Two are looked at: the parent, where a launcher started this process as one of several ranks, and the agent above the
 launcher, which ``DSF_AGENT=<process id>:<start time>`` names (the start time as in /proc/<pid>/stat, because ids are
-used again). When one is gone, the rank ends: at once, because a save in the writing is no loss (it has no name before
-it is complete) and whoever starts the run again needs the devices and the run folder free; only a rank that has been
-asked to stop, and may be saving for good, gets some seconds.
-
-The kernel could do it too (PR_SET_PDEATHSIG), but it acts when the *thread* that started us ends, in a launcher that
-may live on, and its SIGKILL would leave neither the line nor the seconds. Standard library only: train.py starts this
-before it imports anything else.
+used again). When one is gone, the rank ends at once: a save in the writing has no name before it is complete, and
+whoever starts the run again needs the devices; only a rank that has been asked to stop, and may be saving, gets some
+seconds. (PR_SET_PDEATHSIG acts when the *thread* that started us ends, in a launcher that may live on, and leaves
+neither the line nor the seconds.) Standard library only: train.py starts this before it imports anything else.
 """
 
 from __future__ import annotations
@@ -37,9 +34,7 @@ _START_TIME: Final = 22 - 3  # its place in /proc/<pid>/stat after the name in p
 
 def identity(pid: int) -> str:
     """``<process id>:<start time>``, the value of DSF_AGENT for a process; the time is empty where there is no /proc.
-
-    Raises:
-        ProcessLookupError: there is no such process.
+    ProcessLookupError where there is no such process.
     """
     try:
         fields = Path("/proc", str(pid), "stat").read_bytes().rpartition(b")")[2].decode().split()
@@ -61,7 +56,6 @@ def watch_parent(
     """Watch from now on, in a thread; nothing where no launcher started this process.
 
     Args:
-        environment: of this process.
         is_stopping: whether the run has been asked to stop, and may be saving.
         is_over: whether it has stopped and saved.
         stopping_seconds: how long a run that is stopping may go on alone.
@@ -125,10 +119,8 @@ def die_with(parent: int) -> None:
 
 
 def report_end(line: str) -> None:
-    """Send the line that explains this rank's end to the agent that started it, which shows it in its last one.
-
-    Does nothing in a process that no agent started, such as one that a rank has started itself: it has the variable,
-    and not the pipe.
+    """Send the line that explains this rank's end to the agent that started it, which shows it in its last one; not
+    from a process that a rank has started itself: it has the variable, and not the pipe.
     """
     number, agent = os.environ.get(REPORT_VARIABLE, ""), os.environ.get(AGENT_VARIABLE)
     with suppress(OSError):

@@ -16,10 +16,8 @@ _ENOUGH: Final = 2000  # of fewer, jobs that start at the same moment would take
 
 
 def free_port() -> int:
-    """A port at which nobody listens on any address of this machine.
-
-    Where the kernel leaves enough out, it is one of those that it gives to nobody by itself: in the seconds until a
-    rank listens there, another program would sooner or later be given the port that has just been found free.
+    """A port at which nobody listens on any address of this machine; where the kernel leaves enough out, one of those
+    that it gives to nobody by itself: no other program is given it in the seconds until a rank listens there.
     """
     outside = range(_last_given() + 1, _LARGEST)  # without the last: some take the next one as well
     for port in random.SystemRandom().sample(outside, _TRIES) if len(outside) >= _ENOUGH else ():

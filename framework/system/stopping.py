@@ -3,11 +3,10 @@
 A request only leaves a mark, which is looked at between two steps. Before the first step there is nothing to save, and
 the process ends at once. Whoever sends SIGINT or SIGTERM a second time, more than two seconds later, means now.
 
-Python runs a signal's handler between two lines of the main thread, which may wait for minutes in C++ (a rendezvous, a
-compiler, a collective). So `listen` reads the signals in a thread of its own, through the wakeup descriptor that the
-C-level handler writes to; a process that is not ours (`framework.fit`) keeps its descriptor, and only lends its
-handlers.
-Nothing here imports more than the standard library in the end: train.py listens before it imports anything else.
+Python runs a signal's handler between two lines of the main thread, which may wait for minutes in C++. So `listen`
+reads the signals in a thread of its own, through the wakeup descriptor that the C-level handler writes to; a process
+that is not ours (`framework.fit`) keeps its descriptor, and only lends its handlers. Standard library only: train.py
+listens before it imports anything else.
 """
 
 from __future__ import annotations

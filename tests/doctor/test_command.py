@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from framework.doctor import command
-from framework.doctor.bench import judge
+from framework.doctor.hosts import judge
 from framework.doctor.node.findings import Check, Node
 from framework.launch import local
 from framework.launch.options import parse

@@ -18,7 +18,7 @@ import pytest
 
 from framework.errors import EXIT_STOPPED, EXIT_TRAINING, RunStopped
 from framework.launch import agent, local, node
-from framework.launch.agent import AttemptResult, run_attempt
+from framework.launch.agent import run_attempt
 from framework.launch.hosts.devices import LocalDevices
 from framework.launch.hosts.topology import Topology
 from framework.launch.ranks import Ranks
@@ -100,14 +100,13 @@ def test_a_request_is_told_before_it_is_heeded(tmp_path: Path, monkeypatch: pyte
     requests, really = StopRequests(), agent._Attempt._ask
     monkeypatch.setattr(agent._Attempt, "_ask", ask)
     ranks = Ranks(
-        script=ROOT / "tests/launch/rank.py",
-        arguments=[str(tmp_path), "0:deaf", "wait"],
-        topology=Topology(1, 2, 0, "127.0.0.1", 29500),
-        environment={**os.environ, "PYTHONPATH": str(ROOT)},
+        [str(ROOT / "tests/launch/rank.py"), str(tmp_path), "0:deaf", "wait"],
+        Topology(1, 2, 0, "127.0.0.1", 29500),
+        {**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    result = run_attempt(ranks, peers=Peers(0, {}, {0: "here"}), requests=requests, node_rank=0, grace_seconds=30)
-    assert result.code == EXIT_STOPPED
-    assert result.line.startswith("stopped on request (SIGTERM at node 0 (here))")
+    code, line = run_attempt(ranks, Peers(0, {}, {0: "here"}), requests, node_rank=0, grace_seconds=30)
+    assert code == EXIT_STOPPED
+    assert line.startswith("stopped on request (SIGTERM at node 0 (here))")
 
 
 def test_who_kills_a_rank_by_hand_has_not_asked_to_stop(alone: Members) -> None:
@@ -211,21 +210,20 @@ def test_a_request_during_the_check_starts_nothing(
 # ---------------------------------------------------------------------------------------------- processes of the ranks
 
 
-def attempt(script: Path, *arguments: str, environment: dict[str, str] | None = None) -> AttemptResult:
+def attempt(script: Path, *arguments: str, environment: dict[str, str] | None = None) -> tuple[int, str]:
     """One node's attempt with one rank, in this process."""
     ranks = Ranks(
-        script=script,
-        arguments=arguments,
-        topology=Topology(1, 1, 0, "127.0.0.1", 29500),
-        environment={**os.environ, **(environment or {})},
+        [str(script), *arguments],
+        Topology(1, 1, 0, "127.0.0.1", 29500),
+        {**os.environ, **(environment or {})},
     )
-    return run_attempt(ranks, peers=Peers(0, {}, {0: "here"}), requests=StopRequests(), node_rank=0, grace_seconds=1)
+    return run_attempt(ranks, Peers(0, {}, {0: "here"}), StopRequests(), node_rank=0, grace_seconds=1)
 
 
 def test_a_rank_that_cannot_be_started_is_told_in_a_line(tmp_path: Path) -> None:
-    result = attempt(tmp_path / "none.py", environment={"TOO_LARGE": "x" * (1 << 22)})
-    assert result.code == EXIT_TRAINING
-    assert "node 0 (here): a rank could not be started (Argument list too long) at" in result.line
+    code, line = attempt(tmp_path / "none.py", environment={"TOO_LARGE": "x" * (1 << 22)})
+    assert code == EXIT_TRAINING
+    assert "node 0 (here): a rank could not be started (Argument list too long) at" in line
 
 
 STUBBORN = """
@@ -251,8 +249,8 @@ time.sleep(60)
 def test_what_the_leftovers_start_ends_as_well(tmp_path: Path) -> None:
     script = tmp_path / "stubborn.py"
     script.write_text(STUBBORN)
-    result = attempt(script, str(tmp_path))
-    assert result.code == 0
+    code, _ = attempt(script, str(tmp_path))
+    assert code == 0
     heir = tmp_path / "heir.json"
     if heir.exists():  # else it was ended before it could say so
         pid = json.loads(heir.read_text())

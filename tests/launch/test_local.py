@@ -371,7 +371,7 @@ def test_a_hostfile_of_this_machine_alone_needs_no_ssh(
 ) -> None:
     """The slots and the choice among them are the hostfile's; nothing else is other than without it."""
     given: list[tuple[Topology, LocalDevices]] = []
-    monkeypatch.setattr(local, "run_node", lambda topology, *, devices, **_: given.append((topology, devices)) or 0)
+    monkeypatch.setattr(local, "run_node", lambda topology, _, *, devices, **__: given.append((topology, devices)) or 0)
     monkeypatch.setattr(local, "require_deepspeed", lambda: None)
     monkeypatch.setattr(local, "find_devices", lambda _: FOUR_GPUS)
     monkeypatch.setattr(subprocess, "Popen", None)

@@ -23,7 +23,6 @@ from framework.launch.hosts.topology import Topology
 from framework.launch.local import launch
 from framework.launch.options import LaunchOptions, parse_node
 from framework.launch.ssh import (
-    HostEnd,
     agent_command,
     ends_reported,
     job_code,
@@ -223,7 +222,7 @@ def test_an_agent_without_its_launcher_stops_its_ranks(members: Members) -> None
     ],
 )
 def test_the_code_of_a_job(codes: list[int], expected: int) -> None:
-    assert job_code([HostEnd("x", code) for code in codes]) == expected
+    assert job_code([("x", code) for code in codes]) == expected
 
 
 def test_only_listed_variables_travel() -> None:
@@ -437,6 +436,6 @@ def test_a_thousand_hosts_are_told_in_a_few_lines(tmp_path: Path, capsys: pytest
 
 
 def test_the_ends_of_many_hosts_are_told_together() -> None:
-    ends = [HostEnd("d", 137), *(HostEnd(f"h{number}", 76) for number in range(997)), HostEnd("a", 0), HostEnd("b", 0)]
+    ends = [("d", 137), *((f"h{number}", 76) for number in range(997)), ("a", 0), ("b", 0)]
     assert ends_reported(ends) == "d ended with 137, h0, h1, h2 and 994 more ended with 76, a, b ended with 0"
     assert ends_reported(ends[-2:]) == "a ended with 0, b ended with 0"

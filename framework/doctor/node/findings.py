@@ -1,6 +1,4 @@
-"""Findings of the preflight: a `Check` for each thing that was examined on one node, with the `Problem`s that it
-found.
-"""
+"""Findings of the preflight: a `Check` for each thing that was examined on one node, with its `Problem`s."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ class Check:
     """One thing that was looked at.
 
     Attributes:
-        name: what it is, in a word or two.
         stated: what was found, for a person.
-        problems: what is wrong with it.
         facts: what other nodes are compared with; plain values for JSON.
     """
 
@@ -49,11 +45,7 @@ class Check:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Check:
-        """Build a check from the message of another node.
-
-        Raises:
-            KeyError, TypeError: it is not what `to_dict` writes.
-        """
+        """Build a check from what `to_dict` wrote on another node."""
         problems = tuple(map(Problem.from_dict, values["problems"]))
         return Check(str(values["name"]), str(values["found"]), problems, dict(values["facts"]))
 
@@ -68,13 +60,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Node:
-    """One host, and everything that was looked at there.
-
-    Attributes:
-        name: as the hostfile or the machine itself calls it.
-        checks: in the order in which they were made.
-        seconds: how long they took.
-    """
+    """One host, and everything that was looked at there; `seconds`: how long that took."""
 
     name: str
     checks: Sequence[Check]
@@ -90,6 +76,11 @@ class Node:
         """Of all checks, each naming this node as its place."""
         return [replace(each, file=f"node {self.name}") for check in self.checks for each in check.problems]
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        checks = list(map(Check.summary, self.checks))
+        return {"node": self.name, "seconds": round(self.seconds, 3), "checks": checks, "facts": self.facts}
+
 
 @dataclass(frozen=True)
 class Report:
@@ -97,7 +88,6 @@ class Report:
 
     Attributes:
         before: what was known without any machine: config, hostfile, plan. Their problems name files.
-        nodes: each machine.
         across: what the machines are together.
         measured: how fast they are.
     """
@@ -119,7 +109,7 @@ class Report:
         return not any(each.severity == "error" for each in self.problems)
 
     def as_text(self) -> str:
-        """Tables for a person: what was looked at (on several nodes: what is not fine), each problem with its fix, the
+        """Tables for a person: what was looked at (on several nodes: what is not fine), problems with fixes, the
         verdict.
         """
         lines = [check.as_row(indent="") for check in self.before]
@@ -139,20 +129,11 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        nodes = [
-            {
-                "node": node.name,
-                "seconds": round(node.seconds, 3),
-                "checks": list(map(Check.summary, node.checks)),
-                "facts": node.facts,
-            }
-            for node in self.nodes
-        ]
         return {
             "ok": self.is_fine,
             "findings": list(map(_finding, self.problems)),
             "before": list(map(Check.summary, self.before)),
-            "nodes": nodes,
+            "nodes": list(map(Node.to_dict, self.nodes)),
             "across": list(map(Check.summary, self.across)),
             "measured": [each.summary() | dict(each.facts) for each in self.measured],
         }

@@ -47,11 +47,10 @@ def check_devices(need: Need, environment: Mapping[str, str]) -> Check:
         on = "processors" if found.kind == "cpu" else f"{found.kind} devices, which nobody counts"
         stated = f"{'no accelerator, ' if found.kind == 'cpu' else ''}{counted(ranks, 'rank')} on {on}"
         return Check("devices", stated, (unused,) if unused else (), facts)
-    used = _ask_nvidia_smi("gpu", _PER_GPU, environment) if found.kind == "cuda" else []
-    if found.chosen is not None:  # those that the ranks will take, in their order
-        by_index = {row["index"]: row for row in used}
-        used = [by_index[str(index)] for index in found.chosen if str(index) in by_index]
-    used = used[:ranks]
+    seen = _ask_nvidia_smi("gpu", _PER_GPU, environment) if found.kind == "cuda" else []
+    by_index = {row["index"]: row for row in seen}
+    taken = by_index if found.chosen is None else map(str, found.chosen)  # by the ranks, in their order
+    used = [by_index[index] for index in taken if index in by_index][:ranks]
     problems = [_too_few(found.count, ranks, found.kind)] if found.count < ranks else []
     if used:
         problems += _about(used, _ask_nvidia_smi("compute-apps", _PER_PROCESS, environment))

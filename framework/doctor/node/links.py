@@ -25,11 +25,8 @@ _AT_ONCE: Final = 65  # one silent host must not keep the calls to others waitin
 
 @dataclass(frozen=True)
 class Reached:
-    """Result of a call to another node.
-
-    Attributes:
-        address: what its name stands for here; empty where it stands for nothing.
-        reason: why it was not reached; empty where it was.
+    """Result of a call: the address that the name stands for here, if any, and why it was not reached; empty where it
+    was.
     """
 
     address: str
@@ -45,11 +42,7 @@ class Echo:
     """Answers every caller with the first 64 bytes that it sends, at one port, until it is closed."""
 
     def __init__(self, port: int, *, address: str = "") -> None:
-        """Listen at a port (0: any that is free), on one `address` of this machine or on all.
-
-        Raises:
-            OSError: the port is taken, or not allowed.
-        """
+        """Listen at a port (0: any that is free), on one `address` of this machine or on all."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._server = socket.create_server(
             (address, port), family=family, backlog=_BACKLOG, dualstack_ipv6=address == "::"
@@ -107,7 +100,6 @@ def call(host: str, port: int, *, token: str, seconds: float = _CALL_SECONDS) ->
 
 
 def _asked(address: str, port: int, *, token: str, seconds: float) -> str:
-    """Why it is not reached, or nothing."""
     try:
         with connect(address, port, seconds=seconds) as peer:
             peer.settimeout(seconds)
@@ -138,11 +130,7 @@ def mark_path(folder: Path, token: str, node: int) -> Path:
 
 @contextmanager
 def mark(folder: Path, token: str, node: int) -> Iterator[None]:
-    """Leave a mark for the time of the block.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Leave a mark for the time of the block; an OSError where it cannot be written."""
     path = mark_path(folder, token, node)
     path.write_text(token, encoding="ascii")
     try:
@@ -154,19 +142,14 @@ def mark(folder: Path, token: str, node: int) -> Iterator[None]:
 
 def unseen(folder: Path, token: str, nodes: Iterable[int], *, seconds: float = _SEE_SECONDS) -> list[int]:
     """Nodes whose marks cannot be read here, after waiting for them."""
-    deadline = time.monotonic() + seconds
-    missing = list(nodes)
+    deadline, missing = time.monotonic() + seconds, list(nodes)
     while True:
-        missing = [node for node in missing if not _holds(mark_path(folder, token, node), token)]
+        for node in list(missing):
+            with suppress(OSError, ValueError):
+                if mark_path(folder, token, node).read_text(encoding="ascii") == token:
+                    missing.remove(node)
         if not missing or time.monotonic() > deadline:
             return missing
         with suppress(OSError):
             list(folder.iterdir())  # listing makes NFS look again
         time.sleep(0.1)
-
-
-def _holds(path: Path, token: str) -> bool:
-    try:
-        return path.read_text(encoding="ascii") == token
-    except (OSError, ValueError):
-        return False

@@ -1,6 +1,4 @@
-"""`examine`: everything that can be known of one node without the others, in a second or two; and its limits: shared
-memory, open files, cores, its own name, its user and clock.
-"""
+"""`examine`: everything that can be known of one node without the others, in a second or two; and its limits."""
 
 from __future__ import annotations
 
@@ -13,10 +11,10 @@ import pwd
 import resource
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from framework.doctor.node.findings import MIB, Check, Node, size_text, warning
 from framework.doctor.node.gpus import check_devices
@@ -42,7 +40,6 @@ def examine(need: Need, environment: Mapping[str, str], *, name: str = "", count
     """Look at this machine.
 
     Args:
-        need: what the run asks of it.
         environment: that of the launcher; what it adds for its ranks is added here as well.
         name: what others call this node; left out: its own name for itself.
         counts_replaced: say how much a resume has set aside, which takes a look at every file of it: for a person, not
@@ -51,35 +48,32 @@ def examine(need: Need, environment: Mapping[str, str], *, name: str = "", count
     started = time.perf_counter()
     ranks = need.cluster.devices_per_host
     of_ranks = {**environment, **added_environment(environment, device=need.cluster.device, num_ranks=ranks)}
-    looks: dict[str, Callable[[], Check]] = {
-        "versions": lambda: check_versions(need),
-        "code": lambda: check_code(need),
-        "devices": lambda: check_devices(need, environment),
-        "cores": lambda: check_cores(need, environment),
-        "shared memory": lambda: check_shared_memory(need),
-        "locked memory": check_locked_memory,
-        "open files": lambda: check_open_files(need),
-        "compiled ops": lambda: check_ops(need, of_ranks),
-        "inputs": lambda: check_inputs(need),
-        "run folder": lambda: check_run_folder(need, counts_replaced=counts_replaced),
-        "offload": lambda: check_offload(need),
-        "temporary files": lambda: check_temporary(environment),
-        "home and caches": lambda: check_home(need, environment),
-        "user": lambda: check_user(environment),
-        "host name": lambda: check_name(need, environment),
-        "clock": lambda: _check_clock(environment),
+    looks: dict[str, tuple[Any, ...]] = {
+        "versions": (check_versions, need),
+        "code": (check_code, need),
+        "devices": (check_devices, need, environment),
+        "cores": (check_cores, need, environment),
+        "shared memory": (check_shared_memory, need),
+        "locked memory": (check_locked_memory,),
+        "open files": (check_open_files, need),
+        "compiled ops": (check_ops, need, of_ranks),
+        "inputs": (check_inputs, need),
+        "run folder": (check_run_folder, need, counts_replaced),
+        "offload": (check_offload, need),
+        "temporary files": (check_temporary, environment),
+        "home and caches": (check_home, need, environment),
+        "user": (check_user, environment),
+        "host name": (check_name, need, environment),
+        "clock": (_check_clock, environment),
     }
-    checks = [_looked(label, look) for label, look in looks.items()]
+    checks: list[Check] = []
+    for label, (look, *facts) in looks.items():
+        try:
+            checks.append(look(*facts))
+        except OSError as error:  # not allowed here; it stops none of the others
+            problem = Problem("not-looked-at", str(error), "run doctor where it is allowed", label, severity="note")
+            checks.append(Check(label, "could not be looked at", [problem]))
     return Node(name or socket.gethostname(), checks, time.perf_counter() - started)
-
-
-def _looked(name: str, look: Callable[[], Check]) -> Check:
-    """A look that the system does not allow is reported, and stops none of the others."""
-    try:
-        return look()
-    except OSError as error:
-        problem = Problem("not-looked-at", str(error), "run doctor where it is allowed", key=name, severity="note")
-        return Check(name, "could not be looked at", [problem])
 
 
 def check_shared_memory(need: Need, folder: Path = SHARED_MEMORY) -> Check:
@@ -124,35 +118,26 @@ def check_locked_memory(folder: Path = RDMA_DEVICES) -> Check:
 
 
 def _can_lock(num_bytes: int) -> bool:
-    libc = ctypes.CDLL(None, use_errno=True)
+    libc = ctypes.CDLL(None)
     with contextlib.closing(mmap.mmap(-1, num_bytes)) as memory:
         start = ctypes.c_char.from_buffer(memory)
-        address = ctypes.c_void_p(ctypes.addressof(start))
-        try:
-            return bool(libc.mlock(address, ctypes.c_size_t(num_bytes)) == 0)
-        finally:
-            libc.munlock(address, ctypes.c_size_t(num_bytes))
-            del start  # a mapping with a pointer into it cannot be closed
+        place = (ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(num_bytes))
+        is_locked = bool(libc.mlock(*place) == 0)
+        libc.munlock(*place)
+        del start  # a mapping with a pointer into it cannot be closed
+    return is_locked
 
 
 def check_open_files(need: Need) -> Check:
-    """``ulimit -n``, by a rule of thumb: libraries and logs, sockets to every rank, a few for each batch of a data
-    worker.
-    """
+    """``ulimit -n``, by a rule of thumb: libraries and logs, sockets to every rank, a few for a batch of a worker."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 512 + 32 * need.cluster.world_size + 32 * need.num_workers * need.prefetch_batches
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return Check("open files", f"up to {'unlimited' if soft == resource.RLIM_INFINITY else soft}")
     may_raise = hard == resource.RLIM_INFINITY or hard >= wanted
-    problem = Problem(
-        "nofile-low",
-        reason=f"{need.cluster.world_size} ranks may need about {wanted}",
-        fix=f"ulimit -n {wanted}" if may_raise else "raise LimitNOFILE, or limits.conf",
-        key="ulimit -n",
-        value=soft,
-        severity="warning" if soft >= 256 else "error",
-    )
-    return Check("open files", f"up to {soft}", [problem])
+    fix = f"ulimit -n {wanted}" if may_raise else "raise LimitNOFILE, or limits.conf"
+    reason, kind = f"{need.cluster.world_size} ranks may need about {wanted}", warning if soft >= 256 else Problem
+    return Check("open files", f"up to {soft}", [kind("nofile-low", reason, fix, key="ulimit -n", value=soft)])
 
 
 def check_cores(need: Need, environment: Mapping[str, str]) -> Check:
@@ -188,7 +173,8 @@ def check_name(need: Need, environment: Mapping[str, str]) -> Check:
     problems: list[Problem] = []
     chosen = environment.get("GLOO_SOCKET_IFNAME", "")
     leads_away = addresses and not any(ip_address(each.partition("%")[0]).is_loopback for each in addresses)
-    if need.cluster.num_hosts > 1 and chosen and chosen not in (known := [each for _, each in socket.if_nameindex()]):
+    known = [each for _, each in socket.if_nameindex()]
+    if need.cluster.num_hosts > 1 and chosen and chosen not in known:
         reason = "gloo wants the name of one interface of this host, without ^ or commas"
         fix = f"one of {', '.join(known)}"
         problems.append(Problem("interface-unknown", reason, fix, key="GLOO_SOCKET_IFNAME", value=chosen))

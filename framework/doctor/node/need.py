@@ -27,15 +27,11 @@ class Need:
     """Requirements on a host.
 
     Attributes:
-        cluster: hosts, ranks on each, and the kind of device.
-        ops: DeepSpeed's ops that the run loads.
         num_workers: processes for each rank that fetch batches.
         prefetch_batches: micro-batches that each of them keeps ready in shared memory.
         run_folder: where the run writes; None without a run config.
         num_kept: checkpoints that are there at the same time, at most.
         kept_by: the keys of the run config that keep them.
-        saves: whether any is written.
-        nvme_folders: where state is offloaded to.
         inputs: what is read, as key of the run config and path.
         targets: modules of the user's own that the config names.
         config_hash: of the resolved config; hosts must agree. Empty without a run config.
@@ -99,13 +95,12 @@ def config_hash(config: RunConfig) -> str:
 
 def _kept(plan: Plan) -> dict[str, int]:
     """Count the checkpoints that each rule keeps at the end of the run, at most: several may keep the same one."""
-    checkpoint, length = plan.config.checkpoint, plan.length
+    checkpoint, total_steps = plan.config.checkpoint, plan.length.total_steps
     kept = {f"checkpoint.keep_last: {checkpoint.keep_last}": checkpoint.keep_last}
-    if checkpoint.keep_every is not None and length.total_steps is not None:
-        every = checkpoint.keep_every
-        if checkpoint.every_steps is not None and checkpoint.every_epochs is None:
-            every = math.lcm(every, checkpoint.every_steps)  # what is not saved is not kept
-        kept[f"checkpoint.keep_every: {checkpoint.keep_every}"] = length.total_steps // every
+    if checkpoint.keep_every is not None and total_steps is not None:
+        saved = checkpoint.every_steps if checkpoint.every_epochs is None else None
+        every = math.lcm(checkpoint.keep_every, saved or 1)  # what is not saved is not kept
+        kept[f"checkpoint.keep_every: {checkpoint.keep_every}"] = total_steps // every
     if checkpoint.keep_best is not None:
         kept[f"checkpoint.keep_best: {checkpoint.keep_best}"] = 1
     return kept

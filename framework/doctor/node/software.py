@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -73,10 +74,7 @@ def check_versions(need: Need) -> Check:
 def check_code(need: Need) -> Check:
     """Hashes of the framework's code, of the run config and of the modules that it names."""
     hashes = {"framework": hash_of_files(Path(framework.__file__).parent)}
-    for module in need.targets:
-        place = _place_of(module)
-        if place is not None:
-            hashes[module] = hash_of_files(place)
+    hashes |= {module: hash_of_files(place) for module in need.targets if (place := _place_of(module)) is not None}
     stated = ", ".join(f"{name} {value}" for name, value in hashes.items())
     config = f"config {need.config_hash}, " if need.config_hash else ""
     return Check("code", f"{config}{stated}", (), {"code": hashes, "config": need.config_hash})
@@ -85,9 +83,9 @@ def check_code(need: Need) -> Check:
 def hash_of_files(place: Path) -> str:
     """Of the names and contents of a folder's Python files, or of one file; the same wherever it lies."""
     digest = hashlib.sha256()
-    files = sorted(place.rglob("*.py"))[:_MOST_FILES] if place.is_dir() else [place]
+    folder, files = (place, sorted(place.rglob("*.py"))[:_MOST_FILES]) if place.is_dir() else (place.parent, [place])
     for file in files:
-        digest.update(str(file.relative_to(place) if file != place else file.name).encode() + b"\0")
+        digest.update(str(file.relative_to(folder)).encode() + b"\0")
         try:
             digest.update(hashlib.sha256(file.read_bytes()).digest())
         except OSError:
@@ -149,7 +147,7 @@ def ops_to_compile(need: Need, environment: Mapping[str, str]) -> list[str]:
 
 
 def _cached(need: Need, environment: Mapping[str, str]) -> tuple[Path, set[str]]:
-    """Return the folder of compiled ops, and those that are in it or came with DeepSpeed."""
+    """The folder of compiled ops, and those that are in it or came with DeepSpeed."""
     folder = extensions_folder(environment, torch_version=torch_text("__version__") or "")
     return folder, {op.name for op in need.ops if _is_built_in(op) or (folder / op.name / f"{op.name}.so").is_file()}
 
@@ -182,18 +180,16 @@ def _lacking(what: str, ops: list[Op], fix: str) -> Problem:
 
 def _libraries(missing: list[Op], compiler: str, environment: Mapping[str, str]) -> Iterator[Problem]:
     before, after = (environment.get(name, "").split() for name in ("CFLAGS", "LDFLAGS"))
-    for op in missing:
-        if op.library is None:
-            continue
+    run = partial(subprocess.run, capture_output=True, text=True, timeout=_SECONDS, env=dict(environment), check=True)
+    for op in (op for op in missing if op.library):
         command = [*compiler.split(), *before, "-x", "c++", "-", *after, f"-l{op.library}", "-o", os.devnull]
-        run = partial(subprocess.run, capture_output=True, text=True, timeout=_SECONDS, env=dict(environment))
         try:
-            done = run(command, input=_LIBRARY_TESTS[op.library])
+            run(command, input=_LIBRARY_TESTS[str(op.library)])
+        except subprocess.CalledProcessError:
+            fix = f"install {_PACKAGES[str(op.library)]}, or name its place in CFLAGS and LDFLAGS"
+            yield _lacking(f"lib{op.library}", [op], fix)
         except (OSError, subprocess.TimeoutExpired):
             continue
-        if done.returncode:
-            fix = f"install {_PACKAGES[op.library]}, or name its place in CFLAGS and LDFLAGS"
-            yield _lacking(f"lib{op.library}", [op], fix)
 
 
 def _about_nvcc(ops: list[Op], environment: Mapping[str, str]) -> Iterator[Problem]:
@@ -225,8 +221,7 @@ def _about_cache(folder: Path, missing: list[Op]) -> Iterator[Problem]:
     place = next(each for each in (folder, *folder.parents) if each.exists())
     about: dict[str, Any] = {"key": "TORCH_EXTENSIONS_DIR", "value": str(folder)}
     if missing and not os.access(place, os.W_OK | os.X_OK):
-        ops = ", ".join(op.name for op in missing)
-        reason = f"{ops} would be compiled there, and {place} is not writable"
+        reason = f"{', '.join(op.name for op in missing)} would be compiled there, and {place} is not writable"
         fix = "set TORCH_EXTENSIONS_DIR to a folder of this host that you can write to"
         yield Problem("cache-unwritable", reason, fix, **about)
     elif missing and is_remote(place):
@@ -242,39 +237,30 @@ def _about_lock(lock: Path) -> Iterator[Problem]:
         age = time.time() - lock.stat().st_mtime
     except OSError:
         return
-    if age < _OLD_LOCK_SECONDS or (_asks_the_system() and not _is_held(lock)):
-        return
-    reason = "ranks wait for it before they load the op, for ever if whoever took it is gone"
-    fix = f"rm {lock} if nothing compiles there now"
-    yield warning("lock-stale", reason, fix, key=str(lock), value=f"{age / 60:.0f} minutes old")
-
-
-def _asks_the_system() -> bool:
-    """Check whether this torch takes locks by flock (torch 2.15 does)."""
-    folder = package_folder("torch")
-    return (
-        folder is not None
-        and (folder / "utils" / "_filelock.py").is_file()
-        and ("FileBaton" not in (folder / "utils" / "cpp_extension.py").read_text(encoding="utf-8", errors="replace"))
-    )
+    torch = package_folder("torch")
+    if torch and (torch / "utils/_filelock.py").is_file():  # 2.15 takes locks by flock
+        text = (torch / "utils/cpp_extension.py").read_text(encoding="utf-8", errors="replace")
+        age = age if "FileBaton" in text or _is_held(lock) else 0
+    if age >= _OLD_LOCK_SECONDS:
+        reason = "ranks wait for it before they load the op, for ever if whoever took it is gone"
+        fix = f"rm {lock} if nothing compiles there now"
+        yield warning("lock-stale", reason, fix, key=str(lock), value=f"{age / 60:.0f} minutes old")
 
 
 def _is_held(lock: Path) -> bool:
-    try:
-        with lock.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    with suppress(OSError):
+        try:
+            with lock.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
     return False
 
 
 def _is_built_in(op: Op) -> bool:
     """Check whether DeepSpeed was installed with it (DS_BUILD_...=1)."""
     folder = package_folder("deepspeed")
-    try:
+    with suppress(OSError):
         text = (folder / "git_version_info_installed.py").read_text(encoding="utf-8") if folder else ""
-    except OSError:
-        return False
-    return re.search(rf"['\"]{op.name}['\"]: True", text) is not None
+        return re.search(rf"['\"]{op.name}['\"]: True", text) is not None
+    return False

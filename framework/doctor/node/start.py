@@ -1,18 +1,13 @@
 """Comparison of nodes, which `doctor` and the node agents share, and the preflight before a start on several: each node
-looks at itself, says in its HELLO what it found, and node 0 compares.
-
-    with look_before_start(config, cluster, environment, rank=..., warn=...) as told:     # warns
-        hello["look"] = told
-    differences({"0 (a)": told, "1 (b)": ...}, seen=set())                                 # on node 0, now and then
-
-What another node said is not trusted to have any shape: `is_look` says whether it can be compared.
+looks at itself (`look_before_start`), says in its HELLO what it found, and node 0 compares (`differences`). What
+another node said is not trusted to have any shape: `is_look` says whether it can be compared.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +22,7 @@ from framework.errors import Problem, Severity
 from framework.launch.hosts.hostfile import most_common, node_names
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
+from framework.system.log import print_problem
 
 Facts = Mapping[str, Any]
 # Beyond the first, logs of nodes cannot be read together; beyond the second, tokens and file times break.
@@ -49,15 +45,11 @@ _REPORTED: Final[Mapping[str, type]] = {
     "refused": list,
 }
 # The HELLO itself holds these, and they are compared without a preflight as well.
-_IN_HELLO: Final = frozenset(
-    {
-        ("versions-differ", "python"),
-        ("versions-differ", "torch"),
-        ("versions-differ", "deepspeed"),
-        ("config-differs", "run config"),
-        ("code-differs", "framework"),
-        ("slots-differ", "slots"),
-    }
+_IN_HELLO: Final = (
+    *(("versions-differ", name) for name in ("python", "torch", "deepspeed")),
+    ("config-differs", "run config"),
+    ("code-differs", "framework"),
+    ("slots-differ", "slots"),
 )
 _MARK: Final = re.compile(r"\.preflight-[0-9a-f]{16}-[0-9]{1,6}")
 # The launcher tells gloo its interface, once it knows which way leads to node 0.
@@ -71,18 +63,19 @@ _LONGEST_TEXT: Final = 4096
 
 @contextmanager
 def look_before_start(
-    config: RunConfig, cluster: Cluster, environment: Mapping[str, str], *, rank: int, warn: Callable[[Problem], None]
+    config: RunConfig,
+    cluster: Cluster,
+    environment: Mapping[str, str],
+    *,
+    rank: int,
+    warn: Callable[[Problem], None] = print_problem,
 ) -> Iterator[dict[str, Any]]:
     """Run the preflight of this node and yield its facts for the handshake, while the nodes meet: its mark in the run
-    folder is there so long.
-
-    What is wrong with this node is told as well: node 0 then refuses, and every node knows why, instead of waiting for
-    this one.
+    folder is there so long. What is wrong with this node is told as well: node 0 then refuses, and every node knows
+    why.
 
     Args:
-        cluster: all nodes, and the kind of device here.
         environment: that of the ranks.
-        rank: this node's.
         warn: told of whatever does not stand in the way.
     """
     need = need_of(make_plan(config, cluster))
@@ -108,7 +101,6 @@ def look_before_start(
 
 
 def _brief(problem: Problem) -> list[str]:
-    """Kind, what was found, and the fix."""
     stated = str(replace(problem, file="", fix="")).removesuffix(f" [{problem.kind}]")
     return [problem.kind, stated, problem.fix]
 
@@ -121,9 +113,10 @@ def is_look(reported: object) -> bool:
     for name in ("versions", "code", "variables"):
         texts += [*reported[name].keys(), *reported[name].values()]
     texts += [*reported["gpus"], *reported["gpu_names"]]
-    if any(type(each) is not list or len(each) != 3 for each in reported["refused"]):
-        return False
-    texts += [text for each in reported["refused"] for text in each]
+    for each in reported["refused"]:
+        if type(each) is not list or len(each) != 3:
+            return False
+        texts += each
     return len(texts) <= _MOST_ENTRIES and all(isinstance(text, str) and len(text) <= _LONGEST_TEXT for text in texts)
 
 
@@ -151,29 +144,33 @@ def differences(nodes: Mapping[str, Mapping[str, Any]], *, seen: set[str]) -> li
 
 def _absent(marks: set[str], seen: set[str]) -> set[str]:
     """Return the marks that are absent; a folder, which a thousand nodes may share, is listed once at most."""
-    absent = {path for path in marks - seen if not _is_seen(path)}
-    for folder in {Path(path).parent for path in absent if _is_place_of_mark(path)}:
+    # Paths come from other nodes: nothing but marks is looked at.
+    places = {path for path in marks - seen if Path(path).is_absolute() and _MARK.fullmatch(Path(path).name)}
+    for folder in {Path(path).parent for path in places if not _is_file(path)}:
         with suppress(OSError, ValueError):
             list(folder.iterdir())  # makes NFS look again
-    absent = {path for path in absent if not _is_seen(path)}
+    absent = marks - seen - {path for path in places if _is_file(path)}
     seen |= marks - absent
     return absent
 
 
-def _is_seen(path: str) -> bool:
+def _is_file(path: str) -> bool:
     with suppress(OSError, ValueError):
-        return _is_place_of_mark(path) and Path(path).is_file()
+        return Path(path).is_file()
     return False
-
-
-def _is_place_of_mark(path: str) -> bool:
-    """The path comes from another node: nothing else is looked at."""
-    return Path(path).is_absolute() and _MARK.fullmatch(Path(path).name) is not None
 
 
 def compare(nodes: Mapping[str, Facts]) -> list[Check]:
     """All comparisons of facts, by the name of each node, node 0 first; at least one."""
-    return [_versions(nodes), _code(nodes), _devices(nodes), _variables(nodes)]
+    owner: dict[str, str] = {}
+    found = {
+        "versions": list(_versions(nodes)),
+        "config and code": list(_code(nodes)),
+        "devices": list(_devices(nodes, owner)),
+        "variables": list(_variables(nodes)),
+    }
+    equal = {"devices": f"{len(owner)} different GPUs"} if owner else {}
+    return [Check(name, "differ" if each else equal.get(name, "equal"), each) for name, each in found.items()]
 
 
 def python_release(version: str) -> str:
@@ -197,66 +194,68 @@ def compare_clocks(offsets: Mapping[str, float]) -> Check:
     return Check("clocks", f"{max(apart.values()) - min(apart.values()):.1f} s apart", problems)
 
 
-def _versions(nodes: Mapping[str, Facts]) -> Check:
-    problems: list[Problem] = []
+def _versions(nodes: Mapping[str, Facts]) -> Iterator[Problem]:
+    fix = "install the same everywhere, best from one image or constraints.txt"
     for package, values in _tables(nodes, "versions", absent="none"):
-        must_be_equal = package in _MUST_BE_EQUAL or (
-            package == "python" and len({python_release(str(value)) for value in values.values()}) > 1
-        )
-        fix = "install the same everywhere, best from one image or constraints.txt"
-        problems += _outliers(values, "versions-differ", package, fix, severity="error" if must_be_equal else "warning")
-    return Check("versions", "equal" if not problems else "differ", problems)
+        releases = {python_release(str(value)) for _, value in values} if package == "python" else ()
+        must_be_equal = package in _MUST_BE_EQUAL or len(releases) > 1
+        yield from outliers(values, "versions-differ", package, fix, severity="error" if must_be_equal else "warning")
 
 
-def _code(nodes: Mapping[str, Facts]) -> Check:
+def _code(nodes: Mapping[str, Facts]) -> Iterator[Problem]:
     """The run config, the framework and the user's own modules."""
-    configs = {name: facts.get("config", "") for name, facts in nodes.items()}
-    problems = list(_outliers(configs, "config-differs", "run config", "give every node the same file and settings"))
+    configs = [(name, facts.get("config", "")) for name, facts in nodes.items()]
+    yield from outliers(configs, "config-differs", "run config", "give every node the same file and settings")
     for module, values in _tables(nodes, "code", absent="not there"):
-        problems += _outliers(values, "code-differs", module, "bring the same code to every node")
-    return Check("config and code", "equal" if not problems else "differ", problems)
+        yield from outliers(values, "code-differs", module, "bring the same code to every node")
 
 
-def _devices(nodes: Mapping[str, Facts]) -> Check:
-    problems: list[Problem] = []
+def _devices(nodes: Mapping[str, Facts], owner: dict[str, str]) -> Iterator[Problem]:
+    """`owner`: GPU -> the first node that has it, filled here."""
     for key, kind in (("device", "devices-differ"), ("slots", "slots-differ")):
-        values = {name: facts.get(key) for name, facts in nodes.items()}
-        fix = "give every host the same number and kind of devices"
-        problems += _outliers(values, kind, key, fix)
-    models = {name: ", ".join(facts.get("gpu_names", ())) for name, facts in nodes.items()}
+        values = [(name, facts.get(key)) for name, facts in nodes.items()]
+        yield from outliers(values, kind, key, "give every host the same number and kind of devices")
+    models = [(name, ", ".join(facts.get("gpu_names", ()))) for name, facts in nodes.items()]
     fix = "the slowest sets the pace; use equal GPUs"
-    problems += _outliers(models, "gpus-differ", "GPU", fix, severity="warning")
-    owner: dict[str, str] = {}
+    yield from outliers(models, "gpus-differ", "GPU", fix, severity="warning")
     for name, facts in nodes.items():
         for uuid in facts.get("gpus", ()):
             if owner.setdefault(uuid, name) != name:
                 reason, fix = f"node {owner[uuid]} uses the same one", "give every node devices of its own"
-                problems.append(Problem("gpu-shared", reason, fix, key="GPU", value=uuid, file=f"node {name}"))
-    equal = f"{len(owner)} different GPUs" if owner else "equal"
-    return Check("devices", equal if not problems else "differ", problems)
+                yield Problem("gpu-shared", reason, fix, key="GPU", value=uuid, file=f"node {name}")
 
 
-def _variables(nodes: Mapping[str, Facts]) -> Check:
-    problems: list[Problem] = []
+def _variables(nodes: Mapping[str, Facts]) -> Iterator[Problem]:
     for variable, values in _tables(nodes, "variables", absent="not set"):
-        problems += _outliers(values, "variables-differ", variable, "set it alike everywhere", severity="warning")
-    return Check("variables", "equal" if not problems else "differ", problems)
+        yield from outliers(values, "variables-differ", variable, "set it alike everywhere", severity="warning")
 
 
-def _tables(nodes: Mapping[str, Facts], fact: str, *, absent: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _tables(nodes: Mapping[str, Facts], fact: str, *, absent: str) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
     """Each entry of a fact that is a table, with the value that each node has for it."""
     tables = {name: facts.get(fact, {}) for name, facts in nodes.items()}
     for entry in sorted({entry for table in tables.values() for entry in table}):
-        yield entry, {name: table.get(entry, absent) for name, table in tables.items()}
+        yield entry, [(name, table.get(entry, absent)) for name, table in tables.items()]
 
 
-def _outliers(
-    values: Mapping[str, Any], kind: str, key: str, fix: str, *, severity: Severity = "error"
+def outliers(
+    values: Sequence[tuple[str, Any]],
+    kind: str,
+    key: str,
+    fix: str,
+    *,
+    severity: Severity = "error",
+    shown: Callable[[Any, Any], tuple[Any, ...]] = lambda *pair: pair,
 ) -> Iterator[Problem]:
-    """A problem for each node that is not like most of them; between two, node 0 is right."""
-    usual = most_common(values.values())
-    alike = [name for name, value in values.items() if value == usual]
-    reason = f"{node_names(alike)} {'has' if len(alike) == 1 else 'have'} {usual}"
-    for name, value in values.items():
+    """A problem for each node that is not like most of them; between two nobody knows, and node 0, the first, is right.
+
+    Args:
+        values: of each node, with its name.
+        shown: makes the words for a value and the usual one.
+    """
+    usual = most_common(value for _, value in values)
+    alike = [name for name, value in values if value == usual]
+    for name, value in values:
         if value != usual:
-            yield Problem(kind, reason, fix, key=key, value=value, file=f"node {name}", severity=severity)
+            its, theirs = shown(value, usual)
+            reason = f"{node_names(alike)} {'has' if len(alike) == 1 else 'have'} {theirs}"
+            yield Problem(kind, reason, fix, key=key, value=its, file=f"node {name}", severity=severity)

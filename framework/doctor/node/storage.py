@@ -19,19 +19,17 @@ _PROBE_BYTES: Final = 1 * MIB
 _REMOTE: Final = re.compile(r"nfs\d?|cifs|smb3|9p|ceph|lustre|gpfs|beegfs|afs|fuse\.(?!fuse-overlayfs).*")
 
 
-def check_run_folder(need: Need, *, counts_replaced: bool = False) -> Check:
+def check_run_folder(need: Need, counts_replaced: bool = False) -> Check:
     """Check whether checkpoints can be written, and fit, by the size of the run's largest one so far.
 
     With `counts_replaced` it says what a resume has set aside: every file of it is looked at for that.
     """
     if need.checkpoints is None:
         return Check("run folder", "no run config given")
-    place, problem = _probed(
-        need.checkpoints, kind="run-folder", severity="error", fix="set run.output_dir to another folder"
-    )
+    place, problems = _probed(need.checkpoints, "run-folder", "set run.output_dir to another folder")
     facts = {"run_folder": str(need.run_folder), "run_folder_type": file_system(place)}
-    if problem is not None:
-        return Check("run folder", str(need.run_folder), [problem], facts)
+    if problems:
+        return Check("run folder", str(need.run_folder), problems, facts)
     free, sizes = _free(place), []
     with contextlib.suppress(OSError):
         sizes = [size_of(each) for _, each in named_folders(need.checkpoints)]
@@ -64,12 +62,12 @@ def _about_room(need: Need, free: int, sizes: Sequence[int]) -> Iterator[Problem
 def check_temporary(environment: Mapping[str, str]) -> Check:
     """Check the folder where Python and compilers put temporary files."""
     folder = Path(environment.get("TMPDIR") or tempfile.gettempdir())
-    place, problem = _probed(folder, kind="tmp", severity="error", fix="set TMPDIR to a folder you can write to")
+    place, problems = _probed(folder, "tmp", "set TMPDIR to a folder you can write to")
     free = _free(place)
-    if problem is None and free < 100 * MIB:
+    if not problems and free < 100 * MIB:
         reason, value = "compilers and data workers put files there", f"{size_text(free)} free"
-        problem = warning("tmp-full", reason, "make room, or set TMPDIR", key=str(folder), value=value)
-    return Check("temporary files", f"{folder}: {size_text(free)} free", [problem] if problem else [])
+        problems = [warning("tmp-full", reason, "make room, or set TMPDIR", key=str(folder), value=value)]
+    return Check("temporary files", f"{folder}: {size_text(free)} free", problems)
 
 
 def check_home(need: Need, environment: Mapping[str, str]) -> Check:
@@ -80,40 +78,35 @@ def check_home(need: Need, environment: Mapping[str, str]) -> Check:
         unset = warning("home-missing", reason, "set HOME to a folder you can write to", key="HOME")
         return Check("home and caches", "HOME is not set", [unset])
     problems: list[Problem] = []
-    for name, default in _caches(need, environment, home=Path(home)):
-        chosen = environment.get(name) if name != "HOME" else None
-        folder = Path(chosen or default)
+    folders = {"HOME": home, "XDG_CACHE_HOME": environment.get("XDG_CACHE_HOME")}
+    if need.cluster.device == "cuda":  # nothing compiles for Triton on processors
+        folders["TRITON_CACHE_DIR"] = environment.get("TRITON_CACHE_DIR") or f"{home}/.triton"
+    for name, folder in folders.items():
+        if not folder:
+            continue
         fix = f"set {name} to a folder of this host that you can write to"
-        place, problem = _probed(folder, kind="cache", severity="warning", num_bytes=1, fix=fix)
-        if problem is None and name == "TRITON_CACHE_DIR" and is_remote(place):
+        place, found = _probed(Path(folder), "cache", fix, severity="warning", num_bytes=1)
+        problems += found
+        if not found and name == "TRITON_CACHE_DIR" and is_remote(place):
             reason = f"it lies on {file_system(place)}, where ranks wait for each other's files"
             fix = f"set {name} to a folder on a disk of this host"
-            problem = warning("cache-remote", reason, fix, key=name, value=str(folder))
-        problems += [problem] if problem else []
+            problems.append(warning("cache-remote", reason, fix, key=name, value=str(Path(folder))))
     return Check("home and caches", home, problems)
-
-
-def _caches(need: Need, environment: Mapping[str, str], *, home: Path) -> Iterator[tuple[str, Path]]:
-    yield "HOME", home
-    if environment.get("XDG_CACHE_HOME"):
-        yield "XDG_CACHE_HOME", home
-    if need.cluster.device == "cuda":  # nothing compiles for Triton on processors
-        yield "TRITON_CACHE_DIR", home / ".triton"
 
 
 def check_offload(need: Need) -> Check:
     """Folders that state is offloaded to."""
     if not need.nvme_folders:
         return Check("offload", "nothing is offloaded to disk")
-    problems, stated, fix = [], [], "set nvme_path to a folder on a local drive"
+    problems: list[Problem] = []
+    stated = []
     for folder in need.nvme_folders:
-        place, problem = _probed(folder, kind="nvme-path", severity="error", fix=fix)
+        place, found = _probed(folder, "nvme-path", "set nvme_path to a folder on a local drive")
         stated.append(f"{folder}: {size_text(_free(place))} free")
-        if problem is None and is_remote(place):
-            reason, fix_remote = "every step would wait for the network", "set nvme_path to a local drive"
-            value = file_system(place)
-            problem = warning("nvme-path-remote", reason, fix_remote, key=str(folder), value=value)
-        problems += [problem] if problem else []
+        problems += found
+        if not found and is_remote(place):
+            reason, fix = "every step would wait for the network", "set nvme_path to a local drive"
+            problems.append(warning("nvme-path-remote", reason, fix, key=str(folder), value=file_system(place)))
     return Check("offload", "; ".join(stated), problems)
 
 
@@ -135,23 +128,19 @@ def is_remote(folder: Path) -> bool:
 
 
 def _probed(
-    folder: Path, *, kind: str, severity: Severity, fix: str, num_bytes: int = _PROBE_BYTES
-) -> tuple[Path, Problem | None]:
+    folder: Path, kind: str, fix: str, *, severity: Severity = "error", num_bytes: int = _PROBE_BYTES
+) -> tuple[Path, list[Problem]]:
     """The folder, or the nearest one above it that is there, and what stands in the way of writing to it."""
     place = next((each for each in (folder, *folder.parents) if each.exists()), Path("/"))
     try:
-        descriptor, name = tempfile.mkstemp(prefix=".preflight-", dir=place)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(b"\0" * num_bytes)
-                file.flush()
-                os.fsync(file.fileno())
-        finally:
-            Path(name).unlink(missing_ok=True)
+        with tempfile.NamedTemporaryFile(prefix=".preflight-", dir=place) as file:
+            file.write(b"\0" * num_bytes)
+            file.flush()
+            os.fsync(file.fileno())
     except OSError as error:
         reason = f"{size_text(num_bytes)} cannot be written to {place}: {error.strerror or error}"
-        return place, Problem(f"{kind}-unwritable", reason, fix, key=str(folder), severity=severity)
-    return place, None
+        return place, [Problem(f"{kind}-unwritable", reason, fix, key=str(folder), severity=severity)]
+    return place, []
 
 
 def _free(folder: Path) -> int:

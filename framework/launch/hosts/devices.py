@@ -46,6 +46,7 @@ _VISIBLE: Final[Mapping[str, str]] = {
 _VISIBLE_ON_AMD: Final = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _DEV: Final = Path("/dev")
 _KFD_NODES: Final = Path("/sys/class/kfd/kfd/topology/nodes")
+# Of GPUs that torch may reach and that are in no list: under WSL, on Jetson, or AMD's in a container without /sys.
 _SIGNS: Final = ("kfd", "dxg", "nvmap", "nvhost-gpu")
 # A driver that hangs must not hang us; on hosts with eight GPUs and no persistence daemon a second or two is normal.
 _PROBE_TIMEOUT_SECONDS: Final = 20
@@ -79,19 +80,17 @@ def find_devices(environment: Mapping[str, str]) -> LocalDevices:
     """
     asked = environment.get("DS_ACCELERATOR", "")
     if not asked:
-        return (
-            _visible("npu", count_npus(), environment)
-            or _visible("cuda", count_gpus(), environment)
-            or _other_gpus(environment)
-            or LocalDevices("cpu", 0)
-        )
+        found = _visible("npu", count_npus(), environment) or _visible("cuda", count_gpus(), environment)
+        return found or _other_gpus(environment) or LocalDevices("cpu", 0)
     if asked not in ("cuda", "npu"):
         return LocalDevices(asked if asked in get_args(Device) else "unknown", 0)  # type: ignore[arg-type]
     if asked == "npu":
         found = _visible("npu", count_npus(), environment)
     else:
         count = count_gpus() or count_amd_gpus(environment)
-        found = _visible("cuda", count, environment) or (None if count else _uncounted())
+        found = _visible("cuda", count, environment)
+        if not count and any((_DEV / name).exists() for name in _SIGNS):
+            found = LocalDevices("cuda", 0)
     if found is None:
         reason, fix = f"this process sees no {asked} device", "unset it, or DS_ACCELERATOR=cpu to train on processors"
         raise ConfigError.of("no-device", reason, fix, key="DS_ACCELERATOR", value=asked, file="environment")
@@ -145,11 +144,6 @@ def _other_gpus(environment: Mapping[str, str]) -> LocalDevices | None:
     if any(_DEV.glob("accel/accel*")) and package_folder("habana_frameworks"):
         return LocalDevices("hpu", 0)
     return None
-
-
-def _uncounted() -> LocalDevices | None:
-    """GPUs that torch may reach and that are in no list: under WSL, on Jetson, or AMD's in a container without /sys."""
-    return LocalDevices("cuda", 0) if any((_DEV / name).exists() for name in _SIGNS) else None
 
 
 def count_npus() -> int:

@@ -88,26 +88,23 @@ def node_names(names: Sequence[str]) -> str:
 
 def most_common(values: Iterable[Any]) -> Any:
     """Return the value that most hosts have; of equals the first, which is node 0's."""
-    counts = Counter(values)
-    return max(counts, key=lambda value: counts[value])
+    return Counter(values).most_common(1)[0][0]
 
 
 def odd_ones(counts: Mapping[str, int]) -> str:
     """``a 8, b 4``: hosts with their counts; of many, one of the usual kind and those that are not."""
     usual = most_common(counts.values()) if counts else 0
-    first = [name for name, count in counts.items() if count == usual][:1]
-    odd = [name for name, count in counts.items() if count != usual]
-    names = counts if len(counts) <= _REPORTED + 1 else [*first, *odd]
+    names = list(counts)
+    if len(names) > _REPORTED + 1:
+        first = next(name for name in names if counts[name] == usual)
+        names = [first, *(name for name in names if counts[name] != usual)]
     return first_few([f"{name} {counts[name]}" for name in names])
 
 
 @dataclass(frozen=True)
 class Host:
-    """One line of a hostfile.
-
-    Attributes:
-        name: what ssh is told: a name or an address, with ``user@`` where it needs one; IPv6 without brackets.
-        slots: devices, and so ranks, on it.
+    """One line of a hostfile: what ssh is told (name or address, perhaps with ``user@``; IPv6 without brackets), and
+    the number of devices, and so of ranks, on it.
     """
 
     name: str
@@ -115,10 +112,8 @@ class Host:
 
 
 def read_hostfile(path: str | Path) -> tuple[Host, ...]:
-    """The hosts in the order of the file, which is the order of their ranks.
-
-    Raises:
-        ConfigError: with everything that is wrong in it.
+    """The hosts in the order of the file, which is the order of their ranks; a ConfigError has everything that is
+    wrong.
     """
     hosts: list[Host] = []
     problems: list[Problem] = []
@@ -158,18 +153,14 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
             fix = "write the name that the others know it by"
             refuse("loopback", "host", each.name, "every host takes this name for itself", fix, lines[each.name])
     if not hosts and not problems:
-        problems.append(Problem(kind="hostfile-empty", file=str(path), reason="it names no host", fix=_HOW))
+        problems.append(Problem("hostfile-empty", "it names no host", _HOW, file=str(path)))
     if problems:
         raise ConfigError(problems)
     return tuple(hosts)
 
 
 def cluster_of(hosts: Sequence[Host], *, path: str | Path = "") -> Cluster:
-    """The cluster that these hosts make.
-
-    Raises:
-        ConfigError: they do not have the same number of slots.
-    """
+    """The cluster that these hosts make; a ConfigError where they have different numbers of slots."""
     counts = sorted({host.slots for host in hosts})
     if len(counts) > 1:
         listed, fix = odd_ones({host.name: host.slots for host in hosts}), f"give every host slots={counts[0]}"
@@ -179,7 +170,7 @@ def cluster_of(hosts: Sequence[Host], *, path: str | Path = "") -> Cluster:
 
 def _read_text(path: Path, *, name: str) -> str:
     def refuse(kind: str, reason: str, fix: str) -> ConfigError:
-        return ConfigError.of(kind=f"hostfile-{kind}", file=name, reason=reason, fix=fix)
+        return ConfigError.of(f"hostfile-{kind}", reason, fix, file=name)
 
     try:
         status = path.stat()
@@ -285,21 +276,18 @@ def _parse(text: str, hosts: Sequence[Host], *, option: str, problems: list[Prob
 
 
 def _parts(text: str, names: Collection[str]) -> Iterator[tuple[str, str, str]]:
-    """Each part with its host, empty if there is none, and its devices.
-
-    The names are looked for first, the longest before the others: with `@` and `:` in them no rule could tell where
-    they end.
+    """Each part with its host, empty if there is none, and its devices. Names are looked for first, the longest before
+    the others: with `@` and `:` in them no rule could tell where they end.
     """
     spelled = {spelling: name for name in names for spelling in (name, bracketed(name))}
     longest_first = "|".join(re.escape(name) for name in sorted(spelled, key=len, reverse=True))
     known = re.compile(rf"({longest_first})(?::(\d{{1,4}}(?:,\d{{1,4}})*))?(?=@|$)", re.ASCII)
-    while True:
+    is_more = True
+    while is_more:
         match = known.match(text)
         part = match[0] if match else text.partition("@")[0]
         yield part, spelled[match[1]] if match else "", (match[2] or "") if match else ""
-        if len(part) == len(text):
-            return
-        text = text[len(part) + 1 :]
+        is_more, text = len(part) < len(text), text[len(part) + 1 :]
 
 
 def _unknown(option: str, part: str, names: Sequence[str]) -> Problem:
@@ -310,4 +298,4 @@ def _unknown(option: str, part: str, names: Sequence[str]) -> Problem:
 
 
 def _wrong(option: str, value: object, reason: str, fix: str) -> Problem:
-    return Problem(kind="host-choice", file="command line", key=option, value=value, reason=reason, fix=fix)
+    return Problem("host-choice", reason, fix, key=option, value=value, file="command line")

@@ -20,20 +20,9 @@ from framework.plan.cluster import RANKS_ON_CPU
 DEFAULT_PORT: Final = 29500
 _VALUE: Final = "topology-value"
 _LARGEST: Final = {"nnodes": 9999, "node_rank": 9998, "slots": 1024, "master_port": 65534}
-_FLAGS: Final = {
-    "nnodes": "--nnodes",
-    "node_rank": "--node_rank",
-    "slots": "--num_gpus",
-    "master_addr": "--master_addr",
-    "master_port": "--master_port",
-}
-_VARIABLES: Final = {
-    "nnodes": "NNODES",
-    "slots": "NPROC_PER_NODE",
-    "node_rank": "NODE_RANK",
-    "master_addr": "MASTER_ADDR",
-    "master_port": "MASTER_PORT",
-}
+_NAMES: Final = ("nnodes", "node_rank", "slots", "master_addr", "master_port")
+_FLAGS: Final = {name: f"--{name}" for name in _NAMES} | {"slots": "--num_gpus"}
+_VARIABLES: Final = {name: name.upper() for name in _NAMES} | {"slots": "NPROC_PER_NODE"}
 _MEANING: Final = {
     "nnodes": "how many nodes there are",
     "node_rank": "which node this is",
@@ -44,12 +33,9 @@ _MEANING: Final = {
 
 @dataclass(frozen=True)
 class Topology:
-    """A place for every rank.
+    """A place for every rank: `nnodes` members with `slots` ranks each; ranks node_rank * slots onwards run here.
 
     Attributes:
-        nnodes: members of the job.
-        slots: ranks on each.
-        node_rank: which member this is; ranks node_rank * slots onwards run here.
         master_addr, master_port: where the ranks meet, on node 0; port 0: a single host elsewhere finds one.
         sources: where each value came from.
     """
@@ -89,8 +75,6 @@ def resolve_topology(
 
     Args:
         flags: what the command line gives, by the names of `Topology`; None where it gives nothing.
-        environment: of this process.
-        hosts: a hostfile's, in order.
         default_slots: number of ranks where nobody gives one.
         spelled: flags that the command line has under another name than ours, by the names of `Topology`.
 
@@ -136,7 +120,7 @@ def described(environment: Mapping[str, str]) -> list[Setting]:
 
 
 def _complete(chosen: dict[str, Setting]) -> Topology:
-    """With what may be left out: all of it for a single node, nothing but the port for several."""
+    """Fill in what may be left out: all of it for a single node, nothing but the port for several."""
     nnodes = chosen.get("nnodes")
     single = nnodes is not None and int(nnodes.value) == 1
     defaults = {"master_port": str(DEFAULT_PORT)} | ({"node_rank": "0", "master_addr": "127.0.0.1"} if single else {})
@@ -144,15 +128,9 @@ def _complete(chosen: dict[str, Setting]) -> Topology:
         chosen.setdefault(name, Setting(name, value, "default"))
     missing = [name for name in _FLAGS if name not in chosen]
     if missing:
-        raise ConfigError(
-            Problem(
-                "topology-unknown",
-                f"nothing says {_MEANING[name]}",
-                f"give {_FLAGS[name]}, or set {_VARIABLES[name]}",
-                key=_FLAGS[name],
-            )
-            for name in missing
-        )
+        reasons = {name: f"nothing says {_MEANING[name]}" for name in missing}
+        fixes = {name: f"give {_FLAGS[name]}, or set {_VARIABLES[name]}" for name in missing}
+        raise ConfigError(Problem("topology-unknown", reasons[name], fixes[name], _FLAGS[name]) for name in missing)
     numbers = {name: int(chosen[name].value) for name in _LARGEST}
     if numbers["node_rank"] >= numbers["nnodes"]:
         rank, nodes = chosen["node_rank"], chosen["nnodes"]
@@ -163,7 +141,6 @@ def _complete(chosen: dict[str, Setting]) -> Topology:
 
 
 def _wrong(item: Setting) -> Problem | None:
-    """Describe what is wrong with a value by itself."""
     if item.name == "master_addr":
         fix = "write a name, or an address such as 10.0.0.2 or fd00::2; the port has a flag of its own"
         return None if is_host(item.value) else _problem(_VALUE, item, "no host has this name or address", fix)
@@ -182,12 +159,8 @@ def _contradictions(stated: Sequence[Setting]) -> Iterator[Problem]:
         values = [item for item in stated if item.name == name]
         other = next((item for item in values if item.value != values[0].value), None)
         if other:
-            yield _problem(
-                "topology-conflict",
-                values[0],
-                f"{other.source} says {other.value}",
-                f"unset the one that is wrong, or give {_FLAGS[name]}",
-            )
+            reason, fix = f"{other.source} says {other.value}", f"unset the one that is wrong, or give {_FLAGS[name]}"
+            yield _problem("topology-conflict", values[0], reason, fix)
 
 
 def _problem(kind: str, item: Setting, reason: str, fix: str, *, value: object = None) -> Problem:
@@ -228,15 +201,11 @@ def _slurm(environment: Mapping[str, str]) -> Iterator[Setting]:
     """Only inside a step of `srun`: in an interactive allocation the same variables describe nodes that run nothing."""
     if not {"SLURM_STEP_ID", "SLURM_NODEID"} <= environment.keys():
         return
-    for variable in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"):
-        if variable in environment:
-            yield Setting("nnodes", environment[variable], variable)
-            break
+    for variable in [name for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES") if name in environment][:1]:
+        yield Setting("nnodes", environment[variable], variable)
     yield Setting("node_rank", environment["SLURM_NODEID"], "SLURM_NODEID")
-    for variable in ("SLURM_STEP_NODELIST", "SLURM_NODELIST"):
-        if variable in environment:
-            yield Setting("master_addr", first_of_nodelist(environment[variable]), variable, is_guess=True)
-            break
+    for variable in [name for name in ("SLURM_STEP_NODELIST", "SLURM_NODELIST") if name in environment][:1]:
+        yield Setting("master_addr", first_of_nodelist(environment[variable]), variable, is_guess=True)
     for variable in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
         yield Setting("slots", environment.get(variable, "").rpartition(":")[2], variable, is_guess=True)
 
@@ -279,21 +248,14 @@ def _pytorchjob(environment: Mapping[str, str]) -> Iterator[Setting]:
     yield Setting("node_rank", environment.get("RANK", ""), "RANK")
 
 
+_RANK: Final = {"node_rank": "NODE_RANK"}
 _READERS: Final[Sequence[Callable[[Mapping[str, str]], Iterator[Setting]]]] = (
     _plain("", _VARIABLES),
     _plain("PET_", _VARIABLES),  # Kubeflow Trainer
     _plain("", {"node_rank": "JOB_COMPLETION_INDEX"}),  # Kubernetes Indexed Job
     _slurm,
-    _plain(
-        "SKYPILOT_",
-        {"nnodes": "NUM_NODES", "node_rank": "NODE_RANK"},
-        {"master_addr": "NODE_IPS", "slots": "NUM_GPUS_PER_NODE"},
-    ),
-    _plain(
-        "DSTACK_",
-        {"nnodes": "NODES_NUM", "node_rank": "NODE_RANK"},
-        {"master_addr": "MASTER_NODE_IP", "slots": "GPUS_PER_NODE"},
-    ),
+    _plain("SKYPILOT_", {"nnodes": "NUM_NODES"} | _RANK, {"master_addr": "NODE_IPS", "slots": "NUM_GPUS_PER_NODE"}),
+    _plain("DSTACK_", {"nnodes": "NODES_NUM"} | _RANK, {"master_addr": "MASTER_NODE_IP", "slots": "GPUS_PER_NODE"}),
     # LeaderWorkerSet
     _plain("LWS_", {"nnodes": "GROUP_SIZE", "node_rank": "WORKER_INDEX", "master_addr": "LEADER_ADDRESS"}),
     _volcano,

@@ -94,12 +94,7 @@ class Client:
 
 
 class Clients:
-    """All connections to node 0.
-
-    Attributes:
-        version: another number whenever a node has come or gone.
-        rejections: who was turned away.
-    """
+    """All connections to node 0; `version` is another number whenever a node has come or gone."""
 
     def __init__(self, listener: socket.socket, *, nnodes: int, has_token: bool) -> None:
         listener.setblocking(False)
@@ -118,10 +113,8 @@ class Clients:
 
     def step(self, heard: Callable[[Client, Message], None], seconds: float) -> None:
         """Accept and read connections for at most so long; `heard` raises ConnectionLost for one that has to go."""
-        waiting: list[Any] = [client.link for client in self._clients]
-        if time.monotonic() >= self._accept_at:
-            waiting.append(self._listener)
-        ready = readable(waiting, seconds)
+        listeners = [self._listener] if time.monotonic() >= self._accept_at else []
+        ready = readable([*listeners, *(client.link for client in self._clients)], seconds)
         if self._listener in ready:
             self._accept()
         now = time.monotonic()

@@ -16,8 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import psutil
 
@@ -94,25 +93,20 @@ def is_loopback(host: str) -> bool:
 
 
 def listen_at(host: str, port: int) -> socket.socket | None:
-    """A listener on that address alone; None where it is not an address of this machine, or not yet.
-
-    A name that means loopback here, as Debian's /etc/hosts has it for a machine's own name, means something else to the
-    others: then all addresses are listened on.
-
-    Raises:
-        PortInUse: by another node, or another program.
+    """A listener on that address alone; None where it is not an address of this machine, or not yet; PortInUse where
+    another has it. A name that means loopback here, as Debian's /etc/hosts has it for a machine's own name, means
+    something else to the others: then all addresses are listened on.
     """
     literal = host == "localhost" or is_address(host)
     for address in resolve(host):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         own = not literal and ipaddress.ip_address(address.partition("%")[0]).is_loopback
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind(("" if own else address, port))
-            listener.listen(_WAITING_TO_BE_ACCEPTED)
+            place = ("" if own else address, port)
+            both = own and ":" in address and socket.has_dualstack_ipv6()
+            backlog = _WAITING_TO_BE_ACCEPTED
+            listener = socket.create_server(place, family=family, backlog=backlog, dualstack_ipv6=both)
         except OSError as error:
-            listener.close()
             if error.errno == errno.EADDRINUSE:
                 raise PortInUse(address) from None
             continue
@@ -166,14 +160,9 @@ def call_others(targets: Sequence[Target], token: str) -> dict[int, Reached]:
         time.sleep(_AGAIN_SECONDS)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Address at which a node can be called.
-
-    Attributes:
-        name: ``RANK (HOST)``.
-        address: the one from which it reaches node 0, which gloo tells the other ranks as well.
-        port: a free one, at which it answers.
+class Place(NamedTuple):
+    """A node, ``RANK (HOST)``, and where it answers: at a free port of the address from which it reaches node 0, which
+    gloo tells the other ranks as well.
     """
 
     name: str
@@ -185,12 +174,7 @@ class Round:
     """All nodes call each other, once; node 0 counts."""
 
     def __init__(self, places: Mapping[int, Place], *, master: Target) -> None:
-        """Begin with the calls of node 0.
-
-        Args:
-            places: of all nodes.
-            master: where the ranks will meet, by the name that they are given.
-        """
+        """Begin with the calls of node 0; `master`: where the ranks will meet, by the name that they are given."""
         self._places, self._master = places, master
         self._token = secrets.token_hex(16)
         self._failed: dict[int, Mapping[int, Reached]] = {}
@@ -203,15 +187,11 @@ class Round:
 
     def hear(self, node: int, message: Message) -> None:
         """The answer of a node; one of another round, or of another shape, is none."""
-        failed, count = message.get("failed"), len(self._targets(node))
-        if (
-            message.get("token") == self._token
-            and isinstance(failed, list)
-            and all(_is_failure(each, count) for each in failed)
-        ):
-            self._failed[node] = {
-                number: Reached(address, reason[:_LONGEST_TEXT]) for number, address, reason in failed
-            }
+        failed, count = message.get("failed"), len(self._called(node))
+        if message.get("token") != self._token or not isinstance(failed, list):
+            return
+        if all(_is_failure(each, count) for each in failed):
+            self._failed[node] = {number: Reached(place, reason[:_LONGEST_TEXT]) for number, place, reason in failed}
 
     @property
     def is_over(self) -> bool:
@@ -222,17 +202,13 @@ class Round:
 
     def problems(self) -> list[Problem]:
         """Describe the failed connections, by those who call or those who are called: whichever are fewer lines."""
-        failures = [
-            (node, self._called(node)[number], reached)
-            for node, failed in sorted(self._failed.items())
-            for number, reached in failed.items()
-        ]
         by_called: dict[Any, list[tuple[int, int, Reached]]] = {}
         by_caller: dict[Any, list[tuple[int, int, Reached]]] = {}
-        for failure in failures:
-            caller, called, reached = failure
-            by_called.setdefault((called, reached.reason, reached.is_loopback), []).append(failure)
-            by_caller.setdefault((caller, reached.reason, reached.is_loopback), []).append(failure)
+        for caller, failed in sorted(self._failed.items()):
+            for number, reached in failed.items():
+                called, how = self._called(caller)[number], (reached.reason, reached.is_loopback)
+                by_called.setdefault((called, how), []).append((caller, called, reached))
+                by_caller.setdefault((caller, how), []).append((caller, called, reached))
         problems = [self._problem(group) for group in min(by_called, by_caller, key=len).values()]
         if silent := [place.name for node, place in self._places.items() if node not in self._failed]:
             reason = f"calling the others has not ended there within {_ROUND_SECONDS:.0f} s"
@@ -240,22 +216,17 @@ class Round:
         return problems
 
     def _problem(self, group: Sequence[tuple[int, int, Reached]]) -> Problem:
+        names = {node: f"node {place.name}" for node, place in self._places.items()} | {
+            -1: "{}:{}".format(*self._master)
+        }
         callers = list(dict.fromkeys(self._places[caller].name for caller, _, _ in group))
-        called = list(dict.fromkeys(self._name(called) for _, called, _ in group))
+        called = list(dict.fromkeys(names[called] for _, called, _ in group))
         reached = group[0][2]
         at = f" at {reached.address}" if reached.address and len(called) == 1 else ""
-        leads_back = reached.is_loopback and group[0][1] < 0 and not is_address(self._master[0])
-        what = "the name leads back to whoever asks" if leads_back else "not reached from there"
-        return Problem(
-            kind="name-loopback" if leads_back else "port-not-reached",
-            file=node_names(callers),
-            key=first_few(called),
-            fix="mend /etc/hosts there" if leads_back else _LET_THEM,
-            reason=f"{what}{at}: {reached.reason}",
-        )
-
-    def _name(self, called: int) -> str:
-        return f"{self._master[0]}:{self._master[1]}" if called < 0 else f"node {self._places[called].name}"
+        kind, what, fix = "port-not-reached", "not reached from there", _LET_THEM
+        if reached.is_loopback and group[0][1] < 0 and not is_address(self._master[0]):
+            kind, what, fix = "name-loopback", "the name leads back to whoever asks", "mend /etc/hosts there"
+        return Problem(kind, f"{what}{at}: {reached.reason}", fix, key=first_few(called), file=node_names(callers))
 
     def _called(self, node: int) -> list[int]:
         """The nodes that a node calls, and -1 for the place where ranks meet."""
@@ -264,22 +235,14 @@ class Round:
         return [(node + step) % count for step in range(1, near)] + [-1]
 
     def _targets(self, node: int) -> list[Target]:
-        return [
-            self._master if called < 0 else (self._places[called].address, self._places[called].port)
-            for called in self._called(node)
-        ]
+        return [self._master if called < 0 else self._places[called][1:] for called in self._called(node)]
 
 
 def is_place(reported: object) -> bool:
     """Check whether this is an address and a port."""
-    return (
-        isinstance(reported, list)
-        and len(reported) == 2
-        and isinstance(reported[0], str)
-        and 0 < len(reported[0]) <= _LONGEST_TEXT
-        and type(reported[1]) is int
-        and 0 < reported[1] < 1 << 16
-    )
+    if not isinstance(reported, list) or list(map(type, reported)) != [str, int]:
+        return False
+    return 0 < len(reported[0]) <= _LONGEST_TEXT and 0 < reported[1] < 1 << 16
 
 
 def targets_of(message: Message) -> list[Target]:
@@ -291,11 +254,6 @@ def targets_of(message: Message) -> list[Target]:
 
 
 def _is_failure(reported: object, num_targets: int) -> bool:
-    return (
-        isinstance(reported, list)
-        and len(reported) == 3
-        and type(reported[0]) is int
-        and 0 <= reported[0] < num_targets
-        and isinstance(reported[2], str)
-        and (reported[1] == "" or is_address(reported[1]))
-    )
+    if not isinstance(reported, list) or list(map(type, reported)) != [int, str, str]:
+        return False
+    return 0 <= reported[0] < num_targets and (reported[1] == "" or is_address(reported[1]))

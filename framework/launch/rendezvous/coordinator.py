@@ -49,7 +49,11 @@ class Coordinator:
         self._meeting = meeting
         self._address = str(listener.getsockname()[0])
         self._clients = Clients(listener, nnodes=meeting.topology.nnodes, has_token=bool(meeting.token))
-        self._problems = [*meeting.problems, *_too_few_files(meeting.topology.nnodes)]
+        self._problems, nnodes = [*meeting.problems], meeting.topology.nnodes
+        try:
+            require(_FILES_OF_A_NODE * nnodes + SPARE_CONNECTIONS + _OWN_FILES, f"{nnodes} nodes")
+        except ConfigError as error:  # for the others to hear of
+            self._problems += error.problems
         self._found: list[Problem] = []
         self._seen: set[str] = set()  # marks
         self._differ_since = self._compare_at = 0.0
@@ -61,14 +65,14 @@ class Coordinator:
 
     def wait(self) -> Peers:
         """Until all are there and agree; closes the listener."""
+        peers = None
         try:
-            while True:
+            while peers is None:
                 self._meeting.look(self._waiting_for)
                 self._clients.step(self._heard, LOOK_SECONDS if self._round is None else CALLING_SECONDS)
                 self._report_missing()
                 peers = self._judge()
-                if peers is not None:
-                    return peers
+            return peers
         except (RunStopped, PeerLostError) as error:
             kind = "stop" if isinstance(error, RunStopped) else "lost"
             self._clients.send_to_all(kind, why=str(error)[:_LONGEST_REPORT])
@@ -87,24 +91,23 @@ class Coordinator:
         if message["type"] == "refused":
             kind = str(message.get("why"))
             raise TurnedAway("it refuses this node", kind if _KIND.fullmatch(kind) else "node-refused")
-        hello, nonce = message.get("hello"), message.get("nonce")
+        hello: Any = message.get("hello")
+        nonce = message.get("nonce")
         if message["type"] != "hello" or not is_hello(hello) or not isinstance(nonce, str):
             raise foreign()
-        assert isinstance(hello, dict)
         nonces, token = (client.nonce, nonce), self._meeting.token
         refused = None
         if token and not is_proof(message.get("proof"), proof(token, role="node", nonces=nonces, content=hello)):
-            reason = "it does not know the token of this job"
-            refused = Problem(kind="token-refused", reason=reason, fix="give every node the same DSF_TOKEN")
+            reason, fix = "it does not know the token of this job", "give every node the same DSF_TOKEN"
+            refused = Problem("token-refused", reason, fix)
         elif hello["job"] != self._meeting.hello["job"]:
-            fix = "give every job a --master_port of its own"
-            refused = Problem(kind="other-job", reason="another job listens here", fix=fix)
+            refused = Problem("other-job", "another job listens here", "give every job a --master_port of its own")
         if refused is not None:
             client.link.send("nogo", problems=[refused.to_dict()])
             raise TurnedAway(refused.reason, refused.kind)
         clock = ahead(hello["clock"], sent=client.challenged_at, received=time.time())
         self._clients.let_in(client, hello | {"ahead": clock})
-        client.link.send("welcome", proof=proof(token, role="lead", nonces=nonces, content={}) if token else "")
+        client.link.send("welcome", proof=proof(token, role="lead", nonces=nonces, content={}))
 
     def _judge(self) -> Peers | None:
         present = self._clients.present
@@ -141,25 +144,24 @@ class Coordinator:
         if self._round is None:
             self._round_version = self._clients.version
             self._round = self._begin_round(present)
-            return None
-        if not self._round.is_over:
-            return None
-        if problems := self._round.problems():
-            self._refuse(problems)
-        return self._go(present)
+        elif self._round.is_over:
+            if problems := self._round.problems():
+                self._refuse(problems)
+            return self._go(present)
+        return None
 
     def _begin_round(self, present: Sequence[Client]) -> Round:
-        topology, here = self._meeting.topology, name_of(self._meeting.hello)
+        here, master = name_of(self._meeting.hello), self._meeting.topology.master_port
         try:
             port = self._meeting.answer_at(self._address)
-            self._meeting.answer_at(self._address, topology.master_port)
+            self._meeting.answer_at(self._address, master)
         except OSError as error:
             reason = f"nobody can meet there: {(error.strerror or str(error)).lower()}"
-            fix, value = "give all nodes another --master_port", topology.master_port
-            self._refuse([Problem("port-not-usable", reason, fix, "--master_port", value, file=f"node {here}")])
+            fix = "give all nodes another --master_port"
+            self._refuse([Problem("port-not-usable", reason, fix, "--master_port", master, file=f"node {here}")])
         places = {0: Place(here, present[0].local_address, port)}
         places |= {client.node: Place(name_of(client.hello), *client.hello["echo"]) for client in present}
-        found = Round(places, master=(topology.master_addr, topology.master_port))
+        found = Round(places, master=(self._meeting.topology.master_addr, master))
         for client in present:
             try:
                 client.link.send("reach", **found.order(client.node))
@@ -183,15 +185,12 @@ class Coordinator:
         reported: list[dict[str, Any]] = []
         room = LARGEST_LINE_BYTES // 2
         for problem in problems:
-            stated = {
-                name: value[:_REPORTED_CHARACTERS] if isinstance(value, str) else value
-                for name, value in problem.to_dict().items()
-            }
+            values = problem.to_dict().items()
+            stated = {name: value[:_REPORTED_CHARACTERS] if isinstance(value, str) else value for name, value in values}
             room -= len(json.dumps(stated))
             if reported and room < 0:
                 reason = f"{len(problems) - len(reported)} more problems"
-                more = Problem(kind="nodes-differ", file="node 0", reason=reason, fix="read its output")
-                reported.append(more.to_dict())
+                reported.append(Problem("nodes-differ", reason, "read its output", file="node 0").to_dict())
                 break
             reported.append(stated)
         self._clients.send_to_all("nogo", problems=reported)
@@ -232,12 +231,3 @@ def ahead(clock: float, *, sent: float, received: float) -> float:
     """Seconds by which a clock, read between two moments of ours, is ahead; what the way may take is not counted."""
     apart, unknown = clock - (sent + received) / 2, abs(received - sent) / 2
     return max(0.0, apart - unknown) if apart > 0 else min(0.0, apart + unknown)
-
-
-def _too_few_files(nnodes: int) -> Sequence[Problem]:
-    """For the others to hear of."""
-    try:
-        require(_FILES_OF_A_NODE * nnodes + SPARE_CONNECTIONS + _OWN_FILES, f"{nnodes} nodes")
-    except ConfigError as error:
-        return error.problems
-    return ()

@@ -17,12 +17,11 @@ import framework
 from framework.config.run_config import RunConfig
 from framework.doctor.node.need import config_hash
 from framework.doctor.node.software import hash_of_files, version_of
-from framework.doctor.node.start import compare_clocks, differences, is_look, python_release
+from framework.doctor.node.start import compare_clocks, differences, is_look, outliers, python_release
 from framework.errors import Problem
-from framework.launch.hosts.hostfile import first_few, most_common, node_names
+from framework.launch.hosts.hostfile import first_few, node_names
 from framework.launch.rendezvous.connectivity import is_place
 
-_PACKAGES: Final = ("torch", "deepspeed")
 HELLO: Final[Mapping[str, type]] = {
     "protocol": int,
     "job": str,
@@ -52,13 +51,9 @@ _COUNTED: Final = re.compile(r"[0-9]+ hosts \([0-9a-f]{16}\)")
 
 def node_facts(config: RunConfig) -> dict[str, str]:
     """Name -> value of what has to be equal everywhere: versions, config and code."""
-    versions = {name: version_of(name) or "not installed" for name in _PACKAGES}
-    return {
-        "python": python_release(platform.python_version()),
-        **versions,
-        "config": config_hash(config),
-        "code": hash_of_files(Path(framework.__file__).parent),
-    }
+    facts = {"python": python_release(platform.python_version())}
+    facts |= {name: version_of(name) or "not installed" for name in ("torch", "deepspeed")}
+    return facts | {"config": config_hash(config), "code": hash_of_files(Path(framework.__file__).parent)}
 
 
 def is_hello(hello: object) -> bool:
@@ -82,16 +77,24 @@ def disagreements(hellos: Sequence[Mapping[str, Any]], *, seen: set[str]) -> lis
 
     Args:
         hellos: node 0's first.
-        seen: marks of nodes that were found the last time, as `framework.doctor.node.start.differences` has it.
+        seen: marks that were found the last time, as `framework.doctor.node.start.differences` has it.
     """
     problems = list(_rank_problems(hellos))
     for name, fix in _SAME.items():
         problems += _differences(hellos, name, [hello[name] for hello in hellos], fix)
-    problems += _elsewhere(hellos)
+    for hello in hellos[1:]:
+        if "master_addr" in hello:  # it looks for node 0 at itself, and has asked here only because of its hostfile
+            reason, value = f"node {name_of(hellos[0])} is not there", hello["master_addr"]
+            fix, file = f"give every node the same --master_addr, or {_ONE_HOSTFILE}", f"node {name_of(hello)}"
+            problems.append(Problem("nodes-differ", reason, fix, key="master_addr", value=value, file=file))
     for fact in sorted({name for hello in hellos for name in hello["facts"]}):
         fix = _SAME_CONFIG if fact == "config" else "install the same on every node"
         problems += _differences(hellos, fact, [hello["facts"].get(fact, "nothing") for hello in hellos], fix)
-    return _together([*problems, *_of_preflights(hellos, seen)])
+    looked = {name_of(hello): hello for hello in hellos if "look" in hello}
+    if len(looked) > 1:
+        problems += differences({name: hello["look"] for name, hello in looked.items()}, seen=seen)
+        problems += compare_clocks({name: hello.get("ahead", 0.0) for name, hello in looked.items()}).problems
+    return _together(problems)
 
 
 def hosts_text(names: Sequence[str]) -> str:
@@ -107,15 +110,6 @@ def name_of(hello: Mapping[str, Any]) -> str:
     return f"{hello['node_rank']} ({hello['host']})"
 
 
-def _of_preflights(hellos: Sequence[Mapping[str, Any]], seen: set[str]) -> list[Problem]:
-    """Compare what the nodes found on themselves, where they looked (`framework.doctor.node.start`)."""
-    looked = {name_of(hello): hello for hello in hellos if "look" in hello}
-    if len(looked) < 2:
-        return []
-    clocks = compare_clocks({name: hello.get("ahead", 0.0) for name, hello in looked.items()})
-    return [*differences({name: hello["look"] for name, hello in looked.items()}, seen=seen), *clocks.problems]
-
-
 def _rank_problems(hellos: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
     by_rank = Counter(hello["node_rank"] for hello in hellos)
     for rank, count in sorted(by_rank.items()):
@@ -128,37 +122,21 @@ def _rank_problems(hellos: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
 
 
 def _differences(hellos: Sequence[Mapping[str, Any]], name: str, values: Sequence[Any], fix: str) -> Iterator[Problem]:
-    """Of those that are not like most; with two nodes nobody can say which one is wrong, and node 0 is right."""
-    usual = most_common(values)
-    alike = [name_of(hello) for hello, value in zip(hellos, values, strict=True) if value == usual]
-    for hello, value in zip(hellos, values, strict=True):
-        if value != usual:
-            its, theirs = _first_difference(value, usual) if name == "hosts" else (value, usual)
-            reason = f"{node_names(alike)} {'has' if len(alike) == 1 else 'have'} {theirs}"
-            yield Problem("nodes-differ", reason, fix, key=name, value=its, file=f"node {name_of(hello)}")
+    named = zip(map(name_of, hellos), values, strict=True)
+    shown = _first_difference if name == "hosts" else lambda *pair: pair
+    return outliers(list(named), "nodes-differ", name, fix, shown=shown)
 
 
-def _first_difference(hosts: str, usual: str) -> tuple[str, str]:
+def _first_difference(hosts: str, usual: str) -> tuple[str, ...]:
     """Lists of hosts are long: the first place at which they differ, where both are there to be compared."""
-    lists = [text.split(",") for text in (hosts, usual)]
-    if "" in (hosts, usual) or any(_COUNTED.fullmatch(text) for text in (hosts, usual)):
-        its, theirs = (
-            text if _COUNTED.fullmatch(text) else f"{len(names)} hosts" if text else "none"
-            for text, names in zip((hosts, usual), lists, strict=True)
+    texts = (hosts, usual)
+    lists = [text.split(",") for text in texts]
+    if "" in texts or any(map(_COUNTED.fullmatch, texts)):
+        return tuple(
+            text if _COUNTED.fullmatch(text) else f"{text.count(',') + 1} hosts" if text else "none" for text in texts
         )
-        return its, theirs
     place = next(place for place, pair in enumerate(zip_longest(*lists)) if pair[0] != pair[1])
-    its, theirs = (f"{(names[place:] or ['nothing'])[0]} as number {place + 1}" for names in lists)
-    return its, theirs
-
-
-def _elsewhere(hellos: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
-    """Nodes that look for node 0 at themselves, and have asked here only because their hostfile has this host, too."""
-    for hello in hellos[1:]:
-        if "master_addr" in hello:
-            reason, value = f"node {name_of(hellos[0])} is not there", hello["master_addr"]
-            fix = f"give every node the same --master_addr, or {_ONE_HOSTFILE}"
-            yield Problem("nodes-differ", reason, fix, "master_addr", value, file=f"node {name_of(hello)}")
+    return tuple(f"{(names[place:] or ['nothing'])[0]} as number {place + 1}" for names in lists)
 
 
 def _together(problems: Sequence[Problem]) -> list[Problem]:

@@ -76,10 +76,10 @@ _STATED: Final = ("kind", "reason", "fix", "key", "file")  # of a problem, as te
 class AddressHolder:
     """A node that has node 0's address, and is not node 0: somebody has to tell those who call there.
 
-    Perhaps its hostfile is in another order, and node 0 is elsewhere and waits: the other hosts are asked once, so that
-    a node 0 among them hears what differs. Or the name is that of a pod which has come back elsewhere, and this one has
-    its old address: the name is looked up again and again, and in a pod nobody is told before no name server can have
-    the old answer any more.
+    Perhaps its hostfile is in another order, and node 0 waits elsewhere: the other hosts are asked once, so that it
+    hears what differs. Or the name is that of a pod which has come back elsewhere, and this one has its old address:
+    the name is looked up again and again, and in a pod nobody is told before no name server can have the old answer any
+    more.
     """
 
     def __init__(self, meeting: Session, listener: socket.socket, *, visits: Sequence[Member] = ()) -> None:
@@ -97,8 +97,7 @@ class AddressHolder:
     def step(self) -> bool:
         """Tell whoever calls; raises ConfigError when that is done; false when the name leads elsewhere by now."""
         now = time.monotonic()
-        waiting: list[Any] = [self._listener, *self._links]
-        ready = readable(waiting, LOOK_SECONDS)
+        ready = readable([self._listener, *self._links], LOOK_SECONDS)
         if self._listener in ready and len(self._links) < self._meeting.topology.nnodes + SPARE_CONNECTIONS:
             self._accept()
         for link in [link for link in self._links if link in ready]:
@@ -114,8 +113,9 @@ class AddressHolder:
             return False
         doubt = _DOUBT_SECONDS if self._is_named and _OF_A_POD in os.environ else 0.0
         is_sure = now - self._meeting.started_at > doubt
-        if is_sure:
-            self._report(now)
+        while is_sure and self._greeted:
+            self._greeted.pop().send("nogo", problems=[self._problem.to_dict()])
+            self._reported_at = self._reported_at or now
         for visit in list(self._visits):
             self._move(visit)
         is_heard = self._reported_at and now - self._reported_at > 2.0
@@ -125,19 +125,12 @@ class AddressHolder:
         return True
 
     def _has_moved(self, now: float) -> bool:
-        """The name leads somewhere else."""
         if self._lookup is None and self._is_named and now - self._looked_up_at > _LOOK_UP_SECONDS:
             self._lookup, self._looked_up_at = in_background(resolve, self._meeting.topology.master_addr), now
         if self._lookup is None or not self._lookup.done():
             return False
         found, self._lookup = self._lookup.result(), None
         return bool(found) and self._listener.getsockname()[0] not in (*found, *_EVERY_ADDRESS)
-
-    def _report(self, now: float) -> None:
-        for link in self._greeted:
-            link.send("nogo", problems=[self._problem.to_dict()])
-            self._reported_at = self._reported_at or now
-        self._greeted = []
 
     def _close(self) -> None:
         closing: list[Any] = [self._listener, *self._links, *self._visits]
@@ -156,7 +149,6 @@ class AddressHolder:
                 self._reported_at = self._reported_at or time.monotonic()
 
     def _accept(self) -> None:
-        """Accept a connection, which may be gone again by now."""
         try:
             connection, address = self._listener.accept()
         except OSError:
@@ -171,12 +163,7 @@ class Member:
     """A node on its way to node 0."""
 
     def __init__(self, meeting: Session, *, visited: str = "") -> None:
-        """Call node 0.
-
-        Args:
-            meeting: this node's.
-            visited: a host that is asked once instead, because node 0 may be there; what `AddressHolder` does.
-        """
+        """Call node 0, or once, as `AddressHolder` does, a host that is `visited` because node 0 may be there."""
         self._meeting = meeting
         self._visited = visited
         self._where = visited or meeting.topology.master_addr
@@ -191,13 +178,6 @@ class Member:
         self._calls_token = ""
         self._beaten_at = self._no_agent_since = self._next_dial_at = 0.0
         self._address_holder: AddressHolder | None = None
-
-    def wait(self) -> Peers:
-        """Until node 0 has spoken."""
-        while True:
-            peers = self.step()
-            if peers is not None:
-                return peers
 
     def step(self) -> Peers | None:
         """One look; not None when all are there."""
@@ -268,17 +248,13 @@ class Member:
             self._keep_master_address()
 
     def _keep_master_address(self) -> None:
-        """Node 0 should be here. If it is elsewhere it will call, as the others do, and must be told."""
-        where = self._meeting.topology.master_addr
+        where, rank = self._meeting.topology.master_addr, self._meeting.topology.node_rank
         with suppress(PortInUse):
-            listener = None if is_loopback(where) else listen_at(where, self._meeting.port)
-            if listener is None:
-                return
-            rank = self._meeting.topology.node_rank
-            print_line(f"node {rank} has the address of node 0 ({where}); waiting for somebody to tell")
-            others = [name.rpartition("@")[2] for name in self._meeting.names]
-            visits = [Member(self._meeting, visited=name) for name in others if name != where][:_MOST_VISITS]
-            self._address_holder = AddressHolder(self._meeting, listener, visits=visits)
+            if not is_loopback(where) and (listener := listen_at(where, self._meeting.port)) is not None:
+                print_line(f"node {rank} has the address of node 0 ({where}); waiting for somebody to tell")
+                others = [name.rpartition("@")[2] for name in self._meeting.names]
+                visits = [Member(self._meeting, visited=name) for name in others if name != where][:_MOST_VISITS]
+                self._address_holder = AddressHolder(self._meeting, listener, visits=visits)
 
     def _listen(self, link: Link, seconds: float) -> Peers | None:
         messages = link.receive() if readable([link], min(seconds, CALLING_SECONDS) if self._calls else seconds) else []
@@ -313,10 +289,9 @@ class Member:
                 raise ConfigError(problems)
         elif self._welcomed_at is None:
             return None
-        elif kind == "stop":
-            raise RunStopped(f"node 0: {str(message.get('why'))[:_LONGEST_REPORT]}")
-        elif kind == "lost":
-            raise PeerLostError(f"node 0: {str(message.get('why'))[:_LONGEST_REPORT]}")
+        elif kind in ("stop", "lost"):
+            error = RunStopped if kind == "stop" else PeerLostError
+            raise error(f"node 0: {str(message.get('why'))[:_LONGEST_REPORT]}")
         elif kind == "waiting":
             self._waits = str(message.get("text"))[:_LONGEST_REPORT]
         elif kind == "reach":
@@ -334,7 +309,7 @@ class Member:
             link.send("refused", why="token-refused")
             self.close()
             fix = "give every node the same DSF_TOKEN, or none"
-            raise ConfigError.of(kind="token-refused", file="node 0", reason=reason, fix=fix)
+            raise ConfigError.of("token-refused", reason, fix, file="node 0")
         self._challenge = challenge["nonce"]
         hello = {**self._meeting.hello, "clock": time.time()}
         if self._visited:
@@ -343,23 +318,21 @@ class Member:
             with suppress(OSError):  # no port, no files: then nobody can try
                 address = self._meeting.local_address
                 hello["echo"] = [address, self._meeting.answer_at(address)]
-        signed = proof(token, role="node", nonces=(self._challenge, self._nonce), content=hello) if token else ""
+        signed = proof(token, role="node", nonces=(self._challenge, self._nonce), content=hello)
         link.send("hello", hello=hello, nonce=self._nonce, proof=signed)
 
     def _check_welcome(self, message: Message) -> None:
-        token = self._meeting.token
-        expected = proof(token, role="lead", nonces=(self._challenge, self._nonce), content={}) if token else ""
-        if not is_proof(message.get("proof"), expected):
+        nonces = (self._challenge, self._nonce)
+        if not is_proof(message.get("proof"), proof(self._meeting.token, role="lead", nonces=nonces, content={})):
             raise ConnectionLost("whoever answers there does not know the token")
         self._welcomed_at, self._no_agent_since = time.monotonic(), 0.0
 
     def _go(self, link: Link, message: Message) -> Peers:
         hosts, topology = message.get("hosts"), self._meeting.topology
+        nodes = dict.fromkeys(map(str, range(topology.nnodes)), "")
         if message.get("nnodes") == topology.nnodes:
-            hosts = {str(node): "" for node in range(topology.nnodes)} | {
-                str(topology.node_rank): self._meeting.hello["host"]
-            }
-        if not isinstance(hosts, dict) or set(hosts) != {str(node) for node in range(topology.nnodes)}:
+            hosts = nodes | {str(topology.node_rank): self._meeting.hello["host"]}
+        if not isinstance(hosts, dict) or hosts.keys() != nodes.keys():
             raise foreign()
         return Peers(topology.node_rank, {0: link}, {int(node): str(host)[:255] for node, host in hosts.items()})
 
@@ -371,13 +344,12 @@ class Member:
         now = time.monotonic()
         self._no_agent_since = self._no_agent_since or now
         if now - self._no_agent_since > _NO_AGENT_SECONDS:
-            where = f"{self._where}:{self._meeting.port}"
-            reason = f"what answers at {where} is no agent: {self._why}"
+            reason = f"what answers at {self._where}:{self._meeting.port} is no agent: {self._why}"
             raise _port_error(self._meeting.port, reason, fix="give all nodes another --master_port")
 
 
-def _port_error(port: int, reason: str, *, fix: str, file: str = "") -> ConfigError:
-    return ConfigError.of(kind="port-not-usable", file=file, key="--control_port", value=port, reason=reason, fix=fix)
+def _port_error(port: int, reason: str, fix: str, *, file: str = "") -> ConfigError:
+    return ConfigError.of("port-not-usable", reason, fix, key="--control_port", value=port, file=file)
 
 
 def _is_of_itself(connection: socket.socket) -> bool:
@@ -387,30 +359,21 @@ def _is_of_itself(connection: socket.socket) -> bool:
 
 
 def _problems(message: Message) -> list[Problem]:
-    """As node 0 found them."""
-    found = message.get("problems")
-    items = [item for item in found if isinstance(item, dict)][:200] if isinstance(found, list) else []
-    refused = []
-    for item in items:
-        stated: dict[str, Any] = {name: str(item.get(name, ""))[:300] for name in _STATED}
-        refused.append(Problem(**stated, value=item["value"] if isinstance(item.get("value"), (str, int)) else MISSING))
-    return refused or [
-        Problem(kind="node-refused", file="node 0", reason="it refused, and said no reason", fix="read its output")
-    ]
+    found, refused = message.get("problems"), []
+    for item in found[:200] if isinstance(found, list) else ():
+        if isinstance(item, dict):
+            stated: dict[str, Any] = {name: str(item.get(name, ""))[:300] for name in _STATED}
+            value = item.get("value")
+            refused.append(Problem(**stated, value=value if isinstance(value, (str, int)) else MISSING))
+    return refused or [Problem("node-refused", "it refused, and said no reason", "read its output", file="node 0")]
 
 
 def elsewhere_problem(meeting: Session) -> Problem:
     """Node 0 and master_addr are not on one machine; said by either."""
-    topology = meeting.topology
-    is_of = f"this is the address of node {topology.node_rank}, not of node 0"
-    return Problem(
-        kind="node-rank-swapped",
-        file=f"node {topology.node_rank} ({meeting.hello['host']})",
-        key="master_addr",
-        value=topology.master_addr,
-        reason=is_of if topology.node_rank else "node 0 does not have this address",
-        fix="give node rank 0 to the host whose address is master_addr",
-    )
+    rank, value = meeting.topology.node_rank, meeting.topology.master_addr
+    is_of = f"this is the address of node {rank}, not of node 0" if rank else "node 0 does not have this address"
+    fix, file = "give node rank 0 to the host whose address is master_addr", f"node {rank} ({meeting.hello['host']})"
+    return Problem("node-rank-swapped", is_of, fix, key="master_addr", value=value, file=file)
 
 
 def meet(meeting: Session) -> Peers:
@@ -425,7 +388,12 @@ def meet(meeting: Session) -> Peers:
     if topology.nnodes == 1:
         return Peers(0, {}, {0: str(meeting.hello["host"])})
     try:
-        return _coordinate_or_join(meeting) if topology.node_rank == 0 else Member(meeting).wait()
+        if topology.node_rank == 0:
+            return _coordinate_or_join(meeting)
+        member = Member(meeting)
+        while (peers := member.step()) is None:
+            pass
+        return peers
     finally:
         meeting.close()
 

@@ -13,10 +13,10 @@ import json
 import selectors
 import socket
 import time
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final
 
 from framework.errors import EXIT_PEER_LOST
 
@@ -32,13 +32,6 @@ _MOST_ENDED: Final = 2000  # fit on one line
 Message = Mapping[str, Any]
 
 
-class _HasDescriptor(Hashable, Protocol):
-    def fileno(self) -> int: ...
-
-
-_Waiting = TypeVar("_Waiting", bound=_HasDescriptor)
-
-
 class ConnectionLost(Exception):  # noqa: N818 - it is caught and told, not raised to a user
     """The connection is of no use any more; its text says how that came."""
 
@@ -52,7 +45,7 @@ def foreign() -> NoAgent:
     return NoAgent("it does not speak this protocol")
 
 
-def readable(waiting: Iterable[_Waiting], seconds: float) -> set[_Waiting]:
+def readable(waiting: Iterable[Any], seconds: float) -> set[Any]:
     """Return the links with something to read, after so long at most; `select` takes no descriptor above 1023."""
     with selectors.PollSelector() as selector:
         for each in waiting:
@@ -61,12 +54,7 @@ def readable(waiting: Iterable[_Waiting], seconds: float) -> set[_Waiting]:
 
 
 class Link:
-    """One connection, both ways, that never blocks. That it is gone is found by `receive`, behind its last words.
-
-    Attributes:
-        name: who is at the other end, for messages.
-        heard_at: `time.monotonic()` when something last came.
-    """
+    """One connection, both ways, that never blocks. That it is gone is found by `receive`, behind its last words."""
 
     def __init__(self, connection: socket.socket, *, name: str) -> None:
         connection.setblocking(False)
@@ -82,11 +70,7 @@ class Link:
         return self._connection.fileno()
 
     def send(self, kind: str, /, **content: Any) -> None:
-        """Queue a message and send what the connection takes now.
-
-        Raises:
-            ConnectionLost: the other end reads nothing.
-        """
+        """Queue a message and send what goes now; ConnectionLost where the other end reads nothing."""
         self.send_line(as_line(kind, **content))
 
     def send_line(self, line: bytes) -> None:
@@ -103,12 +87,8 @@ class Link:
                 del self._unsent[: self._connection.send(self._unsent)]
 
     def receive(self) -> list[Message]:
-        """What has come since.
-
-        Raises:
-            ConnectionLost: the other end is gone, or is none of us.
-        """
-        ended = ""
+        """What has come since; ConnectionLost where the other end is gone, or is none of us."""
+        content, ended = b"", ""
         try:
             content = self._connection.recv(LARGEST_LINE_BYTES)
             if content:
@@ -116,9 +96,9 @@ class Link:
             else:
                 ended = "the connection was closed"
         except BlockingIOError:
-            content = b""
+            pass
         except OSError as error:
-            content, ended = b"", error.strerror or "the connection broke"
+            ended = error.strerror or "the connection broke"
         *lines, self._received = (self._received + content).split(b"\n")
         messages = [_parse(line) for line in lines]
         if len(self._received) > LARGEST_LINE_BYTES:
@@ -150,7 +130,9 @@ def as_line(kind: str, /, **content: Any) -> bytes:
 
 
 def proof(token: str, *, role: str, nonces: tuple[str, str], content: Message) -> str:
-    """Compute the proof that the sender knows the token, for this connection, this role and this content alone."""
+    """Compute the proof that the sender knows the token, if there is one, for this connection, role and content."""
+    if not token:
+        return ""
     text = json.dumps([role, *nonces, content], sort_keys=True)
     return hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()
 
@@ -165,9 +147,8 @@ class Failure:
     """Why the job ends before its end.
 
     Attributes:
-        node: node rank.
         what: who and how, a line: ``node 1 (demo-1) rank 3: killed by SIGKILL (137, out of memory?)``.
-        code: what that node ends with.
+        code: exit code of that node.
         at: time of day there.
     """
 
@@ -223,19 +204,15 @@ class Peers:
 
     def send_stop(self, why: str) -> None:
         """All ranks of all nodes are to stop."""
-        self._report("stop", why=why)
-
-    def send_kill(self) -> None:
-        """There is no time for a checkpoint."""
-        self._report("kill")
+        self.send("stop", why=why)
 
     def send_failure(self, what: str, *, code: int) -> None:
         """This node has failed; the others end."""
-        self._report("failure", what=what, code=code, at=_now())
+        self.send("failure", what=what, code=code, at=time.strftime("%H:%M:%S"))
 
     def send_ended(self, code: int) -> None:
         """No rank runs here any more."""
-        self._report("ended", code=code)
+        self.send("ended", code=code)
 
     def poll(self, seconds: float) -> None:
         """Hear what the others say, for at most so long."""
@@ -273,7 +250,8 @@ class Peers:
             link.close()
         self._links.clear()
 
-    def _report(self, kind: str, **content: Any) -> None:
+    def send(self, kind: str, **content: Any) -> None:
+        """Tell all nodes of this one; ``kill``: there is no time for a checkpoint."""
         content["node"] = self._node_rank
         # Node 0 sends what it hears back to everybody, the speaker included: all see one order.
         if self._node_rank == 0 or not self._links:
@@ -317,8 +295,8 @@ class Peers:
         nodes = {str(node): node for node in self._hosts}
         if (
             not isinstance(reported, dict)
-            or not reported.keys() <= nodes.keys()
-            or any(type(code) is not int for code in reported.values())
+            or not nodes.keys() >= reported.keys()
+            or {*map(type, reported.values())} - {int}
         ):
             raise foreign()
         return {nodes[node]: code for node, code in reported.items()}
@@ -350,13 +328,9 @@ class Peers:
         # Whoever has said its last word may leave; node 0 only when it has told everybody everything.
         if node in self.ended and (self._node_rank == 0 or self.all_ended):
             return
-        failure = Failure(node, f"{self.name(node)}: lost: {how}", EXIT_PEER_LOST, _now())
+        failure = Failure(node, f"{self.name(node)}: lost: {how}", EXIT_PEER_LOST, time.strftime("%H:%M:%S"))
         self.failures.append(failure)
         if node not in self.ended:
             self._end(node, EXIT_PEER_LOST)
         if self._node_rank == 0:
             self._send_all("failure", **asdict(failure))
-
-
-def _now() -> str:
-    return time.strftime("%H:%M:%S")

@@ -25,12 +25,8 @@ class Session:
     """One node's way to its peers.
 
     Attributes:
-        topology: its place.
-        port: control port.
+        port: of the agents.
         hello: what it says about itself; `handshake.HELLO` has the names.
-        requests: requests to stop.
-        token: shared secret, or nothing.
-        deadline_seconds: how long to wait for all.
         names: of the hosts, where a hostfile tells them.
         problems: what keeps node 0 from training; the others are to hear of it.
         local_address: on which this node and the others reach each other, once they have met.
@@ -73,11 +69,7 @@ class Session:
             self._reported_at = now if self._reported_at else now - _REPORT_SECONDS + 3  # the first time after 3 s
 
     def answer_at(self, address: str, port: int = 0) -> int:
-        """Answer at a port, or at any that is free, until `close`, so that others can try this node; returns the port.
-
-        Raises:
-            OSError: that is not possible.
-        """
+        """Answer at a port, or at any that is free, until `close`, so that others can try this node; returns it."""
         if (address, port) not in self._echoes:
             self._echoes[address, port] = Echo(port, address=address)
         return self._echoes[address, port].port

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from pathlib import Path
 
 from framework.errors import FrameworkError
 from framework.launch.hosts.devices import LocalDevices
@@ -25,8 +24,7 @@ def main() -> int:
         with requests.handling_signals():
             return run_node(
                 Topology(**given["topology"]),
-                script=Path(given["script"]),
-                arguments=given["arguments"],
+                [given["script"], *given["arguments"]],
                 devices=LocalDevices("cpu", 0),
                 environment=os.environ,
                 terms=NodeOptions(**terms),
