@@ -52,6 +52,8 @@ class SmallResNet18(Classifier):
 
 
 class _TorchvisionResNet(Classifier):
+    """Base of torchvision's ResNets, which are ImageNet's unless a config says otherwise."""
+
     has_batch_norm: ClassVar[bool] = True
     num_classes: PositiveCount = 1000
     in_channels: PositiveCount = 3
