@@ -165,20 +165,16 @@ def _unknown_kind(path: KeyPath, value: Any, members: Mapping[str, type[BaseMode
             guess = value if value in choices else nearest(value, choices) or choices[0]
             fix = f"write {{{tag_key}: {guess}}}"
         return path, Problem("wrong-type", reason, fix, ".".join(map(str, path)), value)
-    path = (*path, tag_key)
-    key, found = ".".join(map(str, path)), value.get(tag_key)
-    if found is None and value.get("target") is not None:
-        return (*path[:-1], "target"), Problem(
-            "unsupported-target",
-            "this section takes no code of your own",
-            f"use {tag_key}: one of {listed}",
-            f"{key.rpartition('.')[0]}.target",
-            value["target"],
-        )
+    found = value.get(tag_key)
+    named = tag_key if found is not None or value.get("target") is None else "target"
+    path = (*path, named)
+    key = ".".join(map(str, path))
+    if named == "target":
+        reason, fix = "this section takes no code of your own", f"use {tag_key}: one of {listed}"
+        return path, Problem("unsupported-target", reason, fix, key, value["target"])
     if found is None:
-        return path, Problem(
-            "missing-kind", "the section does not say which kind it is", f"add {tag_key}: one of {listed}", key
-        )
+        reason, fix = "the section does not say which kind it is", f"add {tag_key}: one of {listed}"
+        return path, Problem("missing-kind", reason, fix, key)
     meant = nearest(str(found), choices)
     fix = f"did you mean '{meant}'? known: {listed}" if meant else f"known: {listed}"
     return path, Problem("unknown-kind", "there is no such kind", fix, key, found)

@@ -16,6 +16,7 @@ from framework.config.data import BYTE_VOCAB_SIZE
 class Classifier(ModelKind):
     """Base of all image classifiers."""
 
+    has_convolutions: ClassVar[bool] = True
     layers_in_list: ClassVar[int]
 
     num_classes: PositiveCount = 10
@@ -35,7 +36,6 @@ class LeNet(Classifier):
     """LeNet-5 (LeCun et al. 1998) with ReLU and max pooling, as used on MNIST and Fashion-MNIST."""
 
     builds: ClassVar[str] = "framework.models.small_nets:LeNet"
-    has_convolutions: ClassVar[bool] = True
     layers_in_list: ClassVar[int] = 12
     kind: Literal["lenet"] = "lenet"
     image_size: Literal[28, 32] = 28
@@ -47,39 +47,39 @@ class SmallResNet18(Classifier):
 
     builds: ClassVar[str] = "framework.models.resnet:SmallResNet18"
     has_batch_norm: ClassVar[bool] = True
-    has_convolutions: ClassVar[bool] = True
     layers_in_list: ClassVar[int] = 14
     kind: Literal["small_resnet18"] = "small_resnet18"
 
 
-class ResNet18(Classifier):
+class _TorchvisionResNet(Classifier):
+    """Base of torchvision's ResNets, which are ImageNet's unless a config says otherwise."""
+
+    has_batch_norm: ClassVar[bool] = True
+    num_classes: PositiveCount = 1000
+    in_channels: PositiveCount = 3
+
+
+class ResNet18(_TorchvisionResNet):
     """torchvision's ResNet-18 (7x7 stem), untrained."""
 
     builds: ClassVar[str] = "framework.models.resnet:resnet18"
-    has_batch_norm: ClassVar[bool] = True
-    has_convolutions: ClassVar[bool] = True
     layers_in_list: ClassVar[int] = 15
     kind: Literal["resnet18"] = "resnet18"
-    num_classes: PositiveCount = 1000
-    in_channels: PositiveCount = 3
 
 
-class ResNet50(Classifier):
+class ResNet50(_TorchvisionResNet):
     """torchvision's ResNet-50 (7x7 stem), untrained."""
 
     builds: ClassVar[str] = "framework.models.resnet:resnet50"
-    has_batch_norm: ClassVar[bool] = True
-    has_convolutions: ClassVar[bool] = True
     layers_in_list: ClassVar[int] = 23
     kind: Literal["resnet50"] = "resnet50"
-    num_classes: PositiveCount = 1000
-    in_channels: PositiveCount = 3
 
 
 class MLP(Classifier):
     """Multi-layer perceptron on flattened images: linear, ReLU, dropout, repeated."""
 
     builds: ClassVar[str] = "framework.models.small_nets:MLP"
+    has_convolutions: ClassVar[bool] = False
     kind: Literal["mlp"] = "mlp"
     image_size: PositiveCount = 28
     """Height and width of an input image in pixels."""

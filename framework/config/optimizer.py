@@ -8,7 +8,7 @@ and 0 / warmup_num_steps of the way up).
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -30,8 +30,6 @@ _Betas = Annotated[list[Annotated[float, Field(ge=0.0, lt=1.0)]], Field(min_leng
 
 class _Optimizer(Section):
     """Base of all optimizers."""
-
-    gpu_only: ClassVar[bool] = False
 
     lr: NonNegative = 1e-3
     """Learning rate; a scheduler changes it over time."""
@@ -92,7 +90,6 @@ class Lion(_Optimizer):
     the host.
     """
 
-    gpu_only: ClassVar[bool] = True
     kind: Literal["lion"] = "lion"
     lr: NonNegative = 1e-4
     betas: _Betas = [0.9, 0.99]
@@ -102,7 +99,6 @@ class Lion(_Optimizer):
 class Lamb(_Optimizer):
     """LAMB (You et al. 2020) by DeepSpeed's fused kernel: layer-wise scaling for large batches. GPU only."""
 
-    gpu_only: ClassVar[bool] = True
     kind: Literal["lamb"] = "lamb"
     betas: _Betas = [0.9, 0.999]
     """Decay of the running means of the gradient and of its square."""

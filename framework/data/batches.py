@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from framework.errors import ConfigError, Problem
-
-_PADDING: Final = (
-    "give all samples one shape (crop, resize, pad), or give the dataset a collate_fn(samples) that pads each batch"
-)
-_NUMBERS: Final = (
-    "return tensors, numpy arrays or numbers, or give the dataset a collate_fn(samples) that makes the batch"
-)
 
 
 def _unstackable(values: Sequence[Any], *, place: str = "") -> Problem | None:
@@ -27,14 +20,12 @@ def _unstackable(values: Sequence[Any], *, place: str = "") -> Problem | None:
     first = values[0]
     shapes = [_shape(value) for value in values]
     at = next((number for number, shape in enumerate(shapes) if shape != shapes[0]), None)
+    reason = f"samples cannot be stacked into a batch: {place or 'the sample'} is {shapes[0]}"
+    own = "or give the dataset a collate_fn(samples) that"
     if at is not None:
-        return Problem(
-            "samples-differ",
-            f"samples cannot be stacked into a batch: {place or 'the sample'} is {shapes[0]} in sample 0 of the "
-            f"batch and {shapes[at]} in sample {at}",
-            _PADDING,
-            "data",
-        )
+        reason += f" in sample 0 of the batch and {shapes[at]} in sample {at}"
+        fix = f"give all samples one shape (crop, resize, pad), {own} pads each batch"
+        return Problem("samples-differ", reason, fix, "data")
     if isinstance(first, (Mapping, tuple, list)):
         names = first if isinstance(first, Mapping) else range(len(first))
         parts = ((f"[{name!r}]", [value[name] for value in values]) for name in names)
@@ -43,8 +34,8 @@ def _unstackable(values: Sequence[Any], *, place: str = "") -> Problem | None:
     ):
         return None
     else:
-        reason = f"samples cannot be stacked into a batch: {place or 'the sample'} is {shapes[0]}"
-        return Problem("sample-type", reason, _NUMBERS, "data")
+        fix = f"return tensors, numpy arrays or numbers, {own} makes the batch"
+        return Problem("sample-type", reason, fix, "data")
     found = (_unstackable(part, place=f"{place or 'sample'}{name}") for name, part in parts)
     return next((problem for problem in found if problem is not None), None)
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from framework.data.batches import collate, own_collate
 from framework.data.order import LATEST_ORDER, MicroBatchSampler, Share, mix_int
-from framework.data.sample_seed import KeyedSamples, LoaderSamples, SeededBatches, SeededSamples, as_it_is
+from framework.data.sample_seed import LoaderSamples, SeededBatches, SeededSamples, as_it_is
 from framework.errors import ConfigError
 from framework.system.parent_watch import die_with
 from framework.system.stopping import SIGNALS
@@ -131,12 +131,10 @@ class TrainLoader:
             Collated batches, `accumulation_steps` for every optimizer step. Closing the generator ends the workers;
             torch's global random state is neither read nor changed.
         """
-        samples: Any = KeyedSamples(self._dataset)
-        if self._random_samples:
-            samples = SeededSamples(self._dataset, seed=self._seed, in_one=own_collate(self._dataset) is None)
+        drawn = self._seed if self._random_samples else None
         order = self._sampler(start_step=start_step).with_epochs()
         loader = _loader(
-            samples,
+            SeededSamples(self._dataset, seed=drawn, in_one=own_collate(self._dataset) is None),
             ([(epoch, index) for index in indices] for epoch, indices in order),
             dataset=self._dataset,
             seed=self._seed,

@@ -96,13 +96,7 @@ class Share:
 
 
 def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> Tensor:
-    """The order in which an epoch visits the samples.
-
-    Args:
-        num_samples: N.
-        seed: `run.seed`.
-        epoch: from 0.
-        shuffle: False gives 0, 1, ..., N - 1 in every epoch.
+    """The order in which an epoch, counted from 0, visits the N samples; without `shuffle` 0, 1, ..., N - 1.
 
     Returns:
         A permutation of 0 to N - 1, (N,) int64: `torch.randperm` of a CPU generator seeded with
@@ -177,14 +171,8 @@ class MicroBatchSampler:
     ) -> None:
         """Describe the stream; iterating anew starts anew.
 
-        Args:
-            num_samples: length of the dataset, at least `share.global_size`.
-            share: how a global batch is divided.
-            seed: `run.seed`.
-            shuffle: see `epoch_order`.
-            start_step: optimizer step to start at, counted from the beginning of the run; epoch e starts at step
-                e x floor(num_samples / global_size).
-            version: of the order, as the run began with it.
+        `start_step` is counted from the beginning of the run; epoch e starts at step e x floor(num_samples /
+        global_size). `version` is that of the order, as the run began with it; the others are as of `epoch_order`.
         """
         self._order = partial(order_of_epoch, num_samples, seed=seed, shuffle=shuffle, version=version)
         self._share, self._start_step, self._steps_per_epoch = share, start_step, num_samples // share.global_size

@@ -105,8 +105,8 @@ class SeededSamples(_Wrapper):
     more, seeded, if a generator has moved. From then on all are seeded.
     """
 
-    def __init__(self, dataset: Any, *, seed: int, in_one: bool = False) -> None:
-        """`seed` is `run.seed`; `in_one`: tensors may be read as a whole batch."""
+    def __init__(self, dataset: Any, *, seed: int | None, in_one: bool = False) -> None:
+        """`seed` is `run.seed`, or None where samples draw nothing; `in_one`: tensors may be read as a whole batch."""
         super().__init__(dataset)
         self.seed = seed
         self._in_one = in_one
@@ -116,6 +116,8 @@ class SeededSamples(_Wrapper):
     def __getitems__(self, keys: Sequence[SampleKey]) -> Any:
         """The samples of (epoch, index) keys: a list, or whatever `items_from_seeds` of the dataset returns."""
         indices = [index for _, index in keys]
+        if self.seed is None:
+            return _fetched(self.dataset, indices)
         if self._from_seeds:
             return self.dataset.items_from_seeds(indices, self._seeds(keys))
         if not self._draws:
@@ -138,6 +140,7 @@ class SeededSamples(_Wrapper):
         return samples
 
     def _seeds(self, keys: Sequence[SampleKey]) -> Seeds:
+        assert self.seed is not None
         epochs, indices = np.array(keys, dtype=np.int64).reshape(-1, 2).T
         return mix(_SAMPLE_SALT, self.seed, epochs, indices)
 
@@ -166,13 +169,6 @@ class SeededBatches(_Wrapper):
         with random_state_kept():
             seed_generators(mix_int(_EVALUATION_SALT, indices[0]))
             return _fetched(self.dataset, indices)
-
-
-class KeyedSamples(_Wrapper):
-    """Wraps a dataset without randomness so that it is read by `SampleKey`s, of which it needs the index only."""
-
-    def __getitems__(self, keys: Sequence[SampleKey]) -> Any:
-        return _fetched(self.dataset, [index for _, index in keys])
 
 
 class LoaderSamples(_Wrapper):

@@ -34,13 +34,7 @@ class Splits:
 
 
 def as_splits(result: object) -> Splits:
-    """Accept what a user's `data.target` may return: a dataset, a tuple (training, evaluation), or a `Splits`.
-
-    Args:
-        result: the returned object; the evaluation set may be None.
-
-    Returns:
-        The same datasets as `Splits`.
+    """Accept what a user's `data.target` may return: a dataset, a tuple (training, evaluation or None), or a `Splits`.
 
     Raises:
         ConfigError: kind ``data-target-result``, with every reason why the result cannot be trained on.
@@ -104,13 +98,12 @@ def _complaint(dataset: object, door: _Door, *, name: str) -> Problem | None:
         return Problem("data-target-result", f"the {name} set {reason}", fix, key)
 
     if isinstance(dataset, IterableDataset):
-        return problem(
-            f"is an IterableDataset ({kind}), which has no samples by number, so that neither a step count nor an "
-            "exact resume is possible"
-        )
+        without = "which has no samples by number, so that neither a step count nor an exact resume is possible"
+        return problem(f"is an IterableDataset ({kind}), {without}")
+    shown = "None" if dataset is None else f"a {kind.removeprefix('builtins.')}"
     if isinstance(dataset, Tensor | np.ndarray):
         wrapped = "torch.utils.data.TensorDataset(inputs, targets)"
-        return problem(f"is {_article(kind)}, not a dataset of samples (inputs, target)", f"{door.give} {wrapped}")
+        return problem(f"is {shown}, not a dataset of samples (inputs, target)", f"{door.give} {wrapped}")
     if isinstance(dataset, list) and dataset and not isinstance(dataset[0], tuple | list | dict):
         # Mostly [inputs, targets], or inputs alone: as a dataset they would be two samples, or samples without a
         # target.
@@ -118,7 +111,7 @@ def _complaint(dataset: object, door: _Door, *, name: str) -> Problem | None:
         return problem(f"is a list of {type(dataset[0]).__name__}, not of samples (inputs, target)", fix)
     # A tuple could be a mistyped pair, a dict a DatasetDict: guessing would train on the wrong thing.
     if not hasattr(dataset, "__getitem__") or isinstance(dataset, tuple | dict | str | bytes):
-        return problem(f"is {_article(kind)}, not a dataset")
+        return problem(f"is {shown}, not a dataset")
     try:
         if len(dataset):  # type: ignore[arg-type]
             return None
@@ -126,10 +119,6 @@ def _complaint(dataset: object, door: _Door, *, name: str) -> Problem | None:
         return problem(f"({kind}) has no length")
     without = "None in its place to train without evaluation"
     return problem(f"({kind}) is empty", f"{door.give} {'at least one sample' if name == 'training' else without}")
-
-
-def _article(kind: str) -> str:
-    return "None" if kind == "builtins.NoneType" else f"a {kind.removeprefix('builtins.')}"
 
 
 def tokens_sha256(dataset: Any) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
@@ -14,15 +14,7 @@ from framework.data.batches import WholeBatch
 from framework.data.order import Seeds, mix
 from framework.data.splits import Splits
 from framework.data.text_windows import TextSamples, open_corpus, text_splits
-from framework.data.token_files import (
-    PART_WORDS,
-    PREPARE,
-    PartName,
-    SpecialTokens,
-    no_pair_tokens,
-    num_pairs,
-    one_document,
-)
+from framework.data.token_files import PART_WORDS, PREPARE, SpecialTokens, no_pair_tokens, num_pairs, one_document
 from framework.data.tokens import Tokens
 from framework.errors import ConfigError, Problem
 
@@ -186,17 +178,12 @@ def build(path: str | None = None, *, sequence_length: int = 128, mask_fraction:
             tokenizer lacks a token that pairs need (``text-without-special-tokens``).
     """
     corpus = open_corpus(path)
-    problems = [
-        *no_pair_tokens(corpus.special, path=path),
-        *(problem for name, part in corpus.parts() for problem in _complaints(name, part, path)),
-    ]
+    problems = list(no_pair_tokens(corpus.special, path=path))
+    for name, part in corpus.parts():
+        problems += one_document(name, num_documents=part.num_documents, path=path)
+        if part.offsets[0] != 0 or np.diff(part.offsets).min() < 2:
+            reason = f"the documents of the {PART_WORDS[name]} text do not follow each other"
+            problems.append(Problem("text-damaged", reason, PREPARE, "data.path", path))
     if problems:
         raise ConfigError(problems)
     return text_splits(corpus, partial(TextPairs, sequence_length=sequence_length, mask_fraction=mask_fraction))
-
-
-def _complaints(name: PartName, part: Tokens, path: str | None) -> Iterator[Problem]:
-    yield from one_document(name, num_documents=part.num_documents, path=path)
-    if part.offsets[0] != 0 or np.diff(part.offsets).min() < 2:
-        reason = f"the documents of the {PART_WORDS[name]} text do not follow each other"
-        yield Problem("text-damaged", reason, PREPARE, "data.path", path)

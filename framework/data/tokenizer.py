@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sysconfig
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -154,11 +155,8 @@ _EVAL_FRACTION: Final = 0.1
 _MOST_BYTES: Final = 8 << 20
 
 
-def python_sources(folder: Path | None = None) -> Corpus:
+def python_sources() -> Corpus:
     """The modules directly in the library's folder, in alphabetical order, a document each, byte by byte.
-
-    Args:
-        folder: the library; left out: this Python's.
 
     Returns:
         Every tenth module for evaluation (see `EvaluationShare`), the others for training.
@@ -166,7 +164,7 @@ def python_sources(folder: Path | None = None) -> Corpus:
     Raises:
         ConfigError: kind ``text-not-found``, where Python came without its sources.
     """
-    folder = folder or Path(sysconfig.get_paths()["stdlib"])
+    folder = Path(sysconfig.get_paths()["stdlib"])
     texts = _texts(folder)
     if len(texts) < 20:  # too few to deal between training and evaluation
         reason, fix = f"this Python has no sources in {folder}", "name a folder made by python -m framework prepare"
@@ -182,17 +180,13 @@ def _texts(folder: Path) -> list[bytes]:
     texts: list[bytes] = []
     room = _MOST_BYTES
     for path in sorted(folder.glob("*.py")):
-        if path.name.startswith("_sysconfigdata"):  # says how this one Python was compiled
-            continue
-        try:
-            text = path.read_bytes()
-        except OSError:
-            continue
-        room -= len(text)
-        if room < 0:
-            break
-        if text:
-            texts.append(text)
+        with suppress(OSError):
+            # _sysconfigdata says how this one Python was compiled.
+            text = b"" if path.name.startswith("_sysconfigdata") else path.read_bytes()
+            room -= len(text)
+            if room < 0:
+                break
+            texts += [text] if text else []
     return texts
 
 

@@ -129,16 +129,22 @@ def open_token_folder(path: str, *, key: str = "data.path") -> Corpus:
     problems = size_problems(folder, meta, path, key)
     if problems:
         raise ConfigError(problems)
-    parts = {name: _map_part(folder, name, meta, path, key) for name in meta.parts}
+    parts: dict[str, Tokens] = {}
+    for name in meta.parts:
+        source = MappedFrom(folder / f"{name}.bin", folder / f"{name}.idx", meta.dtype)
+        tokens = parts[name] = map_tokens(source)
+        if tokens.offsets[-1] != len(tokens.numbers):
+            raise ConfigError(damaged(source.offsets, "it does not end at the number of tokens", path, key))
     return Corpus(parts["train"], parts.get("eval"), meta.vocab_size, meta.special_tokens)
 
 
-def verify_token_folder(path: str, *, key: str = "--verify") -> Meta:
+def verify_token_folder(path: str) -> Meta:
     """Read everything: checksums, document starts in order, token numbers within the vocabulary.
 
     Raises:
         ConfigError: as `open_token_folder`, and every file whose content is not what `prepare` wrote.
     """
+    key = "--verify"
     corpus = open_token_folder(path, key=key)
     folder, meta = read_meta(path, key)
     problems = [
@@ -156,10 +162,3 @@ def verify_token_folder(path: str, *, key: str = "--verify") -> Meta:
     if problems:
         raise ConfigError(problems)
     return meta
-
-
-def _map_part(folder: Path, name: str, meta: Meta, path: str, key: str) -> Tokens:
-    tokens = map_tokens(MappedFrom(folder / f"{name}.bin", folder / f"{name}.idx", meta.dtype))
-    if tokens.offsets[-1] != len(tokens.numbers):
-        raise ConfigError(damaged(folder / f"{name}.idx", "it does not end at the number of tokens", path, key))
-    return tokens

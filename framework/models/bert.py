@@ -83,10 +83,8 @@ class MaskedAttention(nn.Module):
 
     def __init__(self, shape: BERTShape) -> None:
         super().__init__()
-        self.num_heads, self.dropout = shape.num_heads, shape.dropout
-        self.query, self.key, self.value, self.output = (
-            shape.linear(shape.hidden_size, shape.hidden_size) for _ in range(4)
-        )
+        self.num_heads, self.dropout, size = shape.num_heads, shape.dropout, shape.hidden_size
+        self.query, self.key, self.value, self.output = (shape.linear(size, size) for _ in range(4))
 
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
         head_size = hidden.shape[-1] // self.num_heads

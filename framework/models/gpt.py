@@ -27,18 +27,11 @@ from framework.models.layers import Layer, LayeredModel
 def rotate(*heads: Tensor, theta: float) -> tuple[Tensor, ...]:
     """Turn the pair (i, i + d/2) of the vector at position p by the angle p * theta^(-2i/d).
 
-    Rotary positions (Su et al. 2021, "RoFormer"), in the half-split order of Llama's released weights.
+    Rotary positions (Su et al. 2021, "RoFormer"), in the half-split order of Llama's released weights, of queries and
+    keys (batch, heads, sequence, d) of one length, d and dtype, d even; the result has the same shapes and dtype.
 
     The angles are computed anew in float32 (float64 for such input) and never kept in a buffer: ZeRO-3's constructor
-    patch and half-precision casts would round them, and a checkpoint would hold what is no weight. Queries and keys,
-    turned together, share them.
-
-    Args:
-        heads: queries or keys (batch, heads, sequence, d) of one length, d and dtype, d even.
-        theta: base of the wavelengths.
-
-    Returns:
-        The same shapes and dtype.
+    patch and half-precision casts would round them, and a checkpoint would hold what is no weight.
     """
     some = heads[0]
     dtype, width = torch.promote_types(some.dtype, torch.float32), some.shape[-1]
@@ -216,12 +209,10 @@ def gpt_layers(shape: GPTShape) -> list[Layer]:
     """Recipes: embedding, positions and dropout, blocks, norm, head."""
     embed = partial(TokenEmbedding, shape.vocab_size, shape.hidden_size)
     blocks = [Layer(f"blocks.{number}", partial(GPTBlock, shape)) for number in range(shape.num_layers)]
+    second = Layer("dropout", partial(nn.Dropout, shape.dropout))
     if shape.positions == "learned":
-        second = Layer(
-            "positions", partial(LearnedPositions, shape.max_positions, shape.hidden_size, dropout=shape.dropout)
-        )
-    else:
-        second = Layer("dropout", partial(nn.Dropout, shape.dropout))
+        make = partial(LearnedPositions, shape.max_positions, shape.hidden_size, dropout=shape.dropout)
+        second = Layer("positions", make)
     middle = [second, *blocks, Layer("norm", shape.make_norm)]
     if shape.tie_embeddings:
         return [Layer("embed", embed, tied="embed"), *middle, Layer("head", embed, call=as_head, tied="embed")]

@@ -73,7 +73,7 @@ class TextEditor:
     """
 
     def __init__(self, document: Document) -> None:
-        self.text, self.spans, self.root, self.syntax = (document.text, document.spans, document.value, document.syntax)
+        self.text, self.spans, self.root, self.syntax = document.text, document.spans, document.value, document.syntax
         self.newline = "\r\n" if "\r\n" in self.text else "\n"
         first = next((path for path in self.spans if len(path) == 1), ())
         self.indent_unit = "  " if self.syntax == "yaml" else self._own_indent(first) or "    "
@@ -131,18 +131,20 @@ class TextEditor:
                 raise EditError("the last member is an alias")
             if self._is_block(path):
                 splices += self._changed_lines(path, members, section)
-            elif not members:
-                splices.append(self._fill(path, section.new))
-            elif not section.new:
-                cuts += self._cuts(section.removed) + self._last_comma(members, section.removed)
-                if section.removed.issuperset(members) and not self._has_braces(path):
-                    splices.append(self._at_end("{}"))
-            elif members[-1] in section.removed:
+                continue
+            if section.new and members and members[-1] in section.removed:
                 cuts += self._cuts(section.removed - {members[-1]})
                 splices.append(self._instead(members, section.new))
-            else:
-                cuts += self._cuts(section.removed)
+                continue
+            cuts += self._cuts(section.removed)
+            if not members:
+                splices.append(self._fill(path, section.new))
+            elif section.new:
                 splices += self._append(members, section.new)
+            else:
+                cuts += self._last_comma(members, section.removed)
+                if section.removed.issuperset(members) and not self._has_braces(path):
+                    splices.append(self._at_end("{}"))
         return splices + self._deletions(sorted(cuts))
 
     def requoted(self, splices: Sequence[Splice]) -> list[Splice]:
