@@ -13,6 +13,7 @@ import torch
 
 from framework.checkpoint.state.optimizer_shards import names_of
 from framework.engine.distributed import device
+from framework.engine.gradient_sums import sum_gradients
 from framework.engine.initialize import BaseEngine, MakeOptimizer, Step, initialize
 from framework.engine.metrics import EvalSums, mean_over_ranks
 from framework.engine.step_loss import StepLoss
@@ -41,11 +42,12 @@ class PlainEngine(BaseEngine):
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, plan: Plan, task: Task) -> None:
         super().__init__(engine, plan, task, names=partial(names_of, engine.module))
-        self._loss = StepLoss(task, micro_batches=engine.gradient_accumulation_steps())
+        sums = sum_gradients(engine)
+        self._loss = StepLoss(task, micro_batches=engine.gradient_accumulation_steps(), sums=sums)
 
     def train_step(self, micro_batches: Iterator[Any]) -> Step:
         """Forward, backward and DeepSpeed's step for each micro-batch; nothing here waits for the device."""
-        engine, task, accumulation_steps = self.engine, self._task, self.engine.gradient_accumulation_steps()
+        engine, task = self.engine, self._task
         lr = float(engine.get_lr()[0])  # before the step: DeepSpeed moves the schedule on at its end
         total: torch.Tensor | None = None
         halves = (self._batches.split(task, batch) for batch in micro_batches)
@@ -56,8 +58,8 @@ class PlainEngine(BaseEngine):
                 engine.step()
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
-        mean = total / accumulation_steps if accumulation_steps > 1 else total
-        return Step(self, partial(mean_over_ranks, mean), lr, may_have_been_skipped(engine))
+        mean = self._loss.mean(total)
+        return Step(self, lambda: mean_over_ranks(mean()), lr, may_have_been_skipped(engine))
 
     def evaluate(
         self, batches: Iterable[tuple[Any, bool]], *, is_stopping: Callable[[], bool] = lambda: False

@@ -5,39 +5,43 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import islice
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed
 
+from framework.engine.gradient_sums import NOTHING, GradientSums
 from framework.errors import ConfigError
 from framework.tasks.task import Ratio, Task
-
-_NOTHING: Final = 1e-30  # less than any count, and its reciprocal a float
 
 
 class StepLoss:
     """Losses of a step's micro-batches, weighted so that DeepSpeed's mean over them and the ranks is sum over count.
 
     DeepSpeed divides every loss by the number of micro-batches and averages over ranks: a sum is multiplied by
-    micro-batches x ranks / count of the whole step, which has to be known before the first backward pass.
+    micro-batches x ranks / count of the whole step, which has to be known before the first backward pass; or, where
+    `GradientSums` divides the gradients by the count, by a number that is known.
     """
 
-    def __init__(self, task: Task, *, micro_batches: int, group: Any = None) -> None:
+    def __init__(self, task: Task, *, micro_batches: int, group: Any = None, sums: GradientSums | None = None) -> None:
         """Take the number of micro-batches in a step, and the process group whose losses are averaged (None: all)."""
-        self._task, self._micro_batches, self._group = task, micro_batches, group
+        self._task, self._micro_batches, self._group, self._sums = task, micro_batches, group, sums
+        self._later: GradientSums | None = None  # divides this step's gradients
         # One factor for each sum of a loss, once the ranks' counts are there; None where the task counts nothing.
-        self._scales: Callable[[], Sequence[torch.Tensor]] | None = None
+        self._scales: Callable[[], Sequence[torch.Tensor | float]] | None = None
 
     def weighted(self, stream: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
         """Yield the step's (inputs, targets), once the ranks have agreed on what they count.
 
-        Read one by one, and no collective, where the task counts nothing.
+        Read one by one, and no collective, where the task counts nothing or the count travels with the gradients.
         """
         step = islice(stream, self._micro_batches)
         first = next(step)
         count = self._task.count(first[1])
-        if count is None:
+        self._later = None if count is None or isinstance(count, tuple) else self._sums
+        if self._later is not None:
+            yield from self._counted(self._later, count, first, step)
+        elif count is None:
             self._scales = None
             yield first
         else:
@@ -45,6 +49,25 @@ class StepLoss:
             self._scales = self._agree([count, *(self._task.count(targets) for _, targets in pairs[1:])])
             yield from pairs
         yield from step
+
+    def _counted(self, sums: GradientSums, count: Any, first: Any, others: Iterator[Any]) -> Iterator[Any]:
+        scale = self._micro_batches / sums.divisor
+        self._scales = lambda: (scale,)
+        sums.count(_number(count, sums.device))
+        yield first
+        for pair in others:
+            sums.count(_number(self._task.count(pair[1]), sums.device))
+            yield pair
+
+    def mean(self, total: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Return what computes this rank's loss of the step that was taken, of which the ranks' mean is the step's,
+        from the sum over its micro-batches.
+        """
+        mean = total / self._micro_batches if self._micro_batches > 1 else total
+        if self._later is None:
+            return lambda: mean
+        factor, ranks = self._later.factor, self._later.ranks
+        return lambda: mean * (factor * ranks)
 
     def _agree(self, counts: list[Any]) -> Callable[[], Sequence[torch.Tensor]]:
         """Begin to add what all ranks count; the result waits for it when the first loss is there."""
@@ -59,7 +82,7 @@ class StepLoss:
             if adding is not None:
                 adding.wait()
             # Where nothing counts the sums are zero as well, and so is the loss.
-            return (float(self._micro_batches * ranks) / sums.clamp(min=_NOTHING)).unbind()
+            return (float(self._micro_batches * ranks) / sums.clamp(min=NOTHING)).unbind()
 
         return scales
 
@@ -88,6 +111,7 @@ def _parts(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def _number(part: torch.Tensor | int, device: torch.device | None) -> torch.Tensor:
+def _number(part: Any, device: torch.device | None) -> torch.Tensor:
     """As float32, filled in on the device: copying a number from the host would wait for it."""
-    return part.float() if isinstance(part, torch.Tensor) else torch.full((), float(part), device=device)
+    is_tensor = isinstance(part, torch.Tensor)
+    return part.to(device, torch.float32) if is_tensor else torch.full((), float(part), device=device)
