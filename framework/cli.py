@@ -90,7 +90,7 @@ def _run(words: Sequence[str]) -> int:
 
             return launch(words[1:])
         if words[:1] == ["doctor"]:
-            from framework.doctor.command import doctor
+            from framework.commands.doctor import doctor
 
             return doctor(words[1:])
         if words and words[0] in _BELOW_THE_LINE:

@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "deploy": {"load_run", "system", "text", "config", "plan", "launch", "hosts"},
     "report": {"system", "text", "config", "plan", "checkpoint", "train"},
     "commands": {"load_run", "system", "text", "config", "plan", "checkpoint", "train", "dslint"},
+    "doctor command": {"system", "config", "plan", "launch", "hosts", "node checks", "doctor"},
     # ------------------------------------------------ torch line
     "models": {"system", "text", "config"},
     "data": {"system", "config", "token files"},
@@ -65,7 +66,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "run": {"system", "token files", "config", "plan", "checkpoint", "train", "report", "data", "engine", "setup"},
     "torch commands": {"system", "config", "token files", "checkpoint", "checkpoint state", "data", "engine", "setup"},
     # ------------------------------------------------ on top
-    "cli": {"load_run", "system", "config", "plan", "dslint", "hosts", "launch", "doctor", "deploy", "commands"},
+    "cli": {
+        "load_run",
+        "system",
+        "config",
+        "plan",
+        "dslint",
+        "hosts",
+        "launch",
+        "doctor",
+        "doctor command",
+        "deploy",
+        "commands",
+    },
     "script": {"load_run", "system", "plan", "launch", "run"},  # what train.py does
     "entry": {"script"},  # train.py of an installed copy
     "__main__": {"system", "cli"},
@@ -82,6 +95,7 @@ HALVES = {
     "launch.environment": "hosts",
     "launch.options": "hosts",
     "launch.deepspeed_command": "hosts",
+    "commands.doctor": "doctor command",
     "commands.export": "torch commands",
     "commands.generate": "torch commands",
 }
@@ -103,6 +117,7 @@ LIGHT = (
     "deploy",
     "report",
     "commands",
+    "doctor command",
     "cli",
     "__main__",
     "__init__",

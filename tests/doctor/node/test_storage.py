@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from framework.checkpoint.names import size_of
+from framework.commands.doctor import doctor
 from framework.config.load import config_from_values
-from framework.doctor.command import doctor
 from framework.doctor.node import storage
 from framework.doctor.node.findings import Node
 from framework.doctor.node.machine import examine

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from framework.doctor import command
+from framework.commands import doctor as command
 from framework.doctor.hosts import judge
 from framework.doctor.node.findings import Check, Node
 from framework.launch import local
