@@ -31,10 +31,10 @@ class _Bucket:
         self.sending: Any = None
         self.grew_later = False
 
-    def send(self, group: Any, *further: torch.Tensor) -> None:
+    def send(self, group: Any, dtype: torch.dtype, *further: torch.Tensor) -> None:
         """Take the gradients from their parameters and begin to add them up; what got none counts as zeros."""
         gradients = [_flat_gradient(parameter) for parameter in self.parameters]
-        self.flat = torch.cat([*gradients, *further])
+        self.flat = torch.cat([*gradients, *further]).to(dtype)
         self.sending = torch.distributed.all_reduce(self.flat, group=group, async_op=True)
         for parameter in self.parameters:
             parameter.grad = None
@@ -44,7 +44,7 @@ class _Bucket:
         assert self.flat is not None
         self.sending.wait()
         if self.grew_later:  # a checkpointed part of the model that is used twice runs backward twice
-            later = torch.cat([_flat_gradient(parameter) for parameter in self.parameters])
+            later = torch.cat([_flat_gradient(parameter) for parameter in self.parameters]).to(self.flat)
             torch.distributed.all_reduce(later, group=group)
             self.flat[: later.numel()] += later
         return self.flat
@@ -52,9 +52,9 @@ class _Bucket:
     def hand_out(self, factor: torch.Tensor | float) -> None:
         """Give the parameters their gradients, as views, and forget the sums."""
         assert self.flat is not None
-        self.flat.mul_(factor)
+        flat = self.flat.mul_(factor).to(self.parameters[0].dtype)
         sizes = [parameter.numel() for parameter in self.parameters]
-        views = torch.split(self.flat, [*sizes, self.flat.numel() - sum(sizes)])
+        views = torch.split(flat, [*sizes, flat.numel() - sum(sizes)])
         for parameter, view in zip(self.parameters, views, strict=False):
             parameter.grad = view.view(parameter.shape) if parameter.requires_grad else None
         self.flat, self.grew_later = None, False
@@ -68,19 +68,26 @@ def _flat_gradient(parameter: Parameter) -> torch.Tensor:
 
 
 class GradientSums:
-    """Stands in for `DeepSpeedEngine.allreduce_gradients`, and divides by what the ranks count instead of by ranks."""
+    """Stands in for `DeepSpeedEngine.allreduce_gradients`; may divide by what the ranks count instead of by ranks."""
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine) -> None:
         self._engine, self._group = engine, engine.seq_data_parallel_group
         self.ranks, self.device = torch.distributed.get_world_size(self._group), engine.device
         # What losses are divided by before the sums are there: a power of two, so that no bit depends on it.
         self.divisor = 2.0 ** round(math.log2(engine.train_batch_size()))
+        self._dtype = engine.communication_data_type
         self._count: torch.Tensor | None = None
         self.factor: torch.Tensor | float = 1.0 / self.ranks  # of the last step's sums
         self._buckets: list[_Bucket] = []
         self._num_sent = 0
         self._frozen = list(engine.module.parameters())
         self._add_trainable()
+
+    @property
+    def divides(self) -> bool:
+        """Whether gradients may be divided by a count after they were added: not those that are scaled, or short."""
+        has_scale = self._engine.fp16_enabled() or self._engine.torch_autocast_z0_gradscaler is not None
+        return not has_scale and all(one.dtype == torch.float32 for one in self._buckets[0].parameters)
 
     def count(self, number: torch.Tensor) -> None:
         """Add what a micro-batch counts, 0-d float32 on the device, before its backward pass."""
@@ -131,7 +138,7 @@ class GradientSums:
         counted = () if self._num_sent or self._count is None else (self._count.reshape(1),)
         self._num_sent += 1
         with torch.no_grad():
-            bucket.send(self._group, *counted)
+            bucket.send(self._group, self._dtype, *counted)
 
 
 def _cut(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
@@ -147,25 +154,36 @@ def _cut(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
 
 
 def sum_gradients(engine: deepspeed.DeepSpeedEngine) -> GradientSums | None:
-    """Put `GradientSums` in place where all gradients are dense float32 numbers that all ranks sum up alike; None
-    where DeepSpeed's way stays.
+    """Put `GradientSums` in place where all gradients are dense, of one type and added by all ranks alike, and nothing
+    at all where there is one rank; None where DeepSpeed's way stays, and for one rank.
     """
     trainable = [parameter for parameter in engine.module.parameters() if parameter.requires_grad and parameter.numel()]
+    dtypes = {parameter.dtype for parameter in trainable}
     is_plain = (
         engine.zero_optimization_stage() == 0
-        and not (engine.fp16_enabled() or engine.bfloat16_enabled())
-        and engine.torch_autocast_z0_gradscaler is None
-        and engine.communication_data_type == torch.float32
+        and not hasattr(engine.optimizer, "get_grads_for_reduction")  # it keeps gradients of its own
+        and len(dtypes) == 1
+        and engine.communication_data_type in (torch.float32, *dtypes)
         and engine.gradient_average
         and engine.postscale_gradients()
         and engine.gradient_predivide_factor() == 1.0
         and not (engine.has_moe_layers or engine.sequence_parallel_size > 1)
         and not any(getattr(module, "sparse", False) for module in engine.module.modules())
         and engine.seq_data_parallel_group is not None
-        and torch.distributed.get_world_size(engine.seq_data_parallel_group) > 1
     )
-    if not is_plain or not trainable or any(parameter.dtype != torch.float32 for parameter in trainable):
+    if not is_plain:
+        return None
+    if torch.distributed.get_world_size(engine.seq_data_parallel_group) == 1:
+        engine.allreduce_gradients = partial(_complete, engine)
         return None
     sums = GradientSums(engine)
     engine.allreduce_gradients = sums
     return sums
+
+
+def _complete(engine: deepspeed.DeepSpeedEngine, bucket_size: int | None = None) -> None:
+    """Give zeros to what took no part in the loss, as DeepSpeed does, which copies all gradients for it."""
+    if engine.is_gradient_accumulation_boundary():
+        for parameter in engine.module.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)

@@ -20,15 +20,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from framework.config.load import config_from_values
-from framework.engine import gradient_sums
+from framework.engine import gradient_sums, plain_engine
 from framework.engine.distributed import process_group, rank
 from framework.engine.gradient_sums import GradientSums
 from framework.engine.plain_engine import PlainEngine, build_engine
 from framework.setup.prepared import prepare
 from framework.tasks.task import Ratio, Task
+from tests.jobs.half_on_cpu import allow_fp16
 
-RANKS, STEPS, WIDTH = 2, 4, 16
-LR = 0.5
+STEPS, WIDTH = 5, 16
+LR, DECAY = 0.5, 0.1
 
 
 class Net(nn.Module):
@@ -39,7 +40,7 @@ class Net(nn.Module):
         self.kind, self.steps = kind, 0
         torch.manual_seed(0)
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        if kind in ("branch", "froze"):
+        if kind in ("branch", "froze", "unused"):
             self.branch = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, 1)
         if kind == "thawed":
@@ -58,7 +59,7 @@ class Net(nn.Module):
             values = self.second(first(inputs).tanh()).tanh()
         if self.kind == "branch" and inputs[0, 0] > 0:
             values = values + self.branch(values)
-        if self.kind == "froze" and self.steps > 2:
+        if self.kind == "froze" and self.steps > 3:
             self.branch.requires_grad_(False)
         elif self.kind == "froze":
             values = values + self.branch(values)
@@ -85,6 +86,14 @@ class MeanSquares(Task):
         return (outputs.squeeze(1) - targets.nan_to_num()).square().mean()
 
 
+HALF: dict[str, tuple[dict[str, Any], Task]] = {
+    "bf16": ({"dtype": "bf16"}, SquaresThatCount()),
+    "bf16-reduced-in-fp32": ({"dtype": "bf16", "grad_reduction": "fp32"}, SquaresThatCount()),
+    "fp16": ({"dtype": "fp16"}, SquaresThatCount()),
+    "autocast": ({"dtype": "autocast"}, MeanSquares()),  # a count would be divided by at another time
+}
+
+
 def batch(step: int, micro: int, of_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Four samples, of which one rank's have no branch and some lack a target, another number on each rank."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro + of_rank)
@@ -99,13 +108,13 @@ def batch(step: int, micro: int, of_rank: int) -> tuple[torch.Tensor, torch.Tens
 def trained_alone(kind: str, task: Task, accumulation: int) -> tuple[Net, list[float]]:
     """Plain PyTorch in one process, on the batches of all ranks."""
     net, losses = Net(kind), []
-    optimizer = torch.optim.SGD([one for one in net.parameters() if one.requires_grad], lr=LR)
+    optimizer = torch.optim.SGD([one for one in net.parameters() if one.requires_grad], lr=LR, weight_decay=DECAY)
     for step in range(STEPS):
         total: Any = 0.0
         count: Any = 0.0
         net.steps = step * accumulation
         for micro in range(accumulation):
-            for of_rank in range(RANKS):
+            for of_rank in range(torch.distributed.get_world_size()):
                 inputs, targets = batch(step, micro, of_rank)
                 net.steps = step * accumulation + micro
                 loss = task.loss(net(inputs), targets)
@@ -148,21 +157,44 @@ def main() -> None:
     found: dict[str, Any] = {}
     # A bucket for every weight.
     with mock.patch.object(gradient_sums, "_BUCKET_NUMBERS", 100), process_group(None):
-        for kind in ("plain", "branch", "checkpointed_twice", "thawed", "froze"):
+        for kind in ("plain", "branch", "unused", "checkpointed_twice", "thawed", "froze"):
             for task in (SquaresThatCount(), MeanSquares()):
                 for accumulation in (1, 3):
                     name = f"{kind}-{type(task).__name__}-{accumulation}"
                     found[name] = _case(kind, task, accumulation)
+        allow_fp16()
+        for name, (precision, task) in HALF.items():
+            found[name] = _beside_deepspeeds_own(precision, task)
         is_first = rank() == 0
     if is_first:
         Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")
+
+
+def _beside_deepspeeds_own(precision: dict[str, Any], task: Task) -> dict[str, Any]:
+    """Train twice in half precision: two ranks add in any order to the same bits, so none may differ."""
+    values = {
+        "model": {"kind": "mlp"},
+        "batch": {"micro_size": 4, "accumulation_steps": 2},
+        "precision": precision,
+        "training": {"clip_grad_norm": 1.0},
+    }
+    prepared, weights = prepare(config_from_values(values)), []
+    for way in (gradient_sums.sum_gradients, lambda engine: None):
+        with mock.patch.object(plain_engine, "sum_gradients", way):
+            engine = build_engine(prepared.plan, ds_config=prepared.ds_config, model=Net("branch"), task=task)
+        ours = isinstance(engine.engine.allreduce_gradients, GradientSums)
+        losses, _ = trained_together(engine, 2)
+        weights.append([ours, losses, [one.tolist() for one in engine.engine.module.parameters()]])
+        engine.close()
+    (is_ours, *found), (is_theirs, *expected) = weights
+    return {"ways": [is_ours, is_theirs], "equal": found == expected}
 
 
 def _case(kind: str, task: Task, accumulation: int) -> dict[str, Any]:
     values = {
         "model": {"kind": "mlp"},
         "batch": {"micro_size": 4, "accumulation_steps": accumulation},
-        "optimizer": {"kind": "sgd", "lr": LR, "momentum": 0.0},
+        "optimizer": {"kind": "sgd", "lr": LR, "momentum": 0.0, "weight_decay": DECAY},
     }
     prepared = prepare(config_from_values(values))
     engine = build_engine(prepared.plan, ds_config=prepared.ds_config, model=Net(kind), task=task)
