@@ -57,7 +57,7 @@ class _Bucket:
         views = torch.split(flat, [*sizes, flat.numel() - sum(sizes)])
         for parameter, view in zip(self.parameters, views, strict=False):
             parameter.grad = view.view(parameter.shape) if parameter.requires_grad else None
-        self.flat, self.grew_later = None, False
+        self.flat, self.sending, self.grew_later = None, None, False  # a handle holds what was sent
 
 
 def _flat_gradient(parameter: Parameter) -> torch.Tensor:
