@@ -7,7 +7,6 @@ al. 2020, section 3.2), and the gradients become views of what has arrived.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from functools import partial
 from typing import Any, Final
@@ -73,8 +72,9 @@ class GradientSums:
     def __init__(self, engine: deepspeed.DeepSpeedEngine) -> None:
         self._engine, self._group = engine, engine.seq_data_parallel_group
         self.ranks, self.device = torch.distributed.get_world_size(self._group), engine.device
-        # What losses are divided by before the sums are there: a power of two, so that no bit depends on it.
-        self.divisor = 2.0 ** round(math.log2(engine.train_batch_size()))
+        # What losses are divided by before the counts are there: one for each sample, so that gradients have their right
+        # size in the backward pass as well, where a model may clip them itself.
+        self.divisor = float(engine.train_batch_size())
         self._dtype = engine.communication_data_type
         self._count: torch.Tensor | None = None
         self.factor: torch.Tensor | float = 1.0 / self.ranks  # of the last step's sums
@@ -103,7 +103,7 @@ class GradientSums:
             self.factor = 1.0 / self.ranks
             if self._count is not None:
                 # Where nothing counts the sums are zero as well.
-                self.factor = self.divisor / first[-1].clamp(min=NOTHING)
+                self.factor = self.divisor / self.ranks / first[-1].clamp(min=NOTHING)
             for bucket in self._buckets:
                 bucket.hand_out(self.factor)
             self._num_sent, self._count = 0, None

@@ -33,12 +33,14 @@ class StepLoss:
     def weighted(self, stream: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
         """Yield the step's (inputs, targets), once the ranks have agreed on what they count.
 
-        Read one by one, and no collective, where the task counts nothing or the count travels with the gradients.
+        Read one by one, and no collective, where the task counts nothing or its count travels with the gradients.
         """
         step = islice(stream, self._micro_batches)
         first = next(step)
         count = self._task.count(first[1])
-        self._later = None if count is None or isinstance(count, tuple) else self._sums
+        # One target for each sample: the count is nearly known, and may come when the gradients are there.
+        is_near = count is not None and isinstance(first[1], torch.Tensor) and first[1].ndim == 1
+        self._later = self._sums if is_near and not isinstance(count, tuple) else None
         if self._later is not None:
             yield from self._counted(self._later, count, first, step)
         elif count is None:
@@ -51,7 +53,7 @@ class StepLoss:
         yield from step
 
     def _counted(self, sums: GradientSums, count: Any, first: Any, others: Iterator[Any]) -> Iterator[Any]:
-        scale = self._micro_batches / sums.divisor
+        scale = self._micro_batches * sums.ranks / sums.divisor
         self._scales = lambda: (scale,)
         sums.count(_number(count, sums.device))
         yield first
