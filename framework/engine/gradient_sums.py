@@ -72,8 +72,8 @@ class GradientSums:
     def __init__(self, engine: deepspeed.DeepSpeedEngine) -> None:
         self._engine, self._group = engine, engine.seq_data_parallel_group
         self.ranks, self.device = torch.distributed.get_world_size(self._group), engine.device
-        # What losses are divided by before the counts are there: one for each sample, so that gradients have their right
-        # size in the backward pass as well, where a model may clip them itself.
+        # Divides losses before the counts are there: one for each sample. So gradients have their right size
+        # in the backward pass as well, where a model may clip them itself.
         self.divisor = float(engine.train_batch_size())
         self._dtype = engine.communication_data_type
         self._count: torch.Tensor | None = None
