@@ -29,7 +29,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "commands": (71, 10),
     "models": (71, 11),
     "tasks": (21, 5),
-    "data": (132, 18),
+    "data": (133, 19),
     "engine": (185, 28),
     "setup": (76, 8),
     "dslint": (248, 22),

@@ -11,7 +11,7 @@ from sklearn.model_selection import train_test_split  # type: ignore[import-unty
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from framework.data.image_sets import ImageTensors
+from framework.data.image_tensors import ImageTensors
 from framework.data.splits import Splits
 
 NUM_EVALUATION: Final = 360

@@ -16,7 +16,7 @@ from filelock import FileLock
 from torch import Tensor
 from torchvision.datasets import CIFAR10, FashionMNIST  # type: ignore[import-untyped]
 
-from framework.data.image_sets import ImageTensors
+from framework.data.image_tensors import ImageTensors
 from framework.data.splits import Splits
 from framework.errors import ConfigError, in_one_line
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from framework.config.data import Digits
 from framework.data.digits import build
-from framework.data.image_sets import ImageTensors
+from framework.data.image_tensors import ImageTensors
 
 
 def images_of(dataset: object) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from framework.data import sample_seed
 from framework.data.batches import WholeBatch, collate
-from framework.data.image_sets import ImageTensors
+from framework.data.image_tensors import ImageTensors
 from framework.data.order import mix
 from framework.data.sample_seed import SeededBatches, SeededSamples, random_state_kept, seed_generators
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from framework.data.image_sets import ImageTensors
+from framework.data.image_tensors import ImageTensors
 from framework.data.synthetic import SyntheticImages, build
 
 SMALL = {"image_size": 5, "channels": 2, "num_classes": 3}

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torchvision.datasets import CIFAR10, FashionMNIST
 
-from framework.data.image_sets import ImageTensors
+from framework.data.image_tensors import ImageTensors
 from framework.data.splits import Splits
 from framework.data.torchvision_sets import cifar10, fashion_mnist
 from framework.errors import ConfigError, show_value

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from framework.data.image_sets import ImageTensors
+from framework.data.image_tensors import ImageTensors
 from framework.data.loaders import TrainLoader
 from framework.errors import ConfigError
 

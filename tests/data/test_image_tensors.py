@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
-from framework.data.image_sets import ImageTensors
+from framework.data.image_tensors import ImageTensors
 from framework.data.order import mix
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)

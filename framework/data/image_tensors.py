@@ -1,0 +1,122 @@
+"""Images in memory, fetched a batch at a time; torchvision is not imported for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from framework.data.batches import BatchDataset, WholeBatch
+from framework.data.order import Seeds, mix
+
+_PADDING: Final = 4
+_NUM_OFFSETS: Final = 2 * _PADDING + 1
+
+
+class ImageTensors(BatchDataset):
+    """Images held as uint8, handed out as normalised float32, a whole batch in one gather instead of one by one.
+
+    A sample is (image (C, H, W) float32, label int). `__getitems__` returns a whole batch, so an own `DataLoader` over
+    this dataset needs ``collate_fn=framework.data.batches.collate``.
+
+    With `augment`, an image is cropped at random out of itself padded by 4 black pixels, and flipped left to right half
+    of the time. Read through a training loader, both depend on (seed, epoch, sample index) alone; read directly, they
+    draw from torch's default generator.
+    """
+
+    def __init__(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        *,
+        mean: Sequence[float],
+        std: Sequence[float],
+        augment: bool = False,
+    ) -> None:
+        """Hold the images; nothing is copied.
+
+        Args:
+            images: (N, C, H, W), uint8.
+            labels: (N,), int64.
+            mean: per channel, of pixel values scaled to [0, 1].
+            std: per channel, of pixel values scaled to [0, 1]; positive.
+            augment: random crops and flips.
+
+        Raises:
+            ValueError: shapes or dtypes are not as above.
+        """
+        _check(images, labels, num_statistics=(len(mean), len(std)))
+        self.images = images
+        self.labels = labels
+        self.augment = augment
+        # (pixel / 255 - mean) / std as one multiplication and one addition.
+        self._scale = (1.0 / (255.0 * torch.tensor(std, dtype=torch.float64))).float().view(-1, 1, 1)
+        self._shift = (-torch.tensor(mean, dtype=torch.float64) / torch.tensor(std)).float().view(-1, 1, 1)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image, label = super().__getitem__(index)
+        return image, int(label)
+
+    def __getitems__(self, indices: Sequence[int]) -> WholeBatch:
+        """A batch: images (B, C, H, W) float32 and labels (B,) int64."""
+        if not self.augment:
+            return self._batch(self.images[torch.as_tensor(indices)], indices)
+        drawn = torch.randint(torch.iinfo(torch.int64).max, (len(indices),))
+        return self.items_from_seeds(indices, drawn.numpy().astype(np.uint64))
+
+    def items_from_seeds(self, indices: Sequence[int], seeds: Seeds) -> WholeBatch:
+        """The same batch, every sample's augmentation decided by its own seed (see `sample_seed.DrawsFromSeeds`)."""
+        images = self.images[torch.as_tensor(indices)]
+        return self._batch(_cropped_and_flipped(images, seeds) if self.augment else images, indices)
+
+    def _batch(self, images: Tensor, indices: Sequence[int]) -> WholeBatch:
+        pixels = images.float().mul_(self._scale).add_(self._shift)
+        return WholeBatch((pixels, self.labels[torch.as_tensor(indices)]))
+
+
+def _cropped_and_flipped(images: Tensor, seeds: Seeds) -> Tensor:
+    """Cut a window out of every padded image and mirror half of them, in one gather.
+
+    Args:
+        images: (B, C, H, W).
+        seeds: (B,); three independent draws are hashed out of each.
+
+    Returns:
+        (B, C, H, W) of the same dtype.
+    """
+    batch, channels, height, width = images.shape
+    top, left = (_draw(seeds, purpose=purpose, bound=_NUM_OFFSETS) for purpose in (1, 2))
+    flip = _draw(seeds, purpose=3, bound=2).bool()
+    rows = top[:, None] + torch.arange(height)
+    columns = torch.arange(width).expand(batch, width)
+    columns = left[:, None] + torch.where(flip[:, None], width - 1 - columns, columns)
+    padded = pad(images, [_PADDING] * 4)
+    return padded[
+        torch.arange(batch)[:, None, None, None],
+        torch.arange(channels)[None, :, None, None],
+        rows[:, None, :, None],
+        columns[:, None, None, :],
+    ]
+
+
+def _draw(seeds: Seeds, *, purpose: int, bound: int) -> Tensor:
+    """Integers in [0, bound), int64 of shape (B,); `purpose` tells apart the draws of one sample."""
+    return torch.from_numpy((mix(seeds, purpose) % np.uint64(bound)).astype(np.int64))
+
+
+def _check(images: Any, labels: Any, *, num_statistics: tuple[int, int]) -> None:
+    if images.dtype != torch.uint8 or images.ndim != 4:
+        raise ValueError(f"images must be uint8 of shape (N, C, H, W), not {images.dtype} {tuple(images.shape)}")
+    if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
+        raise ValueError(f"labels must be int64 of shape ({len(images)},), not {labels.dtype} {tuple(labels.shape)}")
+    if num_statistics != (images.shape[1], images.shape[1]):
+        raise ValueError(
+            f"mean and std must have one value for each of {images.shape[1]} channels, not {num_statistics}"
+        )
