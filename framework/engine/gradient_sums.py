@@ -16,19 +16,19 @@ import torch
 import torch.distributed
 from torch.nn import Parameter
 
-NOTHING: Final = 1e-30  # less than any count, and its reciprocal a float
+from framework.errors import TrainingError
+
 _BUCKET_NUMBERS: Final = 25 * 2**20 // 4  # 25 MiB of float32, as DDP
 
 
 class _Bucket:
-    """Parameters whose gradients travel together."""
+    """Parameters of one type whose gradients travel together."""
 
     def __init__(self, parameters: list[Parameter]) -> None:
         self.parameters = parameters
         self.missing = set(parameters)
         self.flat: torch.Tensor | None = None
         self.sending: Any = None
-        self.grew_later = False
 
     def send(self, group: Any, dtype: torch.dtype, *further: torch.Tensor) -> None:
         """Take the gradients from their parameters and begin to add them up; what got none counts as zeros."""
@@ -38,14 +38,10 @@ class _Bucket:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def receive(self, group: Any) -> torch.Tensor:
+    def receive(self) -> torch.Tensor:
         """Wait for the sums, on a GPU only in the order of its work."""
         assert self.flat is not None
         self.sending.wait()
-        if self.grew_later:  # a checkpointed part of the model that is used twice runs backward twice
-            later = torch.cat([_flat_gradient(parameter) for parameter in self.parameters]).to(self.flat)
-            torch.distributed.all_reduce(later, group=group)
-            self.flat[: later.numel()] += later
         return self.flat
 
     def hand_out(self, factor: torch.Tensor | float) -> None:
@@ -55,8 +51,9 @@ class _Bucket:
         sizes = [parameter.numel() for parameter in self.parameters]
         views = torch.split(flat, [*sizes, flat.numel() - sum(sizes)])
         for parameter, view in zip(self.parameters, views, strict=False):
-            parameter.grad = view.view(parameter.shape) if parameter.requires_grad else None
-        self.flat, self.sending, self.grew_later = None, None, False  # a handle holds what was sent
+            parameter.grad = _as_laid_out(parameter, view) if parameter.requires_grad else None
+        self.flat, self.sending = None, None  # a handle holds what was sent
+        self.missing = {parameter for parameter in self.parameters if parameter.requires_grad}
 
 
 def _flat_gradient(parameter: Parameter) -> torch.Tensor:
@@ -64,6 +61,14 @@ def _flat_gradient(parameter: Parameter) -> torch.Tensor:
     if gradient is None:
         return torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
     return (gradient.to_dense() if gradient.is_sparse else gradient).detach().reshape(-1)
+
+
+def _as_laid_out(parameter: Parameter, numbers: torch.Tensor) -> torch.Tensor:
+    """Fused optimizers read a gradient in the order in which its weight lies, such as `channels_last`."""
+    gradient = numbers.view(parameter.shape)
+    if parameter.is_contiguous():
+        return gradient
+    return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
 
 
 class GradientSums:
@@ -80,6 +85,11 @@ class GradientSums:
         self.factor: torch.Tensor | float = 1.0 / self.ranks  # of the last step's sums
         self._buckets: list[_Bucket] = []
         self._num_sent = 0
+        self._pass: int | None = None
+        # The first step shows whether a part of the model runs backward by itself (a checkpoint of torch's reentrant
+        # kind): a weight may get a gradient from several such passes, and all is sent when the last has ended.
+        self._sends_early = self._is_nested = False
+        self._hooks: list[Any] = []
         self._frozen = list(engine.module.parameters())
         self._add_trainable()
 
@@ -94,21 +104,45 @@ class GradientSums:
         self._count = number if self._count is None else self._count + number
 
     def __call__(self, bucket_size: int | None = None) -> None:
-        """End the sums of a step. Collective at the end of an accumulation."""
+        """End the sums of a step. Collective at the end of an accumulation.
+
+        Raises:
+            TrainingError: a weight got another gradient after its first one was sent.
+        """
+        self._pass = None
         if self._engine.is_gradient_accumulation_boundary():
+            self._refuse_late_gradients()
             self._add_trainable()
             for bucket in self._buckets[self._num_sent :]:
                 self._send(bucket)
-            first, *_ = [bucket.receive(self._group) for bucket in self._buckets]
+            first, *_ = [bucket.receive() for bucket in self._buckets]
             self.factor = 1.0 / self.ranks
             if self._count is not None:
-                # Where nothing counts the sums are zero as well.
-                self.factor = self.divisor / self.ranks / first[-1].clamp(min=NOTHING)
+                # Where nothing counts the sums are zero, but for what a model adds to its gradients itself.
+                total = first[-1]
+                self.factor = torch.where(total > 0, self.divisor / total, 1.0) / self.ranks
             for bucket in self._buckets:
                 bucket.hand_out(self.factor)
             self._num_sent, self._count = 0, None
-        for bucket in self._buckets:
-            bucket.missing = {parameter for parameter in bucket.parameters if parameter.requires_grad}
+            self._sends_early = not self._is_nested
+        else:
+            for bucket in self._buckets:
+                bucket.missing.update(parameter for parameter in bucket.parameters if parameter.requires_grad)
+
+    def close(self) -> None:
+        """Let go of the model."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _refuse_late_gradients(self) -> None:
+        sent = (parameter for bucket in self._buckets[: self._num_sent] for parameter in bucket.parameters)
+        if any(parameter.grad is not None for parameter in sent):
+            raise TrainingError(
+                f"rank {torch.distributed.get_rank()}: a weight got a second gradient in one backward pass, as no step "
+                "before showed, and its first one was sent already: call torch.utils.checkpoint.checkpoint with "
+                "use_reentrant=False, or set zero.stage: 1 [gradient-after-sum]",
+                is_of_one_rank=True,
+            )
 
     def _add_trainable(self) -> None:
         """Cut what became trainable into buckets, from the model's end, where gradients come first."""
@@ -121,14 +155,19 @@ class GradientSums:
             bucket = _Bucket(parameters)
             self._buckets.append(bucket)
             for parameter in parameters:
-                parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket))  # type: ignore[no-untyped-call]
+                hook = partial(self._arrived, bucket)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def _arrived(self, bucket: _Bucket, parameter: Parameter) -> None:
-        if parameter not in bucket.missing:
-            bucket.grew_later |= bucket.flat is not None
+        if not self._engine._running_engine_backward:  # a pass of the model's own, or of an evaluation
             return
-        bucket.missing.remove(parameter)
-        if bucket.missing or not self._engine.is_gradient_accumulation_boundary():
+        current = torch._C._current_graph_task_id()
+        self._is_nested |= self._pass not in (None, current)
+        self._pass = current
+        bucket.missing.discard(parameter)
+        if bucket.missing or not self._sends_early or self._is_nested:
+            return
+        if not self._engine.is_gradient_accumulation_boundary():
             return
         # In one order on all ranks: another one would add other buckets to each other.
         while self._num_sent < len(self._buckets) and not self._buckets[self._num_sent].missing:
@@ -145,7 +184,8 @@ def _cut(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
     buckets: list[list[Parameter]] = [[]]
     num_numbers = 0
     for parameter in parameters:
-        if buckets[-1] and num_numbers + parameter.numel() > _BUCKET_NUMBERS:
+        is_full = num_numbers + parameter.numel() > _BUCKET_NUMBERS
+        if buckets[-1] and (is_full or buckets[-1][-1].dtype != parameter.dtype):
             buckets.append([])
             num_numbers = 0
         buckets[-1].append(parameter)
@@ -168,7 +208,7 @@ def sum_gradients(engine: deepspeed.DeepSpeedEngine) -> GradientSums | None:
         and engine.postscale_gradients()
         and engine.gradient_predivide_factor() == 1.0
         and not (engine.has_moe_layers or engine.sequence_parallel_size > 1)
-        and not any(getattr(module, "sparse", False) for module in engine.module.modules())
+        and not any(getattr(module, "sparse", False) is True for module in engine.module.modules())
         and engine.seq_data_parallel_group is not None
     )
     if not is_plain:

@@ -42,9 +42,14 @@ class PlainEngine(BaseEngine):
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, plan: Plan, task: Task) -> None:
         super().__init__(engine, plan, task, names=partial(names_of, engine.module))
-        sums = sum_gradients(engine)
+        self._sums = sums = sum_gradients(engine)
         divider = sums if sums is not None and sums.divides else None
         self._loss = StepLoss(task, micro_batches=engine.gradient_accumulation_steps(), sums=divider)
+
+    def close(self) -> None:
+        if self._sums is not None:
+            self._sums.close()
+        super().close()
 
     def train_step(self, micro_batches: Iterator[Any]) -> Step:
         """Forward, backward and DeepSpeed's step for each micro-batch; nothing here waits for the device."""

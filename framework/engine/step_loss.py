@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import islice
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed
 
-from framework.engine.gradient_sums import NOTHING, GradientSums
+from framework.engine.gradient_sums import GradientSums
 from framework.errors import ConfigError
 from framework.tasks.task import Ratio, Task
+
+_NOTHING: Final = 1e-30  # less than any count, and its reciprocal a float
 
 
 class StepLoss:
@@ -84,7 +86,7 @@ class StepLoss:
             if adding is not None:
                 adding.wait()
             # Where nothing counts the sums are zero as well, and so is the loss.
-            return (float(self._micro_batches * ranks) / sums.clamp(min=NOTHING)).unbind()
+            return (float(self._micro_batches * ranks) / sums.clamp(min=_NOTHING)).unbind()
 
         return scales
 

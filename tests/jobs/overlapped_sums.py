@@ -30,6 +30,7 @@ from tests.jobs.half_on_cpu import allow_fp16
 
 STEPS, WIDTH = 5, 16
 LR, DECAY = 0.5, 0.1
+KINDS = ("plain", "branch", "unused", "checkpointed_twice", "twice_and_branch", "own_pass", "thawed", "froze")
 
 
 class Net(nn.Module):
@@ -40,7 +41,7 @@ class Net(nn.Module):
         self.kind, self.steps = kind, 0
         torch.manual_seed(0)
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        if kind in ("branch", "froze", "unused"):
+        if kind in ("branch", "froze", "unused", "twice_and_branch"):
             self.branch = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, 1)
         if kind == "thawed":
@@ -51,13 +52,18 @@ class Net(nn.Module):
         if self.kind == "thawed" and self.steps > 2:
             self.first.requires_grad_(True)
         first: Callable[[torch.Tensor], torch.Tensor] = self.first
-        if self.kind == "checkpointed_twice":
+        if self.kind == "own_pass":  # a step along the sign of the input's gradient (Goodfellow et al. 2015)
+            inputs = inputs.detach().requires_grad_()
+            self.head(self.second(self.first(inputs).tanh())).sum().backward()
+            inputs = (inputs + 0.1 * inputs.grad.sign()).detach()
+            self.zero_grad()
+        if self.kind in ("checkpointed_twice", "twice_and_branch"):
             values = checkpoint(self.second, inputs.requires_grad_(), use_reentrant=True).tanh()
             values = checkpoint(first, values, use_reentrant=True).tanh()
             values = checkpoint(self.second, values, use_reentrant=True).tanh()
         else:
             values = self.second(first(inputs).tanh()).tanh()
-        if self.kind == "branch" and inputs[0, 0] > 0:
+        if self.kind in ("branch", "twice_and_branch") and inputs[0, 0] > 0:
             values = values + self.branch(values)
         if self.kind == "froze" and self.steps > 3:
             self.branch.requires_grad_(False)
@@ -157,9 +163,9 @@ def main() -> None:
     found: dict[str, Any] = {}
     # A bucket for every weight.
     with mock.patch.object(gradient_sums, "_BUCKET_NUMBERS", 100), process_group(None):
-        for kind in ("plain", "branch", "unused", "checkpointed_twice", "thawed", "froze"):
+        for kind in KINDS:
             for task in (SquaresThatCount(), MeanSquares()):
-                for accumulation in (1, 3):
+                for accumulation in (1, 3) if kind != "own_pass" else (1,):  # it drops what was accumulated
                     name = f"{kind}-{type(task).__name__}-{accumulation}"
                     found[name] = _case(kind, task, accumulation)
         allow_fp16()
