@@ -35,7 +35,7 @@ from framework.system.log import warn, write_to
 from framework.system.ports import free_port
 
 # Rank 0 mostly holds the store: ended at once, it could answer no other rank that asks who tells of a failure.
-_OTHERS_ASK_SECONDS: Final = 2.0
+_OTHERS_KNOW_SECONDS: Final = 2.0
 _LOOK_SECONDS: Final = 0.05
 # torch warns that a barrier takes the current device, where no group was bound to one: it is the right one.
 _OF_BARRIERS: Final = r"barrier\(\): using the device under current context"
@@ -239,22 +239,24 @@ def claims_error_report(text: str, *, wait_seconds: float = 3.0) -> bool:
         return True
     store = torch.distributed.distributed_c10d._get_default_store()
     key = f"dsf-told-{hashlib.sha256(text.encode()).hexdigest()}"
+    is_reported = False
     try:
         if rank() == 0:
             store.set(key, "told")
             others = torch.distributed.get_world_size() - 1
-            _wait_until(lambda: store.add(f"{key}-asked", 0) >= others, _OTHERS_ASK_SECONDS)
+            # the store goes with this rank: it stays until the others know
+            _wait_until(lambda: store.add(f"{key}-known", 0) >= others, _OTHERS_KNOW_SECONDS)
             return True
-        store.add(f"{key}-asked", 1)
         # no `store.wait`: torch writes pages about one that times out
         is_reported = _wait_until(lambda: store.check([key]), wait_seconds)
+        store.add(f"{key}-known", 1)
         me = str(rank())
         is_first = not is_reported and str(store.compare_set(f"{key}-elsewhere", "", me).decode()) == me
         # A launcher that sees this rank end stops the one that speaks before it has spoken.
-        time.sleep(0.0 if is_first else _OTHERS_ASK_SECONDS + 1.0)
+        time.sleep(0.0 if is_first else _OTHERS_KNOW_SECONDS + 1.0)
         return is_first
-    except RuntimeError:  # the store has gone with rank 0, which then had its own failure
-        return True
+    except RuntimeError:  # the store has gone with rank 0, which then had its own failure, or has spoken
+        return not is_reported
 
 
 def _wait_until(is_so: Callable[[], bool], seconds: float) -> bool:
