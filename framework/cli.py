@@ -140,6 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     check.set_defaults(command=_check)
     plan = commands.add_parser("plan", help="say what will happen on a cluster")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    plan.add_argument("--gpu", metavar="KIND", help="say what fits this GPU, for example h100-80gb")
     plan.set_defaults(command=_plan)
     render = commands.add_parser("render", help="print the DeepSpeed JSON")
     render.set_defaults(command=_render)
@@ -185,17 +186,23 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    from framework.commands.memory_table import memory_table
     from framework.commands.stage_balance import StageBalance, find_stage_balance
+    from framework.commands.verdict import find_gpu
+    from framework.plan.memory import memory_section
     from framework.plan.plan import rows
 
+    gpu = find_gpu(arguments.gpu)
     plan, source = _make_plan(arguments, plan_with_data=True)
+    memory = memory_table(plan, gpu=gpu.name if gpu else "", memory_gib=gpu.memory_gib if gpu else None)
     balance = StageBalance() if plan.layout.pipe_size == 1 else find_stage_balance(plan, source=source)
-    findings = [*plan.findings, *_missing_targets(plan, source), *map(source.locate, balance.notes)]
+    notes = map(source.locate, (*balance.notes, *memory.findings))
+    findings = [*plan.findings, *_missing_targets(plan, source), *notes]
     if arguments.json:
-        pipeline = {"pipeline": balance.pipeline} if balance.pipeline else {}
-        print(json.dumps(plan.to_dict() | pipeline | {"findings": [found.to_dict() for found in findings]}, indent=2))
+        further = ({"pipeline": balance.pipeline} if balance.pipeline else {}) | memory_section(plan)
+        print(json.dumps(plan.to_dict() | further | {"findings": [found.to_dict() for found in findings]}, indent=2))
         return EXIT_OK
-    print(*(f"{label:<10}{text}" for label, text in rows(plan).items()), *balance.lines, sep="\n")
+    print(*(f"{label:<10}{text}" for label, text in rows(plan).items()), *memory.lines, *balance.lines, sep="\n")
     for finding in findings:
         print(f"{finding.severity}: {finding}")
     return EXIT_OK

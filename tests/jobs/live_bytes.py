@@ -1,4 +1,6 @@
-"""Counts the bytes of all live tensors of a rank, after `initialize` and after two steps: live_bytes.py OUT.json."""
+"""Counts the bytes of a rank's live tensors at five moments of a run, for each config of a list: live_bytes.py
+CASES.json OUT.json. OUT has a list for each config: the most of all ranks at each moment, and what autograd saved.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +8,21 @@ import gc
 import json
 import os
 import sys
-from itertools import product
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from framework.config.load import config_from_values
-from framework.engine.distributed import process_group, rank
+from framework.engine.distributed import gather, process_group, rank
+from framework.engine.model_build import build_model
 from framework.engine.plain_engine import build_engine
 from framework.setup.prepared import prepare
 from framework.tasks.task import Task
-
-GPT = {"kind": "gpt", "vocab_size": 331, "hidden_size": 128, "num_layers": 3, "num_heads": 4, "max_positions": 32}
 
 
 class Squares(Task):
@@ -28,44 +32,129 @@ class Squares(Task):
         return outputs.float().square().mean()
 
 
-def live_bytes() -> int:
-    """Bytes of all storages that a tensor of this process shows."""
+def live_storages() -> dict[int, torch.UntypedStorage]:
+    """All storages that a tensor of this process shows."""
     gc.collect()
-    storages = {}
-    for found in gc.get_objects():
-        if isinstance(found, torch.Tensor):
-            storages[found.untyped_storage().data_ptr()] = found.untyped_storage().nbytes()
-    return sum(storages.values())
+    found = [one.untyped_storage() for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+    return {storage.data_ptr(): storage for storage in found}
+
+
+def bytes_beside(earlier: Mapping[int, torch.UntypedStorage]) -> int:
+    """Bytes of what is alive and was not there earlier. Who holds `earlier` keeps what is in it."""
+    return sum(storage.nbytes() for number, storage in live_storages().items() if number not in earlier)
+
+
+class Ledger(TorchDispatchMode):
+    """Bytes of the storages that operations make while it is on, now and at most since the last `cut`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+        for one in gc.get_objects():
+            if isinstance(one, torch.Tensor):
+                self._add(one)
+        self.now = self.most = 0
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._known:
+            return
+        self._known.add(storage._cdata)
+        self.now += storage.nbytes()
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes()).atexit = False
+
+    def _freed(self, number: int, size: int) -> None:
+        self._known.discard(number)
+        self.now -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, torch.Tensor):
+                self._add(leaf)
+        return made
+
+    def cut(self) -> int:
+        """The most since the last time."""
+        most, self.most = self.most, self.now
+        return most
+
+
+class Saved:
+    """Bytes of the storages that autograd saves, beside those of the model."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._own = [*model.parameters(), *model.buffers()]
+        self._found: dict[int, int] = {}
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        # weights of stage 3 have other storages in every pass
+        if storage.data_ptr() not in {one.untyped_storage().data_ptr() for one in self._own}:
+            self._found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    @property
+    def total(self) -> int:
+        return sum(self._found.values())
+
+
+def measure(case: Mapping[str, Any]) -> list[int]:
+    prepared = prepare(config_from_values(case["config"]))
+    earlier = live_storages()
+    model = build_model(prepared.parts.build_model, ds_config=prepared.ds_config, draws_in_pieces=True)
+    task = prepared.parts.task
+    engine = build_engine(prepared.plan, ds_config=prepared.ds_config, model=model, task=task)
+    start = bytes_beside(earlier)
+    batch, steps = make_batch(case), prepared.plan.layout.accumulation_steps
+    for _ in range(2):
+        engine.train_step(iter([batch] * steps))
+    between = bytes_beside(earlier)
+    most = {"forward": 0, "backward": 0, "step": 0}
+    ledger, deepspeed_engine = Ledger(), engine.engine
+
+    def counted(run: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def within(*values: Any, **named: Any) -> Any:
+            since = ledger.cut()
+            gc.collect()  # DeepSpeed leaves cycles that hold gradients until Python looks for them
+            ledger.cut()
+            if name == "backward":
+                most["forward"] = max(most["forward"], since)
+            result = run(*values, **named)
+            most[name] = max(most[name], ledger.cut())
+            return result
+
+        return within
+
+    own = deepspeed_engine.backward, deepspeed_engine.step
+    deepspeed_engine.backward, deepspeed_engine.step = counted(own[0], "backward"), counted(own[1], "step")
+    saved = Saved(model)
+    with ledger:
+        engine.train_step(iter([batch] * steps))
+    deepspeed_engine.backward, deepspeed_engine.step = own
+    with saved.hooks:
+        task.loss(task.forward(deepspeed_engine, batch[0]), batch[1])
+    engine.close()
+    return [start, between, *(between + each for each in most.values()), saved.total]
+
+
+def make_batch(case: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """One micro-batch: zeros of the input's shape, and of the target's."""
+    inputs, targets = (torch.zeros(shape, dtype=getattr(torch, dtype)) for dtype, shape in case["batch"])
+    return inputs, targets
 
 
 def main() -> None:
-    found: dict[str, Any] = {}
     with process_group(None):
-        for stage, dtype, accumulation in product((0, 1, 2), ("fp32", "bf16"), (1, 4)):
-            values = {
-                "model": GPT,
-                "data": {"target": "tests.jobs.parts:masked_prompts"},
-                "task": {"target": "tests.jobs.live_bytes:Squares"},
-                "zero": {"stage": stage, "reduce_bucket_size": 200_000},
-                "precision": {"dtype": dtype},
-                "batch": {"micro_size": 1, "accumulation_steps": accumulation},
-                "training": {"max_steps": 10},
-            }
-            prepared, tokens = prepare(config_from_values(values)), torch.zeros(1, 32, dtype=torch.int64)
-            model = prepared.parts.build_model()
-            num_params = sum(parameter.numel() for parameter in model.parameters())
-            before = live_bytes() - 4 * num_params
-            engine = build_engine(prepared.plan, ds_config=prepared.ds_config, model=model, task=Squares())
-            at_start = live_bytes() - before
-            for _ in range(2):
-                engine.train_step(iter([(tokens, tokens)] * accumulation))
-            after_steps = live_bytes() - before
-            found[f"z{stage}-{dtype}-{accumulation}"] = [at_start / num_params, after_steps / num_params]
-            engine.close()
-            del engine, prepared, model
+        cases = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+        measure(cases[0])  # what a process makes once and keeps is not a run's
+        measured = [[max(each) for each in zip(*gather(measure(case)), strict=True)] for case in cases]
         is_first = rank() == 0
     if is_first:
-        Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")
+        Path(sys.argv[2]).write_text(json.dumps(measured), encoding="utf-8")
 
 
 if __name__ == "__main__":

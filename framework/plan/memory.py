@@ -1,0 +1,375 @@
+"""Memory of the fullest rank at five moments of a run, by component: estimated from the config alone, without torch.
+
+What DeepSpeed 0.19.8 allocates was read in `runtime/zero/stage_1_and_2.py`, `stage3.py`, `partition_parameters.py`,
+`runtime/fp16/unfused_optimizer.py` and our `engine/gradient_sums.py`, and is held against the bytes of all live
+tensors by `tests/engine/test_memory_estimate.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import ceil, prod
+from typing import Any, Final
+
+from framework.config.base import Object, Target
+from framework.config.optimizer import SGD, Adagrad, Adam, AdamW, Lamb, Lion
+from framework.config.precision import BF16, FP16
+from framework.plan.plan import Plan
+from framework.plan.render import merged
+from framework.plan.rules.devices import sums_of
+from framework.plan.weights import Shape, buffer_bytes, named_weights
+
+Bytes = Mapping[str, int]
+_FP32: Final = 4
+# Elements of the buckets of `engine/gradient_sums.py`.
+_STAGE_0_BUCKET: Final = 25 * 2**20 // 4
+# Keys of `deepspeed.zero_optimization` that a run config cannot set, and that allocate nothing.
+_HARMLESS: Final = frozenset({"log_trace_cache_warnings", "ignore_unused_parameters", "legacy_stage1"})
+
+
+class NotEstimatedError(Exception):
+    """Reason why the memory of a plan is not known."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Estimated bytes of the fullest rank, by component.
+
+    Attributes:
+        moments: moment -> component -> bytes on the device. ``start``: after `deepspeed.initialize`; ``between``:
+            between two steps; ``forward``, ``backward``, ``step``: at the fullest within.
+        host: component -> bytes of host memory that offloading takes.
+        num_params: trained elements of the model.
+    """
+
+    moments: Mapping[str, Bytes]
+    host: Bytes
+    num_params: int
+
+    def total(self, moment: str) -> int:
+        """Bytes on the device at one moment."""
+        return sum(self.moments[moment].values())
+
+    @property
+    def peak(self) -> str:
+        """The fullest moment."""
+        return max(self.moments, key=self.total)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The estimate as plain values, as written to ``plan.json``."""
+        totals = {moment: self.total(moment) for moment in self.moments}
+        return {
+            "is_estimate": True,
+            "num_params": self.num_params,
+            "peak": self.peak,
+            "total_bytes": totals,
+            "bytes": {moment: dict(found) for moment, found in self.moments.items()},
+            "host_bytes": dict(self.host),
+        }
+
+
+def estimate(plan: Plan, *, weights: Mapping[str, Shape] | None = None, activation_bytes: int = 0) -> Memory:
+    """Estimate the memory of a plan's fullest rank.
+
+    Args:
+        plan: what will happen. Where it names no kind of device, GPUs are meant.
+        weights: name -> shape of what is trained, in the model's order; left out: as the named model has it.
+        activation_bytes: what autograd saves in the forward pass of one micro-batch; counted in ``forward``, and in
+            ``backward`` where an earlier micro-batch has left its gradients.
+
+    Raises:
+        NotEstimatedError: the plan has something that is not modelled.
+    """
+    _refuse_unknown(plan)
+    shapes = named_weights(plan.config.model) if weights is None else dict(weights)
+    if not shapes:
+        raise NotEstimatedError("the model is one of your own")
+    return _Estimate(plan, shapes, activation_bytes).memory()
+
+
+def memory_section(plan: Plan) -> dict[str, Any]:
+    """The estimate as a section of ``plan.json``, or the reason why there is none."""
+    try:
+        return {"memory": estimate(plan).to_dict()}
+    except NotEstimatedError as error:
+        return {"memory": {"unknown": str(error)}}
+
+
+def _refuse_unknown(plan: Plan) -> None:
+    config, passed = plan.config, plan.config.deepspeed
+    zero = passed.get("zero_optimization", {})
+    known = {"stage", *type(config.zero).model_fields, *_HARMLESS}
+    reasons = {
+        "parallel.pipe": plan.layout.pipe_size > 1,
+        "training.freeze": bool(config.training.freeze),
+        "deepspeed": bool(passed.keys() - {"zero_optimization", "zero_allow_untested_optimizer", "gradient_clipping"})
+        or not isinstance(zero, Mapping)
+        or bool(zero.keys() - known),
+        "zero.offload_param": config.zero.offload_param.device != "none",
+        "zero.offload_optimizer": config.zero.offload_optimizer.device == "nvme",
+        "optimizer": isinstance(config.optimizer, Target | Object),
+    }
+    if found := [name for name, is_unknown in reasons.items() if is_unknown]:
+        raise NotEstimatedError(f"not modelled with {', '.join(found)}")
+
+
+class _Estimate:
+    """Sizes that the components follow from. Elements are numbers of a weight, `ranks` see different samples."""
+
+    def __init__(self, plan: Plan, shapes: Mapping[str, Shape], activation_bytes: int) -> None:
+        config = plan.config
+        self.config, self.activations = config, activation_bytes
+        self.ranks, self.steps = plan.layout.data_parallel_size, plan.layout.accumulation_steps
+        zero = config.zero.model_dump()
+        self.zero: dict[str, Any] = merged(zero, config.deepspeed.get("zero_optimization", {}))
+        self.stage: int = self.zero["stage"]
+        self.overlaps = self.zero["overlap_comm"] is True
+        self.is_offloaded = self.stage > 0 and self.zero["offload_optimizer"]["device"] == "cpu"
+        self.is_half = isinstance(config.precision, BF16 | FP16)
+        self.width = 2 if self.is_half else _FP32
+        accumulation, reduction = sums_of(config, plan.layout)
+        self.sum_width = _FP32 if accumulation else self.width
+        self.reduce_width = _FP32 if reduction else self.width
+        self.groups = list(_groups(shapes, split=config.optimizer.weight_decay_on == "matrices"))  # type: ignore[union-attr]
+        self.sizes = [size for group in self.groups for size in group]
+        self.total, self.largest = sum(self.sizes), max(self.sizes)
+        # DeepSpeed pads each group to a multiple of 2 x ranks at stages 1 and 2, each weight to one of ranks at 3.
+        unit = 2 * self.ranks
+        self.padded = sum(ceil(sum(group) / unit) * unit for group in self.groups)
+        self.share = {0: self.total, 3: sum(ceil(size / self.ranks) for size in self.sizes)}.get(
+            self.stage, self.padded // self.ranks
+        )
+        self.largest_share = {0: self.largest, 3: min(self.share, max(self.zero["sub_group_size"], self.largest))}.get(
+            self.stage, ceil(max(map(sum, self.groups)) / self.ranks)
+        )
+        self.is_cpu = plan.cluster.device == "cpu"
+        self.buffers = buffer_bytes(config.model)
+
+    def memory(self) -> Memory:
+        start = self.weights() | self.buckets() | ({} if self.is_lazy else self.optimizer_state())
+        between = start | self.optimizer_state() | self.persistent()
+        between = {name: between[name] for name in sorted(between, key=between.__getitem__, reverse=True)}
+        kept = self.kept_gradients() if self.steps > 1 else {}
+        saved = {"activations": self.activations} if self.activations else {}
+        moments = {
+            "start": start,
+            "between": between,
+            "forward": between | kept | self.gathered(forward=True) | saved,
+            "backward": self.backward(between, kept),
+            "step": self.step(start | self.optimizer_state()),
+        }
+        return Memory({name: _positive(each) for name, each in moments.items()}, _positive(self.host()), self.total)
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether the optimizer makes its state at the first step: in half precision without ZeRO it does so at
+        once, by a step of zeros; Adagrad makes it where it is built.
+        """
+        return not (self.stage == 0 and self.is_half) and not isinstance(self.config.optimizer, Adagrad)
+
+    def weights(self) -> dict[str, int]:
+        """Weights and their fp32 copies; ZeRO copies fp32 weights too."""
+        has_copies = self.is_half or self.stage
+        found = {"weights": self.width * {3: self.share, 0: self.total}.get(self.stage, self.padded) + self.buffers}
+        if has_copies and not self.is_offloaded:
+            found["fp32 weights"] = _FP32 * self.share
+        return found
+
+    def optimizer_state(self) -> dict[str, int]:
+        average = _FP32 if self.config.training.ema is not None else 0
+        # Adagrad makes its state where it is built, for the weights before ZeRO replaced them.
+        is_twice = isinstance(self.config.optimizer, Adagrad) and self.stage in (1, 2)
+        unused = self.width * self.total if is_twice else 0
+        found = {"optimizer state": self.moment_bytes * self.share + unused, "weight average": average * self.share}
+        return {} if self.is_offloaded else found
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of optimizer state for an element."""
+        optimizer = self.config.optimizer
+        if isinstance(optimizer, SGD):
+            return _FP32 if optimizer.momentum else 0
+        return _FP32 if isinstance(optimizer, Adagrad | Lion) else 2 * _FP32
+
+    def buckets(self) -> dict[str, int]:
+        """Buffers that stay: at stage 3 gradients of its own part and one bucket, as large as configured."""
+        found = {}
+        if self.stage == 3:
+            found["gradient buffer"] = 0 if self.is_offloaded else self.sum_width * self.share
+            found["reduce bucket"] = self.width * self.zero["reduce_bucket_size"]
+        elif self.is_offloaded:
+            found["copy buffer"] = 2 * self.width * self.largest
+        return found
+
+    def persistent(self) -> dict[str, int]:
+        """Small weights that stay whole at stage 3."""
+        if self.stage < 3 or self.ranks == 1:
+            return {}
+        threshold = self.zero["stage3_param_persistence_threshold"]
+        return {"small weights": self.width * sum(size for size in self.sizes if size <= threshold)}
+
+    def kept_gradients(self) -> dict[str, int]:
+        """Gradients that wait for the next micro-batch."""
+        if self.stage == 3:
+            return {}
+        if self.stage == 2:
+            own = self.share if self.sum_width > self.width else max(self.touched())
+            return {"gradients": 0 if self.is_offloaded else self.sum_width * own}
+        found = {"gradients": self.sum_width * self.total}
+        return found | ({"reduce bucket": self.bucket} if self.stage else {})
+
+    @property
+    def bucket(self) -> int:
+        """Bytes of the buckets of stages 1 and 2, however small the model is; two where sums overlap."""
+        return (1 + self.overlaps) * self.sum_width * int(self.zero["reduce_bucket_size"])
+
+    def touched(self) -> list[int]:
+        """For each rank the elements of the weights that have a part in its share: their gradients stay whole."""
+        totals = [0] * (self.ranks + 1)
+        for group in self.groups:
+            part = ceil(sum(group) / (2 * self.ranks)) * 2
+            for size, end in zip(group, accumulate(group), strict=True):
+                totals[(end - size) // part] += size
+                totals[(end - 1) // part + 1] -= size
+        return list(accumulate(totals[:-1]))
+
+    def gathered(self, *, forward: bool) -> dict[str, int]:
+        """Weights of other ranks at stage 3: they stay up to `stage3_max_live_parameters`, beside what is fetched."""
+        if self.stage < 3 or self.ranks == 1:
+            return {}
+        threshold, live = self.zero["stage3_param_persistence_threshold"], self.zero["stage3_max_live_parameters"]
+        spread = [size for size in self.sizes if size > threshold]
+        largest, ahead = max(spread, default=0), min(self.zero["stage3_prefetch_bucket_size"], live)
+        if forward:  # several weights are gathered into one buffer, and copied out of it
+            copies = min(sum(spread), ahead + largest) if len(spread) > 1 else 0
+            stays = live if ahead or live >= sum(spread) else min(live, 2 * largest)
+            elements = min(sum(spread), max(stays, largest)) + copies
+        else:
+            elements = min(sum(spread), (live if ahead or live >= sum(spread) else 0) + ahead + 2 * largest)
+        return {"gathered weights": self.width * elements}
+
+    def backward(self, between: Bytes, kept: Bytes) -> Bytes:
+        """The fuller one of its beginning, with all activations, and of the sums of gradients, when they are gone."""
+        gathered = self.gathered(forward=False)
+        begin = dict(between) | dict(kept) | {"activations": self.activations} | gathered
+        if 0 < self.stage < 3:
+            begin["reduce bucket"] = self.bucket
+        if self.stage == 2 and not self.is_offloaded and self.sum_width == self.width:
+            # room for all of its share, made at the first sum
+            begin["gradients"] = begin.get("gradients", 0) + self.width * max(self.touched())
+        if self.stage == 3:
+            summed = dict(between) | gathered
+            summed["gradients"] = self.reduced_with(gathered.get("gathered weights", 0))
+        else:
+            summed = dict(between) | self.summed_gradients(dict(kept))
+        return max(begin, summed, key=lambda each: sum(each.values()))
+
+    @property
+    def flight(self) -> int:
+        """Elements whose gradients are reduced at once: a bucket, or a weight that is larger."""
+        bucket: int = self.zero["reduce_bucket_size"]
+        return min(max(bucket, self.largest), self.total)
+
+    def reduced_with(self, gathered: int) -> int:
+        """Bytes of gradients at stage 3, beside weights that are whole: of a bucket that fills and of one more weight,
+        or of a full one and its copy, or of the first weight, when the others are gone.
+        """
+        bucket: int = self.zero["reduce_bucket_size"]
+        filling = min(self.flight + min(self.largest, bucket), self.total)
+        first = (3 if self.ranks > 1 else 2) * self.sizes[0] if self.sizes[0] > bucket else 0
+        return max(self.width * filling, self.width * max(2 * self.flight, first) - gathered)
+
+    def summed_gradients(self, kept: Bytes) -> dict[str, int]:
+        """Gradients, their copies and buckets below stage 3."""
+        bucket, flight, width = self.zero["reduce_bucket_size"], self.flight, self.sum_width
+        if self.stage == 0:
+            sent = min(max(_STAGE_0_BUCKET, self.largest), self.total)
+            found = {"gradients": self.reduce_width * self.total}
+            return found | ({"reduce bucket": self.width * sent} if self.ranks > 1 else {})
+        own = 0 if self.is_offloaded else max(self.touched())
+        if self.stage == 1 and not (self.overlaps and self.steps == 1):
+            copied = flight if width > self.width else 0
+            return {
+                "gradients": width * (self.total + max(own - bucket, 0) + copied),
+                "reduce bucket": self.bucket,
+            }
+        # What is reduced is there twice; where weights are larger than a bucket their gradients stay beside the copy.
+        reduced = 2 * flight if self.largest > bucket else min(2 * flight, self.total)
+        reduced += flight if self.is_offloaded else 0  # on its way to the host
+        if width > self.width:  # summed into the rank's own share, which is kept
+            gradients = width * self.share + self.width * reduced
+        else:
+            left = 2 * self.total if self.overlaps else self.total
+            gradients = kept.get("gradients", 0) + width * (own * (left - flight) // left + reduced)
+        return {"gradients": gradients, "reduce bucket": self.bucket}
+
+    def step(self, states: Bytes) -> Bytes:
+        """What the optimizer computes with: gradients in fp32 and its own copies."""
+        share, copies, found = self.largest_share, self.step_copies(), dict(states)
+        if self.is_offloaded:
+            return found
+        if self.stage == 0:
+            found["gradients"] = (self.width + (_FP32 if self.is_half else 0)) * self.total
+            found["optimizer copies"] = copies * (share if self.is_cpu else self.total)
+            return found
+        own = max(self.touched()) if self.stage < 3 else 0
+        # DeepSpeed lets go of gradients that it has copied, but not of those of an earlier group.
+        stays = self.sum_width * own if len(self.groups) > 1 else 0
+        if self.stage == 1 and self.steps > 1 and self.sum_width == _FP32:
+            own = self.total
+        flat, single = self.sum_width * share, _FP32 * share if self.sum_width < _FP32 else 0
+        copied = self.sum_width * own + flat + single
+        if self.stage < 3 and self.largest > share:  # of one weight alone nothing is copied: it stays whole
+            flat = self.sum_width * self.largest
+        stepped = stays + (single or flat) + copies * share
+        found["gradients"] = max(copied, stepped - copies * share)
+        found["optimizer copies"] = max(stepped - found["gradients"], 0)
+        return found
+
+    def step_copies(self) -> int:
+        """Bytes that the optimizer takes for each element that it steps at once. torch's loop over weights, on CPU,
+        holds two copies of one weight, its `foreach` form, on GPUs, one of all; fused kernels none.
+        """
+        optimizer = self.config.optimizer
+        if isinstance(optimizer, Lion | Lamb) or (isinstance(optimizer, AdamW) and optimizer.implementation != "torch"):
+            return 0
+        decayed = _FP32 if optimizer.weight_decay and not _is_decoupled(optimizer) else 0  # type: ignore[union-attr]
+        if isinstance(optimizer, SGD):
+            return decayed
+        return decayed + _FP32 * (2 if (self.is_cpu or self.is_offloaded) and isinstance(optimizer, AdamW) else 1)
+
+    def host(self) -> dict[str, int]:
+        if not self.is_offloaded:
+            return {}
+        average = _FP32 if self.config.training.ema is not None else 0
+        return {
+            "fp32 weights": _FP32 * self.share,
+            "gradients": _FP32 * self.share,
+            "copies of weights": self.width * self.share if self.stage < 3 else 0,
+            "optimizer state": (self.moment_bytes + average) * self.share,
+            "optimizer copies": self.step_copies() * self.largest_share,
+        }
+
+
+def _is_decoupled(optimizer: object) -> bool:
+    return isinstance(optimizer, AdamW) and not isinstance(optimizer, Adam)
+
+
+def _positive(found: Bytes) -> Bytes:
+    return {name: size for name, size in found.items() if size}
+
+
+def _groups(shapes: Mapping[str, Shape], *, split: bool) -> Iterator[Sequence[int]]:
+    """The optimizer's parameter groups: elements of each weight, in order."""
+
+    def sizes(those: Iterable[Shape]) -> list[int]:
+        return [prod(shape) for shape in those]
+
+    matrices = [shape for shape in shapes.values() if len(shape) > 1]
+    if split and 0 < len(matrices) < len(shapes):
+        yield sizes(matrices)
+        yield sizes(shape for shape in shapes.values() if len(shape) < 2)
+    else:
+        yield sizes(shapes.values())

@@ -1,0 +1,45 @@
+"""The closed form of every named model against the model itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from framework.config.load import config_from_values
+from framework.config.model import BERT_SIZES, GPT_SIZES
+from framework.plan.weights import buffer_bytes, named_weights
+
+MODELS: list[dict[str, Any]] = [
+    {"kind": "lenet"},
+    {"kind": "lenet", "num_classes": 7, "in_channels": 3, "image_size": 32},
+    {"kind": "mlp"},
+    {"kind": "mlp", "hidden_sizes": [], "in_channels": 3},
+    {"kind": "mlp", "hidden_sizes": [10, 20, 30], "num_classes": 5},
+    {"kind": "small_resnet18"},
+    {"kind": "small_resnet18", "in_channels": 3, "num_classes": 100},
+    {"kind": "resnet18"},
+    {"kind": "resnet18", "in_channels": 1, "num_classes": 10},
+    {"kind": "resnet50"},
+    *({"kind": "gpt", "size": size} for size in GPT_SIZES),
+    {"kind": "gpt", "bias": False},
+    {"kind": "gpt", "norm": "rmsnorm", "tie_embeddings": False, "num_kv_heads": 2},
+    {"kind": "gpt", "mlp": "swiglu", "positions": "rotary", "hidden_size": 96},
+    *({"kind": "bert", "size": size} for size in BERT_SIZES),
+    {"kind": "bert", "num_types": 3, "mlp_size": 100},
+]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: "-".join(map(str, model.values())))
+def test_names_and_shapes_are_those_of_the_model(model: dict[str, Any]) -> None:
+    import torch
+
+    from framework.setup.objects import Objects
+    from framework.setup.parts import gather_parts
+
+    config = config_from_values({"model": model, "data": {"kind": "digits"}, "training": {"max_steps": 1}})
+    with torch.device("meta"):
+        module = gather_parts(config, Objects()).build_model()
+    shapes = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
+    assert named_weights(config.model) == shapes
+    assert buffer_bytes(config.model) == sum(each.numel() * each.element_size() for each in module.buffers())
