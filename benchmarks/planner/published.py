@@ -10,7 +10,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def read_points(split: str | None = None) -> list[dict[str, Any]]:
-    """Return the points as mappings, `source` and `model` replaced by their entries; of one half of the split or all."""
+    """Return the points, `source` and `model` replaced by their entries; those of one half of the split, or all."""
     file = json.loads((HERE / "points.json").read_text(encoding="utf-8"))
     points = [dict(zip(file["fields"], row, strict=True)) for row in file["points"]]
     for point in points:
