@@ -44,7 +44,7 @@ CHOICES: dict[str, set[str | None]] = {
     "precision": {"fp32", "fp16", "bf16", "fp8", "nvfp4", None},
     "optimizer": {"adam", "adamw", "dist_muon", "muon", None},
     "recompute": {"none", "selective", "full", "unknown", None},
-    "offload": {"none", "activations", "optimizer+parameters", None},
+    "offload": {"none", "activations", "optimizer", "optimizer+parameters", None},
     "memory_kind": {"peak_allocated", "peak_reserved", "live_allocated", "nvidia_smi", "unknown", None},
 }
 
@@ -89,7 +89,7 @@ def test_no_point_is_faster_than_its_device() -> None:
     devices, checked = read_devices(), Counter[str]()
     for point in POINTS:
         parameters = point["model"].get("active_parameters") or point["parameters"]
-        is_dense = point["model"]["kind"] in ("gpt", "llama") or point["model"].get("active_parameters")
+        is_dense = point["model"]["kind"] in ("gpt", "llama", "qwen") or point["model"].get("active_parameters")
         speed, name = tokens_per_second_per_gpu(point), DEVICE_OF.get(point["device"])
         if not (parameters and is_dense and speed and name) or point["precision"] == "nvfp4":
             continue
