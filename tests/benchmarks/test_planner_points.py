@@ -127,6 +127,16 @@ def test_sizes_of_a_run_agree() -> None:
                 assert batches[0] * batches[1] * ranks == batches[2], point["id"]
 
 
+def test_samples_per_second_agree_with_the_step() -> None:
+    checked = 0
+    for point in POINTS:
+        if point["samples_per_second"] is not None and point["step_seconds"] is not None:
+            samples = point["micro_batch"] * (point["accumulation"] or 1) * point["num_gpus"]
+            assert samples / point["step_seconds"] == pytest.approx(point["samples_per_second"], rel=0.02), point["id"]
+            checked += 1
+    assert checked > 20
+
+
 def test_memory_fits_the_device() -> None:
     checked = 0
     for point in POINTS:
@@ -169,7 +179,7 @@ def test_the_page_counts_the_points() -> None:
         speed = len([point for point in rows if any(point[key] is not None for key in MEASURED[1:])])
         cells = f"| {name}: {source['address']} | {len(rows)} | {memory or ''} | {speed or ''} | {source['split']} |"
         assert cells in page
-    assert f"`points.json` holds {len(POINTS)} training runs" in page
+    assert f"`points.json` holds {len(POINTS)} points" in page
     assert f"the figures of {len(DEVICES['devices'])} devices" in page
 
 
