@@ -1,0 +1,1 @@
+"""Published measurements to judge the planner by. `README.md` describes the files."""

@@ -1,0 +1,39 @@
+"""Readers of the two data files beside this module."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+
+
+def read_points(split: str | None = None) -> list[dict[str, Any]]:
+    """Return the points, `source` and `model` replaced by their entries; those of one half of the split, or all."""
+    file = json.loads((HERE / "points.json").read_text(encoding="utf-8"))
+    points = [dict(zip(file["fields"], row, strict=True)) for row in file["points"]]
+    for point in points:
+        point["source"] = {"name": point["source"], **file["sources"][point["source"]]}
+        point["model"] = {"name": point["model"], **file["models"][point["model"]]}
+    return [point for point in points if split in (None, point["source"]["split"])]
+
+
+def read_devices() -> dict[str, dict[str, Any]]:
+    """Return the devices' figures without their sources: numbers or None, and `disputed`."""
+    devices = json.loads((HERE / "devices.json").read_text(encoding="utf-8"))["devices"]
+    return {
+        name: {key: figure["value"] if isinstance(figure, dict) else figure for key, figure in device.items()}
+        for name, device in devices.items()
+    }
+
+
+def tokens_per_second_per_gpu(point: dict[str, Any]) -> float | None:
+    """Return what was printed, else what batch, sequence length and step time amount to; None where that is open."""
+    if point["tokens_per_second_per_gpu"] is not None:
+        return float(point["tokens_per_second_per_gpu"])
+    known = [point[key] for key in ("global_batch", "sequence", "step_seconds", "num_gpus")]
+    if None in known:
+        return None
+    global_batch, sequence, step_seconds, num_gpus = known
+    return float(global_batch * sequence / step_seconds / num_gpus)
