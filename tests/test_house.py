@@ -16,17 +16,17 @@ from tests.places import ROOT
 
 # kB of Python source and number of files per room; what a room no longer needs is taken away here as well.
 CAPS: dict[str, tuple[float, int]] = {
-    "(doors)": (40, 9),
+    "(doors)": (41, 9),
     "system": (53, 12),
     "text": (65, 6),
     "config": (96, 14),
-    "plan": (94, 15),
+    "plan": (120, 17),
     "checkpoint": (167, 17),
     "train": (48, 10),
     "launch": (200, 23),
     "doctor": (97, 12),
     "report": (9, 2),
-    "commands": (71, 10),
+    "commands": (77, 11),
     "models": (71, 11),
     "tasks": (21, 5),
     "data": (133, 19),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from framework.config.load import config_from_values
@@ -58,7 +58,7 @@ def memory_table(plan: Plan, *, gpu: str = "", memory_gib: int | None = None) ->
     """Compare the plan with its alternatives.
 
     Args:
-        gpu: the name of the device; its memory is `memory_gib`. None: only the sizes are told.
+        gpu: the name of the device, whose memory is `memory_gib`; None: only sizes are printed.
     """
     try:
         planned = Alternative({}, estimate(plan))
@@ -75,13 +75,24 @@ def memory_table(plan: Plan, *, gpu: str = "", memory_gib: int | None = None) ->
     if limit is None or planned.peak_bytes <= limit:
         return MemoryTable(tuple(lines))
     fitting = [other for other in others if other.peak_bytes <= limit]
-    # The one that changes least of those that fit: the fastest, as every further cut of the state costs traffic.
-    fix = f"set {fitting[-1]}" if fitting else f"use more devices: {others[0] if others else 'nothing'} is the smallest"
+    # The largest that fits is the one that changes least, and every further cut costs traffic.
+    fix = f"set {fitting[-1]}" if fitting else _devices_that_fit(plan, limit)
     reason = f"each rank takes {size_text(planned.peak_bytes)} without activations, and {gpu} has {memory_gib} GiB"
     stage = plan.config.zero.stage
     return MemoryTable(
         tuple(lines), (Problem("memory-too-small", reason, fix, "zero.stage", stage, severity="warning"),)
     )
+
+
+def _devices_that_fit(plan: Plan, limit: int) -> str:
+    """Find the smallest power of two of devices that the plan fits on at stage 3, with the same micro-batches."""
+    config = config_from_values(_changed(plan, {"zero.stage": 3}))
+    for ranks in (2**power for power in range(1, 15)):
+        more = replace(plan, config=config, layout=replace(plan.layout, world_size=ranks, data_parallel_size=ranks))
+        memory = estimate(more)
+        if memory.total(memory.peak) <= limit:
+            return f"use {ranks} devices with zero.stage: 3"
+    return "use a smaller model: its largest weights alone do not fit"
 
 
 def size_text(size: int) -> str:
@@ -109,20 +120,30 @@ def _host(memory: Memory) -> str:
 
 def _alternatives(plan: Plan, planned: Alternative) -> Iterator[Alternative]:
     """Those that the rules allow and that change the peak by one part in a hundred or more."""
+    seen = [plan.config.to_dict()]
     for settings in _ALTERNATIVES:
-        values = copy.deepcopy(plan.config.to_dict())
-        for key, value in settings.items():
-            section, *inner, last = key.split(".")
-            place = values.setdefault(section, {})
-            for name in inner:
-                place = place.setdefault(name, {})
-            if last in {"device", "dtype"} and place.get(last) != value:
-                place.clear()
-            place[last] = value
+        values = _changed(plan, settings)
         try:
-            memory = estimate(make_plan(config_from_values(values), plan.cluster))
+            config = config_from_values(values)
+            memory = estimate(make_plan(config, plan.cluster))
         except (ConfigError, NotEstimatedError):
             continue
         other = Alternative(settings, memory)
-        if abs(other.peak_bytes - planned.peak_bytes) >= planned.peak_bytes / 100:
+        is_new = config.to_dict() not in seen
+        seen.append(config.to_dict())
+        if is_new and abs(other.peak_bytes - planned.peak_bytes) >= planned.peak_bytes / 100:
             yield other
+
+
+def _changed(plan: Plan, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The plan's config with dotted keys set; where a kind changes, what belonged to the other one goes."""
+    values = copy.deepcopy(plan.config.to_dict())
+    for key, value in settings.items():
+        *sections, last = key.split(".")
+        place = values
+        for name in sections:
+            place = place.setdefault(name, {})
+        if last in {"device", "dtype"} and place.get(last) != value:
+            place.clear()
+        place[last] = value
+    return values

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.planner.published import read_points
 from framework.config.load import config_from_values
 from framework.plan.cluster import Cluster
-from framework.plan.memory import Memory, estimate
+from framework.plan.memory import Memory, NotEstimatedError, estimate
 from framework.plan.plan import make_plan
 from tests.launched import ROOT, run_ranks
 
@@ -113,3 +114,79 @@ def on_host(memory: Memory, moment: str) -> int:
     """Bytes in host memory at one moment: on CPU all tensors are there."""
     absent = {"start": {"optimizer state", "optimizer copies"}, "step": set()}.get(moment, {"optimizer copies"})
     return sum(size for name, size in memory.host.items() if name not in absent)
+
+
+LLAMA = {"kind": "gpt", "size": "llama-2-7b"}
+WEIGHTS = 6_738_415_616  # Llama 2 7B
+
+
+@pytest.mark.parametrize(
+    ("stage", "start", "between"),
+    [(0, 2 + 4 + 8, 2 + 4 + 8), (1, 2 + 4 / 8, 2 + 12 / 8), (2, 2 + 4 / 8, 2 + 12 / 8), (3, (2 + 4 + 2) / 8, 16 / 8)],
+)
+def test_states_are_those_of_the_paper(stage: int, start: float, between: float) -> None:
+    """Rajbhandari et al. 2020, section 3: 2 bytes of a weight, 2 of its gradient, 12 of Adam; gradients wait for the
+    next step at stage 3 alone.
+    """
+    zero = {"stage": stage, "reduce_bucket_size": 1, "stage3_param_persistence_threshold": 0}
+    memory = estimated(config_of(model=LLAMA, zero=zero, precision={"dtype": "bf16"}), ranks=8, device="cuda")
+    assert memory.num_params == WEIGHTS
+    assert memory.total("start") == pytest.approx(start * WEIGHTS, rel=1e-5)
+    assert memory.total("between") == pytest.approx(between * WEIGHTS, rel=1e-5)
+
+
+def published(name: str) -> dict[str, dict[str, Any]]:
+    return {point["id"]: point for point in read_points() if point["source"]["name"] == name}
+
+
+@pytest.mark.parametrize(
+    ("number", "bucket", "overlaps"), [(3, 500_000_000, False), (4, 100_000_000, True), (5, 10_000_000, True)]
+)
+def test_buckets_are_those_of_issue_1302(number: int, bucket: int, overlaps: bool) -> None:
+    """Measured by a user of DeepSpeed, ZeRO 2 in half precision: what the knobs save, within 10 MiB."""
+    points = published("deepspeed-1302")
+    saved = points["deepspeed-1302-001"]["memory_gib"] - points[f"deepspeed-1302-00{number}"]["memory_gib"]
+
+    def most(bucket: int, overlaps: bool) -> int:
+        zero = {"stage": 2, "reduce_bucket_size": bucket, "overlap_comm": overlaps}
+        values = config_of(model={"kind": "gpt", "size": "gpt2-xl"}, zero=zero, precision={"dtype": "bf16"})
+        memory = estimated(values, ranks=8, device="cuda", activation_bytes=8 * 2**30)
+        assert memory.peak == "backward"
+        return memory.total("backward")
+
+    assert (most(500_000_000, True) - most(bucket, overlaps)) / 2**20 == pytest.approx(saved * 1024, abs=10)
+
+
+def test_states_are_those_that_deepspeed_publishes() -> None:
+    """6.86 billion weights at ZeRO 3 on four H100 (DeepSpeedExamples, bf16_master_weight), with its fused AdamW."""
+    points = published("deepspeed-bf16-master")
+    most, live = (points[f"deepspeed-bf16-master-00{number}"] for number in (1, 2))
+    optimizer = {"kind": "adamw", "implementation": "deepspeed"}
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    model = LLAMA | {"vocab_size": 46_900}
+    values = config_of(model=model, zero=zero, precision={"dtype": "bf16"}, optimizer=optimizer)
+    memory = estimated(values, ranks=live["num_gpus"], device="cuda")
+    assert memory.num_params == pytest.approx(live["parameters"], rel=1e-3)
+    assert memory.total("between") / 2**30 == pytest.approx(live["memory_gib"], rel=0.01)
+    assert memory.peak == "step"
+    assert memory.total("step") / 2**30 == pytest.approx(most["memory_gib"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("sections", "reason"),
+    [
+        ({"model": {"target": "my_pkg.nets:Net"}}, "one of your own"),
+        ({"optimizer": {"target": "my_pkg.nets:Optimizer"}}, "optimizer"),
+        ({"training": {"max_steps": 1, "freeze": ["embed*"]}}, "training.freeze"),
+        ({"deepspeed": {"zero_optimization": {"zero_quantized_weights": True}}}, "deepspeed"),
+        ({"zero": {"stage": 3, "offload_param": {"device": "cpu"}}}, "zero.offload_param"),
+    ],
+)
+def test_what_is_not_modelled_is_not_estimated(sections: dict[str, Any], reason: str) -> None:
+    with pytest.raises(NotEstimatedError, match=reason):
+        estimated(config_of(**sections), ranks=2)
+
+
+def test_a_bucket_may_be_passed_through_to_deepspeed() -> None:
+    passed = config_of(zero={"stage": 2}, deepspeed={"zero_optimization": {"ignore_unused_parameters": False}})
+    assert estimated(passed, ranks=2).to_dict() == estimated(config_of(zero={"stage": 2}), ranks=2).to_dict()
