@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import sys
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -118,13 +119,12 @@ def measure(case: Mapping[str, Any]) -> list[int]:
 
     def counted(run: Callable[..., Any], name: str) -> Callable[..., Any]:
         def within(*values: Any, **named: Any) -> Any:
-            since = ledger.cut()
-            gc.collect()  # DeepSpeed leaves cycles that hold gradients until Python looks for them
-            ledger.cut()
             if name == "backward":
-                most["forward"] = max(most["forward"], since)
+                most["forward"] = max(most["forward"], ledger.cut())
+            settle(ledger)
             result = run(*values, **named)
             most[name] = max(most[name], ledger.cut())
+            settle(ledger)
             return result
 
         return within
@@ -139,6 +139,14 @@ def measure(case: Mapping[str, Any]) -> list[int]:
         task.loss(task.forward(deepspeed_engine, batch[0]), batch[1])
     engine.close()
     return [start, between, *(between + each for each in most.values()), saved.total]
+
+
+def settle(ledger: Ledger) -> None:
+    """Wait for what is let go of in time: cycles, and tensors that the threads of collectives hold to the end."""
+    torch.distributed.barrier()
+    time.sleep(0.02)
+    gc.collect()
+    ledger.cut()
 
 
 def make_batch(case: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
