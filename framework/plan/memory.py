@@ -17,7 +17,6 @@ from framework.config.base import Object, Target
 from framework.config.optimizer import SGD, Adagrad, Adam, AdamW, Lamb, Lion
 from framework.config.precision import BF16, FP16
 from framework.plan.plan import Plan
-from framework.plan.render import merged
 from framework.plan.rules.devices import sums_of
 from framework.plan.weights import Shape, buffer_bytes, named_weights
 
@@ -98,18 +97,19 @@ def memory_section(plan: Plan) -> dict[str, Any]:
 
 
 def _refuse_unknown(plan: Plan) -> None:
-    config, passed = plan.config, plan.config.deepspeed
+    config, passed, optimizer = plan.config, plan.config.deepspeed, plan.config.optimizer
     zero = passed.get("zero_optimization", {})
-    known = {"stage", *type(config.zero).model_fields, *_HARMLESS}
+    is_half = isinstance(config.precision, BF16 | FP16)
     reasons = {
         "parallel.pipe": plan.layout.pipe_size > 1,
         "training.freeze": bool(config.training.freeze),
         "deepspeed": bool(passed.keys() - {"zero_optimization", "zero_allow_untested_optimizer", "gradient_clipping"})
         or not isinstance(zero, Mapping)
-        or bool(zero.keys() - known),
+        or bool(zero.keys() - _HARMLESS),
         "zero.offload_param": config.zero.offload_param.device != "none",
         "zero.offload_optimizer": config.zero.offload_optimizer.device == "nvme",
-        "optimizer": isinstance(config.optimizer, Target | Object),
+        "optimizer": isinstance(optimizer, Target | Object),
+        "a fused optimizer in half precision at stage 0": is_half and not config.zero.stage and _is_fused(optimizer),
     }
     if found := [name for name, is_unknown in reasons.items() if is_unknown]:
         raise NotEstimatedError(f"not modelled with {', '.join(found)}")
@@ -122,9 +122,8 @@ class _Estimate:
         config = plan.config
         self.config, self.activations = config, activation_bytes
         self.ranks, self.steps = plan.layout.data_parallel_size, plan.layout.accumulation_steps
-        zero = config.zero.model_dump()
-        self.zero: dict[str, Any] = merged(zero, config.deepspeed.get("zero_optimization", {}))
-        self.stage: int = self.zero["stage"]
+        self.zero: dict[str, Any] = config.zero.model_dump()
+        self.stage = config.zero.stage
         self.overlaps = self.zero["overlap_comm"] is True
         self.is_offloaded = self.stage > 0 and self.zero["offload_optimizer"]["device"] == "cpu"
         self.is_half = isinstance(config.precision, BF16 | FP16)
@@ -333,7 +332,7 @@ class _Estimate:
         holds two copies of one weight, its `foreach` form, on GPUs, one of all; fused kernels none.
         """
         optimizer = self.config.optimizer
-        if isinstance(optimizer, Lion | Lamb) or (isinstance(optimizer, AdamW) and optimizer.implementation != "torch"):
+        if _is_fused(optimizer):
             return 0
         decayed = _FP32 if optimizer.weight_decay and not _is_decoupled(optimizer) else 0  # type: ignore[union-attr]
         if isinstance(optimizer, SGD):
@@ -351,6 +350,10 @@ class _Estimate:
             "optimizer state": (self.moment_bytes + average) * self.share,
             "optimizer copies": self.step_copies() * self.largest_share,
         }
+
+
+def _is_fused(optimizer: object) -> bool:
+    return isinstance(optimizer, Lion | Lamb) or getattr(optimizer, "implementation", "torch") == "deepspeed"
 
 
 def _is_decoupled(optimizer: object) -> bool:
