@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import framework
-from framework.commands.check import add_options, run_check
+from framework.commands import check as checks
+from framework.commands import plan as plans
 from framework.errors import (
     EXIT_OK,
     EXIT_TRAINING,
     EXIT_USAGE,
     ConfigError,
     FrameworkError,
-    Problem,
     UsageError,
     missing_package,
 )
@@ -136,11 +136,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"dsf-trainer {framework.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     check = commands.add_parser("check", help="find everything that is wrong with run configs or DeepSpeed JSON")
-    add_options(check)
+    checks.add_options(check)
     check.set_defaults(command=_check)
     plan = commands.add_parser("plan", help="say what will happen on a cluster")
-    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
-    plan.add_argument("--gpu", metavar="KIND", help="say what fits this GPU, for example h100-80gb")
+    plans.add_options(plan)
     plan.set_defaults(command=_plan)
     render = commands.add_parser("render", help="print the DeepSpeed JSON")
     render.set_defaults(command=_render)
@@ -182,33 +181,15 @@ def _add_others(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    return run_check(arguments, find_cluster=_cluster)
+    return checks.run_check(arguments, find_cluster=_cluster)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from framework.commands.memory_table import memory_table
-    from framework.commands.stage_balance import StageBalance, find_stage_balance
-    from framework.commands.verdict import find_gpu
-    from framework.plan.memory import memory_section
-    from framework.plan.plan import rows
-
-    gpu = find_gpu(arguments.gpu)
-    plan, source = _make_plan(arguments, plan_with_data=True)
-    memory = memory_table(plan, gpu=gpu.name if gpu else "", memory_gib=gpu.memory_gib if gpu else None)
-    balance = StageBalance() if plan.layout.pipe_size == 1 else find_stage_balance(plan, source=source)
-    notes = map(source.locate, (*balance.notes, *memory.findings))
-    findings = [*plan.findings, *_missing_targets(plan, source), *notes]
-    if arguments.json:
-        further = ({"pipeline": balance.pipeline} if balance.pipeline else {}) | memory_section(plan)
-        print(json.dumps(plan.to_dict() | further | {"findings": [found.to_dict() for found in findings]}, indent=2))
-        return EXIT_OK
-    print(*(f"{label:<10}{text}" for label, text in rows(plan).items()), *memory.lines, *balance.lines, sep="\n")
-    for finding in findings:
-        print(f"{finding.severity}: {finding}")
-    return EXIT_OK
+    return plans.run_plan(arguments, *_make_plan(arguments, plan_with_data=True))
 
 
 def _render(arguments: argparse.Namespace) -> int:
+    from framework.commands.target_search import missing_targets
     from framework.plan.render import render
 
     plan, source = _make_plan(arguments)
@@ -216,16 +197,10 @@ def _render(arguments: argparse.Namespace) -> int:
         ds_config = render(plan)
     except ConfigError as error:
         raise ConfigError(map(source.locate, error.problems)) from None
-    for warning in _missing_targets(plan, source):
-        write(sys.stderr, f"warning: {warning}\n")
+    for warning in missing_targets(plan.config):
+        write(sys.stderr, f"warning: {source.locate(warning)}\n")
     print(json.dumps(ds_config, indent=2))
     return EXIT_OK
-
-
-def _missing_targets(plan: Plan, source: Source) -> list[Problem]:
-    from framework.commands.target_search import missing_targets
-
-    return [source.locate(problem) for problem in missing_targets(plan.config)]
 
 
 def _schema(arguments: argparse.Namespace) -> int:
