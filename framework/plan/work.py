@@ -1,4 +1,4 @@
-"""Work of a model in one micro-batch, part by part: what it computes, moves and leaves for the backward pass. No torch."""
+"""Work of a model in one micro-batch, part by part: what it computes, moves and keeps for the backward pass."""
 
 from __future__ import annotations
 
