@@ -248,7 +248,9 @@ def _apply_override(values: dict[str, Any], override: str, source: Source) -> No
     value = parsed.value
     section: Any = values
     for depth, part in enumerate(path[:-1], start=1):
-        if section.get(part) is None or (part == "parallel" and section[part] == AUTO):  # left out, or written with nothing under it: its default is what is changed
+        if section.get(part) is None or (
+            part == "parallel" and section[part] == AUTO
+        ):  # left out, or written with nothing under it: its default is what is changed
             section[part] = kind_of_default(str(part)) if depth == 1 else {}
         section = section[part]
         if not isinstance(section, dict):

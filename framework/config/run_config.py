@@ -26,7 +26,6 @@ from framework.config.training import (
 )
 from framework.config.zero import Zero
 
-
 # Where `auto` may stand: the value is chosen for the cluster before the run (`framework/plan/auto.py`).
 AUTO: Final = "auto"
 AUTO_KEYS: Final = ("zero.stage", "parallel.pipe", "batch.micro_size")
@@ -117,10 +116,15 @@ class RunConfig(Section):
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved config, every default written out, as plain lists, dicts, strings and numbers."""
-        values = self.model_dump(mode="json", fallback=_stable_repr)
-        for key in self._auto:
-            section, _, name = key.partition(".")
-            values[section][name] = AUTO
+        return self._with_auto(self.model_dump(mode="json", fallback=_stable_repr))
+
+    def written(self) -> dict[str, Any]:
+        """The config as it was written, without the defaults of what was left out."""
+        return self._with_auto(self.model_dump(exclude_unset=True))
+
+    def _with_auto(self, values: dict[str, Any]) -> dict[str, Any]:
+        for section, _, name in (key.partition(".") for key in self._auto):
+            values.setdefault(section, {})[name] = AUTO
         return values
 
 
