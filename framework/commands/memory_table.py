@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from framework.config.load import config_from_values
-from framework.errors import ConfigError, Problem
+from framework.errors import Problem
+from framework.plan.alternatives import Alternative, alternatives, changed, size_text
 from framework.plan.memory import Memory, NotEstimatedError, estimate
-from framework.plan.plan import Plan, make_plan
+from framework.plan.plan import Plan
 
 # What is tried beside the plan: dotted keys of a run config and their values.
 _ALTERNATIVES: Final[Sequence[Mapping[str, Any]]] = (
@@ -20,7 +20,7 @@ _ALTERNATIVES: Final[Sequence[Mapping[str, Any]]] = (
     {"zero.reduce_bucket_size": 5_000_000},
     {"precision.dtype": "bf16"},
 )
-_MOMENTS: Final = {
+MOMENTS: Final = {
     "start": "after the start",
     "between": "between steps",
     "forward": "in the forward pass",
@@ -28,22 +28,6 @@ _MOMENTS: Final = {
     "step": "in the optimizer's step",
 }
 _MIB: Final = 2**20
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """Memory with some settings changed; none: as planned."""
-
-    settings: Mapping[str, Any]
-    memory: Memory
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most on a device at any moment."""
-        return self.memory.total(self.memory.peak)
-
-    def __str__(self) -> str:
-        return ", ".join(f"{key}: {value}" for key, value in self.settings.items())
 
 
 @dataclass(frozen=True)
@@ -86,7 +70,7 @@ def memory_table(plan: Plan, *, gpu: str = "", memory_gib: int | None = None) ->
 
 def _devices_that_fit(plan: Plan, limit: int) -> str:
     """Find the smallest power of two of devices that the plan fits on at stage 3, with the same micro-batches."""
-    config = config_from_values(_changed(plan, {"zero.stage": 3}))
+    config = config_from_values(changed(plan, {"zero.stage": 3}))
     for ranks in (2**power for power in range(1, 15)):
         more = replace(plan, config=config, layout=replace(plan.layout, world_size=ranks, data_parallel_size=ranks))
         memory = estimate(more)
@@ -95,16 +79,11 @@ def _devices_that_fit(plan: Plan, limit: int) -> str:
     return "use a smaller model: its largest weights alone do not fit"
 
 
-def size_text(size: int) -> str:
-    """Bytes for a person, in MiB or GiB."""
-    return f"{size / _MIB:,.1f} MiB" if size < 1024 * _MIB else f"{size / 1024 / _MIB:,.2f} GiB"
-
-
 def _summary(memory: Memory) -> str:
     peak = memory.peak
     return (
         f"{size_text(memory.total('between'))} on each rank between steps, {size_text(memory.total(peak))} at most "
-        f"({_MOMENTS[peak]}){_host(memory)}; estimated, without activations"
+        f"({MOMENTS[peak]}){_host(memory)}; estimated, without activations"
     )
 
 
@@ -119,31 +98,7 @@ def _host(memory: Memory) -> str:
 
 
 def _alternatives(plan: Plan, planned: Alternative) -> Iterator[Alternative]:
-    """Those that the rules allow and that change the peak by one part in a hundred or more."""
-    seen = [plan.config.to_dict()]
-    for settings in _ALTERNATIVES:
-        values = _changed(plan, settings)
-        try:
-            config = config_from_values(values)
-            memory = estimate(make_plan(config, plan.cluster))
-        except (ConfigError, NotEstimatedError):
-            continue
-        other = Alternative(settings, memory)
-        is_new = config.to_dict() not in seen
-        seen.append(config.to_dict())
-        if is_new and abs(other.peak_bytes - planned.peak_bytes) >= planned.peak_bytes / 100:
-            yield other
-
-
-def _changed(plan: Plan, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The plan's config with dotted keys set; where a kind changes, what belonged to the other one goes."""
-    values = copy.deepcopy(plan.config.to_dict())
-    for key, value in settings.items():
-        *sections, last = key.split(".")
-        place = values
-        for name in sections:
-            place = place.setdefault(name, {})
-        if last in {"device", "dtype"} and place.get(last) != value:
-            place.clear()
-        place[last] = value
-    return values
+    """Those that change the peak by one part in a hundred or more."""
+    least = planned.peak_bytes / 100
+    found = alternatives(plan, _ALTERNATIVES)
+    yield from (other for other in found if abs(other.peak_bytes - planned.peak_bytes) >= least)

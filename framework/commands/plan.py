@@ -17,6 +17,8 @@ def add_options(plan: argparse.ArgumentParser) -> None:
     """Add the options that `plan` takes beside file, settings and cluster."""
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan.add_argument("--gpu", metavar="KIND", help="say what fits this GPU, for example h100-80gb")
+    about = "explain an out-of-memory message by this plan: a rank's log, or - for stdin"
+    plan.add_argument("--explain-oom", metavar="LOG", help=about)
 
 
 def run_plan(arguments: argparse.Namespace, plan: Plan, source: Source) -> int:
@@ -28,6 +30,10 @@ def run_plan(arguments: argparse.Namespace, plan: Plan, source: Source) -> int:
     from framework.plan.memory import memory_section
     from framework.plan.plan import rows
 
+    if arguments.explain_oom:
+        from framework.commands.explain_oom import explain_oom
+
+        return explain_oom(arguments.explain_oom, plan, as_json=arguments.json)
     gpu = find_gpu(arguments.gpu)
     memory = memory_table(plan, gpu=gpu.name if gpu else "", memory_gib=gpu.memory_gib if gpu else None)
     balance = StageBalance() if plan.layout.pipe_size == 1 else find_stage_balance(plan, source=source)
