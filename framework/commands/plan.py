@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from typing import TYPE_CHECKING
 
 from framework.errors import EXIT_OK
@@ -19,6 +20,7 @@ def add_options(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--gpu", metavar="KIND", help="say what fits this GPU, for example h100-80gb")
     about = "explain an out-of-memory message by this plan: a rank's log, or - for stdin"
     plan.add_argument("--explain-oom", metavar="LOG", help=about)
+    plan.add_argument("--measure", action="store_true", help="measure this machine's rates first, about half a minute")
 
 
 def run_plan(arguments: argparse.Namespace, plan: Plan, source: Source) -> int:
@@ -34,6 +36,10 @@ def run_plan(arguments: argparse.Namespace, plan: Plan, source: Source) -> int:
         from framework.commands.explain_oom import explain_oom
 
         return explain_oom(arguments.explain_oom, plan, as_json=arguments.json)
+    if arguments.measure:
+        from framework.commands.measure import measure
+
+        print(*measure(plan), sep="\n", file=sys.stderr if arguments.json else sys.stdout)
     gpu = find_gpu(arguments.gpu)
     memory = memory_table(plan, gpu=gpu.name if gpu else "", memory_gib=gpu.memory_gib if gpu else None)
     balance = StageBalance() if plan.layout.pipe_size == 1 else find_stage_balance(plan, source=source)
