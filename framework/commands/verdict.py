@@ -43,7 +43,7 @@ class CheckContext:
         from framework.dslint.facts import Topology
 
         if self.cluster is None:
-            return Topology(device="cuda" if self.gpu else "unknown", gpu=self.gpu)
+            return Topology(device=self.gpu.device if self.gpu else "unknown", gpu=self.gpu)
         return Topology.from_cluster(self.cluster, self.gpu)
 
 
@@ -69,11 +69,10 @@ def find_gpu(name: str | None) -> GpuKind | None:
     """
     if name is None:
         return None
-    from framework.dslint.facts import GPU_KINDS
+    from framework.dslint.facts import gpu_kinds
+    from framework.plan.devices import find_device
 
-    if name.lower() not in GPU_KINDS:
-        raise UsageError(f"--gpu {name}: not known; known are {', '.join(GPU_KINDS)}")
-    return GPU_KINDS[name.lower()]
+    return gpu_kinds()[find_device(name).name]
 
 
 def check_file(file: str, overrides: Sequence[str], against: CheckContext) -> Verdict:

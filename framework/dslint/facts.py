@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from math import isfinite
 from typing import Any, Final, Literal
 
 from framework.errors import MISSING
 from framework.plan.cluster import Cluster, Device
+from framework.plan.devices import tables
 from framework.text.document import KeyPath
 
 
@@ -30,6 +31,7 @@ class GpuKind:
         fp16: DeepSpeed trains fp16 on it (``cuda_accelerator.is_fp16_supported``: capability 7 and newer).
         bf16: it computes bf16 itself; older CUDA devices emulate it.
         fp8: it has fp8 matrix units.
+        device: what torch calls its kind.
     """
 
     name: str
@@ -38,32 +40,25 @@ class GpuKind:
     fp16: bool = True
     bf16: bool = True
     fp8: bool = False
+    device: Device = "cuda"
 
 
-GPU_KINDS: Final[Mapping[str, GpuKind]] = {
-    kind.name: kind
-    for kind in (
-        GpuKind("p100-16gb", 16, (6, 0), fp16=False, bf16=False),
-        GpuKind("v100-16gb", 16, (7, 0), bf16=False),
-        GpuKind("v100-32gb", 32, (7, 0), bf16=False),
-        GpuKind("t4-16gb", 16, (7, 5), bf16=False),
-        GpuKind("rtx2080ti-11gb", 11, (7, 5), bf16=False),
-        GpuKind("a100-40gb", 40, (8, 0)),
-        GpuKind("a100-80gb", 80, (8, 0)),
-        GpuKind("a10g-24gb", 24, (8, 6)),
-        GpuKind("a40-48gb", 48, (8, 6)),
-        GpuKind("a6000-48gb", 48, (8, 6)),
-        GpuKind("rtx3090-24gb", 24, (8, 6)),
-        GpuKind("l4-24gb", 24, (8, 9), fp8=True),
-        GpuKind("l40s-48gb", 48, (8, 9), fp8=True),
-        GpuKind("rtx4090-24gb", 24, (8, 9), fp8=True),
-        GpuKind("h100-80gb", 80, (9, 0), fp8=True),
-        GpuKind("h200-141gb", 141, (9, 0), fp8=True),
-        GpuKind("b200-180gb", 180, (10, 0), fp8=True),
-        GpuKind("mi250x-64gb", 64),
-        GpuKind("mi300x-192gb", 192, fp8=True),
-    )
-}
+@cache
+def gpu_kinds() -> Mapping[str, GpuKind]:
+    """The kinds that ``--gpu`` takes, those of `plan/devices.json`."""
+    found = {}
+    for name, listed in tables()["devices"].items():
+        capability = tuple(listed["capability"] or ()) or None
+        found[name] = GpuKind(
+            name,
+            listed["memory_gib"],
+            capability,
+            fp16=capability is None or capability >= (7, 0),
+            bf16=capability is None or capability >= (8, 0),
+            fp8=listed["tflops_fp8"] is not None or (capability or (0, 0)) >= (8, 9),
+            device=listed["kind"],
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -85,7 +80,7 @@ class Topology:
     @staticmethod
     def from_cluster(cluster: Cluster, gpu: GpuKind | None = None) -> Topology:
         """Build the target from a hostfile or ``--num_gpus``."""
-        return Topology(cluster.world_size, cluster.num_hosts, "cuda" if gpu else cluster.device, gpu)
+        return Topology(cluster.world_size, cluster.num_hosts, gpu.device if gpu else cluster.device, gpu)
 
 
 Dtype = Literal["fp32", "fp16", "bf16", "int8"]
