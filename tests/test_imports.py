@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"system", "config", "engine protocol"},
     "train": {"system", "text", "checkpoint", "engine protocol"},
     "dslint": {"system", "text", "config", "plan"},
-    "load_run": {"system", "config", "plan", "dslint"},
+    "load_run": {"system", "config", "plan", "checkpoint", "dslint"},
     "hosts": {"system", "plan"},
     "node checks": {"system", "config", "plan", "checkpoint", "hosts"},
     "launch": {"load_run", "system", "config", "plan", "dslint", "hosts", "node checks"},

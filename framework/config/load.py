@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from framework.config.base import TAG_KEYS
 from framework.config.deepspeed_words import OWNED
 from framework.config.explain import explain, homes_of, numbers_for_text
-from framework.config.run_config import RunConfig, kind_of_default
+from framework.config.run_config import AUTO, RunConfig, auto_keys, kind_of_default
 from framework.errors import ConfigError, Problem, UsageError, show_value
 from framework.system.exits import end_in_one_line
 from framework.text.document import COMMAND_LINE, Document, KeyPath, at, document_of, parse_document, read_document
@@ -97,10 +97,11 @@ def load_with_source(
     """
     name = str(path)
     document = read_document(Path(path), name=name) if text is None else document_of(text, Path(path), name=name)
+    was_auto = auto_keys(document.value)
     values, source = _with_overrides(document, overrides)
     problems = [source.locate(problem) for problem in _handed_over(values)]
     try:
-        config = config_from_values(values, source=source)
+        config = config_from_values(values, source=source).noting_auto(was_auto)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     if problems:
@@ -247,7 +248,9 @@ def _apply_override(values: dict[str, Any], override: str, source: Source) -> No
     value = parsed.value
     section: Any = values
     for depth, part in enumerate(path[:-1], start=1):
-        if section.get(part) is None:  # left out, or written with nothing under it: its default is what is changed
+        if section.get(part) is None or (
+            part == "parallel" and section[part] == AUTO
+        ):  # left out, or written with nothing under it: its default is what is changed
             section[part] = kind_of_default(str(part)) if depth == 1 else {}
         section = section[part]
         if not isinstance(section, dict):

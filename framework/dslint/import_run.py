@@ -305,13 +305,13 @@ def with_deepspeed_config(config: RunConfig, path: str | Path, *, source: Source
     notes = [_left_out(document, line) for line in imported.left_out]
     for note in sorted(notes, key=lambda note: (note.line, note.column)):
         source.notes.append(note)
-    written = config.model_dump(exclude_unset=True)
+    written = config.written()
     clashes = [source.locate(problem) for problem in _clashes(written, imported, document)]
     if clashes:
         raise ConfigError(clashes)
     decided = {key.partition(".")[0] for key in imported.given}
     ours = {name: section for name, section in imported.values.items() if name in decided}
-    return config_from_values(merged(ours, written), source=source)
+    return config_from_values(merged(ours, written), source=source).noting_auto(config.was_auto)
 
 
 def _read(path: str) -> Document:
