@@ -98,6 +98,7 @@ HALVES = {
     "commands.doctor": "doctor command",
     "commands.export": "torch commands",
     "commands.generate": "torch commands",
+    "commands.machine_rates": "torch commands",
 }
 LIGHT = (
     "system",

@@ -37,6 +37,9 @@ def add_options(plan: argparse.ArgumentParser) -> None:
     """Add the options that `plan` takes beside file, settings and cluster."""
     option = plan.add_argument
     option("--json", action="store_true", help="print the plan as JSON")
+    about = "explain an out-of-memory message by this plan: a rank's log, or - for stdin"
+    option("--explain-oom", metavar="LOG", help=about)
+    option("--measure", action="store_true", help="measure this machine's rates first, about half a minute")
     option("--network", metavar="NAME", help="between hosts, where it is not the usual one, such as infiniband-hdr")
     option("--search", action="store_true", help="choose micro-batch, accumulation and pipeline as well")
     about = "what the best strategy has most of, or takes least of; implies --search"
@@ -85,6 +88,7 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
     from framework.commands.stage_balance import StageBalance, find_stage_balance
     from framework.commands.target_search import missing_targets
     from framework.plan.auto import listed_target
+    from framework.plan.measured import measured_machine
     from framework.plan.plan import default_cluster, rows
     from framework.plan.search import Target
 
@@ -100,6 +104,16 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
     except ConfigError:
         _print_nearest(run, cluster)
         raise
+    if arguments.explain_oom:
+        from framework.commands.explain_oom import explain_oom
+
+        return explain_oom(arguments.explain_oom, plan, as_json=arguments.json)
+    if arguments.measure:
+        from framework.commands.measure import measure
+
+        print(*measure(plan), sep="\n", file=sys.stderr if arguments.json else sys.stdout)
+    if not arguments.gpu and cluster.num_hosts == 1 and (machine := measured_machine(cluster.world_size)):
+        target = Target("this machine, measured", machine=machine)
     question = _Question(arguments, run, plan, target)
     answer = _answer(question)
     balance = StageBalance() if plan.layout.pipe_size == 1 else find_stage_balance(plan, source=run.source)
@@ -176,7 +190,7 @@ def _order(planned: Candidate, target: Target) -> str:
 
 
 def _memory_lines(memory: Memory, target: Target) -> Iterator[str]:
-    from framework.plan.search import size_text
+    from framework.plan.alternatives import size_text
 
     peak, host = memory.peak, sum(memory.host.values())
     of = f" of {size_text(target.memory_bytes)}" if target.memory_bytes else ""
@@ -204,7 +218,8 @@ def _time_lines(time: StepTime | None, target: Target) -> Iterator[str]:
 
 def _findings(question: _Question, planned: Candidate, found: Found) -> Iterator[Problem]:
     """A plan that does not fit, with the nearest that does."""
-    from framework.plan.search import settings_text, size_text
+    from framework.plan.alternatives import size_text
+    from framework.plan.search import settings_text
 
     target, key = question.target, "zero.stage"
     if target.memory_bytes is None or planned.peak_bytes <= target.memory_bytes:

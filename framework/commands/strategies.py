@@ -9,6 +9,7 @@ from typing import Any, Final
 from framework.commands.check_fix import write_file
 from framework.config.load import load_with_source
 from framework.errors import ConfigError, UsageError
+from framework.plan.alternatives import size_text
 from framework.plan.search import (
     ACCUMULATION,
     OFFLOAD,
@@ -20,7 +21,6 @@ from framework.plan.search import (
     Found,
     Settings,
     settings_text,
-    size_text,
 )
 from framework.text.document import KeyPath, document_of, read_text
 from framework.text.edits import Edit, InsertMember, ReplaceValue, edited, unified_diff

@@ -20,6 +20,7 @@ from typing import Any, Final
 from framework.config.load import Source, config_from_values
 from framework.config.run_config import AUTO, RunConfig
 from framework.errors import ConfigError, Problem
+from framework.plan.alternatives import size_text, with_settings
 from framework.plan.cluster import Cluster
 from framework.plan.devices import Machine, find_device, tables
 from framework.plan.memory import NotEstimatedError
@@ -31,8 +32,6 @@ from framework.plan.search import (
     fullest,
     search,
     settings_text,
-    size_text,
-    with_settings,
 )
 from framework.system.output import write
 

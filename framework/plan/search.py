@@ -15,8 +15,9 @@ from math import inf
 from typing import Any, Final, Literal
 
 from framework.config.load import config_from_values
-from framework.config.run_config import RunConfig, kind_of_default
+from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, UsageError, counted, show_value
+from framework.plan.alternatives import size_text, with_settings
 from framework.plan.cluster import Cluster
 from framework.plan.devices import Machine
 from framework.plan.layout import DEFAULT_MICRO_SIZE
@@ -44,7 +45,6 @@ _LEAST_GAIN: Final = 1.02
 _LONGEST_SEQUENCE: Final = 1 << 24
 # Micro-batches of a step for each stage of a pipeline, where nothing fixes them: it then waits a fifth of the time.
 _PER_STAGE: Final = 4
-_GIB: Final = 2**30
 
 
 @dataclass(frozen=True)
@@ -468,20 +468,6 @@ def _powers(most: int) -> Iterator[int]:
         size *= 2
 
 
-def with_settings(config: RunConfig, settings: Settings) -> dict[str, Any]:
-    """A config's own values with dotted keys set; where a kind changes, what belonged to the other one goes."""
-    values = config.written()
-    for key, value in settings.items():
-        first, *sections, last = key.split(".")
-        place = values.setdefault(first, kind_of_default(first))
-        for name in sections:
-            place = place.setdefault(name, {})
-        if last in {"device", "dtype"} and place.get(last) != value:
-            place.clear()
-        place[last] = value
-    return values
-
-
 # Beside the strategy: what is tried to free memory, and the value that it is lowered to.
 _KNOBS: Final[Sequence[tuple[str, Any]]] = (
     ("zero.reduce_bucket_size", 50_000_000),
@@ -518,11 +504,6 @@ def find_knob(plan: Plan) -> Knob | None:
 def settings_text(settings: Settings) -> str:
     """Settings in one line, as a config has them."""
     return ", ".join(f"{key}: {show_value(value)}" for key, value in settings.items())
-
-
-def size_text(size: int) -> str:
-    """Bytes for a person, in MiB or GiB."""
-    return f"{size / 2**20:,.1f} MiB" if size < _GIB else f"{size / _GIB:,.2f} GiB"
 
 
 def _number(value: Any) -> str:
