@@ -46,6 +46,7 @@ def add_options(plan: argparse.ArgumentParser) -> None:
     option("--goal", choices=_GOALS, help=about)
     add_option(plan, "--top", type=whole(1, 1000, "{} is not a number of strategies"), metavar="N", help="show so many")
     option("--apply", action="store_true", help="write the best strategy into the file; implies --search")
+    option("--paper", action="store_true", help="the usual formulas beside it, and goodput between failures")
     option("--chart", metavar="FILE.svg", help="draw the memory of the best strategies; implies --search")
 
 
@@ -126,6 +127,10 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
         choice = [f"{'auto':<10}{run.choice.removeprefix('auto: ')}"] if run.choice else []
         print(*(f"{label:<10}{text}" for label, text in rows(plan).items()), *choice, *answer.head, sep="\n")
         print(*balance.lines, *answer.lines, sep="\n", end="\n" if balance.lines or answer.lines else "")
+        if arguments.paper:
+            from framework.commands.paper import paper_lines
+
+            print(*paper_lines(plan), sep="\n")
         for finding in findings:
             print(f"{finding.severity}: {finding}")
     _act(question, answer)
