@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Literal
 
-from framework.plan.weights import Shape
+from framework.config.model import ModelSection
+from framework.config.precision import BF16, FP16, Autocast
+from framework.config.run_config import RunConfig
+from framework.plan.forwards import Layers, Run, forward_of
+from framework.plan.tape import Tape, Value
+from framework.plan.weights import Shape, buffer_bytes, named_weights
+
+Device = Literal["cpu", "cuda"]
+Arithmetic = Literal["fp32", "half", "autocast"]
 
 
 @dataclass(frozen=True)
@@ -21,9 +31,12 @@ class Part:
         saved_bytes: bytes that autograd keeps for the backward pass, without weights, and without what an earlier part
             keeps already.
         split_bytes: those of `saved_bytes` that tensor parallelism splits.
-        peak_bytes: bytes at most at any moment within it, beside what it keeps in the end.
+        peak_bytes: bytes at most at any moment of its forward pass, beside what it keeps in the end.
         output_bytes: bytes of its output: what recomputation keeps, and a pipeline sends.
         count: so many parts alike, one after the other; every figure is of one of them.
+        input_bytes: those of `saved_bytes` that are its input, which recomputation keeps as the output before it.
+        backward_bytes: bytes at most at any moment of its backward pass, beside what it has saved: gradients of values,
+            without those of weights.
     """
 
     name: str
@@ -35,6 +48,8 @@ class Part:
     peak_bytes: int
     output_bytes: int
     count: int = 1
+    input_bytes: int = 0
+    backward_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,3 +71,158 @@ class ModelWork:
     num_samples: int
     num_tokens: int | None = None
     is_traced: bool = False
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of a forward pass."""
+        return sum(part.flops * part.count for part in self.parts)
+
+    def layers(self) -> Iterator[Part]:
+        """Every part by itself, as often as it is there."""
+        return (part for part in self.parts for _ in range(part.count))
+
+
+def named_work(config: RunConfig, micro_size: int, *, device: Device = "cuda") -> ModelWork | None:
+    """Work of a run's model, in closed form.
+
+    Where only the user's own data knows the length of sequences, the model's longest is taken; a loss of the user's own
+    counts as the one that belongs to the model.
+
+    Args:
+        config: the run.
+        micro_size: samples in a micro-batch.
+        device: what it runs on: attention, dropout and norms keep other things on each.
+
+    Returns:
+        The work; None for a model of the user's own, and for images whose size only the data knows.
+    """
+    shape, model = config.data.image_shape(), config.model
+    image_size = getattr(model, "image_size", None) or (shape.size if shape else None)
+    precision: Arithmetic = "half" if isinstance(config.precision, BF16 | FP16) else "fp32"
+    length = getattr(config.data, "sequence_length", None)
+    return model_work(
+        model,
+        micro_size=micro_size,
+        sequence_length=length,
+        image_size=image_size,
+        arithmetic="autocast" if isinstance(config.precision, Autocast) else precision,
+        device=device,
+    )
+
+
+def model_work(
+    model: ModelSection,
+    *,
+    micro_size: int,
+    sequence_length: int | None = None,
+    image_size: int | None = None,
+    arithmetic: Arithmetic = "half",
+    device: Device = "cuda",
+    frozen: Collection[str] = (),
+) -> ModelWork | None:
+    """Work of a named model of any shape, in closed form.
+
+    Args:
+        model: the section of a run config that describes it.
+        micro_size: samples in a micro-batch.
+        sequence_length: tokens in a sample; left out: as many as the model has positions.
+        image_size: height and width of an image in pixels.
+        arithmetic: weights and values in fp32, in bf16 or fp16 (``half``), or fp32 weights under torch's autocast.
+        device: what it runs on.
+        frozen: full names of weights that are not trained.
+
+    Returns:
+        The work; None for a model of the user's own, and for images of unknown size.
+    """
+    layers, weights = forward_of(model), named_weights(model)
+    if layers is None or weights is None:
+        return None
+    tokens = getattr(model, "max_positions", None) and (sequence_length or model.max_positions)  # type: ignore[union-attr]
+    half = 2 if arithmetic == "half" else 4
+    if tokens:
+        inputs = Value((micro_size, tokens), 8, has_gradient=False)
+    elif image_size:
+        inputs = Value((micro_size, model.in_channels, image_size, image_size), half, has_gradient=False)  # type: ignore[union-attr]
+    else:
+        return None
+    tape = Tape(half, half if arithmetic != "autocast" else 2, device, lambda name: name not in frozen)
+    trained = {name: shape for name, shape in weights.items() if name not in frozen}
+    parts = tuple(_parts(tape, layers, inputs, trained))
+    return ModelWork(trained, buffer_bytes(model), parts, micro_size, micro_size * tokens if tokens else None)
+
+
+def _parts(tape: Tape, layers: Layers, inputs: Value, weights: Mapping[str, Shape]) -> Iterator[Part]:
+    """Parts of all layers and of the loss; like layers with the same trained weights are one part with a count."""
+    value: Any = inputs
+    for name, run, count in layers:
+        part, last = None, None
+        for number in range(count):
+            place = name.format(number)
+            own = {
+                full.removeprefix(place): prod(shape) for full, shape in weights.items() if full.startswith(f"{place}.")
+            }
+            key = (own.keys(), getattr(value, "has_gradient", True))
+            if part is not None and key == last:
+                part = replace(part, count=part.count + 1)
+                continue
+            if part is not None:
+                yield part
+            part, value = _part(tape, place, run, value, own)
+            last = key
+        if part is not None:
+            yield part
+    outputs = value if isinstance(value, tuple) else (value,)
+    yield _part(tape, "loss", _loss, outputs, {})[0]
+
+
+def _loss(tape: Tape, outputs: tuple[Value, ...]) -> Value:
+    """Cross-entropy of each output, whose last dimension is classes."""
+    for logits in outputs:
+        rows = prod(logits.shape[:-1])
+        targets = Value((rows,), 8, has_gradient=False)
+        made = tape.cross_entropy(logits.view(rows, logits.shape[-1]), targets)
+    return made
+
+
+def _part(tape: Tape, name: str, run: Run, value: Any, own: Mapping[str, int]) -> tuple[Part, Any]:
+    tape.start(name)
+    made = run(tape, value)
+    inputs, outputs = (each if isinstance(each, tuple) else (each,) for each in (value, made))
+    is_new = bool(inputs) and tape.saves_first(inputs[0])
+    part = Part(
+        name,
+        num_params=sum(own.values()),
+        flops=tape.flops,
+        moved_bytes=tape.moved_bytes,
+        saved_bytes=tape.saved_bytes,
+        split_bytes=tape.split_bytes,
+        peak_bytes=tape.forward_bytes(*outputs),
+        output_bytes=sum(output.num_bytes for output in outputs),
+        input_bytes=inputs[0].storage.num_bytes if is_new else 0,
+        backward_bytes=tape.backward_bytes(*outputs),
+    )
+    return part, made
+
+
+def saved_bytes(work: ModelWork, recompute_every: int = 0) -> int:
+    """Bytes that are kept for the backward pass, at the fullest moment.
+
+    Args:
+        work: of one micro-batch.
+        recompute_every: layers of a group that keeps only its input and runs again in the backward pass; 0: none.
+
+    Returns:
+        Everything that is saved; with recomputation the inputs of the groups up to the fullest one, and what that one
+        saves when it has run again. The loss belongs to no group.
+    """
+    *layers, loss = work.layers()
+    if not recompute_every:
+        return sum(part.saved_bytes for part in (*layers, loss))
+    inputs, most = 0, 0
+    for start in range(0, len(layers), recompute_every):
+        group = layers[start : start + recompute_every]
+        inputs += layers[start - 1].output_bytes if start else 0
+        own = sum(part.saved_bytes for part in group) - (group[0].input_bytes if start else 0)
+        is_last = start + recompute_every >= len(layers)
+        most = max(most, inputs + own + (loss.saved_bytes if is_last else 0))
+    return most
