@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -168,7 +168,7 @@ def _answer(question: _Question) -> _Answer:
     shown = [each for each in found.ranked if wide or _is_alternative(each, planned)]
     shown = shown[: question.arguments.top or _TOP]
     head = [*_memory_lines(planned.memory, target), *_time_lines(planned.time, target)]
-    lines = [f"{'best':<10}{_order(planned, target)}; * as planned; batch: micro x steps x ranks"]
+    lines = [f"{'best':<10}{_order([*shown, planned], target)}; * as planned; batch: micro x steps x ranks"]
     lines += [f"          {line}" for line in table_lines(shown, planned=planned)]
     knob = find_knob(shown[0].plan if wide and shown else plan)
     if target.memory_bytes is not None or wide:
@@ -188,12 +188,12 @@ def _answer(question: _Question) -> _Answer:
 def _is_alternative(one: Candidate, planned: Candidate) -> bool:
     """Beside a plan stands what takes less memory, or is faster."""
     speeds = one.samples_per_second, planned.samples_per_second
-    is_faster = speeds[0] is not None and speeds[1] is not None and speeds[0] > speeds[1]
+    is_faster = speeds[0] is not None and speeds[1] is not None and speeds[0] > 1.02 * speeds[1]
     return is_faster or one.peak_bytes < 0.99 * planned.peak_bytes
 
 
-def _order(planned: Candidate, target: Target) -> str:
-    if planned.time is not None:
+def _order(shown: Sequence[Candidate], target: Target) -> str:
+    if any(each.time is not None for each in shown):
         return "the fastest first"
     why = f"not all rates of {target.name} are listed" if target.name else "no device named (--gpu)"
     return f"the least traffic first, speed unknown: {why}"
