@@ -203,11 +203,13 @@ def _memory_lines(memory: Memory, target: Target) -> Iterator[str]:
     from framework.plan.alternatives import size_text
 
     peak, host = memory.peak, sum(memory.host.values())
+    stage = "" if memory.stage is None else f", stage {memory.stage}, the fullest"
+    lacks = f", without activations: {memory.lacks}" if memory.lacks else ""
     of = f" of {size_text(target.memory_bytes)}" if target.memory_bytes else ""
     yield (
         f"{'memory':<10}{size_text(memory.total('between'))} on each rank between steps, "
         f"{size_text(memory.total(peak))} at most ({_MOMENTS[peak]}){of}"
-        f"{f', {size_text(host)} on the host' if host else ''}; estimated"
+        f"{f', {size_text(host)} on the host' if host else ''}; estimated{stage}{lacks}"
     )
     sizes = sorted(memory.moments[peak].items(), key=lambda item: -item[1])
     yield f"          at most: {', '.join(f'{name} {size_text(size)}' for name, size in sizes)}"

@@ -30,7 +30,7 @@ MEMORY_GROUPS: Final[Mapping[str, frozenset[str]]] = {
     "weights": frozenset({"weights", "fp32 weights", "small weights", "gathered weights"}),
     "optimizer": frozenset({"optimizer state", "weight average", "optimizer copies"}),
     "gradients": frozenset({"gradients", "gradient buffer"}),
-    "activations": frozenset({"activations", "logits", "recomputed activations", "workspace"}),
+    "activations": frozenset({"activations", "logits and loss"}),
 }
 BUFFERS: Final = "buffers"
 _TIME_GROUPS: Final[Mapping[str, frozenset[str]]] = {

@@ -24,7 +24,7 @@ from framework.plan.layout import DEFAULT_MICRO_SIZE
 from framework.plan.memory import Memory, NotEstimatedError, estimate
 from framework.plan.plan import Plan, make_plan
 from framework.plan.time import StepTime, estimate_time
-from framework.plan.work import named_work
+from framework.plan.work import ModelWork, work_of
 
 Settings = Mapping[str, Any]
 # What may be chosen: dotted keys of a run config. Tensor, sequence and expert sizes join them once they can be trained.
@@ -120,7 +120,7 @@ class Candidate:
         steps, width = layout.accumulation_steps, 2 if config.precision.dtype in ("bf16", "fp16") else 4
         again = bool(config.training.recompute_every)
         passes = (2, 3, 2 * steps + 1, (3 + again) * steps)[config.zero.stage]
-        return width * passes * self.memory.num_params / layout.pipe_size / layout.global_size
+        return width * passes * self.memory.num_params / layout.global_size
 
 
 @dataclass(frozen=True)
@@ -263,14 +263,16 @@ def search_longest_sequence(
     return best
 
 
-def judge(plan: Plan, target: Target | None = None, *, settings: Settings | None = None) -> Candidate:
-    """Estimate what a plan takes.
+def judge(
+    plan: Plan, target: Target | None = None, *, settings: Settings | None = None, work: ModelWork | None = None
+) -> Candidate:
+    """Estimate what a plan takes; `work`: of its model on its micro-batch, left out: as the named model has it.
 
     Raises:
         NotEstimatedError: its memory is not known.
     """
-    memory, machine, time = estimate(plan), target and target.machine, None
-    work = named_work(plan.config, 1) if machine else None
+    work = work or work_of(plan)
+    memory, machine, time = estimate(plan, work=work), target and target.machine, None
     if machine and work:
         with suppress(NotEstimatedError):  # a figure of the device that nobody has published
             time = estimate_time(plan, work, machine)
@@ -286,6 +288,7 @@ class _Judge:
         self.unknown: NotEstimatedError | None = None
         self._refused: dict[str, list[Settings]] = {}
         self._too_large: list[Candidate] = []
+        self._works: dict[int, ModelWork | None] = {}  # strategies do not change the model
 
     def best(self, config: RunConfig, strategy: Settings, free: Set[str]) -> Candidate | None:
         """The best candidate of one strategy that fits; its micro-batches are tried from the smallest on."""
@@ -318,7 +321,10 @@ class _Judge:
         try:
             changed = config_from_values(with_settings(config, settings))
             plan = make_plan(changed, self.cluster, num_train_samples=self.num_train_samples)
-            return judge(plan, self.target, settings=settings)
+            micro = plan.layout.micro_size
+            if micro not in self._works:
+                self._works[micro] = work_of(plan)
+            return judge(plan, self.target, settings=settings, work=self._works[micro])
         except ConfigError as error:
             problem = error.problems[0]
             return f"{problem.key}: {problem.reason} [{problem.kind}]"
