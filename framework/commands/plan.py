@@ -205,7 +205,7 @@ def _memory_lines(memory: Memory, target: Target) -> Iterator[str]:
     peak, host = memory.peak, sum(memory.host.values())
     stage = "" if memory.stage is None else f", stage {memory.stage}, the fullest"
     lacks = f", without activations: {memory.lacks}" if memory.lacks else ""
-    of = f" of {size_text(target.memory_bytes)}" if target.memory_bytes else ""
+    of = f" of {size_text(target.usable_bytes)} usable" if target.usable_bytes else ""
     yield (
         f"{'memory':<10}{size_text(memory.total('between'))} on each rank between steps, "
         f"{size_text(memory.total(peak))} at most ({_MOMENTS[peak]}){of}"
@@ -234,9 +234,10 @@ def _findings(question: _Question, planned: Candidate, found: Found) -> Iterator
     from framework.plan.search import settings_text
 
     target, key = question.target, "zero.stage"
-    if target.memory_bytes is None or planned.peak_bytes <= target.memory_bytes:
+    limit = target.usable_bytes
+    if limit is None or planned.peak_bytes <= limit:
         return
-    reason = f"each rank takes {size_text(planned.peak_bytes)}, and {target.name} has {size_text(target.memory_bytes)}"
+    reason = f"each rank takes {size_text(planned.peak_bytes)}, and {target.name} has {size_text(limit)} usable"
     if found.ranked:
         fix = f"set {settings_text(found.ranked[0].changes(planned)) or 'as above'}"
     else:
@@ -289,7 +290,7 @@ def _act(question: _Question, answer: _Answer) -> None:
     if arguments.chart:
         from framework.commands.memory_chart import draw_chart, write_chart
 
-        limit = question.target.memory_bytes
+        limit = question.target.usable_bytes
         write_chart(
             arguments.chart, draw_chart(answer.candidates, limit_bytes=limit, title=question.plan.config.run.name)
         )

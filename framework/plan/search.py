@@ -37,6 +37,8 @@ ACCUMULATION: Final = "batch.accumulation_steps"
 GLOBAL: Final = "batch.global_size"
 LENGTH: Final = "data.sequence_length"
 POSITIONS: Final = "model.max_positions"
+# CUDA's context and the buffers of collectives: 0.3 to 1 GiB, as the documents of the planner say.
+CONTEXT_BYTES: Final = 2**30
 STRATEGY: Final = (STAGE, OFFLOAD, RECOMPUTE, PIPE)
 EVERYTHING: Final = frozenset({*STRATEGY, MICRO, ACCUMULATION})
 _LARGEST_MICRO: Final = 4096
@@ -62,6 +64,12 @@ class Target:
     memory_bytes: int | None = None
     host_bytes: int | None = None
     machine: Machine | None = None
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """Memory that is left to a run: of a GPU without what its context takes."""
+        taken = 0 if self.name == "cpu" else CONTEXT_BYTES
+        return None if self.memory_bytes is None else max(self.memory_bytes - taken, 0)
 
 
 @dataclass(frozen=True)
@@ -177,14 +185,15 @@ class Found:
         if self.smallest is None:
             return self.losers[0].why if self.losers else "there is nothing to choose from"
         found, memory = self.smallest, self.smallest.memory
-        limit, host = self.target.memory_bytes, self.target.host_bytes
+        limit, host = self.target.usable_bytes, self.target.host_bytes
         if limit is None or found.peak_bytes <= limit:
             ranks, on_host = found.plan.cluster.devices_per_host, sum(memory.host.values())
             return (
                 f"{counted(ranks, 'rank')} take {size_text(ranks * on_host)} of a host that has {size_text(host or 0)}"
             )
         least = settings_text({key: found.settings[key] for key in STRATEGY})
-        return f"the least is {size_text(found.peak_bytes)}, with {least}: {fullest(memory)}; it has {size_text(limit)}"
+        takes = f"the least is {size_text(found.peak_bytes)}, with {least}: {fullest(memory)}"
+        return f"{takes}; {size_text(limit)} are usable"
 
 
 def search(
@@ -334,7 +343,7 @@ class _Judge:
 
     def fits(self, candidate: Candidate) -> bool:
         """Check whether the device, and the host with its other ranks, hold it."""
-        limit, host = self.target.memory_bytes, self.target.host_bytes
+        limit, host = self.target.usable_bytes, self.target.host_bytes
         on_host = sum(candidate.memory.host.values()) * self.cluster.devices_per_host
         return (limit is None or candidate.peak_bytes <= limit) and (host is None or on_host <= host)
 

@@ -60,7 +60,9 @@ def test_one_output_has_everything(capsys: Capture) -> None:
     assert labels[:9] == ["run", "cluster", "batch", "length", "precision", "ZeRO", "memory", "time", "best"]
     assert "cluster   8 hosts x 8 devices = 64 ranks" in out
     assert re.search(
-        r"^memory    .* GiB on each rank between steps, .* GiB at most \(in the .*\) of 80.00 GiB", out, re.MULTILINE
+        r"^memory    .* GiB on each rank between steps, .* GiB at most \(in the .*\) of 79.00 GiB usable",
+        out,
+        re.MULTILINE,
     )
     assert re.search(
         r"^time      .* s a step, .* tokens per second and device, .*; estimated for a100-80gb$", out, re.MULTILINE
@@ -116,7 +118,7 @@ def test_without_a_device_the_order_says_so(capsys: Capture) -> None:
 def test_what_does_not_fit_is_told_with_what_would(capsys: Capture) -> None:
     out = plan(*GPT, "zero.stage=0", "--gpu", "a100-40gb", capsys=capsys)
     warning = out[out.index("warning: ") :]
-    assert "and a100-40gb has 39.49 GiB; set zero.stage: " in warning
+    assert "and a100-40gb has 38.49 GiB usable; set zero.stage: " in warning
     assert warning.rstrip().endswith("[memory-too-small]")
     fits = plan(*GPT, "zero.stage=3", "training.recompute_every=1", "--gpu", "a100-80gb", capsys=capsys)
     assert "memory-too-small" not in fits
@@ -126,7 +128,7 @@ def test_nothing_fits_names_the_constraint_and_the_devices(capsys: Capture) -> N
     out = plan(
         *MODEL, "batch={micro_size: 1}", "--num_gpus", "1", "--gpu", "t4-16gb", "precision.dtype=fp16", capsys=capsys
     )
-    assert re.search(r"nothing fits: the least is [\d.]+ GiB, with zero\.stage: 3, .*; it has 15.00 GiB; ", out)
+    assert re.search(r"nothing fits: the least is [\d.]+ GiB, with zero\.stage: 3, .*; 14.00 GiB are usable; ", out)
     assert re.search(r"; use \d+ devices with zero\.stage: \d.* \[memory-too-small\]", out)
     assert main(["plan", *MODEL, "--num_gpus", "1", "--gpu", "t4-16gb", "precision.dtype=fp16", "--apply"]) == 64
     assert "no strategy that fits" in capsys.readouterr().err
@@ -233,7 +235,7 @@ def test_the_chart_is_an_svg_with_a_bar_for_each(tmp_path: Path, capsys: Capture
     space = "{http://www.w3.org/2000/svg}"
     bars = [each for each in root.iter(f"{space}rect") if each.find(f"{space}title") is not None]
     assert len(bars) == 4 * 5
-    assert [each.text for each in root.iter(f"{space}text") if each.text and each.text.startswith("device ")]
+    assert [each.text for each in root.iter(f"{space}text") if each.text and each.text.startswith("usable ")]
     assert "prefers-color-scheme:dark" in file.read_text()
     widths = {}
     for bar in bars:

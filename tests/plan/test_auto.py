@@ -95,7 +95,7 @@ def test_what_cannot_be_chosen_is_refused() -> None:
         ConfigError, match=r"zero.stage = auto: the memory of this run is not known.*auto-not-estimated"
     ):
         resolve(own, CLUSTER, a100())
-    with pytest.raises(ConfigError, match=r"the least is .* it has 1.00 GiB; .*auto-nothing-fits"):
+    with pytest.raises(ConfigError, match=r"the least is .* 0.0 MiB are usable; .*auto-nothing-fits"):
         resolve(config_from_values(AUTO), CLUSTER, Target("tiny", 2**30))
 
 
