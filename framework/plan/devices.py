@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -62,6 +62,8 @@ class Machine:
         devices_per_host: on each host.
         step_overhead_seconds: time of an optimizer step that is no device's: measured, else None.
         all_reduce_latency_seconds: of one small sum over the devices of a host: measured, else None.
+        engine_seconds: ZeRO stage -> what the engine takes beside the model, measured where nothing hides it: as
+            ``plan --measure`` names it. Empty: not known, or hidden behind a device's work.
         measured: names of figures that were measured; all others are listed.
     """
 
@@ -70,7 +72,26 @@ class Machine:
     devices_per_host: int = 8
     step_overhead_seconds: float | None = None
     all_reduce_latency_seconds: float | None = None
+    engine_seconds: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     measured: frozenset[str] = frozenset()
+
+    def overhead_seconds(self, stage: int, *, sizes: Sequence[int], micro_batches: int, persistent: int) -> float:
+        """Seconds of an optimizer step that are no model's.
+
+        Args:
+            stage: of ZeRO.
+            sizes: elements of each weight.
+            micro_batches: of the step.
+            persistent: elements up to which a weight stays whole at stage 3.
+        """
+        if not self.engine_seconds:
+            return self.step_overhead_seconds or 0.0
+        own, plain = self.engine_seconds[stage], self.engine_seconds[0]  # at stage 0 the weights' time is the model's
+        once = max(own["seconds_per_weight"] - plain["seconds_per_weight"], 0.0)
+        again = max(own["seconds_per_weight_again"] - plain["seconds_per_weight_again"], 0.0)
+        gathered = own.get("seconds_per_gathered_weight", 0.0) * sum(size > persistent for size in sizes)
+        per_weight = len(sizes) * (once + (micro_batches - 1) * again)
+        return own["seconds"] + per_weight + micro_batches * gathered
 
     @staticmethod
     def listed(gpu: str, *, devices_per_host: int = 8, network: str | None = None) -> Machine:
@@ -102,6 +123,9 @@ class Machine:
             rates["matmul_flops_per_second"] = flops.get("bf16")
         device = replace(base.device, flops_per_second={**base.device.flops_per_second, **flops}, **rates)
         own: dict[str, Any] = {name: float(known[key]) for key, name in _MEASURED_TIMES.items() if key in known}
+        if not known.get("hides_overhead", True):
+            stages = known["step_overhead_by_stage"].items()
+            own["engine_seconds"] = {int(stage): dict(times) for stage, times in stages}
         names = {*(f"flops_per_second.{dtype}" for dtype in flops), *rates, *own}
         return replace(base, device=device, measured=base.measured | names, **own)
 

@@ -48,7 +48,8 @@ _FRAME: Final = re.compile(r'File "([^"]+)", line \d+, in (\S+)|(\S+?\.py):\d+,?
 # Moment -> files and functions of which the outermost decides: an optimizer steps within `initialize` as well.
 _MOMENTS: Final = {
     "start": r"deepspeed/__init__\.py initialize$|engine/(initialize|model_build)\.py |(deepspeed_light|runtime/engine)"
-    r"\.py (__init__|_configure\w+)$|partition_parameters\.py (__init__|_post_init\w*|_zero_init\w*|_convert\w*)$"
+    r"\.py (__init__|_configure\w+)$"
+    r"|(partition_parameters|parameter_offload)\.py (__init__|_post_init\w*|_zero_init\w*|_convert\w*)$"
     r"|modeling_utils\.py from_pretrained$|_move_model_to_device$|stage(3|_1_and_2)\.py __init__$"
     r"|nn/modules/module\.py (_apply|to|cuda|half|bfloat16)$",
     "save": r"(runtime/engine|serialization|checkpoint_bytes)\.py (save\w*|_save\w*|_zero3_consolidated\w+)$"
@@ -123,7 +124,7 @@ def read_shortage(text: str) -> Shortage | None:
     for kind, pattern in _KINDS.items():
         at = next((number for number, line in enumerate(lines) if pattern.search(line)), None)
         if at is not None:
-            message = " ".join(lines[at : at + 2]) if kind == "device" else lines[at]
+            message = " ".join(lines[at : at + 3]) if kind == "device" else lines[at]
             return shortage_of(kind, message, _frames_before(lines, at))
     return None
 

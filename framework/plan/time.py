@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import ceil, log2
+from math import ceil, log2, prod
 from typing import Any, Final
 
 from framework.config.optimizer import SGD, Adagrad, Lion
@@ -45,6 +45,7 @@ class Parallelism:
         bucket: elements of gradients that are summed at once.
         prefetches: weights of stage 3 are gathered ahead of their use.
         live: elements of weights that stay whole at stage 3 between the forward and the backward pass.
+        persistent: elements up to which a weight stays whole at stage 3.
         interleaving: parts of the model on each pipeline stage.
         splits_norms: tensor parallelism splits tokens outside of matrix products, as Megatron's sequence parallelism.
         block_sums: all-reduces of tensor parallelism in a block, forward and backward.
@@ -69,6 +70,7 @@ class Parallelism:
     bucket: int = 50_000_000
     prefetches: bool = True
     live: int = 1_000_000_000
+    persistent: int = 100_000
     interleaving: int = 1
     splits_norms: bool = False
     block_sums: tuple[int, int] = (2, 4)
@@ -112,6 +114,7 @@ class Parallelism:
             bucket=zero.reduce_bucket_size,
             prefetches=zero.stage3_prefetch_bucket_size > 0,
             live=zero.stage3_max_live_parameters,
+            persistent=zero.stage3_param_persistence_threshold,
             is_offloaded=stage > 0 and zero.offload_optimizer.device != "none",
         )
 
@@ -250,7 +253,7 @@ class _Step:
             **self.gradients(sum(backward.values())),
             **self.gathers(sum(forward.values()), sum(backward.values())),
             **self.optimizer(),
-            "step overhead": self.machine.step_overhead_seconds or 0.0,
+            "step overhead": self.overhead(),
         }
         flops = 3 * self.samples * sum(part.flops * part.count for part in self.work.parts)
         micros = by.accumulation * by.data
@@ -262,6 +265,14 @@ class _Step:
             by.num_devices,
             flops * micros,
             self.peak,
+        )
+
+    def overhead(self) -> float:
+        """Time of the engine."""
+        by, weights = self.by, self.work.weights.values()
+        sizes = [prod(shape) for shape in weights][: ceil(len(weights) / by.pipe)]
+        return self.machine.overhead_seconds(
+            by.zero_stage, sizes=sizes, micro_batches=by.accumulation, persistent=by.persistent
         )
 
     def slowest_stage(self) -> tuple[Seconds, Seconds]:
@@ -357,24 +368,29 @@ class _Step:
         ring = 2 * ((ranks - hosts) * _LINK_SECONDS + (hosts if hosts > 1 else 0) * self.hop)
         tree = 2 * ((inside - 1) * _LINK_SECONDS + log2(hosts) * self.hop)
         transfer = 2 * (ranks - 1) / ranks * size / self.ring_bandwidth(inside, hosts)
-        return _START_SECONDS + min(ring, tree) + transfer
+        return self.start + min(ring, tree) + transfer
 
     def scatter(self, size: float, ranks: int, stride: int) -> float:
         """Seconds of a gather, a scattered sum or an exchange of `size` bytes in all over ranks."""
         inside, hosts = self.placed(ranks, stride)
         latency = (ranks - hosts) * _LINK_SECONDS + (hosts if hosts > 1 else 0) * self.hop
-        return _START_SECONDS + latency + (ranks - 1) / ranks * size / self.ring_bandwidth(inside, hosts)
+        return self.start + latency + (ranks - 1) / ranks * size / self.ring_bandwidth(inside, hosts)
 
     def send(self, size: float) -> float:
         """Seconds of a transfer to the next pipeline stage."""
         stride = self.by.data * self.by.sequence * self.by.tensor
         inside, hosts = self.placed(2, stride)
-        return _START_SECONDS + (self.hop if hosts > 1 else 0) + size / self.ring_bandwidth(inside, hosts)
+        return self.start + (self.hop if hosts > 1 else 0) + size / self.ring_bandwidth(inside, hosts)
 
     def placed(self, ranks: int, stride: int) -> tuple[int, int]:
         """Members of a group on one host, and hosts: tensor ranks are neighbours, then sequence, data, pipe."""
         inside = min(ranks, max(self.machine.devices_per_host // stride, 1))
         return inside, ceil(ranks / inside)
+
+    @property
+    def start(self) -> float:
+        """Seconds before the first byte of a collective."""
+        return self.machine.all_reduce_latency_seconds or _START_SECONDS
 
     @property
     def hop(self) -> float:
