@@ -20,8 +20,7 @@ TEXTS: Final[dict[str, str]] = {
   File "{_PYTHON}/deepspeed/runtime/zero/stage3.py", line 947, in _optimizer_step
 torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.39 GiB. GPU 1 has a total capacity of 79.32 GiB \
 of which 2.40 GiB is free. Process 105400 has 76.92 GiB memory in use. Of the allocated memory 73.28 GiB is \
-allocated by PyTorch, and 1.59 GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting \
-PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.{_CUDA_NOTES}
+allocated by PyTorch, and 1.59 GiB is reserved by PyTorch but unallocated. {_CUDA_NOTES}
     self._optimizer_step(sub_group_id)
 """,
     # huggingface/trl #2776 (a comment): torch's AdamW, several tensors at once
@@ -60,7 +59,7 @@ PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.{_CUDA_N
     return torch._C._nn.cross_entropy_loss(input, target, weight, _Reduction.get_enum(reduction))
 torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 9.14 GiB (GPU 1; 39.41 GiB total capacity; 26.21 \
 GiB already allocated; 5.86 GiB free; 31.99 GiB reserved in total by PyTorch) If reserved memory is >> allocated \
-memory try setting max_split_size_mb to avoid fragmentation.  See documentation for Memory Management and PYTORCH_CUDA_ALLOC_CONF
+memory try setting max_split_size_mb to avoid fragmentation.
 """,
     # deepspeedai/DeepSpeed #6737: the whole model goes to the device first
     "initialize": f"""\
