@@ -29,7 +29,9 @@ class Device:
         collective_bytes_per_second: of large collectives within a host, as NCCL counts them (bus bandwidth).
         host_bytes_per_second: to and from host memory, one direction, peak.
         matmul_flops_per_second: the most that bf16 matrix products reached when others measured them.
-        network: the fabric that hosts with it usually have, one of `networks()`.
+        host_memory_bytes_per_second: of a whole host as it is usual with it.
+        capability: CUDA compute capability.
+        network: the fabric that hosts with it usually have, one of those listed.
     """
 
     name: str
@@ -40,6 +42,8 @@ class Device:
     collective_bytes_per_second: float | None = None
     host_bytes_per_second: float | None = None
     matmul_flops_per_second: float | None = None
+    host_memory_bytes_per_second: float | None = None
+    capability: tuple[int, int] | None = None
     network: str | None = None
 
 
@@ -158,12 +162,14 @@ _RATES: Final = (
     "link_bytes_per_second",
     "collective_bytes_per_second",
     "host_bytes_per_second",
+    "host_memory_bytes_per_second",
     "matmul_flops_per_second",
 )
 _MEASURED_RATES: Final = {
     "memory_bytes_per_second": "memory_bytes_per_second",
     "all_reduce_bytes_per_second": "collective_bytes_per_second",
     "host_bytes_per_second": "host_bytes_per_second",
+    "host_memory_bytes_per_second": "host_memory_bytes_per_second",
 }
 _MEASURED_TIMES: Final = {
     "per_step_overhead_seconds": "step_overhead_seconds",
@@ -199,6 +205,7 @@ def find_device(name: str) -> Device:
         name.lower(),
         flops_per_second=peaks,
         matmul_flops_per_second=1e12 * best if best else None,
+        capability=tuple(figures["capability"]) if figures["capability"] else None,
         **{key: figures[key] for key in ("memory_bytes", *_RATES[:-1], "network")},
     )
 

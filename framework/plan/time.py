@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import ceil, log2, prod
+from math import ceil, log2, prod, sqrt
 from typing import Any, Final
 
 from framework.config.optimizer import SGD, Adagrad, Lion
 from framework.config.precision import BF16, FP16, FP32
-from framework.plan.devices import Machine
+from framework.plan.devices import Device, Machine
 from framework.plan.memory import NotEstimatedError
 from framework.plan.plan import Plan
 from framework.plan.rules.devices import sums_of
@@ -50,6 +50,7 @@ class Parallelism:
         splits_norms: tensor parallelism splits tokens outside of matrix products, as Megatron's sequence parallelism.
         block_sums: all-reduces of tensor parallelism in a block, forward and backward.
         is_offloaded: the optimizer runs on the host.
+        weights_offloaded: weights of stage 3 lie on the host.
     """
 
     data: int = 1
@@ -75,6 +76,7 @@ class Parallelism:
     splits_norms: bool = False
     block_sums: tuple[int, int] = (2, 4)
     is_offloaded: bool = False
+    weights_offloaded: bool = False
 
     @property
     def num_devices(self) -> int:
@@ -116,6 +118,7 @@ class Parallelism:
             live=zero.stage3_max_live_parameters,
             persistent=zero.stage3_param_persistence_threshold,
             is_offloaded=stage > 0 and zero.offload_optimizer.device != "none",
+            weights_offloaded=stage == 3 and zero.offload_param.device != "none",
         )
 
 
@@ -173,29 +176,38 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Rates:
-    """Constants that no table of devices has, fitted on the `fit` half of `benchmarks/planner/points.json` by
-    `benchmarks/planner/validate.py`.
+    """Constants that no table of devices has.
 
     Attributes:
         plateau: share of the fastest matrix product that the products of a large model reach.
-        best: share of the peak that the fastest matrix product reaches, for devices where nobody measured it.
-        saturation_seconds: time at which a part's matrix products reach half of the plateau.
+        width: half of it is reached where a part's weights on one device are a square of this width.
+        rows: half of it is reached with so many tokens in a micro-batch.
+        attention: share of the fastest matrix product that attention reaches, all scores counted, masked ones too.
+        attention_hopper: the same since Hopper, for whose tensor cores torch's kernels of attention were not written.
         memory: share of the memory's bandwidth that other operations reach.
         network: share of the network's bandwidth that large collectives reach.
-        overlap: share of what is sent beside computation that hides behind it.
-        launch_seconds: least time of one part, forward, for the host to start its operations.
+        overlap: share of the computation beside which something is sent that hides it.
+        best: share of the peak that the fastest matrix product reaches where nobody measured it: NVIDIA's reach 0.73
+            to 0.87.
+        launch_seconds: least time of one part in one pass, in which the host starts its operations.
     """
 
-    plateau: float = 0.85
+    plateau: float = 0.97
+    width: float = 1800.0
+    rows: float = 410.0
+    attention: float = 0.65
+    attention_hopper: float = 0.34
+    memory: float = 0.70
+    network: float = 0.47
+    overlap: float = 0.46
     best: float = 0.8
-    saturation_seconds: float = 1e-4
-    memory: float = 0.7
-    network: float = 0.7
-    overlap: float = 0.9
-    launch_seconds: float = 3e-4
+    launch_seconds: float = 2e-4
 
 
 RATES: Final = Rates()
+# Of processors, whose engine was measured: the ranks share the cores, so that nothing hides behind anything, products
+# of every size reach what was measured, and the host's own time is the engine's.
+OF_PROCESSORS: Final = Rates(plateau=1.0, width=0.0, rows=0.0, memory=1.0, network=1.0, overlap=0.0, launch_seconds=0.0)
 
 
 def estimate_time(plan: Plan, work: ModelWork, machine: Machine) -> StepTime:
@@ -212,19 +224,20 @@ def estimate_time(plan: Plan, work: ModelWork, machine: Machine) -> StepTime:
     return step_time(work, Parallelism.from_plan(plan), machine)
 
 
-def step_time(work: ModelWork, parallelism: Parallelism, machine: Machine, rates: Rates = RATES) -> StepTime:
+def step_time(work: ModelWork, parallelism: Parallelism, machine: Machine, rates: Rates | None = None) -> StepTime:
     """Estimate the time of an optimizer step.
 
     Args:
         work: of the model undivided, for a micro-batch of any size: all but its weights grows with the samples.
         parallelism: how it is distributed.
         machine: what it runs on.
-        rates: fitted constants.
+        rates: constants; left out: the fitted ones, or those of processors.
 
     Raises:
         NotEstimatedError: the machine lacks a figure that is needed.
     """
-    return _Step(work, parallelism, machine, rates).time()
+    usual = OF_PROCESSORS if machine.engine_seconds else RATES
+    return _Step(work, parallelism, machine, rates or usual).time()
 
 
 class _Step:
@@ -234,25 +247,25 @@ class _Step:
         self.work, self.by, self.machine, self.rates = work, parallelism, machine, rates
         device = machine.device
         self.samples = parallelism.micro_size / work.num_samples
-        self.peak = _needed(device.flops_per_second.get(parallelism.dtype), f"peak in {parallelism.dtype}", device.name)
-        self.bandwidth = _needed(device.memory_bytes_per_second, "memory bandwidth", device.name) * rates.memory
+        self.peak = _needed(device.flops_per_second.get(parallelism.dtype), f"peak in {parallelism.dtype}", device)
+        self.bandwidth = rates.memory * _needed(device.memory_bytes_per_second, "memory bandwidth", device)
         best, bf16 = device.matmul_flops_per_second, device.flops_per_second.get("bf16")
-        share = best / bf16 if best and bf16 else rates.best
-        self.flops_per_second = self.peak * share * rates.plateau
+        self.fastest = self.peak * (best / bf16 if best and bf16 else rates.best)
         self.num_params = sum(part.num_params * part.count for part in work.parts)
         self.stage_params = self.num_params / parallelism.pipe / parallelism.tensor
+        self.ranks = parallelism.data * parallelism.sequence
 
     def time(self) -> StepTime:
         by = self.by
         forward, backward = self.slowest_stage()
-        passes = {name: by.accumulation * (forward[name] + backward[name]) for name in forward}
-        micro = sum(forward.values()) + sum(backward.values())
+        one, back = sum(forward.values()), sum(backward.values())
         seconds = {
-            **passes,
-            "pipeline bubble": micro * (by.pipe - 1) / by.interleaving,
-            **self.gradients(sum(backward.values())),
-            **self.gathers(sum(forward.values()), sum(backward.values())),
-            **self.optimizer(),
+            **{name: by.accumulation * (forward[name] + backward[name]) for name in forward},
+            "pipeline bubble": (one + back) * (by.pipe - 1) / by.interleaving,
+            "gradient sums": self.gradient_sums(back),
+            "weight gathers": self.weight_gathers(one, back),
+            "offload transfers": self.offload_transfers(back),
+            "optimizer": self.optimizer(),
             "step overhead": self.overhead(),
         }
         flops = 3 * self.samples * sum(part.flops * part.count for part in self.work.parts)
@@ -276,99 +289,155 @@ class _Step:
         )
 
     def slowest_stage(self) -> tuple[Seconds, Seconds]:
-        """Forward and backward seconds of a micro-batch on the pipeline stage that has the loss, or on all."""
+        """Forward and backward seconds of a micro-batch on the slowest pipeline stage, or on the only one."""
+        parts, pipe = self.work.parts, self.by.pipe
+        found = [self.part(part, is_loss=number == len(parts) - 1) for number, part in enumerate(parts)]
+        times = [sum(forward.values()) + sum(backward.values()) for forward, backward in found]
+        candidates = [[float(part.count) for part in parts]]
+        repeated = [number for number, part in enumerate(parts) if part.count > 1]
+        if pipe > 1 and not repeated:
+            candidates = [[part.count / pipe for part in parts]]
+        elif pipe > 1:
+            candidates = list(self.stages(max(repeated)))
+        counts = max(candidates, key=lambda counts: sum(map(float.__mul__, counts, times)))
         total: tuple[Seconds, Seconds] = ({}, {})
-        for part, count, is_recomputed in self.parts_of_stage():
-            for pass_, found in zip(total, self.part(part, is_recomputed), strict=True):
-                for name, value in found.items():
-                    pass_[name] = pass_.get(name, 0.0) + count * value
+        for count, passes in zip(counts, found, strict=True):
+            for own, seconds in zip(total, passes, strict=True):
+                for name, value in seconds.items():
+                    own[name] = own.get(name, 0.0) + count * value
+        if pipe > 1:
+            size = self.samples * parts[max(repeated, default=0)].output_bytes / self.by.sequence
+            for own in total:
+                own["pipeline sends"] = self.by.interleaving * self.send(size)
         return total
 
-    def parts_of_stage(self) -> Iterator[tuple[Part, float, bool]]:
-        """Parts of the last stage, which has the loss, with their counts, and whether they are computed again."""
+    def stages(self, repeated: int) -> Iterator[list[float]]:
+        """How often each part is on the last stage, and on one in the middle, where weights are shared evenly."""
         parts, pipe = self.work.parts, self.by.pipe
-        for number, part in enumerate(parts):
-            if pipe == 1 or part.count > 1:
-                count = part.count if pipe == 1 else ceil(part.count / pipe)
-                yield part, count, number < len(parts) - 1
-            elif number >= len(parts) - 2:
-                yield part, 1, False
+        weights = [self.weights(part) for part in parts]
+        block, head = weights[repeated], sum(weights[repeated + 1 :])
+        total = sum(weight * part.count for weight, part in zip(weights, parts, strict=True))
+        blocks = parts[repeated].count
+        last = min(max(round((total / pipe - head) / block), 0), blocks)
+        before = ceil((blocks - last) / (pipe - 1))
+        for count, has_head in ((last, True), (before, False)):
+            yield [count * (n == repeated) + 1.0 * (has_head and n > repeated) for n in range(len(parts))]
 
-    def part(self, part: Part, is_recomputed: bool) -> tuple[Seconds, Seconds]:
+    def weights(self, part: Part) -> float:
+        """Elements that its matrix products take, those that it shares with an earlier part too."""
+        tokens = self.work.num_tokens
+        return part.num_params or (part.flops / 2 / tokens if tokens else 0.0)
+
+    def products(self, part: Part) -> float:
+        """Seconds of its matrix products, forward.
+
+        What no weight takes part in, in models of tokens, are the scores of attention.
+        """
+        by, rates, tokens = self.by, self.rates, self.work.num_tokens
+        weights = self.weights(part)
+        if not part.flops or not weights:
+            return 0.0
+        flops = min(2 * tokens * weights, part.flops) if tokens else part.flops
+        rows = self.samples * flops / 2 / weights / by.sequence
+        reached = rates.plateau / (1 + rates.width / sqrt(weights / by.tensor)) / (1 + rates.rows / rows)
+        capability = self.machine.device.capability or (0, 0)
+        attention = rates.attention_hopper if capability >= (9, 0) else rates.attention
+        work = flops / reached + (part.flops - flops) / attention
+        return self.samples * work / by.tensor / by.sequence / self.fastest
+
+    def part(self, part: Part, *, is_loss: bool) -> tuple[Seconds, Seconds]:
         """Forward and backward seconds of one part and one micro-batch."""
-        by, split = self.by, self.by.tensor * self.by.sequence
-        product = self.samples * part.flops / split / self.flops_per_second
-        product += self.rates.saturation_seconds if part.flops else 0.0
-        moved = self.samples * part.moved_bytes / (split if by.splits_norms else by.sequence) / self.bandwidth
-        launch = max(self.rates.launch_seconds - product - moved, 0.0)
-        again = by.recomputed if is_recomputed else 0.0
-        output = self.samples * part.output_bytes / by.sequence
+        by, product = self.by, self.products(part)
+        split = by.sequence * (by.tensor if by.splits_norms or is_loss else 1)
+        moved = self.samples * part.moved_bytes / split / self.bandwidth
+        launch = max(self.rates.launch_seconds - product - moved, 0.0) if part.flops else 0.0
+        again = 0.0 if is_loss else by.recomputed
         forward = {"compute": product, "memory-bound operations": moved, "launch": launch}
+        # Each product has two in the backward pass; of other operations as much is moved as forward.
         backward = {
             "compute": (2 + again) * product,
-            "memory-bound operations": (2 + again) * moved,
-            "launch": (1 + again) * launch,
+            "memory-bound operations": (1 + again) * moved,
+            "launch": (1 + again) * max(launch - product, 0.0),
         }
-        if by.tensor > 1:
-            one = self.all_reduce(output, by.tensor, 1)
-            forward["tensor parallel"] = by.block_sums[0] * one
-            backward["tensor parallel"] = (by.block_sums[1] + again * by.block_sums[0]) * one
-        if by.sequence > 1:  # four all-to-alls of an attention, each way (DeepSpeed Ulysses, Jacobs et al. 2023)
-            one = self.scatter(output, by.sequence, by.tensor)
-            forward["sequence parallel"], backward["sequence parallel"] = 4 * one, (4 + 4 * again) * one
-        if by.pipe > 1:
-            one = self.send(output) * by.interleaving / max(part.count / by.pipe, 1)
-            forward["pipeline sends"] = backward["pipeline sends"] = one
+        output = self.samples * part.output_bytes / by.sequence
+        if not is_loss and part.count > 1:
+            # Ulysses exchanges queries, keys, values and outputs, experts what comes to them and from them.
+            for name, ranks, stride, num, one in (
+                ("tensor parallel", by.tensor, 1, by.block_sums, self.all_reduce),
+                ("sequence parallel", by.sequence, by.tensor, (4, 4), self.scatter),
+                ("expert parallel", by.expert, by.tensor * by.sequence, (2, 2), self.scatter),
+            ):
+                each = one(output, ranks, stride) if ranks > 1 else 0.0
+                forward[name], backward[name] = num[0] * each, (num[1] + again * num[0]) * each
         return forward, backward
 
-    def gradients(self, backward: float) -> Seconds:
-        """Sums of gradients over the data-parallel ranks, without what hides behind a backward pass."""
-        by = self.by
-        ranks = by.data * by.sequence
-        if ranks == 1:
-            return {}
-        size = by.gradient_bytes * self.stage_params
-        buckets = max(ceil(self.stage_params / by.bucket), 1)
-        one = self.scatter if by.scatters else self.all_reduce
-        once = buckets * one(size / buckets, ranks, by.tensor)
-        times = by.accumulation if by.zero_stage > 1 else 1
-        hidden = self.rates.overlap * min(once, backward) if by.overlaps else 0.0
-        return {"gradient sums": times * (once - hidden)}
+    def gradient_sums(self, backward: float) -> float:
+        """Sums of gradients over the data-parallel ranks, without what hides behind the backward pass.
 
-    def gathers(self, forward: float, backward: float) -> Seconds:
-        """Gathers of weights: once a step at stages 1 and 2, for each pass at stage 3."""
+        DeepSpeed's buckets wait for each other: one is sent while the next one fills, and the last one in the open.
+        """
         by = self.by
-        ranks = by.data * by.sequence
-        if ranks == 1 or not by.zero_stage:
-            return {}
-        once = self.scatter(by.weight_bytes * self.stage_params, ranks, by.tensor)
+        if self.ranks == 1:
+            return 0.0
+        num = max(ceil(self.stage_params / by.bucket), 1)
+        one = (self.scatter if by.scatters else self.all_reduce)(
+            by.gradient_bytes * self.stage_params / num, self.ranks, by.tensor
+        )
+        hidden = (num - 1) * min(one, self.rates.overlap * backward / num) if by.overlaps else 0.0
+        return (by.accumulation if by.zero_stage > 1 else 1) * (num * one - hidden)
+
+    def weight_gathers(self, forward: float, backward: float) -> float:
+        """Gathers of weights: once a step at stages 1 and 2, for each pass at stage 3, ahead of their use."""
+        by = self.by
+        if self.ranks == 1 or not by.zero_stage:
+            return 0.0
+        num = max(ceil(self.stage_params / by.bucket), 1)
+        one = self.scatter(by.weight_bytes * self.stage_params / num, self.ranks, by.tensor)
         if by.zero_stage < 3:
-            return {"weight gathers": once}
-        stays = self.stage_params <= by.live
-        hidden = self.rates.overlap if by.prefetches else 0.0
-        exposed = once - hidden * min(once, forward)
-        if not stays:
-            exposed += once - hidden * min(once, backward)
-        return {"weight gathers": by.accumulation * exposed}
+            return num * one
+        passes = (forward,) if self.stage_params <= by.live else (forward, backward)
+        ahead = self.rates.overlap if by.prefetches else 0.0
+        return by.accumulation * sum(num * one - (num - 1) * min(one, ahead * own / num) for own in passes)
 
-    def optimizer(self) -> Seconds:
-        """The optimizer's update: it reads gradients, reads and writes state and weights."""
-        by = self.by
-        share = self.stage_params / (by.data * by.sequence if by.zero_stage else 1)
-        moved = share * (2 * by.state_bytes + 4 + 2 * by.gradient_bytes + by.weight_bytes)
+    @property
+    def share(self) -> float:
+        """Elements whose optimizer state one device has."""
+        return self.stage_params / (self.ranks if self.by.zero_stage else 1)
+
+    def offload_transfers(self, backward: float) -> float:
+        """Gradients to the host, beside the backward pass, and weights back from it."""
+        by, device = self.by, self.machine.device
+        if not by.is_offloaded and not by.weights_offloaded:
+            return 0.0
+        link = _needed(device.host_bytes_per_second, "bandwidth to host memory", device)
+        weights, seconds = by.weight_bytes * self.share / link, 0.0
+        if by.is_offloaded:
+            gradients = by.gradient_bytes * self.share / link
+            seconds += weights + by.accumulation * max(gradients - self.rates.overlap * backward, 0.0)
+        if by.weights_offloaded:
+            seconds += by.accumulation * (1 if self.stage_params <= by.live else 2) * weights
+        return seconds
+
+    def optimizer(self) -> float:
+        """The optimizer's step, bound by memory: it reads gradients, reads and writes its state and fp32 weights, and
+        writes weights.
+        """
+        by, device = self.by, self.machine.device
+        moved = self.share * (2 * by.state_bytes + 4 + 2 * by.gradient_bytes + by.weight_bytes)
         if not by.is_offloaded:
-            return {"optimizer": moved / self.bandwidth}
-        device = self.machine.device
-        link = _needed(device.host_bytes_per_second, "bandwidth to host memory", device.name)
-        return {"offload transfers": share * (by.gradient_bytes + by.weight_bytes) / link, "optimizer": moved / link}
+            return moved / self.bandwidth
+        host = _needed(device.host_memory_bytes_per_second, "memory bandwidth of the host", device)
+        return moved * self.machine.devices_per_host / host / self.rates.memory
 
     def all_reduce(self, size: float, ranks: int, stride: int) -> float:
-        """Seconds of a sum of `size` bytes over ranks that lie `stride` apart."""
+        """Seconds of a sum of `size` bytes over ranks that lie `stride` apart, in a ring or in a tree."""
         inside, hosts = self.placed(ranks, stride)
         ring = 2 * ((ranks - hosts) * _LINK_SECONDS + (hosts if hosts > 1 else 0) * self.hop)
         tree = 2 * ((inside - 1) * _LINK_SECONDS + log2(hosts) * self.hop)
-        transfer = 2 * (ranks - 1) / ranks * size / self.ring_bandwidth(inside, hosts)
-        return self.start + min(ring, tree) + transfer
+        latency = _START_SECONDS + min(ring, tree)
+        if hosts == 1 and self.machine.all_reduce_latency_seconds is not None:
+            latency = self.machine.all_reduce_latency_seconds
+        return latency + 2 * (ranks - 1) / ranks * size / self.ring_bandwidth(inside, hosts)
 
     def scatter(self, size: float, ranks: int, stride: int) -> float:
         """Seconds of a gather, a scattered sum or an exchange of `size` bytes in all over ranks."""
@@ -378,9 +447,8 @@ class _Step:
 
     def send(self, size: float) -> float:
         """Seconds of a transfer to the next pipeline stage."""
-        stride = self.by.data * self.by.sequence * self.by.tensor
-        inside, hosts = self.placed(2, stride)
-        return self.start + (self.hop if hosts > 1 else 0) + size / self.ring_bandwidth(inside, hosts)
+        inside, hosts = self.placed(2, self.ranks * self.by.tensor)
+        return _START_SECONDS + (self.hop if hosts > 1 else 0) + size / self.ring_bandwidth(inside, hosts)
 
     def placed(self, ranks: int, stride: int) -> tuple[int, int]:
         """Members of a group on one host, and hosts: tensor ranks are neighbours, then sequence, data, pipe."""
@@ -401,11 +469,13 @@ class _Step:
         """Bytes per second of a ring: of the links within a host, or of the network of all its members on a host."""
         device, network = self.machine.device, self.machine.network
         links = device.collective_bytes_per_second or device.link_bytes_per_second
+        if inside > 1:
+            links = _needed(links, "bandwidth between devices", device)
         if hosts == 1:
-            return _needed(links, "bandwidth between devices", device.name)
-        between = _needed(network.bytes_per_second if network else None, "network between hosts", device.name)
+            return links or 0.0
+        between = _needed(network.bytes_per_second if network else None, "network between hosts", device)
         across = self.rates.network * between * inside
-        return across if inside == 1 else min(across, _needed(links, "bandwidth between devices", device.name))
+        return across if inside == 1 else min(across, links or across)
 
 
 # NCCL's tuning.cc: start of a ring, and a step over NVLink, both with the protocol of large messages.
@@ -413,7 +483,7 @@ _START_SECONDS: Final = 8.4e-6
 _LINK_SECONDS: Final = 3.4e-6
 
 
-def _needed(figure: float | None, what: str, device: str) -> float:
+def _needed(figure: float | None, what: str, device: Device) -> float:
     if figure is None:
-        raise NotEstimatedError(f"the {what} of {device} is not known")
+        raise NotEstimatedError(f"the {what} of {device.name} is not known")
     return figure

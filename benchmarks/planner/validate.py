@@ -1,0 +1,185 @@
+"""The planner's estimates against published measurements: ``python -m benchmarks.planner.validate [--fit]``.
+
+``--fit`` chooses the constants of `framework/plan/time.py` on the `fit` half of the points alone and prints them;
+without it the errors of both halves are written to `benchmarks/results/planner.json` and to the table in
+`docs/planner.md`. Which points take part is decided by their fields (`left_out`), in both halves alike.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from benchmarks.planner.published import read_points, tokens_per_second_per_gpu
+from framework.config.model import GPT
+from framework.plan.devices import Machine, find_network
+from framework.plan.time import RATES, Parallelism, Rates, StepTime, step_time
+from framework.plan.work import ModelWork, model_work
+
+Point = dict[str, Any]
+# A bare name is the kind that most of them are; 40 GB of an A100 and 96 of a GH200 stand in `device_gb`.
+_DEVICES: Final = {
+    "A100": "a100-80gb",
+    "H100": "h100-80gb",
+    "H200": "h200-141gb",
+    "B200": "b200-180gb",
+    "MI300X": "mi300x-192gb",
+    "GH200": "gh200-96gb",
+}
+# What a source says about its network or devices where that is not the usual (`notes` in points.json; the card of the
+# model that bigscience trained names 4 Omni-Path links for 8 GPUs).
+_NETWORKS: Final = {"bigscience-tr11": "omni-path"}
+_DEVICES_PER_HOST: Final = {"lsaie": 4}
+# Share of the forward pass that runs again. Selective, of torchtitan: every second matrix product.
+_RECOMPUTED: Final = {"none": 0.0, "selective": 0.5, "full": 1.0}
+
+
+def left_out(point: Point) -> str | None:
+    """Why a point's throughput is not compared; decided by its fields."""
+    model, note = point["model"], point["note"] or ""
+    shape = [model[key] for key in ("layers", "hidden", "heads", "vocab")]
+    reasons = {
+        "no throughput printed": tokens_per_second_per_gpu(point) is None,
+        "no dense transformer": model["kind"] not in ("gpt", "llama"),
+        "shape of the model not printed": None in shape,
+        "precision not modelled or not printed": point["precision"] not in ("bf16", "fp16"),
+        "device not printed or not listed": point["device"] not in _DEVICES,
+        "size of the run not printed": None in [point[key] for key in ("num_gpus", "micro_batch", "sequence")],
+        "compiled": "compile" in note.lower(),
+        "power limited": "power limited" in note,
+        "deterministic mode": "deterministic" in note,
+        "context parallelism, which is not DeepSpeed's": (point["sequence_parallel"] or 1) > 1,
+        "offloaded, bandwidth of the host not printed": point["offload"] not in (None, "none"),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def recompute_of(point: Point) -> str:
+    """What is computed again. Where the source leaves it open: what its own TFLOP/s count (Megatron's formula, of
+    Narayanan et al. 2021, has 4 passes with it and 3 without), else nothing, which is every framework's default.
+    """
+    printed = re.search(r"([\d.]+) TFLOP/s as printed", point["note"] or "")
+    if point["recompute"] != "unknown" or not printed or point["step_seconds"] is None:
+        return str(point["recompute"] or "none").replace("unknown", "none")
+    model, length = point["model"], point["sequence"]
+    hidden, layers = model["hidden"], model["layers"]
+    once = 24 * point["global_batch"] * length * layers * hidden**2
+    once *= 1 + length / (6 * hidden) + model["vocab"] / (16 * layers * hidden)
+    passes = float(printed[1]) * 1e12 * point["step_seconds"] * point["num_gpus"] / once
+    return "full" if passes > 3.5 else "none"
+
+
+def work_of(point: Point) -> ModelWork:
+    """The work of the point's model for one sample."""
+    model = point["model"]
+    is_llama, is_mosaic = model["kind"] == "llama", point["source"]["name"] == "llm-foundry"
+    kv_heads = model["kv_heads"] or model["heads"]
+    perceptron = model["ffn"] or 4 * model["hidden"]
+    if is_llama and model["ffn"] is None:  # the printed number of parameters leaves one width
+        attention = 2 * model["hidden"] ** 2 * (1 + kv_heads / model["heads"])
+        perceptron = round((point["parameters"] / model["layers"] - attention) / 3 / model["hidden"])
+    config = GPT(
+        num_layers=model["layers"],
+        hidden_size=model["hidden"],
+        num_heads=model["heads"],
+        num_kv_heads=kv_heads,
+        mlp_size=perceptron,
+        vocab_size=model["vocab"],
+        max_positions=point["sequence"],
+        dropout=0.0,
+        positions="rotary" if is_llama else "learned",
+        norm="rmsnorm" if is_llama else "layernorm",
+        mlp="swiglu" if is_llama else "gelu",
+        bias=not (is_llama or is_mosaic),
+        tie_embeddings=not is_llama,
+    )
+    work = model_work(config, micro_size=1, sequence_length=point["sequence"])
+    assert work is not None
+    if point["source"]["framework"] == "Megatron-DeepSpeed":
+        work = with_scores(work, model["heads"] * point["sequence"] ** 2)
+    return work
+
+
+def with_scores(work: ModelWork, scores: int) -> ModelWork:
+    """The work where attention writes its scores to memory, as before FlashAttention (Dao et al. 2022): two products,
+    a fused softmax and a dropout read and write them in half precision.
+    """
+    moved = scores * (2 + 4 + 5 + 2)
+    blocks = (replace(part, moved_bytes=part.moved_bytes + moved) if part.count > 1 else part for part in work.parts)
+    return replace(work, parts=tuple(blocks))
+
+
+def parallelism_of(point: Point) -> Parallelism:
+    """The distribution of the point's step."""
+    tensor, pipe = point["tensor"] or 1, point["pipeline"] or 1
+    data = point["num_gpus"] // tensor // pipe
+    stage = int(point["strategy"][-1]) if (point["strategy"] or "ddp") != "ddp" else 0
+    accumulation = point["accumulation"]
+    if accumulation is None:
+        accumulation = max((point["global_batch"] or 0) // (point["micro_batch"] * data), 1)
+    is_fsdp = "DeepSpeed" not in point["source"]["framework"] and stage > 1
+    sums = 4 if "DEFAULT" in (point["note"] or "") else 2  # llm-foundry's DEFAULT sums in fp32, PURE does not
+    return Parallelism(
+        data=data,
+        pipe=pipe,
+        tensor=tensor,
+        zero_stage=3 if is_fsdp else stage,  # FSDP's SHARD_GRAD_OP is stage 3 whose weights stay
+        accumulation=accumulation,
+        micro_size=point["micro_batch"],
+        dtype=point["precision"],
+        gradient_bytes=sums,
+        recomputed=_RECOMPUTED[recompute_of(point)],
+        overlaps=is_fsdp or stage in (0, 3),
+        scatters=is_fsdp or stage == 3,
+        live=0 if stage == 3 else 10**12,
+        interleaving=point["virtual_pipeline"] or 1,
+        block_sums=(2, 2),
+    )
+
+
+def machine_of(point: Point) -> Machine:
+    """The machine of the point."""
+    name = _DEVICES[point["device"]]
+    if point["device_gb"] == 40:
+        name = "a100-40gb"
+    source = point["source"]["name"]
+    per_host = _DEVICES_PER_HOST.get(source, point["num_gpus"] // (point["nodes"] or 0) if point["nodes"] else 8)
+    machine = Machine.listed(name, devices_per_host=per_host)
+    if source in _NETWORKS:
+        machine = replace(machine, network=find_network(_NETWORKS[source]))
+    if (point["device"], point["device_gb"]) == ("H100", 96):  # 2.4 TB/s (notes of the source)
+        machine = replace(machine, device=replace(machine.device, memory_bytes_per_second=2.4e12))
+    return machine
+
+
+@dataclass(frozen=True)
+class Case:
+    """A point that is compared; `measured` in tokens per second of one device."""
+
+    point: Point
+    work: ModelWork
+    parallelism: Parallelism
+    machine: Machine
+    measured: float
+
+    def time(self, rates: Rates = RATES) -> StepTime:
+        """The estimate."""
+        return step_time(self.work, self.parallelism, self.machine, rates)
+
+    def ratio(self, rates: Rates = RATES) -> float:
+        """Estimated by measured throughput."""
+        estimated = self.time(rates).tokens_per_second_per_device
+        assert estimated is not None
+        return estimated / self.measured
+
+
+def cases(split: str) -> list[Case]:
+    """The points of one half that are compared."""
+    found = []
+    for point in read_points(split):
+        if left_out(point) is None:
+            measured = tokens_per_second_per_gpu(point)
+            assert measured is not None
+            found.append(Case(point, work_of(point), parallelism_of(point), machine_of(point), measured))
+    return found
