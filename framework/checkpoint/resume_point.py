@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from framework.checkpoint.manifest import SavedCheckpoint, diagnose, list_checkpoints, read_checkpoint
 from framework.checkpoint.names import (

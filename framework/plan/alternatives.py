@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from framework.config.load import config_from_values
+from framework.config.run_config import RunConfig, kind_of_default
 from framework.errors import ConfigError
 from framework.plan.memory import Memory, NotEstimatedError, estimate
 from framework.plan.plan import Plan, make_plan
@@ -36,7 +36,7 @@ def alternatives(plan: Plan, choices: Iterable[Mapping[str, Any]]) -> Iterator[A
     seen = [plan.config.to_dict()]
     for settings in choices:
         try:
-            config = config_from_values(changed(plan, settings))
+            config = config_from_values(with_settings(plan.config, settings))
             memory = estimate(make_plan(config, plan.cluster))
         except (ConfigError, NotEstimatedError):
             continue
@@ -46,12 +46,12 @@ def alternatives(plan: Plan, choices: Iterable[Mapping[str, Any]]) -> Iterator[A
             yield Alternative(settings, memory)
 
 
-def changed(plan: Plan, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The plan's config with dotted keys set; where a kind changes, what belonged to the other one goes."""
-    values = copy.deepcopy(plan.config.to_dict())
+def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A config's own values with dotted keys set; where a kind changes, what belonged to the other one goes."""
+    values = config.written()
     for key, value in settings.items():
-        *sections, last = key.split(".")
-        place = values
+        first, *sections, last = key.split(".")
+        place = values.setdefault(first, kind_of_default(first))
         for name in sections:
             place = place.setdefault(name, {})
         if last in {"device", "dtype"} and place.get(last) != value:

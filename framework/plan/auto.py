@@ -13,12 +13,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from framework.config.load import Source, config_from_values
 from framework.config.run_config import AUTO, RunConfig
 from framework.errors import ConfigError, Problem
+from framework.plan.alternatives import size_text, with_settings
 from framework.plan.cluster import Cluster
 from framework.plan.devices import Machine, find_device, tables
 from framework.plan.memory import NotEstimatedError
@@ -30,8 +32,6 @@ from framework.plan.search import (
     fullest,
     search,
     settings_text,
-    size_text,
-    with_settings,
 )
 from framework.system.output import write
 
@@ -48,16 +48,24 @@ def target_at_hand(cluster: Cluster, environment: Mapping[str, str] = os.environ
     """
     ranks, host = cluster.devices_per_host, host_memory_bytes()
     if name := environment.get(GPU_VARIABLE):
-        machine = Machine.listed(name, devices_per_host=ranks)
-        return Target(machine.device.name, machine.device.memory_bytes, host, machine)
+        return listed_target(name, devices_per_host=ranks, host_bytes=host)
     if cluster.device == "cpu":
         return Target("cpu", host // ranks)
     if cluster.device == "cuda" and (found := _ask_driver()):
         name, memory = found
         known = _listed_name(name, memory)
-        machine = None if known is None else Machine.listed(known, devices_per_host=ranks)
-        return Target(known or name, memory, host, machine)
+        if known is None:
+            return Target(name, memory, host)
+        return replace(listed_target(known, devices_per_host=ranks, host_bytes=host), memory_bytes=memory)
     return Target()
+
+
+def listed_target(
+    gpu: str, *, devices_per_host: int, network: str | None = None, host_bytes: int | None = None
+) -> Target:
+    """Devices of a listed kind; a UsageError where it, or the network, is not listed."""
+    machine = Machine.listed(gpu, devices_per_host=devices_per_host, network=network)
+    return Target(machine.device.name, machine.device.memory_bytes, host_bytes, machine)
 
 
 def host_memory_bytes() -> int:
@@ -124,7 +132,7 @@ def resolve(
     key = min(config.auto)
     if target.memory_bytes is None and not is_proposal:
         reason, ranks = "it cannot be chosen without knowing the device", cluster.world_size
-        fix = f"write what `plan CONFIG --num_gpus {ranks} --gpu KIND` proposes (--apply writes it), or set {GPU_VARIABLE}"
+        fix = f"write what `plan CONFIG --num_gpus {ranks} --gpu KIND` proposes, or set {GPU_VARIABLE} to the kind"
         raise _refused("auto-without-device", reason, fix, key, source)
     free = config.auto | ({ACCUMULATION} if config.batch.accumulation_steps is None else set())
     try:
@@ -135,7 +143,6 @@ def resolve(
         fix = "use more devices, or `plan` with --search, which may also offload and recompute"
         raise _refused("auto-nothing-fits", found.block, fix, key, source)
     best = found.ranked[0]
-    # The number of micro-batches follows from the rest where the global size is fixed, and is 1 where nothing says more.
     chosen = config.auto | ({ACCUMULATION} if best.plan.layout.pipe_size > 1 and MICRO in config.auto else set())
     settings = {name: value for name, value in best.settings.items() if name in chosen}
     line = f"auto: {settings_text(settings)}: {choice_text(best, target)}"

@@ -1,8 +1,8 @@
 """Search for a strategy: which ZeRO stage, offload, recomputation, micro-batch and pipeline serve a run best.
 
 Every candidate is a run config that the house's own validation and rules accept, on its cluster; there is no second set
-of rules. One costs about a millisecond, so that few are left out: micro-batches beyond the first that does not fit, because memory
-grows with them, and those of a strategy that a rule refuses, whatever the batch.
+of rules. One costs about a millisecond, so that few are left out: micro-batches beyond the first that does not fit,
+because memory grows with them, and those of a strategy that a rule refuses, whatever the batch.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from math import inf
 from typing import Any, Final, Literal
 
 from framework.config.load import config_from_values
-from framework.config.run_config import RunConfig, kind_of_default
+from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, UsageError, counted, show_value
+from framework.plan.alternatives import size_text, with_settings
 from framework.plan.cluster import Cluster
 from framework.plan.devices import Machine
 from framework.plan.layout import DEFAULT_MICRO_SIZE
 from framework.plan.memory import Memory, NotEstimatedError, estimate
 from framework.plan.plan import Plan, make_plan
 from framework.plan.time import StepTime, estimate_time
-from framework.plan.work import ModelWork, named_work
+from framework.plan.work import named_work
 
 Settings = Mapping[str, Any]
 # What may be chosen: dotted keys of a run config. Tensor, sequence and expert sizes join them once they can be trained.
@@ -39,12 +40,11 @@ POSITIONS: Final = "model.max_positions"
 STRATEGY: Final = (STAGE, OFFLOAD, RECOMPUTE, PIPE)
 EVERYTHING: Final = frozenset({*STRATEGY, MICRO, ACCUMULATION})
 _LARGEST_MICRO: Final = 4096
-# Where nothing fixes the global size: what twice the micro-batch has to gain.
+# What makes a difference: estimates are not that exact. Twice the micro-batch has to gain it, where that is free.
 _LEAST_GAIN: Final = 1.02
 _LONGEST_SEQUENCE: Final = 1 << 24
-# Micro-batches of a step for each stage of a pipeline, where nothing fixes them: a stage then waits a fifth of the time.
+# Micro-batches of a step for each stage of a pipeline, where nothing fixes them: it then waits a fifth of the time.
 _PER_STAGE: Final = 4
-_GIB: Final = 2**30
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,24 @@ class Candidate:
     def peak_bytes(self) -> int:
         """The most on a device at any moment."""
         return self.memory.total(self.memory.peak)
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        """What was chosen, or would be: every key of a strategy and its batch, with its value in the plan."""
+        config, layout = self.plan.config, self.plan.layout
+        return {
+            STAGE: config.zero.stage,
+            OFFLOAD: config.zero.offload_optimizer.device,
+            RECOMPUTE: config.training.recompute_every,
+            PIPE: layout.pipe_size,
+            MICRO: layout.micro_size,
+            ACCUMULATION: layout.accumulation_steps,
+        }
+
+    def changes(self, planned: Candidate) -> dict[str, Any]:
+        """The part of the choice in which this one differs."""
+        before = planned.choice
+        return {key: value for key, value in self.choice.items() if value != before[key]}
 
     @property
     def samples_per_second(self) -> float | None:
@@ -190,13 +208,11 @@ def search(
     Raises:
         NotEstimatedError: the model's memory is not known, so that nothing can be compared.
     """
-    judge = _Judge(cluster, target or Target(), num_train_samples)
-    found = [best for strategy in _strategies(config, cluster, free) if (best := judge.best(config, strategy, free))]
-    if not found and judge.smallest is None and judge.unknown is not None:
-        raise judge.unknown
-    return Found(
-        judge.target, tuple(sorted(found, key=_rank)), tuple(judge.losers()), None if found else judge.smallest
-    )
+    judges = _Judge(cluster, target or Target(), num_train_samples)
+    found = [best for strategy in _strategies(config, cluster, free) if (best := judges.best(config, strategy, free))]
+    if not found and judges.smallest is None and judges.unknown is not None:
+        raise judges.unknown
+    return Found(judges.target, tuple(_ranked(found)), tuple(judges.losers()), None if found else judges.smallest)
 
 
 def search_fewest_devices(
@@ -247,6 +263,20 @@ def search_longest_sequence(
     return best
 
 
+def judge(plan: Plan, target: Target | None = None, *, settings: Settings | None = None) -> Candidate:
+    """Estimate what a plan takes.
+
+    Raises:
+        NotEstimatedError: its memory is not known.
+    """
+    memory, machine, time = estimate(plan), target and target.machine, None
+    work = named_work(plan.config, 1) if machine else None
+    if machine and work:
+        with suppress(NotEstimatedError):  # a figure of the device that nobody has published
+            time = estimate_time(plan, work, machine)
+    return Candidate(settings or {}, plan, memory, time)
+
+
 class _Judge:
     """Tries candidates on one cluster, and remembers why they lost."""
 
@@ -256,12 +286,11 @@ class _Judge:
         self.unknown: NotEstimatedError | None = None
         self._refused: dict[str, list[Settings]] = {}
         self._too_large: list[Candidate] = []
-        self._found_work: ModelWork | None = None
 
     def best(self, config: RunConfig, strategy: Settings, free: Set[str]) -> Candidate | None:
         """The best candidate of one strategy that fits; its micro-batches are tried from the smallest on."""
         best, is_free = None, config.batch.global_size is None
-        grows = self.target.machine is not None and self.target.memory_bytes is not None
+        grows, plain = self.target.memory_bytes is not None, config.batch.micro_size or DEFAULT_MICRO_SIZE
         for batch in _batches(config, self.cluster, strategy, free, grows=grows):
             tried = self.candidate(config, {**strategy, **batch})
             if isinstance(tried, str):
@@ -270,6 +299,8 @@ class _Judge:
                 return best
             if tried is None:  # only this batch
                 continue
+            if is_free and tried.time is None and (best and tried.plan.layout.micro_size > plain):
+                return best  # what more would gain is not known
             if self.smallest is None or tried.peak_bytes < self.smallest.peak_bytes:
                 self.smallest = tried
             if not self.fits(tried):  # and no larger one will
@@ -278,7 +309,7 @@ class _Judge:
                 return best
             if best is None or _is_better(tried, best, by=_LEAST_GAIN if is_free else 1.0):
                 best = tried
-            elif is_free and grows:
+            elif is_free and tried.time is not None:
                 return best
         return best
 
@@ -287,26 +318,13 @@ class _Judge:
         try:
             changed = config_from_values(with_settings(config, settings))
             plan = make_plan(changed, self.cluster, num_train_samples=self.num_train_samples)
-            memory = estimate(plan)
+            return judge(plan, self.target, settings=settings)
         except ConfigError as error:
             problem = error.problems[0]
             return f"{problem.key}: {problem.reason} [{problem.kind}]"
         except NotEstimatedError as error:
             self.unknown = self.unknown or error
             return f"its memory is not known: {error}"
-        return Candidate(settings, plan, memory, self._time(plan))
-
-    def _time(self, plan: Plan) -> StepTime | None:
-        machine = self.target.machine
-        with suppress(NotEstimatedError):  # a figure of the device that nobody has published
-            return machine and estimate_time(plan, self._work(plan), machine)
-        return None
-
-    def _work(self, plan: Plan) -> ModelWork:
-        """The model's work, which the search changes in its micro-batch alone."""
-        if self._found_work is None:
-            self._found_work = named_work(plan.config, 1)
-        return self._found_work
 
     def fits(self, candidate: Candidate) -> bool:
         """Check whether the device, and the host with its other ranks, hold it."""
@@ -316,10 +334,13 @@ class _Judge:
 
     def losers(self) -> Iterator[Loser]:
         """Those that fit on no device, the smallest first, then those that are refused, by reason."""
+        large: dict[str, list[Settings]] = {}
         for found in sorted(self._too_large, key=lambda found: found.peak_bytes):
             layout, size = found.plan.layout, size_text(found.peak_bytes)
             why = f"{size} with micro-batches of {layout.micro_size}: {fullest(found.memory)}"
-            yield Loser({key: found.settings[key] for key in STRATEGY}, why, "too-large")
+            large.setdefault(why, []).append({key: found.settings[key] for key in STRATEGY})
+        for why, those in large.items():
+            yield Loser(_common(those), why, "too-large", len(those))
         for why, those in self._refused.items():
             yield Loser(_common(those), why, "refused", len(those))
 
@@ -331,11 +352,68 @@ def _is_better(one: Candidate, other: Candidate, *, by: float) -> bool:
     return one.samples_per_second > by * other.samples_per_second
 
 
+def search_more_devices(
+    config: RunConfig, cluster: Cluster, target: Target, *, free: Set[str] = EVERYTHING, most: int = 16_384
+) -> Found | None:
+    """The search on the smallest cluster of twice as many hosts, or four times and so on, on which something fits."""
+    hosts = 2 * cluster.num_hosts
+    while hosts * cluster.devices_per_host <= most:
+        found = search(config, replace(cluster, num_hosts=hosts), target, free=free)
+        if found.ranked:
+            return found
+        hosts *= 2
+    return None
+
+
+def nearest_plan(
+    config: RunConfig, cluster: Cluster, *, num_train_samples: int | None = None
+) -> tuple[str, Plan] | None:
+    """The plan that is nearest to one that cannot be, and what it changes, in words; None where none is near.
+
+    Tried in this order: another micro-batch, another global size, fewer pipeline stages, fewer devices.
+    """
+    batch, pipe = config.batch, config.parallel.pipe
+    ranks = max(cluster.world_size // pipe, 1)
+    tries: list[tuple[Settings, Cluster]] = [({MICRO: None, ACCUMULATION: None}, cluster)]
+    if batch.global_size is not None:
+        unit = ranks * (batch.micro_size or 1) * (batch.accumulation_steps or 1)
+        for step in dict.fromkeys((ranks, unit)):
+            sizes = (batch.global_size // step * step or step, batch.global_size // step * step + step)
+            tries += [({GLOBAL: size, **_freed(batch.micro_size, size, ranks)}, cluster) for size in sizes]
+    tries += [({PIPE: stages}, cluster) for stages in range(pipe - 1, 0, -1) if cluster.world_size % stages == 0]
+    fewer = range(cluster.devices_per_host - 1, 0, -1)
+    tries += [({}, replace(cluster, devices_per_host=count)) for count in fewer]
+    for settings, where in tries:
+        with suppress(ConfigError):
+            changed = config_from_values(with_settings(config, settings))
+            plan = make_plan(changed, where, num_train_samples=num_train_samples)
+            shown = {key: value for key, value in settings.items() if value is not None}
+            return settings_text(shown) or (str(where) if where != cluster else str(plan.layout)), plan
+    return None
+
+
+def _freed(micro: int | None, size: int, ranks: int) -> Settings:
+    """Leave the micro-batch to the layout where the one that is given divides no longer."""
+    return {} if micro is None or size % (micro * ranks) == 0 else {MICRO: None, ACCUMULATION: None}
+
+
+def _ranked(found: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates, the best one first; of those that the estimate cannot tell from the fastest, the plainest."""
+    most = max((each.samples_per_second or 0.0 for each in found), default=0.0)
+
+    def order(candidate: Candidate) -> tuple[float, ...]:
+        speed, *costs = _rank(candidate)
+        return (-most if most and -speed * _LEAST_GAIN >= most else speed, *costs, speed)
+
+    return sorted(found, key=order)
+
+
 def _rank(candidate: Candidate) -> tuple[float, ...]:
     """Order of candidates, the best one first: by speed, else by what costs time, traffic and memory."""
     config, speed = candidate.plan.config, candidate.samples_per_second
     costs = (config.zero.offload_optimizer.device != "none", bool(config.training.recompute_every))
-    order = (*costs, candidate.plan.layout.pipe_size, candidate.traffic_bytes, candidate.peak_bytes)
+    layout = candidate.plan.layout
+    order = (*costs, layout.pipe_size, candidate.traffic_bytes, layout.accumulation_steps, candidate.peak_bytes)
     return (-speed if speed is not None else inf, *order)
 
 
@@ -390,20 +468,6 @@ def _powers(most: int) -> Iterator[int]:
         size *= 2
 
 
-def with_settings(config: RunConfig, settings: Settings) -> dict[str, Any]:
-    """A config's own values with dotted keys set; where a kind changes, what belonged to the other one goes."""
-    values = config.written()
-    for key, value in settings.items():
-        first, *sections, last = key.split(".")
-        place = values.setdefault(first, kind_of_default(first))
-        for name in sections:
-            place = place.setdefault(name, {})
-        if last in {"device", "dtype"} and place.get(last) != value:
-            place.clear()
-        place[last] = value
-    return values
-
-
 # Beside the strategy: what is tried to free memory, and the value that it is lowered to.
 _KNOBS: Final[Sequence[tuple[str, Any]]] = (
     ("zero.reduce_bucket_size", 50_000_000),
@@ -440,11 +504,6 @@ def find_knob(plan: Plan) -> Knob | None:
 def settings_text(settings: Settings) -> str:
     """Settings in one line, as a config has them."""
     return ", ".join(f"{key}: {show_value(value)}" for key, value in settings.items())
-
-
-def size_text(size: int) -> str:
-    """Bytes for a person, in MiB or GiB."""
-    return f"{size / 2**20:,.1f} MiB" if size < _GIB else f"{size / _GIB:,.2f} GiB"
 
 
 def _number(value: Any) -> str:
