@@ -17,10 +17,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from framework.errors import EXIT_OK, TrainingError, UsageError
-from framework.plan.measured import measured_machine
+from framework.commands.strategies import told
+from framework.errors import TrainingError, UsageError
 from framework.plan.plan import Plan
-from framework.plan.search import Candidate, Target, search, settings_text
+from framework.plan.search import Candidate, settings_text
+from framework.system.output import write
 
 _ROUNDS: Final = 2
 _STEPS: Final = 20
@@ -69,34 +70,33 @@ class Trial:
         }
 
 
-def run_trials(plan: Plan, count: int, *, as_json: bool) -> int:
-    """Try the best strategies of the search, print what they took, and return the exit code.
+def run_trials(candidates: Sequence[Candidate]) -> list[Trial]:
+    """Try strategies in turn; each line of progress goes to stderr.
 
     Raises:
-        UsageError: the plan is for several hosts.
-        NotEstimatedError: there is nothing to choose from.
+        UsageError: they are for several hosts.
         TrainingError: none of them runs.
     """
-    if plan.cluster.num_hosts > 1:
+    if any(each.plan.cluster.num_hosts > 1 for each in candidates):
         raise UsageError("--trials runs on this machine alone; give --num_gpus N, the ranks on one host")
-    target = Target("", machine=measured_machine(plan.cluster.devices_per_host))
-    ranked = search(plan.config, plan.cluster, target, num_train_samples=plan.length.num_train_samples).ranked
-    trials = [trial_of(candidate) for candidate in ranked[:count]]
-    measure_trials(trials, note=lambda line: print(line, file=sys.stderr, flush=True))
-    measured = [(seconds, number) for number, each in enumerate(trials) if (seconds := each.median_seconds) is not None]
-    best = trials[min(measured)[1]] if measured else None
-    if as_json:
-        print(json.dumps({"trials": [each.to_dict() for each in trials], "best": best and best.name}, indent=2))
-    else:
-        print(*table(trials, best), sep="\n")
-    if best is None:
-        raise TrainingError("--trials: none of the strategies runs on this machine [trials-failed]")
-    return EXIT_OK
+    trials = [trial_of(candidate) for candidate in candidates]
+    measure_trials(trials, note=lambda line: write(sys.stderr, f"{line}\n"))
+    if not any(trial.median_seconds for trial in trials):
+        failures = "; ".join(f"{trial.name}: {trial.failure}" for trial in trials) or "the search has found none"
+        raise TrainingError(f"--trials: no strategy runs on this machine: {failures} [trials-failed]")
+    return trials
+
+
+def fastest(trials: Sequence[Trial]) -> int:
+    """Place of the trial with the shortest median step."""
+    return min((each.median_seconds, number) for number, each in enumerate(trials) if each.median_seconds is not None)[
+        1
+    ]
 
 
 def trial_of(candidate: Candidate) -> Trial:
     """Make the trial of a strategy."""
-    return Trial(settings_text(candidate.settings), candidate.plan, candidate.time.total if candidate.time else None)
+    return Trial(settings_text(told(candidate.settings)), candidate.plan, candidate.time and candidate.time.total)
 
 
 def measure_trials(trials: Sequence[Trial], *, note: Callable[[str], None], rounds: int = _ROUNDS) -> None:
@@ -141,13 +141,13 @@ def _reason(stderr: str) -> str:
     return next((line for line in lines if line.endswith("]") and "[" in line), lines[-1])[:300]
 
 
-def table(trials: Sequence[Trial], best: Trial | None) -> Iterator[str]:
+def table(trials: Sequence[Trial]) -> Iterator[str]:
     """Lines for a person: estimate and measurement of each, the fastest marked."""
-    several = f"median of {_ROUNDS} rounds of {_STEPS} steps each, the first {_LOG_EVERY} left out"
-    yield f"trials    {len(trials)} of the search's best, {several}"
-    for trial in trials:
+    best = fastest(trials)
+    yield f"{'trials':<10}step of each: median of {_ROUNDS} rounds of {_STEPS} steps, the first {_LOG_EVERY} left out"
+    for number, trial in enumerate(trials):
         estimate = "not known" if trial.estimate_seconds is None else f"{1000 * trial.estimate_seconds:,.1f} ms"
         seconds = trial.median_seconds
         measured = trial.failure if seconds is None else f"{1000 * seconds:,.1f} ms"
-        mark = "  <- fastest" if trial is best else ""
+        mark = "  <- fastest" if number == best else ""
         yield f"          {trial.name}: estimate {estimate}, measured {measured}{mark}"

@@ -80,7 +80,7 @@ class Machine:
     measured: frozenset[str] = frozenset()
 
     def overhead_seconds(self, stage: int, *, sizes: Sequence[int], micro_batches: int, persistent: int) -> float:
-        """Seconds of an optimizer step that are no model's.
+        """Seconds of an optimizer step that are spent in Python and not in operations.
 
         Args:
             stage: of ZeRO.
@@ -90,12 +90,10 @@ class Machine:
         """
         if not self.engine_seconds:
             return self.step_overhead_seconds or 0.0
-        own, plain = self.engine_seconds[stage], self.engine_seconds[0]  # at stage 0 the weights' time is the model's
-        once = max(own["seconds_per_weight"] - plain["seconds_per_weight"], 0.0)
-        again = max(own["seconds_per_weight_again"] - plain["seconds_per_weight_again"], 0.0)
+        own = self.engine_seconds[stage]
+        per_weight = own["seconds_per_weight"] + (micro_batches - 1) * own["seconds_per_weight_again"]
         gathered = own.get("seconds_per_gathered_weight", 0.0) * sum(size > persistent for size in sizes)
-        per_weight = len(sizes) * (once + (micro_batches - 1) * again)
-        return own["seconds"] + per_weight + micro_batches * gathered
+        return own["seconds"] + len(sizes) * per_weight + micro_batches * gathered
 
     @staticmethod
     def listed(gpu: str, *, devices_per_host: int = 8, network: str | None = None) -> Machine:
