@@ -40,13 +40,14 @@ def add_options(plan: argparse.ArgumentParser) -> None:
     about = "explain an out-of-memory message by this plan: a rank's log, or - for stdin"
     option("--explain-oom", metavar="LOG", help=about)
     option("--measure", action="store_true", help="measure this machine's rates first, about half a minute")
-    trials = {"type": whole(1, 100, "{} is not a number of strategies"), "metavar": "N"}
-    option("--trials", **trials, help="run the best N for some steps each, here; implies --search")
+    count = whole(1, 1000, "{} is not a number of strategies")
+    about = "run the best N for some steps each, here; implies --search"
+    add_option(plan, "--trials", type=count, metavar="N", help=about)
     option("--network", metavar="NAME", help="between hosts, where it is not the usual one, such as infiniband-hdr")
     option("--search", action="store_true", help="choose micro-batch, accumulation and pipeline as well")
     about = "what the best strategy has most of, or takes least of; implies --search"
     option("--goal", choices=_GOALS, help=about)
-    add_option(plan, "--top", type=whole(1, 1000, "{} is not a number of strategies"), metavar="N", help="show so many")
+    add_option(plan, "--top", type=count, metavar="N", help="show so many")
     option("--apply", action="store_true", help="write the best strategy into the file; implies --search")
     option("--chart", metavar="FILE.svg", help="draw the memory of the best strategies; implies --search")
 

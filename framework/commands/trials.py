@@ -96,7 +96,8 @@ def fastest(trials: Sequence[Trial]) -> int:
 
 def trial_of(candidate: Candidate) -> Trial:
     """Make the trial of a strategy."""
-    return Trial(settings_text(told(candidate.settings)), candidate.plan, candidate.time and candidate.time.total)
+    seconds = candidate.time.total if candidate.time else None
+    return Trial(settings_text(told(candidate.settings)) or "as planned", candidate.plan, seconds)
 
 
 def measure_trials(trials: Sequence[Trial], *, note: Callable[[str], None], rounds: int = _ROUNDS) -> None:
