@@ -82,6 +82,8 @@ _COMPONENTS: Final = {
     "optimizer copies": r"_(multi|single)_tensor_\w+$|(optim|optimizers|adam|lion|lamb)/\w+\.py step$",
     "logits and loss": r"(cross_entropy|nll_loss|log_softmax|compute_loss_func|ForCausalLMLoss)$",
 }
+# Less is the driver's, or of texts that round.
+_SIZABLE: Final = 2**28
 Frames = Sequence[tuple[str, str]]
 
 
@@ -192,11 +194,10 @@ def _sizes(message: str) -> dict[str, int]:
     if own is None and processes:  # in a container torch does not know its own number again
         own = next((size for size in processes if size >= held), None)
         processes = [size for size in processes if size != own]
-    if processes:
-        found["others"] = sum(processes)
-    elif own is not None and "free" in found and "capacity" in found:
-        found["others"] = max(found["capacity"] - found["free"] - own, 0)
-    return found
+    others = sum(processes)
+    if own is not None and not processes and {"free", "capacity"} <= found.keys():
+        others = found["capacity"] - found["free"] - own
+    return found | ({"others": others} if others >= _SIZABLE else {})
 
 
 def _bytes(text: str) -> int:
@@ -298,7 +299,7 @@ def advice(shortage: Shortage) -> Iterable[str]:
             f"torch holds {size_text(sizes['unused'])} in unused pieces, {enough}: set "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (PYTORCH_ALLOC_CONF from torch 2.9; `launch` sets it)"
         )
-    if sizes.get("others", 0) >= 2**29:
+    if "others" in sizes:
         yield (
             f"other processes hold {size_text(sizes['others'])} of this device: look with nvidia-smi, and start one "
             "rank per device (each rank sets its device before it uses CUDA)"
