@@ -7,11 +7,18 @@ without it the errors of both halves are written to `benchmarks/results/planner.
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass, replace
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import log, sqrt
 from typing import Any, Final
 
 from benchmarks.planner.published import read_points, tokens_per_second_per_gpu
+from benchmarks.records import RESULTS, ROOT
 from framework.config.model import GPT
 from framework.plan.devices import Machine, find_network
 from framework.plan.time import RATES, Parallelism, Rates, StepTime, step_time
@@ -103,11 +110,21 @@ def work_of(point: Point) -> ModelWork:
 
 def with_scores(work: ModelWork, scores: int) -> ModelWork:
     """The work where attention writes its scores to memory, as before FlashAttention (Dao et al. 2022): two products,
-    a fused softmax and a dropout read and write them in half precision.
+    a fused softmax and a dropout read and write them in half precision, and three tensors of them are saved.
     """
-    moved = scores * (2 + 4 + 5 + 2)
-    blocks = (replace(part, moved_bytes=part.moved_bytes + moved) if part.count > 1 else part for part in work.parts)
-    return replace(work, parts=tuple(blocks))
+    moved, saved = (2 + 4 + 5 + 2) * scores, 5 * scores
+    parts = (
+        replace(
+            part,
+            moved_bytes=part.moved_bytes + moved,
+            saved_bytes=part.saved_bytes + saved,
+            split_bytes=part.split_bytes + saved,
+        )
+        if part.count > 1
+        else part
+        for part in work.parts
+    )
+    return replace(work, parts=tuple(parts))
 
 
 def parallelism_of(point: Point) -> Parallelism:
@@ -119,7 +136,9 @@ def parallelism_of(point: Point) -> Parallelism:
     if accumulation is None:
         accumulation = max((point["global_batch"] or 0) // (point["micro_batch"] * data), 1)
     is_fsdp = "DeepSpeed" not in point["source"]["framework"] and stage > 1
-    sums = 4 if "DEFAULT" in (point["note"] or "") else 2  # llm-foundry's DEFAULT sums in fp32, PURE does not
+    # llm-foundry's DEFAULT sums in fp32, PURE does not; bigscience does so where it trains in bf16 (`notes`).
+    in_fp32 = "DEFAULT" in (point["note"] or "")
+    in_fp32 = in_fp32 or (point["source"]["name"] == "bigscience-tr11" and point["precision"] == "bf16")
     return Parallelism(
         data=data,
         pipe=pipe,
@@ -128,8 +147,9 @@ def parallelism_of(point: Point) -> Parallelism:
         accumulation=accumulation,
         micro_size=point["micro_batch"],
         dtype=point["precision"],
-        gradient_bytes=sums,
+        gradient_bytes=4 if in_fp32 else 2,
         recomputed=_RECOMPUTED[recompute_of(point)],
+        **({"bucket": 12 * point["model"]["hidden"] ** 2} if is_fsdp else {}),  # a block at a time
         overlaps=is_fsdp or stage in (0, 3),
         scatters=is_fsdp or stage == 3,
         live=0 if stage == 3 else 10**12,
@@ -183,3 +203,65 @@ def cases(split: str) -> list[Case]:
             assert measured is not None
             found.append(Case(point, work_of(point), parallelism_of(point), machine_of(point), measured))
     return found
+
+
+# Fitted; the others of `Rates` have a source of their own, or nothing in the points shows them.
+_FITTED: Final = ("plateau", "plateau_hopper", "attention", "attention_hopper", "memory", "width", "overlap")
+
+
+def fit(start: Rates = RATES) -> tuple[Rates, float]:
+    """Choose the constants on the `fit` half: least squares of log ratios, none counted above 0.3, by a search along
+    one constant after the other with ever smaller steps.
+    """
+    points = cases("fit")
+
+    def loss(rates: Rates) -> float:
+        return sqrt(statistics.fmean(min(log(case.ratio(rates)) ** 2, 0.09) for case in points))
+
+    best, least, step = start, loss(start), 0.1
+    while step > 0.002:
+        before = least
+        for name in _FITTED:
+            for factor in (1 + step, 1 / (1 + step)):
+                tried = replace(best, **{name: min(getattr(best, name) * factor, 1.0 if name != "width" else 1e5)})
+                if (found := loss(tried)) < least:
+                    best, least = tried, found
+        if least > before - 1e-6:
+            step /= 2
+    return best, least
+
+
+def ranks(values: Sequence[float]) -> list[float]:
+    """The place of each value, ties sharing theirs."""
+    ordered = sorted(values)
+    return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
+
+
+def spearman(one: Sequence[float], other: Sequence[float]) -> float:
+    """Rank correlation of two rows of figures."""
+    return statistics.correlation(ranks(one), ranks(other))
+
+
+def summary(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Errors of pairs of an estimate and a measurement."""
+    errors = sorted(abs(estimated / measured - 1) for estimated, measured in pairs)
+    measured = [pair[1] for pair in pairs]
+    ranked = len(pairs) >= 5 and len({*measured}) > 1
+    return {
+        "points": len(pairs),
+        "median_error": round(statistics.median(errors), 4),
+        "p90_error": round(errors[min(int(0.9 * len(errors)), len(errors) - 1)], 4),
+        "median_ratio": round(statistics.median(estimated / measured for estimated, measured in pairs), 4),
+        "spearman": round(spearman([pair[0] for pair in pairs], measured), 3) if ranked else None,
+    }
+
+
+def tables(split: str) -> dict[str, Any]:
+    """Errors of one half, by source and in all."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for case in cases(split):
+        estimated = case.time().tokens_per_second_per_device
+        assert estimated is not None
+        found.setdefault(case.point["source"]["name"], []).append((estimated, case.measured))
+    total = [pair for pairs in found.values() for pair in pairs]
+    return {"all": summary(total), **{name: summary(pairs) for name, pairs in found.items()}}

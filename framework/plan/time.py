@@ -180,26 +180,27 @@ class Rates:
 
     Attributes:
         plateau: share of the fastest matrix product that the products of a large model reach.
+        plateau_hopper: the same since Hopper, whose clock falls under load.
         width: half of it is reached where a part's weights on one device are a square of this width.
-        rows: half of it is reached with so many tokens in a micro-batch.
         attention: share of the fastest matrix product that attention reaches, all scores counted, masked ones too.
         attention_hopper: the same since Hopper, for whose tensor cores torch's kernels of attention were not written.
         memory: share of the memory's bandwidth that other operations reach.
-        network: share of the network's bandwidth that large collectives reach.
         overlap: share of the computation beside which something is sent that hides it.
+        network: share of the network's bandwidth that large collectives reach: four fifths of what is printed (network
+            page of the source `mle-network` of devices.json).
         best: share of the peak that the fastest matrix product reaches where nobody measured it: NVIDIA's reach 0.73
             to 0.87.
         launch_seconds: least time of one part in one pass, in which the host starts its operations.
     """
 
-    plateau: float = 0.97
-    width: float = 1800.0
-    rows: float = 410.0
-    attention: float = 0.65
-    attention_hopper: float = 0.34
-    memory: float = 0.70
-    network: float = 0.47
-    overlap: float = 0.46
+    plateau: float = 0.917
+    plateau_hopper: float = 0.781
+    width: float = 1260.0
+    attention: float = 0.647
+    attention_hopper: float = 0.394
+    memory: float = 0.611
+    overlap: float = 0.548
+    network: float = 0.8
     best: float = 0.8
     launch_seconds: float = 2e-4
 
@@ -263,6 +264,7 @@ class _Step:
             **{name: by.accumulation * (forward[name] + backward[name]) for name in forward},
             "pipeline bubble": (one + back) * (by.pipe - 1) / by.interleaving,
             "gradient sums": self.gradient_sums(back),
+            "copies": self.copies(),
             "weight gathers": self.weight_gathers(one, back),
             "offload transfers": self.offload_transfers(back),
             "optimizer": self.optimizer(),
@@ -338,18 +340,20 @@ class _Step:
         if not part.flops or not weights:
             return 0.0
         flops = min(2 * tokens * weights, part.flops) if tokens else part.flops
-        rows = self.samples * flops / 2 / weights / by.sequence
-        reached = rates.plateau / (1 + rates.width / sqrt(weights / by.tensor)) / (1 + rates.rows / rows)
-        capability = self.machine.device.capability or (0, 0)
-        attention = rates.attention_hopper if capability >= (9, 0) else rates.attention
+        is_hopper = (self.machine.device.capability or (0, 0)) >= (9, 0)
+        plateau, attention = (
+            (rates.plateau_hopper, rates.attention_hopper) if is_hopper else (rates.plateau, rates.attention)
+        )
+        reached = plateau / (1 + rates.width / sqrt(weights / by.tensor))
         work = flops / reached + (part.flops - flops) / attention
         return self.samples * work / by.tensor / by.sequence / self.fastest
 
     def part(self, part: Part, *, is_loss: bool) -> tuple[Seconds, Seconds]:
         """Forward and backward seconds of one part and one micro-batch."""
         by, product = self.by, self.products(part)
-        split = by.sequence * (by.tensor if by.splits_norms or is_loss else 1)
-        moved = self.samples * part.moved_bytes / split / self.bandwidth
+        # Tensor parallelism splits between its products what it splits of the saved values.
+        split = 1.0 if by.splits_norms or is_loss else part.split_bytes / max(part.saved_bytes, 1)
+        moved = self.samples * part.moved_bytes * (1 - split + split / by.tensor) / by.sequence / self.bandwidth
         launch = max(self.rates.launch_seconds - product - moved, 0.0) if part.flops else 0.0
         again = 0.0 if is_loss else by.recomputed
         forward = {"compute": product, "memory-bound operations": moved, "launch": launch}
@@ -399,6 +403,14 @@ class _Step:
         ahead = self.rates.overlap if by.prefetches else 0.0
         return by.accumulation * sum(num * one - (num - 1) * min(one, ahead * own / num) for own in passes)
 
+    def copies(self) -> float:
+        """Copies in the device's memory: of gradients into sums and buckets, of gathered weights into place."""
+        by = self.by
+        gradients = 3 * by.gradient_bytes
+        gathers = 1 if self.stage_params <= by.live else 2
+        weights = 2 * by.weight_bytes * gathers if by.zero_stage == 3 and self.ranks > 1 else 0
+        return by.accumulation * self.stage_params * (gradients + weights) / self.bandwidth
+
     @property
     def share(self) -> float:
         """Elements whose optimizer state one device has."""
@@ -446,9 +458,14 @@ class _Step:
         return self.start + latency + (ranks - 1) / ranks * size / self.ring_bandwidth(inside, hosts)
 
     def send(self, size: float) -> float:
-        """Seconds of a transfer to the next pipeline stage."""
-        inside, hosts = self.placed(2, self.ranks * self.by.tensor)
-        return _START_SECONDS + (self.hop if hosts > 1 else 0) + size / self.ring_bandwidth(inside, hosts)
+        """Seconds of a transfer to the next pipeline stage. Tensor-parallel ranks send a part each, and gather them
+        (DeepSpeed's `pipe_partitioned`, on by default).
+        """
+        tensor = self.by.tensor
+        inside, hosts = self.placed(2, self.ranks * tensor)
+        gathered = self.scatter(size, tensor, 1) if tensor > 1 else 0.0
+        sent = size / tensor / self.ring_bandwidth(inside, hosts)
+        return _START_SECONDS + (self.hop if hosts > 1 else 0) + sent + gathered
 
     def placed(self, ranks: int, stride: int) -> tuple[int, int]:
         """Members of a group on one host, and hosts: tensor ranks are neighbours, then sequence, data, pipe."""
