@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from framework.config.load import Source, load_with_source
-from framework.config.run_config import AUTO, RunConfig
+from framework.config.run_config import RunConfig
 from framework.plan.cluster import Cluster
 from framework.plan.plan import Plan, accepted, default_cluster, make_plan
 from framework.system.output import write
@@ -61,8 +61,7 @@ class LoadedRun:
         config, settings, line = resolve(
             self.config, cluster, target, source=self.source, saved=saved, is_proposal=is_proposal
         )
-        kept = [word for word in self.overrides if not word.endswith(f"={AUTO}")]
-        words = (*kept, *(f"{key}={value}" for key, value in settings.items()))
+        words = (*self.overrides, *(f"{key}={value}" for key, value in settings.items()))
         return replace(self, config=config, overrides=words, choice=line)
 
     def started(self, cluster: Cluster) -> LoadedRun:

@@ -79,7 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "deploy",
         "commands",
     },
-    "script": {"load_run", "system", "plan", "launch", "run"},  # what train.py does
+    "script": {"load_run", "system", "plan", "hosts", "launch", "run"},  # what train.py does
     "entry": {"script"},  # train.py of an installed copy
     "__main__": {"system", "cli"},
     "__init__": set(),  # its names are imported on first use

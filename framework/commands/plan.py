@@ -24,6 +24,10 @@ if TYPE_CHECKING:  # every command lists the options of this one, and needs noth
 _GOALS: Final = ("throughput", "fewest-devices", "longest-sequence")
 _TOP: Final = 5
 _MOST_LOSERS: Final = 10
+# What a plan of another batch, of fewer stages or devices would not have.
+_NO_LAYOUT: Final = frozenset(
+    {"batch-not-divisible", "pipe-not-divisible", "pipe-exceeds-layers", "dataset-smaller-than-batch"}
+)
 _MOMENTS: Final = {
     "start": "after the start",
     "between": "between steps",
@@ -49,6 +53,7 @@ def add_options(plan: argparse.ArgumentParser) -> None:
     option("--goal", choices=_GOALS, help=about)
     add_option(plan, "--top", type=count, metavar="N", help="show so many")
     option("--apply", action="store_true", help="write the best strategy into the file; implies --search")
+    option("--paper", action="store_true", help="the usual formulas beside it, and goodput between failures")
     option("--chart", metavar="FILE.svg", help="draw the memory of the best strategies; implies --search")
 
 
@@ -104,8 +109,9 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
     try:
         run = run.chosen(cluster, target, is_proposal=True)
         plan = run.plan_with_data(cluster)
-    except ConfigError:
-        _print_nearest(run, cluster)
+    except ConfigError as error:
+        if {problem.kind for problem in error.problems} <= _NO_LAYOUT and not run.config.auto:
+            _print_nearest(run, cluster)
         raise
     if arguments.explain_oom:
         from framework.commands.explain_oom import explain_oom
@@ -131,6 +137,10 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
         choice = [f"{'auto':<10}{run.choice.removeprefix('auto: ')}"] if run.choice else []
         print(*(f"{label:<10}{text}" for label, text in rows(plan).items()), *choice, *answer.head, sep="\n")
         print(*balance.lines, *answer.lines, sep="\n", end="\n" if balance.lines or answer.lines else "")
+        if arguments.paper:
+            from framework.commands.paper import paper_lines
+
+            print(*paper_lines(plan), sep="\n")
         for finding in findings:
             print(f"{finding.severity}: {finding}")
     _act(question, answer)
@@ -253,7 +263,7 @@ def _findings(question: _Question, planned: Candidate, found: Found) -> Iterator
 
 
 def _devices_that_fit(question: _Question, planned: Candidate) -> str:
-    from framework.commands.strategies import told
+    from framework.commands.strategies import unusual
     from framework.plan.search import EVERYTHING, search, search_more_devices, settings_text
 
     config, cluster, target = question.run.config, question.plan.cluster, question.target
@@ -263,13 +273,13 @@ def _devices_that_fit(question: _Question, planned: Candidate) -> str:
     if more is None:
         return "use a smaller model, or devices with more memory"
     best = more.ranked[0]
-    return f"use {best.plan.cluster.world_size} devices with {settings_text(told(best.settings))}"
+    return f"use {best.plan.cluster.world_size} devices with {settings_text(unusual(best.settings))}"
 
 
 def _print_nearest(run: LoadedRun, cluster: Cluster) -> None:
     from framework.plan.search import nearest_plan
 
-    if not run.config.auto and (found := nearest_plan(run.config, cluster)):
+    if found := nearest_plan(run.config, cluster):
         write(sys.stdout, f"{'nearest':<10}{found[0]}: {found[1].layout}\n")
 
 

@@ -111,9 +111,9 @@ def loser_lines(found: Found, *, shown: Sequence[Candidate]) -> Iterator[str]:
     """Why each strategy that is not shown lost: slower ones first, then what does not fit, then what is refused."""
     best = next(iter(found.ranked), None)
     for slower in (each for each in found.ranked if each not in shown):
-        yield f"{settings_text(told(slower.settings))}: {_why_slower(slower, best or slower)}"
+        yield f"{settings_text(unusual(slower.settings))}: {_why_slower(slower, best or slower)}"
     for loser in found.losers:
-        words = settings_text(told(loser.settings)) or "all others"
+        words = settings_text(unusual(loser.settings)) or "all others"
         reason = "does not fit" if loser.kind == "too-large" else "refused"
         yield f"{words}{f' ({loser.count})' if loser.count > 1 else ''}: {reason}: {loser.why}"
 
@@ -131,7 +131,7 @@ def _why_slower(one: Candidate, best: Candidate) -> str:
     return f"{share:.0%} slower: {name} {each[name]:.3g} s of {one.time.total:.3g} s"
 
 
-def told(settings: Settings) -> Settings:
+def unusual(settings: Settings) -> Settings:
     """Settings of a strategy without those that are as ever."""
     usual = {OFFLOAD: "none", RECOMPUTE: 0, PIPE: 1}
     return {key: value for key, value in settings.items() if key in STRATEGY and usual.get(key) != value}

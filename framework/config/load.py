@@ -30,6 +30,7 @@ class Source:
     def __init__(self, document: Document | None = None) -> None:
         self._document = document or Document("")
         self._overridden: set[KeyPath] = set()
+        self.was_auto: frozenset[str] = frozenset()
         self.notes: list[Problem] = []
         """What is allowed, and seldom intended."""
         self.texts: dict[KeyPath, str] = dict(self._document.texts)
@@ -97,11 +98,10 @@ def load_with_source(
     """
     name = str(path)
     document = read_document(Path(path), name=name) if text is None else document_of(text, Path(path), name=name)
-    was_auto = auto_keys(document.value)
     values, source = _with_overrides(document, overrides)
     problems = [source.locate(problem) for problem in _handed_over(values)]
     try:
-        config = config_from_values(values, source=source).noting_auto(was_auto)
+        config = config_from_values(values, source=source).noting_auto(source.was_auto)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     if problems:
@@ -154,8 +154,10 @@ def _with_overrides(document: Document, overrides: Sequence[str]) -> tuple[dict[
     if isinstance(values.get("$schema"), str):  # where editors find the JSON Schema
         values = {name: section for name, section in values.items() if name != "$schema"}
     _refuse_doubled(overrides)
+    source.was_auto = auto_keys(values)
     for override in overrides:
         _apply_override(values, override, source)
+        source.was_auto |= auto_keys(values)
     return values, source
 
 
@@ -164,7 +166,7 @@ def _refuse_doubled(overrides: Sequence[str]) -> None:
     first: dict[str, str] = {}
     problems = []
     for name, _, value in (override.partition("=") for override in overrides):
-        if name in first:
+        if first.get(name, AUTO) != AUTO:  # a launcher adds its choice behind the word
             problems.append(
                 Problem(
                     "setting-twice",

@@ -24,6 +24,7 @@ from framework.plan.alternatives import size_text, with_settings
 from framework.plan.cluster import Cluster
 from framework.plan.devices import Machine, find_device, tables
 from framework.plan.memory import NotEstimatedError
+from framework.plan.plan import make_plan
 from framework.plan.search import (
     ACCUMULATION,
     MICRO,
@@ -128,7 +129,10 @@ def resolve(
     """
     source = source or Source()
     if settings := _as_saved(config, cluster, saved or {}):
-        return _with(config, settings, source), settings, f"auto: {settings_text(settings)}, as in the checkpoint"
+        with suppress(ConfigError):  # what else was changed may not go with them
+            kept = _with(config, settings, source)
+            make_plan(kept, cluster)
+            return kept, settings, f"auto: {settings_text(settings)}, as in the checkpoint"
     key = min(config.auto)
     if target.memory_bytes is None and not is_proposal:
         reason, ranks = "it cannot be chosen without knowing the device", cluster.world_size
