@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from framework.commands.strategies import told
+from framework.commands.strategies import unusual
 from framework.errors import TrainingError, UsageError
 from framework.plan.plan import Plan
 from framework.plan.search import Candidate, settings_text
@@ -97,7 +97,7 @@ def fastest(trials: Sequence[Trial]) -> int:
 def trial_of(candidate: Candidate) -> Trial:
     """Make the trial of a strategy."""
     seconds = candidate.time.total if candidate.time else None
-    return Trial(settings_text(told(candidate.settings)) or "as planned", candidate.plan, seconds)
+    return Trial(settings_text(unusual(candidate.settings)) or "as planned", candidate.plan, seconds)
 
 
 def measure_trials(trials: Sequence[Trial], *, note: Callable[[str], None], rounds: int = _ROUNDS) -> None:

@@ -32,7 +32,7 @@ RATES = {
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     return tmp_path
 
 
@@ -41,7 +41,7 @@ def test_rates_come_back_for_as_many_ranks_of_the_same_kind(cache: Path, monkeyp
     assert path.is_relative_to(cache / "dsf-trainer")
     assert measured_rates(2) == RATES | {"identity": json.loads(path.read_text())["identity"]}
     assert measured_rates(4) is None
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("DS_ACCELERATOR", "cuda")
     assert measured_machine(2) is None
 
 
