@@ -98,6 +98,7 @@ class Shortage:
         moment: a key of `IN_WORDS`, or empty.
         place: file and function that the moment follows from.
         component: of the estimate, where the function that asked shows it.
+        is_stage_3: whether ZeRO's stage 3 is in the traceback.
         sizes: name -> bytes as the text has them: ``asked``, ``capacity``, ``free``, ``allocated``, ``unused`` (held by
             torch, in pieces), ``others`` (of other processes on the device).
     """
@@ -107,6 +108,7 @@ class Shortage:
     moment: str = ""
     place: str = ""
     component: str = ""
+    is_stage_3: bool = False
     sizes: Mapping[str, int] | None = None
 
     @property
@@ -161,7 +163,8 @@ def shortage_of(kind: str, message: str, frames: Frames) -> Shortage:
     elif "NCCL" in message or "calloc" in message or "Cuda failure" in message:
         component = "buffers of NCCL"
     short = f"{'/'.join(place[0].rsplit('/', 3)[-3:])}: {place[1]}" if moment else ""
-    return Shortage(kind, message.strip(), moment, short, component, _sizes(message))
+    is_stage_3 = any(file.endswith("zero/stage3.py") for file, _ in frames)
+    return Shortage(kind, message.strip(), moment, short, component, is_stage_3, _sizes(message))
 
 
 def _frames_before(lines: Sequence[str], at: int) -> Frames:
@@ -227,6 +230,15 @@ class Explanation:
         if self.shortage.kind != "device":
             return sum(self.memory.host.values()) - sum(other.memory.host.values())
         return self.memory.total(self.at) - other.memory.total(self.at)
+
+    @property
+    def beyond_bytes(self) -> int:
+        """Bytes that torch held beyond the estimate, where these are a tenth of it or more; else 0."""
+        held = (self.shortage.sizes or {}).get("allocated", 0)
+        if self.memory is None or self.shortage.kind != "device":
+            return 0
+        more = held - self.memory.total(self.at)
+        return more if 10 * more >= self.memory.total(self.at) else 0
 
     @property
     def components(self) -> list[tuple[str, int]]:

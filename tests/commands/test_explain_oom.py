@@ -44,6 +44,13 @@ def test_pieces_are_advised_on_beside_the_config(tmp_path: Path, capsys: Capture
     )
 
 
+def test_a_config_that_was_not_the_runs_shows(tmp_path: Path, capsys: Capture) -> None:
+    out = explained(tmp_path, "step-zero3", "zero.stage=2", capsys=capsys)
+    assert " more than this estimate has at that moment\n" in out
+    assert "also      the traceback is of zero.stage: 3, and the config has 2" in out
+    assert "the traceback is of" not in explained(tmp_path, "step-zero3", "zero.stage=3", capsys=capsys)
+
+
 def test_a_kill_is_explained_by_what_lies_on_the_host(tmp_path: Path, capsys: Capture) -> None:
     out = explained(tmp_path, "killed-deepspeed", "zero={offload_optimizer: {device: cpu}, stage: 3}", capsys=capsys)
     assert out.startswith("lacking   a process was killed (SIGKILL), and lack of host memory is the usual reason\n")
