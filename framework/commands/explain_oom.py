@@ -52,7 +52,7 @@ def explain_oom(log: str, plan: Plan, *, as_json: bool) -> int:
         section = {"shortage": asdict(shortage), "estimate": estimate, "fixes": fixes, "advice": list(advice(shortage))}
         print(json.dumps(section, indent=2))
     else:
-        print(*_lines(found), sep="\n")
+        print(*_lines(found, plan.config.zero.stage), sep="\n")
     return EXIT_OK
 
 
@@ -64,7 +64,7 @@ def _read(log: str) -> str:
         raise UsageError(f"--explain-oom {log}: cannot be read: {error.strerror or error}") from error
 
 
-def _lines(found: Explanation) -> Iterator[str]:
+def _lines(found: Explanation, stage: int) -> Iterator[str]:
     shortage = found.shortage
     where = f", {IN_WORDS[shortage.moment]} ({shortage.place})" if shortage.moment else ""
     yield f"lacking   {_LACKS[shortage.kind]}{where}"
@@ -85,6 +85,10 @@ def _lines(found: Explanation) -> Iterator[str]:
         yield f"{label:<10}{other}: {size_text(found.gain(other))} less, by estimate"
     if not found.fixes:
         yield "fixes     none of these settings takes less then: a smaller model, or more devices at zero.stage: 3"
+    if found.beyond_bytes:
+        yield f"also      torch held {size_text(found.beyond_bytes)} more than this estimate has at that moment"
+    if shortage.is_stage_3 and stage < 3:
+        yield f"also      the traceback is of zero.stage: 3, and the config has {stage}: name the settings of the run"
     yield from (f"also      {line}" for line in advice(shortage))
 
 

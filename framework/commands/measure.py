@@ -37,7 +37,7 @@ def measure(plan: Plan) -> list[str]:
     for name in ("torch", "deepspeed"):
         if importlib.util.find_spec(name) is None:
             raise missing_package(name, what="plan --measure")
-    found = _measured(num_ranks)
+    found = measure_machine(num_ranks)
     path = keep(found, num_ranks)
     return [*_lines(found, num_ranks), f"          kept in {path}"]
 
@@ -49,7 +49,8 @@ def environment_of_ranks(num_ranks: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, cores // num_ranks))} | kept
 
 
-def _measured(num_ranks: int) -> dict[str, Any]:
+def measure_machine(num_ranks: int) -> dict[str, Any]:
+    """Run the job and return what it found; a TrainingError where it failed."""
     job = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rates.json")

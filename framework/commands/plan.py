@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from framework.errors import EXIT_OK, ConfigError, Problem, UsageError
@@ -44,11 +44,14 @@ def add_options(plan: argparse.ArgumentParser) -> None:
     about = "explain an out-of-memory message by this plan: a rank's log, or - for stdin"
     option("--explain-oom", metavar="LOG", help=about)
     option("--measure", action="store_true", help="measure this machine's rates first, about half a minute")
+    count = whole(1, 1000, "{} is not a number of strategies")
+    about = "run the best N for some steps each, here; implies --search"
+    add_option(plan, "--trials", type=count, metavar="N", help=about)
     option("--network", metavar="NAME", help="between hosts, where it is not the usual one, such as infiniband-hdr")
     option("--search", action="store_true", help="choose micro-batch, accumulation and pipeline as well")
     about = "what the best strategy has most of, or takes least of; implies --search"
     option("--goal", choices=_GOALS, help=about)
-    add_option(plan, "--top", type=whole(1, 1000, "{} is not a number of strategies"), metavar="N", help="show so many")
+    add_option(plan, "--top", type=count, metavar="N", help="show so many")
     option("--apply", action="store_true", help="write the best strategy into the file; implies --search")
     option("--paper", action="store_true", help="the usual formulas beside it, and goodput between failures")
     option("--chart", metavar="FILE.svg", help="draw the memory of the best strategies; implies --search")
@@ -67,7 +70,7 @@ class _Question:
     def is_wide(self) -> bool:
         """Whether everything that the command line does not set may be chosen."""
         asked = self.arguments
-        return bool(asked.search or asked.goal or asked.apply or asked.chart)
+        return bool(asked.search or asked.goal or asked.apply or asked.chart or asked.trials)
 
     def free(self) -> frozenset[str]:
         """Keys that may be chosen: beside a plan those that leave its batch as it is."""
@@ -122,6 +125,8 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
         target = Target("this machine, measured", machine=machine)
     question = _Question(arguments, run, plan, target)
     answer = _answer(question)
+    if arguments.trials:
+        answer = _tried(answer, arguments.trials)
     balance = StageBalance() if plan.layout.pipe_size == 1 else find_stage_balance(plan, source=run.source)
     notes = map(run.source.locate, (*missing_targets(plan.config), *balance.notes, *answer.findings))
     findings = [*plan.findings, *notes]
@@ -183,6 +188,20 @@ def _answer(question: _Question) -> _Answer:
     return _Answer(
         section, tuple(head), tuple(lines), tuple(_findings(question, planned, found)), tuple(shown), planned
     )
+
+
+def _tried(answer: _Answer, count: int) -> _Answer:
+    """The answer with its best strategies, and the plan as it stands, in the order in which they were measured."""
+    from framework.commands.trials import fastest, run_trials, table
+
+    tried, planned = list(answer.candidates[:count]), answer.planned
+    if planned is not None and all(each.plan.config != planned.plan.config for each in tried):
+        tried.append(planned)
+    trials = run_trials(tried)
+    best = tried[fastest(trials)]
+    rest = [each for each in answer.candidates if each is not best]
+    section = answer.section | {"trials": [each.to_dict() for each in trials]}
+    return replace(answer, section=section, lines=(*answer.lines, *table(trials)), candidates=(best, *rest))
 
 
 def _is_alternative(one: Candidate, planned: Candidate) -> bool:

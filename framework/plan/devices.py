@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -66,6 +66,8 @@ class Machine:
         devices_per_host: on each host.
         step_overhead_seconds: time of an optimizer step that is no device's: measured, else None.
         all_reduce_latency_seconds: of one small sum over the devices of a host: measured, else None.
+        engine_seconds: ZeRO stage -> what the engine takes beside the model, measured where nothing hides it: as
+            ``plan --measure`` names it. Empty: not known, or hidden behind a device's work.
         measured: names of figures that were measured; all others are listed.
     """
 
@@ -74,7 +76,24 @@ class Machine:
     devices_per_host: int = 8
     step_overhead_seconds: float | None = None
     all_reduce_latency_seconds: float | None = None
+    engine_seconds: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     measured: frozenset[str] = frozenset()
+
+    def overhead_seconds(self, stage: int, *, sizes: Sequence[int], micro_batches: int, persistent: int) -> float:
+        """Seconds of an optimizer step that are spent in Python and not in operations.
+
+        Args:
+            stage: of ZeRO.
+            sizes: elements of each weight.
+            micro_batches: of the step.
+            persistent: elements up to which a weight stays whole at stage 3.
+        """
+        if not self.engine_seconds:
+            return self.step_overhead_seconds or 0.0
+        own = self.engine_seconds[stage]
+        per_weight = own["seconds_per_weight"] + (micro_batches - 1) * own["seconds_per_weight_again"]
+        gathered = own.get("seconds_per_gathered_weight", 0.0) * sum(size > persistent for size in sizes)
+        return own["seconds"] + len(sizes) * per_weight + micro_batches * gathered
 
     @staticmethod
     def listed(gpu: str, *, devices_per_host: int = 8, network: str | None = None) -> Machine:
@@ -106,6 +125,9 @@ class Machine:
             rates["matmul_flops_per_second"] = flops.get("bf16")
         device = replace(base.device, flops_per_second={**base.device.flops_per_second, **flops}, **rates)
         own: dict[str, Any] = {name: float(known[key]) for key, name in _MEASURED_TIMES.items() if key in known}
+        if not known.get("hides_overhead", True):
+            stages = known["step_overhead_by_stage"].items()
+            own["engine_seconds"] = {int(stage): dict(times) for stage, times in stages}
         names = {*(f"flops_per_second.{dtype}" for dtype in flops), *rates, *own}
         return replace(base, device=device, measured=base.measured | names, **own)
 

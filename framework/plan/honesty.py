@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from framework.plan.alternatives import size_text
-from framework.plan.memory import NotEstimatedError, estimate
+from framework.plan.auto import target_at_hand
+from framework.plan.measured import measured_machine
+from framework.plan.memory import NotEstimatedError
 from framework.plan.plan import Plan
+from framework.plan.search import Candidate, Target, judge
 from framework.system.files import replace_text
 
 
@@ -41,7 +44,7 @@ class PlanAgainstRun:
         file: Path,
         *,
         print_line: Callable[[str], None],
-        step_seconds: Callable[[Plan], float | None] = lambda plan: None,
+        estimated: Callable[[Plan], Candidate | None] | None = None,
     ) -> None:
         """Compare with the estimates of a plan, and add a section ``measured`` to its file.
 
@@ -49,9 +52,10 @@ class PlanAgainstRun:
             plan: of the run.
             file: its ``plan.json``.
             print_line: where the lines go.
-            step_seconds: estimates the time of a step; None where it is not known.
+            estimated: makes the estimates; left out: for this machine.
         """
-        self._plan, self._file, self._print_line, self._step_seconds = plan, file, print_line, step_seconds
+        self._plan, self._file, self._print_line = plan, file, print_line
+        self._estimated = estimated or estimates_here
         self._memory: dict[str, float | None] = {}
         self._time: dict[str, float | bool | None] = {}
         self._step = 0
@@ -76,12 +80,9 @@ class PlanAgainstRun:
             self._compare()
 
     def _compare(self) -> None:
-        try:
-            memory = estimate(self._plan)
-            self._memory["estimate"] = memory.total(memory.peak)
-        except NotEstimatedError:
-            self._memory["estimate"] = None
-        self._time["estimate"] = self._step_seconds(self._plan)
+        found = self._estimated(self._plan)
+        self._memory["estimate"] = found.peak_bytes if found else None
+        self._time["estimate"] = found.time.total if found and found.time else None
         for name, values, text in (("peak memory", self._memory, size_text), ("step time", self._time, _milliseconds)):
             if values["measured"] is not None and values["estimate"] is not None:
                 ratio = values["estimate"] / values["measured"] - 1
@@ -94,3 +95,15 @@ class PlanAgainstRun:
 
 def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:,.1f} ms"
+
+
+def estimates_here(plan: Plan) -> Candidate | None:
+    """The estimates of a plan for this machine, by its measured rates where there are such; None where its memory is
+    not known.
+    """
+    machine = measured_machine(plan.cluster.world_size) if plan.cluster.num_hosts == 1 else None
+    target = target_at_hand(plan.cluster) if machine is None else Target("this machine, measured", machine=machine)
+    try:
+        return judge(plan, target)
+    except NotEstimatedError:
+        return None

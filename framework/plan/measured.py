@@ -11,11 +11,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from framework.plan.compiled_ops import cache_folder
 from framework.plan.devices import Machine
 from framework.system.files import replace_text
+
+# Device files of drivers of accelerators: NVIDIA's, AMD's, Huawei's.
+_DRIVERS: Final = ("/dev/nvidiactl", "/dev/kfd", "/dev/davinci_manager")
 
 
 def identity(num_ranks: int) -> dict[str, Any]:
@@ -27,7 +30,7 @@ def identity(num_ranks: int) -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "processor": f"{platform.machine()} x {os.cpu_count()}",
-        "accelerator": os.environ.get("DS_ACCELERATOR", ""),
+        "is_cpu": os.environ.get("DS_ACCELERATOR", "" if any(map(os.path.exists, _DRIVERS)) else "cpu") == "cpu",
         "versions": versions,
         "num_ranks": num_ranks,
     }

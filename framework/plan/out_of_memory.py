@@ -48,7 +48,8 @@ _FRAME: Final = re.compile(r'File "([^"]+)", line \d+, in (\S+)|(\S+?\.py):\d+,?
 # Moment -> files and functions of which the outermost decides: an optimizer steps within `initialize` as well.
 _MOMENTS: Final = {
     "start": r"deepspeed/__init__\.py initialize$|engine/(initialize|model_build)\.py |(deepspeed_light|runtime/engine)"
-    r"\.py (__init__|_configure\w+)$|partition_parameters\.py (__init__|_post_init\w*|_zero_init\w*|_convert\w*)$"
+    r"\.py (__init__|_configure\w+)$"
+    r"|(partition_parameters|parameter_offload)\.py (__init__|_post_init\w*|_zero_init\w*|_convert\w*)$"
     r"|modeling_utils\.py from_pretrained$|_move_model_to_device$|stage(3|_1_and_2)\.py __init__$"
     r"|nn/modules/module\.py (_apply|to|cuda|half|bfloat16)$",
     "save": r"(runtime/engine|serialization|checkpoint_bytes)\.py (save\w*|_save\w*|_zero3_consolidated\w+)$"
@@ -59,8 +60,8 @@ _MOMENTS: Final = {
     r"|(optim|optimizers|adam|lion|lamb|muon)/\w+\.py (step|_use_grad)$",
     "backward": r"(runtime/engine|zero/\w+|_tensor|loss_scaler)\.py backward$"
     r"|autograd/\w+\.py (backward|_engine_run\w+)$|pipe/engine\.py _exec_backward\w*$",
-    "forward": r"runtime/engine\.py forward$|nn/modules/module\.py (_call_impl|_wrapped_call_impl)$"
-    r"|functional\.py |pipe/engine\.py _exec_forward\w*$",
+    "forward": r"runtime/engine\.py forward$|engine/step_loss\.py "
+    r"|nn/modules/module\.py (_call_impl|_wrapped_call_impl)$|functional\.py |pipe/engine\.py _exec_forward\w*$",
 }
 IN_WORDS: Final = {
     "start": "before the first step (deepspeed.initialize)",
@@ -81,6 +82,8 @@ _COMPONENTS: Final = {
     "optimizer copies": r"_(multi|single)_tensor_\w+$|(optim|optimizers|adam|lion|lamb)/\w+\.py step$",
     "logits and loss": r"(cross_entropy|nll_loss|log_softmax|compute_loss_func|ForCausalLMLoss)$",
 }
+# Less is the driver's, or of texts that round.
+_SIZABLE: Final = 2**28
 Frames = Sequence[tuple[str, str]]
 
 
@@ -95,6 +98,7 @@ class Shortage:
         moment: a key of `IN_WORDS`, or empty.
         place: file and function that the moment follows from.
         component: of the estimate, where the function that asked shows it.
+        is_stage_3: whether ZeRO's stage 3 is in the traceback.
         sizes: name -> bytes as the text has them: ``asked``, ``capacity``, ``free``, ``allocated``, ``unused`` (held by
             torch, in pieces), ``others`` (of other processes on the device).
     """
@@ -104,6 +108,7 @@ class Shortage:
     moment: str = ""
     place: str = ""
     component: str = ""
+    is_stage_3: bool = False
     sizes: Mapping[str, int] | None = None
 
     @property
@@ -123,7 +128,7 @@ def read_shortage(text: str) -> Shortage | None:
     for kind, pattern in _KINDS.items():
         at = next((number for number, line in enumerate(lines) if pattern.search(line)), None)
         if at is not None:
-            message = " ".join(lines[at : at + 2]) if kind == "device" else lines[at]
+            message = " ".join(lines[at : at + 3]) if kind == "device" else lines[at]
             return shortage_of(kind, message, _frames_before(lines, at))
     return None
 
@@ -158,7 +163,8 @@ def shortage_of(kind: str, message: str, frames: Frames) -> Shortage:
     elif "NCCL" in message or "calloc" in message or "Cuda failure" in message:
         component = "buffers of NCCL"
     short = f"{'/'.join(place[0].rsplit('/', 3)[-3:])}: {place[1]}" if moment else ""
-    return Shortage(kind, message.strip(), moment, short, component, _sizes(message))
+    is_stage_3 = any(file.endswith("zero/stage3.py") for file, _ in frames)
+    return Shortage(kind, message.strip(), moment, short, component, is_stage_3, _sizes(message))
 
 
 def _frames_before(lines: Sequence[str], at: int) -> Frames:
@@ -191,11 +197,10 @@ def _sizes(message: str) -> dict[str, int]:
     if own is None and processes:  # in a container torch does not know its own number again
         own = next((size for size in processes if size >= held), None)
         processes = [size for size in processes if size != own]
-    if processes:
-        found["others"] = sum(processes)
-    elif own is not None and "free" in found and "capacity" in found:
-        found["others"] = max(found["capacity"] - found["free"] - own, 0)
-    return found
+    others = sum(processes)
+    if own is not None and not processes and {"free", "capacity"} <= found.keys():
+        others = found["capacity"] - found["free"] - own
+    return found | ({"others": others} if others >= _SIZABLE else {})
 
 
 def _bytes(text: str) -> int:
@@ -225,6 +230,15 @@ class Explanation:
         if self.shortage.kind != "device":
             return sum(self.memory.host.values()) - sum(other.memory.host.values())
         return self.memory.total(self.at) - other.memory.total(self.at)
+
+    @property
+    def beyond_bytes(self) -> int:
+        """Bytes that torch held beyond the estimate, where these are a tenth of it or more; else 0."""
+        held = (self.shortage.sizes or {}).get("allocated", 0)
+        if self.memory is None or self.shortage.kind != "device":
+            return 0
+        more = held - self.memory.total(self.at)
+        return more if 10 * more >= self.memory.total(self.at) else 0
 
     @property
     def components(self) -> list[tuple[str, int]]:
@@ -297,7 +311,7 @@ def advice(shortage: Shortage) -> Iterable[str]:
             f"torch holds {size_text(sizes['unused'])} in unused pieces, {enough}: set "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (PYTORCH_ALLOC_CONF from torch 2.9; `launch` sets it)"
         )
-    if sizes.get("others", 0) >= 2**29:
+    if "others" in sizes:
         yield (
             f"other processes hold {size_text(sizes['others'])} of this device: look with nvidia-smi, and start one "
             "rank per device (each rank sets its device before it uses CUDA)"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import ceil, log2, sqrt
+from math import ceil, log2, prod, sqrt
 from typing import Any, Final
 
 from framework.config.optimizer import SGD, Adagrad, Lion
@@ -45,6 +45,7 @@ class Parallelism:
         bucket: elements of gradients that are summed at once.
         prefetches: weights of stage 3 are gathered ahead of their use.
         live: elements of weights that stay whole at stage 3 between the forward and the backward pass.
+        persistent: elements up to which a weight stays whole at stage 3.
         interleaving: parts of the model on each pipeline stage.
         splits_norms: tensor parallelism splits tokens outside of matrix products, as Megatron's sequence parallelism.
         block_sums: all-reduces of tensor parallelism in a block, forward and backward.
@@ -70,6 +71,7 @@ class Parallelism:
     bucket: int = 50_000_000
     prefetches: bool = True
     live: int = 1_000_000_000
+    persistent: int = 100_000
     interleaving: int = 1
     splits_norms: bool = False
     block_sums: tuple[int, int] = (2, 4)
@@ -114,6 +116,7 @@ class Parallelism:
             bucket=zero.reduce_bucket_size,
             prefetches=zero.stage3_prefetch_bucket_size > 0,
             live=zero.stage3_max_live_parameters,
+            persistent=zero.stage3_param_persistence_threshold,
             is_offloaded=stage > 0 and zero.offload_optimizer.device != "none",
             weights_offloaded=stage == 3 and zero.offload_param.device != "none",
         )
@@ -203,6 +206,9 @@ class Rates:
 
 
 RATES: Final = Rates()
+# Of processors, whose engine was measured: the ranks share the cores, so that nothing hides behind anything, products
+# of every size reach what was measured, and the host's own time is the engine's.
+OF_PROCESSORS: Final = Rates(plateau=1.0, width=0.0, memory=1.0, network=1.0, overlap=0.0, launch_seconds=0.0)
 
 
 def estimate_time(plan: Plan, work: ModelWork, machine: Machine) -> StepTime:
@@ -219,19 +225,20 @@ def estimate_time(plan: Plan, work: ModelWork, machine: Machine) -> StepTime:
     return step_time(work, Parallelism.from_plan(plan), machine)
 
 
-def step_time(work: ModelWork, parallelism: Parallelism, machine: Machine, rates: Rates = RATES) -> StepTime:
+def step_time(work: ModelWork, parallelism: Parallelism, machine: Machine, rates: Rates | None = None) -> StepTime:
     """Estimate the time of an optimizer step.
 
     Args:
         work: of the model undivided, for a micro-batch of any size: all but its weights grows with the samples.
         parallelism: how it is distributed.
         machine: what it runs on.
-        rates: fitted constants.
+        rates: constants; left out: the fitted ones, or those of processors.
 
     Raises:
         NotEstimatedError: the machine lacks a figure that is needed.
     """
-    return _Step(work, parallelism, machine, rates).time()
+    usual = OF_PROCESSORS if machine.engine_seconds else RATES
+    return _Step(work, parallelism, machine, rates or usual).time()
 
 
 class _Step:
@@ -261,7 +268,7 @@ class _Step:
             "weight gathers": self.weight_gathers(one, back),
             "offload transfers": self.offload_transfers(back),
             "optimizer": self.optimizer(),
-            "step overhead": self.machine.step_overhead_seconds or 0.0,
+            "step overhead": self.overhead(),
         }
         flops = 3 * self.samples * sum(part.flops * part.count for part in self.work.parts)
         micros = by.accumulation * by.data
@@ -273,6 +280,14 @@ class _Step:
             by.num_devices,
             flops * micros,
             self.peak,
+        )
+
+    def overhead(self) -> float:
+        """Time of the engine."""
+        by, weights = self.by, self.work.weights.values()
+        sizes = [prod(shape) for shape in weights][: ceil(len(weights) / by.pipe)]
+        return self.machine.overhead_seconds(
+            by.zero_stage, sizes=sizes, micro_batches=by.accumulation, persistent=by.persistent
         )
 
     def slowest_stage(self) -> tuple[Seconds, Seconds]:
@@ -440,7 +455,7 @@ class _Step:
         """Seconds of a gather, a scattered sum or an exchange of `size` bytes in all over ranks."""
         inside, hosts = self.placed(ranks, stride)
         latency = (ranks - hosts) * _LINK_SECONDS + (hosts if hosts > 1 else 0) * self.hop
-        return _START_SECONDS + latency + (ranks - 1) / ranks * size / self.ring_bandwidth(inside, hosts)
+        return self.start + latency + (ranks - 1) / ranks * size / self.ring_bandwidth(inside, hosts)
 
     def send(self, size: float) -> float:
         """Seconds of a transfer to the next pipeline stage. Tensor-parallel ranks send a part each, and gather them
@@ -456,6 +471,11 @@ class _Step:
         """Members of a group on one host, and hosts: tensor ranks are neighbours, then sequence, data, pipe."""
         inside = min(ranks, max(self.machine.devices_per_host // stride, 1))
         return inside, ceil(ranks / inside)
+
+    @property
+    def start(self) -> float:
+        """Seconds before the first byte of a collective."""
+        return self.machine.all_reduce_latency_seconds or _START_SECONDS
 
     @property
     def hop(self) -> float:
