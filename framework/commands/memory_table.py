@@ -77,7 +77,7 @@ def memory_table(plan: Plan, *, gpu: str = "", memory_gib: int | None = None) ->
     fitting = [other for other in others if other.peak_bytes <= limit]
     # The largest that fits is the one that changes least, and every further cut costs traffic.
     fix = f"set {fitting[-1]}" if fitting else _devices_that_fit(plan, limit)
-    reason = f"each rank takes {size_text(planned.peak_bytes)} without activations, and {gpu} has {memory_gib} GiB"
+    reason = f"each rank takes {size_text(planned.peak_bytes)}, and {gpu} has {memory_gib} GiB"
     stage = plan.config.zero.stage
     return MemoryTable(
         tuple(lines), (Problem("memory-too-small", reason, fix, "zero.stage", stage, severity="warning"),)
@@ -102,9 +102,11 @@ def size_text(size: int) -> str:
 
 def _summary(memory: Memory) -> str:
     peak = memory.peak
+    stage = "" if memory.stage is None else f", stage {memory.stage}, the fullest"
+    lacks = f", without activations: {memory.lacks}" if memory.lacks else ""
     return (
         f"{size_text(memory.total('between'))} on each rank between steps, {size_text(memory.total(peak))} at most "
-        f"({_MOMENTS[peak]}){_host(memory)}; estimated, without activations"
+        f"({_MOMENTS[peak]}){_host(memory)}; estimated{stage}{lacks}"
     )
 
 

@@ -21,7 +21,7 @@ def test_alternatives_are_told_from_the_smallest(capsys: Capture) -> None:
     lines = plan(*GPT, "zero.stage=1", capsys=capsys).splitlines()
     (at,) = [number for number, line in enumerate(lines) if line.startswith("memory ")]
     assert "on each rank between steps" in lines[at]
-    assert lines[at].endswith("; estimated, without activations")
+    assert lines[at].endswith("; estimated")
     assert lines[at + 1].split()[:2] == ["at", "most:"]
     told = [line.strip() for line in lines[at + 2 :] if line.startswith("          zero.stage: ")]
     assert [line[:13] for line in told] == [f"zero.stage: {n}" for n in (3, 3, 2, 0)]
