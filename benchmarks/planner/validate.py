@@ -12,7 +12,7 @@ import re
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import log, sqrt
 from typing import Any, Final
@@ -206,7 +206,7 @@ def cases(split: str) -> list[Case]:
 
 
 # Fitted; the others of `Rates` have a source of their own, or nothing in the points shows them.
-_FITTED: Final = ("plateau", "plateau_hopper", "attention", "attention_hopper", "memory", "width", "overlap")
+_FITTED: Final = ("plateau", "plateau_hopper", "attention", "attention_hopper", "width", "memory")
 
 
 def fit(start: Rates = RATES) -> tuple[Rates, float]:
@@ -256,8 +256,8 @@ def summary(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
     }
 
 
-def tables(split: str) -> dict[str, Any]:
-    """Errors of one half, by source and in all."""
+def errors(split: str) -> dict[str, Any]:
+    """Errors of one half: of all its points, and by source."""
     found: dict[str, list[tuple[float, float]]] = {}
     for case in cases(split):
         estimated = case.time().tokens_per_second_per_device
@@ -265,3 +265,56 @@ def tables(split: str) -> dict[str, Any]:
         found.setdefault(case.point["source"]["name"], []).append((estimated, case.measured))
     total = [pair for pairs in found.values() for pair in pairs]
     return {"all": summary(total), **{name: summary(pairs) for name, pairs in found.items()}}
+
+
+def results() -> dict[str, Any]:
+    """What is written: errors and what is left out, by half, and the constants."""
+    halves = ("fit", "holdout")
+    reasons = {half: Counter(filter(None, map(left_out, read_points(half)))) for half in halves}
+    return {
+        "throughput": {half: errors(half) for half in halves},
+        "left_out_of_throughput": {half: dict(reasons[half].most_common()) for half in halves},
+        "constants": asdict(RATES),
+    }
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """The results as the page shows them."""
+    lines = [
+        "| source | half | points | median error | nine of ten within | estimated / measured, median | Spearman |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for half, sources in found["throughput"].items():
+        for name, row in sources.items():
+            source = f"**all of {half}**" if name == "all" else name
+            ranked = "" if row["spearman"] is None or name == "all" else f"{row['spearman']:.2f}"
+            cells = (
+                row["points"],
+                f"{row['median_error']:.1%}",
+                f"{row['p90_error']:.1%}",
+                f"{row['median_ratio']:.2f}",
+            )
+            lines.append(f"| {source} | {half} | {' | '.join(map(str, cells))} | {ranked} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Fit, or write the results and the page's table."""
+    if "--fit" in sys.argv[1:]:
+        rates, loss = fit()
+        print(f"{rates}\nroot of the mean square of log ratios: {loss:.4f}")
+        return
+    found = results()
+    (RESULTS / "planner.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    page = ROOT / "docs/planner.md"
+    text = page.read_text(encoding="utf-8")
+    before, _, rest = text.partition(_BEGIN)
+    page.write_text(f"{before}{_BEGIN}{table(found)}\n{_END}{rest.partition(_END)[2]}", encoding="utf-8")
+    print(table(found))
+
+
+_BEGIN: Final = "<!-- throughput: python -m benchmarks.planner.validate -->\n"
+_END: Final = "<!-- end -->\n"
+
+if __name__ == "__main__":
+    main()

@@ -176,30 +176,33 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Rates:
-    """Constants that no table of devices has.
+    """Constants that no table of devices has. The first six were chosen on the `fit` half of the published points by
+    ``python -m benchmarks.planner.validate --fit``: least squares of log ratios of throughput.
 
     Attributes:
         plateau: share of the fastest matrix product that the products of a large model reach.
         plateau_hopper: the same since Hopper, whose clock falls under load.
-        width: half of it is reached where a part's weights on one device are a square of this width.
         attention: share of the fastest matrix product that attention reaches, all scores counted, masked ones too.
         attention_hopper: the same since Hopper, for whose tensor cores torch's kernels of attention were not written.
+        width: half of the plateau is reached where a part's weights on one device are a square of this width, on a
+            device of 1e15 FLOP/s; it grows with the root of those, as a product is divided among more units.
         memory: share of the memory's bandwidth that other operations reach.
-        overlap: share of the computation beside which something is sent that hides it.
-        network: share of the network's bandwidth that large collectives reach: four fifths of what is printed (network
-            page of the source `mle-network` of devices.json).
+        overlap: share of the computation beside which something is sent that hides it. The points tell no value from
+            0.3 to 0.7 from another.
+        network: share of the network's bandwidth that large collectives reach: four fifths of what is printed (source
+            `mle-network` of devices.json).
         best: share of the peak that the fastest matrix product reaches where nobody measured it: NVIDIA's reach 0.73
             to 0.87.
         launch_seconds: least time of one part in one pass, in which the host starts its operations.
     """
 
-    plateau: float = 0.917
-    plateau_hopper: float = 0.781
-    width: float = 1260.0
-    attention: float = 0.647
-    attention_hopper: float = 0.394
-    memory: float = 0.611
-    overlap: float = 0.548
+    plateau: float = 0.91
+    plateau_hopper: float = 0.822
+    attention: float = 0.646
+    attention_hopper: float = 0.399
+    width: float = 2270.0
+    memory: float = 0.612
+    overlap: float = 0.5
     network: float = 0.8
     best: float = 0.8
     launch_seconds: float = 2e-4
@@ -344,7 +347,7 @@ class _Step:
         plateau, attention = (
             (rates.plateau_hopper, rates.attention_hopper) if is_hopper else (rates.plateau, rates.attention)
         )
-        reached = plateau / (1 + rates.width / sqrt(weights / by.tensor))
+        reached = plateau / (1 + rates.width * sqrt(self.fastest / 1e15 * by.tensor / weights))
         work = flops / reached + (part.flops - flops) / attention
         return self.samples * work / by.tensor / by.sequence / self.fastest
 
@@ -354,14 +357,15 @@ class _Step:
         # Tensor parallelism splits between its products what it splits of the saved values.
         split = 1.0 if by.splits_norms or is_loss else part.split_bytes / max(part.saved_bytes, 1)
         moved = self.samples * part.moved_bytes * (1 - split + split / by.tensor) / by.sequence / self.bandwidth
-        launch = max(self.rates.launch_seconds - product - moved, 0.0) if part.flops else 0.0
+        least = self.rates.launch_seconds if part.flops else 0.0
+        launch = max(least - product - moved, 0.0)
         again = 0.0 if is_loss else by.recomputed
         forward = {"compute": product, "memory-bound operations": moved, "launch": launch}
         # Each product has two in the backward pass; of other operations as much is moved as forward.
         backward = {
             "compute": (2 + again) * product,
             "memory-bound operations": (1 + again) * moved,
-            "launch": (1 + again) * max(launch - product, 0.0),
+            "launch": max(least - 2 * product - moved, 0.0) + again * launch,
         }
         output = self.samples * part.output_bytes / by.sequence
         if not is_loss and part.count > 1:

@@ -15,6 +15,7 @@ RANGES = {
     "link_bytes_per_second": (3e10, 9e11),
     "collective_bytes_per_second": (2e10, 8e11),
     "host_bytes_per_second": (1e10, 5e11),
+    "host_memory_bytes_per_second": (1e11, 1e12),
     "matmul_tflops_bf16": (100, 2000),
     **{f"tflops_{dtype}": (15, 5000) for dtype in DTYPES},
 }
