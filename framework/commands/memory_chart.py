@@ -32,7 +32,7 @@ def draw_chart(candidates: Sequence[Candidate], *, limit_bytes: int | None, titl
 
     Args:
         candidates: strategies, the best one first.
-        limit_bytes: memory of a device, drawn as a line; None: not known.
+        limit_bytes: usable memory of a device, drawn as a line; None: not known.
         title: what is planned.
     """
     most = max([*(each.peak_bytes for each in candidates), limit_bytes or 0]) / _GIB
@@ -95,7 +95,7 @@ def _bar(candidate: Candidate, y: float, scale: float) -> Iterator[str]:
 def _limit(gib: float, scale: float, bottom: float) -> Iterator[str]:
     x = _LEFT + gib * scale
     yield f'<path class="l" d="M{x:.1f} {_TOP - 12}V{bottom:.1f}"/>'
-    yield f'<text x="{x:.1f}" y="{_TOP - 15}" text-anchor="end">device {gib:g} GiB</text>'
+    yield f'<text x="{x:.1f}" y="{_TOP - 15}" text-anchor="end">usable {gib:.4g} GiB</text>'
 
 
 def _name(candidate: Candidate) -> str:

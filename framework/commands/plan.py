@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -173,7 +173,7 @@ def _answer(question: _Question) -> _Answer:
     shown = [each for each in found.ranked if wide or _is_alternative(each, planned)]
     shown = shown[: question.arguments.top or _TOP]
     head = [*_memory_lines(planned.memory, target), *_time_lines(planned.time, target)]
-    lines = [f"{'best':<10}{_order(planned, target)}; * as planned; batch: micro x steps x ranks"]
+    lines = [f"{'best':<10}{_order([*shown, planned], target)}; * as planned; batch: micro x steps x ranks"]
     lines += [f"          {line}" for line in table_lines(shown, planned=planned)]
     knob = find_knob(shown[0].plan if wide and shown else plan)
     if target.memory_bytes is not None or wide:
@@ -207,12 +207,12 @@ def _tried(answer: _Answer, count: int) -> _Answer:
 def _is_alternative(one: Candidate, planned: Candidate) -> bool:
     """Beside a plan stands what takes less memory, or is faster."""
     speeds = one.samples_per_second, planned.samples_per_second
-    is_faster = speeds[0] is not None and speeds[1] is not None and speeds[0] > speeds[1]
+    is_faster = speeds[0] is not None and speeds[1] is not None and speeds[0] > 1.02 * speeds[1]
     return is_faster or one.peak_bytes < 0.99 * planned.peak_bytes
 
 
-def _order(planned: Candidate, target: Target) -> str:
-    if planned.time is not None:
+def _order(shown: Sequence[Candidate], target: Target) -> str:
+    if any(each.time is not None for each in shown):
         return "the fastest first"
     why = f"not all rates of {target.name} are listed" if target.name else "no device named (--gpu)"
     return f"the least traffic first, speed unknown: {why}"
@@ -222,11 +222,13 @@ def _memory_lines(memory: Memory, target: Target) -> Iterator[str]:
     from framework.plan.alternatives import size_text
 
     peak, host = memory.peak, sum(memory.host.values())
-    of = f" of {size_text(target.memory_bytes)}" if target.memory_bytes else ""
+    stage = "" if memory.stage is None else f", stage {memory.stage}, the fullest"
+    lacks = f", without activations: {memory.lacks}" if memory.lacks else ""
+    of = f" of {size_text(target.usable_bytes)} usable" if target.usable_bytes else ""
     yield (
         f"{'memory':<10}{size_text(memory.total('between'))} on each rank between steps, "
         f"{size_text(memory.total(peak))} at most ({_MOMENTS[peak]}){of}"
-        f"{f', {size_text(host)} on the host' if host else ''}; estimated"
+        f"{f', {size_text(host)} on the host' if host else ''}; estimated{stage}{lacks}"
     )
     sizes = sorted(memory.moments[peak].items(), key=lambda item: -item[1])
     yield f"          at most: {', '.join(f'{name} {size_text(size)}' for name, size in sizes)}"
@@ -251,9 +253,10 @@ def _findings(question: _Question, planned: Candidate, found: Found) -> Iterator
     from framework.plan.search import settings_text
 
     target, key = question.target, "zero.stage"
-    if target.memory_bytes is None or planned.peak_bytes <= target.memory_bytes:
+    limit = target.usable_bytes
+    if limit is None or planned.peak_bytes <= limit:
         return
-    reason = f"each rank takes {size_text(planned.peak_bytes)}, and {target.name} has {size_text(target.memory_bytes)}"
+    reason = f"each rank takes {size_text(planned.peak_bytes)}, and {target.name} has {size_text(limit)} usable"
     if found.ranked:
         fix = f"set {settings_text(found.ranked[0].changes(planned)) or 'as above'}"
     else:
@@ -306,7 +309,7 @@ def _act(question: _Question, answer: _Answer) -> None:
     if arguments.chart:
         from framework.commands.memory_chart import draw_chart, write_chart
 
-        limit = question.target.memory_bytes
+        limit = question.target.usable_bytes
         write_chart(
             arguments.chart, draw_chart(answer.candidates, limit_bytes=limit, title=question.plan.config.run.name)
         )

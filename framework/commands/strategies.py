@@ -23,14 +23,14 @@ from framework.plan.search import (
     settings_text,
 )
 from framework.text.document import KeyPath, document_of, read_text
-from framework.text.edits import Edit, InsertMember, ReplaceValue, edited, unified_diff
+from framework.text.edits import Edit, InsertMember, RemoveMember, ReplaceValue, edited, unified_diff
 
 # Group of a table's column or a chart's colour -> components of memory in it; all others are buffers.
 MEMORY_GROUPS: Final[Mapping[str, frozenset[str]]] = {
     "weights": frozenset({"weights", "fp32 weights", "small weights", "gathered weights"}),
     "optimizer": frozenset({"optimizer state", "weight average", "optimizer copies"}),
     "gradients": frozenset({"gradients", "gradient buffer"}),
-    "activations": frozenset({"activations", "logits", "recomputed activations", "workspace"}),
+    "activations": frozenset({"activations", "logits and loss"}),
 }
 BUFFERS: Final = "buffers"
 _TIME_GROUPS: Final[Mapping[str, frozenset[str]]] = {
@@ -67,7 +67,11 @@ def table_lines(candidates: Sequence[Candidate], *, planned: Candidate | None) -
     shown = [*candidates, *([planned] if planned and not any(_is_same(planned, each) for each in candidates) else [])]
     unit = ("GiB", 2**30) if any(each.peak_bytes >= 2**30 for each in shown) else ("MiB", 2**20)
     rows = [_row(each, *unit, is_planned=planned is not None and _is_same(planned, each)) for each in shown]
-    titles = [title for title in rows[0] if title not in _USUAL or any(row[title] != _USUAL[title] for row in rows)]
+    titles = [
+        title
+        for title in max(rows, key=len)
+        if title not in _USUAL or any(row.get(title, _USUAL[title]) != _USUAL[title] for row in rows)
+    ]
     cells = [titles, *([row.get(title, "?") for title in titles] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
@@ -120,6 +124,8 @@ def loser_lines(found: Found, *, shown: Sequence[Candidate]) -> Iterator[str]:
 
 def _why_slower(one: Candidate, best: Candidate) -> str:
     """How much slower, and the part of the step that makes most of it, for each sample."""
+    if one.time is None and best.time is not None:
+        return f"speed unknown, a rate is not listed; {size_text(one.peak_bytes)} at most"
     if one.time is None or best.time is None:
         return f"more traffic, or more to compute; {size_text(one.peak_bytes)} at most"
     share = 1 - one.time.samples_per_second / best.time.samples_per_second
@@ -171,7 +177,7 @@ def write_choice(file: str, words: Sequence[str], settings: Settings) -> str:
     batch = values.get("batch") or {}
     if "accumulation_steps" not in batch and "global_size" in batch:  # it follows
         settings = {key: value for key, value in settings.items() if key != ACCUMULATION}
-    edits = [edit for key, value in settings.items() if (edit := _edit(values, key, value)) is not None]
+    edits = [edit for key, value in settings.items() for edit in _edits(values, key, value)]
     after = before if not edits else edited(document, edits)
     if after is None:
         raise UsageError(f"{file}: --apply cannot edit a file of this layout; write {settings_text(settings)} yourself")
@@ -185,19 +191,21 @@ def write_choice(file: str, words: Sequence[str], settings: Settings) -> str:
     return unified_diff(before, after, file)
 
 
-def _edit(values: Mapping[str, Any], key: str, value: Any) -> Edit | None:
-    """The edit that makes a file say a setting; None where it does already, by its defaults too."""
+def _edits(values: Mapping[str, Any], key: str, value: Any) -> Iterator[Edit]:
+    """Edits that make a file say a setting; none where it does already, by its defaults too."""
     path: KeyPath = tuple(key.split("."))
     section: Any = values
     for depth, name in enumerate(path):
         if not isinstance(section, dict):  # such as `parallel: auto`
-            return ReplaceValue(path[:depth], {path[depth]: value})
+            yield ReplaceValue(path[:depth], {path[depth]: value})
+            return
         if name not in section:
             usual = {STAGE: 0, OFFLOAD: "none", RECOMPUTE: 0, PIPE: 1, ACCUMULATION: 1}
-            return None if usual.get(key, 0) == value else InsertMember(path, value)
-        section = section[name]
-    if section == value:
-        return None
-    if key == OFFLOAD:  # the other keys of the section belong to the other kind
-        return ReplaceValue(path[:-1], {path[-1]: value})
-    return ReplaceValue(path, value)
+            if usual.get(key, 0) != value:
+                yield InsertMember(path, value)
+            return
+        home, section = section, section[name]
+    if section != value:
+        if key == OFFLOAD:  # the other keys of the section belong to the other kind
+            yield from (RemoveMember((*path[:-1], other)) for other in home if other != path[-1])
+        yield ReplaceValue(path, value)

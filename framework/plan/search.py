@@ -24,7 +24,7 @@ from framework.plan.layout import DEFAULT_MICRO_SIZE
 from framework.plan.memory import Memory, NotEstimatedError, estimate
 from framework.plan.plan import Plan, make_plan
 from framework.plan.time import StepTime, estimate_time
-from framework.plan.work import named_work
+from framework.plan.work import ModelWork, work_of
 
 Settings = Mapping[str, Any]
 # What may be chosen: dotted keys of a run config. Tensor, sequence and expert sizes join them once they can be trained.
@@ -37,6 +37,8 @@ ACCUMULATION: Final = "batch.accumulation_steps"
 GLOBAL: Final = "batch.global_size"
 LENGTH: Final = "data.sequence_length"
 POSITIONS: Final = "model.max_positions"
+# CUDA's context and the buffers of collectives: 0.3 to 1 GiB, as the documents of the planner say.
+CONTEXT_BYTES: Final = 2**30
 STRATEGY: Final = (STAGE, OFFLOAD, RECOMPUTE, PIPE)
 EVERYTHING: Final = frozenset({*STRATEGY, MICRO, ACCUMULATION})
 _LARGEST_MICRO: Final = 4096
@@ -62,6 +64,12 @@ class Target:
     memory_bytes: int | None = None
     host_bytes: int | None = None
     machine: Machine | None = None
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """Memory that is left to a run: of a GPU without what its context takes."""
+        taken = 0 if self.name == "cpu" else CONTEXT_BYTES
+        return None if self.memory_bytes is None else max(self.memory_bytes - taken, 0)
 
 
 @dataclass(frozen=True)
@@ -120,7 +128,7 @@ class Candidate:
         steps, width = layout.accumulation_steps, 2 if config.precision.dtype in ("bf16", "fp16") else 4
         again = bool(config.training.recompute_every)
         passes = (2, 3, 2 * steps + 1, (3 + again) * steps)[config.zero.stage]
-        return width * passes * self.memory.num_params / layout.pipe_size / layout.global_size
+        return width * passes * self.memory.num_params / layout.global_size
 
 
 @dataclass(frozen=True)
@@ -177,14 +185,15 @@ class Found:
         if self.smallest is None:
             return self.losers[0].why if self.losers else "there is nothing to choose from"
         found, memory = self.smallest, self.smallest.memory
-        limit, host = self.target.memory_bytes, self.target.host_bytes
+        limit, host = self.target.usable_bytes, self.target.host_bytes
         if limit is None or found.peak_bytes <= limit:
             ranks, on_host = found.plan.cluster.devices_per_host, sum(memory.host.values())
             return (
                 f"{counted(ranks, 'rank')} take {size_text(ranks * on_host)} of a host that has {size_text(host or 0)}"
             )
         least = settings_text({key: found.settings[key] for key in STRATEGY})
-        return f"the least is {size_text(found.peak_bytes)}, with {least}: {fullest(memory)}; it has {size_text(limit)}"
+        takes = f"the least is {size_text(found.peak_bytes)}, with {least}: {fullest(memory)}"
+        return f"{takes}; {size_text(limit)} are usable"
 
 
 def search(
@@ -263,14 +272,16 @@ def search_longest_sequence(
     return best
 
 
-def judge(plan: Plan, target: Target | None = None, *, settings: Settings | None = None) -> Candidate:
-    """Estimate what a plan takes.
+def judge(
+    plan: Plan, target: Target | None = None, *, settings: Settings | None = None, work: ModelWork | None = None
+) -> Candidate:
+    """Estimate what a plan takes; `work`: of its model on its micro-batch, left out: as the named model has it.
 
     Raises:
         NotEstimatedError: its memory is not known.
     """
-    memory, machine, time = estimate(plan), target and target.machine, None
-    work = named_work(plan.config, 1) if machine else None
+    work = work or work_of(plan)
+    memory, machine, time = estimate(plan, work=work), target and target.machine, None
     if machine and work:
         with suppress(NotEstimatedError):  # a figure of the device that nobody has published
             time = estimate_time(plan, work, machine)
@@ -286,6 +297,7 @@ class _Judge:
         self.unknown: NotEstimatedError | None = None
         self._refused: dict[str, list[Settings]] = {}
         self._too_large: list[Candidate] = []
+        self._works: dict[int, ModelWork | None] = {}  # strategies do not change the model
 
     def best(self, config: RunConfig, strategy: Settings, free: Set[str]) -> Candidate | None:
         """The best candidate of one strategy that fits; its micro-batches are tried from the smallest on."""
@@ -318,7 +330,10 @@ class _Judge:
         try:
             changed = config_from_values(with_settings(config, settings))
             plan = make_plan(changed, self.cluster, num_train_samples=self.num_train_samples)
-            return judge(plan, self.target, settings=settings)
+            micro = plan.layout.micro_size
+            if micro not in self._works:
+                self._works[micro] = work_of(plan)
+            return judge(plan, self.target, settings=settings, work=self._works[micro])
         except ConfigError as error:
             problem = error.problems[0]
             return f"{problem.key}: {problem.reason} [{problem.kind}]"
@@ -328,7 +343,7 @@ class _Judge:
 
     def fits(self, candidate: Candidate) -> bool:
         """Check whether the device, and the host with its other ranks, hold it."""
-        limit, host = self.target.memory_bytes, self.target.host_bytes
+        limit, host = self.target.usable_bytes, self.target.host_bytes
         on_host = sum(candidate.memory.host.values()) * self.cluster.devices_per_host
         return (limit is None or candidate.peak_bytes <= limit) and (host is None or on_host <= host)
 

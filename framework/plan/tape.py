@@ -71,6 +71,8 @@ class Tape:
         product_width: bytes of an element in matrix products and convolutions; less than `weight_width` with autocast.
         device: what it runs on.
         is_trained: whether a weight of that name has a gradient.
+        keeps_inputs: whether linear layers keep their inputs as they are, and no copy of a weight: DeepSpeed's do at
+            ZeRO stage 3.
         saved: what parts up to here have saved.
     """
 
@@ -78,6 +80,7 @@ class Tape:
     product_width: int
     device: Literal["cpu", "cuda"]
     is_trained: Callable[[str], bool] = lambda name: True
+    keeps_inputs: bool = False
     saved: set[Value] = field(default_factory=set)
     prefix: str = ""
     flops: int = 0
@@ -142,19 +145,21 @@ class Tape:
             self._save([made])
         return made
 
-    def forward_bytes(self, *outputs: Value) -> int:
-        """Bytes at most in the forward pass, beside what the part saves."""
+    def forward_bytes(self, *ends: Value, keeps: bool = True) -> int:
+        """Bytes at most in the forward pass, beside what the part saves; or in one that saves nothing. What is given
+        to it and what it returns, `ends`, stays.
+        """
         last: dict[Value, int] = {}
-        ends = {output.storage for output in outputs}
+        stays = {end.storage for end in ends}
         for number, operation in enumerate(self._operations):
             for value in (*operation.reads, operation.made):
                 last[value.storage] = number
-        saved, live, most = self.saved, set[Value](), 0
+        kept, live, most = self.saved if keeps else set[Value](), set[Value](), 0
         for number, operation in enumerate(self._operations):
             live |= {value.storage for value in (*operation.reads, operation.made, *operation.saves)}
-            most = max(most, sum(v.num_bytes for v in live if v not in saved or v in self._new))
-            live -= {v for v in live if last.get(v, number) <= number and v not in saved and v not in ends}
-        return most - self.saved_bytes
+            most = max(most, sum(v.num_bytes for v in live if v not in kept or v in self._new))
+            live -= {v for v in live if last.get(v, number) <= number and v not in kept and v not in stays}
+        return most - (self.saved_bytes if keeps else 0)
 
     def backward_bytes(self, *outputs: Value) -> int:
         """Bytes at most in the backward pass, beside what the part has saved: gradients, without those of weights."""
@@ -167,8 +172,8 @@ class Tape:
         most = saved + sum(gradients.values())
         for number in range(len(self._operations) - 1, -1, -1):
             operation = self._operations[number]
+            reads = [v for v in operation.reads if v.has_gradient] if operation.made.storage in gradients else []
             given = gradients.pop(operation.made.storage, 0)
-            reads = [v for v in operation.reads if v.has_gradient] if given else []
             made = 0 if operation.passes else sum(value.num_bytes for value in reads)
             most = max(most, saved + sum(gradients.values()) + given + made + operation.temporary)
             for place, value in enumerate(reads):  # where it is passed on, one of them stands for all
@@ -207,10 +212,12 @@ class Tape:
         self, value: Value, shape: Shape, weight: Shape, name: str, *, has_bias: bool, split: bool | None = None
     ) -> Value:
         is_trained = self.is_trained(self.place(name))
-        value = self.cast(value, self.product_width)
+        given, value = value, self.cast(value, self.product_width)
         flows = value.has_gradient or is_trained or (has_bias and self.is_trained(self.place(name, "bias")))
         saves, temporary = ([value] if is_trained else []), 0
-        if self.product_width < self.weight_width:  # autograd keeps the copy of the weight
+        if self.keeps_inputs and len(weight) == 2 and self.place(name) != "embed.weight":  # which is no linear layer
+            saves = [given]
+        elif self.product_width < self.weight_width:  # autograd keeps the copy of the weight
             copy = Value(weight, self.product_width, is_split=split is not None)
             self.moved_bytes += prod(weight) * (self.weight_width + self.product_width)
             saves += [copy] if value.has_gradient or len(weight) > 2 else []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from framework.config.model import ModelSection
 from framework.config.precision import BF16, FP16, Autocast
 from framework.config.run_config import RunConfig
 from framework.plan.forwards import Layers, Run, forward_of
+from framework.plan.plan import Plan
 from framework.plan.tape import Tape, Value
 from framework.plan.weights import Shape, buffer_bytes, named_weights
 
@@ -37,6 +39,10 @@ class Part:
         input_bytes: those of `saved_bytes` that are its input, which recomputation keeps as the output before it.
         backward_bytes: bytes at most at any moment of its backward pass, beside what it has saved: gradients of values,
             without those of weights.
+        passing_bytes: bytes at most at any moment of a forward pass that keeps nothing.
+        shared_params: trained elements that it shares with an earlier part.
+        shares: name of that part.
+        may_start_stage: whether a pipeline may be cut before it.
     """
 
     name: str
@@ -50,6 +56,10 @@ class Part:
     count: int = 1
     input_bytes: int = 0
     backward_bytes: int = 0
+    passing_bytes: int = 0
+    shared_params: int = 0
+    shares: str = ""
+    may_start_stage: bool = True
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,7 @@ class ModelWork:
         num_samples: of the micro-batch.
         num_tokens: of the micro-batch; None for models that know none.
         is_traced: whether it was found by a pass over the model; else by closed form.
+        frozen: name -> shape of the weights that are not trained.
     """
 
     weights: Mapping[str, Shape]
@@ -71,6 +82,7 @@ class ModelWork:
     num_samples: int
     num_tokens: int | None = None
     is_traced: bool = False
+    frozen: Mapping[str, Shape] = field(default_factory=dict)
 
     @property
     def flops(self) -> int:
@@ -78,8 +90,12 @@ class ModelWork:
         return sum(part.flops * part.count for part in self.parts)
 
     def layers(self) -> Iterator[Part]:
-        """Every part by itself, as often as it is there."""
-        return (part for part in self.parts for _ in range(part.count))
+        """Every part by itself, as often as it is there; of several alike the names count on."""
+        for part in self.parts:
+            path, _, first = part.name.rpartition(".")
+            for number in range(part.count):
+                name = part.name if part.count == 1 else f"{path}.{int(first) + number}"
+                yield replace(part, name=name, count=1)
 
 
 def named_work(config: RunConfig, micro_size: int, *, device: Device = "cuda") -> ModelWork | None:
@@ -100,6 +116,7 @@ def named_work(config: RunConfig, micro_size: int, *, device: Device = "cuda") -
     image_size = getattr(model, "image_size", None) or (shape.size if shape else None)
     precision: Arithmetic = "half" if isinstance(config.precision, BF16 | FP16) else "fp32"
     length = getattr(config.data, "sequence_length", None)
+    frozen = frozen_weights(named_weights(model) or {}, config.training.freeze)
     return model_work(
         model,
         micro_size=micro_size,
@@ -107,7 +124,19 @@ def named_work(config: RunConfig, micro_size: int, *, device: Device = "cuda") -
         image_size=image_size,
         arithmetic="autocast" if isinstance(config.precision, Autocast) else precision,
         device=device,
+        frozen=frozen,
+        zero_stage=config.zero.stage,
     )
+
+
+def frozen_weights(weights: Iterable[str], patterns: Sequence[str]) -> set[str]:
+    """Names of weights that a pattern of `training.freeze` matches from beginning to end."""
+    return {name for name in weights for pattern in patterns if re.fullmatch(pattern, name)}
+
+
+def work_of(plan: Plan) -> ModelWork | None:
+    """Work of a plan's model on its micro-batch and kind of device, GPUs where it names none; None as `named_work`."""
+    return named_work(plan.config, plan.layout.micro_size, device="cpu" if plan.cluster.device == "cpu" else "cuda")
 
 
 def model_work(
@@ -119,6 +148,7 @@ def model_work(
     arithmetic: Arithmetic = "half",
     device: Device = "cuda",
     frozen: Collection[str] = (),
+    zero_stage: int = 0,
 ) -> ModelWork | None:
     """Work of a named model of any shape, in closed form.
 
@@ -130,6 +160,7 @@ def model_work(
         arithmetic: weights and values in fp32, in bf16 or fp16 (``half``), or fp32 weights under torch's autocast.
         device: what it runs on.
         frozen: full names of weights that are not trained.
+        zero_stage: at 3 DeepSpeed has linear layers of its own.
 
     Returns:
         The work; None for a model of the user's own, and for images of unknown size.
@@ -145,10 +176,12 @@ def model_work(
         inputs = Value((micro_size, model.in_channels, image_size, image_size), half, has_gradient=False)  # type: ignore[union-attr]
     else:
         return None
-    tape = Tape(half, half if arithmetic != "autocast" else 2, device, lambda name: name not in frozen)
+    tape = Tape(half, half if arithmetic != "autocast" else 2, device, lambda name: name not in frozen, zero_stage == 3)
     trained = {name: shape for name, shape in weights.items() if name not in frozen}
     parts = tuple(_parts(tape, layers, inputs, trained))
-    return ModelWork(trained, buffer_bytes(model), parts, micro_size, micro_size * tokens if tokens else None)
+    others = {name: shape for name, shape in weights.items() if name in frozen}
+    num_tokens = micro_size * tokens if tokens else None
+    return ModelWork(trained, buffer_bytes(model), parts, micro_size, num_tokens, frozen=others)
 
 
 def _parts(tape: Tape, layers: Layers, inputs: Value, weights: Mapping[str, Shape]) -> Iterator[Part]:
@@ -167,39 +200,45 @@ def _parts(tape: Tape, layers: Layers, inputs: Value, weights: Mapping[str, Shap
                 continue
             if part is not None:
                 yield part
-            part, value = _part(tape, place, run, value, own)
+            part, value = _part(tape, place, run, value, weights)
             last = key
         if part is not None:
             yield part
     outputs = value if isinstance(value, tuple) else (value,)
-    yield _part(tape, "loss", _loss, outputs, {})[0]
+    yield _part(tape, "loss", _loss, outputs, weights)[0]
 
 
 def _loss(tape: Tape, outputs: tuple[Value, ...]) -> Value:
     """Cross-entropy of each output, whose last dimension is classes."""
+    sums = []
     for logits in outputs:
         rows = prod(logits.shape[:-1])
         targets = Value((rows,), 8, has_gradient=False)
-        made = tape.cross_entropy(logits.view(rows, logits.shape[-1]), targets)
-    return made
+        sums.append(tape.cross_entropy(logits.view(rows, logits.shape[-1]), targets))
+    return tape.add(*sums)
 
 
-def _part(tape: Tape, name: str, run: Run, value: Any, own: Mapping[str, int]) -> tuple[Part, Any]:
+def _part(tape: Tape, name: str, run: Run, value: Any, weights: Mapping[str, Shape]) -> tuple[Part, Any]:
     tape.start(name)
     made = run(tape, value)
     inputs, outputs = (each if isinstance(each, tuple) else (each,) for each in (value, made))
+    shares = tape.prefix if tape.prefix != name else ""
     is_new = bool(inputs) and tape.saves_first(inputs[0])
     part = Part(
         name,
-        num_params=sum(own.values()),
+        num_params=sum(prod(shape) for full, shape in weights.items() if full.startswith(f"{name}.")),
         flops=tape.flops,
         moved_bytes=tape.moved_bytes,
         saved_bytes=tape.saved_bytes,
         split_bytes=tape.split_bytes,
-        peak_bytes=tape.forward_bytes(*outputs),
+        peak_bytes=tape.forward_bytes(*inputs, *outputs),
         output_bytes=sum(output.num_bytes for output in outputs),
         input_bytes=inputs[0].storage.num_bytes if is_new else 0,
         backward_bytes=tape.backward_bytes(*outputs),
+        passing_bytes=tape.forward_bytes(*inputs, *outputs, keeps=False),
+        shared_params=prod(weights.get(f"{shares}.weight", (0,))),
+        shares=shares,
+        may_start_stage=not isinstance(value, tuple),
     )
     return part, made
 

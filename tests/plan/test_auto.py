@@ -95,7 +95,7 @@ def test_what_cannot_be_chosen_is_refused() -> None:
         ConfigError, match=r"zero.stage = auto: the memory of this run is not known.*auto-not-estimated"
     ):
         resolve(own, CLUSTER, a100())
-    with pytest.raises(ConfigError, match=r"the least is .* it has 1.00 GiB; .*auto-nothing-fits"):
+    with pytest.raises(ConfigError, match=r"the least is .* 0.0 MiB are usable; .*auto-nothing-fits"):
         resolve(config_from_values(AUTO), CLUSTER, Target("tiny", 2**30))
 
 
@@ -133,8 +133,8 @@ def test_a_resumed_run_keeps_its_choice() -> None:
     assert line.endswith("as in the checkpoint")
     settings = resolve(config, Cluster(2, 8, "cuda"), a100(), saved=saved)[1]
     assert settings != {"zero.stage": 1, "batch.micro_size": 1, "parallel.pipe": 2}
-    changed = config_from_values(AUTO | {"batch": {"global_size": 24, "micro_size": "auto"}})  # 16 pipelines
-    assert resolve(changed, CLUSTER, a100(), saved=saved)[1]["parallel.pipe"] != 2
+    indivisible = saved | {"layout": {"world_size": 32, "pipe_size": 2, "micro_size": 3}}
+    assert resolve(config, CLUSTER, a100(), saved=indivisible)[1]["batch.micro_size"] != 3
     assert resolve(config, CLUSTER, a100(), saved={"layout": "damaged"})[0].auto == frozenset()
 
 
@@ -152,10 +152,10 @@ def test_a_launcher_hands_out_plain_settings(tmp_path: Path, capsys: Capture, mo
     assert main(["launch", str(file), "parallel=auto", "--num_gpus", "2", "--dry_run"]) == 0
     stated = capsys.readouterr()
     words = stated.out.partition("train.py ")[2].split()
-    assert set(words[2:]) == {"zero.stage=0", "batch.micro_size=60", "parallel.pipe=1"}
+    assert set(words[2:]) == {"parallel=auto", "zero.stage=0", "batch.micro_size=60", "parallel.pipe=1"}
     assert stated.err.startswith("auto: batch.micro_size: 60, ") or stated.err.startswith("auto: zero.stage: 0, ")
     config, _ = load_with_source(file, words[2:])
-    assert (config.auto, config.was_auto) == (frozenset(), {"zero.stage", "batch.micro_size"})
+    assert (config.auto, config.was_auto) == (frozenset(), {"zero.stage", "batch.micro_size", "parallel.pipe"})
 
 
 def test_commands_choose(tmp_path: Path, capsys: Capture) -> None:

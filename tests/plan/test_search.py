@@ -18,6 +18,7 @@ from framework.plan.memory import NotEstimatedError
 from framework.plan.plan import make_plan
 from framework.plan.search import (
     ACCUMULATION,
+    CONTEXT_BYTES,
     MICRO,
     OFFLOAD,
     PIPE,
@@ -64,7 +65,7 @@ def test_every_candidate_is_a_config_and_plan_of_the_house() -> None:
     assert len(found.ranked) > 4
     for each in found.ranked:
         assert target.memory_bytes is not None
-        assert each.peak_bytes <= target.memory_bytes
+        assert each.peak_bytes <= target.memory_bytes - CONTEXT_BYTES
         again = make_plan(config_from_values(each.plan.config.to_dict()), cluster)
         assert again.layout == each.plan.layout
         assert {key: each.choice[key] for key in each.settings} == each.settings
@@ -156,7 +157,7 @@ def test_nothing_fits_names_the_smallest_and_its_largest_part() -> None:
     memory = found.smallest.memory
     assert found.smallest.choice[OFFLOAD] == "cpu"
     assert max(memory.moments[memory.peak], key=memory.moments[memory.peak].__getitem__) in found.block
-    assert found.block.endswith("it has 2.00 GiB")
+    assert found.block.endswith("1.00 GiB are usable")
 
 
 def test_a_host_that_is_too_small_blocks_offload() -> None:
@@ -176,8 +177,8 @@ def test_fewest_devices_is_the_smallest_cluster_that_holds_it() -> None:
 
 
 def test_more_devices_until_it_fits() -> None:
-    target = Target("device", 6 * GIB)
-    found = search_more_devices(config(), Cluster(1, 2), target, free={STAGE})
+    target, small = Target("device", 26 * GIB), config(batch={"micro_size": 1})
+    found = search_more_devices(small, Cluster(1, 2), target, free={STAGE})
     assert found is not None
     assert found.ranked[0].plan.cluster.world_size > 2
     assert search_more_devices(config(), Cluster(), Target("tiny", GIB // 8), most=64) is None

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
 from framework.models.adapt import prepare_model
+from framework.models.layers import LayeredModel
 from framework.plan.work import named_work, saved_bytes
 from framework.setup.objects import Objects
 from framework.setup.parts import gather_parts
@@ -81,6 +82,56 @@ def test_saved_bytes_are_what_autograd_saves(name: str, dtype: str) -> None:
     work = named_work(config, MICRO, device="cpu")
     assert work is not None
     assert saved_bytes(work) == pytest.approx(counted(config), rel=0.05)
+
+
+FROZEN = (["embed.*"], [r"blocks\.0\..*", "positions.*", "embed.*"], [".*norm.*"], [".*up.*", r"blocks\.[12]\..*"])
+
+
+@pytest.mark.parametrize(("patterns", "dtype"), [*product(FROZEN, ("fp32", "autocast"))])
+def test_frozen_layers_save_what_autograd_saves(patterns: list[str], dtype: str) -> None:
+    config = config_of("gpt-dropout", dtype, freeze=patterns)
+    work = named_work(config, MICRO, device="cpu")
+    assert work is not None
+    assert saved_bytes(work) == pytest.approx(counted(config), rel=0.01)
+
+
+def counted_with_recompute(config: RunConfig) -> int:
+    """Inputs of groups and what the loss saves, of the forward pass; and of each group what it saves when it runs by
+    itself: the most that is there at once in the backward pass.
+    """
+    every = config.training.recompute_every
+    model, task, value, targets = built(config)
+    assert isinstance(model, LayeredModel)
+    inputs, most = 0, 0
+    for start in range(0, len(model.recipes), every):
+        inputs += sum(each.nbytes for each in leaves(value)) if start else 0
+        saved = Saved(model)
+        with saved.hooks, arithmetic_of(config):
+            made = model._run(value, start, start + every)
+        own = saved.without(leaves(value)) if start else saved.total
+        value = tuple(map(again, made)) if isinstance(made, tuple) else again(made)
+        most = max(most, inputs + own)
+    saved = Saved(model)
+    with saved.hooks, arithmetic_of(config):
+        task.loss(value, targets)
+    return max(most, inputs + own + saved.total)
+
+
+def leaves(value: Any) -> list[torch.Tensor]:
+    return [*value] if isinstance(value, tuple) else [value]
+
+
+def again(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().requires_grad_(value.is_floating_point())
+
+
+@pytest.mark.parametrize(("every", "dtype"), [*product((1, 2, 3, 20), ("fp32", "bf16"))])
+@pytest.mark.parametrize("name", ["gpt-dropout", "llama", "bert", "lenet", "small_resnet18", "resnet50"])
+def test_recomputation_keeps_inputs_of_groups_and_one_group(name: str, every: int, dtype: str) -> None:
+    config = config_of(name, dtype, recompute_every=every)
+    work = named_work(config, MICRO, device="cpu")
+    assert work is not None
+    assert saved_bytes(work, every) == pytest.approx(counted_with_recompute(config), rel=0.05)
 
 
 @pytest.mark.parametrize("name", MODELS)
