@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any, Final
 
 import torch
-from deepspeed.accelerator import get_accelerator
 
 from framework.config.load import config_from_values
 from framework.engine.distributed import barrier, describe_environment, device, gather, process_group, rank
-from framework.engine.link_bench import all_reduces
+from framework.engine.link_bench import all_reduces, timed
 from framework.engine.plain_engine import arithmetic_of, build_engine
 from framework.engine.random_state import seed_everything
 from framework.setup.parts import make_train_loader
@@ -33,6 +30,7 @@ _MIB: Final = 2**20
 _SECONDS: Final = 0.25  # about so long for each figure
 _LARGEST: Final = 1.0  # seconds of one operation beyond which no larger one is tried
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_TRIES: Final = 3
 _STEPS: Final = 20
 _FEW_LAYERS, _MORE_LAYERS, _MICRO_BATCHES = 1, 9, 5
 
@@ -102,20 +100,18 @@ def _host_bandwidth() -> float:
 
 
 def _slowest(operation: Callable[[], object]) -> float:
-    """Seconds of one of several operations, on the slowest rank, all at the same time. Collective."""
+    """Seconds of one of several operations, on the slowest rank, all at the same time: the best of three tries, which
+    other work on the machine has met least. Collective.
+    """
     operation()
     once = max(gather(_timed(operation, 1)))
-    return float(max(gather(_timed(operation, int(min(max(_SECONDS / max(once, 1e-7), 2), 1000))))))
+    repeats = int(min(max(_SECONDS / _TRIES / max(once, 1e-7), 1), 1000))
+    return float(min(max(gather(_timed(operation, repeats))) for _ in range(_TRIES)))
 
 
 def _timed(operation: Callable[[], object], repeats: int) -> float:
     barrier()
-    get_accelerator().synchronize()
-    began = time.perf_counter()
-    for _ in range(repeats):
-        operation()
-    get_accelerator().synchronize()
-    return (time.perf_counter() - began) / repeats
+    return timed(operation, device(), repeats=repeats)
 
 
 def _step_overhead(stage: int) -> dict[str, float]:
@@ -137,7 +133,7 @@ def _step_overhead(stage: int) -> dict[str, float]:
 
 
 def _step_seconds(stage: int, *, layers: int, micro_batches: int = 1, **zero: int) -> float:
-    """Median seconds of an optimizer step of a narrow perceptron, through our engine."""
+    """Seconds of an optimizer step of a narrow perceptron, through our engine: the lower quartile."""
     config = {
         "model": {"kind": "mlp", "image_size": 8, "hidden_sizes": [8] * layers},
         "data": {"kind": "digits", "image_size": 8, "num_workers": 0},
@@ -153,7 +149,7 @@ def _step_seconds(stage: int, *, layers: int, micro_batches: int = 1, **zero: in
         with closing(built) as engine:
             batches = make_train_loader(prepared.plan, prepared.parts.splits, rank=rank()).stream(0)
             times = [_timed(partial(engine.train_step, batches), 1) for _ in range(2 * _STEPS)]
-            return float(max(gather(median(times[_STEPS:]))))
+            return float(max(gather(sorted(times[_STEPS:])[_STEPS // 4])))
 
 
 if __name__ == "__main__":

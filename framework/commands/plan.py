@@ -195,7 +195,7 @@ def _tried(answer: _Answer, count: int) -> _Answer:
     from framework.commands.trials import fastest, run_trials, table
 
     tried, planned = list(answer.candidates[:count]), answer.planned
-    if planned is not None and all(each.plan.config != planned.plan.config for each in tried):
+    if planned is not None and all(each.choice != planned.choice for each in tried):
         tried.append(planned)
     trials = run_trials(tried)
     best = tried[fastest(trials)]

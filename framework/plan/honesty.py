@@ -14,6 +14,7 @@ from framework.plan.memory import NotEstimatedError
 from framework.plan.plan import Plan
 from framework.plan.search import Candidate, Target, judge
 from framework.system.files import replace_text
+from framework.system.log import print_line
 
 
 class Point(Protocol):
@@ -41,20 +42,20 @@ class PlanAgainstRun:
     def __init__(
         self,
         plan: Plan,
-        file: Path,
+        folder: Path,
         *,
-        print_line: Callable[[str], None],
+        print_line: Callable[[str], None] = print_line,
         estimated: Callable[[Plan], Candidate | None] | None = None,
     ) -> None:
         """Compare with the estimates of a plan, and add a section ``measured`` to its file.
 
         Args:
             plan: of the run.
-            file: its ``plan.json``.
+            folder: of the run, where ``plan.json`` is.
             print_line: where the lines go.
             estimated: makes the estimates; left out: for this machine.
         """
-        self._plan, self._file, self._print_line = plan, file, print_line
+        self._plan, self._file, self._print_line = plan, folder / "plan.json", print_line
         self._estimated = estimated or estimates_here
         self._memory: dict[str, float | None] = {}
         self._time: dict[str, float | bool | None] = {}

@@ -1,7 +1,7 @@
 """Memory that was not there: read in the text of an error, placed in a step, and explained by a plan's estimate.
 
 The texts are torch's (`c10/cuda/CUDACachingAllocator.cpp`, `c10/core/impl/alloc_cpu.cpp`), in the forms of releases
-1.7 to 2.9, NCCL's, and those of launchers whose rank the kernel has killed.
+1.2 to 2.9, NCCL's, and those of launchers whose rank the kernel has killed.
 """
 
 from __future__ import annotations
@@ -309,7 +309,7 @@ def advice(shortage: Shortage) -> Iterable[str]:
         enough = "more than was asked for" if sizes["unused"] >= sizes.get("asked", 2**63) else "a tenth of the device"
         yield (
             f"torch holds {size_text(sizes['unused'])} in unused pieces, {enough}: set "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (PYTORCH_ALLOC_CONF from torch 2.9; `launch` sets it)"
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (PYTORCH_ALLOC_CONF in later releases; `launch` sets it)"
         )
     if "others" in sizes:
         yield (

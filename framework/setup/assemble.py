@@ -32,7 +32,6 @@ from framework.plan.plan import Plan
 from framework.setup.parts import make_train_loader
 from framework.setup.prepared import Prepared, order_of
 from framework.setup.start_point import on_rank0
-from framework.system.log import print_line
 from framework.tasks.task import Task
 from framework.train.best import BestSoFar
 from framework.train.monitors.base import Behind, HeldFolder, Monitor
@@ -109,8 +108,7 @@ def build_trainer(
         monitors.extend(
             make_monitors(plan.config, folder.path, total_steps=total_steps, from_step=start_step, held=held)
         )
-        against = PlanAgainstRun(plan, folder.path / "plan.json", print_line=print_line)
-        monitors.append(Behind(against, after=held))
+        monitors.append(Behind(PlanAgainstRun(plan, folder.path), after=held))
 
     def save(step: int, metrics: Mapping[str, float]) -> object:
         held.settle()

@@ -36,7 +36,7 @@ def estimated(_: object) -> Candidate:
 def compare(file: Path, *points: dict[str, float], estimated: Any = estimated) -> tuple[list[str], dict[str, Any]]:
     """Write points, ten steps apart, and return the lines and what plan.json holds then."""
     lines: list[str] = []
-    monitor = PlanAgainstRun(PLAN, file, print_line=lines.append, estimated=estimated)
+    monitor = PlanAgainstRun(PLAN, file.parent, print_line=lines.append, estimated=estimated)
     for number, metrics in enumerate(points, start=1):
         monitor.write(Point(10 * number, 0.0, 0.0, metrics))
     monitor.close()
