@@ -122,7 +122,7 @@ def test_tensor_parallelism_splits_products_and_sums_twice_a_pass() -> None:
     assert found["compute"] == pytest.approx(seconds()["compute"] / 8)
     assert found["tensor parallel"] == pytest.approx(8 * 4 * (8.4e-6 + 2 * 7 * 3.4e-6 + 2 * 7 / 8 * 2e6 / 1e11))
     # half of what a block saves is split, and its loss; the other half each rank moves whole
-    moved = 2 * (8 * 4e8 * (0.5 + 0.5 / 8) + 1e8) / 1e12
+    moved = 2 * (8 * 4e8 * (0.5 + 0.5 / 8) + 1e8 / 8) / 1e12
     assert found["memory-bound operations"] == pytest.approx(moved, rel=1e-2)
 
 
