@@ -2,8 +2,8 @@
 
 python -m tools.planner_page        after the planner has changed; a test keeps the pages current
 
-In a page, a line ``$ python -m framework plan ...`` in a block of code gets the command's output, and what stands between
-``<!-- table: NAME -->`` and ``<!-- end -->`` gets a table of this file.
+In a page, a line ``$ python -m framework plan ...`` in a block of code gets the command's output, and what stands
+between ``<!-- table: NAME -->`` and ``<!-- end -->`` gets a table of this file.
 """
 
 from __future__ import annotations

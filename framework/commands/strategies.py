@@ -46,6 +46,7 @@ _USUAL: Final = {
     "recompute": "0",
     "pipe": "1",
     "activations": "0.00",
+    "host": "0.00",
     "bubble": "0%",
     "update": "0%",
     "traffic": "0%",
@@ -99,6 +100,7 @@ def _row(candidate: Candidate, unit: str, unit_bytes: int, *, is_planned: bool) 
     row[unit] = _in_units(candidate.peak_bytes / unit_bytes)
     parts = grouped(memory.moments[memory.peak], MEMORY_GROUPS, BUFFERS)
     row |= {name: _in_units(size / unit_bytes) for name, size in parts.items()}
+    row["host"] = _in_units(sum(memory.host.values()) / unit_bytes)
     if time is not None:
         row["step s"] = f"{time.total:.3g}"
         row |= {name: f"{part / time.total:.0%}" for name, part in grouped(time.seconds, _TIME_GROUPS, _SENT).items()}

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, UsageError, counted, show_value
-from framework.plan.alternatives import size_text, with_settings
+from framework.plan.alternatives import alternatives, size_text, with_settings
 from framework.plan.cluster import Cluster
 from framework.plan.devices import Machine
 from framework.plan.layout import DEFAULT_MICRO_SIZE
@@ -219,9 +219,10 @@ def search(
     """
     judges = _Judge(cluster, target or Target(), num_train_samples)
     found = [best for strategy in _strategies(config, cluster, free) if (best := judges.best(config, strategy, free))]
-    if not found and judges.smallest is None and judges.unknown is not None:
+    smallest = min(judges.too_large, key=lambda each: each.peak_bytes, default=None)
+    if not found and smallest is None and judges.unknown is not None:
         raise judges.unknown
-    return Found(judges.target, tuple(_ranked(found)), tuple(judges.losers()), None if found else judges.smallest)
+    return Found(judges.target, tuple(_ranked(found)), tuple(judges.losers()), None if found else smallest)
 
 
 def search_fewest_devices(
@@ -293,40 +294,39 @@ class _Judge:
 
     def __init__(self, cluster: Cluster, target: Target, num_train_samples: int | None) -> None:
         self.cluster, self.target, self.num_train_samples = cluster, target, num_train_samples
-        self.smallest: Candidate | None = None
+        self.too_large: list[Candidate] = []
         self.unknown: NotEstimatedError | None = None
         self._refused: dict[str, list[Settings]] = {}
-        self._too_large: list[Candidate] = []
         self._works: dict[int, ModelWork | None] = {}  # strategies do not change the model
 
     def best(self, config: RunConfig, strategy: Settings, free: Set[str]) -> Candidate | None:
-        """The best candidate of one strategy that fits; its micro-batches are tried from the smallest on."""
-        best, is_free = None, config.batch.global_size is None
-        grows, plain = self.target.memory_bytes is not None, config.batch.micro_size or DEFAULT_MICRO_SIZE
+        """The best candidate of one strategy that fits, its micro-batches tried from the smallest on."""
+        best, smallest, reasons = None, None, []
+        is_free, plain = config.batch.global_size is None, config.batch.micro_size or DEFAULT_MICRO_SIZE
+        grows = self.target.memory_bytes is not None
         for batch in _batches(config, self.cluster, strategy, free, grows=grows):
             tried = self.candidate(config, {**strategy, **batch})
             if isinstance(tried, str):
-                if best is None:
-                    self._refused.setdefault(tried, []).append(strategy)
-                return best
-            if tried is None:  # only this batch
+                reasons.append(tried)
                 continue
-            if is_free and tried.time is None and (best and tried.plan.layout.micro_size > plain):
-                return best  # what more would gain is not known
-            if self.smallest is None or tried.peak_bytes < self.smallest.peak_bytes:
-                self.smallest = tried
-            if not self.fits(tried):  # and no larger one will
-                if best is None:
-                    self._too_large.append(tried)
-                return best
-            if best is None or _is_better(tried, best, by=_LEAST_GAIN if is_free else 1.0):
+            if not self.fits(tried):
+                smallest = tried if smallest is None else min(smallest, tried, key=lambda each: each.peak_bytes)
+                if is_free:  # no larger one will; with a fixed global size more micro-batches may take more
+                    break
+            elif best is None or _is_better(tried, best, by=_LEAST_GAIN if is_free else 1.0):
                 best = tried
             elif is_free and tried.time is not None:
-                return best
+                break
+            if is_free and tried.time is None and tried.plan.layout.micro_size >= plain:
+                break  # what more would gain is not known
+        if best is None and smallest is not None:
+            self.too_large.append(smallest)
+        elif best is None and reasons:
+            self._refused.setdefault(reasons[0], []).append(strategy)
         return best
 
-    def candidate(self, config: RunConfig, settings: Settings) -> Candidate | str | None:
-        """The candidate, or the reason why there is none; None where only the batch is at fault."""
+    def candidate(self, config: RunConfig, settings: Settings) -> Candidate | str:
+        """The candidate, or the reason why there is none."""
         try:
             changed = config_from_values(with_settings(config, settings))
             plan = make_plan(changed, self.cluster, num_train_samples=self.num_train_samples)
@@ -350,7 +350,7 @@ class _Judge:
     def losers(self) -> Iterator[Loser]:
         """Those that fit on no device, the smallest first, then those that are refused, by reason."""
         large: dict[str, list[Settings]] = {}
-        for found in sorted(self._too_large, key=lambda found: found.peak_bytes):
+        for found in sorted(self.too_large, key=lambda found: found.peak_bytes):
             layout, size = found.plan.layout, size_text(found.peak_bytes)
             why = f"{size} with micro-batches of {layout.micro_size}: {fullest(found.memory)}"
             large.setdefault(why, []).append({key: found.settings[key] for key in STRATEGY})
@@ -499,21 +499,15 @@ def find_knob(plan: Plan) -> Knob | None:
     """Find the setting beside the strategy that frees most on the fullest rank; None where none frees one part in a
     hundred.
     """
-    planned = estimate(plan)
-    before, found = planned.total(planned.peak), []
+    planned, found = judge(plan).peak_bytes, []
     for key, after in _KNOBS:
         section, _, name = key.partition(".")
-        now = getattr(getattr(plan.config, section), name, None)
-        if now is None or now == after or (isinstance(now, int) and isinstance(after, int) and now < after):
-            continue
-        try:
-            changed = config_from_values(with_settings(plan.config, {key: after}))
-            memory = estimate(make_plan(changed, plan.cluster, num_train_samples=plan.length.num_train_samples))
-        except (ConfigError, NotEstimatedError):
-            continue
-        found.append(Knob(key, now, after, before - memory.total(memory.peak)))
+        before = getattr(getattr(plan.config, section), name, None)
+        if before is not None and (isinstance(after, str) or before > after):
+            freed = (planned - each.peak_bytes for each in alternatives(plan, [{key: after}]))
+            found += [Knob(key, before, after, size) for size in freed]
     best = max(found, key=lambda knob: knob.freed_bytes, default=None)
-    return best if best is not None and best.freed_bytes >= before / 100 else None
+    return best if best is not None and best.freed_bytes >= planned / 100 else None
 
 
 def settings_text(settings: Settings) -> str:
