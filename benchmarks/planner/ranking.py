@@ -1,27 +1,28 @@
 """Estimated against measured order of eight strategies of a small GPT on two CPU ranks.
 
-    python -m benchmarks.planner.ranking [--rounds 3] [--out benchmarks/results/planner_ranking.json]
+    python -m benchmarks.planner.ranking [--seconds 180] [--out benchmarks/results/planner_ranking.json]
 
-First the machine is measured, as `plan --measure` does; then every ZeRO stage with micro-batches of 4 and of 16
-samples, 32 in a step, is run in turn through the launcher, as `plan --trials` does. Printed and written: both times of
-each, the rank correlation (Spearman) of their orders, and how much longer the strategy that the estimate puts first
-takes than the fastest; by the median of all steps, and by the quietest round of each, which other work on the machine
-has met least.
+First the machine is measured, as `plan --measure` does. Then one job holds an engine for every ZeRO stage with
+micro-batches of 4 and of 16 samples, 32 in a step, and they take turns after every step, so that what else the machine
+does meets them alike. Printed and written: both times of each, the rank correlation (Spearman) of their orders, and how
+much longer the strategy that the estimate puts first takes than the fastest; by the median of all steps, and by the
+quickest tenth, which other work on the machine has met least.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Sequence
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from benchmarks import records
 from framework.commands.measure import measure_machine
-from framework.commands.trials import Trial, measure_trials
 from framework.config.load import config_from_values
 from framework.plan.cluster import Cluster
 from framework.plan.devices import Machine
@@ -32,23 +33,41 @@ from framework.plan.work import named_work
 RANKS = 2
 STAGES = range(4)
 MICRO_SIZES = (4, 16)
-INTERVALS = 4
+_WARM_UP_STEPS = 3
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each strategy")
+    parser.add_argument("--seconds", type=float, default=180.0, help="about how long the strategies take turns")
     parser.add_argument("--out", default=str(records.RESULTS / "planner_ranking.json"))
+    parser.add_argument("--job", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.job:
+        take_turns(Path(arguments.job), seconds=arguments.seconds)
+        return
     before = records.load_average()
     rates = measure_machine(RANKS)
-    trials = [trial_of(plan, Machine.from_measured(rates, devices_per_host=RANKS)) for plan in plans()]
-    measure_trials(trials, note=lambda line: print(line, file=sys.stderr, flush=True), rounds=arguments.rounds)
+    machine = Machine.from_measured(rates, devices_per_host=RANKS)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "steps.json")
+        words = ("-m", "benchmarks.planner.ranking", "--job", str(path), "--seconds", str(arguments.seconds))
+        records.launch(*words, num_ranks=RANKS, timeout_seconds=3 * arguments.seconds + 300)
+        steps: dict[str, list[float]] = json.loads(path.read_text(encoding="utf-8"))
+    strategies = [
+        {
+            "settings": name_of(plan),
+            "estimate_seconds": estimate(plan, machine),
+            "median_seconds": quantile(steps[name_of(plan)], 0.5),
+            "tenth_seconds": quantile(steps[name_of(plan)], 0.1),
+            "steps": len(steps[name_of(plan)]),
+        }
+        for plan in plans()
+    ]
     found = {
         "machine": records.machine() | {"load_average_before": before, "load_average_after": records.load_average()},
         "rates": {key: value for key, value in rates.items() if key != "details"},
-        **compared(trials),
-        "strategies": [trial.to_dict() for trial in trials],
+        **compared(strategies),
+        "strategies": strategies,
     }
     print(json.dumps(found, indent=2))
     records.write(found, Path(arguments.out))
@@ -71,30 +90,65 @@ def _plan(stage: int, micro_size: int) -> Plan:
     return make_plan(config_from_values(config), Cluster(devices_per_host=RANKS, device="cpu"))
 
 
-def trial_of(plan: Plan, machine: Machine) -> Trial:
-    """The plan as a trial, with its estimate for a measured machine."""
+def name_of(plan: Plan) -> str:
+    """The settings that make the difference."""
+    return f"zero.stage: {plan.config.zero.stage}, batch.micro_size: {plan.layout.micro_size}"
+
+
+def estimate(plan: Plan, machine: Machine) -> float:
+    """Estimated seconds of a step."""
     work = named_work(plan.config, 1, device="cpu")
     assert work is not None
-    name = f"zero.stage: {plan.config.zero.stage}, batch.micro_size: {plan.layout.micro_size}"
-    return Trial(name, plan, estimate_time(plan, work, machine).total)
+    return estimate_time(plan, work, machine).total
 
 
-def compared(trials: Sequence[Trial]) -> dict[str, dict[str, float]]:
-    """Agreement of the two orders, by medians and by quietest rounds; those that do not run are left out."""
-    run = [trial for trial in trials if trial.median_seconds]
-    estimates = [trial.estimate_seconds or 0.0 for trial in run]
+def take_turns(path: Path, *, seconds: float) -> None:
+    """Step all engines in turn; rank 0 writes the seconds of every step, as the slowest rank has them. Collective."""
+    from framework.engine.distributed import barrier, device, gather, process_group, rank
+    from framework.engine.link_bench import timed
+    from framework.engine.plain_engine import build_engine
+    from framework.engine.random_state import seed_everything
+    from framework.setup.parts import make_train_loader
+    from framework.setup.prepared import prepare
+
+    with process_group(None):
+        steps: dict[str, list[float]] = {}
+        sides = []
+        for plan in plans():
+            prepared = prepare(plan.config)
+            seed_everything(0)
+            model, task = prepared.parts.build_model(), prepared.parts.task
+            engine = build_engine(prepared.plan, ds_config=prepared.ds_config, model=model, task=task)
+            batches = make_train_loader(prepared.plan, prepared.parts.splits, rank=rank()).stream(0)
+            sides.append((steps.setdefault(name_of(plan), []), partial(engine.train_step, batches)))
+        end = time.monotonic() + seconds
+        while min(gather(time.monotonic())) < end:
+            for times, step in sides:
+                barrier()
+                times.append(max(gather(timed(step, device(), repeats=1))))
+        if rank() == 0:
+            path.write_text(json.dumps({name: times[_WARM_UP_STEPS:] for name, times in steps.items()}))
+        barrier()
+        os._exit(0)  # engines of several strategies are not let go of one by one
+
+
+def quantile(seconds: Sequence[float], share: float) -> float:
+    """The value below which this share lies."""
+    return sorted(seconds)[int(share * len(seconds))]
+
+
+def compared(strategies: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Agreement of the two orders, by medians and by quickest tenths."""
+    estimates = [each["estimate_seconds"] for each in strategies]
     first = estimates.index(min(estimates))
-    ways = {"median": [median(trial.seconds) for trial in run], "quietest": [quietest(trial.seconds) for trial in run]}
-    return {
-        way: {"spearman": spearman(estimates, measured), "chosen_over_fastest": measured[first] / min(measured)}
-        for way, measured in ways.items()
-    }
-
-
-def quietest(seconds: Sequence[float]) -> float:
-    """The least of the medians of each round."""
-    rounds = (seconds[at : at + INTERVALS] for at in range(0, len(seconds), INTERVALS))
-    return min(map(median, rounds))
+    found = {}
+    for way in ("median", "tenth"):
+        measured = [each[f"{way}_seconds"] for each in strategies]
+        found[way] = {
+            "spearman": spearman(estimates, measured),
+            "chosen_over_fastest": measured[first] / min(measured),
+        }
+    return found
 
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float:
