@@ -58,7 +58,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.records = [_Record("inputs")]
         self.current, self.way = self.records[0], "forward"
-        self.first: list[Tensor] = []
+        self.first: list[Any] = []  # an edge of the graph: the tensor itself would be kept alive
         self._own = {tensor.untyped_storage()._cdata for tensor in known}
         self._live: set[int] = set()
         self._saved: set[int] = set()
@@ -308,7 +308,7 @@ def _watch(ledger: _Ledger, name: str, module: nn.Module) -> Iterator[Any]:
         record.figures["output"] = sum(map(_bytes, tensors))
         for tensor in tensors:
             if tensor.requires_grad:
-                ledger.first = ledger.first or [tensor]
+                ledger.first = ledger.first or [torch.autograd.graph.get_gradient_edge(tensor)]
                 tensor.register_hook(partial(_come_back, ledger, record))  # type: ignore[no-untyped-call]
 
     yield module.register_forward_pre_hook(before, with_kwargs=True)

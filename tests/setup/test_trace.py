@@ -5,12 +5,12 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils.flop_counter import FlopCounterMode
 
 from framework.commands.torch_child import ask_child
@@ -60,7 +60,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Task]] = {
     "vit": (of_torchvision("VisionTransformer", **VIT), IMAGES, Classification()),
     "convnext": (of_torchvision("convnext_tiny"), IMAGES, Classification()),
     "efficientnet": (of_torchvision("efficientnet_b0"), IMAGES, Classification()),
-    "densenet": (of_torchvision("densenet121"), IMAGES, Classification()),
     "gpt2": (of_transformers("GPT2LMHeadModel", n_embd=64, n_layer=3, n_head=4), TOKENS, OfLogits()),
     "bert": (of_transformers("BertModel", **SHAPE), TOKENS, OfLogits()),
     "llama": (of_transformers("LlamaForCausalLM", **SHAPE, num_key_value_heads=2), TOKENS, OfLogits()),
@@ -77,8 +76,8 @@ def traced(build: Callable[[], nn.Module], inputs: Any, task: Task, dtype: str =
     return trace_work(config_of(dtype), parts, (inputs, LABELS), **options)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "dtype"), [*((name, "fp32") for name in MODELS), ("vit", "bf16"), ("llama", "bf16")])
 def test_what_is_saved_is_what_autograd_saves(name: str, dtype: str) -> None:
     build, inputs, task = MODELS[name]
     work = traced(build, inputs, task, dtype, device="cpu")
@@ -109,11 +108,13 @@ def test_on_gpus_it_is_the_closed_form(size: dict[str, Any], dtype: str, arithme
     work = traced(lambda: GPT.of(**values), TOKENS, _NextToken(), dtype, device="cuda")
     assert work.flops == closed.flops
     assert saved_bytes(work) == pytest.approx(saved_bytes(closed), rel=0.01)
+    for name in ("peak_bytes", "backward_bytes"):
+        most = [max(getattr(part, name) for part in each.parts) for each in (work, closed)]
+        assert most[0] == pytest.approx(most[1], rel=0.1, abs=2**15), name
     found = {part.name: part for part in work.parts}
     for part in closed.layers():
         other = found.get(part.name, next((each for each in work.parts if each.shares and part.shares), part))
         assert figures(other) == pytest.approx(figures(part), rel=0.02, abs=4096)
-        assert other.peak_bytes <= 1.6 * part.peak_bytes + 4096
 
 
 class _NextToken(Classification):
@@ -132,7 +133,7 @@ class AsksForNumbers(nn.Linear):
 
 
 def test_a_model_that_asks_for_numbers_has_no_trace() -> None:
-    with pytest.raises(Exception, match="[Dd]ata"):
+    with pytest.raises(DataDependentOutputException):
         traced(lambda: AsksForNumbers(4, 3), torch.zeros(MICRO, 4), Classification())
 
 
@@ -142,7 +143,10 @@ def test_seven_billion_weights_are_not_allocated() -> None:
     args = {**shape, "num_kv_heads": 32, "mlp_size": 11_008, "positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu"}
     config = config_from_values(
         {
-            "model": {"target": "framework.models.gpt:GPT.of", "args": {**args, "bias": False, "tie_embeddings": False}},
+            "model": {
+                "target": "framework.models.gpt:GPT.of",
+                "args": {**args, "bias": False, "tie_embeddings": False},
+            },
             "data": {"kind": "text", "sequence_length": 4096},
             "task": {"kind": "causal_lm"},
             "batch": {"micro_size": 1},
