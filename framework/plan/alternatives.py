@@ -51,7 +51,7 @@ def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> dict[str, A
     values = config.written()
     for key, value in settings.items():
         first, *sections, last = key.split(".")
-        place = values.setdefault(first, kind_of_default(first))
+        place = values[first] if first in values else values.setdefault(first, kind_of_default(first))
         for name in sections:
             place = place.setdefault(name, {})
         if last in {"device", "dtype"} and place.get(last) != value:
