@@ -284,12 +284,12 @@ def search_longest_sequence(
 def judge(
     plan: Plan, target: Target | None = None, *, settings: Settings | None = None, work: ModelWork | None = None
 ) -> Candidate:
-    """Estimate what a plan takes; `work`: of its model on its micro-batch, left out: as the named model has it.
+    """Estimate what a plan takes; `work`: of its model on any micro-batch, left out: as the named model has it.
 
     Raises:
         NotEstimatedError: its memory is not known.
     """
-    work = work or work_of(plan)
+    work = work_of(plan) if work is None else work.of_samples(plan.layout.micro_size)
     memory, machine, time = estimate(plan, work=work), target and target.machine, None
     if machine and work:
         with suppress(NotEstimatedError):  # a figure of the device that nobody has published
@@ -511,16 +511,18 @@ _KNOBS: Final[Sequence[tuple[str, Any]]] = (
 )
 
 
-def find_knob(plan: Plan) -> Knob | None:
+def find_knob(plan: Plan, *, work: ModelWork | None = None) -> Knob | None:
     """Find the setting beside the strategy that frees most on the fullest rank; None where none frees one part in a
     hundred.
     """
-    planned, found = judge(plan).peak_bytes, []
+    planned, found = judge(plan, work=work).peak_bytes, []
+    work = work and work.of_samples(plan.layout.micro_size)
     for key, after in _KNOBS:
         section, _, name = key.partition(".")
         before = getattr(getattr(plan.config, section), name, None)
-        if before is not None and (isinstance(after, str) or before > after):
-            freed = (planned - each.peak_bytes for each in alternatives(plan, [{key: after}]))
+        is_lower = before is not None and (isinstance(after, str) or before > after)
+        if is_lower and (work is None or section != "precision"):  # of another type it would be other work
+            freed = (planned - each.peak_bytes for each in alternatives(plan, [{key: after}], work=work))
             found += [Knob(key, before, after, size) for size in freed]
     best = max(found, key=lambda knob: knob.freed_bytes, default=None)
     return best if best is not None and best.freed_bytes >= planned / 100 else None
