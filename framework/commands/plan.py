@@ -155,15 +155,19 @@ def _own_work(run: LoadedRun, cluster: Cluster) -> tuple[ModelWork | None, str]:
     """Work of a model of the user's own, or why it is not known; neither for named models."""
     from framework.commands.own_work import find_own_work
     from framework.commands.torch_child import NoAnswerError
+    from framework.config.base import ModelKind
     from framework.config.load import config_from_values
     from framework.plan.alternatives import with_settings
     from framework.plan.plan import make_plan
 
+    if isinstance(run.config.model, ModelKind):
+        return None, ""
     # What is to be chosen does not change the model; these are values that go with everything.
     plain = {"zero.stage": 1, "parallel.pipe": 1, "batch.micro_size": None}
     settings = {key: value for key, value in plain.items() if key in run.config.auto}
+    config = config_from_values(with_settings(run.config, settings)) if settings else run.config
     try:
-        return find_own_work(make_plan(config_from_values(with_settings(run.config, settings)), cluster)), ""
+        return find_own_work(make_plan(config, cluster, source=run.source)), ""
     except NoAnswerError as error:
         return None, str(error)
 
