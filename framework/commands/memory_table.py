@@ -11,6 +11,7 @@ from framework.config.load import config_from_values
 from framework.errors import ConfigError, Problem
 from framework.plan.memory import Memory, NotEstimatedError, estimate
 from framework.plan.plan import Plan, make_plan
+from framework.plan.work import ModelWork
 
 # What is tried beside the plan: dotted keys of a run config and their values.
 _ALTERNATIVES: Final[Sequence[Mapping[str, Any]]] = (
@@ -54,17 +55,20 @@ class MemoryTable:
     findings: tuple[Problem, ...] = ()
 
 
-def memory_table(plan: Plan, *, gpu: str = "", memory_gib: int | None = None) -> MemoryTable:
+def memory_table(
+    plan: Plan, *, work: ModelWork | None = None, why: str = "", gpu: str = "", memory_gib: int | None = None
+) -> MemoryTable:
     """Compare the plan with its alternatives.
 
     Args:
+        work: of a model of the user's own; `why` it is not known.
         gpu: the name of the device, whose memory is `memory_gib`; None: only sizes are printed.
     """
     try:
-        planned = Alternative({}, estimate(plan))
+        planned = Alternative({}, estimate(plan, work=work))
     except NotEstimatedError as error:
-        return MemoryTable((f"memory    not estimated: {error}",))
-    others = sorted(_alternatives(plan, planned), key=lambda other: other.peak_bytes)
+        return MemoryTable((f"memory    not estimated: {error}{why and f' ({why})'}",))
+    others = sorted(_alternatives(plan, planned, work), key=lambda other: other.peak_bytes)
     limit = None if memory_gib is None else memory_gib * 1024 * _MIB
     lines = [f"memory    {_summary(planned.memory)}", *_components(planned.memory)]
     for other in others:
@@ -76,7 +80,7 @@ def memory_table(plan: Plan, *, gpu: str = "", memory_gib: int | None = None) ->
         return MemoryTable(tuple(lines))
     fitting = [other for other in others if other.peak_bytes <= limit]
     # The largest that fits is the one that changes least, and every further cut costs traffic.
-    fix = f"set {fitting[-1]}" if fitting else _devices_that_fit(plan, limit)
+    fix = f"set {fitting[-1]}" if fitting else _devices_that_fit(plan, limit, work)
     reason = f"each rank takes {size_text(planned.peak_bytes)}, and {gpu} has {memory_gib} GiB"
     stage = plan.config.zero.stage
     return MemoryTable(
@@ -84,12 +88,12 @@ def memory_table(plan: Plan, *, gpu: str = "", memory_gib: int | None = None) ->
     )
 
 
-def _devices_that_fit(plan: Plan, limit: int) -> str:
+def _devices_that_fit(plan: Plan, limit: int, work: ModelWork | None) -> str:
     """Find the smallest power of two of devices that the plan fits on at stage 3, with the same micro-batches."""
     config = config_from_values(_changed(plan, {"zero.stage": 3}))
     for ranks in (2**power for power in range(1, 15)):
         more = replace(plan, config=config, layout=replace(plan.layout, world_size=ranks, data_parallel_size=ranks))
-        memory = estimate(more)
+        memory = estimate(more, work=work)
         if memory.total(memory.peak) <= limit:
             return f"use {ranks} devices with zero.stage: 3"
     return "use a smaller model: its largest weights alone do not fit"
@@ -120,14 +124,16 @@ def _host(memory: Memory) -> str:
     return f", {size_text(total)} on the host" if total else ""
 
 
-def _alternatives(plan: Plan, planned: Alternative) -> Iterator[Alternative]:
+def _alternatives(plan: Plan, planned: Alternative, work: ModelWork | None) -> Iterator[Alternative]:
     """Those that the rules allow and that change the peak by one part in a hundred or more."""
     seen = [plan.config.to_dict()]
     for settings in _ALTERNATIVES:
+        if work is not None and "precision.dtype" in settings:  # what was found is of this one
+            continue
         values = _changed(plan, settings)
         try:
             config = config_from_values(values)
-            memory = estimate(make_plan(config, plan.cluster))
+            memory = estimate(make_plan(config, plan.cluster), work=work)
         except (ConfigError, NotEstimatedError):
             continue
         other = Alternative(settings, memory)

@@ -122,7 +122,8 @@ def leaves(value: Any) -> list[torch.Tensor]:
 
 
 def again(value: torch.Tensor) -> torch.Tensor:
-    return value.detach().requires_grad_(value.is_floating_point())
+    """The same tensor, as another group made it; an operation may change it in place."""
+    return value.detach().requires_grad_(value.is_floating_point()).clone()
 
 
 @pytest.mark.parametrize(("every", "dtype"), [*product((1, 2, 3, 20), ("fp32", "bf16"))])
