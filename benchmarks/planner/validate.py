@@ -163,6 +163,7 @@ def parallelism_of(point: Point) -> Parallelism:
         overlaps=is_fsdp or stage in (0, 3),
         scatters=is_fsdp or stage == 3,
         live=0 if stage == 3 else 10**12,
+        by_weight=not is_fsdp,
         interleaving=point["virtual_pipeline"] or 1,
         block_sums=(2, 2),
     )

@@ -99,6 +99,18 @@ def test_frozen_weights_are_gathered_and_never_summed() -> None:
     assert (more["gradient sums"], more["optimizer"]) == (own["gradient sums"], own["optimizer"])
 
 
+def test_at_stage_3_the_host_handles_each_weight() -> None:
+    many = replace(WORK, weights={f"w{number}": (1,) for number in range(100)})
+    rates, by = replace(IDEAL, weight_seconds=1.0), Parallelism(zero_stage=3, accumulation=3, recomputed=1.0)
+    found = step_time(many, by, MACHINE, rates).seconds
+    device = found["compute"] + found["memory-bound operations"]
+    assert found["host work of stage 3"] == pytest.approx(3 * 300 - device)  # it works beside the device
+    for other in (replace(by, by_weight=False), replace(by, zero_stage=2)):
+        assert "host work of stage 3" not in step_time(many, other, MACHINE, rates).seconds
+    slow = replace(MACHINE, device=replace(DEVICE, flops_per_second={"bf16": 1e9}))
+    assert "host work of stage 3" not in step_time(many, by, slow, rates).seconds
+
+
 def test_between_hosts_the_network_decides_and_all_its_links_help() -> None:
     inside, outside = seconds(data=8)["gradient sums"], seconds(data=16)["gradient sums"]
     assert outside / inside == pytest.approx((15 / 16 / 8e10) / (7 / 8 / 1e11), rel=0.05)
