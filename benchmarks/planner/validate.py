@@ -12,17 +12,21 @@ import re
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import log, sqrt
 from typing import Any, Final
 
 from benchmarks.planner.published import read_points, tokens_per_second_per_gpu
 from benchmarks.records import RESULTS, ROOT
+from framework.config.load import config_from_values
 from framework.config.model import GPT
+from framework.plan.cluster import Cluster
 from framework.plan.devices import Machine, find_network
+from framework.plan.memory import NotEstimatedError, estimate
+from framework.plan.plan import Plan, make_plan
 from framework.plan.time import RATES, Parallelism, Rates, StepTime, step_time
-from framework.plan.work import ModelWork, model_work
+from framework.plan.work import ModelWork, Part, model_work
 
 Point = dict[str, Any]
 # A bare name is the kind that most of them are; 40 GB of an A100 and 96 of a GH200 stand in `device_gb`.
@@ -42,12 +46,31 @@ _DEVICES_PER_HOST: Final = {"lsaie": 4}
 _RECOMPUTED: Final = {"none": 0.0, "selective": 0.5, "full": 1.0}
 
 
+def speed(point: Point) -> float | None:
+    """Tokens per second of one device; where no batch is printed a step is one micro-batch, as frameworks have it."""
+    found = tokens_per_second_per_gpu(point)
+    known = [point[key] for key in ("micro_batch", "sequence", "step_seconds")]
+    if found is not None or None in known or point["global_batch"] or point["accumulation"]:
+        return found
+    is_data_parallel = {point["tensor"], point["pipeline"], point["sequence_parallel"]} <= {None, 1}
+    return float(known[0] * known[1] / known[2]) if is_data_parallel else None
+
+
+def vocabulary(point: Point) -> int | None:
+    """The model's vocabulary: printed, or what the printed number of parameters leaves for two matrices of it."""
+    model = point["model"]
+    if model["vocab"] is not None or None in (model["layers"], model["hidden"], point["parameters"]):
+        return None if model["vocab"] is None else int(model["vocab"])
+    blocks = 12 * model["layers"] * model["hidden"] ** 2
+    return round((point["parameters"] - blocks) / model["hidden"] / 2)
+
+
 def left_out(point: Point) -> str | None:
     """Why a point's throughput is not compared; decided by its fields."""
     model, note = point["model"], point["note"] or ""
-    shape = [model[key] for key in ("layers", "hidden", "heads", "vocab")]
+    shape = [*(model[key] for key in ("layers", "hidden", "heads")), vocabulary(point)]
     reasons = {
-        "no throughput printed": tokens_per_second_per_gpu(point) is None,
+        "no throughput printed": speed(point) is None,
         "no dense transformer": model["kind"] not in ("gpt", "llama"),
         "shape of the model not printed": None in shape,
         "precision not modelled or not printed": point["precision"] not in ("bf16", "fp16"),
@@ -56,6 +79,7 @@ def left_out(point: Point) -> str | None:
         "compiled": "compile" in note.lower(),
         "power limited": "power limited" in note,
         "deterministic mode": "deterministic" in note,
+        "optimizer state in bf16": "optimizer states" in note,
         "context parallelism, which is not DeepSpeed's": (point["sequence_parallel"] or 1) > 1,
         "offloaded, bandwidth of the host not printed": point["offload"] not in (None, "none"),
     }
@@ -77,8 +101,8 @@ def recompute_of(point: Point) -> str:
     return "full" if passes > 3.5 else "none"
 
 
-def work_of(point: Point) -> ModelWork:
-    """The work of the point's model for one sample."""
+def config_of(point: Point) -> GPT:
+    """The point's model as a run config describes it."""
     model = point["model"]
     is_llama, is_mosaic = model["kind"] == "llama", point["source"]["name"] == "llm-foundry"
     kv_heads = model["kv_heads"] or model["heads"]
@@ -86,13 +110,13 @@ def work_of(point: Point) -> ModelWork:
     if is_llama and model["ffn"] is None:  # the printed number of parameters leaves one width
         attention = 2 * model["hidden"] ** 2 * (1 + kv_heads / model["heads"])
         perceptron = round((point["parameters"] / model["layers"] - attention) / 3 / model["hidden"])
-    config = GPT(
+    return GPT(
         num_layers=model["layers"],
         hidden_size=model["hidden"],
         num_heads=model["heads"],
         num_kv_heads=kv_heads,
         mlp_size=perceptron,
-        vocab_size=model["vocab"],
+        vocab_size=vocabulary(point),
         max_positions=point["sequence"],
         dropout=0.0,
         positions="rotary" if is_llama else "learned",
@@ -101,10 +125,14 @@ def work_of(point: Point) -> ModelWork:
         bias=not (is_llama or is_mosaic),
         tie_embeddings=not is_llama,
     )
-    work = model_work(config, micro_size=1, sequence_length=point["sequence"])
+
+
+def work_of(point: Point, micro_size: int = 1) -> ModelWork:
+    """The work of the point's model."""
+    work = model_work(config_of(point), micro_size=micro_size, sequence_length=point["sequence"])
     assert work is not None
     if point["source"]["framework"] == "Megatron-DeepSpeed":
-        work = with_scores(work, model["heads"] * point["sequence"] ** 2)
+        work = with_scores(work, micro_size * point["model"]["heads"] * point["sequence"] ** 2)
     return work
 
 
@@ -125,6 +153,12 @@ def with_scores(work: ModelWork, scores: int) -> ModelWork:
         for part in work.parts
     )
     return replace(work, parts=tuple(parts))
+
+
+def bucket_of(point: Point) -> int:
+    """Elements of DeepSpeed's buckets: as the source's notes print them, else its default."""
+    printed = re.search(r"buckets of (\d+e\d+)", point["source"].get("notes", ""))
+    return int(float(printed[1])) if printed else 500_000_000
 
 
 def parallelism_of(point: Point) -> Parallelism:
@@ -149,10 +183,11 @@ def parallelism_of(point: Point) -> Parallelism:
         dtype=point["precision"],
         gradient_bytes=4 if in_fp32 else 2,
         recomputed=_RECOMPUTED[recompute_of(point)],
-        **({"bucket": 12 * point["model"]["hidden"] ** 2} if is_fsdp else {}),  # a block at a time
+        bucket=12 * point["model"]["hidden"] ** 2 if is_fsdp else bucket_of(point),  # FSDP's is a block
         overlaps=is_fsdp or stage in (0, 3),
         scatters=is_fsdp or stage == 3,
         live=0 if stage == 3 else 10**12,
+        by_weight=not is_fsdp,
         interleaving=point["virtual_pipeline"] or 1,
         block_sums=(2, 2),
     )
@@ -199,10 +234,77 @@ def cases(split: str) -> list[Case]:
     found = []
     for point in read_points(split):
         if left_out(point) is None:
-            measured = tokens_per_second_per_gpu(point)
+            measured = speed(point)
             assert measured is not None
             found.append(Case(point, work_of(point), parallelism_of(point), machine_of(point), measured))
     return found
+
+
+def memory_left_out(point: Point) -> str | None:
+    """Why a point's memory is not compared; decided by its fields. Nothing was fitted for memory."""
+    reasons = {
+        "no memory printed": point["memory_gib"] is None,
+        "not DeepSpeed, which the estimate is of": "DeepSpeed" not in point["source"]["framework"],
+        "micro-batch or length not printed": None in [point[key] for key in ("num_gpus", "micro_batch", "sequence")],
+        "the largest at its start, not in a step": "the peak is that of the initialization" in (point["note"] or ""),
+        "selective recomputation": point["recompute"] == "selective",
+    }
+    shared = left_out(point)
+    if shared == "no throughput printed":
+        shared = left_out(point | {"tokens_per_second_per_gpu": 1.0})
+    return next((reason for reason, applies in reasons.items() if applies), shared)
+
+
+def plan_of(point: Point) -> Plan:
+    """The point as a plan of ours: its ranks are those of one tensor-parallel rank each."""
+    by, precision, model = parallelism_of(point), point["precision"], config_of(point)
+    sums = "fp32" if by.gradient_bytes == 4 else precision
+    values = {
+        "model": {"kind": "gpt"} | model.model_dump(exclude_unset=True),
+        "data": {"kind": "text", "sequence_length": point["sequence"]},
+        "task": {"kind": "causal_lm"},
+        "batch": {"micro_size": by.micro_size, "accumulation_steps": by.accumulation},
+        "precision": {"dtype": precision, "grad_accumulation": sums, "grad_reduction": sums},
+        "zero": {"stage": by.zero_stage, "reduce_bucket_size": by.bucket, "allgather_bucket_size": by.bucket},
+        "parallel": {"pipe": by.pipe},
+        "optimizer": {"kind": "adamw", "implementation": "deepspeed"},
+        "training": {"max_steps": 10, "recompute_every": int(by.recomputed)},
+    }
+    return make_plan(config_from_values(values), Cluster(by.data * by.pipe, 1, "cuda"))
+
+
+def of_one_rank(work: ModelWork, tensor: int) -> ModelWork:
+    """The work of one of the tensor-parallel ranks, which split matrices and what Megatron splits between them."""
+
+    def split(part: Part) -> Part:
+        is_last = part.name in ("head", "loss")
+        share = 1.0 if is_last else part.split_bytes / max(part.saved_bytes, 1)
+        sizes = {
+            key: round(getattr(part, key) * (1 - share + share / tensor))
+            for key in ("saved_bytes", "peak_bytes", "backward_bytes", "passing_bytes")
+        }
+        output = part.output_bytes // (tensor if is_last else 1)
+        return replace(part, num_params=part.num_params // tensor, output_bytes=output, **sizes)
+
+    weights = {
+        name: (shape[0] // tensor, *shape[1:]) if len(shape) > 1 else shape for name, shape in work.weights.items()
+    }
+    return replace(work, weights=weights, parts=tuple(map(split, work.parts)))
+
+
+def memory_of(point: Point) -> float:
+    """Estimated GiB of the fullest rank at its fullest moment.
+
+    Raises:
+        NotEstimatedError: the estimate lacks something that the point has.
+    """
+    by = parallelism_of(point)
+    work = work_of(point, micro_size=by.micro_size)
+    found = estimate(plan_of(point), work=of_one_rank(work, by.tensor))
+    moment = "between" if point["memory_kind"] == "live_allocated" else found.peak
+    # The context of CUDA, which is no tensor, by the source that read nvidia-smi: 1573 MiB.
+    context = 1573 / 1024 if point["memory_kind"] == "nvidia_smi" else 0.0
+    return found.total(moment) / 2**30 + context
 
 
 # Fitted; the others of `Rates` have a source of their own, or nothing in the points shows them.
@@ -256,46 +358,70 @@ def summary(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
     }
 
 
-def errors(split: str) -> dict[str, Any]:
-    """Errors of one half: of all its points, and by source."""
+def by_source(pairs: Iterable[tuple[str, float, float]]) -> dict[str, Any]:
+    """Errors of all, and by source, of names of sources with an estimate and a measurement."""
     found: dict[str, list[tuple[float, float]]] = {}
-    for case in cases(split):
-        estimated = case.time().tokens_per_second_per_device
-        assert estimated is not None
-        found.setdefault(case.point["source"]["name"], []).append((estimated, case.measured))
-    total = [pair for pairs in found.values() for pair in pairs]
-    return {"all": summary(total), **{name: summary(pairs) for name, pairs in found.items()}}
+    for source, estimated, measured in pairs:
+        found.setdefault(source, []).append((estimated, measured))
+    if not found:
+        return {}
+    total = [pair for those in found.values() for pair in those]
+    return {"all": summary(total), **{source: summary(those) for source, those in found.items()}}
+
+
+def throughput_errors(split: str) -> tuple[dict[str, Any], dict[str, int]]:
+    """Errors of one half, and how many points are left out for which reason."""
+    pairs = [(case.point["source"]["name"], case.ratio() * case.measured, case.measured) for case in cases(split)]
+    return by_source(pairs), _counted(map(left_out, read_points(split)))
+
+
+def memory_errors(split: str) -> tuple[dict[str, Any], dict[str, int]]:
+    """Errors of one half, and how many points are left out for which reason."""
+    pairs, reasons = [], list[str | None]()
+    for point in read_points(split):
+        reason = memory_left_out(point)
+        if reason is None:
+            try:
+                pairs.append((point["source"]["name"], memory_of(point), point["memory_gib"]))
+            except NotEstimatedError as error:
+                reason = str(error)
+        reasons.append(reason)
+    return by_source(pairs), _counted(reasons)
+
+
+def _counted(reasons: Iterable[str | None]) -> dict[str, int]:
+    return dict(Counter(reason for reason in reasons if reason).most_common())
 
 
 def results() -> dict[str, Any]:
     """What is written: errors and what is left out, by half, and the constants."""
-    halves = ("fit", "holdout")
-    reasons = {half: Counter(filter(None, map(left_out, read_points(half)))) for half in halves}
-    return {
-        "throughput": {half: errors(half) for half in halves},
-        "left_out_of_throughput": {half: dict(reasons[half].most_common()) for half in halves},
-        "constants": asdict(RATES),
-    }
+    found: dict[str, Any] = {"constants": asdict(RATES)}
+    for what, errors in (("throughput", throughput_errors), ("memory", memory_errors)):
+        halves = {half: errors(half) for half in ("fit", "holdout")}
+        found[what] = {half: rows for half, (rows, _) in halves.items()}
+        found[f"{what}_left_out"] = {half: reasons for half, (_, reasons) in halves.items()}
+    return found
 
 
 def table(found: Mapping[str, Any]) -> str:
     """The results as the page shows them."""
     lines = [
-        "| source | half | points | median error | nine of ten within | estimated / measured, median | Spearman |",
-        "|---|---|---:|---:|---:|---:|---:|",
+        "| what | source | half | points | median error | nine of ten within | estimated / measured | Spearman |",
+        "|---|---|---|---:|---:|---:|---:|---:|",
     ]
-    for half, sources in found["throughput"].items():
-        for name, row in sources.items():
-            source = f"**all of {half}**" if name == "all" else name
-            ranked = "" if row["spearman"] is None or name == "all" else f"{row['spearman']:.2f}"
-            cells = (
-                row["points"],
-                f"{row['median_error']:.1%}",
-                f"{row['p90_error']:.1%}",
-                f"{row['median_ratio']:.2f}",
-            )
-            lines.append(f"| {source} | {half} | {' | '.join(map(str, cells))} | {ranked} |")
-    return "\n".join(lines)
+    for what in ("throughput", "memory"):
+        for half, sources in found[what].items():
+            for name, row in sources.items():
+                source = f"**all of {half}**" if name == "all" else name
+                ranked = "" if row["spearman"] is None or name == "all" else f"{row['spearman']:.2f}"
+                errors = f"{row['median_error']:.1%} | {row['p90_error']:.1%} | {row['median_ratio']:.2f}"
+                lines.append(f"| {what} | {source} | {half} | {row['points']} | {errors} | {ranked} |")
+    lines += ["", "Left out, by a rule on their fields (`left_out` and `memory_left_out` in `validate.py`):", ""]
+    for what in ("throughput", "memory"):
+        for half, reasons in found[f"{what}_left_out"].items():
+            listed = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+            lines.append(f"- {what}, {half}: {listed}.")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -307,13 +433,12 @@ def main() -> None:
     found = results()
     (RESULTS / "planner.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     page = ROOT / "docs/planner.md"
-    text = page.read_text(encoding="utf-8")
-    before, _, rest = text.partition(_BEGIN)
-    page.write_text(f"{before}{_BEGIN}{table(found)}\n{_END}{rest.partition(_END)[2]}", encoding="utf-8")
+    before, _, rest = page.read_text(encoding="utf-8").partition(_BEGIN)
+    page.write_text(f"{before}{_BEGIN}{table(found)}{_END}{rest.partition(_END)[2]}", encoding="utf-8")
     print(table(found))
 
 
-_BEGIN: Final = "<!-- throughput: python -m benchmarks.planner.validate -->\n"
+_BEGIN: Final = "<!-- python -m benchmarks.planner.validate -->\n"
 _END: Final = "<!-- end -->\n"
 
 if __name__ == "__main__":
