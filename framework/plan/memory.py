@@ -205,9 +205,6 @@ def _refuse_unknown(plan: Plan) -> None:
         "zero.offload_param": config.zero.offload_param.device != "none",
         "zero.offload_optimizer": config.zero.offload_optimizer.device == "nvme",
         "optimizer": isinstance(optimizer, Target | Object),
-        "gradients of a pipeline summed in fp32": plan.layout.pipe_size > 1
-        and is_half
-        and bool(sums_of(config, plan.layout)[0]),
         "a fused optimizer in half precision at stage 0": is_half and not config.zero.stage and _is_fused(optimizer),
     }
     if found := [name for name, is_unknown in reasons.items() if is_unknown]:

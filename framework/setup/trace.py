@@ -40,6 +40,10 @@ from framework.setup.stages import answer, first_batch
 _LARGEST_SHARE = 0.5
 
 
+# Make memory, and move nothing.
+_EMPTY = (torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default, torch.ops.aten.empty.memory_format)
+
+
 @dataclass
 class _Record:
     """What is found of a part while it runs; `most`: bytes alive at most in its forward and in its backward pass."""
@@ -101,8 +105,8 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reads, tensors = _tensors((args, kwargs)), _tensors(made)
         if self.way == "forward" and count is not None:
             self.current.figures["flops"] += int(count(*args, **(kwargs or {}), out_val=made))
-        elif self.way == "forward" and (func._schema.is_mutable or _is_new(tensors, reads)):
-            self.current.figures["moved"] += sum(map(_bytes, {id(each): each for each in (*reads, *tensors)}.values()))
+        elif self.way == "forward" and (func._schema.is_mutable or _is_new(tensors, reads)) and func not in _EMPTY:
+            self.current.figures["moved"] += sum(map(_bytes, (*reads, *tensors)))
         for tensor in tensors:
             self._add(tensor)
         self.current.most[self.way] = max(self.current.most[self.way], self._now)
@@ -110,7 +114,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_new(made: Sequence[Tensor], reads: Sequence[Tensor]) -> bool:
-    """Check whether an operation has written memory of its own; a view has not."""
+    """Check whether an operation has made memory of its own; a view has not."""
     return not {each.untyped_storage()._cdata for each in made} <= {each.untyped_storage()._cdata for each in reads}
 
 
@@ -180,10 +184,12 @@ class _AsOnGPU(TorchFunctionMode):
         if func is functional.dropout:
             given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
             if given.get("training", True) and 0 < given.get("p", 0.5) < 1:
+                self._ledger.current.figures["moved"] += 2 * _bytes(given["input"]) + given["input"].numel()
                 return _FusedDropout.apply(given["input"])
         if func is functional.rms_norm:
             given = dict(zip(("input", "normalized_shape", "weight", "eps"), args, strict=False)) | kwargs
             if given.get("weight") is not None:
+                self._ledger.current.figures["moved"] += 2 * _bytes(given["input"])
                 return _FusedNorm.apply(given["input"], given["weight"])
         return func(*args, **kwargs)
 

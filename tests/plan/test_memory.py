@@ -133,7 +133,8 @@ def own_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
         training = {"max_steps": 9, "recompute_every": every}
         values = of(zero=zero(stage), steps=steps, parallel={"pipe": 2}, training=training)
         yield f"pipe-z{stage}-{steps}-{every}", values, tokens
-    yield "pipe-z1-bf16", of(zero=zero(1), steps=4, parallel={"pipe": 2}, precision=half), tokens
+    for steps in (4, 9):
+        yield f"pipe-z1-bf16-{steps}", of(zero=zero(1), steps=steps, parallel={"pipe": 2}, precision=half), tokens
 
 
 CASES = {name: (config, batch) for name, config, batch in (*cases(), *own_cases())}

@@ -108,6 +108,8 @@ def test_on_gpus_it_is_the_closed_form(size: dict[str, Any], dtype: str, arithme
     work = traced(lambda: GPT.of(**values), TOKENS, _NextToken(), dtype, device="cuda")
     assert work.flops == closed.flops
     assert saved_bytes(work) == pytest.approx(saved_bytes(closed), rel=0.01)
+    moved = [sum(part.moved_bytes for part in each.layers()) for each in (work, closed)]
+    assert moved[0] == pytest.approx(moved[1], rel=0.1)
     for name in ("peak_bytes", "backward_bytes"):
         most = [max(getattr(part, name) for part in each.parts) for each in (work, closed)]
         assert most[0] == pytest.approx(most[1], rel=0.1, abs=2**15), name
