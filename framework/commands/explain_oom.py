@@ -79,10 +79,11 @@ def _lines(found: Explanation, stage: int) -> Iterator[str]:
         yield f"estimate  none: {found.unknown}"
     elif found.components:
         parts = ", ".join(f"{name} {size_text(size)}" for name, size in found.components)
-        moment = "on the host" if shortage.kind != "device" else _moment(found)
-        yield f"estimate  {size_text(sum(size for _, size in found.components))} {moment}: {parts}"
+        moment = "on the host" if found.on_host else IN_WORDS.get(found.at, "between steps")
+        yield f"estimate  {size_text(found.total)} {moment}: {parts}"
     for label, other in zip(["fixes", *[""] * len(found.fixes)], found.fixes, strict=False):
-        yield f"{label:<10}{other}: {size_text(found.gain(other))} less, by estimate"
+        enough = ", enough" if found.is_enough(other) else ""
+        yield f"{label:<10}{other}: {size_text(found.gain(other))} less{enough}, by estimate"
     if not found.fixes:
         yield "fixes     none of these settings takes less then: a smaller model, or more devices at zero.stage: 3"
     if found.beyond_bytes:
@@ -90,7 +91,3 @@ def _lines(found: Explanation, stage: int) -> Iterator[str]:
     if shortage.is_stage_3 and stage < 3:
         yield f"also      the traceback is of zero.stage: 3, and the config has {stage}: name the settings of the run"
     yield from (f"also      {line}" for line in advice(shortage))
-
-
-def _moment(found: Explanation) -> str:
-    return IN_WORDS.get(found.at, "between steps")

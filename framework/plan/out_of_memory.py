@@ -177,11 +177,9 @@ def _frames_before(lines: Sequence[str], at: int) -> Frames:
 
 
 def _prefix(line: str) -> str:
-    return (
-        match[1].strip()
-        if (match := re.match(r"\s*((?:[\w.-]+: ?)?\[[\w-]+\]:|(?:\d+\.){3}\d+:|worker-\d+:)", line))
-        else ""
-    )
+    """Return what a launcher puts before the lines of a rank, such as ``[rank0]:`` or ``192.168.1.51:``."""
+    match = re.match(r"\s*((?:[\w.-]+: ?)?\[[\w-]+\]:|(?:\d+\.){3}\d+:)", line)
+    return match[1] if match else ""
 
 
 def _sizes(message: str) -> dict[str, int]:
@@ -216,6 +214,7 @@ class Explanation:
         memory: the estimate, or None; `unknown` says why.
         at: the moment of the estimate that is nearest to that of the shortage.
         fixes: settings that take less then, the largest gain first.
+        on_host: whether it is the memory of offloading that counts; on processors the host is the device.
     """
 
     shortage: Shortage
@@ -223,30 +222,36 @@ class Explanation:
     at: str = ""
     fixes: tuple[Alternative, ...] = ()
     unknown: str = ""
+    on_host: bool = False
 
     def gain(self, other: Alternative) -> int:
         """Bytes that an alternative takes less at that moment, on the device or, where that is what lacks, the host."""
-        assert self.memory is not None
-        if self.shortage.kind != "device":
-            return sum(self.memory.host.values()) - sum(other.memory.host.values())
-        return self.memory.total(self.at) - other.memory.total(self.at)
+        return self.total - sum(self._of(other.memory).values())
+
+    def is_enough(self, other: Alternative) -> bool:
+        """Check whether an alternative takes so much less that what was asked for would have been there."""
+        sizes = self.shortage.sizes or {}
+        return "asked" in sizes and self.gain(other) >= sizes["asked"] - sizes.get("free", 0)
+
+    def _of(self, memory: Memory) -> Mapping[str, int]:
+        return memory.host if self.on_host else memory.moments[self.at]
+
+    @property
+    def total(self) -> int:
+        """Bytes by estimate at that moment."""
+        return sum(size for _, size in self.components)
 
     @property
     def beyond_bytes(self) -> int:
         """Bytes that torch held beyond the estimate, where these are a tenth of it or more; else 0."""
         held = (self.shortage.sizes or {}).get("allocated", 0)
-        if self.memory is None or self.shortage.kind != "device":
-            return 0
-        more = held - self.memory.total(self.at)
-        return more if 10 * more >= self.memory.total(self.at) else 0
+        more = held - self.total
+        return more if self.memory is not None and not self.on_host and 10 * more >= self.total else 0
 
     @property
     def components(self) -> list[tuple[str, int]]:
         """Component and bytes at that moment, the largest first."""
-        if self.memory is None:
-            return []
-        of = self.memory.moments[self.at] if self.shortage.kind == "device" else self.memory.host
-        return sorted(of.items(), key=lambda item: -item[1])
+        return [] if self.memory is None else sorted(self._of(self.memory).items(), key=lambda item: -item[1])
 
 
 def explain(shortage: Shortage, plan: Plan) -> Explanation:
@@ -256,10 +261,9 @@ def explain(shortage: Shortage, plan: Plan) -> Explanation:
     except NotEstimatedError as error:
         return Explanation(shortage, None, unknown=str(error))
     near = {"save": "between", "load": "between", "evaluation": "between", "": memory.peak}
-    found = Explanation(shortage, memory, near.get(shortage.moment, shortage.moment))
-    others = [
-        other for other in alternatives(plan, _choices(plan)) if found.gain(other) * 100 >= memory.total(found.at)
-    ]
+    on_host = shortage.kind != "device" and plan.cluster.device != "cpu"
+    found = Explanation(shortage, memory, near.get(shortage.moment, shortage.moment), on_host=on_host)
+    others = [other for other in alternatives(plan, _choices(plan)) if found.gain(other) * 100 >= max(found.total, 1)]
     return replace(found, fixes=tuple(sorted(others, key=found.gain, reverse=True)))
 
 
@@ -268,7 +272,7 @@ def _choices(plan: Plan) -> Iterator[dict[str, Any]]:
     batch, zero, layout = plan.config.batch, plan.config.zero, plan.layout
     if layout.micro_size > 1:
         part = 2 if layout.micro_size % 2 == 0 else layout.micro_size
-        accumulates = batch.accumulation_steps is not None
+        accumulates = batch.accumulation_steps is not None or batch.global_size is None
         further = {"batch.accumulation_steps": layout.accumulation_steps * part} if accumulates else {}
         yield {"batch.micro_size": layout.micro_size // part} | further
     yield {"training.recompute_every": 1}
@@ -292,10 +296,8 @@ def in_one_sentence(shortage: Shortage, plan: Plan | None, *, most: int = 3) -> 
     text += f" {IN_WORDS[shortage.moment]}" if shortage.moment else ""
     found = explain(shortage, plan) if plan is not None else None
     if found is not None and (components := found.components):
-        total = size_text(sum(size for _, size in components))
-        text += (
-            f"; by estimate {total} then: {', '.join(f'{name} {size_text(size)}' for name, size in components[:most])}"
-        )
+        named = ", ".join(f"{name} {size_text(size)}" for name, size in components[:most])
+        text += f"; by estimate {size_text(found.total)} then: {named}"
         fixes = " or ".join(f"{each} ({size_text(found.gain(each))} less)" for each in found.fixes[:most])
         text += f"; set {fixes}" if fixes else ""
     pieces = next(iter(advice(shortage)), "") if shortage.is_fragmented else ""
@@ -318,6 +320,8 @@ def advice(shortage: Shortage) -> Iterable[str]:
         )
     if shortage.component == "buffers of NCCL":
         yield "NCCL allocates beside torch: leave it 1 to 2 GiB, by the settings above or a smaller batch"
+    if shortage.moment == "evaluation":
+        yield "an evaluation has a batch of its own: set a smaller evaluation.batch_size"
     if shortage.kind == "pinned":
         yield (
             "memory of the host that a device reads (pinned) is limited by ulimit -l, the container and the kernel: "

@@ -495,7 +495,7 @@ class _Step:
         inside, hosts = self.placed(2, self.ranks * tensor)
         gathered = self.scatter(size, tensor, 1) if tensor > 1 else 0.0
         sent = size / tensor / self.ring_bandwidth(inside, hosts)
-        return _START_SECONDS + (self.hop if hosts > 1 else 0) + sent + gathered
+        return self.start + (self.hop if hosts > 1 else 0) + sent + gathered
 
     def placed(self, ranks: int, stride: int) -> tuple[int, int]:
         """Members of a group on one host, and hosts: tensor ranks are neighbours, then sequence, data, pipe."""

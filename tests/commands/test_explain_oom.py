@@ -33,7 +33,7 @@ def test_lines_name_moment_sizes_component_estimate_and_fixes(tmp_path: Path, ca
     assert lines[3].startswith("estimate  ")
     assert "in the optimizer's step: weights 14.96 GiB, " in lines[3]
     assert lines[4].startswith("fixes     zero.stage: 3, zero.offload_optimizer.device: cpu: ")
-    assert lines[4].endswith(" less, by estimate")
+    assert lines[4].endswith(" less, enough, by estimate")
 
 
 def test_pieces_are_advised_on_beside_the_config(tmp_path: Path, capsys: Capture) -> None:

@@ -6,10 +6,12 @@ import json
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from framework.cli import main
+from framework.commands.torch_child import NoAnswerError
 from framework.config.load import load_config
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
@@ -167,10 +169,14 @@ def test_bad_options_are_refused(capsys: Capture) -> None:
     assert "--nodes: how many devices does each host have?" in capsys.readouterr().err
 
 
-def test_a_model_of_ones_own_is_not_guessed(capsys: Capture) -> None:
+def test_a_model_of_ones_own_is_not_guessed(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_nothing(plan: object) -> NoReturn:
+        raise NoAnswerError("it is not here")
+
+    monkeypatch.setattr("framework.commands.own_work.find_own_work", find_nothing)
     words = ["ds_configs/quickstart.yaml", "model={target: 'no_such_module:LeNet'}"]
     out = plan(*words, capsys=capsys)
-    assert "\nmemory    not estimated: the model is one of your own (" in out
+    assert "\nmemory    not estimated: the model is one of your own (it is not here)\n" in out
     assert "\nbest " not in out
     assert json.loads(plan(*words, "--json", capsys=capsys))["memory"]["unknown"].startswith("the model is one of your")
 

@@ -132,6 +132,34 @@ def test_where_the_host_lacks_memory_its_own_components_count() -> None:
     assert "zero.offload_optimizer.device: none" in map(str, found.fixes)
 
 
+def test_on_processors_the_host_is_the_device() -> None:
+    found = explain(of("host"), make_plan(plan().config, Cluster(devices_per_host=8, device="cpu")))
+    assert found.memory is not None
+    assert found.total == found.memory.total(found.memory.peak)
+    assert "zero.stage: 3" in map(str, found.fixes)
+
+
+def test_nothing_is_a_fix_that_takes_no_less() -> None:
+    found = explain(of("host"), plan())  # nothing is offloaded
+    assert (found.total, found.fixes) == (0, ())
+
+
+def test_a_fix_is_enough_where_what_was_asked_for_would_have_been_there() -> None:
+    found = explain(of("step-adamw"), plan(zero={"stage": 1}))
+    needed = (found.shortage.sizes or {})["asked"] - (found.shortage.sizes or {})["free"]
+    assert all(found.is_enough(each) == (found.gain(each) >= needed) for each in found.fixes)
+    assert any(map(found.is_enough, found.fixes))
+    assert not any(map(explain(of("killed-torchrun"), plan()).is_enough, found.fixes))
+
+
+def test_a_smaller_micro_batch_keeps_the_global_size() -> None:
+    long = {"kind": "text", "sequence_length": 1024}
+    alone = explain(of("backward-zero3"), plan(data=long))
+    assert "batch.micro_size: 2, batch.accumulation_steps: 2" in map(str, alone.fixes)
+    fixed = explain(of("backward-zero3"), plan(data=long, batch={"global_size": 64, "micro_size": 4}))
+    assert "batch.micro_size: 2" in map(str, fixed.fixes)
+
+
 def test_an_own_model_is_not_guessed() -> None:
     own = plan(model={"target": "framework.models.small_nets:LeNet"})
     found = explain(of("step-adamw"), own)
