@@ -116,7 +116,10 @@ def estimate(plan: Plan, *, work: ModelWork | None = None, activation_bytes: int
     *layers, loss = work.layers()
     passes = passes_over(layers, loss, recompute_every=config.training.recompute_every)
     if activation_bytes is not None:
-        passes = Passes((Moment(activation_bytes),), (Moment(activation_bytes),), activation_bytes)
+        # They are there until gradients have filled a bucket, which at stage 2 is when its share of them is made.
+        late = Moment(activation_bytes, gradients=plan.config.zero.reduce_bucket_size + 1)
+        first = Moment(activation_bytes)
+        passes = Passes((first,), (late if plan.config.zero.stage == 2 else first,), activation_bytes)
     return replace(_Estimate(plan, work, passes).memory(), lacks=lacks)
 
 
@@ -127,8 +130,9 @@ def stage_memories(plan: Plan, work: ModelWork) -> list[Memory]:
         raise NotEstimatedError("the layers of the stages are not known")
     in_groups = getattr(optimizer, "weight_decay_on", "all") == "matrices" and getattr(optimizer, "weight_decay", 0.0)
     *layers, loss = work.layers()
-    facts = [_facts(layer, work) for layer in layers]
-    table = cut(facts, parallel, same_groups=bool(in_groups) and plan.config.zero.stage > 0)
+    same_groups = bool(in_groups) and plan.config.zero.stage > 0
+    facts = [_facts(layer, work if same_groups else None) for layer in layers]
+    table = cut(facts, parallel, same_groups=same_groups)
     if isinstance(table, Problem):
         raise NotEstimatedError(table.reason)
     found = []
@@ -142,8 +146,9 @@ def stage_memories(plan: Plan, work: ModelWork) -> list[Memory]:
     return found
 
 
-def _facts(layer: Part, work: ModelWork) -> LayerFacts:
-    own = _of_layers(work, [layer]).weights.values()
+def _facts(layer: Part, work: ModelWork | None) -> LayerFacts:
+    """What the cut depends on; the groups of its weights where `work` is given."""
+    own = [] if work is None else _of_layers(work, [layer]).weights.values()
     groups = frozenset("matrices" if len(shape) > 1 else "biases and norms" for shape in own)
     num_params = layer.num_params + layer.shared_params
     return LayerFacts(layer.name, layer.name, num_params, may_start_stage=layer.may_start_stage, groups=groups)
@@ -359,9 +364,10 @@ class _Estimate:
         whole = self.width * sum(self.spread)
         if found.get("gathered weights", 0) <= whole:
             return found
-        # All are fetched at once, and their buffer is gone before values are there.
-        later = most | {"gathered weights": whole}
-        return max(found | self.values(Moment(0)), later, key=lambda each: sum(each.values()))
+        # The buffer that they are fetched into is gone when the last of them was copied out of it, before the loss.
+        before = [moment.activations for moment in self.passes.forward if not moment.loss]
+        copying = found | self.values(Moment(max(before, default=0)))
+        return max(copying, most | {"gathered weights": whole}, key=lambda each: sum(each.values()))
 
     def values(self, moment: Moment) -> dict[str, int]:
         """Values at one moment, with those of the other micro-batches in flight."""
@@ -390,7 +396,7 @@ class _Estimate:
         def added(moment: Moment) -> int:
             """Gradients of this backward pass; below stage 2 each stays, at 2 they lie in the bucket until a sum."""
             if self.stage == 2:
-                return room if moment.gradients > self.zero["reduce_bucket_size"] else 0
+                return room if moment.gradients + moment.own > self.zero["reduce_bucket_size"] else 0
             return min(room, (self.sum_width if self.stage else self.reduce_width) * moment.gradients)
 
         most = max(self.passes.backward, key=lambda moment: moment.activations + moment.loss + added(moment))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import pytest
 
 from framework.cli import main
+from framework.commands import own_work
 
 GPT = ["ds_configs/gpt_zero3.yaml", "model={kind: gpt, size: llama-3-8b}", "batch={micro_size: 1}", "--num_gpus", "64"]
 Capture = pytest.CaptureFixture[str]
@@ -43,10 +45,15 @@ def test_json_has_the_bytes_of_each_moment(capsys: Capture) -> None:
     assert memory["peak"] == max(memory["total_bytes"], key=memory["total_bytes"].get)
 
 
-def test_a_model_of_ones_own_is_not_guessed(capsys: Capture) -> None:
+def test_a_model_of_ones_own_is_not_guessed(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without torch nobody can look at it."""
+    own = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else own(name))
+    monkeypatch.setattr(own_work, "_cache_file", lambda *_: None)
     words = ["ds_configs/quickstart.yaml", "model={target: 'framework.models.small_nets:LeNet'}"]
-    assert "memory    not estimated: the model is one of your own" in plan(*words, capsys=capsys)
-    assert json.loads(plan(*words, "--json", capsys=capsys))["memory"] == {"unknown": "the model is one of your own"}
+    reason = "the model is one of your own (it takes torch, which is not installed)"
+    assert f"memory    not estimated: {reason}" in plan(*words, capsys=capsys)
+    assert json.loads(plan(*words, "--json", capsys=capsys))["memory"] == {"unknown": reason}
 
 
 def test_an_unknown_gpu_is_refused(capsys: Capture) -> None:
