@@ -116,7 +116,10 @@ def estimate(plan: Plan, *, work: ModelWork | None = None, activation_bytes: int
     *layers, loss = work.layers()
     passes = passes_over(layers, loss, recompute_every=config.training.recompute_every)
     if activation_bytes is not None:
-        passes = Passes((Moment(activation_bytes),), (Moment(activation_bytes),), activation_bytes)
+        # They are there until gradients have filled a bucket, which at stage 2 is when its share of them is made.
+        late = Moment(activation_bytes, own=plan.config.zero.reduce_bucket_size + 1)
+        first = Moment(activation_bytes)
+        passes = Passes((first,), (late if plan.config.zero.stage == 2 else first,), activation_bytes)
     return replace(_Estimate(plan, work, passes).memory(), lacks=lacks)
 
 
@@ -361,9 +364,10 @@ class _Estimate:
         whole = self.width * sum(self.spread)
         if found.get("gathered weights", 0) <= whole:
             return found
-        # All are fetched at once, and their buffer is gone before values are there.
-        later = most | {"gathered weights": whole}
-        return max(found | self.values(Moment(0)), later, key=lambda each: sum(each.values()))
+        # The buffer that they are fetched into is gone when the last of them was copied out of it, before the loss.
+        before = [moment.activations for moment in self.passes.forward if not moment.loss]
+        copying = found | self.values(Moment(max(before, default=0)))
+        return max(copying, most | {"gathered weights": whole}, key=lambda each: sum(each.values()))
 
     def values(self, moment: Moment) -> dict[str, int]:
         """Values at one moment, with those of the other micro-batches in flight."""
@@ -390,9 +394,16 @@ class _Estimate:
         room = max(summed.get("gradients", 0) - first, 0)
 
         def added(moment: Moment) -> int:
-            """Gradients of this backward pass; below stage 2 each stays, at 2 they lie in the bucket until a sum."""
+            """Gradients of this backward pass: below stage 2 each stays; at 2 they lie in the bucket up to the first
+            sum, which makes room for all of the rank's share, and later are there twice.
+            """
+            bucket = self.zero["reduce_bucket_size"]
+            if self.stage == 2 and moment.gradients <= bucket:
+                is_summed = moment.gradients + moment.own > bucket
+                has_room = is_summed and not self.is_offloaded and self.sum_width == self.width
+                return self.width * max(self.touched()) if has_room else 0
             if self.stage == 2:
-                return room if moment.gradients > self.zero["reduce_bucket_size"] else 0
+                return room
             return min(room, (self.sum_width if self.stage else self.reduce_width) * moment.gradients)
 
         most = max(self.passes.backward, key=lambda moment: moment.activations + moment.loss + added(moment))
