@@ -16,6 +16,7 @@ from framework.system.output import write
 
 if TYPE_CHECKING:  # most configs leave nothing to be chosen
     from framework.plan.search import Target
+    from framework.plan.work import ModelWork
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,19 @@ class LoadedRun:
         return ["--config", self.config_path, *deepspeed_words(self.deepspeed_config), *self.overrides]
 
     def chosen(
-        self, cluster: Cluster | None = None, target: Target | None = None, *, is_proposal: bool = False
+        self,
+        cluster: Cluster | None = None,
+        target: Target | None = None,
+        *,
+        is_proposal: bool = False,
+        work: ModelWork | None = None,
     ) -> LoadedRun:
         """The run with plain settings for what its config leaves to be chosen: for a device, or for those of this
         machine; `choice` says it in one line.
 
         Args:
             is_proposal: nothing is started, so that the device may be unknown.
+            work: of a model of the user's own.
 
         Raises:
             ConfigError: nothing can be chosen.
@@ -59,7 +66,7 @@ class LoadedRun:
         cluster = cluster or default_cluster(self.config)
         target, saved = target or target_at_hand(cluster), saved_manifest(self.config)
         config, settings, line = resolve(
-            self.config, cluster, target, source=self.source, saved=saved, is_proposal=is_proposal
+            self.config, cluster, target, source=self.source, saved=saved, is_proposal=is_proposal, work=work
         )
         words = (*self.overrides, *(f"{key}={value}" for key, value in settings.items()))
         return replace(self, config=config, overrides=words, choice=line)

@@ -31,7 +31,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "tasks": (21, 5),
     "data": (133, 19),
     "engine": (187, 28),
-    "setup": (76, 8),
+    "setup": (94, 9),
     "dslint": (248, 22),
     "deploy": (100, 9),
 }

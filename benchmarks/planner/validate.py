@@ -42,17 +42,35 @@ _DEVICES: Final = {
 # model that bigscience trained names 4 Omni-Path links for 8 GPUs).
 _NETWORKS: Final = {"bigscience-tr11": "omni-path"}
 _DEVICES_PER_HOST: Final = {"lsaie": 4}
-_BUCKET: Final = 500_000_000  # elements, DeepSpeed's default
 # Share of the forward pass that runs again. Selective, of torchtitan: every second matrix product.
 _RECOMPUTED: Final = {"none": 0.0, "selective": 0.5, "full": 1.0}
+
+
+def speed(point: Point) -> float | None:
+    """Tokens per second of one device; where no batch is printed a step is one micro-batch, as frameworks have it."""
+    found = tokens_per_second_per_gpu(point)
+    known = [point[key] for key in ("micro_batch", "sequence", "step_seconds")]
+    if found is not None or None in known or point["global_batch"] or point["accumulation"]:
+        return found
+    is_data_parallel = {point["tensor"], point["pipeline"], point["sequence_parallel"]} <= {None, 1}
+    return float(known[0] * known[1] / known[2]) if is_data_parallel else None
+
+
+def vocabulary(point: Point) -> int | None:
+    """The model's vocabulary: printed, or what the printed number of parameters leaves for two matrices of it."""
+    model = point["model"]
+    if model["vocab"] is not None or None in (model["layers"], model["hidden"], point["parameters"]):
+        return None if model["vocab"] is None else int(model["vocab"])
+    blocks = 12 * model["layers"] * model["hidden"] ** 2
+    return round((point["parameters"] - blocks) / model["hidden"] / 2)
 
 
 def left_out(point: Point) -> str | None:
     """Why a point's throughput is not compared; decided by its fields."""
     model, note = point["model"], point["note"] or ""
-    shape = [model[key] for key in ("layers", "hidden", "heads", "vocab")]
+    shape = [*(model[key] for key in ("layers", "hidden", "heads")), vocabulary(point)]
     reasons = {
-        "no throughput printed": tokens_per_second_per_gpu(point) is None,
+        "no throughput printed": speed(point) is None,
         "no dense transformer": model["kind"] not in ("gpt", "llama"),
         "shape of the model not printed": None in shape,
         "precision not modelled or not printed": point["precision"] not in ("bf16", "fp16"),
@@ -61,6 +79,7 @@ def left_out(point: Point) -> str | None:
         "compiled": "compile" in note.lower(),
         "power limited": "power limited" in note,
         "deterministic mode": "deterministic" in note,
+        "optimizer state in bf16": "optimizer states" in note,
         "context parallelism, which is not DeepSpeed's": (point["sequence_parallel"] or 1) > 1,
         "offloaded, bandwidth of the host not printed": point["offload"] not in (None, "none"),
     }
@@ -97,7 +116,7 @@ def config_of(point: Point) -> GPT:
         num_heads=model["heads"],
         num_kv_heads=kv_heads,
         mlp_size=perceptron,
-        vocab_size=model["vocab"],
+        vocab_size=vocabulary(point),
         max_positions=point["sequence"],
         dropout=0.0,
         positions="rotary" if is_llama else "learned",
@@ -136,6 +155,12 @@ def with_scores(work: ModelWork, scores: int) -> ModelWork:
     return replace(work, parts=tuple(parts))
 
 
+def bucket_of(point: Point) -> int:
+    """Elements of DeepSpeed's buckets: as the source's notes print them, else its default."""
+    printed = re.search(r"buckets of (\d+e\d+)", point["source"].get("notes", ""))
+    return int(float(printed[1])) if printed else 500_000_000
+
+
 def parallelism_of(point: Point) -> Parallelism:
     """The distribution of the point's step."""
     tensor, pipe = point["tensor"] or 1, point["pipeline"] or 1
@@ -158,11 +183,11 @@ def parallelism_of(point: Point) -> Parallelism:
         dtype=point["precision"],
         gradient_bytes=4 if in_fp32 else 2,
         recomputed=_RECOMPUTED[recompute_of(point)],
-        # FSDP a block at a time; no source here prints a bucket, so DeepSpeed has its default.
-        bucket=12 * point["model"]["hidden"] ** 2 if is_fsdp else _BUCKET,
+        bucket=12 * point["model"]["hidden"] ** 2 if is_fsdp else bucket_of(point),  # FSDP's is a block
         overlaps=is_fsdp or stage in (0, 3),
         scatters=is_fsdp or stage == 3,
         live=0 if stage == 3 else 10**12,
+        by_weight=not is_fsdp,
         interleaving=point["virtual_pipeline"] or 1,
         block_sums=(2, 2),
     )
@@ -209,7 +234,7 @@ def cases(split: str) -> list[Case]:
     found = []
     for point in read_points(split):
         if left_out(point) is None:
-            measured = tokens_per_second_per_gpu(point)
+            measured = speed(point)
             assert measured is not None
             found.append(Case(point, work_of(point), parallelism_of(point), machine_of(point), measured))
     return found
@@ -240,7 +265,7 @@ def plan_of(point: Point) -> Plan:
         "task": {"kind": "causal_lm"},
         "batch": {"micro_size": by.micro_size, "accumulation_steps": by.accumulation},
         "precision": {"dtype": precision, "grad_accumulation": sums, "grad_reduction": sums},
-        "zero": {"stage": by.zero_stage, "reduce_bucket_size": _BUCKET, "allgather_bucket_size": _BUCKET},
+        "zero": {"stage": by.zero_stage, "reduce_bucket_size": by.bucket, "allgather_bucket_size": by.bucket},
         "parallel": {"pipe": by.pipe},
         "optimizer": {"kind": "adamw", "implementation": "deepspeed"},
         "training": {"max_steps": 10, "recompute_every": int(by.recomputed)},

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # every command lists the options of this one, and needs noth
     from framework.plan.plan import Plan
     from framework.plan.search import Candidate, Found, Target
     from framework.plan.time import StepTime
+    from framework.plan.work import ModelWork
 
 _GOALS: Final = ("throughput", "fewest-devices", "longest-sequence")
 _TOP: Final = 5
@@ -65,6 +66,8 @@ class _Question:
     run: LoadedRun
     plan: Plan
     target: Target
+    work: ModelWork | None = None
+    why: str = ""
 
     @property
     def is_wide(self) -> bool:
@@ -85,10 +88,10 @@ class _Question:
 
         config, cluster, size = self.run.config, self.plan.cluster, self.plan.length.num_train_samples
         if self.arguments.goal == "fewest-devices":
-            return search_fewest_devices(config, cluster, self.target, num_train_samples=size)
+            return search_fewest_devices(config, cluster, self.target, num_train_samples=size, work=self.work)
         if self.arguments.goal == "longest-sequence":
             return search_longest_sequence(config, cluster, self.target, num_train_samples=size)
-        return search(config, cluster, self.target, free=self.free(), num_train_samples=size)
+        return search(config, cluster, self.target, free=self.free(), num_train_samples=size, work=self.work)
 
 
 def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | None) -> int:
@@ -107,7 +110,8 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
     elif arguments.network:
         raise UsageError("plan: --network goes with --gpu")
     try:
-        run = run.chosen(cluster, target, is_proposal=True)
+        own = _own_work(run, cluster)
+        run = run.chosen(cluster, target, is_proposal=True, work=own[0])
         plan = run.plan_with_data(cluster)
     except ConfigError as error:
         if {problem.kind for problem in error.problems} <= _NO_LAYOUT and not run.config.auto:
@@ -123,7 +127,7 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
         print(*measure(plan), sep="\n", file=sys.stderr if arguments.json else sys.stdout)
     if not arguments.gpu and cluster.num_hosts == 1 and (machine := measured_machine(cluster.world_size)):
         target = Target("this machine, measured", machine=machine)
-    question = _Question(arguments, run, plan, target)
+    question = _Question(arguments, run, plan, target, *own)
     answer = _answer(question)
     if arguments.trials:
         answer = _tried(answer, arguments.trials)
@@ -147,6 +151,27 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
     return EXIT_OK
 
 
+def _own_work(run: LoadedRun, cluster: Cluster) -> tuple[ModelWork | None, str]:
+    """Work of a model of the user's own, or why it is not known; neither for named models."""
+    from framework.commands.own_work import find_own_work
+    from framework.commands.torch_child import NoAnswerError
+    from framework.config.base import ModelKind
+    from framework.config.load import config_from_values
+    from framework.plan.alternatives import with_settings
+    from framework.plan.plan import make_plan
+
+    if isinstance(run.config.model, ModelKind):
+        return None, ""
+    # What is to be chosen does not change the model; these are values that go with everything.
+    plain = {"zero.stage": 1, "parallel.pipe": 1, "batch.micro_size": None}
+    settings = {key: value for key, value in plain.items() if key in run.config.auto}
+    config = config_from_values(with_settings(run.config, settings)) if settings else run.config
+    try:
+        return find_own_work(make_plan(config, cluster, source=run.source)), ""
+    except NoAnswerError as error:
+        return None, str(error)
+
+
 @dataclass(frozen=True)
 class _Answer:
     """What is known of memory, time and strategies: lines for a person, a section for tools, and what is wrong."""
@@ -166,16 +191,16 @@ def _answer(question: _Question) -> _Answer:
 
     plan, target, wide = question.plan, question.target, question.is_wide
     try:
-        planned, found = judge(plan, target), question.search()
+        planned, found = judge(plan, target, work=question.work), question.search()
     except NotEstimatedError as error:
-        reason = f"{'memory':<10}not estimated: {error}"
-        return _Answer({"memory": {"unknown": str(error)}}, (reason,))
+        reason = f"{error}{question.why and f' ({question.why})'}"
+        return _Answer({"memory": {"unknown": reason}}, (f"{'memory':<10}not estimated: {reason}",))
     shown = [each for each in found.ranked if wide or _is_alternative(each, planned)]
     shown = shown[: question.arguments.top or _TOP]
     head = [*_memory_lines(planned.memory, target), *_time_lines(planned.time, target)]
     lines = [f"{'best':<10}{_order([*shown, planned], target)}; * as planned; batch: micro x steps x ranks"]
     lines += [f"          {line}" for line in table_lines(shown, planned=planned)]
-    knob = find_knob(shown[0].plan if wide and shown else plan)
+    knob = find_knob(shown[0].plan if wide and shown else plan, work=question.work)
     if target.memory_bytes is not None or wide:
         lost = list(loser_lines(found, shown=shown))
         more = [f"and {len(lost) - _MOST_LOSERS} more: --json has all"] if len(lost) > _MOST_LOSERS else []
@@ -270,9 +295,9 @@ def _devices_that_fit(question: _Question, planned: Candidate) -> str:
     from framework.plan.search import EVERYTHING, search, search_more_devices, settings_text
 
     config, cluster, target = question.run.config, question.plan.cluster, question.target
-    if not question.is_wide and (found := search(config, cluster, target, free=EVERYTHING)).ranked:
+    if not question.is_wide and (found := search(config, cluster, target, free=EVERYTHING, work=question.work)).ranked:
         return f"set {settings_text(found.ranked[0].changes(planned))}"
-    more = search_more_devices(config, cluster, target)
+    more = search_more_devices(config, cluster, target, work=question.work)
     if more is None:
         return "use a smaller model, or devices with more memory"
     best = more.ranked[0]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from framework.commands.check_fix import write_file
-from framework.config.load import load_with_source
 from framework.errors import ConfigError, UsageError
 from framework.plan.alternatives import size_text
 from framework.plan.search import (
@@ -22,8 +20,9 @@ from framework.plan.search import (
     Settings,
     settings_text,
 )
-from framework.text.document import KeyPath, document_of, read_text
-from framework.text.edits import Edit, InsertMember, RemoveMember, ReplaceValue, edited, unified_diff
+
+if TYPE_CHECKING:  # a table needs no editor
+    from framework.text.edits import Edit
 
 # Group of a table's column or a chart's colour -> components of memory in it; all others are buffers.
 MEMORY_GROUPS: Final[Mapping[str, frozenset[str]]] = {
@@ -173,6 +172,11 @@ def write_choice(file: str, words: Sequence[str], settings: Settings) -> str:
             file's layout does not let itself be edited.
         StorageError: it cannot be written; it is then as it was.
     """
+    from framework.commands.check_fix import write_file
+    from framework.config.load import load_with_source
+    from framework.text.document import document_of, read_text
+    from framework.text.edits import edited, unified_diff
+
     before = read_text(Path(file), name=file)
     document = document_of(before, Path(file), name=file)
     values = document.value if isinstance(document.value, dict) else {}
@@ -195,7 +199,9 @@ def write_choice(file: str, words: Sequence[str], settings: Settings) -> str:
 
 def _edits(values: Mapping[str, Any], key: str, value: Any) -> Iterator[Edit]:
     """Edits that make a file say a setting; none where it does already, by its defaults too."""
-    path: KeyPath = tuple(key.split("."))
+    from framework.text.edits import InsertMember, RemoveMember, ReplaceValue
+
+    path = tuple(key.split("."))
     section: Any = values
     for depth, name in enumerate(path):
         if not isinstance(section, dict):  # such as `parallel: auto`

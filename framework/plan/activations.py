@@ -5,7 +5,7 @@ what else is there, so all moments that may be the fullest are listed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from framework.plan.work import Part
@@ -19,11 +19,13 @@ class Moment:
         activations: bytes that autograd has saved, and that the part at work takes.
         loss: bytes of logits and loss.
         gradients: elements of the weights whose gradients are there.
+        own: elements of the weights of the part at work, whose gradients it makes.
     """
 
     activations: int
     loss: int = 0
     gradients: int = 0
+    own: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,15 +65,15 @@ def passes_over(layers: Sequence[Part], loss: Part | None, *, recompute_every: i
         for place in reversed(range(len(group))):
             layer, before = group[place], outputs[number * every + place]
             is_last = loss is not None and number * every + place == len(layers) - 1
-            here, own = saved[place + 1], behind + layer.num_params + layer.shared_params
+            here, own = saved[place + 1], layer.num_params + layer.shared_params
             if recompute_every:
                 forward.append(_moment(held[number], layer.passing_bytes - (0 if place else before), 0, is_last))
                 backward.append(_moment(here, layer.peak_bytes + group[-1].output_bytes, reduced, is_last))
             else:
                 forward.append(_moment(here, layer.peak_bytes, 0, is_last))
-            backward.append(_moment(here, layer.backward_bytes, behind, is_last))
-            backward.append(_moment(saved[place], before, own, is_logits=False))
-            behind = own
+            backward.append(replace(_moment(here, layer.backward_bytes, behind, is_last), own=own))
+            behind += own
+            backward.append(_moment(saved[place], before, behind, is_logits=False))
     return Passes(tuple(forward), tuple(backward), kept)
 
 

@@ -11,6 +11,7 @@ from framework.config.run_config import RunConfig, kind_of_default
 from framework.errors import ConfigError
 from framework.plan.memory import Memory, NotEstimatedError, estimate
 from framework.plan.plan import Plan, make_plan
+from framework.plan.work import ModelWork
 
 _MIB: Final = 2**20
 
@@ -31,13 +32,17 @@ class Alternative:
         return ", ".join(f"{key}: {value}" for key, value in self.settings.items())
 
 
-def alternatives(plan: Plan, choices: Iterable[Mapping[str, Any]]) -> Iterator[Alternative]:
-    """Those of the choices, dotted keys with their values, that the rules allow and that change the plan."""
+def alternatives(
+    plan: Plan, choices: Iterable[Mapping[str, Any]], *, work: ModelWork | None = None
+) -> Iterator[Alternative]:
+    """Those of the choices, dotted keys with their values, that the rules allow and that change the plan; `work`: of a
+    model of the user's own, on the plan's micro-batch.
+    """
     seen = [plan.config.to_dict()]
     for settings in choices:
         try:
             config = config_from_values(with_settings(plan.config, settings))
-            memory = estimate(make_plan(config, plan.cluster))
+            memory = estimate(make_plan(config, plan.cluster), work=work)
         except (ConfigError, NotEstimatedError):
             continue
         is_new = config.to_dict() not in seen
@@ -51,7 +56,7 @@ def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> dict[str, A
     values = config.written()
     for key, value in settings.items():
         first, *sections, last = key.split(".")
-        place = values.setdefault(first, kind_of_default(first))
+        place = values[first] if first in values else values.setdefault(first, kind_of_default(first))
         for name in sections:
             place = place.setdefault(name, {})
         if last in {"device", "dtype"} and place.get(last) != value:

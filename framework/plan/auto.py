@@ -34,6 +34,7 @@ from framework.plan.search import (
     search,
     settings_text,
 )
+from framework.plan.work import ModelWork
 from framework.system.output import write
 
 # Names the device, as ``--gpu`` does, where this machine cannot: its driver has no nvidia-smi.
@@ -109,6 +110,7 @@ def resolve(
     num_train_samples: int | None = None,
     saved: Mapping[str, Any] | None = None,
     is_proposal: bool = False,
+    work: ModelWork | None = None,
 ) -> tuple[RunConfig, dict[str, Any], str]:
     """Choose what a config leaves to be chosen.
 
@@ -120,6 +122,7 @@ def resolve(
         num_train_samples: size of the training data, where it is known.
         saved: manifest of the checkpoint that the run goes on from: on as many ranks its values are kept.
         is_proposal: nothing is started, so that the device may be unknown.
+        work: of a model of the user's own.
 
     Returns:
         The config with plain values, these by their dotted keys, and one line for a person.
@@ -140,9 +143,13 @@ def resolve(
         raise _refused("auto-without-device", reason, fix, key, source)
     free = config.auto | ({ACCUMULATION} if config.batch.accumulation_steps is None else set())
     try:
-        found = search(config, cluster, target, free=free, num_train_samples=num_train_samples)
+        found = search(config, cluster, target, free=free, num_train_samples=num_train_samples, work=work)
     except NotEstimatedError as error:
-        raise _refused("auto-not-estimated", f"the memory of this run is not known: {error}", "", key, source) from None
+        reason, fix = (
+            f"the memory of this run is not known: {error}",
+            "let `plan CONFIG --apply` look at it, or write it",
+        )
+        raise _refused("auto-not-estimated", reason, fix, key, source) from None
     if not found.ranked:
         fix = "use more devices, or `plan` with --search, which may also offload and recompute"
         raise _refused("auto-nothing-fits", found.block, fix, key, source)

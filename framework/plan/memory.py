@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import ceil, prod
 from typing import Any, Final
@@ -16,9 +17,10 @@ from typing import Any, Final
 from framework.config.base import Object, Target
 from framework.config.optimizer import SGD, Adagrad, Adam, AdamW, Lamb, Lion
 from framework.config.precision import BF16, FP16
+from framework.config.training import Parallel
 from framework.errors import Problem
 from framework.plan.activations import Moment, Passes, passes_over
-from framework.plan.balance import LayerFacts, cut
+from framework.plan.balance import Bounds, LayerFacts, cut
 from framework.plan.plan import Plan
 from framework.plan.rules.devices import sums_of
 from framework.plan.weights import Shape, buffer_bytes, named_weights
@@ -114,7 +116,10 @@ def estimate(plan: Plan, *, work: ModelWork | None = None, activation_bytes: int
     *layers, loss = work.layers()
     passes = passes_over(layers, loss, recompute_every=config.training.recompute_every)
     if activation_bytes is not None:
-        passes = Passes((Moment(activation_bytes),), (Moment(activation_bytes),), activation_bytes)
+        # They are there until gradients have filled a bucket, which at stage 2 is when its share of them is made.
+        late = Moment(activation_bytes, own=plan.config.zero.reduce_bucket_size + 1)
+        first = Moment(activation_bytes)
+        passes = Passes((first,), (late if plan.config.zero.stage == 2 else first,), activation_bytes)
     return replace(_Estimate(plan, work, passes).memory(), lacks=lacks)
 
 
@@ -125,12 +130,13 @@ def stage_memories(plan: Plan, work: ModelWork) -> list[Memory]:
         raise NotEstimatedError("the layers of the stages are not known")
     in_groups = getattr(optimizer, "weight_decay_on", "all") == "matrices" and getattr(optimizer, "weight_decay", 0.0)
     *layers, loss = work.layers()
-    facts = [_facts(layer, work) for layer in layers]
-    table = cut(facts, parallel, same_groups=bool(in_groups) and plan.config.zero.stage > 0)
-    if isinstance(table, Problem):
-        raise NotEstimatedError(table.reason)
+    stages = None if parallel.stages is None else tuple(parallel.stages)
+    same_groups = bool(in_groups) and plan.config.zero.stage > 0
+    bounds = _bounds(work.facts, parallel.pipe, parallel.partition, stages, same_groups)
+    if isinstance(bounds, Problem):
+        raise NotEstimatedError(bounds.reason)
     found = []
-    for number, (start, stop) in enumerate(pairwise(table.bounds)):
+    for number, (start, stop) in enumerate(pairwise(bounds)):
         own, is_last = layers[start:stop], stop == len(layers)
         passes = passes_over(own, loss if is_last else None, recompute_every=plan.config.training.recompute_every)
         received, sent = layers[start - 1].output_bytes if start else 0, layers[stop - 1].output_bytes
@@ -140,19 +146,20 @@ def stage_memories(plan: Plan, work: ModelWork) -> list[Memory]:
     return found
 
 
-def _facts(layer: Part, work: ModelWork) -> LayerFacts:
-    own = _of_layers(work, [layer]).weights.values()
-    groups = frozenset("matrices" if len(shape) > 1 else "biases and norms" for shape in own)
-    num_params = layer.num_params + layer.shared_params
-    return LayerFacts(layer.name, layer.name, num_params, may_start_stage=layer.may_start_stage, groups=groups)
+@lru_cache(maxsize=256)  # a search asks for the same cut with every stage of ZeRO and every micro-batch
+def _bounds(
+    facts: tuple[LayerFacts, ...], pipe: int, partition: str, stages: tuple[int, ...] | None, same_groups: bool
+) -> Bounds | Problem:
+    parallel = Parallel(pipe=pipe, partition=partition, stages=None if stages is None else list(stages))
+    table = cut(facts, parallel, same_groups=same_groups)
+    return table if isinstance(table, Problem) else table.bounds
 
 
 def _of_layers(work: ModelWork, layers: Sequence[Part]) -> ModelWork:
     """The weights of some layers, and their part of the buffers."""
-    names = tuple(f"{name}." for layer in layers for name in (layer.name, layer.shares) if name)
+    chosen = {name for layer in layers for name in work.names_of(layer)}
     trained, frozen = (
-        {name: shape for name, shape in weights.items() if name.startswith(names)}
-        for weights in (work.weights, work.frozen)
+        {name: shape for name, shape in weights.items() if name in chosen} for weights in (work.weights, work.frozen)
     )
     own, whole = (sum(map(prod, weights.values())) for weights in (trained, work.weights))
     return replace(work, weights=trained, frozen=frozen, buffer_bytes=work.buffer_bytes * own // whole)
@@ -182,12 +189,12 @@ class _Stage:
         return self.in_flight * (self.received + (0 if self.is_last else self.sent))
 
 
-def memory_section(plan: Plan) -> dict[str, Any]:
-    """The estimate as a section of ``plan.json``, or the reason why there is none."""
+def memory_section(plan: Plan, *, work: ModelWork | None = None, why: str = "") -> dict[str, Any]:
+    """The estimate as a section of ``plan.json``, or the reason why there is none; `why` no work is known."""
     try:
-        return {"memory": estimate(plan).to_dict()}
+        return {"memory": estimate(plan, work=work).to_dict()}
     except NotEstimatedError as error:
-        return {"memory": {"unknown": str(error)}}
+        return {"memory": {"unknown": f"{error}{why and f' ({why})'}"}}
 
 
 def _refuse_unknown(plan: Plan) -> None:
@@ -201,9 +208,6 @@ def _refuse_unknown(plan: Plan) -> None:
         "zero.offload_param": config.zero.offload_param.device != "none",
         "zero.offload_optimizer": config.zero.offload_optimizer.device == "nvme",
         "optimizer": isinstance(optimizer, Target | Object),
-        "gradients of a pipeline summed in fp32": plan.layout.pipe_size > 1
-        and is_half
-        and bool(sums_of(config, plan.layout)[0]),
         "a fused optimizer in half precision at stage 0": is_half and not config.zero.stage and _is_fused(optimizer),
     }
     if found := [name for name, is_unknown in reasons.items() if is_unknown]:
@@ -360,9 +364,10 @@ class _Estimate:
         whole = self.width * sum(self.spread)
         if found.get("gathered weights", 0) <= whole:
             return found
-        # All are fetched at once, and their buffer is gone before values are there.
-        later = most | {"gathered weights": whole}
-        return max(found | self.values(Moment(0)), later, key=lambda each: sum(each.values()))
+        # The buffer that they are fetched into is gone when the last of them was copied out of it, before the loss.
+        before = [moment.activations for moment in self.passes.forward if not moment.loss]
+        copying = found | self.values(Moment(max(before, default=0)))
+        return max(copying, most | {"gathered weights": whole}, key=lambda each: sum(each.values()))
 
     def values(self, moment: Moment) -> dict[str, int]:
         """Values at one moment, with those of the other micro-batches in flight."""
@@ -389,9 +394,16 @@ class _Estimate:
         room = max(summed.get("gradients", 0) - first, 0)
 
         def added(moment: Moment) -> int:
-            """Gradients of this backward pass; below stage 2 each stays, at 2 they lie in the bucket until a sum."""
+            """Gradients of this backward pass: below stage 2 each stays; at 2 they lie in the bucket up to the first
+            sum, which makes room for all of the rank's share, and later are there twice.
+            """
+            bucket = self.zero["reduce_bucket_size"]
+            if self.stage == 2 and moment.gradients <= bucket:
+                is_summed = moment.gradients + moment.own > bucket
+                has_room = is_summed and not self.is_offloaded and self.sum_width == self.width
+                return self.width * max(self.touched()) if has_room else 0
             if self.stage == 2:
-                return room if moment.gradients > self.zero["reduce_bucket_size"] else 0
+                return room
             return min(room, (self.sum_width if self.stage else self.reduce_width) * moment.gradients)
 
         most = max(self.passes.backward, key=lambda moment: moment.activations + moment.loss + added(moment))

@@ -45,6 +45,7 @@ _LARGEST_MICRO: Final = 4096
 # What makes a difference: estimates are not that exact. Twice the micro-batch has to gain it, where that is free.
 _LEAST_GAIN: Final = 1.02
 _LONGEST_SEQUENCE: Final = 1 << 24
+_UNKNOWN: Final = "its memory is not known"
 # Micro-batches of a step for each stage of a pipeline, where nothing fixes them: it then waits a fifth of the time.
 _PER_STAGE: Final = 4
 
@@ -203,6 +204,7 @@ def search(
     *,
     free: Set[str] = EVERYTHING,
     num_train_samples: int | None = None,
+    work: ModelWork | None = None,
 ) -> Found:
     """Rank the strategies of a run on a cluster: by samples per second, or by costs where speed is not known.
 
@@ -213,11 +215,12 @@ def search(
         free: dotted keys that may be chosen. `batch.global_size` stays where the config has it; where it does not,
             micro-batches grow as long as doubling them gains two samples in a hundred.
         num_train_samples: size of the training data, where it is known.
+        work: of a model of the user's own, on any micro-batch.
 
     Raises:
         NotEstimatedError: the model's memory is not known, so that nothing can be compared.
     """
-    judges = _Judge(cluster, target or Target(), num_train_samples)
+    judges = _Judge(cluster, target or Target(), num_train_samples, work)
     found = [best for strategy in _strategies(config, cluster, free) if (best := judges.best(config, strategy, free))]
     smallest = min(judges.too_large, key=lambda each: each.peak_bytes, default=None)
     if not found and smallest is None and judges.unknown is not None:
@@ -226,7 +229,12 @@ def search(
 
 
 def search_fewest_devices(
-    config: RunConfig, cluster: Cluster, target: Target, *, num_train_samples: int | None = None
+    config: RunConfig,
+    cluster: Cluster,
+    target: Target,
+    *,
+    num_train_samples: int | None = None,
+    work: ModelWork | None = None,
 ) -> Found:
     """The search on the smallest part of a cluster on which something fits: whole hosts, or devices of one host in
     powers of two; on the whole cluster where nothing does.
@@ -236,7 +244,7 @@ def search_fewest_devices(
     sizes = [*((1, count) for count in devices), *((count, cluster.devices_per_host) for count in hosts[1:])]
     for num_hosts, count in sizes:
         part = replace(cluster, num_hosts=num_hosts, devices_per_host=count)
-        found = search(config, part, target, num_train_samples=num_train_samples)
+        found = search(config, part, target, num_train_samples=num_train_samples, work=work)
         if found.ranked:
             break
     return found
@@ -276,12 +284,12 @@ def search_longest_sequence(
 def judge(
     plan: Plan, target: Target | None = None, *, settings: Settings | None = None, work: ModelWork | None = None
 ) -> Candidate:
-    """Estimate what a plan takes; `work`: of its model on its micro-batch, left out: as the named model has it.
+    """Estimate what a plan takes; `work`: of its model on any micro-batch, left out: as the named model has it.
 
     Raises:
         NotEstimatedError: its memory is not known.
     """
-    work = work or work_of(plan)
+    work = work_of(plan) if work is None else work.of_samples(plan.layout.micro_size)
     memory, machine, time = estimate(plan, work=work), target and target.machine, None
     if machine and work:
         with suppress(NotEstimatedError):  # a figure of the device that nobody has published
@@ -292,8 +300,8 @@ def judge(
 class _Judge:
     """Tries candidates on one cluster, and remembers why they lost."""
 
-    def __init__(self, cluster: Cluster, target: Target, num_train_samples: int | None) -> None:
-        self.cluster, self.target, self.num_train_samples = cluster, target, num_train_samples
+    def __init__(self, cluster: Cluster, target: Target, num_train_samples: int | None, work: ModelWork | None) -> None:
+        self.cluster, self.target, self.num_train_samples, self.work = cluster, target, num_train_samples, work
         self.too_large: list[Candidate] = []
         self.unknown: NotEstimatedError | None = None
         self._refused: dict[str, list[Settings]] = {}
@@ -308,7 +316,9 @@ class _Judge:
             tried = self.candidate(config, {**strategy, **batch})
             if isinstance(tried, str):
                 reasons.append(tried)
-                continue
+                if tried.startswith(("batch.", _UNKNOWN)):
+                    continue
+                break  # whatever the batch
             if not self.fits(tried):
                 smallest = tried if smallest is None else min(smallest, tried, key=lambda each: each.peak_bytes)
                 if is_free:  # no larger one will; with a fixed global size more micro-batches may take more
@@ -332,14 +342,14 @@ class _Judge:
             plan = make_plan(changed, self.cluster, num_train_samples=self.num_train_samples)
             micro = plan.layout.micro_size
             if micro not in self._works:
-                self._works[micro] = work_of(plan)
+                self._works[micro] = work_of(plan) if self.work is None else self.work.of_samples(micro)
             return judge(plan, self.target, settings=settings, work=self._works[micro])
         except ConfigError as error:
             problem = error.problems[0]
             return f"{problem.key}: {problem.reason} [{problem.kind}]"
         except NotEstimatedError as error:
             self.unknown = self.unknown or error
-            return f"its memory is not known: {error}"
+            return f"{_UNKNOWN}: {error}"
 
     def fits(self, candidate: Candidate) -> bool:
         """Check whether the device, and the host with its other ranks, hold it."""
@@ -368,12 +378,18 @@ def _is_better(one: Candidate, other: Candidate, *, by: float) -> bool:
 
 
 def search_more_devices(
-    config: RunConfig, cluster: Cluster, target: Target, *, free: Set[str] = EVERYTHING, most: int = 16_384
+    config: RunConfig,
+    cluster: Cluster,
+    target: Target,
+    *,
+    free: Set[str] = EVERYTHING,
+    work: ModelWork | None = None,
+    most: int = 16_384,
 ) -> Found | None:
     """The search on the smallest cluster of twice as many hosts, or four times and so on, on which something fits."""
     hosts = 2 * cluster.num_hosts
     while hosts * cluster.devices_per_host <= most:
-        found = search(config, replace(cluster, num_hosts=hosts), target, free=free)
+        found = search(config, replace(cluster, num_hosts=hosts), target, free=free, work=work)
         if found.ranked:
             return found
         hosts *= 2
@@ -495,16 +511,18 @@ _KNOBS: Final[Sequence[tuple[str, Any]]] = (
 )
 
 
-def find_knob(plan: Plan) -> Knob | None:
+def find_knob(plan: Plan, *, work: ModelWork | None = None) -> Knob | None:
     """Find the setting beside the strategy that frees most on the fullest rank; None where none frees one part in a
     hundred.
     """
-    planned, found = judge(plan).peak_bytes, []
+    planned, found = judge(plan, work=work).peak_bytes, []
+    work = work and work.of_samples(plan.layout.micro_size)
     for key, after in _KNOBS:
         section, _, name = key.partition(".")
         before = getattr(getattr(plan.config, section), name, None)
-        if before is not None and (isinstance(after, str) or before > after):
-            freed = (planned - each.peak_bytes for each in alternatives(plan, [{key: after}]))
+        is_lower = before is not None and (isinstance(after, str) or before > after)
+        if is_lower and (work is None or section != "precision"):  # of another type it would be other work
+            freed = (planned - each.peak_bytes for each in alternatives(plan, [{key: after}], work=work))
             found += [Knob(key, before, after, size) for size in freed]
     best = max(found, key=lambda knob: knob.freed_bytes, default=None)
     return best if best is not None and best.freed_bytes >= planned / 100 else None

@@ -288,6 +288,7 @@ class Tape:
         """Rotary positions: computed in fp32, with angles that are kept."""
         angles = Value((heads[0].shape[-2], heads[0].shape[-1]), _FP32, has_gradient=False)
         wide = [self.cast(each, _FP32) for each in heads]
+        self.moved_bytes += 5 * sum(each.num_bytes for each in wide)  # products, sums and a copy, one after the other
         halves = [self.run(each, shape=each.shape, saves=[angles]) for each in wide]
         return [self.cast(self.run(each, shape=each.shape), heads[0].width) for each in halves]
 

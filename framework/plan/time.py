@@ -46,6 +46,7 @@ class Parallelism:
         prefetches: weights of stage 3 are gathered ahead of their use.
         live: elements of weights that stay whole at stage 3 between the forward and the backward pass.
         persistent: elements up to which a weight stays whole at stage 3.
+        by_weight: the host handles each weight by itself at stage 3, as DeepSpeed does; FSDP handles blocks.
         interleaving: parts of the model on each pipeline stage.
         splits_norms: tensor parallelism splits tokens outside of matrix products, as Megatron's sequence parallelism.
         block_sums: all-reduces of tensor parallelism in a block, forward and backward.
@@ -72,6 +73,7 @@ class Parallelism:
     prefetches: bool = True
     live: int = 1_000_000_000
     persistent: int = 100_000
+    by_weight: bool = True
     interleaving: int = 1
     splits_norms: bool = False
     block_sums: tuple[int, int] = (2, 4)
@@ -194,6 +196,9 @@ class Rates:
         best: share of the peak that the fastest matrix product reaches where nobody measured it: NVIDIA's reach 0.73
             to 0.87.
         launch_seconds: least time of one part in one pass, in which the host starts its operations.
+        weight_seconds: time of the host for one weight in one pass at stage 3. Of the points of the `fit` half
+            belle-402-007 to -009 show it: their steps take 0.38 to 0.42 s whatever the length and width, for 293
+            weights in two passes.
     """
 
     plateau: float = 0.91
@@ -206,6 +211,7 @@ class Rates:
     network: float = 0.8
     best: float = 0.8
     launch_seconds: float = 2e-4
+    weight_seconds: float = 6.6e-4
 
 
 RATES: Final = Rates()
@@ -257,6 +263,8 @@ class _Step:
         self.fastest = self.peak * (best / bf16 if best and bf16 else rates.best)
         self.num_params = sum(part.num_params * part.count for part in work.parts)
         self.stage_params = self.num_params / parallelism.pipe / parallelism.tensor
+        frozen = sum(map(prod, work.frozen.values()))
+        self.held_params = self.stage_params + frozen / parallelism.pipe / parallelism.tensor
         self.ranks = parallelism.data * parallelism.sequence
 
     def time(self) -> StepTime:
@@ -265,6 +273,7 @@ class _Step:
         one, back = sum(forward.values()), sum(backward.values())
         seconds = {
             **{name: by.accumulation * (forward[name] + backward[name]) for name in forward},
+            "host work of stage 3": by.accumulation * self.host_work(one, back),
             "pipeline bubble": (one + back) * (by.pipe - 1) / by.interleaving,
             "gradient sums": self.gradient_sums(back),
             "copies": self.copies(),
@@ -330,24 +339,27 @@ class _Step:
 
     def weights(self, part: Part) -> float:
         """Elements that its matrix products take, those that it shares with an earlier part too."""
-        tokens = self.work.num_tokens
-        return part.num_params or (part.flops / 2 / tokens if tokens else 0.0)
+        trained = part.num_params + part.shared_params
+        if trained or not self.work.frozen or not self.work.num_tokens:
+            return trained
+        return part.flops / 2 / self.work.num_tokens  # a part knows of trained ones only
 
     def products(self, part: Part) -> float:
         """Seconds of its matrix products, forward.
 
-        What no weight takes part in, in models of tokens, are the scores of attention.
+        What no weight takes part in is counted as scores of attention.
         """
         by, rates, tokens = self.by, self.rates, self.work.num_tokens
         weights = self.weights(part)
-        if not part.flops or not weights:
+        if not part.flops:
             return 0.0
-        flops = min(2 * tokens * weights, part.flops) if tokens else part.flops
+        flops = part.flops if tokens is None else min(2 * tokens * weights, part.flops)
+        flops = flops if weights else 0.0
         is_hopper = (self.machine.device.capability or (0, 0)) >= (9, 0)
         plateau, attention = (
             (rates.plateau_hopper, rates.attention_hopper) if is_hopper else (rates.plateau, rates.attention)
         )
-        reached = plateau / (1 + rates.width * sqrt(self.fastest / 1e15 * by.tensor / weights))
+        reached = plateau / (1 + rates.width * sqrt(self.fastest / 1e15 * by.tensor / max(weights, 1)))
         work = flops / reached + (part.flops - flops) / attention
         return self.samples * work / by.tensor / by.sequence / self.fastest
 
@@ -399,21 +411,35 @@ class _Step:
         by = self.by
         if self.ranks == 1 or not by.zero_stage:
             return 0.0
-        num = max(ceil(self.stage_params / by.bucket), 1)
-        one = self.scatter(by.weight_bytes * self.stage_params / num, self.ranks, by.tensor)
+        held = self.held_params if by.zero_stage == 3 else self.stage_params
+        num = max(ceil(held / by.bucket), 1)
+        one = self.scatter(by.weight_bytes * held / num, self.ranks, by.tensor)
         if by.zero_stage < 3:
             return num * one
-        passes = (forward,) if self.stage_params <= by.live else (forward, backward)
         ahead = self.rates.overlap if by.prefetches else 0.0
+        passes = (forward, backward)[: self.gathers]
         return by.accumulation * sum(num * one - (num - 1) * min(one, ahead * own / num) for own in passes)
+
+    def host_work(self, forward: float, backward: float) -> float:
+        """Time of a micro-batch in which the device waits for the host, which handles each weight of stage 3."""
+        by = self.by
+        if by.zero_stage < 3 or not by.by_weight:
+            return 0.0
+        once = self.rates.weight_seconds * (len(self.work.weights) + len(self.work.frozen)) / by.pipe
+        return max(once - forward, 0.0) + max((1 + by.recomputed) * once - backward, 0.0)
+
+    @property
+    def gathers(self) -> int:
+        """Passes of a micro-batch for which stage 3 gathers the weights."""
+        return 1 if self.held_params <= self.by.live else 2
 
     def copies(self) -> float:
         """Copies in the device's memory: of gradients into sums and buckets, of gathered weights into place."""
         by = self.by
         gradients = 3 * by.gradient_bytes
-        gathers = 1 if self.stage_params <= by.live else 2
-        weights = 2 * by.weight_bytes * gathers if by.zero_stage == 3 and self.ranks > 1 else 0
-        return by.accumulation * self.stage_params * (gradients + weights) / self.bandwidth
+        weights = 2 * by.weight_bytes * self.gathers if by.zero_stage == 3 and self.ranks > 1 else 0
+        moved = self.stage_params * gradients + self.held_params * weights
+        return by.accumulation * moved / self.bandwidth
 
     @property
     def share(self) -> float:
@@ -431,7 +457,7 @@ class _Step:
             gradients = by.gradient_bytes * self.share / link
             seconds += weights + by.accumulation * max(gradients - self.rates.overlap * backward, 0.0)
         if by.weights_offloaded:
-            seconds += by.accumulation * (1 if self.stage_params <= by.live else 2) * weights
+            seconds += by.accumulation * self.gathers * weights
         return seconds
 
     def optimizer(self) -> float:

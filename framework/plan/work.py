@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from framework.config.model import ModelSection
 from framework.config.precision import BF16, FP16, Autocast
 from framework.config.run_config import RunConfig
+from framework.plan.balance import LayerFacts
 from framework.plan.forwards import Layers, Run, forward_of
 from framework.plan.plan import Plan
 from framework.plan.tape import Tape, Value
@@ -62,6 +64,10 @@ class Part:
     may_start_stage: bool = True
 
 
+# What grows with the samples of a micro-batch: all but weights.
+_GROWS: Final = frozenset({"flops", *(name for name in Part.__dataclass_fields__ if name.endswith("_bytes"))})
+
+
 @dataclass(frozen=True)
 class ModelWork:
     """A model and its loss, on one micro-batch.
@@ -88,6 +94,43 @@ class ModelWork:
     def flops(self) -> int:
         """Floating-point operations of a forward pass."""
         return sum(part.flops * part.count for part in self.parts)
+
+    def of_samples(self, count: int) -> ModelWork:
+        """The same of a micro-batch of so many samples: all but its weights grows with them."""
+        if count == self.num_samples or not self.num_samples:
+            return self
+
+        def grown(part: Part) -> Part:
+            sizes = {name: size * count // self.num_samples for name, size in vars(part).items() if name in _GROWS}
+            return replace(part, **sizes)
+
+        tokens = None if self.num_tokens is None else self.num_tokens * count // self.num_samples
+        return replace(self, parts=tuple(map(grown, self.parts)), num_samples=count, num_tokens=tokens)
+
+    @cached_property
+    def _names(self) -> dict[str, list[str]]:
+        """Layer, or any other part of a dotted name -> the weights under it."""
+        found: dict[str, list[str]] = {}
+        for name in (*self.weights, *self.frozen):
+            place = name
+            while place := place.rpartition(".")[0]:
+                found.setdefault(place, []).append(name)
+        return found
+
+    def names_of(self, layer: Part) -> list[str]:
+        """Names of the weights of a layer, with those that it shares."""
+        return [*self._names.get(layer.name, ()), *(self._names.get(layer.shares, ()) if layer.shares else ())]
+
+    @cached_property
+    def facts(self) -> tuple[LayerFacts, ...]:
+        """Facts about each layer, without the loss, as a cut into stages takes them."""
+        found = []
+        for layer in list(self.layers())[:-1]:
+            shapes = [self.weights[name] for name in self.names_of(layer) if name in self.weights]
+            groups = frozenset("matrices" if len(shape) > 1 else "biases and norms" for shape in shapes)
+            num_params, may_start = layer.num_params + layer.shared_params, layer.may_start_stage
+            found.append(LayerFacts(layer.name, layer.name, num_params, may_start_stage=may_start, groups=groups))
+        return tuple(found)
 
     def layers(self) -> Iterator[Part]:
         """Every part by itself, as often as it is there; of several alike the names count on."""

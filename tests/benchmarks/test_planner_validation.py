@@ -79,6 +79,13 @@ def test_the_constants_are_the_fitted_ones() -> None:
             assert loss(**{name: factor * getattr(RATES, name)}) > 0.99 * least, name
 
 
+def test_the_hosts_time_for_a_weight_is_that_of_the_points_it_names() -> None:
+    points = {point["id"]: point for point in read_points("fit")}
+    per_second = [float(points[f"belle-402-00{number}"]["note"].split()[0]) for number in (7, 8, 9)]
+    weights = 24 * 12 + 5  # BLOOM: six linear layers and norms a block, each with a bias; embedding, two norms
+    assert RATES.weight_seconds == pytest.approx(1 / max(per_second) / weights / 2, rel=0.01)
+
+
 def test_ranks_of_ties_and_order() -> None:
     assert validate.ranks([3.0, 1.0, 3.0]) == [1.5, 0.0, 1.5]
     assert validate.spearman([1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 40.0, 30.0]) == pytest.approx(0.8)

@@ -6,10 +6,12 @@ import json
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from framework.cli import main
+from framework.commands.torch_child import NoAnswerError
 from framework.config.load import load_config
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
@@ -167,11 +169,32 @@ def test_bad_options_are_refused(capsys: Capture) -> None:
     assert "--nodes: how many devices does each host have?" in capsys.readouterr().err
 
 
-def test_a_model_of_ones_own_is_not_guessed(capsys: Capture) -> None:
-    words = ["ds_configs/quickstart.yaml", "model={target: 'framework.models.small_nets:LeNet'}"]
-    assert "memory    not estimated: the model is one of your own" in plan(*words, capsys=capsys)
-    found = json.loads(plan(*words, "--json", capsys=capsys))
-    assert found["memory"] == {"unknown": "the model is one of your own"}
+def test_a_model_of_ones_own_is_not_guessed(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_nothing(plan: object) -> NoReturn:
+        raise NoAnswerError("it is not here")
+
+    monkeypatch.setattr("framework.commands.own_work.find_own_work", find_nothing)
+    words = ["ds_configs/quickstart.yaml", "model={target: 'no_such_module:LeNet'}"]
+    out = plan(*words, capsys=capsys)
+    assert "\nmemory    not estimated: the model is one of your own (it is not here)\n" in out
+    assert "\nbest " not in out
+    assert json.loads(plan(*words, "--json", capsys=capsys))["memory"]["unknown"].startswith("the model is one of your")
+
+
+@pytest.mark.slow
+def test_a_model_of_ones_own_is_looked_at(tmp_path: Path, capsys: Capture) -> None:
+    """The same net by name and by path, once with and once without keys that are `auto`."""
+    by_name = json.loads(plan("ds_configs/quickstart.yaml", "--num_gpus", "2", "--json", capsys=capsys))["memory"]
+    target = "model={target: 'framework.models.small_nets:LeNet'}"
+    found = json.loads(plan("ds_configs/quickstart.yaml", target, "--num_gpus", "2", "--json", capsys=capsys))
+    assert found["memory"]["num_params"] == by_name["num_params"]
+    assert found["memory"]["total_bytes"]["between"] == by_name["total_bytes"]["between"]
+    assert found["memory"]["total_bytes"]["backward"] == pytest.approx(by_name["total_bytes"]["backward"], rel=0.1)
+    file = tmp_path / "run.yaml"
+    text = Path("ds_configs/quickstart.yaml").read_text().replace("{kind: lenet, image_size: 28}", target[6:])
+    file.write_text(text.replace("global_size: 120", "global_size: 120, micro_size: auto") + "zero: {stage: auto}\n")
+    plan(str(file), "--num_gpus", "2", "--gpu", "a100-40gb", "--apply", capsys=capsys)
+    assert load_config(file).auto == frozenset()
 
 
 def test_json_has_the_bytes_of_each_moment(capsys: Capture) -> None:

@@ -120,13 +120,14 @@ def measure(case: Mapping[str, Any]) -> list[int]:
     for _ in range(2):
         engine.train_step(iter([batch] * steps))
     between = bytes_beside(earlier)
+    quiet = between - sum(tensor.nbytes for tensor in batch)  # the micro-batch is of the passes
     most = {"forward": 0, "backward": 0, "step": 0}
     ledger, deepspeed_engine = Ledger(), engine.engine
     if prepared.cut is not None:  # a stage is told by a schedule when to run: one figure for the whole step
         with ledger:
             engine.train_step(iter([batch] * steps))
         engine.close()
-        return [start, between, *[between + ledger.cut()] * 3, 0]
+        return [start, quiet, *[between + ledger.cut()] * 3, 0]
 
     def counted(run: Callable[..., Any], name: str) -> Callable[..., Any]:
         def within(*values: Any, **named: Any) -> Any:
@@ -150,7 +151,7 @@ def measure(case: Mapping[str, Any]) -> list[int]:
         inputs, targets = task.split(batch)
         task.loss(task.forward(deepspeed_engine, inputs), targets)
     engine.close()
-    return [start, between, *(between + each for each in most.values()), saved.total]
+    return [start, quiet, *(between + each for each in most.values()), saved.total]
 
 
 def settle(ledger: Ledger) -> None:

@@ -14,6 +14,9 @@ from framework.checkpoint.resume_point import saved_manifest
 from framework.cli import main
 from framework.config.load import config_from_values, load_with_source
 from framework.errors import ConfigError
+from framework.launch.hosts.devices import LocalDevices
+from framework.launch.hosts.topology import Topology
+from framework.launch.node import check_node
 from framework.load_run import load_run
 from framework.plan.auto import listed_target, resolve, target_at_hand
 from framework.plan.cluster import Cluster
@@ -156,6 +159,16 @@ def test_a_launcher_hands_out_plain_settings(tmp_path: Path, capsys: Capture, mo
     assert stated.err.startswith("auto: batch.micro_size: 60, ") or stated.err.startswith("auto: zero.stage: 0, ")
     config, _ = load_with_source(file, words[2:])
     assert (config.auto, config.was_auto) == (frozenset(), {"zero.stage", "batch.micro_size", "parallel.pipe"})
+
+
+def test_who_starts_others_leaves_the_choice_to_them(tmp_path: Path) -> None:
+    """Over ssh the devices are elsewhere: each host chooses by its own, and compares with the others."""
+    file = tmp_path / "run.yaml"
+    file.write_text("zero: {stage: auto}\n")
+    topology = Topology(2, 2, 0, "127.0.0.1", 1, {"slots": "--num_gpus"})
+    assert check_node(str(file), [], topology, LocalDevices("unknown", 0)).config.auto == {"zero.stage"}
+    here = check_node(str(file), [], topology, LocalDevices("cpu", 0))
+    assert (here.config.zero.stage, here.overrides) == (0, ("zero.stage=0",))
 
 
 def test_commands_choose(tmp_path: Path, capsys: Capture) -> None:

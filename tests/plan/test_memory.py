@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.planner.published import read_points
+from framework.commands.own_work import find_own_work
 from framework.config.load import config_from_values
 from framework.plan.cluster import Cluster
 from framework.plan.memory import Memory, NotEstimatedError, estimate, stage_memories
@@ -121,11 +122,19 @@ def own_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
         data = {"kind": "synthetic_images", "image_size": size, "channels": channels, "num_classes": 10}
         batch = [["float32", [8, channels, size, size]], ["int64", [8]]]
         yield f"own-z2-{kind}", of(model=model, zero=zero(2), data=data, task={"kind": "classification"}), batch
+    vit = {"image_size": 64, "patch_size": 8, "num_layers": 3, "num_heads": 4, "hidden_dim": 128, "mlp_dim": 512}
+    model = {"target": "torchvision.models:VisionTransformer", "args": vit | {"num_classes": 10, "dropout": 0.1}}
+    data = {"kind": "synthetic_images", "image_size": 64, "channels": 3, "num_classes": 10}
+    batch = [["float32", [8, 3, 64, 64]], ["int64", [8]]]
+    for stage in (0, 2):
+        values = of(model=model, zero=zero(stage), data=data, task={"kind": "classification"})
+        yield f"traced-z{stage}-vit", values, batch
     for stage, steps, every in ((0, 1, 0), (0, 4, 0), (1, 4, 0), (1, 4, 2)):
         training = {"max_steps": 9, "recompute_every": every}
         values = of(zero=zero(stage), steps=steps, parallel={"pipe": 2}, training=training)
         yield f"pipe-z{stage}-{steps}-{every}", values, tokens
-    yield "pipe-z1-bf16", of(zero=zero(1), steps=4, parallel={"pipe": 2}, precision=half), tokens
+    for steps in (4, 9):
+        yield f"pipe-z1-bf16-{steps}", of(zero=zero(1), steps=steps, parallel={"pipe": 2}, precision=half), tokens
 
 
 CASES = {name: (config, batch) for name, config, batch in (*cases(), *own_cases())}
@@ -148,7 +157,10 @@ def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.slow
-def test_estimate_is_what_ranks_hold(measured: tuple[int, dict[str, Any]]) -> None:
+def test_estimate_is_what_ranks_hold(
+    measured: tuple[int, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     ranks, found = measured
     wrong = []
     for name, (*counted, saved) in found.items():
@@ -169,7 +181,12 @@ def expected(name: str, ranks: int, saved: int) -> list[int]:
         stages = stage_memories(plan, work)
         most = max(memory.total(memory.peak) for memory in stages)
         return [*(max(memory.total(moment) for memory in stages) for moment in MOMENTS[:2]), most, most, most]
-    memory = estimated(values, ranks=ranks, activation_bytes=None if name.startswith("own-") else saved)
+    if name.startswith("traced-"):
+        plan = make_plan(config_from_values(values), Cluster(devices_per_host=ranks, device="cpu"))
+        memory = estimate(plan, work=find_own_work(plan))
+    else:
+        is_handed_in = not (name.startswith("own-") or "activations" in name)
+        memory = estimated(values, ranks=ranks, activation_bytes=saved if is_handed_in else None)
     return [memory.total(moment) + on_host(memory, moment) for moment in MOMENTS]
 
 

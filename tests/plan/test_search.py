@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
-import time
 from typing import Any
 
 import pytest
@@ -245,31 +245,22 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_512_gpus_are_searched_in_three_seconds_without_torch() -> None:
-    """0.5 s were measured on an idle core, most of it imports: the limit is the promise."""
+    """0.7 s of processor time were measured, two thirds of it imports: the limit is the promise."""
     model = "model={kind: gpt, size: llama-3-8b}"
-    words = [
-        "plan",
-        "ds_configs/gpt_zero3.yaml",
-        model,
-        "batch={global_size: 4096}",
-        "--num_gpus",
-        "8",
-        "--nodes",
-        "64",
-    ]
-    before = time.monotonic()
+    words = ["ds_configs/gpt_zero3.yaml", model, "batch={global_size: 4096}", "--num_gpus", "8", "--nodes", "64"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
-        [sys.executable, "-c", BLOCKED, *words, "--gpu", "h100-80gb", "--search"],
+        [sys.executable, "-c", BLOCKED, "plan", *words, "--gpu", "h100-80gb", "--search"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
-    seconds = time.monotonic() - before
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (done.returncode, done.stderr) == (0, "")
     assert "64 hosts x 8 devices = 512 ranks" in done.stdout
     assert "best      the fastest first" in done.stdout
-    assert seconds < 3
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3
 
 
 def test_found_is_empty_of_words_where_something_fits() -> None:

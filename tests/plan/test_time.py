@@ -91,6 +91,26 @@ def test_models_below_the_live_limit_stay_gathered_for_the_backward_pass() -> No
     assert freed == pytest.approx(2 * stays)
 
 
+def test_frozen_weights_are_gathered_and_never_summed() -> None:
+    frozen = replace(WORK, frozen={"old.weight": (1000, 850_000)})  # as many as are trained
+    by = Parallelism(data=8, zero_stage=3, live=0, prefetches=False, overlaps=False, scatters=True)
+    own, more = (step_time(work, by, MACHINE, IDEAL).seconds for work in (WORK, frozen))
+    assert more["weight gathers"] == pytest.approx(2 * own["weight gathers"])
+    assert (more["gradient sums"], more["optimizer"]) == (own["gradient sums"], own["optimizer"])
+
+
+def test_at_stage_3_the_host_handles_each_weight() -> None:
+    many = replace(WORK, weights={f"w{number}": (1,) for number in range(100)})
+    rates, by = replace(IDEAL, weight_seconds=1.0), Parallelism(zero_stage=3, accumulation=3, recomputed=1.0)
+    found = step_time(many, by, MACHINE, rates).seconds
+    device = found["compute"] + found["memory-bound operations"]
+    assert found["host work of stage 3"] == pytest.approx(3 * 300 - device)  # it works beside the device
+    for other in (replace(by, by_weight=False), replace(by, zero_stage=2)):
+        assert "host work of stage 3" not in step_time(many, other, MACHINE, rates).seconds
+    slow = replace(MACHINE, device=replace(DEVICE, flops_per_second={"bf16": 1e9}))
+    assert "host work of stage 3" not in step_time(many, by, slow, rates).seconds
+
+
 def test_between_hosts_the_network_decides_and_all_its_links_help() -> None:
     inside, outside = seconds(data=8)["gradient sums"], seconds(data=16)["gradient sums"]
     assert outside / inside == pytest.approx((15 / 16 / 8e10) / (7 / 8 / 1e11), rel=0.05)
@@ -153,6 +173,18 @@ def test_small_parts_take_as_long_as_they_take_to_start() -> None:
 def test_narrow_products_are_slower() -> None:
     rates = replace(IDEAL, width=10_000 * 10**0.5)
     assert seconds(rates=rates)["compute"] > 1.9 * seconds()["compute"]
+
+
+def test_what_no_weight_takes_part_in_has_the_rate_of_attention() -> None:
+    rates = replace(IDEAL, attention=0.5)
+    scores = replace(BLOCK, flops=BLOCK.flops + 10**11)
+    for own, more in (((scores, HEAD, LOSS), 8), ((BLOCK, replace(HEAD, num_params=0), LOSS), 0)):
+        found = step_time(replace(WORK, parts=own), Parallelism(), MACHINE, rates).seconds["compute"]
+        slower = more * 2e11 if more else 1e11
+        assert found == pytest.approx(seconds(rates=rates)["compute"] + 3 * slower / 1e14)
+    tied = replace(HEAD, num_params=0, shared_params=HEAD.num_params)
+    found = step_time(replace(WORK, parts=(BLOCK, tied, LOSS)), Parallelism(), MACHINE, rates).seconds["compute"]
+    assert found == pytest.approx(seconds(rates=rates)["compute"])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
 from framework.models.adapt import prepare_model
 from framework.models.layers import LayeredModel
-from framework.plan.work import named_work, saved_bytes
+from framework.plan.work import model_work, named_work, saved_bytes
 from framework.setup.objects import Objects
 from framework.setup.parts import gather_parts
 from tests.jobs.live_bytes import Saved
@@ -122,7 +122,8 @@ def leaves(value: Any) -> list[torch.Tensor]:
 
 
 def again(value: torch.Tensor) -> torch.Tensor:
-    return value.detach().requires_grad_(value.is_floating_point())
+    """The same tensor, as another group made it; an operation may change it in place."""
+    return value.detach().requires_grad_(value.is_floating_point()).clone()
 
 
 @pytest.mark.parametrize(("every", "dtype"), [*product((1, 2, 3, 20), ("fp32", "bf16"))])
@@ -143,3 +144,18 @@ def test_flops_are_what_torch_counts(name: str) -> None:
     work = named_work(config, MICRO, device="cpu")
     assert work is not None
     assert work.flops == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+def test_a_block_keeps_what_the_literature_says() -> None:
+    """Korthikanti et al. 2022 (arXiv 2205.05198), table 2: s b h (34 + 5 a s / h) bytes, of which fused attention keeps
+    none of the last, and s b h (10 + 24 / t) with tensor parallelism of t.
+    """
+    model = config_from_values({"model": {"kind": "gpt", "size": "gpt2-xl"}, "task": {"kind": "causal_lm"}}).model
+    work = model_work(model, micro_size=4, sequence_length=1024)
+    assert work is not None
+    (block,) = (part for part in work.parts if part.count > 1)
+    unit = 4 * 1024 * 1600
+    assert block.count == 48
+    assert block.saved_bytes / unit == pytest.approx(34, rel=0.01)
+    assert block.split_bytes / unit == pytest.approx(24, rel=0.01)
+    assert block.flops == 24 * unit * 1600 + 4 * unit * 1024
