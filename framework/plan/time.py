@@ -217,7 +217,9 @@ class Rates:
 RATES: Final = Rates()
 # Of processors, whose engine was measured: the ranks share the cores, so that nothing hides behind anything, products
 # of every size reach what was measured, and the host's own time is the engine's.
-OF_PROCESSORS: Final = Rates(plateau=1.0, width=0.0, memory=1.0, network=1.0, overlap=0.0, launch_seconds=0.0)
+OF_PROCESSORS: Final = Rates(
+    plateau=1.0, width=0.0, memory=1.0, network=1.0, overlap=0.0, launch_seconds=0.0, weight_seconds=0.0
+)
 
 
 def estimate_time(plan: Plan, work: ModelWork, machine: Machine) -> StepTime:
