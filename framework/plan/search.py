@@ -1,7 +1,7 @@
 """Search for a strategy: which ZeRO stage, offload, recomputation, micro-batch and pipeline serve a run best.
 
 Every candidate is a run config that the house's own validation and rules accept, on its cluster; there is no second set
-of rules. One costs about a millisecond, so that few are left out: micro-batches beyond the first that does not fit,
+of rules. One costs about two milliseconds, so that few are left out: micro-batches beyond the first that does not fit,
 because memory grows with them, and those of a strategy that a rule refuses, whatever the batch.
 """
 
