@@ -6,8 +6,8 @@ import re
 from typing import Final
 
 from framework.dslint.facts import DEEPSPEED_OPTIMIZERS, REMOVED_OPTIMIZERS, Facts
-from framework.dslint.parameters import OPTIMIZERS, SCHEDULERS
 from framework.dslint.rules.base import Found, rule
+from framework.dslint.values import OPTIMIZERS, SCHEDULERS
 from framework.text.typos import nearest
 
 # Classes of torch.optim; Muon came with torch 2.9. DeepSpeed takes them by exact name.
