@@ -27,7 +27,7 @@ from framework.text.typos import nearest
 Fault = tuple[str, str, str] | tuple[str, str, str, Severity]
 
 _FLOATS_AS_WHOLE: Final = 2.0**63  # pydantic refuses a longer one: "exceeded maximum size"
-_NAMES: Final = {
+TYPE_WORDS: Final = {
     "boolean": "true or false",
     "integer": "a whole number",
     "number": "a number",
@@ -50,7 +50,7 @@ def value_faults(key: Key, value: Any) -> Iterator[Fault]:
         if not key.nullable:
             yield "wrong-type", "null where a value belongs", "leave the key out"
         return
-    wanted = " or ".join(_NAMES.get(kind, kind) for kind in key.types)
+    wanted = " or ".join(TYPE_WORDS.get(kind, kind) for kind in key.types)
     if not any(_is_type(value, kind) for kind in key.types):
         is_lax = key.reader == "pydantic" and "object" not in key.types
         if not is_lax or not any(_passes_as(value, kind) for kind in key.types):
@@ -70,7 +70,7 @@ def value_faults(key: Key, value: Any) -> Iterator[Fault]:
     if isinstance(value, list) and not value and "number" in key.types:
         yield "wrong-value", "an empty list", "write one number per group"
     if isinstance(value, list) and key.items and not all(_is_type(item, key.items) for item in value):
-        words = _NAMES.get(key.items, key.items)
+        words = TYPE_WORDS.get(key.items, key.items)
         yield "wrong-type", f"not a list of which each is {words}", f"write {words} for each"
     elif isinstance(value, list) and key.items == "number":
         yield from islice((fault for item in value for fault in _out_of_range(key, item)), 1)
@@ -176,7 +176,7 @@ def mismatch(value: Any, wanted: Wanted) -> tuple[str, str, str] | None:
 
 
 def _scalar_mismatch(value: Any, wanted: Wanted) -> tuple[str, str, str] | None:
-    words = _NAMES[wanted["type"]]
+    words = TYPE_WORDS[wanted["type"]]
     if not _is_type(value, wanted["type"]):
         return "wrong-type", f"not {words}", f"write {words}"
     if isinstance(value, float) and not isfinite(value):
