@@ -1,6 +1,7 @@
 """Rules between the keys of a DeepSpeed JSON: what DeepSpeed refuses, breaks on, or silently does otherwise.
 
-A rule is a function under `@rule` in the module of its theme; its name is the stable kind of its problems. An error is
+A rule is a row of `tables/rules.json`, where settings do not go together and nothing has to be computed, or a function
+under `@rule` in the module of its theme; its name is the stable kind of its problems. An error is
 what DeepSpeed stops at, when it reads the file, at `deepspeed.initialize`, in the first step, or in the call that the
 key is for. A warning is what it takes and does otherwise. A note depends on code outside the JSON. Unknown keys, types,
 ranges and removed keys are the key table's (`framework/dslint/keys.py`).
@@ -29,10 +30,12 @@ from __future__ import annotations
 
 from framework.dslint.facts import Facts
 from framework.dslint.rules import batch, offload, optimizer, parallel, precision, silent, zero  # noqa: F401
-from framework.dslint.rules.base import ALL
+from framework.dslint.rules.base import ALL, list_rows
 from framework.errors import Problem
 
 __all__ = ["ALL", "apply_rules"]
+
+list_rows()
 
 
 def apply_rules(facts: Facts) -> list[Problem]:

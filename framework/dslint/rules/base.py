@@ -1,13 +1,22 @@
-"""Parts of every rule: its kind, severity and releases, and how what it finds becomes a problem."""
+"""Parts of every rule: its kind, severity and releases, and how what it finds becomes a problem.
+
+A rule that asks for settings only, and computes nothing, is a row of `tables/rules.json`: ``when`` has what must hold
+for the problem to be there, all of it, and ``unless`` what must not. A key of DeepSpeed is ``given``, ``left out``,
+``on``, ``off`` (the file says so), ``not on``, ``not off`` (or left out), ``above`` or ``below`` a number; a fact of
+`Facts`, or a key that holds text, has one of the values of a list. ``{stage}`` in a sentence is that fact's value.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
-from math import isqrt
-from typing import Final
+from math import inf, isqrt
+from typing import Any, Final
 
 from framework.dslint.facts import Facts
+from framework.dslint.key_files import TABLES
 from framework.errors import Problem, Severity
 
 Rule = Callable[[Facts], Iterator[Problem]]
@@ -43,6 +52,44 @@ def rule(
         return judge
 
     return listed
+
+
+_STATES: Final[Mapping[str, Callable[[Facts, str], object]]] = {
+    "given": Facts.given,
+    "left out": lambda facts, key: not facts.given(key),
+    "on": lambda facts, key: facts.flag(key),
+    "off": lambda facts, key: facts.flag(key, True) is False,
+    "not on": lambda facts, key: facts.flag(key) is False,
+    "not off": lambda facts, key: facts.flag(key, True),
+}
+_FACT: Final = re.compile(r"\{(\w+)\}")
+
+
+def _holds(facts: Facts, name: str, wanted: Any) -> bool:
+    if isinstance(wanted, str):
+        return bool(_STATES[wanted](facts, name))
+    is_fact = hasattr(Facts, name)
+    if isinstance(wanted, list):
+        return (getattr(facts, name) if is_fact else facts.text(name)) in wanted
+    number = getattr(facts, name) if is_fact else facts.number(name)
+    return number is not None and wanted.get("below", inf) > number > wanted.get("above", -inf)
+
+
+def list_rows() -> None:
+    """List the rows of `tables/rules.json` as rules."""
+    rows: Mapping[str, Mapping[str, Any]] = json.loads((TABLES / "rules.json").read_text(encoding="utf-8"))
+    for kind, row in rows.items():
+
+        def find(facts: Facts, row: Mapping[str, Any] = row) -> Found:
+            when, unless = (row.get(part, {}).items() for part in ("when", "unless"))
+            if all(_holds(facts, *each) for each in when) and not any(_holds(facts, *each) for each in unless):
+                reason, fix = (
+                    _FACT.sub(lambda fact: str(getattr(facts, fact[1])), row[part]) for part in ("reason", "fix")
+                )
+                yield row["key"], reason, fix
+
+        find.__name__, find.__doc__ = kind.replace("-", "_"), row["source"]
+        rule(row.get("severity", "error"), since=row.get("since", ""), before=row.get("before", ""))(find)
 
 
 def divisor_below(number: int, limit: int) -> int:

@@ -103,14 +103,6 @@ def _mesh_fits(facts: Facts) -> bool:
     return world is None or sequence is None or data is None or sequence * data == world
 
 
-@rule("warning", since="0.17.0")
-def data_parallel_size_alone(facts: Facts) -> Found:
-    """deepspeed/__init__.py `initialize`: `data_parallel_size` is read beside `sequence_parallel_size` only."""
-    if facts.given("data_parallel_size") and not facts.given(_SEQUENCE):
-        reason = "without sequence_parallel_size DeepSpeed does not look at it"
-        yield "data_parallel_size", reason, "remove data_parallel_size"
-
-
 @rule(since="0.17.0")
 def sequence_parallel_fraction(facts: Facts) -> Found:
     """deepspeed/runtime/config.py `_batch_assertion` divides by `sequence_parallel_size`, and takes a fitting float."""

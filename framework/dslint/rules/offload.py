@@ -13,7 +13,6 @@ _PARAM: Final = "zero_optimization.offload_param"
 _ZENFLOW: Final = "zero_optimization.zenflow"
 _SUPER: Final = f"{_OPTIMIZER}.super_offload"
 _CORES: Final = f"{_OPTIMIZER}.cpuadam_cores_perc"
-_CONTIGUOUS: Final = "zero_optimization.contiguous_gradients"
 _OVERLAP: Final = "zero_optimization.overlap_comm"
 # torch's Adam is in those of mup.
 _ADAMS: Final = ("adam", "adamw", "muadam", "muadamw")
@@ -35,25 +34,6 @@ def offload_without_zero(facts: Facts) -> Found:
             f'set {_STAGE}: 2 or {_OPTIMIZER}.device: "none"',
             "warning" if facts.topology.device == "cpu" else "error",
         )
-
-
-@rule()
-def lamb_with_offload(facts: Facts) -> Found:
-    """deepspeed/ops/lamb/fused_lamb.py `FusedLamb`: "Currently GPU-only"; it is built whatever the offload.
-
-    Its kernel asserts that the weights are on the GPU, in the first step, and those that it is handed are on the host.
-    """
-    if facts.optimizer == "lamb" and facts.offloads_optimizer and facts.stage and not facts.uses_bf16_optimizer:
-        reason = "DeepSpeed's Lamb has no form for the host, where its states are"
-        yield "optimizer.type", reason, f'set optimizer.type: "AdamW" or {_OPTIMIZER}.device: "none"'
-
-
-@rule("warning")
-def nvme_optimizer_in_memory(facts: Facts) -> Found:
-    """deepspeed/runtime/zero/stage_1_and_2.py `DeepSpeedZeroOptimizer`: any device but none means host memory."""
-    if facts.optimizer_device == "nvme" and facts.stage in (1, 2):
-        reason = f"stage {facts.stage} keeps the states in host memory instead"
-        yield f"{_OPTIMIZER}.device", reason, f'set {_OPTIMIZER}.device: "cpu" or {_STAGE}: 3'
 
 
 @rule("warning")
@@ -79,14 +59,6 @@ def _is_partial(facts: Facts) -> bool:
 
 
 @rule()
-def partial_offload_needs_stage_3(facts: Facts) -> Found:
-    """deepspeed/runtime/zero/config.py `offload_ratio_check`: "Partial offloading only supported for ZeRO Stage 3."."""
-    if _is_partial(facts) and facts.stage in (0, 1, 2):
-        reason = f"stage {facts.stage} offloads all or nothing"
-        yield f"{_OPTIMIZER}.ratio", reason, f"set {_OPTIMIZER}.ratio: 1.0 or {_STAGE}: 3"
-
-
-@rule()
 def partial_offload_needs_cpu_adam(facts: Facts) -> Found:
     """deepspeed/runtime/zero/stage3.py `backup_optimizer`: "Hybrid Optimizer Only Supports DeepSpeedCPUAdam"."""
     if facts.stage == 3 and _is_partial(facts) and facts.offloads_optimizer and facts.uses_cpu_adam is False:
@@ -102,13 +74,6 @@ def cpu_adam_or(facts: Facts, otherwise: str) -> str:
     if facts.flag("optimizer.params.torch_adam"):
         needed.append("optimizer.params.torch_adam: false")
     return f"set {' and '.join(needed)} or {otherwise}" if needed and not facts.given(_ZENFLOW) else f"set {otherwise}"
-
-
-@rule("warning", since="0.18.0", on=_SUPER)
-def super_offload_ignored(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `super_offload` is asked at stage 3 only."""
-    if facts.stage in (1, 2):
-        yield _SUPER, f"it does nothing at stage {facts.stage}", f"set {_SUPER}: false or {_STAGE}: 3"
 
 
 @rule(since="0.18.0", on=_SUPER)
@@ -130,15 +95,6 @@ def super_offload_needs_cores(facts: Facts) -> Found:
     """deepspeed/runtime/superoffload/superoffload_utils.py `cpuadam_cores_perc`: "must be between 0 and 1", above 0."""
     if facts.stage == 3 and facts.number(_CORES) == 0:
         yield _CORES, "Adam on the host needs a share of the cores", f"set {_CORES}: 0.8"
-
-
-@rule("warning")
-def contiguous_gradients_forced(facts: Facts) -> Found:
-    """deepspeed/runtime/zero/stage_1_and_2.py `contiguous_gradients`: "CPU-Offload requires contiguous gradients"."""
-    off = facts.flag(_CONTIGUOUS, True) is False
-    if off and facts.stage in (1, 2) and facts.offloads_optimizer and not facts.uses_bf16_optimizer:
-        reason = "with an offloaded optimizer they are contiguous whatever it says"
-        yield _CONTIGUOUS, reason, f"set {_CONTIGUOUS}: true"
 
 
 @rule(since="0.17.5")

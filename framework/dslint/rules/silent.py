@@ -98,26 +98,6 @@ def contiguous_checkpoints(facts: Facts) -> Found:
             yield key, "contiguous_memory_optimization needs it", fix
 
 
-@rule("note")
-def checkpoint_writer_needs_launcher(facts: Facts) -> Found:
-    """deepspeed/runtime/model_checkpointing/utils.py `create_universal_parallel_info` reads CROSS_SIZE, CROSS_RANK."""
-    if facts.given(_WRITER):
-        reason = "it reads CROSS_SIZE, which the deepspeed launcher sets and torchrun does not"
-        yield _WRITER, reason, "start with the deepspeed launcher, or set CROSS_SIZE and CROSS_RANK"
-
-
-@rule()
-def checkpoint_writer_data_parallel(facts: Facts) -> Found:
-    """deepspeed/runtime/model_checkpointing/data_parallel_writer_factory.py `_get_data_parallel_config`: a `dp_rank`.
-
-    What it asks has none without an mpu. Stage 3 does not come that far, and a PipelineModule brings its own.
-    """
-    key, reads = f"{_WRITER}.data_parallel", facts.stage in (0, 1, 2) and not facts.given("pipeline")
-    if facts.given(_WRITER) and reads and not facts.given(key):
-        reason = f"left out, DeepSpeed stops at an AttributeError at stage {facts.stage}"
-        yield key, reason, f'set {key}: "REPLICA"'
-
-
 @rule()
 def curriculum_needs_metrics(facts: Facts) -> Found:
     """deepspeed/runtime/data_pipeline/config.py `get_curriculum_learning`: whatever data_efficiency.enabled says."""

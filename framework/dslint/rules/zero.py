@@ -12,9 +12,6 @@ _STAGE: Final = f"{_ZERO}.stage"
 _NORM: Final = f"{_ZERO}.compute_grad_norm"
 _SCATTER: Final = f"{_ZERO}.reduce_scatter"
 _HPZ: Final = f"{_ZERO}.zero_hpz_partition_size"
-_QUANTIZED: Final = f"{_ZERO}.zero_quantized_gradients"
-_OVERLAP: Final = f"{_ZERO}.overlap_comm"
-_MANAGED: Final = "managed_gradient_accumulation"
 # Read at stage 3 only (deepspeed/runtime/engine.py `_configure_zero_optimizer`).
 _STAGE_3_KEYS: Final = (
     "sub_group_size",
@@ -83,13 +80,6 @@ def inert_at_stage(facts: Facts) -> Found:
             yield key, f"it does nothing at stage {facts.stage}", fix
 
 
-@rule(on=f"{_ZERO}.legacy_stage1")
-def legacy_stage1(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_configure_zero_optimizer`: asks `zero_legacy_stage1` at every stage above 0."""
-    if facts.stage:
-        yield f"{_ZERO}.legacy_stage1", "the first form of stage 1 is gone", f"set {_ZERO}.legacy_stage1: false"
-
-
 @rule()
 def odd_allgather_bucket(facts: Facts) -> Found:
     """deepspeed/runtime/zero/stage_1_and_2.py `nccl_start_alignment_factor`: "allgather_bucket_size must be a"."""
@@ -97,13 +87,6 @@ def odd_allgather_bucket(facts: Facts) -> Found:
     size = facts.whole(key) or 0
     if facts.stage in (1, 2) and not facts.uses_bf16_optimizer and size > 0 and size % 2:
         yield key, "stages 1 and 2 want an even number", f"set {key}: {size + 1}"
-
-
-@rule(since="0.19.7")
-def grad_norm_off_at_stage(facts: Facts) -> Found:
-    """deepspeed/runtime/zero/config.py `compute_grad_norm_valid`: "supported only with ZeRO Stage 1 or 2"."""
-    if facts.flag(_NORM, True) is False and facts.stage in (0, 3):
-        yield _NORM, f"stage {facts.stage} always computes it", f"set {_NORM}: true"
 
 
 @rule(since="0.19.7")
@@ -153,22 +136,6 @@ def prescale_with_reduce_scatter(facts: Facts) -> Found:
             yield key, reason, f"set {_SCATTER}: false or {key}: {right}"
 
 
-@rule(since="0.19.4", on=_OVERLAP)
-def unmanaged_with_overlap(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_do_sanity_check`: "supports ZeRO overlap_comm only with ZeRO stage 2"."""
-    if facts.flag(_MANAGED, True) is False and facts.stage in (0, 1):
-        reason = f"stage {facts.stage} cannot overlap communication when the code decides where a batch ends"
-        yield _OVERLAP, reason, f"set {_OVERLAP}: false or {_MANAGED}: true"
-
-
-@rule(since="0.19.4", on="compile.deepcompile")
-def unmanaged_with_deepcompile(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_do_sanity_check`: "managed_gradient_accumulation=False is not supported with"."""
-    if facts.flag(_MANAGED, True) is False:
-        fix = f"set {_MANAGED}: true or compile.deepcompile: false"
-        yield _MANAGED, "DeepCompile has to know where a batch ends", fix
-
-
 @rule(since="0.19.6")
 def sum_of_gradients(facts: Facts) -> Found:
     """deepspeed/runtime/config.py `_do_error_check`: 'sum' is not for stage 3, ZenFlow or DeepCompile."""
@@ -181,13 +148,6 @@ def sum_of_gradients(facts: Facts) -> Found:
         if found and _sums(facts):
             key = "gradient_allreduce_op"
             yield key, f"{what} averages gradients only", f'set {key}: "mean"'
-
-
-@rule(on=_QUANTIZED)
-def quantized_gradients_need_reduce_scatter(facts: Facts) -> Found:
-    """deepspeed/runtime/zero/stage3.py `all2all_process_group`: "reduce_scatter should also be enabled"."""
-    if facts.stage == 3 and facts.flag(_SCATTER, True) is False and facts.optimizer != "muon":
-        yield _SCATTER, "quantized gradients travel by reduce-scatter", f"set {_SCATTER}: true or {_QUANTIZED}: false"
 
 
 @rule()
@@ -206,14 +166,6 @@ def hpz_larger_than_world(facts: Facts) -> Found:
     if facts.stage == 3 and world and size > world:
         reason = f"there are {world} ranks, and DeepSpeed takes that number without a word"
         yield _HPZ, reason, f"set {_HPZ}: {world}"
-
-
-@rule("warning", on=f"{_ZERO}.elastic_checkpoint")
-def elastic_checkpoint(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_get_all_zero_checkpoint_state_dicts`: another number of ranks is refused anyway."""
-    key = f"{_ZERO}.elastic_checkpoint"
-    reason = "checkpoints still load on the same number of data-parallel ranks only"
-    yield key, reason, f"set {key}: false and convert checkpoints with ds_to_universal"
 
 
 @rule()
