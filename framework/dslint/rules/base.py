@@ -3,7 +3,8 @@
 A rule that asks for settings only, and computes nothing, is a row of `tables/rules.json`: ``when`` has what must hold
 for the problem to be there, all of it, and ``unless`` what must not. A key of DeepSpeed is ``given``, ``left out``,
 ``on``, ``off`` (the file says so), ``not on``, ``not off`` (or left out), ``above`` or ``below`` a number; a fact of
-`Facts`, or a key that holds text, has one of the values of a list. ``{stage}`` in a sentence is that fact's value.
+`Facts`, or a key that holds text, has one of the values of a list. In a sentence ``{stage}`` is that fact's value, and
+``{zero_optimization.offload_param}`` that key as the file spells it. A row may have ``cases`` instead.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ _STATES: Final[Mapping[str, Callable[[Facts, str], object]]] = {
     "not on": lambda facts, key: facts.flag(key) is False,
     "not off": lambda facts, key: facts.flag(key, True),
 }
-_FACT: Final = re.compile(r"\{(\w+)\}")
+_FILLED_IN: Final = re.compile(r"\{([\w.]+)\}")
 
 
 def _holds(facts: Facts, name: str, wanted: Any) -> bool:
@@ -75,18 +76,21 @@ def _holds(facts: Facts, name: str, wanted: Any) -> bool:
     return number is not None and wanted.get("below", inf) > number > wanted.get("above", -inf)
 
 
+def _sentence(facts: Facts, text: str) -> str:
+    """A sentence of a row, with facts, and with keys as the file spells them."""
+    return _FILLED_IN.sub(lambda name: str(facts.written(name[1]) if "." in name[1] else getattr(facts, name[1])), text)
+
+
 def list_rows() -> None:
     """List the rows of `tables/rules.json` as rules."""
     rows: Mapping[str, Mapping[str, Any]] = json.loads((TABLES / "rules.json").read_text(encoding="utf-8"))
     for kind, row in rows.items():
 
         def find(facts: Facts, row: Mapping[str, Any] = row) -> Found:
-            when, unless = (row.get(part, {}).items() for part in ("when", "unless"))
-            if all(_holds(facts, *each) for each in when) and not any(_holds(facts, *each) for each in unless):
-                reason, fix = (
-                    _FACT.sub(lambda fact: str(getattr(facts, fact[1])), row[part]) for part in ("reason", "fix")
-                )
-                yield row["key"], reason, fix
+            for case in row.get("cases", [row]):
+                when, unless = (case.get(part, {}).items() for part in ("when", "unless"))
+                if all(_holds(facts, *each) for each in when) and not any(_holds(facts, *each) for each in unless):
+                    yield case["key"], _sentence(facts, case["reason"]), _sentence(facts, case["fix"])
 
         find.__name__, find.__doc__ = kind.replace("-", "_"), row["source"]
         rule(row.get("severity", "error"), since=row.get("since", ""), before=row.get("before", ""))(find)

@@ -9,13 +9,9 @@ from framework.dslint.rules.base import Found, rule
 
 _STAGE: Final = "zero_optimization.stage"
 _OPTIMIZER: Final = "zero_optimization.offload_optimizer"
-_PARAM: Final = "zero_optimization.offload_param"
 _ZENFLOW: Final = "zero_optimization.zenflow"
 _SUPER: Final = f"{_OPTIMIZER}.super_offload"
 _CORES: Final = f"{_OPTIMIZER}.cpuadam_cores_perc"
-_OVERLAP: Final = "zero_optimization.overlap_comm"
-# torch's Adam is in those of mup.
-_ADAMS: Final = ("adam", "adamw", "muadam", "muadamw")
 _TORCH_ADAMW: Final = frozenset(
     ("lr", "betas", "eps", "weight_decay", "amsgrad", "foreach", "maximize", "capturable", "differentiable", "fused")
 )
@@ -34,23 +30,6 @@ def offload_without_zero(facts: Facts) -> Found:
             f'set {_STAGE}: 2 or {_OPTIMIZER}.device: "none"',
             "warning" if facts.topology.device == "cpu" else "error",
         )
-
-
-@rule("warning")
-def param_offload_ignored(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_configure_zero_optimizer`: only stage 3 is handed `offload_param_config`."""
-    if facts.param_device in ("cpu", "nvme") and facts.stage in (0, 1, 2):
-        reason = f"stage {facts.stage} keeps parameters on the device"
-        yield f"{_PARAM}.device", reason, f"set {_STAGE}: 3 or remove {facts.written(_PARAM)}"
-
-
-@rule()
-def nvme_path_missing(facts: Facts) -> Found:
-    """deepspeed/runtime/zero/stage3.py `_configure_tensor_swapping`, partition_parameters.py: it has no default."""
-    for section, device in ((_OPTIMIZER, facts.optimizer_device), (_PARAM, facts.param_device)):
-        key = f"{section}.nvme_path"
-        if facts.stage == 3 and device == "nvme" and not facts.given(key):
-            yield key, "offload to nvme needs a folder on it", f'set {key}: "/local_nvme"'
 
 
 def _is_partial(facts: Facts) -> bool:
@@ -74,20 +53,6 @@ def cpu_adam_or(facts: Facts, otherwise: str) -> str:
     if facts.flag("optimizer.params.torch_adam"):
         needed.append("optimizer.params.torch_adam: false")
     return f"set {' and '.join(needed)} or {otherwise}" if needed and not facts.given(_ZENFLOW) else f"set {otherwise}"
-
-
-@rule(since="0.18.0", on=_SUPER)
-def super_offload_needs_adam(facts: Facts) -> Found:
-    """deepspeed/runtime/superoffload/superoffload_stage3.py `optimizer_configs`: `amsgrad` is read from Adam's groups.
-
-    Any other optimizer of a JSON ends in a KeyError there. Without a device to offload to, the fused Adam does as well,
-    and torch's in the first step, which looks for `subgroup_to_device`.
-    """
-    if facts.stage == 3 and facts.optimizer_device == "none":
-        yield _SUPER, "nothing is offloaded", f'set {_OPTIMIZER}.device: "cpu" or {_SUPER}: false'
-    elif facts.stage == 3 and facts.optimizer and facts.optimizer not in _ADAMS:
-        fix = f'set optimizer.type: "AdamW" or {_SUPER}: false'
-        yield "optimizer.type", "SuperOffload works with Adam only", fix
 
 
 @rule(since="0.18.0", on=_SUPER)
@@ -131,14 +96,6 @@ def zenflow_intervals(facts: Facts) -> Found:
         yield key, f"it must not be smaller than update_interval {update}", f"set {key}: {update}"
 
 
-@rule(since="0.17.5", on=f"{_ZENFLOW}.offload")
-def zenflow_needs_overlap(facts: Facts) -> Found:
-    """deepspeed/runtime/zenflow/zenflow_stage_1_and_2.py `offload_selective_optimizer`: "should be used with"."""
-    if facts.stage and facts.flag(_OVERLAP, facts.stage == 3) is False:
-        fix = f"set {_OVERLAP}: true or {_ZENFLOW}.offload: false"
-        yield _OVERLAP, "zenflow.offload needs overlapped communication", fix
-
-
 @rule(since="0.17.5")
 def zenflow_params(facts: Facts) -> Found:
     """deepspeed/runtime/zenflow/zenflow_stage_1_and_2.py `selective_optimizer`: torch's AdamW with all parameters."""
@@ -151,19 +108,6 @@ def zenflow_params(facts: Facts) -> Found:
         if name not in _TORCH_ADAMW:
             reason = "ZenFlow hands all parameters to an AdamW that does not know it"
             yield f"optimizer.params.{name}", reason, f"remove optimizer.params.{name} or remove {_ZENFLOW}"
-
-
-@rule(since="0.17.5")
-def zenflow_needs_adam(facts: Facts) -> Found:
-    """deepspeed/ops/adam/zenflow_cpu_adam.py `step_id`: ZenFlow calls `step(step_id=...)`, for its Adam alone."""
-    if not facts.given(_ZENFLOW) or not facts.stage or not facts.optimizer or not facts.offloads_optimizer:
-        return
-    key, right = "optimizer.type", '"AdamW"'
-    if facts.optimizer in ("adam", "adamw"):
-        key, right = "optimizer.params.torch_adam", "false"
-        if facts.stage != 3 or not facts.flag(key):
-            return
-    yield key, "ZenFlow works with DeepSpeed's Adam only", f"set {key}: {right} or remove {_ZENFLOW}"
 
 
 @rule("warning", since="0.17.5")

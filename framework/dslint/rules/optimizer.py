@@ -15,10 +15,6 @@ TORCH_OPTIMIZERS: Final = OPTIMIZERS.keys() | {"Adagrad", "Adam", "AdamW", "Muon
 # What ZeRO was tested with. mup's MuAdam and MuAdamW build torch's Adam, which is on the list; MuSGD builds SGD.
 TESTED: Final = frozenset({"adam", "adamw", "adagrad", "lion", "muon", "muadam", "muadamw"})
 _CLASS: Final = re.compile(r"^(?:DeepSpeed)?(?:CPU|Fused)?_?", re.IGNORECASE)
-_NO_STEP: Final = {
-    "LBFGS": "it asks for a closure that computes the loss again, and DeepSpeed gives none",
-    "SparseAdam": "it takes sparse gradients only, and those of most layers are dense",
-}
 _TYPE: Final = "optimizer.type"
 
 
@@ -37,13 +33,6 @@ def optimizer_unknown(facts: Facts) -> Found:
         mup = {"MuAdam", "MuAdamW", "MuSGD"} if name.lower().startswith("mu") else set()
         guess = nearest(plain, TORCH_OPTIMIZERS | {"Lamb", "Lion"} | mup) or guess
     yield _TYPE, reason, f'set {_TYPE}: "{guess}"'
-
-
-@rule()
-def optimizer_cannot_step(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_take_model_step`: `step` is called without a closure, and gradients are dense."""
-    if facts.optimizer in _NO_STEP:
-        yield _TYPE, _NO_STEP[facts.optimizer], f'set {_TYPE}: "AdamW"'
 
 
 @rule()

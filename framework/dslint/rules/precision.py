@@ -116,14 +116,6 @@ def keep_in_fp32_text(facts: Facts) -> Found:
         yield key, "a list of name patterns belongs here", f"set {key}: {dumps([text])}"
 
 
-@rule(since="0.18.3")
-def master_weights_need_zero(facts: Facts) -> Found:
-    """deepspeed/runtime/config.py `_do_error_check`: "only supported with ZeRO Stage 1, 2, or 3", enabled or not."""
-    for key in (FP16_MASTER, BF16_MASTER):
-        if facts.stage == 0 and facts.flag(key):
-            yield key, "half-precision master weights need ZeRO stage 1 to 3", f"set {key}: false"
-
-
 @rule()
 def master_weights_need_cpu_adam(facts: Facts) -> Found:
     """deepspeed/runtime/base_optimizer.py `_configure_master_weights`: `fp16_offload_validator` wants CPU Adam.

@@ -100,21 +100,6 @@ def grad_norm_off_with_clipping(facts: Facts) -> Found:
         yield key, reason, f"set {key}: 0.0 or {_NORM}: true"
 
 
-@rule(since="0.19.7")
-def grad_norm_needed(facts: Facts) -> Found:
-    """deepspeed/runtime/zero/stage_1_and_2.py `compute_grad_norm` and engine.py `_do_optimizer_sanity_check`."""
-    if facts.flag(_NORM, True) is not False or facts.stage not in (1, 2):
-        return
-    needing = {
-        "bf16 with fp32 accumulation at stage 1": facts.uses_bf16_optimizer,
-        "ZenFlow": facts.given(f"{_ZERO}.zenflow"),
-        "an offloaded optimizer": facts.offloads_optimizer,
-    }
-    reason = next((what for what, found in needing.items() if found), "")
-    if reason:
-        yield _NORM, f"{reason} needs the gradient norm", f"set {_NORM}: true"
-
-
 def _sums(facts: Facts) -> bool:
     return str(facts.get("gradient_allreduce_op", "mean")).lower() == "sum"
 

@@ -67,18 +67,30 @@ def rows() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("kind", "row"), rows().items(), ids=rows())
-def test_a_row_speaks_of_facts_and_of_keys_that_some_release_reads(kind: str, row: Any) -> None:
-    assert row.keys() <= {"source", "severity", "since", "before", "when", "unless", "key", "reason", "fix"}
-    for name, wanted in (row["when"] | row.get("unless", {})).items():
-        if isinstance(wanted, str):
-            assert wanted in STATES
-        else:
-            assert isinstance(wanted, list) or wanted.keys() <= {"above", "below"}, wanted
-        is_fact = isinstance(inspect.getattr_static(Facts, name, None), cached_property) and wanted not in STATES
-        assert is_fact or any(load_table(release).get(name) is not None for release in known_releases()), name
-    for name in re.findall(r"\{(\w+)\}", row["reason"] + row["fix"]):
-        assert isinstance(inspect.getattr_static(Facts, name), cached_property), name
+@pytest.mark.parametrize("row", rows().values(), ids=rows())
+def test_a_row_speaks_of_facts_and_of_keys_that_some_release_reads(row: Any) -> None:
+    cases = row.get(
+        "cases", [{name: row[name] for name in row if name not in ("source", "severity", "since", "before")}]
+    )
+    for case in cases:
+        assert {"when", "key", "reason", "fix"} <= case.keys() <= {"when", "unless", "key", "reason", "fix"}
+        for name, wanted in (case["when"] | case.get("unless", {})).items():
+            if isinstance(wanted, str):
+                assert wanted in STATES
+            else:
+                assert isinstance(wanted, list) or wanted.keys() <= {"above", "below"}, wanted
+            assert is_known(name) and (is_key(name) or wanted not in STATES), name
+        assert is_key(case["key"])
+        named = re.findall(r"\{([\w.]+)\}", case["reason"] + case["fix"])
+        assert [name for name in named if not is_known(name)] == []
+
+
+def is_key(name: str) -> bool:
+    return any(load_table(release).get(name) is not None for release in known_releases())
+
+
+def is_known(name: str) -> bool:
+    return is_key(name) or isinstance(inspect.getattr_static(Facts, name, None), cached_property)
 
 
 def test_every_rule_is_listed_and_has_one_kind_of_its_own() -> None:
