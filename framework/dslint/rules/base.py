@@ -4,14 +4,14 @@ A rule that asks for settings only, and computes nothing, is a row of `tables/ru
 for the problem to be there, all of it, and ``unless`` what must not. A key of DeepSpeed is ``given``, ``left out``,
 ``on``, ``off`` (the file says so), ``not on``, ``not off`` (or left out), ``above`` or ``below`` a number; a fact of
 `Facts`, or a key that holds text, has one of the values of a list. In a sentence ``{stage}`` is that fact's value, and
-``{zero_optimization.offload_param}`` that key as the file spells it. A row may have ``cases`` instead.
+``{zero_optimization.offload_param}`` that key as the file spells it. ``cases`` have what is not the same in all of them.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from math import inf, isqrt
 from typing import Any, Final
@@ -85,11 +85,15 @@ def list_rows() -> None:
     """List the rows of `tables/rules.json` as rules."""
     rows: Mapping[str, Mapping[str, Any]] = json.loads((TABLES / "rules.json").read_text(encoding="utf-8"))
     for kind, row in rows.items():
+        when = row.get("when", {})
+        cases = [{**row, **case, "when": when | case.get("when", {})} for case in row.get("cases", [{}])]
 
-        def find(facts: Facts, row: Mapping[str, Any] = row) -> Found:
-            for case in row.get("cases", [row]):
-                when, unless = (case.get(part, {}).items() for part in ("when", "unless"))
-                if all(_holds(facts, *each) for each in when) and not any(_holds(facts, *each) for each in unless):
+        def find(facts: Facts, cases: Sequence[Mapping[str, Any]] = cases) -> Found:
+            for case in cases:
+                holds, is_excepted = (
+                    [_holds(facts, *each) for each in case.get(part, {}).items()] for part in ("when", "unless")
+                )
+                if all(holds) and not any(is_excepted):
                     yield case["key"], _sentence(facts, case["reason"]), _sentence(facts, case["fix"])
 
         find.__name__, find.__doc__ = kind.replace("-", "_"), row["source"]

@@ -235,17 +235,3 @@ def autosp_at_stage(facts: Facts) -> Found:
     if "autosp" in _passes(facts) and facts.stage in (2, 3):
         reason = f"at stage {facts.stage} DeepSpeed leaves AutoSP out"
         yield "compile.passes", reason, "set zero_optimization.stage: 1 or remove compile.passes"
-
-
-@rule(since="0.19.8", on="compile.autoep_non_moe")
-def compile_around_experts(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `compile`: what "compile.autoep_non_moe=True" does not go with."""
-    against = {
-        _DEEP: ("false", facts.flag(_DEEP)),
-        "expert_parallel.comm_backend": ('"comm"', facts.text("expert_parallel.comm_backend") == "deepep"),
-        "tensor_parallel.autotp_size": ("0", facts.tensor_parallel_size > 1),
-        "zero_optimization.stage": ("2", facts.stage == 3),
-        "zero_optimization.offload_optimizer.device": ('"none"', facts.offloads_optimizer),
-        "zero_optimization.offload_param.device": ('"none"', facts.param_device in ("cpu", "nvme")),
-    }
-    return in_the_way(against, "compile.autoep_non_moe does not support it", " or compile.autoep_non_moe: false")

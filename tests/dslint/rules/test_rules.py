@@ -69,19 +69,19 @@ def rows() -> dict[str, Any]:
 
 @pytest.mark.parametrize("row", rows().values(), ids=rows())
 def test_a_row_speaks_of_facts_and_of_keys_that_some_release_reads(row: Any) -> None:
-    cases = row.get(
-        "cases", [{name: row[name] for name in row if name not in ("source", "severity", "since", "before")}]
-    )
-    for case in cases:
-        assert {"when", "key", "reason", "fix"} <= case.keys() <= {"when", "unless", "key", "reason", "fix"}
-        for name, wanted in (case["when"] | case.get("unless", {})).items():
+    shared = {name: row[name] for name in row if name not in ("source", "severity", "since", "before", "cases")}
+    for case in row.get("cases", [{}]):
+        whole = shared | case | {"when": row.get("when", {}) | case.get("when", {})}
+        assert {"when", "key", "reason", "fix"} <= whole.keys() <= {"when", "unless", "key", "reason", "fix"}
+        for name, wanted in (whole["when"] | whole.get("unless", {})).items():
             if isinstance(wanted, str):
                 assert wanted in STATES
+                assert is_key(name)
             else:
                 assert isinstance(wanted, list) or wanted.keys() <= {"above", "below"}, wanted
-            assert is_known(name) and (is_key(name) or wanted not in STATES), name
-        assert is_key(case["key"])
-        named = re.findall(r"\{([\w.]+)\}", case["reason"] + case["fix"])
+                assert is_known(name)
+        assert is_key(whole["key"])
+        named = re.findall(r"\{([\w.]+)\}", whole["reason"] + whole["fix"])
         assert [name for name in named if not is_known(name)] == []
 
 
