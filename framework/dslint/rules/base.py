@@ -4,7 +4,8 @@ A rule that asks for settings only, and computes nothing, is a row of `tables/ru
 for the problem to be there, all of it, and ``unless`` what must not. A key of DeepSpeed is ``given``, ``left out``,
 ``on``, ``off`` (the file says so), ``not on``, ``not off`` (or left out), ``above`` or ``below`` a number; a fact of
 `Facts`, or a key that holds text, has one of the values of a list. In a sentence ``{stage}`` is that fact's value, and
-``{zero_optimization.offload_param}`` that key as the file spells it. ``cases`` have what is not the same in all of them.
+``{zero_optimization.offload_param}`` that key as the file spells it. Where one kind is found in several ways, ``cases``
+have what differs between them.
 """
 
 from __future__ import annotations
