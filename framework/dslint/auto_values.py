@@ -182,8 +182,8 @@ class _Filler:
     def edits(self, path: KeyPath) -> Iterator[Edit]:
         name = dotted(path)
         key = self.table.get(list(map(str, path)), variant_of(self.values, path))
-        if key is not None and "auto" in (key.default, *key.enum, *key.examples):
-            return  # DeepSpeed itself knows what it means
+        if key is not None and key.knows_auto:
+            return
         if name in self.keys:
             yield ReplaceValue(path, self.keys[name])
             return

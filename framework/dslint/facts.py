@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from math import isfinite
 from typing import Any, Final, Literal
 
 from framework.dslint.key_files import TABLES
+from framework.dslint.keys import load_table
 from framework.errors import MISSING
 from framework.plan.cluster import Cluster, Device
 from framework.text.document import KeyPath
@@ -67,33 +68,10 @@ class Topology:
 
 Dtype = Literal["fp32", "fp16", "bf16", "int8"]
 
-# Sections that a pydantic model reads (deepspeed/runtime/config_utils.py `DeepSpeedConfigModel`): "auto" is dropped and
-# "2" or 1.0 pass as numbers. All others are read by hand, as they stand.
-MODEL_SECTIONS: Final = {
-    *("zero_optimization", "fp16", "bf16", "bfloat16", "hybrid_engine", "tensor_parallel", "compile", "timers"),
-    *("tensorboard", "wandb", "csv_monitor", "comet", "comms_logger", "weight_quantization"),
-}
 # Read by hand, as they stand, until deepspeed/runtime/precision_config.py came with 0.17.1.
 _PRECISIONS: Final = frozenset({"fp16", "bf16", "bfloat16"})
-# Inside one of them, but an open dictionary.
+# In a section that a model reads, but an open dictionary.
 _OPEN: Final = "tensor_parallel.partition_config."
-# Python's name of a field -> the name that JSON files give it; DeepSpeed takes both (`populate_by_name`).
-STAGE3_NAMES: Final = (
-    "prefetch_bucket_size",
-    "param_persistence_threshold",
-    "model_persistence_threshold",
-    "max_live_parameters",
-    "max_reuse_distance",
-    "gather_16bit_weights_on_model_save",
-    "module_granularity_threshold",
-    "use_all_reduce_for_fetch_params",
-    "allgather_sequential",
-)
-_PREFIXLESS: Final[Mapping[str, str]] = {
-    **{f"zero_optimization.{name}": f"zero_optimization.stage3_{name}" for name in STAGE3_NAMES},
-    "tensor_parallel.tensor_parallel": "tensor_parallel.tp",
-    "tensor_parallel.replace_with_kernel_inject": "tensor_parallel.kernel_inject",
-}
 # Deprecated key -> (today's key, the value that true stands for).
 DEPRECATED: Final[Mapping[str, tuple[str, Any]]] = {
     "zero_optimization.cpu_offload": ("zero_optimization.offload_optimizer", {"device": "cpu"}),
@@ -310,7 +288,7 @@ class Facts:
             if path is not written and self.values.get("bf16") is not None:
                 continue  # DeepSpeed does not look at the old name then
             name = path.rsplit(".", 1)[0] if path.startswith("tensor_parallel.tensor_parallel.") else path
-            path = _PREFIXLESS.get(name, name) + path[len(name) :]
+            path = _other_names().get(name, name) + path[len(name) :]
             if path in DEPRECATED:
                 today, meaning = DEPRECATED[path]
                 if value is True:
@@ -369,7 +347,27 @@ def read_by_model(path: str, release: str) -> bool:
     """Check whether a pydantic model reads the key in this release."""
     section = path.split(".", 1)[0]
     by_hand = section in _PRECISIONS and _version(release) < _version("0.17.1")
-    return section in MODEL_SECTIONS and not by_hand and not path.startswith(_OPEN)
+    return section in _model_sections() and not by_hand and not path.startswith(_OPEN)
+
+
+@cache
+def _model_sections() -> frozenset[str]:
+    """Sections that a pydantic model reads (deepspeed/runtime/config_utils.py `DeepSpeedConfigModel`): "auto" is
+    dropped and "2" or 1.0 pass as numbers. All others are read by hand, as they stand.
+    """
+    entries = load_table().entries.items()
+    return frozenset(path.split(".")[0] for path, entry in entries if entry["reader"] == "pydantic") | _PRECISIONS
+
+
+@cache
+def _other_names() -> Mapping[str, str]:
+    """Python's name of a field -> the name that JSON files give it; DeepSpeed takes both (`populate_by_name`)."""
+    return {
+        f"{section}.{alias}": path
+        for path, entry in load_table().entries.items()
+        for alias in entry.get("aliases", ())
+        if (section := path.rpartition(".")[0])
+    }
 
 
 @lru_cache(maxsize=4096)

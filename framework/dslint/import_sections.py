@@ -156,7 +156,7 @@ class Reading:
             return "DeepSpeed does nothing with it"
         if key.status == "deprecated" and not written.startswith("bfloat16"):
             return "DeepSpeed no longer looks at it"
-        if value == "auto" and "auto" not in (key.default, *key.enum, *key.examples):
+        if value == "auto" and not key.knows_auto:
             return "other tools fill it in; DeepSpeed's default holds"
         return None
 

@@ -106,6 +106,11 @@ class Key:
         """The last part of the path."""
         return _name_of(self.path)
 
+    @property
+    def knows_auto(self) -> bool:
+        """Check whether "auto" is a value of DeepSpeed's own."""
+        return "auto" in (self.default, *self.enum, *self.examples)
+
 
 class KeyTable:
     """The keys of one release. Iterating gives their paths, in order."""

@@ -7,6 +7,7 @@ from json import dumps
 from typing import Final
 
 from framework.dslint.facts import Facts
+from framework.dslint.keys import load_table
 from framework.dslint.readers import FILLED
 from framework.dslint.rules.base import Found, in_the_way, rule
 
@@ -194,16 +195,6 @@ def needs_cuda(facts: Facts) -> Found:
     yield from in_the_way(found, "DeepSpeed has no CPU form of it")
 
 
-# Where "auto" is a value of DeepSpeed's own.
-_AUTO_HAS_MEANING: Final = (
-    "data_types.keep_in_fp32_modules",
-    "pipeline.stages",
-    "zero_optimization.zenflow.select_strategy",
-    "zero_optimization.zenflow.select_interval",
-    "zero_optimization.zenflow.update_interval",
-    *(f"expert_parallel.{name}" for name in ("score_func", "score_apply", "top_k", "routed_scaling_factor")),
-    *(f"expert_parallel.{name}" for name in ("combine_impl", "row_weighting_impl")),
-)
 # Read by hand as a truth value: any text is true. `activation_checkpointing` is not read at all without code.
 _AUTO_IS_TRUE: Final = (
     "activation_checkpointing.",
@@ -238,7 +229,7 @@ def auto_value(facts: Facts) -> Found:
     for path in _autos(facts.values, "", 0):
         who = "Hugging Face's Trainer and Accelerate fill it in"
         fix = f"write the value; {who if path in FILLED else 'Hugging Face does not fill it in either'}"
-        if path in _AUTO_HAS_MEANING:
+        if (key := load_table().exact(path)) is not None and key.knows_auto:
             continue
         if facts.is_lax(path) and "." in path and path != "timers.throughput":
             yield path, "DeepSpeed drops it and takes its default", fix

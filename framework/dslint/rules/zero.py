@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from framework.dslint.facts import STAGE3_NAMES, Facts
+from framework.dslint.facts import Facts
+from framework.dslint.keys import load_table
 from framework.dslint.rules.base import Found, divisor_below, rule
 
 _ZERO: Final = "zero_optimization"
@@ -12,10 +13,9 @@ _STAGE: Final = f"{_ZERO}.stage"
 _NORM: Final = f"{_ZERO}.compute_grad_norm"
 _SCATTER: Final = f"{_ZERO}.reduce_scatter"
 _HPZ: Final = f"{_ZERO}.zero_hpz_partition_size"
-# Read at stage 3 only (deepspeed/runtime/engine.py `_configure_zero_optimizer`).
+# Read at stage 3 only (deepspeed/runtime/engine.py `_configure_zero_optimizer`), as all whose name says so.
 _STAGE_3_KEYS: Final = (
     "sub_group_size",
-    *(f"stage3_{name}" for name in STAGE3_NAMES),
     "zero_quantized_weights",
     "zero_quantized_nontrainable_weights",
     "zero_quantized_gradients",
@@ -72,8 +72,9 @@ def inert_at_stage(facts: Facts) -> Found:
     if not facts.stage:
         return  # somebody turned ZeRO off, or `zero_stage_left_out` speaks
     names, needed = (_STAGE_12_KEYS, "2") if facts.stage == 3 else (_STAGE_3_KEYS, "3")
-    for name in names:
-        key = f"{_ZERO}.{name}"
+    named = [key for key in load_table().children(_ZERO) if needed == "3" and key.startswith(f"{_ZERO}.stage3_")]
+    for key in (*named, *(f"{_ZERO}.{name}" for name in names)):
+        name = key.rpartition(".")[2]
         value = facts.get(key)
         if value is not None and value is not False and value != _DEFAULTS.get(name):
             fix = f"remove {facts.written(key)} or set {_STAGE}: {needed}"
