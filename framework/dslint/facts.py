@@ -198,6 +198,29 @@ class Facts:
         return self.topology.world_size
 
     @cached_property
+    def device(self) -> Device:
+        """Kind of device that it is to run on."""
+        return self.topology.device
+
+    @cached_property
+    def is_elastic(self) -> bool:
+        """Check whether elasticity sets the batch sizes, whatever is written."""
+        return bool(self.get("elasticity.enabled")) and not self.since("0.19.8")
+
+    @cached_property
+    def sums_gradients(self) -> bool:
+        """Check whether gradients are summed over ranks instead of averaged."""
+        return str(self.get("gradient_allreduce_op", "mean")).lower() == "sum"
+
+    @cached_property
+    def asks_for_cpu_optimizer(self) -> bool:
+        """Check whether an optimizer from code has to be one of DeepSpeed's for the host (engine.py
+        `_configure_optimizer`).
+        """
+        is_forced = self.get("zero_force_ds_cpu_optimizer", True)
+        return bool(self.offloads_optimizer and not self.given("optimizer") and self.stage and is_forced)
+
+    @cached_property
     def tensor_parallel_size(self) -> int:
         """AutoTP's ranks, 0 when the file gives no whole number."""
         return self.whole("tensor_parallel.autotp_size") or 0

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from framework.dslint.facts import Facts
 from framework.dslint.key_files import TABLES
+from framework.dslint.keys import load_table
 from framework.errors import Problem, Severity
 
 Rule = Callable[[Facts], Iterator[Problem]]
@@ -73,7 +74,9 @@ def _holds(facts: Facts, name: str, wanted: Any) -> bool:
     is_fact = hasattr(Facts, name)
     if isinstance(wanted, list):
         return (getattr(facts, name) if is_fact else facts.text(name)) in wanted
-    number = getattr(facts, name) if is_fact else facts.number(name)
+    key = load_table().get(name)
+    read = facts.whole if key is not None and key.types == ("integer",) else facts.number
+    number = getattr(facts, name) if is_fact else read(name)
     return number is not None and wanted.get("below", inf) > number > wanted.get("above", -inf)
 
 
@@ -95,10 +98,11 @@ def list_rows() -> None:
                     [_holds(facts, *each) for each in case.get(part, {}).items()] for part in ("when", "unless")
                 )
                 if all(holds) and not any(is_excepted):
-                    yield case["key"], _sentence(facts, case["reason"]), _sentence(facts, case["fix"])
+                    reason, fix = (_sentence(facts, case[part]) for part in ("reason", "fix"))
+                    yield case["key"], reason, fix, case.get("severity", "error")
 
         find.__name__, find.__doc__ = kind.replace("-", "_"), row["source"]
-        rule(row.get("severity", "error"), since=row.get("since", ""), before=row.get("before", ""))(find)
+        rule(since=row.get("since", ""), before=row.get("before", ""))(find)
 
 
 def divisor_below(number: int, limit: int) -> int:

@@ -17,21 +17,6 @@ _TORCH_ADAMW: Final = frozenset(
 )
 
 
-@rule()
-def offload_without_zero(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `zero_use_cpu_optimizer` picks the CPU optimizer at stage 0 too.
-
-    On GPUs the CPU kernel then meets GPU tensors in the first step; on CPU machines nothing is offloaded.
-    """
-    if facts.stage == 0 and facts.offloads_optimizer:
-        yield (
-            f"{_OPTIMIZER}.device",
-            "at stage 0 nothing is offloaded: the CPU optimizer is handed the device's weights",
-            f'set {_STAGE}: 2 or {_OPTIMIZER}.device: "none"',
-            "warning" if facts.topology.device == "cpu" else "error",
-        )
-
-
 def _is_partial(facts: Facts) -> bool:
     ratio = facts.number(f"{_OPTIMIZER}.ratio", 1.0)
     return ratio is not None and ratio < 1

@@ -46,38 +46,6 @@ def optimizer_untested(facts: Facts) -> Found:
         yield _TYPE, reason, "set zero_allow_untested_optimizer: true"
 
 
-@rule("note")
-def optimizer_from_code(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_configure_zero_optimizer`: "zero stage {} requires an optimizer".
-
-    Without ZeRO the first backward asks for one; stage 3 makes do with none until the first step.
-    """
-    if facts.given(_TYPE) or facts.stage is None or _asks_for_a_cpu_optimizer(facts):
-        return
-    when = {0: "stops at its first backward", 3: "stops at its first step"}.get(facts.stage, "does not start")
-    yield (
-        "optimizer",
-        f"there is none: at stage {facts.stage} training {when} unless deepspeed.initialize is given one",
-        "pass optimizer=, or add an optimizer section",
-    )
-
-
-def _asks_for_a_cpu_optimizer(facts: Facts) -> bool:
-    forced = facts.get("zero_force_ds_cpu_optimizer", True)
-    return bool(facts.offloads_optimizer and not facts.given("optimizer") and facts.stage and forced)
-
-
-@rule("note")
-def offload_needs_cpu_optimizer(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_configure_optimizer`: raises for a client optimizer that is not for the CPU."""
-    if _asks_for_a_cpu_optimizer(facts):
-        yield (
-            "zero_optimization.offload_optimizer.device",
-            "the optimizer comes from code and must be DeepSpeedCPUAdam or DeepSpeedCPULion",
-            "set zero_force_ds_cpu_optimizer: false, which is slower, or add an optimizer section",
-        )
-
-
 @rule("warning")
 def adam_is_adamw(facts: Facts) -> Found:
     """deepspeed/runtime/config.py `ADAM_W_MODE_DEFAULT`: "Adam" decays weights as AdamW does unless told otherwise."""

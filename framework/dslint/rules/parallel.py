@@ -57,15 +57,6 @@ def tensor_parallel_preset(facts: Facts) -> Found:
         yield key, "there is no such preset, and DeepSpeed goes on without one", fix
 
 
-@rule("warning")
-def pipeline_needs_steps_per_print(facts: Facts) -> Found:
-    """deepspeed/runtime/pipe/engine.py `_exec_optimizer_step`: `global_steps % self.steps_per_print()` with None."""
-    timed = facts.flag("wall_clock_breakdown") or facts.flag("flops_profiler.enabled")
-    if facts.given("pipeline") and timed and not facts.given("steps_per_print"):
-        reason = "a PipelineModule that is timed divides by it in its first step, and it has no default"
-        yield "steps_per_print", reason, "set steps_per_print: 10"
-
-
 @rule(since="0.19.2", on=_EXPERTS)
 def expert_parallel_does_not_fit(facts: Facts) -> Found:
     """deepspeed/module_inject/auto_ep_folding.py `build_folding_spec`: both widths divide the world."""
@@ -78,14 +69,6 @@ def expert_parallel_does_not_fit(facts: Facts) -> Found:
 
 def _expert_tensor_parallel_size(facts: Facts) -> int:
     return facts.whole(f"{_EP}.expert_tensor_parallel_size", 1) or 0
-
-
-@rule(since="0.19.2", on=_EXPERTS)
-def expert_tensor_parallel(facts: Facts) -> Found:
-    """deepspeed/module_inject/auto_ep_folding.py `validate_folding_global`: "is reserved for expert-internal"."""
-    if _expert_tensor_parallel_size(facts) > 1:
-        key = f"{_EP}.expert_tensor_parallel_size"
-        yield key, "it is not built yet", f"set {key}: 1"
 
 
 @rule(since="0.19.3", on=_EXPERTS)
@@ -120,19 +103,6 @@ def presets_differ(facts: Facts) -> Found:
     if tensor and expert and tensor != expert:
         fix = f"remove tensor_parallel.preset_model or remove {_EP}.preset_model"
         yield f"{_EP}.preset_model", f"tensor_parallel.preset_model is {tensor}", fix
-
-
-@rule("note", since="0.19.2", on=_EXPERTS)
-def expert_parallel_at_stage_3(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_validate_zero3_moe_compatibility`: asked when a layer of the model matches."""
-    quantized, secondary = "zero_optimization.zero_quantized_gradients", "zero_optimization.zero_hpz_partition_size"
-    refused = {
-        quantized: ("false", facts.flag(quantized)),
-        secondary: ("1", (facts.whole(secondary) or 0) > 1),
-        "sequence_parallel_size": ("1", _has_sequence_mesh(facts)),
-    }
-    if facts.stage == 3:
-        yield from in_the_way(refused, "AutoEP at stage 3 refuses it once it finds an expert layer")
 
 
 @rule(since="0.19.8", on=_EXPERTS)

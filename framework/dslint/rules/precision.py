@@ -75,7 +75,7 @@ def loss_scale_boolean(facts: Facts) -> Found:
 def fp16_unsupported(facts: Facts) -> Found:
     """deepspeed/runtime/engine.py `_do_sanity_check`: "Type fp16 is not supported on your device"."""
     gpu = facts.topology.gpu
-    where = gpu.name if gpu and not gpu.fp16 else "a CPU" if facts.topology.device == "cpu" else ""
+    where = gpu.name if gpu and not gpu.fp16 else "a CPU" if facts.device == "cpu" else ""
     if where:
         yield "fp16.enabled", f"DeepSpeed does not train fp16 on {where}", "set fp16.enabled: false"
 
@@ -141,13 +141,6 @@ def autocast_without_dtype(facts: Facts) -> Found:
     if "dtype" not in facts.section("torch_autocast"):
         reason = "left out, the device decides: fp16 on CUDA, without the gradient scaler that fp16 needs"
         yield "torch_autocast.dtype", reason, 'set torch_autocast.dtype: "bfloat16"'
-
-
-@rule(since="0.17.2", on=_AUTOCAST)
-def autocast_in_int8(facts: Facts) -> Found:
-    """deepspeed/runtime/config.py `DtypeEnum` has an int8 that torch switches autocast off for; stage 3 stops at it."""
-    if facts.dtype("torch_autocast.dtype") == "int8":
-        yield "torch_autocast.dtype", "autocast computes in fp16 or bf16", 'set torch_autocast.dtype: "bfloat16"'
 
 
 @rule(since="0.17.2", on=_AUTOCAST)

@@ -179,7 +179,7 @@ def flops_profiler_depth(facts: Facts) -> Found:
 @rule()
 def needs_cuda(facts: Facts) -> Found:
     """deepspeed/ops/op_builder/cpu/no_impl.py `NotImplementedBuilder`: "This op had not been implemented on CPU"."""
-    if facts.topology.device != "cpu":
+    if facts.device != "cpu":
         return
     zero, on_device = "zero_optimization", not facts.offloads_optimizer
     pins_memory = str(facts.get(f"{_WRITER}.type", "FAST")).upper() == "FAST"

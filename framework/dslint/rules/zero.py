@@ -101,17 +101,13 @@ def grad_norm_off_with_clipping(facts: Facts) -> Found:
         yield key, reason, f"set {key}: 0.0 or {_NORM}: true"
 
 
-def _sums(facts: Facts) -> bool:
-    return str(facts.get("gradient_allreduce_op", "mean")).lower() == "sum"
-
-
 @rule()
 def prescale_with_reduce_scatter(facts: Facts) -> Found:
     """deepspeed/runtime/zero/stage_1_and_2.py `gradient_predivide_factor` and stage3.py `postscale_gradients`.
 
     At stage 2 a sum instead of a mean is not asked (since 0.19.6).
     """
-    is_asked = facts.stage == 3 or (facts.stage == 2 and not (facts.since("0.19.6") and _sums(facts)))
+    is_asked = facts.stage == 3 or (facts.stage == 2 and not (facts.since("0.19.6") and facts.sums_gradients))
     wrong = {
         "prescale_gradients": ("false", facts.flag("prescale_gradients")),
         "gradient_predivide_factor": ("1.0", facts.number("gradient_predivide_factor", 1.0) not in (None, 1.0)),
@@ -120,20 +116,6 @@ def prescale_with_reduce_scatter(facts: Facts) -> Found:
         if found and is_asked and facts.flag(_SCATTER, True):
             reason = f"stage {facts.stage} with reduce-scatter cannot do it"
             yield key, reason, f"set {_SCATTER}: false or {key}: {right}"
-
-
-@rule(since="0.19.6")
-def sum_of_gradients(facts: Facts) -> Found:
-    """deepspeed/runtime/config.py `_do_error_check`: 'sum' is not for stage 3, ZenFlow or DeepCompile."""
-    against = {
-        "ZeRO stage 3": facts.stage == 3,
-        "ZenFlow": facts.given(f"{_ZERO}.zenflow"),
-        "DeepCompile": facts.flag("compile.deepcompile"),
-    }
-    for what, found in against.items():
-        if found and _sums(facts):
-            key = "gradient_allreduce_op"
-            yield key, f"{what} averages gradients only", f'set {key}: "mean"'
 
 
 @rule()

@@ -69,10 +69,12 @@ def rows() -> dict[str, Any]:
 
 @pytest.mark.parametrize("row", rows().values(), ids=rows())
 def test_a_row_speaks_of_facts_and_of_keys_that_some_release_reads(row: Any) -> None:
-    shared = {name: row[name] for name in row if name not in ("source", "severity", "since", "before", "cases")}
+    shared = {name: row[name] for name in row if name not in ("source", "since", "before", "cases")}
     for case in row.get("cases", [{}]):
         whole = shared | case | {"when": row.get("when", {}) | case.get("when", {})}
-        assert {"when", "key", "reason", "fix"} <= whole.keys() <= {"when", "unless", "key", "reason", "fix"}
+        assert (
+            {"when", "key", "reason", "fix"} <= whole.keys() <= {"severity", "when", "unless", "key", "reason", "fix"}
+        )
         for name, wanted in (whole["when"] | whole.get("unless", {})).items():
             if isinstance(wanted, str):
                 assert wanted in STATES
