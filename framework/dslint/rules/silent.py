@@ -160,23 +160,6 @@ def vocabulary_alignment(facts: Facts) -> Found:
 
 
 @rule()
-def autotuning_folder_empty(facts: Facts) -> Found:
-    """deepspeed/autotuning/config.py `DeepSpeedAutotuningConfig`: "results_dir cannot be empty", enabled or not."""
-    for key, default in (("autotuning.results_dir", "autotuning_results"), ("autotuning.exps_dir", "autotuning_exps")):
-        if facts.text(key) == "":
-            yield key, "a folder has a name", f'set {key}: "{default}"'
-
-
-@rule("note", on="flops_profiler.enabled")
-def flops_profiler_depth(facts: Facts) -> Found:
-    """deepspeed/profiling/flops_profiler/profiler.py `print_model_aggregated_profile`: one list per depth, to that."""
-    key = "flops_profiler.module_depth"
-    if (facts.whole(key) or 0) > 2:
-        reason = "a model whose modules are nested less deep stops in a KeyError when it is profiled"
-        yield key, reason, f"set {key}: -1 for all depths"
-
-
-@rule()
 def needs_cuda(facts: Facts) -> Found:
     """deepspeed/ops/op_builder/cpu/no_impl.py `NotImplementedBuilder`: "This op had not been implemented on CPU"."""
     if facts.device != "cpu":

@@ -33,7 +33,6 @@ _STAGE_12_KEYS: Final = (
     "use_multi_rank_bucket_allreduce",
     "parameter_alignment",
 )
-_NO_BUFFER: Final = 2**61  # elements of four bytes: more than an address
 _DEFAULTS: Final = {"zero_hpz_partition_size": 1, "ignore_unused_parameters": True}
 _HEIRS: Final = {
     "cpu_offload": "offload_optimizer",
@@ -55,15 +54,6 @@ def zero_as_switch(facts: Facts) -> Found:
     """deepspeed/runtime/zero/config.py `read_zero_config_deprecated`: true is the old way to write stage 1."""
     if facts.values.get(_ZERO) is True:
         yield _ZERO, "true means stage 1", f'set {_ZERO}: {{"stage": 1}}'
-
-
-@rule()
-def bucket_too_large(facts: Facts) -> Found:
-    """deepspeed/runtime/zero/stage_1_and_2.py and stage3.py `reduce_bucket_size`: a buffer of that size."""
-    key = f"{_ZERO}.reduce_bucket_size"
-    is_one_buffer = facts.stage == 3 or (facts.stage and facts.flag(f"{_ZERO}.contiguous_gradients", True))
-    if (facts.whole(key) or 0) >= _NO_BUFFER and is_one_buffer and not facts.uses_bf16_optimizer:
-        yield key, "no device has a buffer of so many elements", f"set {key}: 500000000"
 
 
 @rule("warning")
