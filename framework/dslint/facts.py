@@ -50,20 +50,18 @@ class Topology:
 
     Attributes:
         world_size: ranks in all; None when nobody said.
-        num_hosts: machines; None when nobody said.
         device: kind of device, as `Cluster` names it.
         gpu: which GPU, from ``--gpu``.
     """
 
     world_size: int | None = None
-    num_hosts: int | None = None
     device: Device = "unknown"
     gpu: GpuKind | None = None
 
     @staticmethod
     def from_cluster(cluster: Cluster, gpu: GpuKind | None = None) -> Topology:
         """Build the target from a hostfile or ``--num_gpus``."""
-        return Topology(cluster.world_size, cluster.num_hosts, "cuda" if gpu else cluster.device, gpu)
+        return Topology(cluster.world_size, "cuda" if gpu else cluster.device, gpu)
 
 
 Dtype = Literal["fp32", "fp16", "bf16", "int8"]
