@@ -22,7 +22,7 @@ from framework.checkpoint.state.shard_map import STATE_KEY
 from framework.engine import random_state
 from framework.engine.distributed import claims_error_report, device, gather
 from framework.engine.failures import known_failure
-from framework.engine.rendezvous import failure_of_nccl, is_lost_peer
+from framework.engine.rendezvous import lost_peer
 from framework.engine.workarounds.grad_scaler import restore_scaler, scaler_state
 from framework.engine.workarounds.nvme_state import complete_nvme_state
 from framework.errors import StorageError, explaining, in_one_line, show_value
@@ -111,7 +111,7 @@ def _is_on_host(value: Any) -> bool:
 
 
 def _failed_load(place: Path, error: Exception) -> StorageError | None:
-    if is_lost_peer(error) or failure_of_nccl(error) or known_failure(error):  # no word of the files
+    if lost_peer(error) or known_failure(error):  # no word of the files
         return None
     failed = _not_loaded(place, str(error) if isinstance(error, StorageError) else in_one_line(error, longest=300))
     failed.is_of_one_rank = claims_error_report(str(failed))  # the others may wait in DeepSpeed's next collective
