@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -157,16 +158,17 @@ def _options(engine: deepspeed.DeepSpeedEngine) -> list[dict[str, Any]]:
         {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in group.items()
-            if name not in moved and _is_plain(value)
+            if name not in moved and is_plain(value)
         }
         for group in getattr(engine.optimizer, "param_groups", [])
     ]
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Check for what JSON holds, tuples as lists: it can be compared, and written into a config."""
     if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
 
 
 def move_in(engine: deepspeed.DeepSpeedEngine, checkpoint: SavedCheckpoint, *, names: Names) -> Mapping[str, Any]:
