@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from framework.engine.protocol import Engine, StepResult
 from framework.errors import StorageError, TrainingError
 from framework.system.log import warn
-from framework.train.monitors.base import Monitor, Point
+from framework.train.monitors.base import Monitor, Point, warn_failed
 from framework.train.throughput import SkippedSteps, Stopwatch
 
 # When something is due: every so many steps, and at the end.
@@ -284,7 +284,7 @@ class Trainer:
                 # Hours of training are worth more than a curve: a full disk or a closed terminal costs only the
                 # monitor.
                 self._monitors.remove(monitor)
-                _warn(monitor, error)
+                warn_failed(monitor.name, error)
                 with suppress(Exception):
                     monitor.close()
 
@@ -294,9 +294,4 @@ class Trainer:
             try:
                 monitor.close()
             except Exception as error:
-                _warn(monitor, error)
-
-
-def _warn(monitor: Monitor, error: Exception) -> None:
-    reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-    warn(f"{monitor.name}: {reason}; training goes on without it [monitor-failed]")
+                warn_failed(monitor.name, error)
