@@ -27,6 +27,8 @@ OWNED: Final[Mapping[str, str]] = {
     "gradient_clipping": "training.clip_grad_norm",
     "tensorboard": "monitors.tensorboard",
     "csv_monitor": "monitors.csv",
+    "wandb": "monitors.wandb",
+    "comet": "monitors.comet",
     "steps_per_print": "training.log_every",
     "zero_allow_untested_optimizer": "optimizer",
     "zero_force_ds_cpu_optimizer": "optimizer",
@@ -40,7 +42,6 @@ PASSED_THROUGH: Final = frozenset(
         "aio",
         "autotuning",
         "checkpoint",
-        "comet",
         "comms_logger",
         "communication_data_type",
         "compile",
@@ -62,7 +63,6 @@ PASSED_THROUGH: Final = frozenset(
         "use_data_before_expert_parallelism",
         "vocabulary_size",
         "wall_clock_breakdown",
-        "wandb",
         "weight_quantization",
     }
 )

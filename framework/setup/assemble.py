@@ -220,7 +220,9 @@ def make_monitors(
     if asked.csv:
         files += made("metrics.csv", lambda: CsvFile(folder / "metrics.csv", from_step=from_step))
     if asked.tensorboard:
-        files += made("tensorboard", lambda: TensorBoardEvents(folder / "tensorboard", from_step=from_step))
+        files += made(
+            "tensorboard", lambda: TensorBoardEvents(folder / "tensorboard", from_step=from_step, config=run.config)
+        )
     console = make_console(asked.progress, total_steps=total_steps, from_step=from_step)
     services = {name: section for name, section in asked.sinks().items() if name in SERVICES}
     for section in services.values():

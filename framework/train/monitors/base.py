@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Full, Queue
 from threading import Thread
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from framework.errors import StorageError, in_one_line
 from framework.system.file_writer import hand_over, settle
@@ -50,6 +51,16 @@ class Monitor(Protocol):
     def close(self) -> None:
         """Flush and release; called once, also after a failure."""
         ...
+
+
+def flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything in nested sections; lists, and sections without keys, as JSON text."""
+    if isinstance(values, Mapping) and values:
+        for name, value in values.items():
+            yield from flat(value, f"{prefix}.{name}" if prefix else str(name))
+    elif prefix:
+        plain = values is None or isinstance(values, str | bool | int | float)
+        yield prefix, values if plain else json.dumps(values, default=str)
 
 
 def warn_failed(name: str, error: Exception) -> None:

@@ -8,20 +8,23 @@ theirs in the environment.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from threading import Lock
 from typing import Any, Final
 
 from framework.system.files import open_own, replace_text
-from framework.train.monitors.base import Monitor, Point
+from framework.train.monitors.base import Monitor, Point, flat
 
 _NUMBERS: Final = "monitors.json"
+_LOCK: Final = Lock()  # each sink keeps its number from a thread of its own
 _MLFLOW_BATCH: Final = 100  # parameters that its server takes at once
 _MLFLOW_LONGEST: Final = 6000  # characters of a parameter
 
@@ -45,23 +48,14 @@ class Described:
     def number_of(self, sink: str, make: Callable[[], str]) -> str:
         """The number of the run at a sink: the one that an earlier process of this run has kept, or a new one."""
         path, known = self.folder / _NUMBERS, dict[str, str]()
-        if self.from_step and os.path.lexists(path):
-            with open_own(path, "r") as stream, suppress(ValueError):
-                known = json.load(stream)
-        if sink not in known:
-            known[sink] = make()
-            replace_text(path, json.dumps(known, indent=2) + "\n")
+        with _LOCK:
+            if os.path.lexists(path):
+                with open_own(path, "r") as stream, suppress(ValueError):
+                    known = json.load(stream)
+            if sink not in known:
+                known[sink] = make()
+                replace_text(path, json.dumps(known, indent=2) + "\n")
         return known[sink]
-
-
-def flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of everything in nested sections; lists, and sections without keys, as JSON text."""
-    if isinstance(values, Mapping) and values:
-        for name, value in values.items():
-            yield from flat(value, f"{prefix}.{name}" if prefix else str(name))
-    elif prefix:
-        plain = values is None or isinstance(values, str | bool | int | float)
-        yield prefix, values if plain else json.dumps(values, default=str)
 
 
 class WandBRun:
@@ -133,6 +127,7 @@ class CometExperiment:
 
     def __init__(self, run: Described, *, project: str | None, workspace: str | None, offline: bool) -> None:
         comet_ml: Any = import_module("comet_ml")
+        logging.getLogger("comet_ml").setLevel(logging.ERROR)  # it would print advice between the steps
 
         # Nothing but what it is given: no patched libraries, no console, no environment.
         quiet = dict.fromkeys(("log_code", "log_graph", "parse_args", "log_git_metadata", "log_git_patch"), False)

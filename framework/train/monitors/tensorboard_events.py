@@ -5,22 +5,25 @@ it).
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+import yaml
 
 from framework.system.files import make_own_folder
-from framework.train.monitors.base import Point
+from framework.train.monitors.base import Point, flat
 
 # The package's own 120 would lose two minutes of a run that is killed.
 _FLUSH_SECONDS: Final = 10
 
 
 class TensorBoardEvents:
-    """Writes every metric as a scalar with the step as x-axis."""
+    """Writes every metric as a scalar with the step as x-axis; the config as text and as hyper-parameters."""
 
     name = "tensorboard"
 
-    def __init__(self, folder: Path, *, from_step: int) -> None:
+    def __init__(self, folder: Path, *, from_step: int, config: Mapping[str, Any] | None = None) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -30,6 +33,33 @@ class TensorBoardEvents:
             # Tells TensorBoard to forget what the run before the resume logged after this step.
             restart = SessionLog(status=SessionLog.START)
             self._writer.add_event(Event(wall_time=time.time(), step=from_step + 1, session_log=restart))
+        elif config is not None:
+            self._describe(config)
+
+    def _describe(self, config: Mapping[str, Any]) -> None:
+        """What the HParams and the Text plugin read; without an experiment of its own the former gathers all runs'."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.hparams import metadata, plugin_data_pb2
+        from tensorboard.plugins.text.metadata import create_summary_metadata
+
+        started = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
+        for key, value in flat(config):
+            if isinstance(value, bool):
+                started.hparams[key].bool_value = value
+            elif isinstance(value, int | float):
+                started.hparams[key].number_value = value
+            else:
+                started.hparams[key].string_value = str(value)
+        session = metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(session_start_info=started))
+        text = create_summary_metadata("config", "the resolved config")
+        shown = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+        fenced = "".join(f"    {line}\n" for line in shown.splitlines())  # Markdown
+        values = [
+            Summary.Value(tag=metadata.SESSION_START_INFO_TAG, metadata=session, tensor=metadata.NULL_TENSOR),
+            Summary.Value(tag="config/text_summary", metadata=text, tensor=_text_tensor(fenced)),
+        ]
+        self._writer.add_event(Event(wall_time=time.time(), step=0, summary=Summary(value=values)))
 
     def write(self, point: Point) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -40,3 +70,10 @@ class TensorBoardEvents:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _text_tensor(text: str) -> Any:
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.compat.proto.types_pb2 import DT_STRING
+
+    return TensorProto(dtype=DT_STRING, string_val=[text.encode()])
