@@ -30,6 +30,7 @@ from framework.engine.protocol import Engine
 from framework.engine.weights import put_layer_weights, put_weights
 from framework.models.adapt import prepare_model
 from framework.models.sync_batch_norm import with_sync_batch_norm
+from framework.plan.balance import StageTable
 from framework.plan.plan import Plan
 from framework.setup.objects import load_target
 from framework.setup.parts import make_train_loader
@@ -89,6 +90,14 @@ def assemble_engine(prepared: Prepared) -> Engine:
         put_weights(model, weights, source=str(plan.config.checkpoint.init_weights))
         weights.let_go()
     return build_engine(plan, ds_config=ds_config, model=model, task=parts.task, make_optimizer=parts.make_optimizer)
+
+
+def count_parameters(engine: Engine, stages: StageTable | None) -> int:
+    """Count the parameters of the whole model: of all stages, and at ZeRO stage 3 of all shares."""
+    if stages is not None:
+        return sum(stage.num_params for stage in stages.stages())
+    module = engine.engine.module  # type: ignore[attr-defined]
+    return sum(getattr(weight, "ds_numel", weight.numel()) for weight in module.parameters())
 
 
 def build_trainer(
