@@ -105,7 +105,7 @@ def _sizes(plan: Plan, num_params: int) -> Iterator[tuple[str, str]]:
     with suppress(NotEstimatedError):
         memory = estimate(plan)
         where = "host memory" if plan.cluster.device == "cpu" else "device memory"
-        yield "estimate", f"{memory.total(memory.peak) / 1e9:.2f} GB of {where} per rank, without activations"
+        yield "estimate", f"{_size(memory.total(memory.peak))} of {where} per rank, without activations"
     every = [
         f"every {counted(count, unit)}"
         for count, unit in ((save.every_steps, "step"), (save.every_epochs, "epoch"))

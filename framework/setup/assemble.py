@@ -25,7 +25,7 @@ from framework.engine.distributed import from_rank0, gather, gather_from_disks, 
 from framework.engine.failures import ExplainedData
 from framework.engine.model_build import build_model
 from framework.engine.pipeline_engine import build_pipeline
-from framework.engine.plain_engine import build_engine
+from framework.engine.plain_engine import PlainEngine, build_engine
 from framework.engine.protocol import Engine
 from framework.engine.weights import put_layer_weights, put_weights
 from framework.models.adapt import prepare_model
@@ -35,6 +35,7 @@ from framework.plan.plan import Plan
 from framework.setup.objects import load_target
 from framework.setup.parts import make_train_loader
 from framework.setup.prepared import Prepared, order_of
+from framework.setup.shown import SampleWatch, weight_histograms
 from framework.setup.start_point import on_rank0
 from framework.tasks.task import Task
 from framework.train.best import BestSoFar
@@ -127,6 +128,17 @@ def build_trainer(
         return checkpointer.save(step, metrics)
 
     from_rank0(on_rank0(add_monitors))
+    board, asked = (
+        next((each for each in monitors if each.name == "tensorboard"), None),
+        plan.config.monitors.tensorboard,
+    )
+    look = None
+    if isinstance(board, Behind) and asked is not None and asked.samples and isinstance(engine, PlainEngine):
+        engine.show_batch = SampleWatch(
+            lambda shown: board.show(engine.engine.global_steps, shown), folder.path, asked.samples
+        )
+    if asked is not None and asked.histograms_every_steps:
+        look = Every(asked.histograms_every_steps), lambda step: show_weights(engine, plan, board, step)
     eval_loader = make_eval_loader(plan, splits, rank=rank())
     return Trainer(
         engine,
@@ -147,7 +159,15 @@ def build_trainer(
         start_step=start_step,
         evaluates_first=start is not None and start.verified and not _was_evaluated(start),
         stop=stop,
+        look=look,
     )
+
+
+def show_weights(engine: Engine, plan: Plan, board: Monitor | None, step: int) -> None:
+    """Hand histograms of the weights to TensorBoard. Collective; only rank 0 has a board."""
+    found = weight_histograms(engine.engine.module, plan)  # type: ignore[attr-defined]
+    if isinstance(board, Behind):
+        board.show(step, found)
 
 
 def _was_evaluated(checkpoint: SavedCheckpoint) -> bool:

@@ -162,6 +162,15 @@ def credentials_of_monitors(config: RunConfig, cluster: Cluster) -> Found:
                 yield Problem("credential-in-config", f"it looks like a credential, {reason}", fix, key)
 
 
+@rule("histograms-with-nvme")
+def histograms_of_weights_elsewhere(config: RunConfig, cluster: Cluster) -> Found:
+    """Their memory holds a piece at a time."""
+    board = config.monitors.tensorboard
+    if board is not None and board.histograms_every_steps and config.zero.offload_param.device == "nvme":
+        reason, fix = "the weights are on the drive between their uses", "leave it out, or offload to cpu"
+        yield "monitors.tensorboard.histograms_every_steps", reason, fix
+
+
 @rule("samples-with-pipeline")
 def samples_with_pipeline(config: RunConfig, cluster: Cluster) -> Found:
     """Rank 0 has the inputs, the last stage the outputs."""

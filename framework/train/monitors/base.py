@@ -116,6 +116,10 @@ class Behind:
         hand_over(partial(self._do, partial(self._monitor.write, point)))
         self._raise_error()
 
+    def show(self, *shown: Any) -> None:
+        """Hand over what is no number; what it raises is raised at a later point."""
+        hand_over(partial(self._do, partial(getattr(self._monitor, "show"), *shown)))  # noqa: B009
+
     def settle(self) -> None:
         """Wait until everything is written; raises what the monitor raised."""
         settle()

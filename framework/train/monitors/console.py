@@ -24,6 +24,12 @@ _SHOWN = {
     "memory/device_peak_bytes": "{:.1f} GB",
 }
 _BYTES_PER_GB = 1e9
+# Of lines: enough for most values, so that seldom one moves those behind it.
+_USUAL_WIDTHS = {
+    "train/loss": len("loss 12.3456"),
+    "train/lr": len("lr 0.000123"),
+    "train/grad_norm": len("grad norm 0.0123"),
+}
 _LEFT_OUT_FIRST = ("memory/device_peak_bytes", "train/grad_norm", "train/lr")
 # The steps, the time left and the metrics of a usual run.
 _BESIDE_THE_BAR = 86
@@ -65,7 +71,7 @@ class Lines:
 
     def __init__(self, total_steps: int) -> None:
         self._total_steps = total_steps
-        self._widths: dict[str, int] = {}
+        self._widths = dict(_USUAL_WIDTHS)
 
     def write(self, point: Point) -> None:
         width = len(str(self._total_steps))

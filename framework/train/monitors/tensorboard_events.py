@@ -5,9 +5,9 @@ it).
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import yaml
 
@@ -16,6 +16,50 @@ from framework.train.monitors.base import Point, flat
 
 # The package's own 120 would lose two minutes of a run that is killed.
 _FLUSH_SECONDS: Final = 10
+
+
+class Histogram(NamedTuple):
+    """Values by bucket: the upper end of each that holds any -> how many."""
+
+    tag: str
+    least: float
+    largest: float
+    num: int
+    total: float
+    sum_of_squares: float
+    buckets: Mapping[float, int]
+
+    def plus(self, other: Histogram) -> Histogram:
+        """Both together."""
+        limits = sorted({*self.buckets, *other.buckets})
+        return Histogram(
+            self.tag,
+            min(self.least, other.least),
+            max(self.largest, other.largest),
+            self.num + other.num,
+            self.total + other.total,
+            self.sum_of_squares + other.sum_of_squares,
+            {limit: self.buckets.get(limit, 0) + other.buckets.get(limit, 0) for limit in limits},
+        )
+
+
+class Image(NamedTuple):
+    """A PNG; sizes in pixels."""
+
+    tag: str
+    height: int
+    width: int
+    png: bytes
+
+
+class Text(NamedTuple):
+    """Markdown."""
+
+    tag: str
+    text: str
+
+
+Shown = Histogram | Image | Text
 
 
 class TensorBoardEvents:
@@ -67,6 +111,34 @@ class TensorBoardEvents:
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in point.metrics.items()]
         self._writer.add_event(Event(wall_time=point.time_seconds, step=point.step, summary=Summary(value=values)))
+
+    def show(self, step: int, shown: Sequence[Shown]) -> None:
+        """Write what is no number, each under its tag."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+        from tensorboard.plugins.text.metadata import create_summary_metadata
+
+        values = []
+        for one in shown:
+            if isinstance(one, Text):
+                about = create_summary_metadata(one.tag, "")
+                value = Summary.Value(tag=one.tag, metadata=about, tensor=_text_tensor(one.text))
+            elif isinstance(one, Image):
+                image = Summary.Image(height=one.height, width=one.width, encoded_image_string=one.png)
+                value = Summary.Value(tag=one.tag, image=image)
+            else:
+                counts = HistogramProto(
+                    min=one.least,
+                    max=one.largest,
+                    num=one.num,
+                    sum=one.total,
+                    sum_squares=one.sum_of_squares,
+                    bucket_limit=list(one.buckets),
+                    bucket=list(one.buckets.values()),
+                )
+                value = Summary.Value(tag=one.tag, histo=counts)
+            values.append(value)
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
 
     def close(self) -> None:
         self._writer.close()
