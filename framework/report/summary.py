@@ -99,7 +99,7 @@ def print_start(
 
 def _sizes(plan: Plan, num_params: int) -> Iterator[tuple[str, str]]:
     config, save = plan.config, plan.config.checkpoint
-    model = getattr(config.model, "kind", None) or getattr(config.model, "target", None) or config.model.object
+    model = next(getattr(config.model, tag) for tag in ("kind", "target", "object") if hasattr(config.model, tag))
     yield "model", f"{model}, {num_params:,} parameters"
     yield "length", str(plan.length)
     with suppress(NotEstimatedError):

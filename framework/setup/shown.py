@@ -65,8 +65,8 @@ def _count(values: Tensor) -> Histogram:
     counts = torch.zeros(2 * _NUM_EDGES + 2, dtype=torch.int64)
     edges, flat = _edges().to(values.device), values.flatten()
     low, high, total, squares, num = float("inf"), float("-inf"), 0.0, 0.0, 0
-    for chunk in flat.split(_CHUNK) if flat.numel() else ():
-        part = chunk.float()
+    for first in range(0, flat.numel(), _CHUNK):
+        part = flat[first : first + _CHUNK].float()
         part = part[part.isfinite()]
         if part.numel():
             counts += torch.bincount(torch.bucketize(part, edges), minlength=counts.numel()).cpu()
@@ -95,7 +95,7 @@ class SampleWatch:
             warn(f"monitors.tensorboard.samples: {error}; they are not shown [monitor-failed]")
 
     def _decode(self, numbers: Sequence[int]) -> str:
-        return self._tokenizer().decode(numbers)
+        return str(self._tokenizer().decode(numbers))
 
     @cache  # noqa: B019 - lives as long as the run
     def _tokenizer(self) -> Any:

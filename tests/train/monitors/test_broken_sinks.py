@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ def config(name: str, folder: Path, monitors: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[str]]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """Folder of the two runs, and what was printed before and after the first one's end.
 
     The first has a server that takes connections and never answers, code that fails and code that cannot be called.
@@ -68,7 +67,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[
     script = ROOT / "tests/jobs/broken_sinks.py"
     printed = run_ranks(script, str(folder), str(folder / "configs.json"), num_ranks=1, cwd=folder)
     silent.close()
-    yield folder, printed.split("=====")
+    return folder, printed.split("=====")
 
 
 def warned(printed: str) -> list[str]:
