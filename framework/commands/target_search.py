@@ -37,10 +37,9 @@ def missing_targets(config: RunConfig) -> Iterator[Problem]:
 
 def missing_sinks(config: RunConfig) -> Iterator[Problem]:
     """A warning for each monitor whose package is not here, but for TensorBoard: that comes with the train extra."""
-    for key, name in config.monitors.missing_packages():
-        if key != "monitors.tensorboard":
-            reason, fix = f"{name} is not installed here", f"pip install {name} where it trains, or set {key}: false"
-            yield Problem("package-missing", reason, fix, key, severity="warning")
+    for key, name in config.monitors.missing_packages(but="tensorboard"):
+        reason, fix = f"{name} is not installed here", f"pip install {name} where it trains, or set {key}: false"
+        yield Problem("package-missing", reason, fix, key, severity="warning")
 
 
 def _missing_module(module: str) -> str | None:

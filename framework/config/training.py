@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints
+from pydantic_core import PydanticKnownError
 
 from framework.config.base import (
     WORDS_OF_PATTERNS,
@@ -187,6 +188,8 @@ class Trackio(Sink):
 
 def _switch(value: Any) -> Any:
     """Let true stand for a section of defaults, and false for none."""
+    if not isinstance(value, (bool, Mapping, Sink, type(None))):
+        raise PydanticKnownError("bool_type")
     return {} if value is True else None if value is False else value
 
 
@@ -227,10 +230,11 @@ class Monitors(Section):
         found = {name: getattr(self, name) for name in ("tensorboard", "wandb", "mlflow", "comet", "trackio")}
         return {name: section for name, section in found.items() if section is not None}
 
-    def missing_packages(self) -> Iterator[tuple[str, str]]:
-        """Dotted key of each sink whose package this Python does not have, and the package. Imports none of them."""
+    def missing_packages(self, *, but: str = "") -> Iterator[tuple[str, str]]:
+        """Dotted key of each sink whose package this Python does not have, and the package; none is imported, and
+        `but` not looked for."""
         for name, section in self.sinks().items():
-            if importlib.util.find_spec(section.package) is None:
+            if name != but and importlib.util.find_spec(section.package) is None:
                 yield f"monitors.{name}", section.package
 
 

@@ -294,6 +294,9 @@ class Trainer:
                     monitor.close()
 
     def _close_monitors(self) -> None:
+        if self._outcome.step < self._agenda.total_steps:  # stopped, or failed: others wait for this rank
+            for monitor in self._monitors:
+                getattr(monitor, "hurry", lambda: None)()
         while self._monitors:
             monitor = self._monitors.pop(0)
             try:

@@ -255,6 +255,16 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
             "[section-clash]",
         ],
     ),
+    "sinks": (
+        "monitors:\n  wandb: yes\n  comet: {offlin: true}\n  mlflow: 3\n  trackio: {project: null}\n",
+        [
+            ":2: monitors.wandb = yes: text where true or false belongs; write true [wrong-type]",
+            ":3: monitors.comet.offlin = true: there is no such key; did you mean 'offline'? [unknown-key]",
+            ":4: monitors.mlflow = 3: a whole number where true or false belongs; write true or false [wrong-type]",
+            ":5: monitors.trackio.project = null: nothing where text belongs; write text, or leave the key out "
+            "[wrong-type]",
+        ],
+    ),
     "credentials": (
         "monitors:\n  mlflow: {tracking_uri: 'https://me:pw@host/x'}\n  others:\n"
         "    - {target: 'json:loads', args: {api_key: abc, s: x}}\n",

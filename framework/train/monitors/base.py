@@ -18,6 +18,7 @@ from framework.system.log import warn
 from framework.train.run_folder import RunFolder
 
 _LONGEST_QUEUE: Final = 1000  # points that a sink may be behind
+_HURRIED_SECONDS: Final = 3.0
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,10 @@ class Aside:
         except Full:
             self._is_over = True
             raise TimeoutError(f"it does not answer, and {_LONGEST_QUEUE} points wait for it") from None
+
+    def hurry(self) -> None:
+        """Wait less in `close`: a run that was asked to stop, or has failed, may have no more time."""
+        self._wait_seconds = min(self._wait_seconds, _HURRIED_SECONDS)
 
     def close(self) -> None:
         """Wait until all points are written; raises TimeoutError where that takes too long. After a failure it does

@@ -25,6 +25,7 @@ from framework.train.monitors.base import Monitor, Point, flat
 
 _NUMBERS: Final = "monitors.json"
 _LOCK: Final = Lock()  # each sink keeps its number from a thread of its own
+_WANDB_SECONDS: Final = 30  # for its server to answer at the start; a script of one's own ends no earlier
 _MLFLOW_BATCH: Final = 100  # parameters that its server takes at once
 _MLFLOW_LONGEST: Final = 6000  # characters of a parameter
 
@@ -67,7 +68,7 @@ class WandBRun:
         wandb: Any = import_module("wandb")
 
         # silent: without a key it would ask for one on a terminal, where nobody may sit.
-        settings = wandb.Settings(console="off", silent=True, quiet=True)
+        settings = wandb.Settings(console="off", silent=True, quiet=True, init_timeout=_WANDB_SECONDS)
         asked = {name: value for name, value in where.items() if value}
         number = run.number_of(self.name, lambda: uuid.uuid4().hex[:8])
         mode, about = "offline" if offline else None, {"name": run.name, "config": dict(run.config)}

@@ -56,6 +56,18 @@ def test_a_server_that_does_not_answer_stalls_neither_steps_nor_the_end() -> Non
     server.answers.set()
 
 
+def test_a_run_that_stops_waits_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("framework.train.monitors.base._HURRIED_SECONDS", 0.1)
+    server = Server()
+    aside, started = Aside("server", lambda: server, wait_seconds=30), time.monotonic()
+    aside.write(point(1))
+    aside.hurry()
+    with pytest.raises(TimeoutError, match=r"not done 0\.1 s after"):
+        aside.close()
+    assert time.monotonic() - started < 5
+    server.answers.set()
+
+
 def test_one_that_falls_far_behind_is_given_up_and_not_waited_for() -> None:
     server = Server()
     aside = Aside("server", lambda: server, wait_seconds=30)
