@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from shutil import get_terminal_size
 from typing import Literal
 
 from framework.errors import printable
@@ -26,7 +27,7 @@ _SHOWN = {
 _BYTES_PER_GB = 1e9
 # Of lines: enough for most values, so that seldom one moves those behind it.
 _USUAL_WIDTHS = {
-    "train/loss": len("loss 12.3456"),
+    "train/loss": len("loss 1.2345"),
     "train/lr": len("lr 0.000123"),
     "train/grad_norm": len("grad norm 0.0123"),
 }
@@ -55,12 +56,12 @@ def describe(point: Point, *, longest: int | None = None, widths: dict[str, int]
     if "throughput/tokens_per_sec" in shown:
         shown.pop("throughput/samples_per_sec", None)
     shown |= {name: f"{name} {value:.4f}" for name, value in point.metrics.items() if name.startswith("eval/")}
-    for name in _LEFT_OUT_FIRST:
-        if longest is not None and len("  ".join(shown.values())) > longest:
-            shown.pop(name, None)
     if widths is not None:
         widths |= {name: max(len(text), widths.get(name, 0)) for name, text in shown.items()}
         shown = {name: text.ljust(widths[name]) for name, text in shown.items()}
+    for name in _LEFT_OUT_FIRST:
+        if longest is not None and len("  ".join(shown.values())) > longest:
+            shown.pop(name, None)
     return printable("  ".join(shown.values()).rstrip())
 
 
@@ -76,9 +77,10 @@ class Lines:
     def write(self, point: Point) -> None:
         width = len(str(self._total_steps))
         place = f"step {point.step:>{width}}/{self._total_steps}  epoch {point.epoch:.2f}"
-        write(
-            sys.stdout, f"{place}  {describe(point, widths=self._widths)}\n"
-        )  # a closed terminal is no reason to lose a run
+        on_terminal = sys.stdout is not None and sys.stdout.isatty()
+        room = get_terminal_size().columns - len(place) - 2 if on_terminal else None
+        # A closed terminal is no reason to lose a run.
+        write(sys.stdout, f"{place}  {describe(point, longest=room, widths=self._widths)}\n")
 
     def close(self) -> None:
         pass

@@ -52,6 +52,18 @@ def test_columns_stand_below_each_other_whatever_the_values(capsys: pytest.Captu
     assert len({re.search(r"[\d,]+ samples/s", line).start() for line in shown}) == 1, shown  # type: ignore[union-attr]
 
 
+def test_lines_fit_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    for columns in (80, 140):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        lines = Lines(60)
+        for step in (1, 2):
+            lines.write(point(step, **FULL, **{"memory/device_peak_bytes": 1e9}))
+        shown = capsys.readouterr().out.splitlines()
+        assert all(len(line) <= columns and "12,346 samples/s" in line for line in shown)
+        assert all(("1.0 GB" in line) == (columns == 140) for line in shown)
+
+
 def test_memory_of_the_device_is_shown_and_goes_first_where_there_is_no_room() -> None:
     metrics = FULL | {"memory/device_peak_bytes": 12.34e9}
     assert describe(point(1, **metrics)).endswith("12,346 samples/s  12.3 GB")
