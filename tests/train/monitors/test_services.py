@@ -65,7 +65,9 @@ def test_wandb_offline_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_mlflow_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # so that what the sink sets is taken back
+    # So that what the sink and its package set is taken back.
+    for name in ("MLFLOW_ALLOW_FILE_STORE", "MLFLOW_DISABLE_TELEMETRY", "_MLFLOW_TELEMETRY_SESSION_ID"):
+        monkeypatch.setenv(name, "true")
     where = {"experiment": "nights", "tracking_uri": f"file:{tmp_path}/store"}
     write("mlflow", tmp_path, where, steps=(1, 2))
     first = number(tmp_path, "mlflow")
