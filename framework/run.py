@@ -21,7 +21,7 @@ from framework.errors import RunStopped
 from framework.plan.plan import Plan
 from framework.report.summary import RunResult, describe_stop, print_end, print_next, print_start
 from framework.setup import start_point
-from framework.setup.assemble import assemble_engine, build_trainer, make_checkpointer
+from framework.setup.assemble import assemble_engine, build_trainer, count_parameters, make_checkpointer
 from framework.setup.objects import MakeOptimizer, ModelSource, Objects, config_with_objects, refuse_unknown_arguments
 from framework.setup.prepared import Prepared, order_of, prepare
 from framework.system.exits import end_in_one_line, refusing_exits
@@ -113,7 +113,14 @@ def _train(
     if rank() == 0:
         stages = prepared.cut.table if prepared.cut else None
         evaluates = prepared.parts.splits.evaluation is not None
-        print_start(plan, folder.path, start_step=start_step, stages=stages, evaluates=evaluates)
+        print_start(
+            plan,
+            folder.path,
+            start_step=start_step,
+            stages=stages,
+            evaluates=evaluates,
+            num_params=count_parameters(engine, stages),
+        )
     checkpointer = make_checkpointer(engine, folder.checkpoints, plan=plan, description=described, further=best.state)
     with closing(checkpointer), agreed_stops(request, start_step=start_step) as stop:
         trainer = build_trainer(engine, prepared, folder, checkpointer, best, start, stop=stop)

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Final, NoReturn
 
 from framework.errors import EXIT_OK, EXIT_TRAINING, FrameworkError, in_one_line, missing_package
-from framework.system.arguments import CommandParser
+from framework.system.arguments import CommandParser, add_log_level
 from framework.system.exits import SILENT_RANKS_WAIT_SECONDS, refusing_exits, report
 from framework.system.output import write
 from framework.system.parent_watch import AGENT_VARIABLE, report_end, watch_parent
@@ -31,6 +31,7 @@ def _parser() -> CommandParser:
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--deepspeed_config", metavar="FILE", help="DeepSpeed JSON that decides a part of the run")
+    add_log_level(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
     return parser
 

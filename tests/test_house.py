@@ -17,22 +17,22 @@ from tests.places import ROOT
 # kB of Python source and number of files per room; what a room no longer needs is taken away here as well.
 CAPS: dict[str, tuple[float, int]] = {
     "(doors)": (42, 9),
-    "system": (53, 12),
-    "text": (64, 6),
-    "config": (97, 14),
+    "system": (54, 12),
+    "text": (65, 6),
+    "config": (101, 14),
     "plan": (274, 30),
     "checkpoint": (167, 17),
-    "train": (48, 10),
+    "train": (66, 11),
     "launch": (200, 23),
     "doctor": (97, 12),
-    "report": (9, 2),
+    "report": (12, 2),
     "commands": (136, 20),
     "models": (71, 11),
     "tasks": (21, 5),
     "data": (133, 19),
     "engine": (190, 29),
     "setup": (94, 9),
-    "dslint": (212, 22),
+    "dslint": (249, 22),
     "deploy": (100, 9),
 }
 LONGEST_FUNCTION = 70

@@ -21,6 +21,7 @@ SUMMARY = (
     r"  final eval/loss      0\.\d{4}",
     r"  final train/loss     0\.\d{4}",
     r"  throughput           [\d,]+ samples/s",
+    r"  step                 [\d,]+\.\d ms: (data \d+%, )?computing \d+%",
     "  run folder           runs/quickstart",
     r"  TensorBoard          (\.venv/bin/)?tensorboard --logdir runs",
     r"try next: \./launch\.sh train \S*ds_configs/quickstart\.yaml (run\.backend=gloo )?precision\.dtype=autocast "

@@ -13,8 +13,10 @@ import os
 import re
 import shutil
 import socket
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any, Final
 
 import torch
@@ -35,6 +37,7 @@ _KEY: Final = "CHECKPOINT"
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _UNITS: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _OURS: Final = re.compile(r"model.*\.(safetensors|pt|json)")
+_SECONDS_BETWEEN_LOOKS: Final = 0.5
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
 
@@ -98,7 +101,8 @@ def export(
     ties = {
         names.get(name, name): names.get(first, first) for name, first in merged.ties.items() if name in names or not hf
     }
-    with _appearing_whole(out) as aside:
+    num_bytes = sum(entry.num_bytes for entry in found)
+    with _appearing_whole(out) as aside, _showing_progress(aside, num_bytes):
         if file_format == "pt":
             return {PICKLED: write_pt(aside / PICKLED, merged, found, ties=ties)}
         config = merged.checkpoint.manifest["config"]
@@ -141,6 +145,30 @@ def _appearing_whole(out: Path) -> Iterator[Path]:
             earlier.rename(out)
         for folder in (aside, earlier):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _showing_progress(folder: Path, num_bytes: int) -> Iterator[None]:
+    """Show on a terminal how much of the files is written: their sizes say it, whoever writes them."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    is_over = Event()
+
+    def show() -> None:
+        while not is_over.wait(_SECONDS_BETWEEN_LOOKS):
+            with contextlib.suppress(OSError):  # renamed meanwhile
+                done = sum(path.stat().st_size for path in folder.iterdir())
+                print(f"\rexport: {done / 1e9:.1f} of {num_bytes / 1e9:.1f} GB", end="", file=sys.stderr, flush=True)
+        print("\r" + " " * 40 + "\r", end="", file=sys.stderr, flush=True)
+
+    thread = Thread(target=show, name="export-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def _clear_left_over(out: Path) -> None:

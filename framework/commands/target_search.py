@@ -24,14 +24,22 @@ _OF_TRAINING: Final = frozenset({"torch", "torchvision", "deepspeed", "numpy", "
 
 def missing_targets(config: RunConfig) -> Iterator[Problem]:
     """A warning for each target whose module is nowhere that train.py would look."""
-    for name in type(config).model_fields:
-        section = getattr(config, name)
+    sections = {name: getattr(config, name) for name in type(config).model_fields}
+    sections |= {f"monitors.others.{number}": other for number, other in enumerate(config.monitors.others)}
+    for name, section in sections.items():
         target = getattr(section, "target", None) if isinstance(section, Target) else None
         missing = _missing_module(target.partition(":")[0]) if isinstance(target, str) else None
         if missing is not None:
             reason = f"there is no module {missing} here"
             fix = f"check the spelling, or start where {missing.partition('.')[0]} can be imported"
             yield Problem("target-not-found", reason, fix, key=f"{name}.target", value=target, severity="warning")
+
+
+def missing_sinks(config: RunConfig) -> Iterator[Problem]:
+    """A warning for each monitor whose package is not here, but for TensorBoard: that comes with the train extra."""
+    for key, name in config.monitors.missing_packages(but="tensorboard"):
+        reason, fix = f"{name} is not installed here", f"pip install {name} where it trains, or set {key}: false"
+        yield Problem("package-missing", reason, fix, key, severity="warning")
 
 
 def _missing_module(module: str) -> str | None:

@@ -119,7 +119,7 @@ def check_document(document: Document, against: CheckContext) -> Verdict:
 
 
 def _check_run_config(file: str, overrides: Sequence[str], against: CheckContext, text: str) -> Verdict:
-    from framework.commands.target_search import missing_targets
+    from framework.commands.target_search import missing_sinks, missing_targets
     from framework.config.load import Source
     from framework.dslint.judge import judge_passed_alone, judge_rendered
     from framework.dslint.readers import assumption, foreign_problem
@@ -140,7 +140,8 @@ def _check_run_config(file: str, overrides: Sequence[str], against: CheckContext
         reported = sorted(_all(error.problems, _errors_of_known(document, overrides, against)), key=_place)
         found = _all(reported, map(Source(document).locate, further))
         return Verdict(file, (*assumption(document, as_run_config=True), *found))
-    problems = [*source.notes, *plan.findings, *map(source.locate, missing_targets(run.config))]
+    absent = map(source.locate, (*missing_targets(run.config), *missing_sinks(run.config)))
+    problems = [*source.notes, *plan.findings, *absent]
     problems += judge_rendered(plan, source=source, release=against.release, gpu=against.gpu)
     return Verdict(
         file, (*_release_note(file, against), *problems), "; ".join(filter(None, (one_line(plan), run.choice)))

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Final, Literal
+import importlib.util
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import BeforeValidator, Field, StringConstraints
+from pydantic_core import PydanticKnownError
 
 from framework.config.base import (
     WORDS_OF_PATTERNS,
@@ -16,6 +19,7 @@ from framework.config.base import (
     NonNegative,
     Object,
     OneOf,
+    Positive,
     PositiveCount,
     Section,
     Target,
@@ -116,15 +120,122 @@ class Checkpoint(Section):
     tells whether its files are whole. They are read as weights only, as all are."""
 
 
-class Monitors(Section):
-    """Destinations of the metrics. `metrics.jsonl` is always written."""
+class Sink(Section):
+    """A destination of metrics that a package of its own writes."""
 
-    tensorboard: bool = True
-    """Event files under ``tensorboard/`` in the run folder."""
+    package: ClassVar[str]
+
+
+class TensorBoard(Sink):
+    """Event files under ``tensorboard/`` in the run folder, with the config as text and as hyper-parameters."""
+
+    package: ClassVar[str] = "tensorboard"
+    samples: Count = 0
+    """Evaluation samples, the first so many of rank 0, that are shown at every evaluation with what the model predicts
+    for them: images, or text. Not with a pipeline, whose last stage has the predictions and not the inputs."""
+    histograms_every_steps: PositiveCount | None = None
+    """Steps between two histograms of the weights; left out: none. All ranks stop to count their shares."""
+
+
+class WandB(Sink):
+    """A run at Weights & Biases. The key comes from WANDB_API_KEY or ``wandb login``."""
+
+    package: ClassVar[str] = "wandb"
+    project: str | None = None
+    """Left out: WANDB_PROJECT, or W&B's own default."""
+    entity: str | None = None
+    """User or team; left out: W&B's own default."""
+    group: str | None = None
+    """Runs of one group are shown together."""
+    tags: list[str] = []
+    """Words to find the run by."""
+    offline: bool = False
+    """Write to ``wandb/`` in the run folder alone; ``wandb sync`` uploads it later."""
+
+
+class MLflow(Sink):
+    """A run of MLflow. Credentials come from MLflow's environment variables."""
+
+    package: ClassVar[str] = "mlflow"
+    experiment: str | None = None
+    """Left out: MLFLOW_EXPERIMENT_NAME, or "Default"."""
+    tracking_uri: str | None = None
+    """A server, ``sqlite:///FILE`` or a folder (``file:PATH``); left out: MLFLOW_TRACKING_URI, or MLflow's own default.
+    """
+
+
+class Comet(Sink):
+    """An experiment at Comet. The key comes from COMET_API_KEY or ``~/.comet.config``."""
+
+    package: ClassVar[str] = "comet_ml"
+    project: str | None = None
+    """Left out: COMET_PROJECT_NAME, or Comet's own default."""
+    workspace: str | None = None
+    """Left out: COMET_WORKSPACE, or the key's own."""
+    offline: bool = False
+    """Write to ``comet/`` in the run folder alone; ``comet upload`` uploads it later."""
+
+
+class Trackio(Sink):
+    """A run of trackio, on this machine (TRACKIO_DIR) or in a Space of Hugging Face."""
+
+    package: ClassVar[str] = "trackio"
+    project: str = "dsf-trainer"
+    """Runs of one project are shown together."""
+    space_id: str | None = None
+    """The Space that shows it; the token comes from HF_TOKEN. Left out: this machine alone."""
+
+
+def _switch(value: Any) -> Any:
+    """Let true stand for a section of defaults, and false for none."""
+    if not isinstance(value, (bool, Mapping, Sink, type(None))):
+        raise PydanticKnownError("bool_type")
+    return {} if value is True else None if value is False else value
+
+
+_TensorBoard = Annotated[TensorBoard | None, BeforeValidator(_switch, json_schema_input_type=bool | TensorBoard | None)]
+_WandB = Annotated[WandB | None, BeforeValidator(_switch, json_schema_input_type=bool | WandB | None)]
+_MLflow = Annotated[MLflow | None, BeforeValidator(_switch, json_schema_input_type=bool | MLflow | None)]
+_Comet = Annotated[Comet | None, BeforeValidator(_switch, json_schema_input_type=bool | Comet | None)]
+_Trackio = Annotated[Trackio | None, BeforeValidator(_switch, json_schema_input_type=bool | Trackio | None)]
+
+
+class Monitors(Section):
+    """Destinations of the metrics. `metrics.jsonl` is always written. Keys and tokens come from the environment, never
+    from here: this becomes config.yaml."""
+
+    tensorboard: _TensorBoard = TensorBoard()
+    """true, false, or what else is written."""
     csv: bool = True
     """``metrics.csv`` in the run folder."""
+    wandb: _WandB = None
+    """Weights & Biases: true, false, or where."""
+    mlflow: _MLflow = None
+    """MLflow: true, false, or where."""
+    comet: _Comet = None
+    """Comet: true, false, or where."""
+    trackio: _Trackio = None
+    """trackio: true, false, or where."""
+    others: list[Target] = []
+    """Your own: each is called on rank 0 with its args, in a thread of its own, and gives an object with
+    ``write(point)`` (`framework.train.monitors.base.Point`) and ``close()``."""
+    wait_seconds: Positive = 20.0
+    """Longest wait at the end of the run for each sink that is not yet done: a server that does not answer costs this
+    and its last points."""
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     """On the terminal of rank 0: a bar, a line per logged step, or nothing; auto: a bar if it is a terminal."""
+
+    def sinks(self) -> Mapping[str, Sink]:
+        """The sections that a package of its own writes, by name."""
+        found = {name: getattr(self, name) for name in ("tensorboard", "wandb", "mlflow", "comet", "trackio")}
+        return {name: section for name, section in found.items() if section is not None}
+
+    def missing_packages(self, *, but: str = "") -> Iterator[tuple[str, str]]:
+        """Dotted key of each sink whose package this Python does not have, and the package; none is imported, and
+        `but` not looked for."""
+        for name, section in self.sinks().items():
+            if name != but and importlib.util.find_spec(section.package) is None:
+                yield f"monitors.{name}", section.package
 
 
 # `batch`: how many samples make a step. The arithmetic is in `framework/plan/layout.py`, and only there.

@@ -50,7 +50,12 @@ _SILENT: Final[Values] = {
     "steps_per_print": 1_000_000_000,
 }
 _PLACEHOLDER_SAMPLES: Final = 1437  # of the default data
-_REPORTS: Final = ("tensorboard", "csv_monitor")
+_REPORTS: Final = {"tensorboard": "tensorboard", "csv_monitor": "csv"}
+# Their key and ours.
+_SERVICES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
+    "wandb": (("project", "project"), ("group", "group"), ("team", "entity")),
+    "comet": (("project", "project"), ("workspace", "workspace")),
+}
 
 
 @dataclass(frozen=True)
@@ -171,6 +176,17 @@ def _monitors(reading: Reading) -> Iterator[tuple[str, Any]]:
             path = f"{name}.{key}"
             if reading.facts.given(path):
                 reading.drop(path, reading.facts.get(path), "files go into the run folder")
+            reading.place(path)
+    for section, names in _SERVICES.items():
+        if reading.take(f"{section}.enabled", False):
+            taken = {name: reading.take(f"{section}.{theirs}", None) for theirs, name in names}
+            found = {name: value for name, value in taken.items() if value is not None}
+            yield section, found or True
+        reading.idle(section, "it is off")
+        for key in ("api_key", "online", "mode", "experiment_key", "experiment_name", "samples_log_interval"):
+            if reading.facts.given(path := f"{section}.{key}"):
+                value = "..." if key == "api_key" else reading.facts.get(path)
+                reading.drop(path, value, "see monitors.comet; its key comes from COMET_API_KEY")
             reading.place(path)
 
 

@@ -30,6 +30,7 @@ from framework.engine.rendezvous import INIT_METHOD, check_environment, explaini
 from framework.engine.workarounds.shared_buffers import remove_dead_buffers, remove_own_buffers
 from framework.errors import ConfigError, StorageError, counted
 from framework.system import file_writer
+from framework.system.arguments import LOG_LEVEL
 from framework.system.files import make_own_folder, open_own
 from framework.system.log import warn, write_to
 from framework.system.ports import free_port
@@ -287,7 +288,10 @@ def quiet_deepspeed(log_file: Path) -> None:
     write_to(handler)
     file_writer.start()
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    levels = {"debug": logging.DEBUG, "warning": logging.WARNING, "error": logging.ERROR}
+    level = levels.get(os.environ.get(LOG_LEVEL, ""), logging.INFO)
+    handler.setLevel(level)
+    logger.setLevel(min(level, logging.INFO))
 
 
 class _LogFile(logging.FileHandler):

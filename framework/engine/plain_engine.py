@@ -38,7 +38,12 @@ def build_engine(
 
 
 class PlainEngine(BaseEngine):
-    """One DeepSpeedEngine with the whole model."""
+    """One DeepSpeedEngine with the whole model.
+
+    `show_batch` is called with inputs, targets and outputs of the first batch of each evaluation.
+    """
+
+    show_batch: Callable[[Any, Any, Any], object] | None = None
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, plan: Plan, task: Task) -> None:
         super().__init__(engine, plan, task, names=partial(names_of, engine.module))
@@ -71,7 +76,7 @@ class PlainEngine(BaseEngine):
     def evaluate(
         self, batches: Iterable[tuple[Any, bool]], *, is_stopping: Callable[[], bool] = lambda: False
     ) -> Mapping[str, float]:
-        task, sums = self._task, EvalSums(device())
+        task, sums, show = self._task, EvalSums(device()), self.show_batch
         share_buffers(self.engine)
         modes = [(module, module.training) for module in self.engine.module.modules()]
         self.engine.eval()
@@ -81,7 +86,11 @@ class PlainEngine(BaseEngine):
                     if is_stopping():
                         return {}
                     inputs, targets = self._batches.split(task, batch)
-                    sums.add(task.measure(task.forward(self.engine, inputs), targets), counts=counts)
+                    outputs = task.forward(self.engine, inputs)
+                    sums.add(task.measure(outputs, targets), counts=counts)
+                    if counts and show is not None:
+                        show(inputs, targets, outputs)
+                        show = None
         finally:
             self.engine.train()
             for module, training in modes:  # a user may keep some in evaluation mode

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from framework.errors import UsageError
 from framework.launch.hosts.hostfile import bare, is_host
-from framework.system.arguments import CommandParser, add_option, like, whole
+from framework.system.arguments import CommandParser, add_log_level, add_option, like, whole
 
 # A pod or a scheduler may give less; what starts us can say so with --grace_seconds or DSF_GRACE_SECONDS.
 GRACE_SECONDS: Final = 600.0
@@ -187,6 +187,7 @@ def _add_common(parser: CommandParser) -> None:
     grace = f"to save in after a request to stop; also DSF_GRACE_SECONDS; default {GRACE_SECONDS:.0f}"
     parser.option("--grace_seconds", type=seconds, metavar="S", help=grace)
     parser.add_argument("-H", "--hostfile", metavar="FILE", help="hosts and their devices, in DeepSpeed's format")
+    add_log_level(parser)
 
 
 class _AsSpelled(argparse.Action):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -14,6 +15,7 @@ from framework.checkpoint.names import CHECKPOINTS, tag_of
 from framework.errors import counted
 from framework.plan.balance import StageTable
 from framework.plan.cluster import RANKS_ON_CPU
+from framework.plan.memory import NotEstimatedError, estimate
 from framework.plan.plan import Plan
 from framework.system.log import print_line
 from framework.text.document import is_setting
@@ -24,6 +26,8 @@ from framework.train.trainer import Outcome
 # the script is called from there.
 SHELL_PATH: Final = "DSF_SHELL_PATH"
 DOOR: Final = "DSF_DOOR"
+# Of a step; without a device's clock only the first is known, and the rest is computing.
+_PARTS: Final = ("data", "copy", "forward", "backward", "communication", "optimizer", "checkpoint", "other")
 
 
 @dataclass(frozen=True)
@@ -57,11 +61,19 @@ class RunResult:
 
 
 def print_start(
-    plan: Plan, folder: Path, *, start_step: int, stages: StageTable | None = None, evaluates: bool = True
+    plan: Plan,
+    folder: Path,
+    *,
+    start_step: int,
+    stages: StageTable | None = None,
+    evaluates: bool = True,
+    num_params: int | None = None,
 ) -> None:
-    """One line on what is about to happen, the plan's warnings and notes, and the balance of the stages.
+    """The plan's warnings and notes, the balance of the stages, and what is about to happen: one line, and the sizes
+    below it where they are known.
 
-    `evaluates` says whether there is evaluation data, which the plan does not know.
+    `evaluates` says whether there is evaluation data, which the plan does not know, and `num_params` the size of the
+    model.
     """
     for finding in plan.findings:
         print_line(f"{finding.severity}: {finding}")
@@ -81,6 +93,39 @@ def print_start(
         f"training {plan.config.run.name} {begin}on {plan.cluster}: {steps}, {plan.layout}, "
         f"ZeRO {plan.config.zero.stage}, {plan.config.precision.dtype} -> {folder}"
     )
+    if num_params is not None:
+        _print_rows(_sizes(plan, num_params))
+
+
+def _sizes(plan: Plan, num_params: int) -> Iterator[tuple[str, str]]:
+    config, save = plan.config, plan.config.checkpoint
+    model = next(getattr(config.model, tag) for tag in ("kind", "target", "object") if hasattr(config.model, tag))
+    yield "model", f"{model}, {num_params:,} parameters"
+    yield "length", str(plan.length)
+    with suppress(NotEstimatedError):
+        memory = estimate(plan)
+        where = "host memory" if plan.cluster.device == "cpu" else "device memory"
+        yield "estimate", f"{_size(memory.total(memory.peak))} of {where} per rank, without activations"
+    every = [
+        f"every {counted(count, unit)}"
+        for count, unit in ((save.every_steps, "step"), (save.every_epochs, "epoch"))
+        if count
+    ]
+    yield "checkpoints", ", ".join([*every[:1], *(["at the end"] if save.at_end else [])]) or "none"
+    csv = ["metrics.csv"] if config.monitors.csv else []
+    others = [*config.monitors.sinks(), *(other.target for other in config.monitors.others)]
+    yield "metrics", ", ".join(["metrics.jsonl", *csv, *others])
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
+
+
+def _print_rows(rows: Iterable[tuple[str, str]]) -> None:
+    rows = list(rows)
+    width = max(len(label) for label, _ in rows)
+    for label, text in rows:
+        print_line(f"  {label:<{width}}  {text}")
 
 
 def _without_evaluation_data(plan: Plan) -> Iterator[str]:
@@ -116,12 +161,27 @@ def print_end(result: RunResult, plan: Plan, *, environment: Mapping[str, str]) 
     if result.samples_per_sec:
         tokens = f" = {result.tokens_per_sec:,.0f} tokens/s" if result.tokens_per_sec else ""
         rows.append(("throughput", f"{result.samples_per_sec:,.0f} samples/s{tokens}"))
+    rows += _bounded_by(result.metrics)
     rows.append(("run folder", str(result.folder)))
     if plan.config.monitors.tensorboard:
         rows.append(("TensorBoard", f"{_tensorboard(environment)} --logdir {shlex.quote(str(result.folder.parent))}"))
-    width = max(len(label) for label, _ in rows)
-    for label, text in rows:
-        print_line(f"  {label:<{width}}  {text}")
+    _print_rows(rows)
+
+
+def _bounded_by(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """The parts of the last interval's steps, the largest first: what to look at where a run is too slow."""
+    step = metrics.get("time/step_ms", 0.0)
+    parts = {name: metrics[f"time/{name}_ms"] for name in _PARTS if f"time/{name}_ms" in metrics}
+    known = sorted(
+        ((value / step, name) for name, value in parts.items() if step and value >= step / 100), reverse=True
+    )
+    if parts and step:
+        rest = 1 - sum(parts.values()) / step
+        shares = [f"{name} {share:.0%}" for share, name in known] + ([f"computing {rest:.0%}"] if rest >= 0.01 else [])
+        yield "step", f"{step:,.1f} ms: {', '.join(shares)}"
+    peak = metrics.get("memory/device_peak_bytes")
+    if peak is not None:
+        yield "peak memory", f"{_size(peak)} on this rank's device"
 
 
 def print_next(plan: Plan, words: Sequence[str], *, environment: Mapping[str, str]) -> None:

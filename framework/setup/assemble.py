@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,21 +25,25 @@ from framework.engine.distributed import from_rank0, gather, gather_from_disks, 
 from framework.engine.failures import ExplainedData
 from framework.engine.model_build import build_model
 from framework.engine.pipeline_engine import build_pipeline
-from framework.engine.plain_engine import build_engine
+from framework.engine.plain_engine import PlainEngine, build_engine
 from framework.engine.protocol import Engine
 from framework.engine.weights import put_layer_weights, put_weights
 from framework.models.adapt import prepare_model
 from framework.models.sync_batch_norm import with_sync_batch_norm
+from framework.plan.balance import StageTable
 from framework.plan.honesty import PlanAgainstRun
 from framework.plan.plan import Plan
+from framework.setup.objects import load_target
 from framework.setup.parts import make_train_loader
 from framework.setup.prepared import Prepared, order_of
+from framework.setup.shown import SampleWatch, weight_histograms
 from framework.setup.start_point import on_rank0
 from framework.tasks.task import Task
 from framework.train.best import BestSoFar
-from framework.train.monitors.base import Behind, HeldFolder, Monitor
+from framework.train.monitors.base import Aside, Behind, HeldFolder, Monitor, made
 from framework.train.monitors.console import LogLines, make_console
 from framework.train.monitors.metric_files import CsvFile, JsonlFile
+from framework.train.monitors.services import SERVICES, Described
 from framework.train.monitors.tensorboard_events import TensorBoardEvents
 from framework.train.run_folder import RunFolder
 from framework.train.trainer import Every, Schedule, Trainer
@@ -87,6 +94,14 @@ def assemble_engine(prepared: Prepared) -> Engine:
     return build_engine(plan, ds_config=ds_config, model=model, task=parts.task, make_optimizer=parts.make_optimizer)
 
 
+def count_parameters(engine: Engine, stages: StageTable | None) -> int:
+    """Count the parameters of the whole model: of all stages, and at ZeRO stage 3 of all shares."""
+    if stages is not None:
+        return sum(stage.num_params for stage in stages.stages())
+    module = engine.engine.module  # type: ignore[attr-defined]
+    return sum(getattr(weight, "ds_numel", weight.numel()) for weight in module.parameters())
+
+
 def build_trainer(
     engine: Engine,
     prepared: Prepared,
@@ -115,6 +130,17 @@ def build_trainer(
         return checkpointer.save(step, metrics)
 
     from_rank0(on_rank0(add_monitors))
+    board, asked = (
+        next((each for each in monitors if each.name == "tensorboard"), None),
+        plan.config.monitors.tensorboard,
+    )
+    look = None
+    if isinstance(board, Behind) and asked is not None and asked.samples and isinstance(engine, PlainEngine):
+        engine.show_batch = SampleWatch(
+            lambda shown: board.show(engine.engine.global_steps, shown), folder.path, asked.samples
+        )
+    if asked is not None and asked.histograms_every_steps:
+        look = Every(asked.histograms_every_steps), lambda step: show_weights(engine, plan, board, step)
     eval_loader = make_eval_loader(plan, splits, rank=rank())
     return Trainer(
         engine,
@@ -135,7 +161,15 @@ def build_trainer(
         start_step=start_step,
         evaluates_first=start is not None and start.verified and not _was_evaluated(start),
         stop=stop,
+        look=look,
     )
+
+
+def show_weights(engine: Engine, plan: Plan, board: Monitor | None, step: int) -> None:
+    """Hand histograms of the weights to TensorBoard. Collective; only rank 0 has a board."""
+    found = weight_histograms(engine.engine.module, plan)  # type: ignore[attr-defined]
+    if isinstance(board, Behind):
+        board.show(step, found)
 
 
 def _was_evaluated(checkpoint: SavedCheckpoint) -> bool:
@@ -209,15 +243,30 @@ def make_checkpointer(
 def make_monitors(
     config: RunConfig, folder: Path, *, total_steps: int, from_step: int, held: Behind | None = None
 ) -> list[Monitor]:
-    """The files of metrics, written behind the look at whether the folder is `held`, and the console."""
+    """The files of metrics, written behind the look at whether the folder is `held`, the console, and what talks to
+    servers. But for ``metrics.jsonl``, one that cannot be made costs a warning.
+    """
+    asked, run = config.monitors, Described(folder, config.run.name, config.to_dict(), from_step)
     files: list[Monitor] = [JsonlFile(folder / "metrics.jsonl", from_step=from_step)]
-    if config.monitors.csv:
-        files.append(CsvFile(folder / "metrics.csv", from_step=from_step))
-    if config.monitors.tensorboard:
-        files.append(TensorBoardEvents(folder / "tensorboard", from_step=from_step))
-    console = make_console(config.monitors.progress, total_steps=total_steps, from_step=from_step)
-    monitors: list[Monitor] = [Behind(file, after=held) for file in files]
-    return [*monitors, console] if console is not None else monitors
+    if asked.csv:
+        files += made("metrics.csv", lambda: CsvFile(folder / "metrics.csv", from_step=from_step))
+    if asked.tensorboard:
+        files += made(
+            "tensorboard", lambda: TensorBoardEvents(folder / "tensorboard", from_step=from_step, config=run.config)
+        )
+    console = make_console(asked.progress, total_steps=total_steps, from_step=from_step)
+    services = {name: section for name, section in asked.sinks().items() if name in SERVICES}
+    for section in services.values():
+        # Here, and not in its thread: a worker of the data that is forked meanwhile would inherit a half import's lock.
+        with suppress(Exception):  # the sink meets it again, and it is reported there
+            importlib.import_module(section.package)
+    aside = [(name, partial(SERVICES[name], run, **section.model_dump())) for name, section in services.items()]
+    aside += [(one.target, partial(load_target(one.target, key="monitors.others"), **one.args)) for one in asked.others]
+    return [
+        *(Behind(file, after=held) for file in files),
+        *([console] if console is not None else []),
+        *(Aside(name, make, wait_seconds=asked.wait_seconds) for name, make in aside),
+    ]
 
 
 def make_eval_loader(plan: Plan, splits: Splits, *, rank: int) -> EvalLoader | None:

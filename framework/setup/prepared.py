@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -19,12 +18,12 @@ from framework.data.splits import tokens_sha256
 from framework.dslint.judge import judge_passed_through
 from framework.engine.distributed import check_device, describe_environment, device_name, take_device_of_rank
 from framework.engine.weights import find_weights, refuse_other_layers
-from framework.errors import ConfigError, StorageError, counted
+from framework.errors import ConfigError, Problem, StorageError, counted
 from framework.plan.auto import chosen_here
 from framework.plan.cluster import Cluster, Device
 from framework.plan.plan import Plan, accepted, make_plan
 from framework.plan.render import render
-from framework.setup.objects import Objects, describe_objects
+from framework.setup.objects import Objects, check_arguments, describe_objects, load_target
 from framework.setup.parts import Parts, gather_parts
 from framework.setup.stages import CutModel, check_recomputed, cut_model
 from framework.train.run_folder import RunFolder
@@ -175,6 +174,15 @@ def _placing(source: Source) -> Iterator[None]:
 
 def _check_monitors(config: RunConfig) -> None:
     """On every rank: found missing on rank 0 only, and later, the others would be left waiting."""
-    if config.monitors.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        reason, fix = "tensorboard is not installed", "pip install tensorboard, or set monitors.tensorboard: false"
-        raise ConfigError.of("package-missing", reason, fix, "monitors.tensorboard", value=True)
+    problems = [
+        Problem("package-missing", f"{name} is not installed", f"pip install {name}, or set {key}: false", key)
+        for key, name in config.monitors.missing_packages()
+    ]
+    if problems:
+        raise ConfigError(problems)
+    for number, other in enumerate(config.monitors.others):
+        check_arguments(
+            load_target(other.target, key=f"monitors.others.{number}.target"),
+            other.args,
+            key=f"monitors.others.{number}",
+        )

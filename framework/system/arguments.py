@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from framework.errors import UsageError
 
@@ -42,6 +43,23 @@ def add_option(target: argparse.ArgumentParser | argparse._ArgumentGroup, *names
     """An option in both spellings, --a_b and --a-b, of a parser or of a group in its help."""
     both = [spelled for name in names for spelled in dict.fromkeys((name, name[:2] + name[2:].replace("_", "-")))]
     target.add_argument(*both, **kwargs)
+
+
+LOG_LEVEL: Final = "DSF_LOG_LEVEL"
+
+
+class _LogLevel(argparse.Action):
+    """Puts the level where every process that is started from here finds it, on other hosts as well."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        os.environ[LOG_LEVEL] = values
+
+
+def add_log_level(parser: CommandParser) -> None:
+    """Add ``--log_level``, as train.py and `launch` take it."""
+    levels = ("debug", "info", "warning", "error")
+    sense = "least level of messages in the logs of ranks, DeepSpeed's too; default info"
+    parser.option("--log_level", action=_LogLevel, dest=argparse.SUPPRESS, choices=levels, help=sense)
 
 
 def whole(least: int, below: int, error: str) -> Callable[[str], int]:

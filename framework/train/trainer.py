@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from framework.engine.protocol import Engine, StepResult
 from framework.errors import StorageError, TrainingError
 from framework.system.log import warn
-from framework.train.monitors.base import Monitor, Point
+from framework.train.monitors.base import Monitor, Point, warn_failed
 from framework.train.throughput import SkippedSteps, Stopwatch
 
 # When something is due: every so many steps, and at the end.
@@ -109,6 +109,7 @@ class Trainer:
         start_step: int = 0,
         evaluates_first: bool = False,
         stop: Callable[[int], str] = lambda step: "",
+        look: tuple[Every, Callable[[int], object]] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Begins nothing: `fit` does.
@@ -124,12 +125,13 @@ class Trainer:
             evaluates_first: what is due after `start_step` was not measured before: a stop had ended it.
             stop: asked before the first step, after every step but the last, and between the batches of an evaluation;
                 the name of a signal, the same on all ranks, ends the run there.
+            look: at the weights, and when; collective, its time is not the steps'.
             clock: seconds, for throughput.
         """
         self._engine, self._agenda = engine, agenda
         self._train_data, self._eval_data = train_data, eval_data
         self._monitors, self._save, self._stop = list(monitors), save, stop
-        self._evaluates_first = evaluates_first
+        self._evaluates_first, self._look = evaluates_first, look
         self._saved_step = -1
         self._not_finite = 0  # logged losses in a row, up to now
         self._skipped_steps = SkippedSteps(start_step)
@@ -183,6 +185,9 @@ class Trainer:
             self._log(result.read())
         if evaluate and self._eval_data is not None:
             self._evaluate(self._eval_data)
+        if self._look is not None and self._due(self._look[0]):
+            with self._stopwatch.excluded():
+                self._look[1](self._outcome.step)
         if save and self._save is not None:
             if self._not_finite:
                 warn(
@@ -284,19 +289,17 @@ class Trainer:
                 # Hours of training are worth more than a curve: a full disk or a closed terminal costs only the
                 # monitor.
                 self._monitors.remove(monitor)
-                _warn(monitor, error)
+                warn_failed(monitor.name, error)
                 with suppress(Exception):
                     monitor.close()
 
     def _close_monitors(self) -> None:
+        if self._outcome.step < self._agenda.total_steps:  # stopped, or failed: others wait for this rank
+            for monitor in self._monitors:
+                getattr(monitor, "hurry", lambda: None)()
         while self._monitors:
             monitor = self._monitors.pop(0)
             try:
                 monitor.close()
             except Exception as error:
-                _warn(monitor, error)
-
-
-def _warn(monitor: Monitor, error: Exception) -> None:
-    reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-    warn(f"{monitor.name}: {reason}; training goes on without it [monitor-failed]")
+                warn_failed(monitor.name, error)

@@ -232,16 +232,47 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
         ],
     ),
     "deepspeed keys": (
-        'deepspeed:\n  gradient_cliping: 1.0\n  amp: {enabled: true}\n  wandb: {enabled: auto, team: null}\n  "²": 1\n',
+        "deepspeed:\n  gradient_cliping: 1.0\n  amp: {enabled: true}\n  comms_logger: {enabled: auto, debug: null}\n"
+        '  "²": 1\n',
         [
             ":2: deepspeed.gradient_cliping = 1.0: DeepSpeed reads no such key and would ignore it; "
             "training.clip_grad_norm decides 'gradient_clipping' [unknown-deepspeed-key]",
             ":3: deepspeed.amp = {enabled: true}: DeepSpeed removed it in 0.19.8 and refuses it; use precision "
             "[removed-deepspeed-key]",
             ":5: deepspeed.² = 1: DeepSpeed reads no such key and would ignore it; remove it [unknown-deepspeed-key]",
-            ":4: deepspeed.wandb.enabled = auto: DeepSpeed drops it and takes its default; write the value, or remove "
-            "the key [auto-in-deepspeed]",
-            ":4: deepspeed.wandb.team = null: DeepSpeed wants a value or no key; remove the key [null-in-deepspeed]",
+            ":4: deepspeed.comms_logger.enabled = auto: DeepSpeed drops it and takes its default; write the value, or "
+            "remove the key [auto-in-deepspeed]",
+            ":4: deepspeed.comms_logger.debug = null: DeepSpeed wants a value or no key; remove the key "
+            "[null-in-deepspeed]",
+        ],
+    ),
+    "deepspeed monitors": (
+        "deepspeed:\n  wandb: {enabled: true}\n  comet: {enabled: true}\n",
+        [
+            ":2: deepspeed.wandb = {enabled: true}: monitors.wandb decides it; set monitors.wandb and remove it here "
+            "[section-clash]",
+            ":3: deepspeed.comet = {enabled: true}: monitors.comet decides it; set monitors.comet and remove it here "
+            "[section-clash]",
+        ],
+    ),
+    "sinks": (
+        "monitors:\n  wandb: yes\n  comet: {offlin: true}\n  mlflow: 3\n  trackio: {project: null}\n",
+        [
+            ":2: monitors.wandb = yes: text where true or false belongs; write true [wrong-type]",
+            ":3: monitors.comet.offlin = true: there is no such key; did you mean 'offline'? [unknown-key]",
+            ":4: monitors.mlflow = 3: a whole number where true or false belongs; write true or false [wrong-type]",
+            ":5: monitors.trackio.project = null: nothing where text belongs; write text, or leave the key out "
+            "[wrong-type]",
+        ],
+    ),
+    "credentials": (
+        "monitors:\n  mlflow: {tracking_uri: 'https://me:pw@host/x'}\n  others:\n"
+        "    - {target: 'json:loads', args: {api_key: abc, s: x}}\n",
+        [
+            ":2: monitors.mlflow.tracking_uri: it holds a password, and would be copied into the run folder; set it in "
+            "the environment [credential-in-config]",
+            ":3: monitors.others.0.args.api_key: it looks like a credential, and would be copied into the run folder; "
+            "read it from the environment in your code [credential-in-config]",
         ],
     ),
     # syntax

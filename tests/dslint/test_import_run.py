@@ -30,7 +30,10 @@ RENDERED = sorted((ROOT / "ds_configs/rendered").glob("*.json"))
 ON_8 = Cluster(devices_per_host=8, device="cuda")
 BATCH = {"train_batch_size": 64}
 # Keys whose rendering differs from the file on purpose, as the module says.
-OURS = ("steps_per_print", "tensorboard", "csv_monitor", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer")
+OURS = (
+    *("steps_per_print", "tensorboard", "csv_monitor", "wandb", "comet"),
+    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+)
 
 
 def rendered(values: dict[str, Any]) -> dict[str, Any]:
@@ -406,6 +409,8 @@ def test_keys_without_effect_are_named() -> None:
             },
             "fp16": {"enabled": False, "hysteresis": 7},
             "tensorboard": {"enabled": True, "job_name": "x"},
+            "wandb": {"enabled": True, "team": "us", "project": "p"},
+            "comet": {"enabled": True, "api_key": "abc"},
         }
     )
     assert {line.partition(":")[0] for line in found.left_out} == {
@@ -418,8 +423,14 @@ def test_keys_without_effect_are_named() -> None:
         "zero_optimization.offload_param.device",
         "fp16.hysteresis",
         "tensorboard.job_name",
+        "comet.api_key",
     }
-    assert found.values["monitors"] == {"tensorboard": True}
+    assert found.values["monitors"] == {
+        "tensorboard": True,
+        "wandb": {"project": "p", "entity": "us"},
+        "comet": True,
+    }
+    assert "abc" not in "".join(found.left_out)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from framework.data.digits import build
 from framework.models.small_nets import LeNet
 from tests.engine.oracle import digit_batches, plain_losses
 from tests.launched import ROOT, series, train_cases
+from tests.train.monitors.sinks import check_all_sinks_agree, histograms_of, sinks
 
 pytestmark = pytest.mark.slow
 
@@ -39,12 +40,19 @@ def config(name: str, folder: Path, **sections: Any) -> dict[str, Any]:
     return base | {name: base.get(name, {}) | section for name, section in sections.items()}
 
 
+WATCHED = ("r2-z0-acc1", "r2-z3-acc2")
+
+
 def zero_cases(folder: Path, num_ranks: int) -> list[dict[str, Any]]:
-    return [
+    cases = [
         config(f"r{num_ranks}-z{stage}-acc{steps}", folder, zero={"stage": stage}, batch={"accumulation_steps": steps})
         for stage in (0, 1, 2, 3)
         for steps in (1, 2)
     ]
+    for case in cases if num_ranks == 2 else ():
+        if case["run"]["name"] in WATCHED:
+            case["monitors"] = sinks(tensorboard={"histograms_every_steps": NUM_STEPS, "samples": 3})
+    return cases
 
 
 DIVERGING: dict[str, tuple[dict[str, Any], str]] = {
@@ -312,3 +320,17 @@ def test_lenet_learns_real_clothing_images(two_ranks: Path) -> None:
         "num_train_samples": 2048,
         "unused_samples_per_epoch": 0,
     }
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_every_sink_has_the_numbers_of_the_run(two_ranks: Path, name: str) -> None:
+    check_all_sinks_agree(two_ranks / name)
+
+
+def test_histograms_count_every_weight_once_however_they_are_spread(two_ranks: Path) -> None:
+    whole, spread = (histograms_of(two_ranks / name) for name in WATCHED)
+    assert len(whole) == 10
+    assert set(spread) == set(whole)
+    for tag, counts in whole.items():
+        assert sum(spread[tag].bucket) == spread[tag].num == counts.num, tag
+        assert spread[tag].sum_squares == pytest.approx(counts.sum_squares, rel=1e-3), tag

@@ -15,6 +15,7 @@ import pytest
 from framework.data.prepare import prepare
 from tests.engine.pipe_oracle import plain_run
 from tests.launched import read_metrics, series, train_cases
+from tests.train.monitors.sinks import check_all_sinks_agree, histograms_of, sinks
 
 pytestmark = pytest.mark.slow
 
@@ -107,6 +108,7 @@ TWO_RANKS = [
     Case("bert", "bert"),
     Case("bert-zero1", "bert", parallel={"partition": "uniform"}, sections={"zero": {"stage": 1}}),
 ]
+WATCHED = "gpt-zero1"
 FOUR_RANKS = [
     Case("lenet-2x2", "lenet", clip=0.05),
     Case("lenet-4", "lenet", pipe=4),
@@ -148,7 +150,11 @@ def values(case: Case, folder: Path, text: Path, *, global_size: int) -> dict[st
 
 
 def train(cases: list[Case], text: Path, folder: Path, *, num_ranks: int) -> Path:
-    train_cases([values(case, folder, text, global_size=16) for case in cases], num_ranks=num_ranks, folder=folder)
+    configs = [values(case, folder, text, global_size=16) for case in cases]
+    for config in configs:
+        if config["run"]["name"] == WATCHED:
+            config["monitors"] = sinks(tensorboard={"histograms_every_steps": NUM_STEPS})
+    train_cases(configs, num_ranks=num_ranks, folder=folder)
     return folder
 
 
@@ -209,3 +215,9 @@ def test_a_clipped_run_logs_the_norm_of_all_stages(two_ranks: Path) -> None:
     zero = series(two_ranks / "lenet-zero1-clipped", "train/grad_norm")
     assert clipped[1] > 0.05
     assert clipped[1] == pytest.approx(zero[1], rel=1e-4)
+
+
+def test_every_sink_has_the_numbers_of_a_pipeline(two_ranks: Path) -> None:
+    check_all_sinks_agree(two_ranks / WATCHED)
+    layers = {tag.split("/")[1].split(".")[0] for tag in histograms_of(two_ranks / WATCHED)}
+    assert len(layers) >= 4, "of the layers of both stages"

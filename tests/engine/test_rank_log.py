@@ -49,6 +49,25 @@ def test_lines_are_in_the_file_when_logging_returns(handler: logging.FileHandler
         assert written[-1].endswith(f"INFO dsf-trainer: step {number} \u00e9 \\udcff".encode())
 
 
+@pytest.mark.parametrize(("level", "kept"), [("warning", ["bad"]), ("debug", ["dull", "usual", "bad"]), ("none", None)])
+def test_a_level_keeps_chatter_out(
+    level: str, kept: list[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DSF_LOG_LEVEL", level)
+    deepspeed = logging.getLogger("DeepSpeed")
+    before, least = list(deepspeed.handlers), deepspeed.level
+    try:
+        quiet_deepspeed(tmp_path / "logs" / "rank0.log")
+        for write, text in ((deepspeed.debug, "dull"), (deepspeed.info, "usual"), (deepspeed.warning, "bad")):
+            write(text)
+    finally:
+        rank_log.let_go()
+        deepspeed.handlers[:] = before
+        deepspeed.setLevel(least)
+    written = (tmp_path / "logs" / "rank0.log").read_text(encoding="utf-8")
+    assert [line.rsplit(" ", 1)[1] for line in written.splitlines()] == (["usual", "bad"] if kept is None else kept)
+
+
 @pytest.mark.parametrize("end", [None, TrainingError("diverged [x]"), RunStopped("SIGTERM: saved [stopped]")])
 def test_storage_that_stalls_holds_up_no_rank_and_loses_no_line(
     handler: logging.FileHandler, end: Exception | None

@@ -13,6 +13,7 @@ import pytest
 from framework.config.load import config_from_values
 from framework.launch.options import parse
 from framework.plan.cluster import Cluster
+from framework.plan.memory import estimate
 from framework.plan.plan import Plan, make_plan
 from framework.report.summary import RunResult, print_end, print_next, print_start
 from framework.train.best import Best
@@ -41,6 +42,33 @@ def test_the_start_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         "training night on 2 devices: 110 steps, 120 samples per step = 60 x 1 accumulation x 2 data-parallel, "
         "ZeRO 0, fp32 -> runs/night\n"
     )
+
+
+def test_the_first_screen_has_the_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    monitors = {"wandb": True, "csv": False, "others": [{"target": "a.b:C"}]}
+    planned = plan(1437, training={"max_steps": 22}, monitors=monitors, checkpoint={"every_steps": 5})
+    print_start(planned, Path("runs/night"), start_step=0, num_params=61706)
+    _, *rows = capsys.readouterr().out.splitlines()
+    assert rows == [
+        "  model        lenet, 61,706 parameters",
+        "  length       22 steps = 2 epochs of 11, 117 samples left out of each",
+        f"  estimate     {estimate(planned).total(estimate(planned).peak) / 1e6:.1f} MB of device memory per rank, "
+        "without activations",
+        "  checkpoints  every 5 steps, at the end",
+        "  metrics      metrics.jsonl, tensorboard, wandb, a.b:C",
+    ]
+
+
+def test_the_end_says_what_the_time_went_into(capsys: pytest.CaptureFixture[str]) -> None:
+    times = {"time/step_ms": 20.0, "time/data_ms": 12.0, "time/forward_ms": 3.0, "time/backward_ms": 4.8}
+    print_end(
+        result(metrics=times | {"time/copy_ms": 0.1, "memory/device_peak_bytes": 2.5e9}), plan(), environment=HERE
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert "  step         20.0 ms: data 60%, backward 24%, forward 15%" in lines
+    assert "  peak memory  2.5 GB on this rank's device" in lines
+    print_end(result(metrics={"time/step_ms": 20.0, "time/data_ms": 5.0}), plan(), environment=HERE)
+    assert "  step         20.0 ms: data 25%, computing 75%" in capsys.readouterr().out.splitlines()
 
 
 def test_a_resumed_start_says_from_where(capsys: pytest.CaptureFixture[str]) -> None:

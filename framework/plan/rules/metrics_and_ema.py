@@ -1,7 +1,8 @@
-"""Rules about the moving average of the weights, and about the metric that decides which checkpoint is kept."""
+"""Rules about the moving average of the weights, the metric that decides which checkpoint is kept, and monitors."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -138,3 +139,42 @@ def _unknown(metric: str, known: Sequence[str], reason: str, severity: Severity)
     meant = next((each for each in by_name if name and each.startswith(name)), None) or nearest(name, by_name)
     fix = f"write one of {', '.join(known)}" if meant is None else f"did you mean {by_name[meant]}?"
     return Problem("unknown-metric", reason, fix, _BEST, metric, severity=severity)
+
+
+# Names of arguments whose values open something.
+_CREDENTIAL: Final = re.compile(
+    r"(^|_)(api_?key|password|passwd|secret|credentials?|private_key|(access|auth|api|bearer|hf)_?token|token)($|_)",
+    re.IGNORECASE,
+)
+
+
+@rule("credential-in-config")
+def credentials_of_monitors(config: RunConfig, cluster: Cluster) -> Found:
+    """What is in a config is copied to config.yaml and to the services themselves. No value is shown."""
+    reason, mlflow = "and would be copied into the run folder", config.monitors.mlflow
+    if mlflow is not None and "@" in (mlflow.tracking_uri or "").partition("://")[2].partition("/")[0]:
+        fix, key = "set it in the environment", "monitors.mlflow.tracking_uri"
+        yield Problem("credential-in-config", f"it holds a password, {reason}", fix, key)
+    for number, other in enumerate(config.monitors.others):
+        for name in other.args:
+            if _CREDENTIAL.search(name):
+                fix, key = "read it from the environment in your code", f"monitors.others.{number}.args.{name}"
+                yield Problem("credential-in-config", f"it looks like a credential, {reason}", fix, key)
+
+
+@rule("histograms-with-nvme")
+def histograms_of_weights_elsewhere(config: RunConfig, cluster: Cluster) -> Found:
+    """Their memory holds a piece at a time."""
+    board = config.monitors.tensorboard
+    if board is not None and board.histograms_every_steps and config.zero.offload_param.device == "nvme":
+        reason, fix = "the weights are on the drive between their uses", "leave it out, or offload to cpu"
+        yield "monitors.tensorboard.histograms_every_steps", reason, fix
+
+
+@rule("samples-with-pipeline")
+def samples_with_pipeline(config: RunConfig, cluster: Cluster) -> Found:
+    """Rank 0 has the inputs, the last stage the outputs."""
+    board = config.monitors.tensorboard
+    if board is not None and board.samples and config.parallel.pipe > 1:
+        reason = "the last stage of a pipeline has the predictions, and not the inputs"
+        yield "monitors.tensorboard.samples", reason, "set it to 0, or parallel.pipe: 1"

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import errno
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from queue import Full, Queue
+from threading import Thread
+from typing import Any, Final, Protocol
 
+from framework.errors import StorageError, in_one_line
 from framework.system.file_writer import hand_over, settle
+from framework.system.log import warn
 from framework.train.run_folder import RunFolder
+
+_LONGEST_QUEUE: Final = 1000  # points that a sink may be behind
+_HURRIED_SECONDS: Final = 3.0
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,35 @@ class Monitor(Protocol):
     def close(self) -> None:
         """Flush and release; called once, also after a failure."""
         ...
+
+
+def flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything in nested sections; lists, and sections without keys, as JSON text."""
+    if isinstance(values, Mapping) and values:
+        for name, value in values.items():
+            yield from flat(value, f"{prefix}.{name}" if prefix else str(name))
+    elif prefix:
+        plain = values is None or isinstance(values, str | bool | int | float)
+        yield prefix, values if plain else json.dumps(values, default=str)
+
+
+def warn_failed(name: str, error: Exception) -> None:
+    """Warn that a monitor is given up, and why, in one line."""
+    reason = getattr(error, "strerror", None) or in_one_line(error, longest=300)
+    warn(f"{name}: {reason}; training goes on without it [monitor-failed]")
+
+
+def made(name: str, make: Callable[[], Monitor]) -> list[Monitor]:
+    """The monitor, or none and a warning: one that cannot be made is no reason to end a run. A link where a file of
+    the run belongs is: it leads out of the folder.
+    """
+    try:
+        return [make()]
+    except Exception as error:
+        if isinstance(error, StorageError) or getattr(error, "errno", None) == errno.ELOOP:
+            raise
+        warn_failed(name, error)
+        return []
 
 
 # Check that the run folder is still there and still this run's, made whenever something is logged, and so before every
@@ -78,6 +117,10 @@ class Behind:
         hand_over(partial(self._do, partial(self._monitor.write, point)))
         self._raise_error()
 
+    def show(self, *shown: Any) -> None:
+        """Hand over what is no number; what it raises is raised at a later point."""
+        hand_over(partial(self._do, partial(getattr(self._monitor, "show"), *shown)))  # noqa: B009
+
     def settle(self) -> None:
         """Wait until everything is written; raises what the monitor raised."""
         settle()
@@ -100,4 +143,71 @@ class Behind:
 
     def _raise_error(self) -> None:
         if self._error is not None:
+            raise self._error
+
+
+class Aside:
+    """A sink in a thread of its own, from its making on: one that talks to a server, which may not answer. No step
+    waits for it, nor does any file of metrics, and the end of the run no longer than was agreed.
+    """
+
+    def __init__(self, name: str, make: Callable[[], Monitor], *, wait_seconds: float) -> None:
+        """Make the sink in its thread, and close it there when all points are written.
+
+        Args:
+            name: what a warning calls it.
+            make: makes it; what it raises is raised at a later `write` or at `close`.
+            wait_seconds: longest wait of `close`.
+        """
+        self.name = name
+        self._make, self._wait_seconds = make, wait_seconds
+        self._points: Queue[Point | None] = Queue(_LONGEST_QUEUE)
+        self._error: Exception | None = None
+        self._is_over = False
+        self._thread = Thread(target=self._work, name=f"monitor-{name}", daemon=True)
+        self._thread.start()
+
+    def write(self, point: Point) -> None:
+        """Hand a point over; raises what the sink has raised, and TimeoutError where it is far behind."""
+        try:
+            self._raise_error()
+            self._points.put_nowait(point)
+        except Full:
+            self._is_over = True
+            raise TimeoutError(f"it does not answer, and {_LONGEST_QUEUE} points wait for it") from None
+
+    def hurry(self) -> None:
+        """Wait less in `close`: a run that was asked to stop, or has failed, may have no more time."""
+        self._wait_seconds = min(self._wait_seconds, _HURRIED_SECONDS)
+
+    def close(self) -> None:
+        """Wait until all points are written; raises TimeoutError where that takes too long. After a failure it does
+        not wait."""
+        if self._is_over:
+            return
+        with suppress(Full):
+            self._points.put_nowait(None)
+        self._thread.join(self._wait_seconds)
+        self._raise_error()
+        if self._thread.is_alive():
+            raise TimeoutError(
+                f"it was not done {self._wait_seconds:g} s after the last step, and its last points may be lost"
+            )
+
+    def _work(self) -> None:
+        try:
+            monitor = self._make()
+            try:
+                while (point := self._points.get()) is not None:
+                    monitor.write(point)
+            finally:
+                monitor.close()
+        except Exception as error:
+            self._error = error
+        except SystemExit as error:  # some packages exit where they mean to raise
+            self._error = RuntimeError(f"it ended its thread ({error})")
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            self._is_over = True
             raise self._error

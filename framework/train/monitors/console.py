@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from shutil import get_terminal_size
 from typing import Literal
 
 from framework.errors import printable
@@ -21,8 +22,16 @@ _SHOWN = {
     "train/grad_norm": "grad norm {:.3g}",
     "throughput/samples_per_sec": "{:,.0f} samples/s",
     "throughput/tokens_per_sec": "{:,.0f} tokens/s",
+    "memory/device_peak_bytes": "{:.1f} GB",
 }
-_LEFT_OUT_FIRST = ("train/grad_norm", "train/lr")
+_BYTES_PER_GB = 1e9
+# Of lines: enough for most values, so that seldom one moves those behind it.
+_USUAL_WIDTHS = {
+    "train/loss": len("loss 1.2345"),
+    "train/lr": len("lr 0.000123"),
+    "train/grad_norm": len("grad norm 0.0123"),
+}
+_LEFT_OUT_FIRST = ("memory/device_peak_bytes", "train/grad_norm", "train/lr")
 # The steps, the time left and the metrics of a usual run.
 _BESIDE_THE_BAR = 86
 _SHORTEST_BAR = 8
@@ -37,32 +46,41 @@ def make_console(mode: Literal["auto", "bar", "lines", "off"], *, total_steps: i
     return Bar(total_steps, from_step) if mode == "bar" else Lines(total_steps)
 
 
-def describe(point: Point, *, longest: int | None = None) -> str:
+def describe(point: Point, *, longest: int | None = None, widths: dict[str, int] | None = None) -> str:
     """The metrics worth a glance, as one line; of text, tokens say more than samples. In a short line the less telling
-    go.
+    go. With `widths`, a metric is as wide as it has ever been, so that those of one point stand below the last's.
     """
-    shown = {name: text.format(point.metrics[name]) for name, text in _SHOWN.items() if name in point.metrics}
+    values = {name: point.metrics[name] for name in _SHOWN if name in point.metrics}
+    values |= {name: value / _BYTES_PER_GB for name, value in values.items() if name.endswith("_bytes")}
+    shown = {name: _SHOWN[name].format(value) for name, value in values.items()}
     if "throughput/tokens_per_sec" in shown:
         shown.pop("throughput/samples_per_sec", None)
     shown |= {name: f"{name} {value:.4f}" for name, value in point.metrics.items() if name.startswith("eval/")}
+    if widths is not None:
+        widths |= {name: max(len(text), widths.get(name, 0)) for name, text in shown.items()}
+        shown = {name: text.ljust(widths[name]) for name, text in shown.items()}
     for name in _LEFT_OUT_FIRST:
         if longest is not None and len("  ".join(shown.values())) > longest:
             shown.pop(name, None)
-    return printable("  ".join(shown.values()))
+    return printable("  ".join(shown.values()).rstrip())
 
 
 class Lines:
-    """One line per logged point."""
+    """One line per logged point, its columns below those of the line before."""
 
     name = "terminal"
 
     def __init__(self, total_steps: int) -> None:
         self._total_steps = total_steps
+        self._widths = dict(_USUAL_WIDTHS)
 
     def write(self, point: Point) -> None:
         width = len(str(self._total_steps))
         place = f"step {point.step:>{width}}/{self._total_steps}  epoch {point.epoch:.2f}"
-        write(sys.stdout, f"{place}  {describe(point)}\n")  # a closed terminal is no reason to lose a run
+        on_terminal = sys.stdout is not None and sys.stdout.isatty()
+        room = get_terminal_size().columns - len(place) - 2 if on_terminal else None
+        # A closed terminal is no reason to lose a run.
+        write(sys.stdout, f"{place}  {describe(point, longest=room, widths=self._widths)}\n")
 
     def close(self) -> None:
         pass

@@ -20,6 +20,7 @@ def offload(stage: int, device: str = "cpu", **rest: Any) -> dict[str, Any]:
     return {"zero": {"stage": stage, "offload_optimizer": {"device": device, **rest}}}
 
 
+MANY: dict[str, Any] = {"batch": {"accumulation_steps": 8}}  # micro-batches: no stage idles for long
 AUTOCAST_FP16: dict[str, Any] = {"precision": {"dtype": "autocast", "compute_dtype": "fp16"}}
 
 
@@ -252,6 +253,38 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"evaluation": {"weights": "ema"}}, "cuda", "ema-not-kept"),
         ({"evaluation": {"weights": "ema"}, "training": EMA}, "cuda", None),
         ({"training": EMA}, "cuda", None),
+    ],
+    "credentials_of_monitors": [
+        ({"monitors": {"mlflow": {"tracking_uri": "https://me:secret@host/x"}}}, "cuda", "credential-in-config"),
+        *(
+            ({"monitors": {"others": [{"target": "a.b:C", "args": {name: "x"}}]}}, "cuda", "credential-in-config")
+            for name in ("api_key", "apikey", "TOKEN", "hf_token", "db_password", "client_secret")
+        ),
+        *(
+            ({"monitors": {"others": [{"target": "a.b:C", "args": {name: "x"}}]}}, "cuda", None)
+            for name in ("tokenizer", "max_tokens", "key", "channel")
+        ),
+        ({"monitors": {"mlflow": {"tracking_uri": "https://host/x@y"}}}, "cuda", None),
+    ],
+    "histograms_of_weights_elsewhere": [
+        (
+            {
+                "zero": {"stage": 3, "offload_param": NVME},
+                "monitors": {"tensorboard": {"histograms_every_steps": 5}},
+            },
+            "cuda",
+            "histograms-with-nvme",
+        ),
+        ({"zero": {"stage": 3}, "monitors": {"tensorboard": {"histograms_every_steps": 5}}}, "cuda", None),
+    ],
+    "samples_with_pipeline": [
+        (
+            MANY | {"parallel": {"pipe": 2}, "monitors": {"tensorboard": {"samples": 4}}},
+            "cuda",
+            "samples-with-pipeline",
+        ),
+        ({"monitors": {"tensorboard": {"samples": 4}}}, "cuda", None),
+        (MANY | {"parallel": {"pipe": 2}, "monitors": {"tensorboard": False}}, "cuda", None),
     ],
     "ema_with_lamb": [
         *(

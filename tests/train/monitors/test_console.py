@@ -42,6 +42,34 @@ def test_lines_are_aligned(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "step   2/200  epoch 0.50  loss 1.0000\nstep 200/200  epoch 50.00  loss 0.5000\n"
 
 
+def test_columns_stand_below_each_other_whatever_the_values(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines(200)
+    for step, scale in enumerate((1.0, 1e-3, 17.0), start=1):
+        lines.write(point(step, **{name: value * scale for name, value in FULL.items()}))
+    shown = capsys.readouterr().out.splitlines()
+    for label in ("loss ", "lr ", "grad norm "):
+        assert len({line.index(label) for line in shown}) == 1, shown
+    assert len({re.search(r"[\d,]+ samples/s", line).start() for line in shown}) == 1, shown  # type: ignore[union-attr]
+
+
+def test_lines_fit_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    for columns in (80, 140):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        lines = Lines(60)
+        for step in (1, 2):
+            lines.write(point(step, **FULL, **{"memory/device_peak_bytes": 1e9}))
+        shown = capsys.readouterr().out.splitlines()
+        assert all(len(line) <= columns and "12,346 samples/s" in line for line in shown)
+        assert all(("1.0 GB" in line) == (columns == 140) for line in shown)
+
+
+def test_memory_of_the_device_is_shown_and_goes_first_where_there_is_no_room() -> None:
+    metrics = FULL | {"memory/device_peak_bytes": 12.34e9}
+    assert describe(point(1, **metrics)).endswith("12,346 samples/s  12.3 GB")
+    assert describe(point(1, **metrics), longest=60).endswith("grad norm 12.3  12,346 samples/s")
+
+
 @pytest.mark.parametrize("mode", ["auto", "lines"])
 def test_without_a_terminal_there_are_lines(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert isinstance(make_console(mode, total_steps=3, from_step=0), Lines)  # type: ignore[arg-type]

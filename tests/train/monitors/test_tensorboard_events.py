@@ -63,3 +63,22 @@ def test_writing_after_the_file_failed_raises_and_closing_ends(tmp_path: Path, m
     with pytest.raises(OSError, match="No space left"):
         write_many()
     monitor.close()
+
+
+def test_the_config_is_text_and_hyper_parameters_of_a_fresh_run(tmp_path: Path) -> None:
+    metadata = pytest.importorskip("tensorboard.plugins.hparams.metadata")
+    config = {"optimizer": {"lr": 0.1, "betas": [0.9, 0.95]}, "monitors": {"csv": True}, "run": {"name": "night"}}
+    TensorBoardEvents(tmp_path / "fresh", from_step=0, config=config).close()
+    TensorBoardEvents(tmp_path / "resumed", from_step=3, config=config).close()
+    reader = event_accumulator.EventAccumulator(str(tmp_path / "fresh"))
+    reader.Reload()
+    content = reader.PluginTagToContent("hparams")[metadata.SESSION_START_INFO_TAG]
+    found = metadata.parse_session_start_info_plugin_data(content).hparams
+    assert found["optimizer.lr"].number_value == 0.1
+    assert found["optimizer.betas"].string_value == "[0.9, 0.95]"
+    assert found["monitors.csv"].bool_value is True
+    (text,) = reader.Tensors("config/text_summary")
+    assert text.tensor_proto.string_val[0].decode().startswith("    optimizer:\n      lr: 0.1\n")
+    again = event_accumulator.EventAccumulator(str(tmp_path / "resumed"))
+    again.Reload()
+    assert again.Tags()["tensors"] == []
