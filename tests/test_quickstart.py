@@ -22,6 +22,7 @@ SUMMARY = (
     r"  final train/loss     0\.\d{4}",
     r"  throughput           [\d,]+ samples/s",
     "  run folder           runs/quickstart",
+    "  report               runs/quickstart/report.html",
     r"  TensorBoard          (\.venv/bin/)?tensorboard --logdir runs",
     r"try next: \./launch\.sh train \S*ds_configs/quickstart\.yaml (run\.backend=gloo )?precision\.dtype=autocast "
     r"run\.name=second",

@@ -123,6 +123,8 @@ class Monitors(Section):
     """Event files under ``tensorboard/`` in the run folder."""
     csv: bool = True
     """``metrics.csv`` in the run folder."""
+    report: bool = True
+    """``report.html`` in the run folder, written at the end of the run."""
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     """On the terminal of rank 0: a bar, a line per logged step, or nothing; auto: a bar if it is a terminal."""
 

@@ -100,7 +100,10 @@ def _evaluations(runs: Sequence[Run]) -> Iterator[Chart]:
 
 
 def _rates(runs: Sequence[Run]) -> Iterator[Chart]:
+    has_tokens = all("throughput/tokens_per_sec" in run.metrics for run in runs)
     for name, (title, unit, factor) in _RATES.items():
+        if has_tokens and name == "throughput/samples_per_sec":
+            continue  # the same curve in another unit
         lines = _lines(runs, name, factor=factor)
         if chart := line_chart(name.replace("/", "-"), title, unit, lines, from_zero=True):
             yield chart
@@ -116,7 +119,9 @@ def _split(runs: Sequence[Run]) -> Iterator[Chart]:
     title = "Where the time of a mean step goes"
     if chart := bar_chart("step-parts", title, "ms per step", bars, show=milliseconds):
         yield chart
-    if len(runs) == 1 and (chart := area_chart("step-parts-over-time", *_OVER_TIME, _parts_over_time(runs[0]))):
+    parts = _parts_over_time(runs[0]) if len(runs) == 1 else []
+    # Of waits for data and the rest alone, the curve of the whole shows as much.
+    if len(parts) > 2 and (chart := area_chart("step-parts-over-time", *_OVER_TIME, parts)):
         yield chart
 
 

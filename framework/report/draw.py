@@ -247,7 +247,7 @@ def line_chart(
         return _lines_svg(slug, title, axis, described, shown, (low, high, is_log), marks, reference, (width, height))
 
     columns, rows, note = _table(shown)
-    wide = drawn(820, 330) if has_wide else ""
+    wide = drawn(980, 340) if has_wide else ""
     return Chart(slug, title, drawn(400, 250), columns, rows, wide, note)
 
 

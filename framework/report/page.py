@@ -25,26 +25,50 @@ _LONGEST_CONFIG: Final = 60_000
 # Nothing may be fetched, and nothing may run, whatever a name or a config holds.
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 _PAGE_STYLE: Final = """
-*{box-sizing:border-box}body{margin:0;background:var(--paper);color:var(--ink);font:15px/1.5 system-ui,sans-serif}
-header,main,footer{max-width:1280px;margin:0 auto;padding:0 20px}header{padding-top:28px}h1,h2{line-height:1.2}
-h1{font-size:1.7rem;margin:.1em 0;overflow-wrap:anywhere}h2{font-size:1.15rem;margin:2em 0 .7em;padding-top:.6em;
-border-top:1px solid var(--grid)}p{margin:.3em 0}.soft{color:var(--soft)}a{color:var(--l0)}
-.verdict{margin:16px 0;padding:12px 16px;border:1px solid var(--grid);border-left:5px solid var(--l0);border-radius:6px}
-.verdict strong{font-size:1.12rem;overflow-wrap:anywhere}nav{margin:0 0 14px}nav a{margin-right:14px;display:inline-block}
-dl.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(150px,1fr));gap:10px;margin:18px 0}
-.tiles div{border:1px solid var(--grid);border-radius:6px;padding:8px 12px}.tiles dt{font-size:.8rem;color:var(--soft);
-overflow-wrap:anywhere}.tiles dd{margin:0;font-size:1.08rem;font-weight:600;font-variant-numeric:tabular-nums}
-.tiles span{display:block;font-size:.8rem;font-weight:400}
-.charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,340px),1fr));gap:14px}
-figure{margin:0;border:1px solid var(--grid);border-radius:6px;padding:8px;min-width:0}
-figure svg{display:block;width:100%;height:auto}.wide{grid-column:1/-1}.wide .large{display:none}@media(min-width:860px){.wide .large{display:block}
-.wide .small{display:none}}details{margin:.3em 0}summary{cursor:pointer;font-size:.85rem;color:var(--soft)}
-.scroll{overflow-x:auto;max-width:100%}figure .scroll,.tall{max-height:330px;overflow-y:auto}
-table{border-collapse:collapse;font-size:.86rem;font-variant-numeric:tabular-nums}th,td{text-align:left;padding:3px 14px 3px 0;border-bottom:1px solid
-var(--grid);vertical-align:top;overflow-wrap:anywhere}thead th{white-space:nowrap}td{max-width:560px}
-.best{font-weight:700}pre{font:12px/1.45 ui-monospace,monospace;margin:0}footer{padding:28px 20px;font-size:.85rem}
-@media print{body{font-size:11px}figure,.verdict,.tiles div{break-inside:avoid}nav,summary{display:none}
-.charts{grid-template-columns:1fr 1fr}.scroll{max-height:none}}
+* {box-sizing: border-box}
+body {margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif}
+header, main, footer {max-width: 1280px; margin: 0 auto; padding: 0 20px}
+header {padding-top: 28px}
+footer {padding: 28px 20px; font-size: .85rem}
+h1 {font-size: 1.7rem; line-height: 1.2; margin: .1em 0; overflow-wrap: anywhere}
+h2 {font-size: 1.15rem; margin: 2em 0 .7em; padding-top: .6em; border-top: 1px solid var(--grid)}
+h3 {font-size: 1rem; margin: 1em 0 .3em; overflow-wrap: anywhere}
+p {margin: .3em 0}
+ul {margin: .4em 0; padding-left: 1.2em; overflow-wrap: anywhere}
+a {color: var(--l0)}
+.soft {color: var(--soft)}
+.verdict {margin: 16px 0; padding: 12px 16px; border: 1px solid var(--grid); border-left: 5px solid; border-radius: 6px}
+.verdict p {overflow-wrap: anywhere}
+.verdict strong {font-size: 1.12rem}
+nav {margin: 0 0 14px}
+nav a {margin-right: 14px; display: inline-block}
+.tiles {display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); gap: 10px; margin: 18px 0}
+.tiles div {border: 1px solid var(--grid); border-radius: 6px; padding: 8px 12px; min-width: 0}
+.tiles dt {font-size: .8rem; color: var(--soft); overflow-wrap: anywhere}
+.tiles dd {margin: 0; font-size: 1.15rem; font-weight: 600; font-variant-numeric: tabular-nums}
+.tiles span {display: block; font-size: .8rem; font-weight: 400}
+.charts {display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 340px), 1fr)); gap: 14px}
+figure {margin: 0; border: 1px solid var(--grid); border-radius: 6px; padding: 8px; min-width: 0}
+figure svg {display: block; width: 100%; height: auto}
+.wide {grid-column: 1 / -1}
+.wide .large {display: none}
+@media (min-width: 860px) {.wide .large {display: block} .wide .small {display: none}}
+details {margin: .3em 0}
+summary {cursor: pointer; font-size: .85rem; color: var(--soft)}
+.scroll {overflow-x: auto; max-width: 100%}
+figure .scroll, .tall {max-height: 340px; overflow-y: auto}
+table {border-collapse: collapse; font-size: .86rem; font-variant-numeric: tabular-nums}
+th, td {text-align: left; padding: 3px 14px 3px 0; border-bottom: 1px solid var(--grid); vertical-align: top}
+td {max-width: 560px; overflow-wrap: anywhere}
+.best {font-weight: 700}
+pre {font: 12px/1.45 ui-monospace, monospace; margin: 0}
+@media print {
+  body {font-size: 11px}
+  nav, summary {display: none}
+  figure, .verdict, .tiles div {break-inside: avoid}
+  .charts {grid-template-columns: 1fr 1fr}
+  .scroll {max-height: none !important}
+}
 """
 
 
@@ -125,7 +149,9 @@ def _figures(runs: Sequence[Run]) -> str:
     found = [headline(run) for run in runs]
     if len(runs) == 1:
         # What a number belongs to stands below it: best at which step, rate of what.
-        parts = ((label, *value.partition(" ")) for label, value in found[0])
+        parts = (
+            (label, *((value, "", "") if label == "duration" else value.partition(" "))) for label, value in found[0]
+        )
         tiles = (f"<div><dt>{text(a)}</dt><dd>{text(b)} <span>{text(c)}</span></dd></div>" for a, b, _, c in parts)
         return f'<dl class="tiles">{"".join(tiles)}</dl>'
     # A label may stand twice: throughput in samples and in tokens.

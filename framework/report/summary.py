@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Final
 
 from framework.checkpoint.names import CHECKPOINTS, tag_of
-from framework.errors import counted
+from framework.errors import counted, in_one_line
 from framework.plan.balance import StageTable
 from framework.plan.cluster import RANKS_ON_CPU
 from framework.plan.plan import Plan
-from framework.system.log import print_line
+from framework.system.log import print_line, warn
 from framework.text.document import is_setting
 from framework.train.best import Best
 from framework.train.trainer import Outcome
@@ -99,8 +99,25 @@ def _without_evaluation_data(plan: Plan) -> Iterator[str]:
         )
 
 
-def print_end(result: RunResult, plan: Plan, *, environment: Mapping[str, str]) -> None:
-    """The summary: what was reached, how fast, where it is."""
+def write_report(folder: Path) -> Path | None:
+    """Write the page of a run that has ended; a failure costs the page alone, with a warning.
+
+    Returns:
+        its place, or None.
+    """
+    try:
+        # Here, so that nothing of a page can keep a run from starting.
+        from framework.report.page import REPORT, write_page
+
+        write_page(folder, folder / REPORT)
+    except Exception as error:
+        warn(f"report.html was not written ({in_one_line(error)}); the run is not affected [report-not-written]")
+        return None
+    return folder / REPORT
+
+
+def print_end(result: RunResult, plan: Plan, *, environment: Mapping[str, str], report: Path | None = None) -> None:
+    """The summary: what was reached, how fast, where it is; `report` is the place of its page."""
     print_line()
     if result.step == result.start_step:
         print_line(f"{plan.config.run.name}: nothing left to do, step {result.step} was reached before")
@@ -117,6 +134,8 @@ def print_end(result: RunResult, plan: Plan, *, environment: Mapping[str, str]) 
         tokens = f" = {result.tokens_per_sec:,.0f} tokens/s" if result.tokens_per_sec else ""
         rows.append(("throughput", f"{result.samples_per_sec:,.0f} samples/s{tokens}"))
     rows.append(("run folder", str(result.folder)))
+    if report is not None:
+        rows.append(("report", str(report)))
     if plan.config.monitors.tensorboard:
         rows.append(("TensorBoard", f"{_tensorboard(environment)} --logdir {shlex.quote(str(result.folder.parent))}"))
     width = max(len(label) for label, _ in rows)

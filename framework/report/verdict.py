@@ -172,7 +172,7 @@ def _of_the_device(shares: Mapping[str, float], metrics: Mapping[str, float], de
     if mfu is not None:
         advice = "lower precision (precision.dtype: bf16), compiled kernels, or more devices"
         return Verdict("compute-bound", f"compute-bound: the run waits for no data{utilization}", advice, mfu)
-    waits = f": waiting for data takes {shares['data']:.1%} of a step, and" if "data" in shares else ":"
+    waits = f": waiting for data takes {_percent(shares['data'])} of a step, and" if "data" in shares else ":"
     text = f"not data-bound{waits} its other parts were not timed" if "data" in shares else "unknown: no part was timed"
     return Verdict("unknown", text, "a run of this release times the parts of a step: train again to see them")
 
@@ -181,6 +181,10 @@ _LESS_MEMORY: Final = (
     "recompute activations (training.recompute_every), raise zero.stage, offload the optimizer, or lower "
     "batch.micro_size and accumulate more"
 )
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share >= 0.0005 else "less than 0.1%"
 
 
 def _milliseconds(value: float) -> str:
