@@ -254,10 +254,9 @@ def _read_logs(run: Run) -> None:
 
 
 def _whole(value: Any) -> int:
-    number = int(value)
-    if isinstance(value, bool | str) or not 0 <= number < _LARGEST_STEP:
+    if isinstance(value, bool | str) or not 0 <= value < _LARGEST_STEP:
         raise ValueError
-    return number
+    return int(value)
 
 
 def _number(value: Any) -> float:
