@@ -56,7 +56,7 @@ def marks_of(run: Run) -> list[Mark]:
     saved = {event["step"] for event in run.happened("save") if "step" in event} or set(run.saved_steps)
     marks = [Mark("save", step) for step in sorted(saved)]
     marks += [Mark("restart", event.get("step", 0)) for event in run.happened("resume")]
-    skipped = run.metrics.get("train/skipped_steps", Series()).finite()
+    skipped = run.metrics.get("train/skipped_steps", Series()).finite
     before = 0.0
     for step, value in skipped:
         marks += [Mark("skip", step)] if value > before else []
@@ -177,7 +177,7 @@ def _memory_bars(run: Run) -> Iterator[tuple[str, list[tuple[str, float]]]]:
         yield "plan", parts
     elif (known := plan_peak(run)) is not None:
         yield "plan", [("estimate", known)]
-    points = run.metrics.get("memory/device_peak_bytes", Series()).finite()
+    points = run.metrics.get("memory/device_peak_bytes", Series()).finite
     if points:
         yield "measured", [("measured peak", max(value for _, value in points))]
 
@@ -213,7 +213,7 @@ def _others(runs: Sequence[Run]) -> Iterator[Chart]:
     drawn = {"train/loss", *_CURVES, *_RATES}
     names = [name for name in _names(runs, "") if name not in drawn and not name.startswith(_SHOWN_ELSEWHERE)]
     for index, name in enumerate(names[:_MOST_OTHERS]):
-        is_used = any(value for run in runs for _, value in run.metrics.get(name, Series()).finite())
+        is_used = any(value for run in runs for _, value in run.metrics.get(name, Series()).finite)
         chart = line_chart(f"other-{index}", name, name.rpartition("/")[2], _lines(runs, name))
         if is_used and chart:
             yield chart

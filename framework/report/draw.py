@@ -19,13 +19,14 @@ from framework.report.figures import number
 from framework.report.records import Series
 from framework.system.output import visible
 
-# Eight hues that differ in lightness too (tests simulate three kinds of colour blindness); on white each has at least
-# three times its luminance, and the lighter ones on the dark paper.
-LIGHT: Final = ("#0b63b0", "#b84300", "#007a5a", "#8a2f86", "#8a6a00", "#4f4f4f", "#c2185b", "#2a2a72")
-DARK: Final = ("#6cb2f5", "#ff9a5c", "#3fd0a0", "#e39adf", "#e0bd3f", "#c4c4c4", "#ff7ba8", "#a9a9ff")
+# Six colours each, found by search: whichever kind of colour blindness is simulated, any two differ by 25 in CIELAB;
+# on their paper each has at least three times its contrast. After six lines they come again with other dashes.
+LIGHT: Final = ("#0b63b0", "#b7456b", "#090a32", "#997815", "#5519c0", "#770409")
+DARK: Final = ("#6cb2f5", "#e44087", "#dcdf08", "#62860c", "#a345f5", "#ace28d")
 # Okabe and Ito's, for the parts of a bar: they touch, and a line of paper divides them.
 PARTS: Final = ("#e69f00", "#f0e442", "#56b4e9", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#999999")
 _DASHES: Final = ("", "7 3", "2 3", "9 3 2 3", "12 4", "4 2", "1 2", "9 2 2 2 2 2")
+STYLES: Final = 24
 STYLE: Final = (
     ":root{--paper:#fff;--ink:#1b1f24;--soft:#57606a;--grid:#d8dee4;"
     + "".join(f"--l{n}:{color};" for n, color in enumerate(LIGHT))
@@ -37,9 +38,9 @@ STYLE: Final = (
     "fill:var(--ink)}.chart .g{stroke:var(--grid);fill:none}.chart .l{fill:none;stroke-width:1.6;stroke-linejoin:round}"
     ".chart .a{stroke:var(--paper);stroke-width:.7}.chart .r{stroke:var(--ink);stroke-dasharray:3 3;fill:none}"
     + "".join(
-        f".chart .l{n}{{stroke:var(--l{n});stroke-dasharray:{_DASHES[n] or 'none'}}}.chart .m{n}{{fill:var(--l{n})}}"
-        f".chart .p{n}{{fill:var(--p{n})}}"
-        for n in range(8)
+        f".chart .l{n}{{stroke:var(--l{n % 6});stroke-dasharray:{_DASHES[(n + n // 6) % 8] or 'none'}}}"
+        f".chart .m{n}{{fill:var(--l{n % 6})}}.chart .p{n}{{fill:var(--p{n % 8})}}"
+        for n in range(STYLES)
     )
 )
 # The same part has the same colour wherever it is drawn; others take the next one.
@@ -228,7 +229,7 @@ def line_chart(
         has_wide: also a drawing for wide screens.
         from_zero: the axis begins at 0.
     """
-    values = [value for line in lines for _, value in line.series.finite()]
+    values = [value for line in lines for _, value in line.series.finite]
     if not values:
         return None
     low, high = min(values), max(values)
@@ -239,8 +240,8 @@ def line_chart(
     if from_zero and not is_log:
         low = min(0.0, low)
     axis = f"{unit} (log scale)" if is_log else unit
-    shown = [line for line in lines if line.series.finite()]
-    counts = ", ".join(f"{line.label}: {number(line.series.finite()[-1][1])} at the end" for line in shown[:8])
+    shown = [line for line in lines if line.series.finite]
+    counts = ", ".join(f"{line.label}: {number(line.series.finite[-1][1])} at the end" for line in shown[:8])
     described = f"{axis} over optimizer steps; from {number(low)} to {number(high)}. {counts}."
 
     def drawn(width: float, height: float) -> str:
@@ -265,7 +266,10 @@ def _lines_svg(
     low, high, is_log = span
     first, last = min(line.series.steps[0] for line in lines), max(line.series.steps[-1] for line in lines)
     entries = [
-        (line.label, f'<path class="l l{line.style % 8}" d="M0 0h20"/>{_dot(10, 0, line) if line.shows_points else ""}')
+        (
+            line.label,
+            f'<path class="l l{line.style % STYLES}" d="M0 0h20"/>{_dot(10, 0, line) if line.shows_points else ""}',
+        )
         for line in lines
     ]
     entries = entries if len(lines) > 1 or marks or reference else []
@@ -301,7 +305,7 @@ _MARKS: Final = {
     "save": ("checkpoint", 'class="m2" d="M0 0l-4 -7h8z"'),
     "skip": ("skipped step", 'class="m1" d="M-1 0h2v9h-2z"'),
     "restart": ("restart", 'class="m3" d="M0 0l5 4l-5 4l-5 -4z"'),
-    "nan": ("not finite", 'class="m6" d="M-4 1l1 -1l3 3l3 -3l1 1l-3 3l3 3l-1 1l-3 -3l-3 3l-1 -1l3 -3z"'),
+    "nan": ("not finite", 'class="m5" d="M-4 1l1 -1l3 3l3 -3l1 1l-3 3l3 3l-1 1l-3 -3l-3 3l-1 -1l3 -3z"'),
 }
 
 
@@ -312,11 +316,11 @@ def _curve(line: Line, frame: _Frame, columns: int) -> str:
         drawn.append("M" + "L".join(at) + ("h.1" if len(at) == 1 else ""))
     few = sum(map(len, pieces)) <= 60
     dots = (_dot(frame.x(s), frame.y(v), line) for piece in pieces for s, v in piece if line.shows_points and few)
-    return f'<path class="l l{line.style % 8}" d="{"".join(drawn)}"/>{"".join(dots)}'
+    return f'<path class="l l{line.style % STYLES}" d="{"".join(drawn)}"/>{"".join(dots)}'
 
 
 def _dot(x: float, y: float, line: Line) -> str:
-    return f'<circle class="m{line.style % 8}" cx="{x:.1f}" cy="{y:.1f}" r="2.6"/>'
+    return f'<circle class="m{line.style % STYLES}" cx="{x:.1f}" cy="{y:.1f}" r="2.6"/>'
 
 
 def _axes(frame: _Frame, heights: Sequence[float], axis: str, top: float) -> str:

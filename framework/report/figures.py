@@ -22,14 +22,16 @@ _LESS_IS_BETTER: Final = ("loss", "perplexity", "error", "mae", "mse", "rmse", "
 
 def weights(series: Series) -> list[float]:
     """Steps that each point of a series stands for: those since the point before."""
-    return [float(max(step - before, 0)) for step, before in zip(series.steps, [0, *series.steps], strict=False)]
+    return list(map(float.__sub__, map(float, series.steps), map(float, [0, *series.steps[:-1]])))
 
 
-def means(run: Run) -> dict[str, float]:
+def means(run: Run) -> Mapping[str, float]:
     """Mean of every time, throughput and memory metric per step, without the first interval where there are others: it
     pays for warm-up. Parts of a step keep adding up to the whole, which medians would not.
     """
-    found = {}
+    if run.means:  # of a long run they take a second, and a page asks for them often
+        return run.means
+    found = run.means
     for name, series in run.metrics.items():
         if name.startswith(("time/", "throughput/")):
             pairs = list(zip(weights(series), series.values, strict=True))
@@ -40,7 +42,7 @@ def means(run: Run) -> dict[str, float]:
                     found[name] = total / sum(weight / value for weight, value in pairs)
                 else:
                     found[name] = sum(weight * value for weight, value in pairs) / total
-        elif name.startswith("memory/") and (values := series.finite()):
+        elif name.startswith("memory/") and (values := series.finite):
             found[name] = max(value for _, value in values)
     return found
 
@@ -67,7 +69,7 @@ def verdict_of(run: Run) -> Verdict:
 
 def device_bytes(run: Run) -> float | None:
     """Memory of one device; None where the run did not record it."""
-    values = run.metrics.get("memory/device_total_bytes", Series()).finite()
+    values = run.metrics.get("memory/device_total_bytes", Series()).finite
     known = values[-1][1] if values else run.environment.get("device_memory_bytes")
     return float(known) if isinstance(known, int | float) and known > 0 else None
 
@@ -130,7 +132,7 @@ def goodput(run: Run) -> Goodput | None:
     Training that a resumed run did again is in no metric any more, which `metrics.jsonl` keeps of the last attempt
     alone: events know how far the earlier one had come.
     """
-    timed, clock = run.metrics.get("time/step_ms", Series()), run.clock.finite()
+    timed, clock = run.metrics.get("time/step_ms", Series()), run.clock.finite
     spent = dict(
         zip(timed.steps, (0.001 * w * v for w, v in zip(weights(timed), timed.values, strict=True)), strict=True)
     )
@@ -179,10 +181,10 @@ def _of_restarts(run: Run, seconds_per_step: float) -> dict[str, float]:
 
 def headline(run: Run) -> list[tuple[str, str]]:
     """Figures for the top of the page: label and text."""
-    mean, last = means(run), {name: points[-1] for name, each in run.metrics.items() if (points := each.finite())}
+    mean, last = means(run), {name: points[-1] for name, each in run.metrics.items() if (points := each.finite)}
     planned = total_steps(run)
     rows = [("steps", f"{run.last_step:,}" + (f" of {planned:,}" if planned > run.last_step else ""))]
-    if epochs := run.epochs.finite():
+    if epochs := run.epochs.finite:
         rows.append(("epochs", f"{epochs[-1][1]:.4g}"))
     if spent := seconds(run):
         rows.append(("duration", duration(spent)))
@@ -212,13 +214,13 @@ def headline(run: Run) -> list[tuple[str, str]]:
 def best(name: str, series: Series) -> tuple[int, float]:
     """The best point of a metric that has one."""
     less = name.rpartition("/")[2].lower().endswith(_LESS_IS_BETTER)
-    return (min if less else max)(series.finite(), key=lambda point: point[1])
+    return (min if less else max)(series.finite, key=lambda point: point[1])
 
 
 def summary(run: Run) -> dict[str, Any]:
     """Everything as plain values, for ``--json``."""
     verdict, found, mean = verdict_of(run), goodput(run), means(run)
-    finite = {name: points for name, each in run.metrics.items() if (points := each.finite())}
+    finite = {name: points for name, each in run.metrics.items() if (points := each.finite)}
     return {
         "name": run.name,
         "folder": str(run.folder),

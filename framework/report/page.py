@@ -115,7 +115,7 @@ def _top(runs: Sequence[Run]) -> str:
         name = f"{text(run.name)}: " if several else ""
         notes = _list([*run.notes, *([f"last error: {run.last_error}"] if run.last_error else [])])
         parts.append(
-            f'<div class="verdict" style="border-left-color:var(--l{style % 8})"><p><strong>{name}'
+            f'<div class="verdict" style="border-left-color:var(--l{style % 6})"><p><strong>{name}'
             f"{text(verdict.sentence)}.</strong></p><p>Try next: {text(verdict.advice)}.</p>"
             f'<p class="soft">{text(_sentence(state(run)))}{text(_where(run))}</p>{notes}</div>'
         )
@@ -129,7 +129,7 @@ def _sentence(words: str) -> str:
 def _where(run: Run) -> str:
     """Devices, model and dates in a line, as far as they are known."""
     config, cluster = run.config, run.section("cluster")
-    stamps = [value for _, value in run.clock.finite()]
+    stamps = [value for _, value in run.clock.finite]
     facts = [
         f"model {show_value(_of(config, 'model', 'kind') or _of(config, 'model', 'target') or 'unknown')}",
         f"{cluster.get('world_size')} x {run.environment.get('device', cluster.get('device'))}",
@@ -200,7 +200,7 @@ def _heading(run: Run, runs: Sequence[Run]) -> str:
 
 def _evaluation(run: Run) -> str:
     """A row for each evaluation, the best of every metric marked; of very many, those at even distances."""
-    found = {name: each for name, each in sorted(run.metrics.items()) if name.startswith("eval/") and each.finite()}
+    found = {name: each for name, each in sorted(run.metrics.items()) if name.startswith("eval/") and each.finite}
     if not found:
         return ""
     bests = {name: best(name, each)[0] for name, each in found.items()}

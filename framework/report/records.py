@@ -37,8 +37,9 @@ class Series:
     steps: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
 
+    @cached_property
     def finite(self) -> list[tuple[int, float]]:
-        """Points that are numbers."""
+        """Points that are numbers; asked for once nothing is added any more."""
         return [(step, value) for step, value in zip(self.steps, self.values, strict=True) if math.isfinite(value)]
 
     def sort(self) -> None:
@@ -48,7 +49,7 @@ class Series:
             self.steps, self.values = [step for step, _ in pairs], [value for _, value in pairs]
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
     """Everything a report needs of one run folder.
 
@@ -63,6 +64,7 @@ class Run:
         warnings: what ranks logged as warnings, each once.
         last_error: the last line that rank 0 logged as an error; empty where there is none.
         notes: what was missing or damaged.
+        means: of every metric, once they were asked for (`framework.report.figures.means`).
     """
 
     folder: Path
@@ -77,6 +79,7 @@ class Run:
     warnings: list[str] = field(default_factory=list)
     last_error: str = ""
     notes: list[str] = field(default_factory=list)
+    means: dict[str, float] = field(default_factory=dict)
 
     @cached_property
     def name(self) -> str:
@@ -133,7 +136,7 @@ def _read_metrics(run: Run, most_points: int | None) -> None:
     stride = -(-len(lines) // most_points) if most_points else 1
     if stride > 1:
         run.notes.append(
-            f"metrics.jsonl has {len(lines):,} points: every {stride}th was read; "
+            f"metrics.jsonl has {len(lines):,} points: one of {stride} was read; "
             f"all of them: python -m framework report {run.folder}"
         )
     broken = 0

@@ -52,7 +52,7 @@ def test_a_value_that_is_no_number_is_a_gap(tmp_path: Path) -> None:
     series = read(tmp_path / "run", lines + huge).metrics["a/b"]
     assert series.steps == [1, 2, 3, 5]
     assert all(map(math.isnan, series.values))
-    assert series.finite() == []
+    assert series.finite == []
 
 
 def test_steps_that_fall_are_put_in_order(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_long_runs_may_be_read_in_part(tmp_path: Path) -> None:
     assert len(part.metrics["train/loss"].steps) < 150
     assert part.metrics["eval/loss"].steps == whole.metrics["eval/loss"].steps
     assert part.last_step == 1000
-    assert "every 11th was read" in part.notes[0]
+    assert "one of 11 was read" in part.notes[0]
 
 
 @pytest.mark.parametrize("kind", ["nowhere", "empty", "file"])
