@@ -281,14 +281,14 @@ def _config(run: Run) -> str:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, label: str, is_tall: bool = False) -> str:
-    head = "".join(f'<th scope="col">{text(column)}</th>' if column else "<td></td>" for column in columns)
-    body = "".join(
-        f'<tr><th scope="row">{text(row[0])}</th>'
-        + "".join(f"<td{_class(cell)}>{text(cell)}</td>" for cell in row[1:])
-        + "</tr>"
-        for row in rows
-    )
-    return _scroll(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>", label, is_tall=is_tall)
+    def row_of(cells: Sequence[str], scope: str) -> str:
+        first = f'<th scope="{scope}">{text(cells[0])}</th>' if cells[0] else "<td></td>"
+        name = "th scope=col" if scope == "col" else "td"
+        rest = (f"<{name}{_class(cell)}>{text(cell)}</{name[:2]}>" for cell in cells[1:])
+        return f"<tr>{first}{''.join(rest)}</tr>"
+
+    head, body = row_of(columns, "col"), "".join(row_of(row, "row") for row in rows)
+    return _scroll(f"<table><thead>{head}</thead><tbody>{body}</tbody></table>", label, is_tall=is_tall)
 
 
 def _class(cell: str) -> str:

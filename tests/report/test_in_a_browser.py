@@ -20,7 +20,7 @@ pytestmark = [
 
 # Charts whose curves, areas or bars are missing, empty or outside their view box; hidden ones have no size.
 FAULTY = """[...document.querySelectorAll('svg.chart')].filter(svg => svg.getBoundingClientRect().width).map(svg => {
-  const box = svg.viewBox.baseVal, drawn = [...svg.querySelectorAll('.l, .a')];
+  const box = svg.viewBox.baseVal, drawn = [...svg.querySelectorAll(':scope > .l, :scope > .a')];
   const faults = drawn.filter(one => {
     const b = one.getBBox();
     const isOutside = b.x < -1 || b.x + b.width > box.width + 1 || b.y < -1 || b.y + b.height > box.height + 1;
