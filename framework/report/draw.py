@@ -274,7 +274,10 @@ def _lines_svg(
     ]
     entries = entries if len(lines) > 1 or marks or reference else []
     kinds = dict.fromkeys(mark.kind for mark in marks)
-    entries += [(_MARKS[kind][0], f'<path {_MARKS[kind][1]} transform="translate(10,4)"/>') for kind in kinds]
+    entries += [
+        (_MARKS[kind][0], f'<path {_MARKS[kind][1]} transform="translate(10,{4 if kind == "save" else -4})"/>')
+        for kind in kinds
+    ]
     if reference:
         entries.append((f"{reference[0]}: {number(reference[1])}", '<path class="r" d="M0 0h20"/>'))
     legend, top = _legend(entries, size[0])

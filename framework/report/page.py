@@ -59,7 +59,7 @@ summary {cursor: pointer; font-size: .85rem; color: var(--soft)}
 figure .scroll, .tall {max-height: 340px; overflow-y: auto}
 table {border-collapse: collapse; font-size: .86rem; font-variant-numeric: tabular-nums}
 th, td {text-align: left; padding: 3px 14px 3px 0; border-bottom: 1px solid var(--grid); vertical-align: top}
-td {max-width: 560px; overflow-wrap: anywhere}
+td {max-width: 560px; overflow-wrap: break-word}
 .best {font-weight: 700}
 pre {font: 12px/1.45 ui-monospace, monospace; margin: 0}
 @media print {

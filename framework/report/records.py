@@ -132,42 +132,58 @@ def read_run(folder: Path, *, most_points: int | None = None) -> Run:
 
 
 def _read_metrics(run: Run, most_points: int | None) -> None:
-    lines = list(_lines(run, "metrics.jsonl"))
-    stride = -(-len(lines) // most_points) if most_points else 1
+    stride, last, broken, number = _stride(run.folder / "metrics.jsonl", most_points), b"", 0, 0
+    for number, line in enumerate(_lines(run, "metrics.jsonl"), start=1):
+        if number % stride and b'"eval/' not in line:
+            last = line
+        else:
+            last = b""
+            broken += not _add_point(run, line)
+    broken += bool(last) and not _add_point(run, last)
     if stride > 1:
         run.notes.append(
-            f"metrics.jsonl has {len(lines):,} points: one of {stride} was read; "
+            f"metrics.jsonl has {number:,} points: one of {stride} was read; "
             f"all of them: python -m framework report {run.folder}"
         )
-    broken = 0
-    for number, line in enumerate(lines):
-        if stride > 1 and number % stride and '"eval/' not in line and number + 1 < len(lines):
-            continue
-        try:
-            point = json.loads(line)
-            step = _whole(point["step"])
-        except (ValueError, TypeError, KeyError, RecursionError):
-            broken += 1
-            continue
-        for series, value in (
-            (run.clock, point.get("time", point.get("time_seconds"))),
-            (run.epochs, point.get("epoch")),
-        ):
-            series.steps.append(step)
-            series.values.append(_number(value))
-        nested = point.get("metrics")
-        for name, value in (nested if isinstance(nested, dict) else point).items():
-            if name not in _NOT_METRICS and (value is None or isinstance(value, int | float)):
-                series = run.metrics.get(name) or run.metrics.setdefault(name, Series())
-                series.steps.append(step)
-                series.values.append(_number(value))
     if broken:
-        run.notes.append(f"metrics.jsonl: {broken} of {len(lines)} lines are damaged and left out")
+        run.notes.append(f"metrics.jsonl: {broken} of {number} lines are damaged and left out")
     if len(run.metrics) > _MOST_METRICS:
         run.notes.append(f"metrics.jsonl: the first {_MOST_METRICS} of {len(run.metrics)} metrics are shown")
         run.metrics = dict(list(run.metrics.items())[:_MOST_METRICS])
     for series in (run.clock, run.epochs, *run.metrics.values()):
         series.sort()
+
+
+def _stride(path: Path, most_points: int | None) -> int:
+    """Of how many lines one is read."""
+    if most_points is None:
+        return 1
+    try:
+        with open_own(path, "rb") as stream:
+            return max(
+                1, -(-sum(block.count(b"\n") for block in iter(lambda: stream.read(1 << 20), b"")) // most_points)
+            )
+    except OSError:  # as its reader will find
+        return 1
+
+
+def _add_point(run: Run, line: bytes) -> bool:
+    """Add a line of ``metrics.jsonl``; returns whether it is sound."""
+    try:
+        point = json.loads(line)
+        step = _whole(point["step"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return False
+    for series, value in ((run.clock, point.get("time", point.get("time_seconds"))), (run.epochs, point.get("epoch"))):
+        series.steps.append(step)
+        series.values.append(_number(value))
+    nested = point.get("metrics")
+    for name, value in (nested if isinstance(nested, dict) else point).items():
+        if name not in _NOT_METRICS and (value is None or isinstance(value, int | float)):
+            series = run.metrics.get(name) or run.metrics.setdefault(name, Series())
+            series.steps.append(step)
+            series.values.append(_number(value))
+    return True
 
 
 def _read_events(run: Run) -> None:
@@ -191,13 +207,13 @@ def _read_events(run: Run) -> None:
         run.notes.append(f"events.jsonl: {broken} damaged lines are left out")
 
 
-def _lines(run: Run, name: str, *, is_expected: bool = True) -> Iterator[str]:
+def _lines(run: Run, name: str, *, is_expected: bool = True) -> Iterator[bytes]:
     """Lines that were written to the end: a kill may leave half a line behind, even one that reads well."""
     try:
-        with open_own(run.folder / name, "r") as stream:
+        with open_own(run.folder / name, "rb") as stream:
             for line in stream:
-                if line.endswith("\n"):
-                    if line != "\n":
+                if line.endswith(b"\n"):
+                    if line != b"\n":
                         yield line
                 else:
                     run.notes.append(f"{name}: its last line was cut off and is left out")
@@ -257,7 +273,7 @@ def _read_logs(run: Run) -> None:
 
 
 def _whole(value: Any) -> int:
-    if isinstance(value, bool | str) or not 0 <= value < _LARGEST_STEP:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _LARGEST_STEP:
         raise ValueError
     return int(value)
 
