@@ -160,9 +160,8 @@ def _stride(path: Path, most_points: int | None) -> int:
         return 1
     try:
         with open_own(path, "rb") as stream:
-            return max(
-                1, -(-sum(block.count(b"\n") for block in iter(lambda: stream.read(1 << 20), b"")) // most_points)
-            )
+            blocks: Iterator[bytes] = iter(lambda: stream.read(1 << 20), b"")
+            return max(1, -(-sum(block.count(b"\n") for block in blocks) // most_points))
     except OSError:  # as its reader will find
         return 1
 

@@ -24,6 +24,8 @@ from framework.train.trainer import Outcome
 # the script is called from there.
 SHELL_PATH: Final = "DSF_SHELL_PATH"
 DOOR: Final = "DSF_DOOR"
+# Half a million points of 500 bytes: to read them takes a second, which is what the page may cost the end of a run.
+_LARGEST_METRICS: Final = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,11 @@ def write_report(folder: Path) -> Path | None:
         # Here, so that nothing of a page can keep a run from starting.
         from framework.report.page import REPORT, write_page
 
+        if (folder / "metrics.jsonl").stat().st_size > _LARGEST_METRICS:
+            print_line(
+                f"note: metrics.jsonl is large; for its page: python -m framework report {shlex.quote(str(folder))}"
+            )
+            return None
         write_page(folder, folder / REPORT)
     except Exception as error:
         warn(f"report.html was not written ({in_one_line(error)}); the run is not affected [report-not-written]")

@@ -237,6 +237,17 @@ def test_the_end_names_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert "  report               runs/night/report.html\n" in capsys.readouterr().out
 
 
+def test_the_page_of_very_many_points_is_left_to_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "my run")
+    with (folder / "metrics.jsonl").open("r+b") as stream:
+        stream.truncate(300 << 20)  # a hole, which takes no space
+    assert write_report(folder) is None
+    place = f"python -m framework report '{folder}'"
+    assert capsys.readouterr().out == f"note: metrics.jsonl is large; for its page: {place}\n"
+
+
 def test_a_page_that_cannot_be_written_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "run")
     assert write_report(folder) == folder / "report.html"
