@@ -174,7 +174,7 @@ def _of_the_device(shares: Mapping[str, float], metrics: Mapping[str, float], de
         return Verdict("compute-bound", f"compute-bound: the run waits for no data{utilization}", advice, mfu)
     waits = f": waiting for data takes {_percent(shares['data'])} of a step, and" if "data" in shares else ":"
     text = f"not data-bound{waits} its other parts were not timed" if "data" in shares else "unknown: no part was timed"
-    return Verdict("unknown", text, "a run of this release times the parts of a step: train again to see them")
+    return Verdict("unknown", text, "train with a release that times the parts of a step (time/forward_ms and others)")
 
 
 _LESS_MEMORY: Final = (
