@@ -25,7 +25,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "train": (48, 10),
     "launch": (200, 23),
     "doctor": (97, 12),
-    "report": (94, 9),
+    "report": (95, 9),
     "commands": (90, 15),
     "models": (71, 11),
     "tasks": (21, 5),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 from typing import Final
@@ -451,21 +451,12 @@ def _shares(
         yield "" if value is None else f"{show(value)} ({value / (total or 1):.1%})"
 
 
-@dataclass
-class _Bin:
-    """Steps that an area chart draws as one column: the mean of each part."""
-
-    first: int
-    last: int
-    values: list[float] = field(default_factory=list)
-
-
 def area_chart(slug: str, title: str, unit: str, parts: Sequence[tuple[str, Series]]) -> Chart | None:
     """Draw parts stacked over steps; None where there are fewer than two points. All have the same steps."""
     if not parts or len(parts[0][1].steps) < 2:
         return None
     bins = list(_bins([series for _, series in parts], 180))
-    most = max(sum(column.values) for column in bins)
+    most = max(sum(values) for *_, values in bins)
     if not most > 0:
         return None
     styles = [_STYLE_OF_PART.get(name, place % 8) for place, (name, _) in enumerate(parts)]
@@ -473,11 +464,11 @@ def area_chart(slug: str, title: str, unit: str, parts: Sequence[tuple[str, Seri
     size = (400.0, top + 212)
     heights = ticks(0, most * 1.04)
     left = 14 + _CHARACTER * max(len(tick(value)) for value in heights)
-    frame = _Frame(left, top + 18, 386, size[1] - 36, bins[0].first, bins[-1].last, 0, most * 1.04)
+    frame = _Frame(left, top + 18, 386, size[1] - 36, bins[0][0], bins[-1][1], 0, most * 1.04)
     drawn, below = [legend, _axes(frame, heights, unit, top)], [0.0] * len(bins)
     for index, style in enumerate(styles):
-        above = [low + column.values[index] for low, column in zip(below, bins, strict=True)]
-        edges = [(edge, a, b) for c, a, b in zip(bins, above, below, strict=True) for edge in (c.first, c.last)]
+        above = [low + values[index] for low, (*_, values) in zip(below, bins, strict=True)]
+        edges = [(edge, a, b) for c, a, b in zip(bins, above, below, strict=True) for edge in c[:2]]
         upper = "L".join(f"{frame.x(x):.1f} {frame.y(a):.1f}" for x, a, _ in edges)
         lower = "L".join(f"{frame.x(x):.1f} {frame.y(b):.1f}" for x, _, b in reversed(edges))
         drawn.append(f'<path class="a p{style}" d="M{upper}L{lower}z"/>')
@@ -488,16 +479,14 @@ def area_chart(slug: str, title: str, unit: str, parts: Sequence[tuple[str, Seri
     return Chart(slug, title, _svg(slug, title, described, size, drawn), columns, rows, "", note)
 
 
-def _bins(series: Sequence[Series], most: int) -> Iterator[_Bin]:
-    """Divide equal steps of several series into at most so many columns that touch."""
+def _bins(series: Sequence[Series], most: int) -> Iterator[tuple[int, int, list[float]]]:
+    """Divide the steps of series that have the same ones into at most so many columns that touch: first and last step,
+    and the mean of each series.
+    """
     steps = series[0].steps
-    stride = -(-len(steps) // most)
-    begin = 0
+    stride, begin = -(-len(steps) // most), 0
     for start in range(0, len(steps), stride):
-        stop = min(start + stride, len(steps))
-        column = _Bin(begin, steps[stop - 1])
-        for each in series:
-            values = [value for value in each.values[start:stop] if math.isfinite(value)]
-            column.values.append(max(0.0, sum(values) / len(values)) if values else 0.0)
-        begin = column.last
-        yield column
+        end = steps[min(start + stride, len(steps)) - 1]
+        parts = [[value for value in each.values[start : start + stride] if math.isfinite(value)] for each in series]
+        yield begin, end, [max(0.0, sum(part) / len(part)) if part else 0.0 for part in parts]
+        begin = end

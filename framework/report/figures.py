@@ -194,11 +194,10 @@ def headline(run: Run) -> list[tuple[str, str]]:
         if name.startswith("eval/") and name in last:
             step, value = best(name, run.metrics[name])
             rows.append((f"best {name}", f"{number(value)} at step {step:,}"))
-    for name, unit in (("tokens_per_sec", "tokens/s"), ("samples_per_sec", "samples/s"), ("tflops", "TFLOP/s")):
+    rates = {"tokens_per_sec": "tokens/s", "samples_per_sec": "samples/s", "tflops": "TFLOP/s per device"}
+    for name, unit in rates.items():
         if f"throughput/{name}" in mean:
-            rows.append(
-                ("throughput" if "sec" in name else "per device", f"{number(mean[f'throughput/{name}'])} {unit}")
-            )
+            rows.append((name.replace("_per_sec", " per second"), f"{number(mean[f'throughput/{name}'])} {unit}"))
     if "throughput/mfu" in mean:
         rows.append(("MFU", f"{mean['throughput/mfu']:.1%}"))
     if "time/step_ms" in mean:

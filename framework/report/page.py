@@ -154,20 +154,9 @@ def _figures(runs: Sequence[Run]) -> str:
         )
         tiles = (f"<div><dt>{text(a)}</dt><dd>{text(b)} <span>{text(c)}</span></dd></div>" for a, b, _, c in parts)
         return f'<dl class="tiles">{"".join(tiles)}</dl>'
-    # A label may stand twice: throughput in samples and in tokens.
-    labels = dict.fromkeys(_numbered(row) for rows in found for row in _counted(rows))
-    values = [{_numbered(row): row[1] for row in _counted(rows)} for rows in found]
-    rows = [[label.partition("\0")[0], *(each.get(label, "") for each in values)] for label in labels]
-    return _table(["", *(run.name for run in runs)], rows, label="Headline figures")
-
-
-def _counted(rows: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str, int]]:
-    for index, (label, value) in enumerate(rows):
-        yield label, value, sum(label == earlier for earlier, _ in rows[:index])
-
-
-def _numbered(row: tuple[str, str, int]) -> str:
-    return row[0] + "\0" * row[2]
+    labels = dict.fromkeys(label for rows in found for label, _ in rows)
+    table = [[label, *(dict(rows).get(label, "") for rows in found)] for label in labels]
+    return _table(["", *(run.name for run in runs)], table, label="Headline figures")
 
 
 def _figure(chart: Chart) -> str:
