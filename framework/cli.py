@@ -145,6 +145,7 @@ def _parser() -> argparse.ArgumentParser:
     render = commands.add_parser("render", help="print the DeepSpeed JSON")
     render.set_defaults(command=_render)
     for command in (plan, render):
+        command.add_argument("--gpu", metavar="KIND", help="for this device, for example h100-80gb")
         command.add_argument("file", metavar="FILE", help="run config, YAML or JSON")
         command.add_argument(
             "words", nargs="*", default=[], metavar="key=value", help="settings that win over the file"
@@ -153,6 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in (check, plan, render):
         where = command.add_mutually_exclusive_group()
         where.add_argument("--num_gpus", "--num-gpus", type=devices, metavar="N", help="devices on one host")
+        command.add_argument("--nodes", type=devices, metavar="N", help="hosts, each with --num_gpus devices")
         where.add_argument("-H", "--hostfile", metavar="FILE", help="hosts and their devices, in DeepSpeed's format")
     _add_others(commands)
     for name, help_ in _ELSEWHERE.items():
@@ -189,7 +191,9 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    return plans.run_plan(arguments, *_make_plan(arguments, plan_with_data=True))
+    from framework.load_run import load_run
+
+    return plans.run_plan(arguments, load_run(arguments.file, arguments.words), _cluster(arguments))
 
 
 def _render(arguments: argparse.Namespace) -> int:
@@ -239,16 +243,26 @@ def _inspect(arguments: argparse.Namespace) -> int:
     return run_inspect(arguments.path, as_json=arguments.json, verify=verify, allow_unverified=unverified)
 
 
-def _make_plan(arguments: argparse.Namespace, *, plan_with_data: bool = False) -> tuple[Plan, Source]:
+def _make_plan(arguments: argparse.Namespace) -> tuple[Plan, Source]:
     from framework.load_run import load_run
 
     run, cluster = load_run(arguments.file, arguments.words), _cluster(arguments)
-    return run.plan_with_data(cluster) if plan_with_data else run.plan(cluster), run.source
+    if run.config.auto and arguments.gpu:
+        from framework.plan.auto import listed_target
+
+        target = listed_target(arguments.gpu, devices_per_host=cluster.devices_per_host if cluster else 1)
+        run = run.chosen(cluster, target)
+    run = run.chosen(cluster)
+    if run.choice:
+        write(sys.stderr, f"{run.choice}\n")
+    return run.plan(cluster), run.source
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster | None:
     if arguments.num_gpus is not None:
-        return Cluster(devices_per_host=arguments.num_gpus)
+        return Cluster(num_hosts=arguments.nodes or 1, devices_per_host=arguments.num_gpus)
+    if arguments.nodes is not None:
+        raise UsageError("--nodes: how many devices does each host have? give --num_gpus as well")
     if arguments.hostfile is None:
         return None
     from framework.launch.hosts.hostfile import cluster_of, read_hostfile

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from framework.config.load import Source, load_with_source
 from framework.config.run_config import RunConfig
 from framework.plan.cluster import Cluster
 from framework.plan.plan import Plan, accepted, default_cluster, make_plan
 from framework.system.output import write
+
+if TYPE_CHECKING:  # most configs leave nothing to be chosen
+    from framework.plan.search import Target
+    from framework.plan.work import ModelWork
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,7 @@ class LoadedRun:
     config: RunConfig
     source: Source
     deepspeed_config: str | None = None
+    choice: str = ""
 
     @property
     def words(self) -> list[str]:
@@ -32,6 +39,44 @@ class LoadedRun:
     def arguments(self) -> list[str]:
         """Arguments of train.py."""
         return ["--config", self.config_path, *deepspeed_words(self.deepspeed_config), *self.overrides]
+
+    def chosen(
+        self,
+        cluster: Cluster | None = None,
+        target: Target | None = None,
+        *,
+        is_proposal: bool = False,
+        work: ModelWork | None = None,
+    ) -> LoadedRun:
+        """The run with plain settings for what its config leaves to be chosen: for a device, or for those of this
+        machine; `choice` says it in one line.
+
+        Args:
+            is_proposal: nothing is started, so that the device may be unknown.
+            work: of a model of the user's own.
+
+        Raises:
+            ConfigError: nothing can be chosen.
+        """
+        if not self.config.auto:
+            return self
+        from framework.checkpoint.resume_point import saved_manifest
+        from framework.plan.auto import resolve, target_at_hand
+
+        cluster = cluster or default_cluster(self.config)
+        target, saved = target or target_at_hand(cluster), saved_manifest(self.config)
+        config, settings, line = resolve(
+            self.config, cluster, target, source=self.source, saved=saved, is_proposal=is_proposal, work=work
+        )
+        words = (*self.overrides, *(f"{key}={value}" for key, value in settings.items()))
+        return replace(self, config=config, overrides=words, choice=line)
+
+    def started(self, cluster: Cluster) -> LoadedRun:
+        """As `chosen` for the devices of this machine, and print the choice to stderr, on one rank."""
+        run = self.chosen(cluster)
+        if run.choice and os.environ.get("RANK", "0") == "0":
+            write(sys.stderr, f"{run.choice}\n")
+        return run
 
     def print_notes(self) -> None:
         """Print notes on what is allowed in the file, and seldom intended."""
@@ -54,7 +99,7 @@ class LoadedRun:
         """Plan the run for a cluster that is elsewhere, its DeepSpeed JSON checked as well; warnings and notes go to
         stderr, and a ConfigError has everything for which it could not work there.
         """
-        plan = self.plan(cluster)
+        plan = self.chosen(cluster, is_proposal=True).plan(cluster)
         found = [*self.source.notes, *plan.findings]
         if self.config.deepspeed:
             from framework.dslint.judge import judge_passed_through

@@ -83,7 +83,10 @@ def fit_loaded(plan: Plan, source: Source, request: StopRequest, *, words: Seque
 def _run(prepared: Prepared, request: StopRequest) -> RunResult:
     folder = RunFolder(prepared.plan.config.run.folder)
     with noting_errors():
-        with explaining_failures(folder.logs), process_group(prepared.plan.config.run.backend):
+        with (
+            explaining_failures(folder.logs, prepared.plan),
+            process_group(prepared.plan.config.run.backend),
+        ):
             end_in_one_line()
             refuse_different_ranks(prepared.fingerprint())
             with closing(folder):

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import traceback
+from dataclasses import replace
 from functools import partial
 from typing import Final, NoReturn
 
@@ -42,7 +43,12 @@ def _train(request: StopRequest, arguments: argparse.Namespace) -> None:
     job = load_run(arguments.config, arguments.overrides, deepspeed_config=arguments.deepspeed_config)
     if AGENT_VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":  # else the launcher has told them
         job.print_notes()
-    plan = job.plan(Cluster.from_environment(os.environ))  # before the seconds that torch takes to import
+    cluster = Cluster.from_environment(os.environ)
+    if job.config.auto:
+        from framework.launch.hosts.devices import find_devices
+
+        job = job.started(replace(cluster, device=find_devices(os.environ).kind))
+    plan = job.plan(cluster)  # before the seconds that torch takes to import
     from framework.run import fit_loaded
 
     fit_loaded(plan, job.source, request, words=job.words)

@@ -16,23 +16,23 @@ from tests.places import ROOT
 
 # kB of Python source and number of files per room; what a room no longer needs is taken away here as well.
 CAPS: dict[str, tuple[float, int]] = {
-    "(doors)": (41, 9),
+    "(doors)": (42, 9),
     "system": (53, 12),
-    "text": (65, 6),
-    "config": (96, 14),
-    "plan": (170, 25),
+    "text": (64, 6),
+    "config": (97, 14),
+    "plan": (274, 30),
     "checkpoint": (167, 17),
     "train": (48, 10),
     "launch": (200, 23),
     "doctor": (97, 12),
     "report": (95, 9),
-    "commands": (90, 15),
+    "commands": (139, 21),
     "models": (71, 11),
     "tasks": (21, 5),
     "data": (133, 19),
-    "engine": (187, 28),
-    "setup": (76, 8),
-    "dslint": (248, 22),
+    "engine": (190, 29),
+    "setup": (94, 9),
+    "dslint": (212, 22),
     "deploy": (100, 9),
 }
 LONGEST_FUNCTION = 70

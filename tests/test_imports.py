@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"system", "config", "engine protocol"},
     "train": {"system", "text", "checkpoint", "engine protocol"},
     "dslint": {"system", "text", "config", "plan"},
-    "load_run": {"system", "config", "plan", "dslint"},
+    "load_run": {"system", "config", "plan", "checkpoint", "dslint"},
     "hosts": {"system", "plan"},
     "node checks": {"system", "config", "plan", "checkpoint", "hosts"},
     "launch": {"load_run", "system", "config", "plan", "dslint", "hosts", "node checks"},
@@ -79,7 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "deploy",
         "commands",
     },
-    "script": {"load_run", "system", "plan", "launch", "run"},  # what train.py does
+    "script": {"load_run", "system", "plan", "hosts", "launch", "run"},  # what train.py does
     "entry": {"script"},  # train.py of an installed copy
     "__main__": {"system", "cli"},
     "__init__": set(),  # its names are imported on first use
@@ -98,6 +98,7 @@ HALVES = {
     "commands.doctor": "doctor command",
     "commands.export": "torch commands",
     "commands.generate": "torch commands",
+    "commands.machine_rates": "torch commands",
 }
 LIGHT = (
     "system",

@@ -4,6 +4,7 @@ starts.
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -79,6 +80,9 @@ def test_every_launcher_gives_the_same_run(
         "logs",
         "checkpoints",
     }
+    measured = json.loads((tmp_path / "runs" / launchers[0] / "plan.json").read_text(encoding="utf-8"))["measured"]
+    assert measured["step_seconds"]["measured"] > 0
+    assert measured["device_peak_bytes"]["measured"] is None  # on processors
     logs = {path.name for path in (tmp_path / "runs" / launchers[0] / "logs").iterdir()}
     assert logs == {f"rank{rank}.log" for rank in range(num_ranks)}
 

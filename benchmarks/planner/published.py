@@ -1,10 +1,12 @@
-"""Readers of the two data files beside this module."""
+"""Readers of the points beside this module and of the table of devices."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
+
+from framework.plan.devices import tables, value_of
 
 HERE = Path(__file__).resolve().parent
 
@@ -21,11 +23,8 @@ def read_points(split: str | None = None) -> list[dict[str, Any]]:
 
 def read_devices() -> dict[str, dict[str, Any]]:
     """Return the devices' figures without their sources: numbers or None, and `disputed`."""
-    devices = json.loads((HERE / "devices.json").read_text(encoding="utf-8"))["devices"]
-    return {
-        name: {key: figure["value"] if isinstance(figure, dict) else figure for key, figure in device.items()}
-        for name, device in devices.items()
-    }
+    devices = tables()["devices"]
+    return {name: {key: value_of(figure) for key, figure in device.items()} for name, device in devices.items()}
 
 
 def tokens_per_second_per_gpu(point: dict[str, Any]) -> float | None:

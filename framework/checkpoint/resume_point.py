@@ -6,10 +6,11 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from framework.checkpoint.manifest import SavedCheckpoint, diagnose, list_checkpoints, read_checkpoint
 from framework.checkpoint.names import (
+    CHECKPOINTS,
     LATEST,
     REPLACED,
     TAG,
@@ -19,6 +20,7 @@ from framework.checkpoint.names import (
     own_names,
     replaced_names,
 )
+from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, StorageError, show_value
 from framework.system.files import replace_text
 
@@ -92,6 +94,18 @@ def find_checkpoint(resume: str, *, run_checkpoints: Path, allow_unverified: boo
     if found is None:
         raise _not_found(resume)
     return found
+
+
+def saved_manifest(config: RunConfig) -> Mapping[str, Any]:
+    """The manifest of the checkpoint that a run goes on from; empty where there is none, or where the start will say
+    what is wrong with it.
+    """
+    asked = config.checkpoint
+    with contextlib.suppress(ConfigError, StorageError, OSError):
+        own = config.run.folder / CHECKPOINTS
+        found = find_checkpoint(asked.resume, run_checkpoints=own, allow_unverified=asked.allow_unverified)
+        return found.manifest if found else {}
+    return {}
 
 
 def newest_at(path: str, *, key: str, allow_unverified: bool = False) -> SavedCheckpoint | None:

@@ -1,43 +1,340 @@
-"""The `plan` command: what will happen on a cluster, for a person or as JSON."""
+"""The `plan` command: what will happen on a cluster, which strategies serve it best, and why; for people and tools."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
 
-from framework.errors import EXIT_OK
+from framework.errors import EXIT_OK, ConfigError, Problem, UsageError
+from framework.system.arguments import add_option, whole
+from framework.system.output import write
 
 if TYPE_CHECKING:  # every command lists the options of this one, and needs nothing else of it
-    from framework.config.load import Source
+    from framework.load_run import LoadedRun
+    from framework.plan.cluster import Cluster
+    from framework.plan.memory import Memory
     from framework.plan.plan import Plan
+    from framework.plan.search import Candidate, Found, Target
+    from framework.plan.time import StepTime
+    from framework.plan.work import ModelWork
+
+_GOALS: Final = ("throughput", "fewest-devices", "longest-sequence")
+_TOP: Final = 5
+_MOST_LOSERS: Final = 10
+# What a plan of another batch, of fewer stages or devices would not have.
+_NO_LAYOUT: Final = frozenset(
+    {"batch-not-divisible", "pipe-not-divisible", "pipe-exceeds-layers", "dataset-smaller-than-batch"}
+)
+_MOMENTS: Final = {
+    "start": "after the start",
+    "between": "between steps",
+    "forward": "in the forward pass",
+    "backward": "in the backward pass",
+    "step": "in the optimizer's step",
+}
 
 
 def add_options(plan: argparse.ArgumentParser) -> None:
     """Add the options that `plan` takes beside file, settings and cluster."""
-    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
-    plan.add_argument("--gpu", metavar="KIND", help="say what fits this GPU, for example h100-80gb")
+    option = plan.add_argument
+    option("--json", action="store_true", help="print the plan as JSON")
+    about = "explain an out-of-memory message by this plan: a rank's log, or - for stdin"
+    option("--explain-oom", metavar="LOG", help=about)
+    option("--measure", action="store_true", help="measure this machine's rates first, about half a minute")
+    count = whole(1, 1000, "{} is not a number of strategies")
+    about = "run the best N for some steps each, here; implies --search"
+    add_option(plan, "--trials", type=count, metavar="N", help=about)
+    option("--network", metavar="NAME", help="between hosts, where it is not the usual one, such as infiniband-hdr")
+    option("--search", action="store_true", help="choose micro-batch, accumulation and pipeline as well")
+    about = "what the best strategy has most of, or takes least of; implies --search"
+    option("--goal", choices=_GOALS, help=about)
+    add_option(plan, "--top", type=count, metavar="N", help="show so many")
+    option("--apply", action="store_true", help="write the best strategy into the file; implies --search")
+    option("--paper", action="store_true", help="the usual formulas beside it, and goodput between failures")
+    option("--chart", metavar="FILE.svg", help="draw the memory of the best strategies; implies --search")
 
 
-def run_plan(arguments: argparse.Namespace, plan: Plan, source: Source) -> int:
-    """Print the plan of a run with its memory and, of a pipeline, its stages; returns the exit code."""
-    from framework.commands.memory_table import memory_table
+@dataclass(frozen=True)
+class _Question:
+    """The plan that was asked for, and what is asked beside it."""
+
+    arguments: argparse.Namespace
+    run: LoadedRun
+    plan: Plan
+    target: Target
+    work: ModelWork | None = None
+    why: str = ""
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether everything that the command line does not set may be chosen."""
+        asked = self.arguments
+        return bool(asked.search or asked.goal or asked.apply or asked.chart or asked.trials)
+
+    def free(self) -> frozenset[str]:
+        """Keys that may be chosen: beside a plan those that leave its batch as it is."""
+        from framework.plan.search import EVERYTHING, OFFLOAD, RECOMPUTE, STAGE
+
+        if not self.is_wide:
+            return frozenset({STAGE, OFFLOAD, RECOMPUTE})
+        return frozenset(key for key in EVERYTHING if not self.run.source.is_override(tuple(key.split("."))))
+
+    def search(self) -> Found:
+        from framework.plan.search import search, search_fewest_devices, search_longest_sequence
+
+        config, cluster, size = self.run.config, self.plan.cluster, self.plan.length.num_train_samples
+        if self.arguments.goal == "fewest-devices":
+            return search_fewest_devices(config, cluster, self.target, num_train_samples=size, work=self.work)
+        if self.arguments.goal == "longest-sequence":
+            return search_longest_sequence(config, cluster, self.target, num_train_samples=size)
+        return search(config, cluster, self.target, free=self.free(), num_train_samples=size, work=self.work)
+
+
+def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | None) -> int:
+    """Print the plan of a run with its memory and time, its stages, and the strategies; returns the exit code."""
     from framework.commands.stage_balance import StageBalance, find_stage_balance
     from framework.commands.target_search import missing_targets
-    from framework.commands.verdict import find_gpu
-    from framework.plan.memory import memory_section
-    from framework.plan.plan import rows
+    from framework.plan.auto import listed_target
+    from framework.plan.measured import measured_machine
+    from framework.plan.plan import default_cluster, rows
+    from framework.plan.search import Target
 
-    gpu = find_gpu(arguments.gpu)
-    memory = memory_table(plan, gpu=gpu.name if gpu else "", memory_gib=gpu.memory_gib if gpu else None)
-    balance = StageBalance() if plan.layout.pipe_size == 1 else find_stage_balance(plan, source=source)
-    notes = map(source.locate, (*missing_targets(plan.config), *balance.notes, *memory.findings))
+    cluster = cluster or default_cluster(run.config)
+    target = Target()
+    if arguments.gpu:
+        target = listed_target(arguments.gpu, devices_per_host=cluster.devices_per_host, network=arguments.network)
+    elif arguments.network:
+        raise UsageError("plan: --network goes with --gpu")
+    try:
+        own = _own_work(run, cluster)
+        run = run.chosen(cluster, target, is_proposal=True, work=own[0])
+        plan = run.plan_with_data(cluster)
+    except ConfigError as error:
+        if {problem.kind for problem in error.problems} <= _NO_LAYOUT and not run.config.auto:
+            _print_nearest(run, cluster)
+        raise
+    if arguments.explain_oom:
+        from framework.commands.explain_oom import explain_oom
+
+        return explain_oom(arguments.explain_oom, plan, as_json=arguments.json)
+    if arguments.measure:
+        from framework.commands.measure import measure
+
+        print(*measure(plan), sep="\n", file=sys.stderr if arguments.json else sys.stdout)
+    if not arguments.gpu and cluster.num_hosts == 1 and (machine := measured_machine(cluster.world_size)):
+        target = Target("this machine, measured", machine=machine)
+    question = _Question(arguments, run, plan, target, *own)
+    answer = _answer(question)
+    if arguments.trials:
+        answer = _tried(answer, arguments.trials)
+    balance = StageBalance() if plan.layout.pipe_size == 1 else find_stage_balance(plan, source=run.source)
+    notes = map(run.source.locate, (*missing_targets(plan.config), *balance.notes, *answer.findings))
     findings = [*plan.findings, *notes]
     if arguments.json:
-        further = ({"pipeline": balance.pipeline} if balance.pipeline else {}) | memory_section(plan)
+        further = ({"pipeline": balance.pipeline} if balance.pipeline else {}) | answer.section
         print(json.dumps(plan.to_dict() | further | {"findings": [found.to_dict() for found in findings]}, indent=2))
-        return EXIT_OK
-    print(*(f"{label:<10}{text}" for label, text in rows(plan).items()), *memory.lines, *balance.lines, sep="\n")
-    for finding in findings:
-        print(f"{finding.severity}: {finding}")
+    else:
+        choice = [f"{'auto':<10}{run.choice.removeprefix('auto: ')}"] if run.choice else []
+        print(*(f"{label:<10}{text}" for label, text in rows(plan).items()), *choice, *answer.head, sep="\n")
+        print(*balance.lines, *answer.lines, sep="\n", end="\n" if balance.lines or answer.lines else "")
+        if arguments.paper:
+            from framework.commands.paper import paper_lines
+
+            print(*paper_lines(plan), sep="\n")
+        for finding in findings:
+            print(f"{finding.severity}: {finding}")
+    _act(question, answer)
     return EXIT_OK
+
+
+def _own_work(run: LoadedRun, cluster: Cluster) -> tuple[ModelWork | None, str]:
+    """Work of a model of the user's own, or why it is not known; neither for named models."""
+    from framework.commands.own_work import find_own_work
+    from framework.commands.torch_child import NoAnswerError
+    from framework.config.base import ModelKind
+    from framework.config.load import config_from_values
+    from framework.plan.alternatives import with_settings
+    from framework.plan.plan import make_plan
+
+    if isinstance(run.config.model, ModelKind):
+        return None, ""
+    # What is to be chosen does not change the model; these are values that go with everything.
+    plain = {"zero.stage": 1, "parallel.pipe": 1, "batch.micro_size": None}
+    settings = {key: value for key, value in plain.items() if key in run.config.auto}
+    config = config_from_values(with_settings(run.config, settings)) if settings else run.config
+    try:
+        return find_own_work(make_plan(config, cluster, source=run.source)), ""
+    except NoAnswerError as error:
+        return None, str(error)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What is known of memory, time and strategies: lines for a person, a section for tools, and what is wrong."""
+
+    section: dict[str, Any]
+    head: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
+    findings: tuple[Problem, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
+    planned: Candidate | None = None
+
+
+def _answer(question: _Question) -> _Answer:
+    from framework.commands.strategies import loser_lines, strategies_section, table_lines
+    from framework.plan.memory import NotEstimatedError
+    from framework.plan.search import find_knob, judge
+
+    plan, target, wide = question.plan, question.target, question.is_wide
+    try:
+        planned, found = judge(plan, target, work=question.work), question.search()
+    except NotEstimatedError as error:
+        reason = f"{error}{question.why and f' ({question.why})'}"
+        return _Answer({"memory": {"unknown": reason}}, (f"{'memory':<10}not estimated: {reason}",))
+    shown = [each for each in found.ranked if wide or _is_alternative(each, planned)]
+    shown = shown[: question.arguments.top or _TOP]
+    head = [*_memory_lines(planned.memory, target), *_time_lines(planned.time, target)]
+    lines = [f"{'best':<10}{_order([*shown, planned], target)}; * as planned; batch: micro x steps x ranks"]
+    lines += [f"          {line}" for line in table_lines(shown, planned=planned)]
+    knob = find_knob(shown[0].plan if wide and shown else plan, work=question.work)
+    if target.memory_bytes is not None or wide:
+        lost = list(loser_lines(found, shown=shown))
+        more = [f"and {len(lost) - _MOST_LOSERS} more: --json has all"] if len(lost) > _MOST_LOSERS else []
+        rest = [*lost[:_MOST_LOSERS], *more]
+        lines += [f"{'' if number else 'others':<10}{line}" for number, line in enumerate(rest)]
+    lines += [f"{'knob':<10}{knob}"] if knob else []
+    section = {"memory": planned.memory.to_dict(), "strategies": strategies_section(found, shown)}
+    section |= {} if planned.time is None else {"time": planned.time.to_dict()}
+    section |= {} if knob is None else {"knob": vars(knob) | {"text": str(knob)}}
+    return _Answer(
+        section, tuple(head), tuple(lines), tuple(_findings(question, planned, found)), tuple(shown), planned
+    )
+
+
+def _tried(answer: _Answer, count: int) -> _Answer:
+    """The answer with its best strategies, and the plan as it stands, in the order in which they were measured."""
+    from framework.commands.trials import fastest, run_trials, table
+
+    tried, planned = list(answer.candidates[:count]), answer.planned
+    if planned is not None and all(each.choice != planned.choice for each in tried):
+        tried.append(planned)
+    trials = run_trials(tried)
+    best = tried[fastest(trials)]
+    rest = [each for each in answer.candidates if each is not best]
+    section = answer.section | {"trials": [each.to_dict() for each in trials]}
+    return replace(answer, section=section, lines=(*answer.lines, *table(trials)), candidates=(best, *rest))
+
+
+def _is_alternative(one: Candidate, planned: Candidate) -> bool:
+    """Beside a plan stands what takes less memory, or is faster."""
+    speeds = one.samples_per_second, planned.samples_per_second
+    is_faster = speeds[0] is not None and speeds[1] is not None and speeds[0] > 1.02 * speeds[1]
+    return is_faster or one.peak_bytes < 0.99 * planned.peak_bytes
+
+
+def _order(shown: Sequence[Candidate], target: Target) -> str:
+    if any(each.time is not None for each in shown):
+        return "the fastest first"
+    why = f"not all rates of {target.name} are listed" if target.name else "no device named (--gpu)"
+    return f"the least traffic first, speed unknown: {why}"
+
+
+def _memory_lines(memory: Memory, target: Target) -> Iterator[str]:
+    from framework.plan.alternatives import size_text
+
+    peak, host = memory.peak, sum(memory.host.values())
+    stage = "" if memory.stage is None else f", stage {memory.stage}, the fullest"
+    lacks = f", without activations: {memory.lacks}" if memory.lacks else ""
+    of = f" of {size_text(target.usable_bytes)} usable" if target.usable_bytes else ""
+    yield (
+        f"{'memory':<10}{size_text(memory.total('between'))} on each rank between steps, "
+        f"{size_text(memory.total(peak))} at most ({_MOMENTS[peak]}){of}"
+        f"{f', {size_text(host)} on the host' if host else ''}; estimated{stage}{lacks}"
+    )
+    sizes = sorted(memory.moments[peak].items(), key=lambda item: -item[1])
+    yield f"          at most: {', '.join(f'{name} {size_text(size)}' for name, size in sizes)}"
+
+
+def _time_lines(time: StepTime | None, target: Target) -> Iterator[str]:
+    if time is None:
+        return
+    tokens = time.tokens_per_second_per_device
+    yield (
+        f"{'time':<10}{time.total:.3g} s a step, {time.samples_per_second:,.1f} samples per second"
+        f"{'' if tokens is None else f', {tokens:,.0f} tokens per second and device'}, "
+        f"model FLOPs utilization {time.mfu:.0%}; estimated for {target.name}"
+    )
+    parts = sorted(time.seconds.items(), key=lambda item: -item[1])
+    yield f"          {', '.join(f'{name} {part:.3g} s' for name, part in parts)}"
+
+
+def _findings(question: _Question, planned: Candidate, found: Found) -> Iterator[Problem]:
+    """A plan that does not fit, with the nearest that does."""
+    from framework.plan.alternatives import size_text
+    from framework.plan.search import settings_text
+
+    target, key = question.target, "zero.stage"
+    limit = target.usable_bytes
+    if limit is None or planned.peak_bytes <= limit:
+        return
+    reason = f"each rank takes {size_text(planned.peak_bytes)}, and {target.name} has {size_text(limit)} usable"
+    if found.ranked:
+        fix = f"set {settings_text(found.ranked[0].changes(planned)) or 'as above'}"
+    else:
+        reason, fix = f"{reason}; nothing fits: {found.block}", _devices_that_fit(question, planned)
+    stage = planned.plan.config.zero.stage
+    yield Problem("memory-too-small", reason, fix, key, stage, severity="warning")
+
+
+def _devices_that_fit(question: _Question, planned: Candidate) -> str:
+    from framework.commands.strategies import unusual
+    from framework.plan.search import EVERYTHING, search, search_more_devices, settings_text
+
+    config, cluster, target = question.run.config, question.plan.cluster, question.target
+    if not question.is_wide and (found := search(config, cluster, target, free=EVERYTHING, work=question.work)).ranked:
+        return f"set {settings_text(found.ranked[0].changes(planned))}"
+    more = search_more_devices(config, cluster, target, work=question.work)
+    if more is None:
+        return "use a smaller model, or devices with more memory"
+    best = more.ranked[0]
+    return f"use {best.plan.cluster.world_size} devices with {settings_text(unusual(best.settings))}"
+
+
+def _print_nearest(run: LoadedRun, cluster: Cluster) -> None:
+    from framework.plan.search import nearest_plan
+
+    if found := nearest_plan(run.config, cluster):
+        write(sys.stdout, f"{'nearest':<10}{found[0]}: {found[1].layout}\n")
+
+
+def _act(question: _Question, answer: _Answer) -> None:
+    """Write what was asked for: the choice into the file, and the chart."""
+    arguments, run = question.arguments, question.run
+    if not (arguments.apply or arguments.chart):
+        return
+    if not answer.candidates:
+        raise UsageError("plan: there is no strategy that fits, so that nothing is written")
+    if arguments.apply:
+        from framework.commands.strategies import write_choice
+
+        if arguments.goal == "fewest-devices":
+            print(f"devices   {answer.candidates[0].plan.cluster}")
+        best, planned = answer.candidates[0], answer.planned
+        source, before = run.source, planned.choice if planned else {}
+        asked = {
+            key for key in best.settings if source.is_override(tuple(key.split("."))) or key in run.config.was_auto
+        }
+        settings = {key: value for key, value in best.settings.items() if key in asked or before.get(key) != value}
+        diff = write_choice(run.config_path, arguments.words, settings)
+        write(sys.stderr if arguments.json else sys.stdout, f"{diff or f'{run.config_path}: it says so already'}\n")
+    if arguments.chart:
+        from framework.commands.memory_chart import draw_chart, write_chart
+
+        limit = question.target.usable_bytes
+        write_chart(
+            arguments.chart, draw_chart(answer.candidates, limit_bytes=limit, title=question.plan.config.run.name)
+        )

@@ -4,15 +4,11 @@ model on processors and looks at it, because that takes torch. Nothing trains, a
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
 
+from framework.commands.torch_child import NoAnswerError, ask_child
 from framework.config.load import Source
 from framework.errors import ConfigError, Problem
 from framework.plan.plan import Plan
@@ -38,28 +34,10 @@ def find_stage_balance(plan: Plan, *, source: Source, longest_seconds: float = _
     Raises:
         ConfigError: the model cannot be cut as described.
     """
-    for name in ("torch", "deepspeed"):
-        if importlib.util.find_spec(name) is None:
-            return _unknown(plan, f"it takes {name}, which is not installed")
-    question = {"config": plan.config.to_dict(), "cluster": asdict(plan.cluster)}
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "framework.setup.stages"],
-            input=json.dumps(question).encode(),
-            capture_output=True,
-            env={"DS_ACCELERATOR": "cpu", **os.environ},
-            timeout=longest_seconds,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return _unknown(plan, f"looking at the model took more than {longest_seconds:g} s")
-    except OSError as error:
-        return _unknown(plan, f"{sys.executable} cannot be started: {error.strerror}")
-    try:
-        reported = json.loads(done.stdout)
-    except ValueError:
-        last = done.stderr.decode("utf-8", errors="replace").strip().rpartition("\n")[2]
-        return _unknown(plan, f"looking at the model ended with code {done.returncode}{last and f': {last}'}")
+        reported = ask_child("stages", plan, longest_seconds=longest_seconds, needs=("torch", "deepspeed"))
+    except NoAnswerError as error:
+        return _unknown(plan, str(error))
     if "problems" in reported:
         raise ConfigError(source.locate(Problem.from_dict(each)) for each in reported["problems"])
     if "missing" in reported:

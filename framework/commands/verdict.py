@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from framework.dslint.facts import GpuKind, Topology
     from framework.dslint.readers import Reader
     from framework.plan.cluster import Cluster
+    from framework.plan.search import Target
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class CheckContext:
         from framework.dslint.facts import Topology
 
         if self.cluster is None:
-            return Topology(device="cuda" if self.gpu else "unknown", gpu=self.gpu)
+            return Topology(device=self.gpu.device if self.gpu else "unknown", gpu=self.gpu)
         return Topology.from_cluster(self.cluster, self.gpu)
 
 
@@ -69,11 +70,10 @@ def find_gpu(name: str | None) -> GpuKind | None:
     """
     if name is None:
         return None
-    from framework.dslint.facts import GPU_KINDS
+    from framework.dslint.facts import gpu_kinds
+    from framework.plan.devices import find_device
 
-    if name.lower() not in GPU_KINDS:
-        raise UsageError(f"--gpu {name}: not known; known are {', '.join(GPU_KINDS)}")
-    return GPU_KINDS[name.lower()]
+    return gpu_kinds()[find_device(name).name]
 
 
 def check_file(file: str, overrides: Sequence[str], against: CheckContext) -> Verdict:
@@ -129,6 +129,7 @@ def _check_run_config(file: str, overrides: Sequence[str], against: CheckContext
 
     try:
         run = load_run(file, overrides, text=text)
+        run = run.chosen(against.cluster, _target(against), is_proposal=True)
         source, plan = run.source, run.plan_with_data(against.cluster, data_elsewhere=against.data_elsewhere)
     except ConfigError as error:
         document = document_of(text, Path(file), name=file)
@@ -141,7 +142,17 @@ def _check_run_config(file: str, overrides: Sequence[str], against: CheckContext
         return Verdict(file, (*assumption(document, as_run_config=True), *found))
     problems = [*source.notes, *plan.findings, *map(source.locate, missing_targets(run.config))]
     problems += judge_rendered(plan, source=source, release=against.release, gpu=against.gpu)
-    return Verdict(file, (*_release_note(file, against), *problems), one_line(plan))
+    return Verdict(
+        file, (*_release_note(file, against), *problems), "; ".join(filter(None, (one_line(plan), run.choice)))
+    )
+
+
+def _target(against: CheckContext) -> Target | None:
+    if against.gpu is None:
+        return None
+    from framework.plan.auto import listed_target
+
+    return listed_target(against.gpu.name, devices_per_host=against.cluster.devices_per_host if against.cluster else 1)
 
 
 def _errors_of_known(document: Document, overrides: Sequence[str], against: CheckContext) -> list[Problem]:

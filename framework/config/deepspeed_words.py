@@ -4,112 +4,29 @@ here.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 from framework.config.base import Section
 from framework.config.optimizer import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from framework.config.precision import BF16, FP16
 from framework.config.zero import OFFLOADS, Zero
 
+_WORDS: Final[dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 # DeepSpeed key -> the section of a run config that decides it.
-OWNED: Final[Mapping[str, str]] = {
-    "train_batch_size": "batch.global_size",
-    "train_micro_batch_size_per_gpu": "batch.micro_size",
-    "gradient_accumulation_steps": "batch.accumulation_steps",
-    "fp16": "precision",
-    "bf16": "precision",
-    "bfloat16": "precision",
-    "torch_autocast": "precision",
-    "zero_optimization": "zero",
-    "optimizer": "optimizer",
-    "scheduler": "scheduler",
-    "gradient_clipping": "training.clip_grad_norm",
-    "tensorboard": "monitors.tensorboard",
-    "csv_monitor": "monitors.csv",
-    "steps_per_print": "training.log_every",
-    "zero_allow_untested_optimizer": "optimizer",
-    "zero_force_ds_cpu_optimizer": "optimizer",
-    "managed_gradient_accumulation": "batch.accumulation_steps",
-    "pipeline": "parallel",
-}
+OWNED: Final[Mapping[str, str]] = _WORDS["owned"]
 # Top-level keys that DeepSpeed 0.19.8 reads and no section decides (runtime/config.py, runtime/constants.py).
-PASSED_THROUGH: Final = frozenset(
-    {
-        "activation_checkpointing",
-        "aio",
-        "autotuning",
-        "checkpoint",
-        "comet",
-        "comms_logger",
-        "communication_data_type",
-        "compile",
-        "data_efficiency",
-        "data_types",
-        "disable_python_gc",
-        "dump_state",
-        "expert_parallel",
-        "flops_profiler",
-        "gradient_allreduce_op",
-        "gradient_predivide_factor",
-        "hybrid_engine",
-        "log_level",
-        "memory_breakdown",
-        "prescale_gradients",
-        "seq_parallel_communication_data_type",
-        "tensor_parallel",
-        "timers",
-        "use_data_before_expert_parallelism",
-        "vocabulary_size",
-        "wall_clock_breakdown",
-        "wandb",
-        "weight_quantization",
-    }
-)
+PASSED_THROUGH: Final = frozenset(_WORDS["passed_through"])
 # Sections of these that further keys can be put into.
 SHARED: Final = frozenset(
     {"fp16", "bf16", "torch_autocast", "data_types", "zero_optimization", "optimizer", "scheduler", "pipeline"}
 )
-_WARMUP: Final = {"warmup_steps": "warmup_num_steps", "curve": "warmup_type"}
-_LEVELS: Final = {"min_lr": "warmup_min_lr", "max_lr": "warmup_max_lr"}
-_TOTAL: Final = {"total_steps": "total_num_steps"}
 # Each of DeepSpeed's schedules: its name, and our field -> DeepSpeed's parameter.
 SCHEDULES: Final[Mapping[type[Section], tuple[str, Mapping[str, str]]]] = {
-    WarmupLR: ("WarmupLR", {**_LEVELS, **_WARMUP}),
-    WarmupDecayLR: ("WarmupDecayLR", {**_TOTAL, **_LEVELS, **_WARMUP}),
-    WarmupCosineLR: (
-        "WarmupCosineLR",
-        {
-            **_TOTAL,
-            "warmup_min_ratio": "warmup_min_ratio",
-            "warmup_steps": "warmup_num_steps",
-            "cos_min_ratio": "cos_min_ratio",
-            "curve": "warmup_type",
-        },
-    ),
-    OneCycle: (
-        "OneCycle",
-        {
-            "min_lr": "cycle_min_lr",
-            "max_lr": "cycle_max_lr",
-            "decay_lr_rate": "decay_lr_rate",
-            "first_steps": "cycle_first_step_size",
-            "second_steps": "cycle_second_step_size",
-            "decay_steps": "decay_step_size",
-            "cycle_momentum": "cycle_momentum",
-            "min_momentum": "cycle_min_mom",
-            "max_momentum": "cycle_max_mom",
-        },
-    ),
-    LRRangeTest: (
-        "LRRangeTest",
-        {
-            "min_lr": "lr_range_test_min_lr",
-            "step_size": "lr_range_test_step_size",
-            "step_rate": "lr_range_test_step_rate",
-            "staircase": "lr_range_test_staircase",
-        },
-    ),
+    section: (section.__name__, _WORDS["schedules"][section.__name__])
+    for section in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 }
 _SCHEDULE: Final = {theirs: ours for _, names in SCHEDULES.values() for ours, theirs in names.items()}
 _OPTIMIZER: Final = ("lr", "weight_decay", "betas", "eps", "momentum", "nesterov", "max_coeff", "min_coeff")
@@ -117,6 +34,7 @@ _ELSEWHERE: Final = {"dtype", "grad_accumulation", "grad_reduction"}
 # DeepSpeed's dotted key -> ours, for every key that rendering writes into a shared section or that is another name of
 # one.
 TYPED: Final[Mapping[str, str]] = {
+    **_WORDS["typed"],
     **{
         f"zero_optimization.{theirs}": f"zero.{name}"
         for name in Zero.model_fields
@@ -129,24 +47,10 @@ TYPED: Final[Mapping[str, str]] = {
         for device in devices.values()
         for field in device.model_fields
     },
-    "zero_optimization.cpu_offload": "zero.offload_optimizer",
-    "zero_optimization.cpu_offload_param": "zero.offload_param",
-    "zero_optimization.cpu_offload_use_pin_memory": "zero.offload_optimizer.pin_memory",
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "zero.stage3_gather_16bit_weights_on_model_save",
-    **{f"{section}.enabled": "precision.dtype" for section in ("fp16", "bf16", "torch_autocast")},
     **{f"fp16.{name}": f"precision.{name}" for name in FP16.model_fields if name not in _ELSEWHERE},
     **{f"bf16.{name}": f"precision.{name}" for name in BF16.model_fields if name not in _ELSEWHERE},
-    "torch_autocast.dtype": "precision.compute_dtype",
-    "torch_autocast.lower_precision_safe_modules": "precision.lower_precision_safe_modules",
-    "optimizer.type": "optimizer.kind",
     **{f"optimizer.params.{name}": f"optimizer.{name}" for name in _OPTIMIZER},
-    "optimizer.params.torch_adam": "optimizer.implementation",
-    "optimizer.params.adam_w_mode": "optimizer.kind",
-    "scheduler.type": "scheduler.kind",
     **{f"scheduler.params.{name}": f"scheduler.{ours}" for name, ours in _SCHEDULE.items()},
-    "pipeline.activation_checkpoint_interval": "training.recompute_every",
-    "pipeline.stages": "parallel.pipe",
-    "pipeline.partition": "parallel.partition",
 }
 
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from framework.config.base import TAG_KEYS
 from framework.config.deepspeed_words import OWNED
 from framework.config.explain import explain, homes_of, numbers_for_text
-from framework.config.run_config import RunConfig, kind_of_default
+from framework.config.run_config import AUTO, RunConfig, auto_keys, kind_of_default
 from framework.errors import ConfigError, Problem, UsageError, show_value
 from framework.system.exits import end_in_one_line
 from framework.text.document import COMMAND_LINE, Document, KeyPath, at, document_of, parse_document, read_document
@@ -30,6 +30,7 @@ class Source:
     def __init__(self, document: Document | None = None) -> None:
         self._document = document or Document("")
         self._overridden: set[KeyPath] = set()
+        self.was_auto: frozenset[str] = frozenset()
         self.notes: list[Problem] = []
         """What is allowed, and seldom intended."""
         self.texts: dict[KeyPath, str] = dict(self._document.texts)
@@ -100,7 +101,7 @@ def load_with_source(
     values, source = _with_overrides(document, overrides)
     problems = [source.locate(problem) for problem in _handed_over(values)]
     try:
-        config = config_from_values(values, source=source)
+        config = config_from_values(values, source=source).noting_auto(source.was_auto)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     if problems:
@@ -153,8 +154,10 @@ def _with_overrides(document: Document, overrides: Sequence[str]) -> tuple[dict[
     if isinstance(values.get("$schema"), str):  # where editors find the JSON Schema
         values = {name: section for name, section in values.items() if name != "$schema"}
     _refuse_doubled(overrides)
+    source.was_auto = auto_keys(values)
     for override in overrides:
         _apply_override(values, override, source)
+        source.was_auto |= auto_keys(values)
     return values, source
 
 
@@ -163,7 +166,7 @@ def _refuse_doubled(overrides: Sequence[str]) -> None:
     first: dict[str, str] = {}
     problems = []
     for name, _, value in (override.partition("=") for override in overrides):
-        if name in first:
+        if first.get(name, AUTO) != AUTO:  # a launcher adds its choice behind the word
             problems.append(
                 Problem(
                     "setting-twice",
@@ -247,7 +250,9 @@ def _apply_override(values: dict[str, Any], override: str, source: Source) -> No
     value = parsed.value
     section: Any = values
     for depth, part in enumerate(path[:-1], start=1):
-        if section.get(part) is None:  # left out, or written with nothing under it: its default is what is changed
+        if section.get(part) is None or (
+            part == "parallel" and section[part] == AUTO
+        ):  # left out, or written with nothing under it: its default is what is changed
             section[part] = kind_of_default(str(part)) if depth == 1 else {}
         section = section[part]
         if not isinstance(section, dict):

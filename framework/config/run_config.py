@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
 from framework.config.base import TAG_KEYS, PositiveCount, RunName, Section
 from framework.config.data import DataSection, Digits
@@ -24,6 +25,10 @@ from framework.config.training import (
     Training,
 )
 from framework.config.zero import Zero
+
+# Where `auto` may stand: the value is chosen for the cluster before the run (`framework/plan/auto.py`).
+AUTO: Final = "auto"
+AUTO_KEYS: Final = ("zero.stage", "parallel.pipe", "batch.micro_size")
 
 
 class Run(Section):
@@ -80,9 +85,66 @@ class RunConfig(Section):
     deepspeed: dict[str, Any] = Field(default_factory=dict)
     """Further DeepSpeed keys for the JSON; keys that a section above decides are refused here."""
 
+    _auto: frozenset[str] = PrivateAttr(frozenset())
+    _was_auto: frozenset[str] = PrivateAttr(frozenset())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _take_auto(cls, values: Any, handler: ModelWrapValidatorHandler[RunConfig]) -> RunConfig:
+        """Check everything else as if the keys that are `auto` were left out."""
+        found = auto_keys(values)
+        config = handler(_without(values, found) if found else values)
+        if found:
+            config._auto = config._was_auto = found
+        return config
+
+    @property
+    def auto(self) -> frozenset[str]:
+        """Dotted keys that are still to be chosen."""
+        return self._auto
+
+    @property
+    def was_auto(self) -> frozenset[str]:
+        """Dotted keys that the config left to be chosen, whether they have been or not."""
+        return self._was_auto
+
+    def noting_auto(self, keys: Iterable[str]) -> RunConfig:
+        """The same config, whose values of these keys have been chosen."""
+        config = self.model_copy()
+        config._was_auto = self._was_auto | frozenset(keys)
+        return config
+
     def to_dict(self) -> dict[str, Any]:
         """The resolved config, every default written out, as plain lists, dicts, strings and numbers."""
-        return self.model_dump(mode="json", fallback=_stable_repr)
+        return self._with_auto(self.model_dump(mode="json", fallback=_stable_repr))
+
+    def written(self) -> dict[str, Any]:
+        """The config as it was written, without the defaults of what was left out."""
+        return self._with_auto(self.model_dump(exclude_unset=True))
+
+    def _with_auto(self, values: dict[str, Any]) -> dict[str, Any]:
+        for section, _, name in (key.partition(".") for key in self._auto):
+            values.setdefault(section, {})[name] = AUTO
+        return values
+
+
+def auto_keys(values: Any) -> frozenset[str]:
+    """Find the keys that are `auto` in plain values; `parallel: auto` stands for all of its sizes."""
+    found = set()
+    for key in AUTO_KEYS if isinstance(values, Mapping) else ():
+        name, _, last = key.partition(".")
+        section = values.get(name)
+        if (section == AUTO and name == "parallel") or (isinstance(section, Mapping) and section.get(last) == AUTO):
+            found.add(key)
+    return frozenset(found)
+
+
+def _without(values: Mapping[str, Any], keys: frozenset[str]) -> dict[str, Any]:
+    kept = dict(values)
+    for name, _, last in (key.partition(".") for key in keys):
+        section = kept[name]
+        kept[name] = {} if section == AUTO else {key: value for key, value in section.items() if key != last}
+    return kept
 
 
 def kind_of_default(section: str) -> dict[str, str]:

@@ -29,7 +29,7 @@ def new_schema_text() -> str:
 def run_schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of a run config file; a test keeps the committed copy equal."""
     from framework.config.base import TAG_KEYS
-    from framework.config.run_config import RunConfig  # the models take half a second
+    from framework.config.run_config import AUTO, AUTO_KEYS, RunConfig  # the models take half a second
 
     schema = RunConfig.model_json_schema()
     from_python = [name for name in schema["$defs"] if name.endswith("Object")]
@@ -47,9 +47,20 @@ def run_schema() -> dict[str, Any]:
             field.pop("title", None)  # the key in capitals: editors would show it above the sentence
             members = field.get("oneOf", [])
             members[:] = [member for member in members if member["$ref"].rpartition("/")[2] not in from_python]
+    homes = [(key.partition(".")[2], schema["$defs"][key.partition(".")[0].title()]) for key in AUTO_KEYS]
+    for name, section in (*homes, ("parallel", schema)):
+        _accept_word(section["properties"][name], AUTO)
     schema["properties"] |= {"$schema": {"type": "string", "description": "Where editors find this schema."}}
     schema["properties"]["deepspeed"] |= {"properties": _further_keys(), "additionalProperties": False}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "dsf-trainer run config"}
+
+
+def _accept_word(field: dict[str, Any], word: str) -> None:
+    """Let a field also be a word; what describes the field stays where editors look for it."""
+    about = {key: field.pop(key) for key in ("default", "description") if key in field}
+    members = field.pop("anyOf", None) or [dict(field)]
+    field.clear()
+    field.update({"anyOf": [*members, {"const": word}]} | about)
 
 
 def _further_keys() -> dict[str, Any]:

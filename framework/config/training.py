@@ -138,7 +138,7 @@ class Batch(Section):
     global_size: PositiveCount | None = None
     """Samples per optimizer step, over all devices."""
     micro_size: PositiveCount | None = None
-    """Samples per forward pass on one device."""
+    """Samples per forward pass on one device; ``auto``: as the devices allow."""
     accumulation_steps: PositiveCount | None = None
     """Forward passes per optimizer step on one device."""
 
@@ -157,7 +157,8 @@ class Parallel(Section):
     """Parallelism of the model itself over devices."""
 
     pipe: PositiveCount = 1
-    """Pipeline stages, each on a device of its own; every other device count is data parallel. 1: no pipeline."""
+    """Pipeline stages, each on a device of its own; every other device count is data parallel. 1: no pipeline;
+    ``auto``: as the devices allow."""
     partition: Annotated[str, StringConstraints(pattern=_PARTITION)] = "parameters"
     """What the stages share evenly: ``parameters`` (trainable ones), ``uniform`` (number of layers), ``type:<regex>``
     (layers whose class name matches), ``measured`` (seconds per layer, timed on rank 0 before the run)."""

@@ -78,7 +78,8 @@ class Zero(Section):
     """Zero Redundancy Optimizer (Rajbhandari et al. 2020)."""
 
     stage: Annotated[int, Field(ge=0, le=3)] = 0
-    """0: plain data parallel; 1: optimizer state is spread; 2: gradients too; 3: weights too."""
+    """0: plain data parallel; 1: optimizer state is spread; 2: gradients too; 3: weights too; ``auto``: as the devices
+    allow."""
     offload_optimizer: OffloadOptimizer = NoOffload()
     """Where optimizer state lives; needs stage 1 or higher (nvme: stage 3)."""
     offload_param: OffloadParam = NoOffload()

@@ -110,12 +110,18 @@ class SeededSamples(_Wrapper):
         super().__init__(dataset)
         self.seed = seed
         self._in_one = in_one
+        whole = dataset
+        while type(whole) is Subset:
+            whole = whole.dataset
+        self._are_tensors = in_one and type(whole) is TensorDataset  # which draws nothing
         self._from_seeds = isinstance(dataset, DrawsFromSeeds)
         self._draws = False
 
     def __getitems__(self, keys: Sequence[SampleKey]) -> Any:
         """The samples of (epoch, index) keys: a list, or whatever `items_from_seeds` of the dataset returns."""
         indices = [index for _, index in keys]
+        if self._are_tensors:
+            return read_together(self.dataset, indices, in_one=True)
         if self.seed is None:
             return _fetched(self.dataset, indices)
         if self._from_seeds:
@@ -152,8 +158,9 @@ def read_together(dataset: Any, indices: list[int], *, in_one: bool) -> Any:
     """
     if type(dataset) is Subset:
         return read_together(dataset.dataset, [dataset.indices[index] for index in indices], in_one=in_one)
-    if type(dataset) is TensorDataset and in_one:
-        return WholeBatch(tuple(tensor[indices] for tensor in dataset.tensors))
+    if type(dataset) is TensorDataset and in_one and min(indices) >= 0:  # `index_select` takes no others
+        rows = torch.tensor(indices)
+        return WholeBatch(tuple(tensor.index_select(0, rows.to(tensor.device)) for tensor in dataset.tensors))
     if type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "__getitems__"):  # Hugging Face's
         return dataset.__getitems__(indices)
     return [dataset[index] for index in indices]

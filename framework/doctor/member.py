@@ -48,7 +48,7 @@ def judge_config(
         run = load_run(path, overrides)
         if run.config.run.world_size and not is_chosen:
             cluster = replace(cluster, devices_per_host=run.config.run.world_size)
-        plan = run.plan(cluster)
+        plan = run.chosen(cluster, is_proposal=True).plan(cluster)
     except ConfigError as error:
         return [Check("config", f"{path}: refused on {cluster}", error.problems)], need_without_config(cluster)
     problems = (*run.source.notes, *plan.findings)

@@ -20,81 +20,20 @@ from framework.dslint.facts import dotted, leaves, read_by_model, value_at
 from framework.dslint.key_files import variant_of
 from framework.dslint.keys import Key, KeyTable, load_table
 from framework.dslint.lint import placed
+from framework.dslint.readers import ARGUMENTS
+from framework.dslint.values import TYPE_WORDS, mismatch
 from framework.errors import MISSING, Problem, UsageError, show_value
 from framework.text.document import Document, KeyPath
 from framework.text.edits import Edit, RemoveMember, ReplaceValue, apply_edits
 from framework.text.typos import nearest
 
-_COUNT, _NUMBER, _FLAG, _TEXT = "a whole number of 1 or more", "a number of 0 or more", "true or false", "text"
-_STEPS: Final = "a whole number of 0 or more"
-# Argument -> what it is, and its default in transformers' TrainingArguments or accelerate's DeepSpeedPlugin.
-_ARGUMENTS: Final[Mapping[str, tuple[str, Any]]] = {
-    "learning_rate": (_NUMBER, 5e-5),
-    "per_device_train_batch_size": (_COUNT, 8),
-    "gradient_accumulation_steps": (_COUNT, 1),
-    "max_grad_norm": (_NUMBER, 1.0),
-    "adam_beta1": (_NUMBER, 0.9),
-    "adam_beta2": (_NUMBER, 0.999),
-    "adam_epsilon": (_NUMBER, 1e-8),
-    "weight_decay": (_NUMBER, 0.0),
-    "warmup_steps": (_NUMBER, 0),
-    "warmup_ratio": (_NUMBER, 0.0),
-    "fp16": (_FLAG, False),
-    "bf16": (_FLAG, False),
-    "save_on_each_node": (_FLAG, False),
-    "zero_stage": (_STEPS, 2),
-    "offload_optimizer_device": (_TEXT, "none"),
-    "offload_param_device": (_TEXT, "none"),
-    "zero3_save_16bit_model": (_FLAG, False),
-    "hidden_size": (_COUNT, MISSING),
-    "max_steps": (_COUNT, MISSING),
-    "world_size": (_COUNT, MISSING),
-    "offload_optimizer_nvme_path": (_TEXT, MISSING),
-    "offload_param_nvme_path": (_TEXT, MISSING),
-}
-# What has no default -> why it is not known, and how to say it.
-_UNKNOWN: Final[Mapping[str, tuple[str, str]]] = {
-    "hidden_size": (
-        "it follows from the model's hidden size",
-        "give hidden_size=N, the largest one in the model's config",
-    ),
-    "max_steps": ("it follows from the length of the run", "give max_steps=N, the optimizer steps of the whole run"),
-    "world_size": ("it follows from the number of devices", "give --num_gpus N, --hostfile FILE or world_size=N"),
-    "offload_optimizer_nvme_path": ("nobody knows the drive", "give offload_optimizer_nvme_path=/the/folder"),
-    "offload_param_nvme_path": ("nobody knows the drive", "give offload_param_nvme_path=/the/folder"),
-}
 _OTHER_NAMES: Final[Mapping[str, str]] = {
-    "lr": "learning_rate",
-    "num_training_steps": "max_steps",
-    "total_num_steps": "max_steps",
-    "micro_batch_size": "per_device_train_batch_size",
-    "num_processes": "world_size",
-    "gradient_clipping": "max_grad_norm",
-    "per_gpu_train_batch_size": "per_device_train_batch_size",
+    other: name for name, argument in ARGUMENTS.items() for other in argument.get("other_names", ())
 }
 # Keys that take the value of one argument -> the argument. A value that stands in the file tells the argument.
-_PLAIN: Final[Mapping[str, str]] = {
-    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "max_grad_norm",
-    "optimizer.params.lr": "learning_rate",
-    "optimizer.params.eps": "adam_epsilon",
-    "optimizer.params.weight_decay": "weight_decay",
-    "scheduler.params.warmup_max_lr": "learning_rate",
-    "scheduler.params.total_num_steps": "max_steps",
-    "fp16.enabled": "fp16",
-    "bf16.enabled": "bf16",
-    "checkpoint.use_node_local_storage": "save_on_each_node",
-    "zero_optimization.stage": "zero_stage",
-    "zero_optimization.offload_optimizer.device": "offload_optimizer_device",
-    "zero_optimization.offload_param.device": "offload_param_device",
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "zero3_save_16bit_model",
+_ARGUMENT_OF: Final[Mapping[str, str]] = {
+    key: name for name, argument in ARGUMENTS.items() for key in argument.get("keys", ())
 }
-_WARMUP: Final = "scheduler.params.warmup_num_steps"
-# The Trainer refuses file and argument to differ, but for these.
-_MAY_DIFFER: Final = frozenset(
-    ("save_on_each_node", "zero_stage", "offload_optimizer_device", "offload_param_device", "zero3_save_16bit_model")
-)
 _PRECISIONS: Final = ("no", "fp16", "bf16")
 _BY_HIDDEN_SIZE: Final = (
     "zero_optimization.reduce_bucket_size",
@@ -104,7 +43,7 @@ _BY_HIDDEN_SIZE: Final = (
 
 
 class _UnknownArgumentError(Exception):
-    """An argument that is needed, was not given, and has no default."""
+    """An argument that is needed, was not given, and has no default: why it is not known, and how to say it."""
 
 
 @dataclass(frozen=True)
@@ -168,10 +107,10 @@ def _given(settings: Mapping[str, Any], world_size: int | None) -> dict[str, Any
             given |= {"fp16": value == "fp16", "bf16": value == "bf16"}
             continue
         argument = _OTHER_NAMES.get(name, name)
-        if argument not in _ARGUMENTS:
+        if argument not in ARGUMENTS:
             raise UsageError(_unknown_name(name))
-        if not _is(value, _ARGUMENTS[argument][0]):
-            raise UsageError(f"{name}={show_value(value)}: not {_ARGUMENTS[argument][0]}")
+        if mismatch(value, ARGUMENTS[argument]) is not None:
+            raise UsageError(f"{name}={show_value(value)}: not {_in_words(ARGUMENTS[argument])}")
         if given.get(argument, value) != value:
             raise UsageError(f"{name}={show_value(value)}: {argument} is {show_value(given[argument])} already")
         given[argument] = value
@@ -179,27 +118,20 @@ def _given(settings: Mapping[str, Any], world_size: int | None) -> dict[str, Any
 
 
 def _is_argument(name: str) -> bool:
-    return name in _ARGUMENTS or name in _OTHER_NAMES or name == "mixed_precision"
+    return name in ARGUMENTS or name in _OTHER_NAMES or name == "mixed_precision"
 
 
 def _unknown_name(name: str) -> str:
-    known = [*_ARGUMENTS, "mixed_precision"]
+    known = [*ARGUMENTS, "mixed_precision"]
     guess = nearest(name, known)
     return f"{name}: not an argument of the Trainer; " + (
         f"did you mean {guess}?" if guess else f'known are {", ".join(known)}, and the DeepSpeed keys that are "auto"'
     )
 
 
-def _is(value: Any, wanted: str) -> bool:
-    if wanted == _FLAG:
-        return isinstance(value, bool)
-    if wanted == _TEXT:
-        return isinstance(value, str)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
-        return False
-    if wanted == _NUMBER:
-        return 0 <= value < float("inf")
-    return isinstance(value, int) and value >= (1 if wanted == _COUNT else 0)
+def _in_words(argument: Mapping[str, Any]) -> str:
+    words = TYPE_WORDS[argument["type"]]
+    return f"{words} of {argument['minimum']} or more" if "minimum" in argument else words
 
 
 class _Filler:
@@ -217,7 +149,8 @@ class _Filler:
     def _mismatches(self) -> Iterator[Problem]:
         """Keys whose value is another than the argument that was given."""
         for name, stated in self.given.items():
-            for path in _stated_by(name) if name not in _MAY_DIFFER else ():
+            # the Trainer refuses file and argument to differ, but for some
+            for path in ARGUMENTS[name].get("keys", ()) if "may_differ" not in ARGUMENTS[name] else ():
                 value = value_at(self.values, path.split("."), None)
                 if value not in (None, "auto") and value != stated:
                     reason = f"{name}={show_value(stated)} was given, and the Trainer refuses two values"
@@ -234,23 +167,23 @@ class _Filler:
         Raises:
             _UnknownArgumentError: there is none.
         """
-        wanted, default = _ARGUMENTS[name]
         if name in self.given:
             return self.given[name]
-        for path in _stated_by(name):
+        argument = ARGUMENTS[name]
+        for path in argument.get("keys", ()):
             value = value_at(self.values, path.split("."), None)
-            if value != "auto" and _is(value, wanted):  # what is of another type is for the lint to name
+            if value != "auto" and mismatch(value, argument) is None:  # another type is for the lint to name
                 return value
-        if default is MISSING:
-            raise _UnknownArgumentError(name)
-        self.assumed[name] = default
-        return default
+        if "default" not in argument:
+            raise _UnknownArgumentError(argument["unknown"], argument["fix"])
+        self.assumed[name] = argument["default"]
+        return argument["default"]
 
     def edits(self, path: KeyPath) -> Iterator[Edit]:
         name = dotted(path)
         key = self.table.get(list(map(str, path)), variant_of(self.values, path))
-        if key is not None and "auto" in (key.default, *key.enum, *key.examples):
-            return  # DeepSpeed itself knows what it means
+        if key is not None and key.knows_auto:
+            return
         if name in self.keys:
             yield ReplaceValue(path, self.keys[name])
             return
@@ -258,7 +191,7 @@ class _Filler:
         try:
             value = self._value(name)
         except _UnknownArgumentError as missing:
-            self._unknown(name, *_UNKNOWN[str(missing)])
+            self._unknown(name, *missing.args)
             return
         if value is not MISSING:
             self._note_assumed(name, value)
@@ -277,19 +210,19 @@ class _Filler:
     def _value(self, path: str) -> Any:
         """Return the value after Hugging Face has filled it in; MISSING where it leaves "auto"."""
         get = self._get
-        if path in _PLAIN:
-            return get(_PLAIN[path])
         if path == "train_batch_size":
             return get("world_size") * get("per_device_train_batch_size") * get("gradient_accumulation_steps")
         if path == "optimizer.params.betas":
             return [get("adam_beta1"), get("adam_beta2")]
         if path == "scheduler.params.warmup_min_lr":
             return 0
-        if path == _WARMUP:
+        if path == "scheduler.params.warmup_num_steps":
             ratio = self.given.get("warmup_ratio", 0)
             steps = ratio if ratio and not self.given.get("warmup_steps", 0) else get("warmup_steps")
             # below 1 it is a share of the run; DeepSpeed refuses 0, so the Trainer writes 1 at least
             return max(1, math.ceil(get("max_steps") * steps) if 0 < steps < 1 else int(steps))
+        if path in _ARGUMENT_OF:
+            return get(_ARGUMENT_OF[path])
         if path in _BY_HIDDEN_SIZE:
             return self._by_hidden_size(path)
         if path.startswith("zero_optimization.offload_") and path.endswith(".nvme_path"):
@@ -324,11 +257,6 @@ class _Filler:
 
     def _unknown(self, path: str, reason: str, fix: str) -> None:
         self.problems.append(Problem("auto-unknown", reason, fix, path, "auto"))
-
-
-def _stated_by(argument: str) -> list[str]:
-    """Return the keys whose value in a file is that of an argument."""
-    return [key for key, name in (*_PLAIN.items(), (_WARMUP, "warmup_steps")) if name == argument]
 
 
 def _placed(document: Document, problems: Sequence[Problem]) -> Iterator[Problem]:

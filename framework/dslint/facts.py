@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from math import isfinite
 from typing import Any, Final, Literal
 
+from framework.dslint.keys import load_table
 from framework.errors import MISSING
 from framework.plan.cluster import Cluster, Device
+from framework.plan.devices import tables
 from framework.text.document import KeyPath
 
 
@@ -26,44 +28,27 @@ class GpuKind:
     Attributes:
         name: as ``--gpu`` takes it.
         memory_gib: memory of one device.
-        capability: CUDA compute capability, None where the word means nothing.
         fp16: DeepSpeed trains fp16 on it (``cuda_accelerator.is_fp16_supported``: capability 7 and newer).
         bf16: it computes bf16 itself; older CUDA devices emulate it.
-        fp8: it has fp8 matrix units.
+        device: what torch calls its kind.
     """
 
     name: str
     memory_gib: int
-    capability: tuple[int, int] | None = None
     fp16: bool = True
     bf16: bool = True
-    fp8: bool = False
+    device: Device = "cuda"
 
 
-GPU_KINDS: Final[Mapping[str, GpuKind]] = {
-    kind.name: kind
-    for kind in (
-        GpuKind("p100-16gb", 16, (6, 0), fp16=False, bf16=False),
-        GpuKind("v100-16gb", 16, (7, 0), bf16=False),
-        GpuKind("v100-32gb", 32, (7, 0), bf16=False),
-        GpuKind("t4-16gb", 16, (7, 5), bf16=False),
-        GpuKind("rtx2080ti-11gb", 11, (7, 5), bf16=False),
-        GpuKind("a100-40gb", 40, (8, 0)),
-        GpuKind("a100-80gb", 80, (8, 0)),
-        GpuKind("a10g-24gb", 24, (8, 6)),
-        GpuKind("a40-48gb", 48, (8, 6)),
-        GpuKind("a6000-48gb", 48, (8, 6)),
-        GpuKind("rtx3090-24gb", 24, (8, 6)),
-        GpuKind("l4-24gb", 24, (8, 9), fp8=True),
-        GpuKind("l40s-48gb", 48, (8, 9), fp8=True),
-        GpuKind("rtx4090-24gb", 24, (8, 9), fp8=True),
-        GpuKind("h100-80gb", 80, (9, 0), fp8=True),
-        GpuKind("h200-141gb", 141, (9, 0), fp8=True),
-        GpuKind("b200-180gb", 180, (10, 0), fp8=True),
-        GpuKind("mi250x-64gb", 64),
-        GpuKind("mi300x-192gb", 192, fp8=True),
-    )
-}
+@cache
+def gpu_kinds() -> Mapping[str, GpuKind]:
+    """The kinds that ``--gpu`` takes, those of `plan/devices.json`."""
+    found = {}
+    for name, listed in tables()["devices"].items():
+        capability = tuple(listed["capability"] or ())
+        fp16, bf16 = (not capability or capability >= least for least in ((7, 0), (8, 0)))
+        found[name] = GpuKind(name, listed["memory_gib"], fp16=fp16, bf16=bf16, device=listed["kind"])
+    return found
 
 
 @dataclass(frozen=True)
@@ -72,51 +57,26 @@ class Topology:
 
     Attributes:
         world_size: ranks in all; None when nobody said.
-        num_hosts: machines; None when nobody said.
         device: kind of device, as `Cluster` names it.
         gpu: which GPU, from ``--gpu``.
     """
 
     world_size: int | None = None
-    num_hosts: int | None = None
     device: Device = "unknown"
     gpu: GpuKind | None = None
 
     @staticmethod
     def from_cluster(cluster: Cluster, gpu: GpuKind | None = None) -> Topology:
         """Build the target from a hostfile or ``--num_gpus``."""
-        return Topology(cluster.world_size, cluster.num_hosts, "cuda" if gpu else cluster.device, gpu)
+        return Topology(cluster.world_size, gpu.device if gpu else cluster.device, gpu)
 
 
 Dtype = Literal["fp32", "fp16", "bf16", "int8"]
 
-# Sections that a pydantic model reads (deepspeed/runtime/config_utils.py `DeepSpeedConfigModel`): "auto" is dropped and
-# "2" or 1.0 pass as numbers. All others are read by hand, as they stand.
-MODEL_SECTIONS: Final = {
-    *("zero_optimization", "fp16", "bf16", "bfloat16", "hybrid_engine", "tensor_parallel", "compile", "timers"),
-    *("tensorboard", "wandb", "csv_monitor", "comet", "comms_logger", "weight_quantization"),
-}
 # Read by hand, as they stand, until deepspeed/runtime/precision_config.py came with 0.17.1.
 _PRECISIONS: Final = frozenset({"fp16", "bf16", "bfloat16"})
-# Inside one of them, but an open dictionary.
+# In a section that a model reads, but an open dictionary.
 _OPEN: Final = "tensor_parallel.partition_config."
-# Python's name of a field -> the name that JSON files give it; DeepSpeed takes both (`populate_by_name`).
-STAGE3_NAMES: Final = (
-    "prefetch_bucket_size",
-    "param_persistence_threshold",
-    "model_persistence_threshold",
-    "max_live_parameters",
-    "max_reuse_distance",
-    "gather_16bit_weights_on_model_save",
-    "module_granularity_threshold",
-    "use_all_reduce_for_fetch_params",
-    "allgather_sequential",
-)
-_PREFIXLESS: Final[Mapping[str, str]] = {
-    **{f"zero_optimization.{name}": f"zero_optimization.stage3_{name}" for name in STAGE3_NAMES},
-    "tensor_parallel.tensor_parallel": "tensor_parallel.tp",
-    "tensor_parallel.replace_with_kernel_inject": "tensor_parallel.kernel_inject",
-}
 # Deprecated key -> (today's key, the value that true stands for).
 DEPRECATED: Final[Mapping[str, tuple[str, Any]]] = {
     "zero_optimization.cpu_offload": ("zero_optimization.offload_optimizer", {"device": "cpu"}),
@@ -243,6 +203,29 @@ class Facts:
         return self.topology.world_size
 
     @cached_property
+    def device(self) -> Device:
+        """Kind of device that it is to run on."""
+        return self.topology.device
+
+    @cached_property
+    def is_elastic(self) -> bool:
+        """Check whether elasticity sets the batch sizes, whatever is written."""
+        return bool(self.get("elasticity.enabled")) and not self.since("0.19.8")
+
+    @cached_property
+    def sums_gradients(self) -> bool:
+        """Check whether gradients are summed over ranks instead of averaged."""
+        return str(self.get("gradient_allreduce_op", "mean")).lower() == "sum"
+
+    @cached_property
+    def asks_for_cpu_optimizer(self) -> bool:
+        """Check whether an optimizer from code has to be one of DeepSpeed's for the host (engine.py
+        `_configure_optimizer`).
+        """
+        is_forced = self.get("zero_force_ds_cpu_optimizer", True)
+        return bool(self.offloads_optimizer and not self.given("optimizer") and self.stage and is_forced)
+
+    @cached_property
     def tensor_parallel_size(self) -> int:
         """AutoTP's ranks, 0 when the file gives no whole number."""
         return self.whole("tensor_parallel.autotp_size") or 0
@@ -333,7 +316,7 @@ class Facts:
             if path is not written and self.values.get("bf16") is not None:
                 continue  # DeepSpeed does not look at the old name then
             name = path.rsplit(".", 1)[0] if path.startswith("tensor_parallel.tensor_parallel.") else path
-            path = _PREFIXLESS.get(name, name) + path[len(name) :]
+            path = _other_names().get(name, name) + path[len(name) :]
             if path in DEPRECATED:
                 today, meaning = DEPRECATED[path]
                 if value is True:
@@ -392,7 +375,27 @@ def read_by_model(path: str, release: str) -> bool:
     """Check whether a pydantic model reads the key in this release."""
     section = path.split(".", 1)[0]
     by_hand = section in _PRECISIONS and _version(release) < _version("0.17.1")
-    return section in MODEL_SECTIONS and not by_hand and not path.startswith(_OPEN)
+    return section in _model_sections() and not by_hand and not path.startswith(_OPEN)
+
+
+@cache
+def _model_sections() -> frozenset[str]:
+    """Sections that a pydantic model reads (deepspeed/runtime/config_utils.py `DeepSpeedConfigModel`): "auto" is
+    dropped and "2" or 1.0 pass as numbers. All others are read by hand, as they stand.
+    """
+    entries = load_table().entries.items()
+    return frozenset(path.split(".")[0] for path, entry in entries if entry["reader"] == "pydantic") | _PRECISIONS
+
+
+@cache
+def _other_names() -> Mapping[str, str]:
+    """Python's name of a field -> the name that JSON files give it; DeepSpeed takes both (`populate_by_name`)."""
+    return {
+        f"{section}.{alias}": path
+        for path, entry in load_table().entries.items()
+        for alias in entry.get("aliases", ())
+        if (section := path.rpartition(".")[0])
+    }
 
 
 @lru_cache(maxsize=4096)

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from framework.dslint.facts import FALSE, TRUE, dotted
 from framework.dslint.key_files import variant_of, was_off
-from framework.dslint.keys import Key, KeyTable, load_table
+from framework.dslint.keys import Key, KeyTable, is_slip, load_table
 from framework.dslint.lint import lint
 from framework.errors import Problem
 from framework.text.document import Document, KeyPath, at
@@ -28,7 +28,6 @@ from framework.text.edits import (
     edited_value,
 )
 from framework.text.hjson import parse_hjson
-from framework.text.typos import means
 
 _MOST_ROUNDS: Final = 10
 _MOST_TRIALS: Final = 50  # one edit at a time is tried only where all of them at once bring an error
@@ -114,7 +113,7 @@ def _for_unknown(path: KeyPath, values: Any, table: KeyTable) -> Iterator[Edit]:
     if key is None or key.status != "read" or not _suits(value, key):
         return
     if tuple(section) == path[:-1]:
-        if means(str(path[-1]), name) and not _has(values, (*section, name)):
+        if is_slip(str(path[-1]), name) and not _has(values, (*section, name)):
             yield RenameKey(path, name)
     elif path[-1] == name and not isinstance(value, Mapping) and _is_free((*section, name), values):
         yield MoveMember(path, (*section, name))

@@ -39,11 +39,7 @@ from framework.plan.rules.passthrough import not_in_a_run
 from framework.text.document import MAX_BYTES, Document
 from framework.text.hjson import parse_hjson, read_hjson
 
-_BATCH: Final = {
-    "train_batch_size": "global_size",
-    "train_micro_batch_size_per_gpu": "micro_size",
-    "gradient_accumulation_steps": "accumulation_steps",
-}
+_BATCH: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # What is left out with a comment, so that it does not stop an import: these, and keys of other releases that are off.
 _LEFT_OUT: Final = frozenset({"auto-value", "inert-key"})
 _GONE: Final = frozenset({"removed-key", "key-of-another-release"})
@@ -54,7 +50,7 @@ _SILENT: Final[Values] = {
     "steps_per_print": 1_000_000_000,
 }
 _PLACEHOLDER_SAMPLES: Final = 1437  # of the default data
-_REPORTS: Final = {"tensorboard": "tensorboard", "csv_monitor": "csv"}
+_REPORTS: Final = ("tensorboard", "csv_monitor")
 
 
 @dataclass(frozen=True)
@@ -142,18 +138,18 @@ def _in_their_words(document: Document, problem: Problem, given: Mapping[str, st
 
 def _batch(reading: Reading) -> Values:
     found: Values = {}
-    for theirs, ours in _BATCH.items():
-        value = reading.take(theirs, f"batch.{ours}", None)
-        if reading.comments.pop(f"batch.{ours}", None):
-            reading.left_out.append(f"{theirs}: auto (it follows from the number of devices; batch.{ours} decides it)")
+    for name in _BATCH:
+        value, key = reading.take(name, None), OWNED[name]
+        if reading.comments.pop(key, None):
+            reading.left_out.append(f"{name}: auto (it follows from the number of devices; {key} decides it)")
         if value is not None:
-            found[ours] = value
+            found[key.removeprefix("batch.")] = value
     return found
 
 
 def _training(reading: Reading) -> Values:
-    section: Values = {"clip_grad_norm": reading.take("gradient_clipping", "training.clip_grad_norm", 1.0)}
-    every = reading.take("steps_per_print", "training.log_every", None)
+    section: Values = {"clip_grad_norm": reading.take("gradient_clipping", 1.0)}
+    every = reading.take("steps_per_print", None)
     if isinstance(every, int) and every != _SILENT["steps_per_print"]:
         section["log_every"] = every
     if reading.comments.pop("training.log_every", None):
@@ -167,12 +163,12 @@ def _training(reading: Reading) -> Values:
 
 
 def _monitors(reading: Reading) -> Iterator[tuple[str, Any]]:
-    for theirs, ours in _REPORTS.items():
-        if reading.facts.given(f"{theirs}.enabled"):
-            yield ours, reading.take(f"{theirs}.enabled", f"monitors.{ours}", True)
-        reading.idle(theirs, "files go into the run folder")
+    for name in _REPORTS:
+        if reading.facts.given(f"{name}.enabled"):
+            yield OWNED[name].removeprefix("monitors."), reading.take(f"{name}.enabled", True)
+        reading.idle(name, "files go into the run folder")
         for key in ("output_path", "job_name"):
-            path = f"{theirs}.{key}"
+            path = f"{name}.{key}"
             if reading.facts.given(path):
                 reading.drop(path, reading.facts.get(path), "files go into the run folder")
             reading.place(path)
@@ -305,13 +301,13 @@ def with_deepspeed_config(config: RunConfig, path: str | Path, *, source: Source
     notes = [_left_out(document, line) for line in imported.left_out]
     for note in sorted(notes, key=lambda note: (note.line, note.column)):
         source.notes.append(note)
-    written = config.model_dump(exclude_unset=True)
+    written = config.written()
     clashes = [source.locate(problem) for problem in _clashes(written, imported, document)]
     if clashes:
         raise ConfigError(clashes)
     decided = {key.partition(".")[0] for key in imported.given}
     ours = {name: section for name, section in imported.values.items() if name in decided}
-    return config_from_values(merged(ours, written), source=source)
+    return config_from_values(merged(ours, written), source=source).noting_auto(config.was_auto)
 
 
 def _read(path: str) -> Document:

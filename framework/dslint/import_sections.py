@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from framework.config.deepspeed_words import SCHEDULES, SHARED, TYPED
+from framework.config.deepspeed_words import OWNED, SCHEDULES, SHARED, TYPED
 from framework.config.optimizer import SGD, Adagrad, Adam, AdamW, Lamb, Lion
 from framework.config.precision import BF16, FP16
 from framework.config.zero import NEEDED_STAGE, OFFLOADS, STAGE3_KEYS, Zero
@@ -54,16 +54,16 @@ class Reading:
         """Check whether the value is left to another tool."""
         return path in self._autos
 
-    def take(self, path: str, key: str, ours: Any, theirs: Any = MISSING) -> Any:
-        """The value of a DeepSpeed key for a run-config key.
+    def take(self, path: str, ours: Any, theirs: Any = MISSING) -> Any:
+        """The value of a DeepSpeed key for the run-config key that stands for it.
 
         Args:
             path: DeepSpeed's key, which has found its place with this call.
-            key: ours.
             ours: our default, for "auto".
             theirs: what DeepSpeed does where the key is left out; not given: as the table says.
         """
         self.place(path)
+        key = TYPED.get(path) or OWNED.get(path) or OWNED[path.partition(".")[0]]
         if self.is_auto(path):
             self.comments[key] = '"auto" in the file; this is our default'
             return ours
@@ -156,7 +156,7 @@ class Reading:
             return "DeepSpeed does nothing with it"
         if key.status == "deprecated" and not written.startswith("bfloat16"):
             return "DeepSpeed no longer looks at it"
-        if value == "auto" and "auto" not in (key.default, *key.enum, *key.examples):
+        if value == "auto" and not key.knows_auto:
             return "other tools fill it in; DeepSpeed's default holds"
         return None
 
@@ -196,17 +196,17 @@ def precision(reading: Reading) -> Values:
         keys = [key for key in FP16.model_fields if key != "dtype"]
         return {
             "dtype": "fp16",
-            **{key: reading.take(f"fp16.{key}", f"precision.{key}", getattr(ours, key)) for key in keys},
+            **{key: reading.take(f"fp16.{key}", getattr(ours, key)) for key in keys},
         }
     if on == ["bf16"]:
-        check = reading.take("bf16.check_grad_overflow", "precision.check_grad_overflow", BF16().check_grad_overflow)
+        check = reading.take("bf16.check_grad_overflow", BF16().check_grad_overflow)
         return {"dtype": "bf16", "check_grad_overflow": check}
     return _autocast(reading) if on else {"dtype": "fp32"}
 
 
 def _is_on(reading: Reading, name: str) -> bool:
     path = f"{name}.enabled"
-    return reading.take(path, "precision.dtype", False) is True
+    return reading.take(path, False) is True
 
 
 def _autocast(reading: Reading) -> Values:
@@ -219,15 +219,13 @@ def _autocast(reading: Reading) -> Values:
         return {}
     reading.given["precision.compute_dtype"] = "torch_autocast.dtype"
     section: Values = {"dtype": "autocast", "compute_dtype": _COMPUTE[dtype]}
-    modules = reading.take(
-        "torch_autocast.lower_precision_safe_modules", "precision.lower_precision_safe_modules", None
-    )
+    modules = reading.take("torch_autocast.lower_precision_safe_modules", None)
     return section if modules is None else {**section, "lower_precision_safe_modules": modules}
 
 
 def zero(reading: Reading) -> Values:
     """`zero_optimization`: what works at its stage."""
-    stage = reading.take("zero_optimization.stage", "zero.stage", 0)
+    stage = reading.take("zero_optimization.stage", 0)
     reading.place("zero_optimization")
     section: Values = {"stage": stage}
     if stage == 0:
@@ -235,7 +233,7 @@ def zero(reading: Reading) -> Values:
         return section
     ours = Zero()
     for name in (*_COMMON, *(STAGE3_KEYS if stage == 3 else _STAGE12)):
-        value = reading.take(f"zero_optimization.{name}", f"zero.{name}", getattr(ours, name))
+        value = reading.take(f"zero_optimization.{name}", getattr(ours, name))
         if value is not None:
             section[name] = value
     for name in _STAGE12 if stage == 3 else STAGE3_KEYS:
@@ -247,7 +245,7 @@ def zero(reading: Reading) -> Values:
 
 def _offload(reading: Reading, name: str, stage: int) -> Values:
     path = f"zero_optimization.{name}"
-    device = reading.take(f"{path}.device", f"zero.{name}.device", "none")
+    device = reading.take(f"{path}.device", "none")
     reading.place(path)
     if device in (None, "none"):
         reading.idle(path, "nothing is offloaded")
@@ -262,7 +260,7 @@ def _offload(reading: Reading, name: str, stage: int) -> Values:
     kept: Values = {"device": device}
     for key, known in OFFLOADS[name][device].model_fields.items():
         if key != "device":
-            kept[key] = reading.take(f"{path}.{key}", f"zero.{name}.{key}", known.default)
+            kept[key] = reading.take(f"{path}.{key}", known.default)
     if device == "cpu":
         for key in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write"):
             reading.idle(f"{path}.{key}", "it is for nvme")
@@ -307,7 +305,7 @@ def _known(reading: Reading) -> set[str]:
 def _adam(reading: Reading, name: str, params: Mapping[str, Any]) -> Values:
     decoupled = reading.facts.flag("optimizer.params.adam_w_mode", True)
     reading.place("optimizer.params.adam_w_mode")
-    is_torchs = reading.take("optimizer.params.torch_adam", "optimizer.implementation", True)
+    is_torchs = reading.take("optimizer.params.torch_adam", True)
     section = AdamW if name == "adamw" or decoupled else Adam
     if is_torchs:
         reading.place("optimizer.params.fp32_optimizer_states")
@@ -328,7 +326,7 @@ def _fields(reading: Reading, section: type[Any], **defaults: Any) -> Values:
         known = reading.key(path)
         if name not in _OWN_FIELDS and (known is not None or name in _TORCH_DEFAULTS):  # others have our default
             theirs = known.default if known is not None else _TORCH_DEFAULTS[name]
-            found[name] = reading.take(path, f"optimizer.{name}", ours.default, defaults.get(name, theirs))
+            found[name] = reading.take(path, ours.default, defaults.get(name, theirs))
     return found
 
 
@@ -368,7 +366,7 @@ def scheduler(reading: Reading) -> Values:
     found: Values = {"kind": section.model_fields["kind"].default}
     for ours, theirs in names.items():
         path = f"scheduler.params.{theirs}"
-        value = reading.take(path, f"scheduler.{ours}", section.model_fields[ours].get_default())
+        value = reading.take(path, section.model_fields[ours].get_default())
         if isinstance(value, list):
             reading.refuse(path, "a run config has one rate for all parameters", "write one number")
         elif value is not None and not (ours == "warmup_steps" and value < 2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,6 +12,7 @@ from framework.config.deepspeed_words import OWNED, TYPED
 from framework.config.load import Source
 from framework.config.run_config import RunConfig
 from framework.dslint.facts import GpuKind, Topology, value_at
+from framework.dslint.key_files import TABLES
 from framework.dslint.keys import load_table
 from framework.dslint.lint import key_problems, lint
 from framework.errors import Problem
@@ -19,23 +21,8 @@ from framework.plan.render import render
 from framework.text.document import Document
 
 _SOME_STEPS: Final = 1_000_000
-# Settings whose value has another name as well.
-_SETTINGS: Final[Mapping[str, str]] = {
-    "fp16.enabled: false": "precision.dtype: fp32",
-    "bf16.enabled: false": "precision.dtype: fp32",
-    "torch_autocast.enabled: false": "precision.dtype: fp32",
-    "fp16.enabled: true": "precision.dtype: fp16",
-    "bf16.enabled: true": "precision.dtype: bf16",
-    "torch_autocast.enabled: true": "precision.dtype: autocast",
-    'torch_autocast.dtype: "bfloat16"': "precision.compute_dtype: bf16",
-    'optimizer.type: "AdamW"': "optimizer.kind: adamw",
-    "optimizer.params.torch_adam: false": "optimizer.implementation: deepspeed",
-    "optimizer.params.torch_adam: true": "optimizer.implementation: torch",
-    "remove pipeline": "set parallel.pipe: 1",
-    "remove fp16": "set precision.dtype: fp32",
-    "remove bf16": "set precision.dtype: fp32",
-    "remove zero_optimization.offload_param": "set zero.offload_param: {device: none}",
-}
+# Settings whose value has another name as well, as fixes write them.
+_SETTINGS: Final[Mapping[str, str]] = json.loads((TABLES / "run_config_settings.json").read_text(encoding="utf-8"))
 _PRECISIONS: Final = frozenset({"fp16", "bf16", "bfloat16", "torch_autocast"})
 _KEY: Final = re.compile(r"(?<![\w.])[a-z_0-9]+(?:\.[a-z_0-9]+)*(?![\w(])")
 

@@ -10,6 +10,7 @@ the place in a list. Sections whose keys depend on a type have one table per typ
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from functools import cache, cached_property
 from typing import Any, Final, Literal
 
 from framework.dslint.key_files import (
+    TABLES,
     Entry,
     by_number,
     history,
@@ -27,7 +29,7 @@ from framework.dslint.key_files import (
     without_variant,
 )
 from framework.errors import MISSING, UsageError, show_value
-from framework.text.typos import ALIKE, OTHER_WORDS, WORDS_INSIDE, likeness, means
+from framework.text.typos import ALIKE, likeness, means
 
 __all__ = ["Key", "KeyTable", "history", "known_releases", "load_table"]
 
@@ -40,6 +42,9 @@ _COMMON: Final = 3
 _MONITORS: Final = ("tensorboard", "wandb", "csv_monitor", "comet")
 _MOST_GUESSES: Final = 3
 _RELEASE: Final = re.compile(r"\d{1,4}\.\d{1,4}\.\d{1,4}")
+# Names from other tools, each with the names that DeepSpeed gives the same thing, of which the section tells one; and
+# those that mean it only where the section around them has such a key, and elsewhere anything.
+_OTHER_WORDS, _WORDS_INSIDE = json.loads((TABLES / "other_words.json").read_text(encoding="utf-8")).values()
 # A key that does less is a worse guess.
 _HANDICAP: Final[Mapping[str, float]] = {"read": 0.0, "inert": 0.3, "deprecated": 0.3}
 
@@ -101,6 +106,11 @@ class Key:
         """The last part of the path."""
         return _name_of(self.path)
 
+    @property
+    def knows_auto(self) -> bool:
+        """Check whether "auto" is a value of DeepSpeed's own."""
+        return "auto" in (self.default, *self.enum, *self.examples)
+
 
 class KeyTable:
     """The keys of one release. Iterating gives their paths, in order."""
@@ -151,8 +161,8 @@ class KeyTable:
         if found is not None:
             return [without_variant(found)]
         section = self._nearest_section(parts[:-1], variant)
-        words = OTHER_WORDS.get(parts[-1], ())
-        inside = (*words, *WORDS_INSIDE.get(parts[-1], ()))
+        words = _OTHER_WORDS.get(parts[-1], ())
+        inside = (*words, *_WORDS_INSIDE.get(parts[-1], ()))
         if section is not None and (meant := [path for word in inside for path in self._named(section, word)]):
             return list(dict.fromkeys(without_variant(path) for path in meant))[:_MOST_GUESSES]
         names = [parts[-1], *words]
@@ -267,7 +277,7 @@ class KeyTable:
             yield from (
                 (near - 0.1, path)
                 for near, path in self._alike(others, name, _VERY_ALIKE)
-                if means(name, _name_of(path))
+                if is_slip(name, _name_of(path))
             )
 
     def _named(self, section: str, name: str) -> Iterator[str]:
@@ -318,6 +328,12 @@ def _next_patch(release: str) -> list[str]:
         name for name in known_releases() if name.rpartition(".")[0] == minor and by_number(name) > by_number(release)
     )
     return list(newer)[:1]
+
+
+def is_slip(written: str, known: str) -> bool:
+    """Check whether the written name can only be a slip for the known one, or is a word of another tool for it."""
+    words = (*_OTHER_WORDS.get(written, ()), *_WORDS_INSIDE.get(written, ()))
+    return known in words or means(written, known)
 
 
 @cache

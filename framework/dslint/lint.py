@@ -8,20 +8,18 @@ writes a key to have it dropped. What it takes and does otherwise is a warning.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 from json import dumps
-from operator import ge, gt, le, lt, mod
 from typing import Any, Final
 
-from framework.dslint.facts import FALSE, TRUE, Facts, Topology, dotted
+from framework.dslint.facts import Facts, Topology, dotted
 from framework.dslint.key_files import TYPED_SECTIONS, known_releases, variant_of, without_variant
 from framework.dslint.keys import Key, KeyTable, history, load_table
-from framework.dslint.parameters import class_mismatch, torch_problems
 from framework.dslint.readers import Reader, judged_for
 from framework.dslint.rules import apply_rules
-from framework.errors import MISSING, Problem, Severity, show_value
+from framework.dslint.values import Fault, class_mismatch, torch_problems, value_faults
+from framework.errors import MISSING, Problem, Severity
 from framework.text.document import Document, KeyPath
 
 # Names that people give to comments; a key of DeepSpeed is none of them.
@@ -34,8 +32,6 @@ _USELESS: Final = {
     "deprecated": "DeepSpeed keeps it for old files only",
     "inert": "DeepSpeed reads it and does nothing with it",
 }
-# Kind, reason and fix of what is wrong with one key, and the severity where it is no error.
-Fault = tuple[str, str, str] | tuple[str, str, str, Severity]
 
 
 def lint(
@@ -240,108 +236,3 @@ def _when(release: str) -> str:
 
 def _instead(replaced_by: tuple[str, ...], instead: str) -> str:
     return instead or (f"use {' or '.join(replaced_by)}" if replaced_by else "remove it")
-
-
-# One value, held against its key: type, choices, range.
-
-_FLOATS_AS_WHOLE: Final = 2.0**63  # pydantic refuses a longer one: "exceeded maximum size"
-_NAMES: Final = {
-    "boolean": "true or false",
-    "integer": "a whole number",
-    "number": "a number",
-    "string": "text",
-    "array": "a list",
-    "object": "a section of keys",
-}
-_LIMITS: Final[tuple[tuple[str, Callable[[float, float], object], str], ...]] = (
-    ("minimum", lt, "at least"),
-    ("maximum", gt, "at most"),
-    ("exclusive_minimum", le, "more than"),
-    ("exclusive_maximum", ge, "less than"),
-    ("multiple_of", mod, "a multiple of"),
-)
-
-
-def value_faults(key: Key, value: Any) -> Iterator[Fault]:
-    """Find what is wrong with one value, the type first."""
-    if value is None:
-        if not key.nullable:
-            yield "wrong-type", "null where a value belongs", "leave the key out"
-        return
-    wanted = " or ".join(_NAMES.get(kind, kind) for kind in key.types)
-    if not any(_is_type(value, kind) for kind in key.types):
-        is_lax = key.reader == "pydantic" and "object" not in key.types
-        if not is_lax or not any(_passes_as(value, kind) for kind in key.types):
-            yield "wrong-type", f"not {wanted}", f"write {wanted}"
-            return
-        reason = f"DeepSpeed turns it into {wanted}; other readers of this file will not"
-        yield "loose-type", reason, f"write {wanted}", "warning"
-        if {"integer", "number"}.issuperset(key.types):  # DeepSpeed holds what it made of it against the limits
-            yield from _choice_and_range(key, float(value))
-        return
-    if key.from_python:
-        yield "wrong-type", "only Python code can give this value", "remove it"
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        yield from _choice_and_range(key, value)
-    elif key.enum and not _is_choice(key, value):
-        yield _no_choice(key)
-    if isinstance(value, list) and not value and "number" in key.types:
-        yield "wrong-value", "an empty list", "write one number per group"
-    if isinstance(value, list) and key.items and not all(_is_type(item, key.items) for item in value):
-        words = _NAMES.get(key.items, key.items)
-        yield "wrong-type", f"not a list of which each is {words}", f"write {words} for each"
-    elif isinstance(value, list) and key.items == "number":
-        yield from islice((fault for item in value for fault in _out_of_range(key, item)), 1)
-
-
-def _choice_and_range(key: Key, value: float) -> Iterator[Fault]:
-    if key.enum and not _is_choice(key, value):
-        yield _no_choice(key)
-    yield from _out_of_range(key, value)
-
-
-def _no_choice(key: Key) -> Fault:
-    return "wrong-value", "not one of the choices", f"write {', '.join(map(show_value, key.enum))}"
-
-
-def _out_of_range(key: Key, value: float) -> Iterator[Fault]:
-    for name, is_outside, words in _LIMITS:
-        limit = getattr(key, name)
-        if limit is not None and is_outside(value, limit):
-            yield "wrong-value", "outside its range", f"write {words} {limit:g}"
-
-
-def _is_choice(key: Key, value: Any) -> bool:
-    if key.any_case and isinstance(value, str):
-        return value.lower() in {str(choice).lower() for choice in key.enum}
-    return any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in key.enum)
-
-
-def _is_type(value: Any, kind: str) -> bool:
-    if kind == "any":
-        return True
-    if isinstance(value, bool):
-        return kind == "boolean"
-    if isinstance(value, int):
-        return kind in ("integer", "number")
-    wanted = {"number": float, "string": str, "array": list, "object": Mapping}.get(kind)
-    return wanted is not None and isinstance(value, wanted)
-
-
-def _passes_as(value: Any, kind: str) -> bool:
-    """Check whether pydantic, where it is not strict, converts the value to the type."""
-    if kind == "boolean":
-        return value in (0, 1) or (isinstance(value, str) and value.lower() in TRUE | FALSE)
-    if kind not in ("integer", "number"):
-        return False
-    if isinstance(value, bool):
-        return True
-    if isinstance(value, float):
-        return value.is_integer() and (kind == "number" or abs(value) < _FLOATS_AS_WHOLE)
-    if not isinstance(value, str):
-        return False
-    try:
-        number = float(value) if kind == "number" else int(value)
-    except ValueError:
-        return False
-    return number == number

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from framework.dslint.facts import dotted, leaves, read_by_model, value_at
-from framework.dslint.key_files import variant_of
+from framework.dslint.key_files import TABLES, variant_of
 from framework.dslint.keys import KeyTable, load_table
 from framework.errors import MISSING, Problem
 from framework.text.document import YAML_ENDINGS, Document, KeyPath, read_text
@@ -27,30 +27,18 @@ NAMES: Final[Mapping[Reader, str]] = {
     "huggingface": "Hugging Face's Trainer",
     "accelerate": "Accelerate",
 }
-# transformers/integrations/deepspeed.py `trainer_config_process` and `trainer_config_finalize`, and what Accelerate
-# adds.
-_FILLED_IN: Final = {
-    "fp16": ("enabled",),
-    "bf16": ("enabled",),
-    "optimizer.params": ("lr", "betas", "eps", "weight_decay"),
-    "scheduler.params": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"),
-    "zero_optimization": (
-        "stage",
-        "reduce_bucket_size",
-        "stage3_prefetch_bucket_size",
-        "stage3_param_persistence_threshold",
-        "stage3_gather_16bit_weights_on_model_save",
-    ),
-    "zero_optimization.offload_optimizer": ("device", "nvme_path"),
-    "zero_optimization.offload_param": ("device", "nvme_path"),
-}
-FILLED: Final = frozenset(
-    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-) | {f"{section}.{name}" for section, names in _FILLED_IN.items() for name in names}
-# accelerate/accelerator.py `_prepare_deepspeed`: of a `DummyOptim` it knows the rate and the decay only.
-_NOT_BY_ACCELERATE: Final = frozenset({"optimizer.params.betas", "optimizer.params.eps"})
 # The Trainer writes it over with save_on_each_node, whatever stands there.
 _NODE_LOCAL: Final = "checkpoint.use_node_local_storage"
+# transformers/integrations/deepspeed.py `trainer_config_process` and `trainer_config_finalize`, and what Accelerate
+# adds: their arguments, each with its type, its default in transformers' TrainingArguments or accelerate's
+# DeepSpeedPlugin, and the keys that take its value; and the keys whose value is computed.
+_HUGGING_FACE: Final[Mapping[str, Any]] = json.loads((TABLES / "huggingface.json").read_text(encoding="utf-8"))
+ARGUMENTS: Final[Mapping[str, Mapping[str, Any]]] = _HUGGING_FACE["arguments"]
+FILLED: Final = frozenset(
+    (*_HUGGING_FACE["computed"], *(key for argument in ARGUMENTS.values() for key in argument.get("keys", ())))
+) - {_NODE_LOCAL}
+# accelerate/accelerator.py `_prepare_deepspeed`: of a `DummyOptim` it knows the rate and the decay only.
+_NOT_BY_ACCELERATE: Final = frozenset({"optimizer.params.betas", "optimizer.params.eps"})
 # Accelerate writes infinity there before it looks for "auto", and DeepSpeed itself takes any number.
 _WRITTEN_OVER: Final = "steps_per_print"
 # They pass an optimizer, and allow DeepSpeed any.

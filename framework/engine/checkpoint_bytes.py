@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -22,7 +23,7 @@ from framework.checkpoint.state.shard_map import STATE_KEY
 from framework.engine import random_state
 from framework.engine.distributed import claims_error_report, device, gather
 from framework.engine.failures import known_failure
-from framework.engine.rendezvous import failure_of_nccl, is_lost_peer
+from framework.engine.rendezvous import lost_peer
 from framework.engine.workarounds.grad_scaler import restore_scaler, scaler_state
 from framework.engine.workarounds.nvme_state import complete_nvme_state
 from framework.errors import StorageError, explaining, in_one_line, show_value
@@ -111,7 +112,7 @@ def _is_on_host(value: Any) -> bool:
 
 
 def _failed_load(place: Path, error: Exception) -> StorageError | None:
-    if is_lost_peer(error) or failure_of_nccl(error) or known_failure(error):  # no word of the files
+    if lost_peer(error) or known_failure(error):  # no word of the files
         return None
     failed = _not_loaded(place, str(error) if isinstance(error, StorageError) else in_one_line(error, longest=300))
     failed.is_of_one_rank = claims_error_report(str(failed))  # the others may wait in DeepSpeed's next collective
@@ -157,16 +158,17 @@ def _options(engine: deepspeed.DeepSpeedEngine) -> list[dict[str, Any]]:
         {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in group.items()
-            if name not in moved and _is_plain(value)
+            if name not in moved and is_plain(value)
         }
         for group in getattr(engine.optimizer, "param_groups", [])
     ]
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Check for what JSON holds, tuples as lists: it can be compared, and written into a config."""
     if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str))
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
 
 
 def move_in(engine: deepspeed.DeepSpeedEngine, checkpoint: SavedCheckpoint, *, names: Names) -> Mapping[str, Any]:

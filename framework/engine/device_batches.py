@@ -15,6 +15,7 @@ from framework.models.adapt import channels_last
 from framework.tasks.task import Task
 
 _IMAGE_DIMENSIONS: Final = 4
+_TENSORS: Final = (torch.Tensor, PackedSequence)
 HALF: Final = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -49,7 +50,7 @@ class DeviceBatches:
         return _changed(inputs, self._converted) if self.half is not None or self.channels_last else inputs
 
     def _moved(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor | PackedSequence):
+        if isinstance(value, _TENSORS):
             return value.to(self.device, non_blocking=True)  # type: ignore[arg-type]  # PackedSequence's knows one overload
         return value.to(self.device) if callable(getattr(value, "to", None)) else value
 
@@ -89,7 +90,7 @@ def _placed(value: Any, device: torch.device) -> Any:
 
 def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
     """Apply `change` to what is in containers; a `PackedSequence`, though a tuple by its type, is one thing."""
-    if isinstance(value, torch.Tensor | PackedSequence):
+    if isinstance(value, _TENSORS):
         return change(value)
     if isinstance(value, Mapping):
         return {key: _changed(item, change) for key, item in value.items()}

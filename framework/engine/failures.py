@@ -24,15 +24,11 @@ from framework.engine.distributed import claims_error_report
 from framework.engine.extensions import failure_of_compiler
 from framework.engine.rendezvous import is_lost_peer, lost_peer
 from framework.errors import FrameworkError, TrainingError, explaining, in_one_line, printable
+from framework.plan.out_of_memory import in_one_sentence, kind_of, shortage_of
+from framework.plan.plan import Plan
 from framework.system.exits import refusing_exits
 
-_NO_DEVICE_MEMORY: Final = re.compile(r"(CUDA|HIP) (error: )?out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED")
-_NO_HOST_MEMORY: Final = re.compile(
-    r"DefaultCPUAllocator: (can't allocate memory|not enough memory)|Cannot allocate memory|std::bad_alloc"
-)
 _NOT_DETERMINISTIC: Final = re.compile(r"([\w.:]+) does not have a deterministic implementation")
-_ASKED: Final = re.compile(r"Tried to allocate ([\d.]+ \w+)")
-_FREE: Final = re.compile(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free")
 _SMALLER_STEPS: Final = (
     "set a smaller batch.micro_size (batch.global_size may stay), training.recompute_every, a higher zero.stage or "
     "zero.offload_optimizer"
@@ -67,29 +63,32 @@ _MOST_SHOWN: Final = 8
 
 
 @contextmanager
-def explaining_failures(logs: Path) -> Iterator[None]:
+def explaining_failures(logs: Path, plan: Plan | None = None) -> Iterator[None]:
     """Turn failures of training that can be explained into our errors: known messages, failed batches, lost peers."""
-    with explaining(_known, partial(_of_batch, logs=logs), lost_peer), refusing_exits(speaks=claims_error_report):
+    with (
+        explaining(partial(_known, plan=plan), partial(_of_batch, logs=logs), lost_peer),
+        refusing_exits(speaks=claims_error_report),
+    ):
         yield
 
 
-def _known(error: Exception) -> TrainingError | None:
-    line = known_failure(error)
+def _known(error: Exception, *, plan: Plan | None) -> TrainingError | None:
+    line = known_failure(error, plan)
     if not line:
         return None
     is_of_one_rank = claims_error_report(line.rpartition("[")[2])
     return TrainingError(f"rank {os.environ.get('RANK', '0')}: {line}", is_of_one_rank=is_of_one_rank)
 
 
-def known_failure(error: BaseException) -> str:
-    """Return one line with the event, the way out and the kind of a known failure; empty where it is not known."""
+def known_failure(error: BaseException, plan: Plan | None = None) -> str:
+    """Return one line with the event, the way out and the kind of a known failure; empty where it is not known. A plan
+    adds what the memory was taken by.
+    """
     stated, is_torchs = str(error), isinstance(error, RuntimeError)
-    if isinstance(error, torch.OutOfMemoryError) or (is_torchs and _NO_DEVICE_MEMORY.search(stated)):
+    lacks = "device" if isinstance(error, torch.OutOfMemoryError) else is_torchs and kind_of(stated)
+    if lacks == "device":
         way_out = _SMALLER_EVALUATION if _is_from_evaluation(error) else _SMALLER_STEPS
-        parts = [f"{asked[1]} were asked for"] if (asked := _ASKED.search(stated)) else []
-        parts += [f"{free[2]} of {free[1]} are free"] if (free := _FREE.search(stated)) else []
-        numbers = f" ({', '.join(parts)})" if parts else ""
-        return f"the device has no memory left{numbers}; {way_out} [out-of-memory]"
+        return f"the device has no memory left{_explained(lacks, error, plan)}; {way_out} [out-of-memory]"
     if refused := failure_of_compiler(error):
         return str(refused)
     if is_torchs and (operation := _NOT_DETERMINISTIC.search(stated)):
@@ -100,13 +99,19 @@ def known_failure(error: BaseException) -> str:
     if (
         isinstance(error, MemoryError)
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-        or (is_torchs and _NO_HOST_MEMORY.search(stated))
+        or lacks == "host"
     ):
-        return f"the host has no memory left for this process; {_SMALLER_ON_HOST} [out-of-host-memory]"
+        where = _explained("host", error, plan)
+        return f"the host has no memory left for this process{where}; {_SMALLER_ON_HOST} [out-of-host-memory]"
     if is_torchs and (dead := _death_of_worker(error)):
         way_out = _WAYS_OUT.get((dead[2] or "").strip(), _NO_WAY_OUT_KNOWN)
         return f"a worker that reads the data {printable(dead[1].strip())}: {way_out} [data-worker-ended]"
     return ""
+
+
+def _explained(lacks: str, error: BaseException, plan: Plan | None) -> str:
+    frames = [(frame.f_code.co_filename, frame.f_code.co_name) for frame, _ in walk_tb(error.__traceback__)]
+    return in_one_sentence(shortage_of(lacks, str(error), frames), plan)
 
 
 def _is_from_evaluation(error: BaseException) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, Final
 import deepspeed
 import torch
 import torch.distributed
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn import Parameter
 
 from framework.errors import TrainingError
@@ -26,14 +27,14 @@ class _Bucket:
 
     def __init__(self, parameters: list[Parameter]) -> None:
         self.parameters = parameters
-        self.missing = set(parameters)
+        self.missing = set(parameters)  # as long as it has hooks
         self.flat: torch.Tensor | None = None
         self.sending: Any = None
 
     def send(self, group: Any, dtype: torch.dtype, *further: torch.Tensor) -> None:
         """Take the gradients from their parameters and begin to add them up; what got none counts as zeros."""
-        gradients = [_flat_gradient(parameter) for parameter in self.parameters]
-        self.flat = torch.cat([*gradients, *further]).to(dtype)
+        gradients = [_dense_gradient(parameter) for parameter in self.parameters]
+        self.flat = _flatten_dense_tensors([*gradients, *further]).to(dtype)  # type: ignore[no-untyped-call]
         self.sending = torch.distributed.all_reduce(self.flat, group=group, async_op=True)
         for parameter in self.parameters:
             parameter.grad = None
@@ -48,24 +49,21 @@ class _Bucket:
         """Give the parameters their gradients, as views, and forget the sums."""
         assert self.flat is not None
         flat = self.flat.mul_(factor).to(self.parameters[0].dtype)
-        sizes = [parameter.numel() for parameter in self.parameters]
-        views = torch.split(flat, [*sizes, flat.numel() - sum(sizes)])
-        for parameter, view in zip(self.parameters, views, strict=False):
+        views = _unflatten_dense_tensors(flat, self.parameters)  # type: ignore[no-untyped-call]
+        for parameter, view in zip(self.parameters, views, strict=True):
             parameter.grad = _as_laid_out(parameter, view) if parameter.requires_grad else None
         self.flat, self.sending = None, None  # a handle holds what was sent
-        self.missing = {parameter for parameter in self.parameters if parameter.requires_grad}
 
 
-def _flat_gradient(parameter: Parameter) -> torch.Tensor:
+def _dense_gradient(parameter: Parameter) -> torch.Tensor:
     gradient = parameter.grad
     if gradient is None:
-        return torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-    return (gradient.to_dense() if gradient.is_sparse else gradient).detach().reshape(-1)
+        return torch.zeros_like(parameter)
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
-def _as_laid_out(parameter: Parameter, numbers: torch.Tensor) -> torch.Tensor:
+def _as_laid_out(parameter: Parameter, gradient: torch.Tensor) -> torch.Tensor:
     """Fused optimizers read a gradient in the order in which its weight lies, such as `channels_last`."""
-    gradient = numbers.view(parameter.shape)
     if parameter.is_contiguous():
         return gradient
     return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
@@ -84,7 +82,7 @@ class GradientSums:
         self._count: torch.Tensor | None = None
         self.factor: torch.Tensor | float = 1.0 / self.ranks  # of the last step's sums
         self._buckets: list[_Bucket] = []
-        self._num_sent = 0
+        self._num_sent = self._num_hooked = 0
         self._pass: int | None = None
         # The first step shows whether a part of the model runs backward by itself (a checkpoint of torch's reentrant
         # kind): a weight may get a gradient from several such passes, and all is sent when the last has ended.
@@ -120,14 +118,14 @@ class GradientSums:
             if self._count is not None:
                 # Where nothing counts the sums are zero, but for what a model adds to its gradients itself.
                 total = first[-1]
-                self.factor = torch.where(total > 0, self.divisor / total, 1.0) / self.ranks
+                factor = self.divisor / self.ranks / total
+                self.factor = factor.nan_to_num_(1.0 / self.ranks, posinf=1.0 / self.ranks)
             for bucket in self._buckets:
                 bucket.hand_out(self.factor)
             self._num_sent, self._count = 0, None
             self._sends_early = not self._is_nested
-        else:
-            for bucket in self._buckets:
-                bucket.missing.update(parameter for parameter in bucket.parameters if parameter.requires_grad)
+        for bucket in self._buckets[: self._num_hooked]:
+            bucket.missing = {parameter for parameter in bucket.parameters if parameter.requires_grad}
 
     def close(self) -> None:
         """Let go of the model."""
@@ -151,12 +149,13 @@ class GradientSums:
             return
         known = set(trainable)
         self._frozen = [parameter for parameter in self._frozen if parameter not in known]
-        for parameters in _cut(reversed(trainable)):
-            bucket = _Bucket(parameters)
-            self._buckets.append(bucket)
-            for parameter in parameters:
+        self._buckets += map(_Bucket, _cut(reversed(trainable)))
+        # The last one is complete when the pass is over, and needs no hooks.
+        for bucket in self._buckets[self._num_hooked : -1]:
+            for parameter in bucket.parameters:
                 hook = partial(self._arrived, bucket)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        self._num_hooked = len(self._buckets) - 1
 
     def _arrived(self, bucket: _Bucket, parameter: Parameter) -> None:
         if not self._engine._running_engine_backward:  # a pass of the model's own, or of an evaluation
@@ -170,7 +169,7 @@ class GradientSums:
         if not self._engine.is_gradient_accumulation_boundary():
             return
         # In one order on all ranks: another one would add other buckets to each other.
-        while self._num_sent < len(self._buckets) and not self._buckets[self._num_sent].missing:
+        while self._num_sent < self._num_hooked and not self._buckets[self._num_sent].missing:
             self._send(self._buckets[self._num_sent])
 
     def _send(self, bucket: _Bucket) -> None:

@@ -27,6 +27,7 @@ from framework.engine.workarounds.fp32_sums import taking_zero_optimizer
 from framework.engine.workarounds.grad_norm import keep_norm
 from framework.engine.workarounds.grad_scaler import forget_autocast
 from framework.engine.workarounds.gradient_order import keep_gradient_order
+from framework.engine.workarounds.idle_measurements import leave_out_measurements
 from framework.engine.workarounds.module_buffers import share_buffers
 from framework.errors import ConfigError, explaining
 from framework.models.adapt import parameter_groups
@@ -105,6 +106,7 @@ def initialize(
             dist_init_required=False,
             config=dict(ds_config),
         )
+    leave_out_measurements(engine)
     keep_gradient_order(engine)
     share_buffers(engine, unsaved=True)  # DeepSpeed has made the weights equal, and nothing else
     return engine

@@ -93,7 +93,7 @@ def all_reduce(num_bytes: int, device: torch.device, *, seconds: float) -> dict[
     tensor = torch.zeros(num_bytes // 4, device=device)
 
     def slowest(repeats: int) -> float:
-        took = torch.tensor(_timed(lambda: dist.all_reduce(tensor), device, repeats=repeats), dtype=torch.float64)
+        took = torch.tensor(timed(lambda: dist.all_reduce(tensor), device, repeats=repeats), dtype=torch.float64)
         dist.all_reduce(shared := took.to(device), dist.ReduceOp.MAX)
         return float(shared)
 
@@ -169,10 +169,10 @@ def _exchange(other: int, device: torch.device, *, num_bytes: int) -> float:
             request.wait()
 
     both_ways()  # connects
-    return num_bytes / median(_timed(both_ways, device, repeats=1) for _ in range(5))
+    return num_bytes / median(timed(both_ways, device, repeats=1) for _ in range(5))
 
 
-def _timed(do: Callable[[], object], device: torch.device, *, repeats: int) -> float:
+def timed(do: Callable[[], object], device: torch.device, *, repeats: int) -> float:
     """Seconds for one of `repeats`."""
     synchronize = partial(torch.cuda.synchronize, device) if device.type == "cuda" else torch.cpu.synchronize
     synchronize()

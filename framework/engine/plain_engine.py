@@ -57,12 +57,13 @@ class PlainEngine(BaseEngine):
         lr = float(engine.get_lr()[0])  # before the step: DeepSpeed moves the schedule on at its end
         total: torch.Tensor | None = None
         halves = (self._batches.split(task, batch) for batch in micro_batches)
-        for inputs, targets in self._loss.weighted(halves):
-            loss = self._loss(task.forward(engine, inputs), targets)
-            engine.backward(loss)
-            with explaining_overflow(engine):
+        is_divided = engine.gradient_accumulation_steps() > 1  # by 1 takes two kernels
+        with explaining_overflow(engine):
+            for inputs, targets in self._loss.weighted(halves):
+                loss = self._loss(task.forward(engine, inputs), targets)
+                engine.backward(loss, scale_wrt_gas=is_divided)
                 engine.step()
-            total = loss.detach() if total is None else total + loss.detach()
+                total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         mean = self._loss.mean(total)
         return Step(self, lambda: mean_over_ranks(mean()), lr, may_have_been_skipped(engine))

@@ -184,5 +184,4 @@ def _this_rank() -> str:
     return f"rank {os.environ.get('RANK', '0')}"
 
 
-explaining_lost_peers = partial(explaining, lost_peer)
 explaining_rendezvous = partial(explaining, _not_met)

@@ -29,6 +29,7 @@ class StepLoss:
         """Take the number of micro-batches in a step, and the process group whose losses are averaged (None: all)."""
         self._task, self._micro_batches, self._group, self._sums = task, micro_batches, group, sums
         self._later: GradientSums | None = None  # divides this step's gradients
+        self._has_one_count: bool | None = None  # on every batch alike
         # One factor for each sum of a loss, once the ranks' counts are there; None where the task counts nothing.
         self._scales: Callable[[], Sequence[torch.Tensor | float]] | None = None
 
@@ -39,13 +40,16 @@ class StepLoss:
         """
         step = islice(stream, self._micro_batches)
         first = next(step)
-        count = self._task.count(first[1])
         # One target for each sample: the count is nearly known, and may come when the gradients are there.
-        is_near = count is not None and isinstance(first[1], torch.Tensor) and first[1].ndim == 1
-        self._later = self._sums if is_near and not isinstance(count, tuple) else None
-        if self._later is not None:
-            yield from self._counted(self._later, count, first, step)
-        elif count is None:
+        is_near = self._sums is not None and isinstance(first[1], torch.Tensor) and first[1].ndim == 1
+        if is_near and self._has_one_count is None:
+            self._has_one_count = isinstance(self._task.count(first[1]), torch.Tensor | int)
+        self._later = self._sums if is_near and self._has_one_count else None
+        if self._later is not None:  # by `Ratio.count`: no need to count twice
+            scale = self._micro_batches * self._later.ranks / self._later.divisor
+            self._scales = lambda: (scale,)
+            yield first
+        elif (count := self._task.count(first[1])) is None:
             self._scales = None
             yield first
         else:
@@ -53,15 +57,6 @@ class StepLoss:
             self._scales = self._agree([count, *(self._task.count(targets) for _, targets in pairs[1:])])
             yield from pairs
         yield from step
-
-    def _counted(self, sums: GradientSums, count: Any, first: Any, others: Iterator[Any]) -> Iterator[Any]:
-        scale = self._micro_batches * sums.ranks / sums.divisor
-        self._scales = lambda: (scale,)
-        sums.count(_number(count, sums.device))
-        yield first
-        for pair in others:
-            sums.count(_number(self._task.count(pair[1]), sums.device))
-            yield pair
 
     def mean(self, total: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Return what computes this rank's loss of the step that was taken, of which the ranks' mean is the step's,
@@ -107,6 +102,8 @@ class StepLoss:
                 reason += " of it"
             fix = "return Ratio(sum, count) from loss(outputs, targets), and the same count from count(targets)"
             raise ConfigError.of("task-loss-result", reason, fix, "task", type(self._task).__name__)
+        if self._later is not None:
+            self._later.count(_number(sums[0].count, self._later.device))
         weighted = [ratio.total.float() * scale for ratio, scale in zip(sums, scales, strict=True)]
         return weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
 

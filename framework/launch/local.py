@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from framework.config.run_config import RunConfig
 from framework.errors import EXIT_OK, ConfigError, UsageError
 from framework.launch.deepspeed_command import (
     added_environment,
@@ -31,7 +30,6 @@ from framework.launch.options import LaunchOptions, parse
 from framework.launch.stop_requests import StopRequests
 from framework.load_run import LoadedRun, load_run
 from framework.plan.cluster import Cluster
-from framework.plan.plan import make_plan
 from framework.system.log import print_problem
 from framework.system.output import write
 
@@ -126,33 +124,35 @@ def check(options: LaunchOptions, devices: LocalDevices) -> tuple[LoadedRun, Set
     """
     job = load_run(options.config, options.overrides, deepspeed_config=options.deepspeed_config)
     job.print_notes()
-    ranks = _ranks(options, job.config, devices)
+    ranks = _ranks(options, job, devices)
     num_ranks = int(ranks.value)
     cluster = Cluster(devices_per_host=num_ranks, device=devices.kind)
+    job = job.started(cluster)
     job.plan_with_data(cluster, data_elsewhere=options.dry_run)
     refuse_too_few(job, devices, num_ranks=num_ranks, stated_by=ranks.source)
     return job, ranks
 
 
-def _ranks(options: LaunchOptions, config: RunConfig, devices: LocalDevices) -> Setting:
+def _ranks(options: LaunchOptions, job: LoadedRun, devices: LocalDevices) -> Setting:
     """As many as the flag says, else the config, else the devices."""
     if options.num_gpus:
         return Setting("slots", str(options.num_gpus), options.num_gpus_flag)
-    if config.run.world_size:
-        return Setting("slots", str(config.run.world_size), "run.world_size")
+    if job.config.run.world_size:
+        return Setting("slots", str(job.config.run.world_size), "run.world_size")
     here = slots_here(devices)
     if here is None:
         kind = os.environ.get("DS_ACCELERATOR") or devices.kind
         how = "start ./launch.sh train CONFIG --num_gpus N" if options.fit_batch else "give --num_gpus N"
         raise UsageError(f"launch: devices of kind {kind} are not counted; {how}, or set DS_ACCELERATOR=cpu")
-    return _fitting(here, config, devices) if options.fit_batch else here
+    return _fitting(here, job, devices) if options.fit_batch else here
 
 
-def _fitting(here: Setting, config: RunConfig, devices: LocalDevices) -> Setting:
+def _fitting(here: Setting, job: LoadedRun, devices: LocalDevices) -> Setting:
     """The most ranks that the run can be split over; all where it can over none, so that the plan says why."""
     for count in range(int(here.value), 0, -1):
         with suppress(ConfigError):
-            make_plan(config, Cluster(devices_per_host=count, device=devices.kind))
+            cluster = Cluster(devices_per_host=count, device=devices.kind)
+            job.chosen(cluster).plan(cluster)
             why = f"of {here.value} {here.source}: the most that divide batch.global_size"
             return here if count == int(here.value) else Setting("slots", str(count), why)
     return here

@@ -138,6 +138,9 @@ def check_node(
     job = load_run(config_path, overrides, deepspeed_config=deepspeed_config)
     # A node that alone refuses lets the others wait: what it lacks, its ranks tell all.
     cluster = Cluster(topology.nnodes, topology.slots, devices.kind)
+    if devices.kind == "unknown" and job.config.auto:
+        return job  # each host chooses by its own devices, and compares
+    job = job.started(cluster)
     job.plan_with_data(cluster, data_elsewhere=topology.nnodes > 1)
     refuse_too_few(job, devices, num_ranks=topology.slots, stated_by=topology.sources["slots"], where=" on every node")
     return job

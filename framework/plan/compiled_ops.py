@@ -90,6 +90,10 @@ def extensions_folder(environment: Mapping[str, str], *, torch_version: str) -> 
     ninja = shutil.which("ninja", path=path_of_compilers(environment))
     described = f"{sys.prefix} {torch_version} {platform.python_version()} {ninja}"
     key = hashlib.sha256(described.encode()).hexdigest()[:12]
+    return cache_folder(environment) / "torch_extensions" / f"dsf-{key}"
+
+
+def cache_folder(environment: Mapping[str, str]) -> Path:
+    """Return the user's folder for what can be made again."""
     home = environment.get("HOME")
-    cache = Path(environment.get("XDG_CACHE_HOME") or (Path(home) if home else Path.home()) / ".cache")
-    return cache / "torch_extensions" / f"dsf-{key}"
+    return Path(environment.get("XDG_CACHE_HOME") or (Path(home) if home else Path.home()) / ".cache")

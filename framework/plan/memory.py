@@ -2,28 +2,38 @@
 
 What DeepSpeed 0.19.8 allocates was read in `runtime/zero/stage_1_and_2.py`, `stage3.py`, `partition_parameters.py`,
 `runtime/fp16/unfused_optimizer.py` and our `engine/gradient_sums.py`, and is held against the bytes of all live
-tensors by `tests/engine/test_memory_estimate.py`.
+tensors by `tests/plan/test_memory.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from math import ceil, prod
 from typing import Any, Final
 
 from framework.config.base import Object, Target
 from framework.config.optimizer import SGD, Adagrad, Adam, AdamW, Lamb, Lion
 from framework.config.precision import BF16, FP16
+from framework.config.training import Parallel
+from framework.errors import Problem
+from framework.plan.activations import Moment, Passes, passes_over
+from framework.plan.balance import Bounds, LayerFacts, cut
 from framework.plan.plan import Plan
 from framework.plan.rules.devices import sums_of
 from framework.plan.weights import Shape, buffer_bytes, named_weights
+from framework.plan.work import ModelWork, Part, frozen_weights, work_of
 
 Bytes = Mapping[str, int]
 _FP32: Final = 4
 # Elements of the buckets of `engine/gradient_sums.py`.
 _STAGE_0_BUCKET: Final = 25 * 2**20 // 4
+# The same of DeepSpeed's pipeline (`MEMORY_OPT_ALLREDUCE_SIZE`).
+_PIPELINE_BUCKET: Final = 500_000_000
+# Stands for the parts of a model whose work is not known.
+_UNKNOWN: Final = Part("", 0, 0, 0, 0, 0, 0, 0)
 # Keys of `deepspeed.zero_optimization` that a run config cannot set, and that allocate nothing.
 _HARMLESS: Final = frozenset({"log_trace_cache_warnings", "ignore_unused_parameters", "legacy_stage1"})
 
@@ -40,12 +50,16 @@ class Memory:
         moments: moment -> component -> bytes on the device. ``start``: after `deepspeed.initialize`; ``between``:
             between two steps; ``forward``, ``backward``, ``step``: at the fullest within.
         host: component -> bytes of host memory that offloading takes.
-        num_params: trained elements of the model.
+        num_params: trained elements of the model; of a pipeline those of the fullest stage.
+        lacks: why activations are not counted; empty where they are.
+        stage: the pipeline stage that is the fullest; None without a pipeline.
     """
 
     moments: Mapping[str, Bytes]
     host: Bytes
     num_params: int
+    lacks: str = ""
+    stage: int | None = None
 
     def total(self, moment: str) -> int:
         """Bytes on the device at one moment."""
@@ -61,6 +75,8 @@ class Memory:
         totals = {moment: self.total(moment) for moment in self.moments}
         return {
             "is_estimate": True,
+            **({"without_activations": self.lacks} if self.lacks else {}),
+            **({} if self.stage is None else {"stage": self.stage}),
             "num_params": self.num_params,
             "peak": self.peak,
             "total_bytes": totals,
@@ -69,31 +85,116 @@ class Memory:
         }
 
 
-def estimate(plan: Plan, *, weights: Mapping[str, Shape] | None = None, activation_bytes: int = 0) -> Memory:
+def estimate(plan: Plan, *, work: ModelWork | None = None, activation_bytes: int | None = None) -> Memory:
     """Estimate the memory of a plan's fullest rank.
 
     Args:
         plan: what will happen. Where it names no kind of device, GPUs are meant.
-        weights: name -> shape of what is trained, in the model's order; left out: as the named model has it.
-        activation_bytes: what autograd saves in the forward pass of one micro-batch; counted in ``forward``, and in
-            ``backward`` where an earlier micro-batch has left its gradients.
+        work: of the model on one micro-batch; left out: as the named model has it.
+        activation_bytes: what autograd saves in the forward pass of one micro-batch; left out: as the model's work
+            tells.
 
     Raises:
         NotEstimatedError: the plan has something that is not modelled.
     """
     _refuse_unknown(plan)
-    shapes = named_weights(plan.config.model) if weights is None else dict(weights)
-    if not shapes:
-        raise NotEstimatedError("the model is one of your own")
-    return _Estimate(plan, shapes, activation_bytes).memory()
+    config, work = plan.config, work or work_of(plan)
+    if work is None:
+        shapes = named_weights(config.model)
+        if not shapes:
+            raise NotEstimatedError("the model is one of your own")
+        frozen = frozen_weights(shapes, config.training.freeze)
+        trained = {name: shape for name, shape in shapes.items() if name not in frozen}
+        others = {name: shape for name, shape in shapes.items() if name in frozen}
+        work = ModelWork(trained, buffer_bytes(config.model), (_UNKNOWN,), 0, frozen=others)
+        lacks = "the size of the images is not known"
+    else:
+        lacks = ""
+    if plan.layout.pipe_size > 1:
+        stages = stage_memories(plan, work)
+        return replace(max(stages, key=lambda stage: stage.total(stage.peak)), lacks=lacks)
+    *layers, loss = work.layers()
+    passes = passes_over(layers, loss, recompute_every=config.training.recompute_every)
+    if activation_bytes is not None:
+        # They are there until gradients have filled a bucket, which at stage 2 is when its share of them is made.
+        late = Moment(activation_bytes, own=plan.config.zero.reduce_bucket_size + 1)
+        first = Moment(activation_bytes)
+        passes = Passes((first,), (late if plan.config.zero.stage == 2 else first,), activation_bytes)
+    return replace(_Estimate(plan, work, passes).memory(), lacks=lacks)
 
 
-def memory_section(plan: Plan) -> dict[str, Any]:
-    """The estimate as a section of ``plan.json``, or the reason why there is none."""
+def stage_memories(plan: Plan, work: ModelWork) -> list[Memory]:
+    """Estimate the memory of a rank of each pipeline stage; errors as of `estimate`."""
+    parallel, optimizer = plan.config.parallel, plan.config.optimizer
+    if not work.parts[1:] or (parallel.partition.startswith("type:") and parallel.stages is None):
+        raise NotEstimatedError("the layers of the stages are not known")
+    in_groups = getattr(optimizer, "weight_decay_on", "all") == "matrices" and getattr(optimizer, "weight_decay", 0.0)
+    *layers, loss = work.layers()
+    stages = None if parallel.stages is None else tuple(parallel.stages)
+    same_groups = bool(in_groups) and plan.config.zero.stage > 0
+    bounds = _bounds(work.facts, parallel.pipe, parallel.partition, stages, same_groups)
+    if isinstance(bounds, Problem):
+        raise NotEstimatedError(bounds.reason)
+    found = []
+    for number, (start, stop) in enumerate(pairwise(bounds)):
+        own, is_last = layers[start:stop], stop == len(layers)
+        passes = passes_over(own, loss if is_last else None, recompute_every=plan.config.training.recompute_every)
+        received, sent = layers[start - 1].output_bytes if start else 0, layers[stop - 1].output_bytes
+        stage = _Stage(min(parallel.pipe - number, plan.layout.accumulation_steps), received, sent, is_last)
+        memory = _Estimate(plan, _of_layers(work, own), passes, stage).memory()
+        found.append(replace(memory, stage=number))
+    return found
+
+
+@lru_cache(maxsize=256)  # a search asks for the same cut with every stage of ZeRO and every micro-batch
+def _bounds(
+    facts: tuple[LayerFacts, ...], pipe: int, partition: str, stages: tuple[int, ...] | None, same_groups: bool
+) -> Bounds | Problem:
+    parallel = Parallel(pipe=pipe, partition=partition, stages=None if stages is None else list(stages))
+    table = cut(facts, parallel, same_groups=same_groups)
+    return table if isinstance(table, Problem) else table.bounds
+
+
+def _of_layers(work: ModelWork, layers: Sequence[Part]) -> ModelWork:
+    """The weights of some layers, and their part of the buffers."""
+    chosen = {name for layer in layers for name in work.names_of(layer)}
+    trained, frozen = (
+        {name: shape for name, shape in weights.items() if name in chosen} for weights in (work.weights, work.frozen)
+    )
+    own, whole = (sum(map(prod, weights.values())) for weights in (trained, work.weights))
+    return replace(work, weights=trained, frozen=frozen, buffer_bytes=work.buffer_bytes * own // whole)
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """What a pipeline adds (DeepSpeed's `runtime/pipe/engine.py`): micro-batches in flight, and bytes of what a stage
+    receives and sends for each.
+    """
+
+    in_flight: int
+    received: int
+    sent: int
+    is_last: bool
+
+    def buffers(self, micro_batches: int) -> int:
+        """Bytes that stay: what values and gradients are received in, and in the last stage's two slots its outputs,
+        whose graph holds what came in and its gradient.
+        """
+        slots = min(2, micro_batches) * (self.sent + 2 * self.received) if self.is_last else self.sent
+        return self.received + slots
+
+    @property
+    def passing(self) -> int:
+        """Bytes of inputs, and of outputs that wait for their gradients."""
+        return self.in_flight * (self.received + (0 if self.is_last else self.sent))
+
+
+def memory_section(plan: Plan, *, work: ModelWork | None = None, why: str = "") -> dict[str, Any]:
+    """The estimate as a section of ``plan.json``, or the reason why there is none; `why` no work is known."""
     try:
-        return {"memory": estimate(plan).to_dict()}
+        return {"memory": estimate(plan, work=work).to_dict()}
     except NotEstimatedError as error:
-        return {"memory": {"unknown": str(error)}}
+        return {"memory": {"unknown": f"{error}{why and f' ({why})'}"}}
 
 
 def _refuse_unknown(plan: Plan) -> None:
@@ -101,8 +202,6 @@ def _refuse_unknown(plan: Plan) -> None:
     zero = passed.get("zero_optimization", {})
     is_half = isinstance(config.precision, BF16 | FP16)
     reasons = {
-        "parallel.pipe": plan.layout.pipe_size > 1,
-        "training.freeze": bool(config.training.freeze),
         "deepspeed": bool(passed.keys() - {"zero_optimization", "zero_allow_untested_optimizer", "gradient_clipping"})
         or not isinstance(zero, Mapping)
         or bool(zero.keys() - _HARMLESS),
@@ -118,9 +217,9 @@ def _refuse_unknown(plan: Plan) -> None:
 class _Estimate:
     """Sizes that the components follow from. Elements are numbers of a weight, `ranks` see different samples."""
 
-    def __init__(self, plan: Plan, shapes: Mapping[str, Shape], activation_bytes: int) -> None:
+    def __init__(self, plan: Plan, work: ModelWork, passes: Passes, stage: _Stage | None = None) -> None:
         config = plan.config
-        self.config, self.activations = config, activation_bytes
+        self.config, self.passes, self.buffers, self.pipeline = config, passes, work.buffer_bytes, stage
         self.ranks, self.steps = plan.layout.data_parallel_size, plan.layout.accumulation_steps
         self.zero: dict[str, Any] = config.zero.model_dump()
         self.stage = config.zero.stage
@@ -131,7 +230,7 @@ class _Estimate:
         accumulation, reduction = sums_of(config, plan.layout)
         self.sum_width = _FP32 if accumulation else self.width
         self.reduce_width = _FP32 if reduction else self.width
-        self.groups = list(_groups(shapes, split=config.optimizer.weight_decay_on == "matrices"))  # type: ignore[union-attr]
+        self.groups = list(_groups(work.weights, split=config.optimizer.weight_decay_on == "matrices"))  # type: ignore[union-attr]
         self.sizes = [size for group in self.groups for size in group]
         self.total, self.largest = sum(self.sizes), max(self.sizes)
         # DeepSpeed pads each group to a multiple of 2 x ranks at stages 1 and 2, each weight to one of ranks at 3.
@@ -144,18 +243,21 @@ class _Estimate:
             self.stage, ceil(max(map(sum, self.groups)) / self.ranks)
         )
         self.is_cpu = plan.cluster.device == "cpu"
-        self.buffers = buffer_bytes(config.model)
+        # Of what is not trained there are weights only, at stage 3 spread as the others.
+        self.frozen = [prod(shape) for shape in work.frozen.values()]
+        self.held = [*self.sizes, *self.frozen]
 
     def memory(self) -> Memory:
         start = self.weights() | self.buckets() | ({} if self.is_lazy else self.optimizer_state())
         between = start | self.optimizer_state() | self.persistent()
+        if self.pipeline is not None:
+            between["pipeline buffers"] = self.pipeline.buffers(self.steps)
         between = {name: between[name] for name in sorted(between, key=between.__getitem__, reverse=True)}
-        kept = self.kept_gradients() if self.steps > 1 else {}
-        saved = {"activations": self.activations} if self.activations else {}
+        kept = self.kept_gradients() if self.steps > (1 if self.pipeline is None else self.pipeline.in_flight) else {}
         moments = {
             "start": start,
             "between": between,
-            "forward": between | kept | self.gathered(forward=True) | saved,
+            "forward": between | kept | self.forward(),
             "backward": self.backward(between, kept),
             "step": self.step(start | self.optimizer_state()),
         }
@@ -171,7 +273,9 @@ class _Estimate:
     def weights(self) -> dict[str, int]:
         """Weights and their fp32 copies; ZeRO copies fp32 weights too."""
         has_copies = self.is_half or self.stage
-        found = {"weights": self.width * {3: self.share, 0: self.total}.get(self.stage, self.padded) + self.buffers}
+        frozen = sum(ceil(size / self.ranks) if self.stage == 3 else size for size in self.frozen)
+        own = {3: self.share, 0: self.total}.get(self.stage, self.padded)
+        found = {"weights": self.width * (own + frozen) + self.buffers}
         if has_copies and not self.is_offloaded:
             found["fp32 weights"] = _FP32 * self.share
         return found
@@ -207,7 +311,7 @@ class _Estimate:
         if self.stage < 3 or self.ranks == 1:
             return {}
         threshold = self.zero["stage3_param_persistence_threshold"]
-        return {"small weights": self.width * sum(size for size in self.sizes if size <= threshold)}
+        return {"small weights": self.width * sum(size for size in self.held if size <= threshold)}
 
     def kept_gradients(self) -> dict[str, int]:
         """Gradients that wait for the next micro-batch."""
@@ -217,7 +321,7 @@ class _Estimate:
             own = self.share if self.sum_width > self.width else max(self.touched())
             return {"gradients": 0 if self.is_offloaded else self.sum_width * own}
         found = {"gradients": self.sum_width * self.total}
-        return found | ({"reduce bucket": self.bucket} if self.stage else {})
+        return found | ({"reduce bucket": self.bucket} if self.stage and self.pipeline is None else {})
 
     @property
     def bucket(self) -> int:
@@ -234,12 +338,16 @@ class _Estimate:
                 totals[(end - 1) // part + 1] -= size
         return list(accumulate(totals[:-1]))
 
+    @property
+    def spread(self) -> list[int]:
+        """Elements of each weight that is gathered at stage 3."""
+        return [size for size in self.held if size > self.zero["stage3_param_persistence_threshold"]]
+
     def gathered(self, *, forward: bool) -> dict[str, int]:
         """Weights of other ranks at stage 3: they stay up to `stage3_max_live_parameters`, beside what is fetched."""
         if self.stage < 3 or self.ranks == 1:
             return {}
-        threshold, live = self.zero["stage3_param_persistence_threshold"], self.zero["stage3_max_live_parameters"]
-        spread = [size for size in self.sizes if size > threshold]
+        live, spread = self.zero["stage3_max_live_parameters"], self.spread
         largest, ahead = max(spread, default=0), min(self.zero["stage3_prefetch_bucket_size"], live)
         if forward:  # several weights are gathered into one buffer, and copied out of it
             copies = min(sum(spread), ahead + largest) if len(spread) > 1 else 0
@@ -249,20 +357,58 @@ class _Estimate:
             elements = min(sum(spread), (live if ahead or live >= sum(spread) else 0) + ahead + 2 * largest)
         return {"gathered weights": self.width * elements}
 
+    def forward(self) -> dict[str, int]:
+        """Values and gathered weights at the fullest moment of the forward pass."""
+        most = self.values(max(self.passes.forward, key=lambda moment: moment.activations + moment.loss))
+        found = self.gathered(forward=True) | most
+        whole = self.width * sum(self.spread)
+        if found.get("gathered weights", 0) <= whole:
+            return found
+        # The buffer that they are fetched into is gone when the last of them was copied out of it, before the loss.
+        before = [moment.activations for moment in self.passes.forward if not moment.loss]
+        copying = found | self.values(Moment(max(before, default=0)))
+        return max(copying, most | {"gathered weights": whole}, key=lambda each: sum(each.values()))
+
+    def values(self, moment: Moment) -> dict[str, int]:
+        """Values at one moment, with those of the other micro-batches in flight."""
+        found = {"activations": moment.activations, "logits and loss": moment.loss}
+        if (stage := self.pipeline) is not None:
+            found["activations"] += (stage.in_flight - 1) * self.passes.kept_bytes
+            found["pipeline buffers"] = stage.buffers(self.steps) + stage.passing
+        return found
+
     def backward(self, between: Bytes, kept: Bytes) -> Bytes:
-        """The fuller one of its beginning, with all activations, and of the sums of gradients, when they are gone."""
+        """The fullest of its moments: of its beginning, with all activations, of those where some have gone and the
+        gradients of later layers are there, and of the sums of gradients, when all activations are gone.
+        """
         gathered = self.gathered(forward=False)
-        begin = dict(between) | dict(kept) | {"activations": self.activations} | gathered
-        if 0 < self.stage < 3:
+        begin = dict(between) | dict(kept) | gathered
+        if 0 < self.stage < 3 and self.pipeline is None:
             begin["reduce bucket"] = self.bucket
-        if self.stage == 2 and not self.is_offloaded and self.sum_width == self.width:
-            # room for all of its share, made at the first sum
-            begin["gradients"] = begin.get("gradients", 0) + self.width * max(self.touched())
         if self.stage == 3:
             summed = dict(between) | gathered
             summed["gradients"] = self.reduced_with(gathered.get("gathered weights", 0))
         else:
             summed = dict(between) | self.summed_gradients(dict(kept))
+        first = begin.get("gradients", 0)
+        room = max(summed.get("gradients", 0) - first, 0)
+
+        def added(moment: Moment) -> int:
+            """Gradients of this backward pass: below stage 2 each stays; at 2 they lie in the bucket up to the first
+            sum, which makes room for all of the rank's share, and later are there twice.
+            """
+            bucket = self.zero["reduce_bucket_size"]
+            if self.stage == 2 and moment.gradients <= bucket:
+                is_summed = moment.gradients + moment.own > bucket
+                has_room = is_summed and not self.is_offloaded and self.sum_width == self.width
+                return self.width * max(self.touched()) if has_room else 0
+            if self.stage == 2:
+                return room
+            return min(room, (self.sum_width if self.stage else self.reduce_width) * moment.gradients)
+
+        most = max(self.passes.backward, key=lambda moment: moment.activations + moment.loss + added(moment))
+        begin["gradients"] = first + added(most)
+        begin |= self.values(most)
         return max(begin, summed, key=lambda each: sum(each.values()))
 
     @property
@@ -284,9 +430,10 @@ class _Estimate:
         """Gradients, their copies and buckets below stage 3."""
         bucket, flight, width = self.zero["reduce_bucket_size"], self.flight, self.sum_width
         if self.stage == 0:
-            sent = min(max(_STAGE_0_BUCKET, self.largest), self.total)
+            bucket = _STAGE_0_BUCKET if self.pipeline is None else _PIPELINE_BUCKET
+            sent = min(max(bucket, self.largest), self.total)
             found = {"gradients": self.reduce_width * self.total}
-            return found | ({"reduce bucket": self.width * sent} if self.ranks > 1 else {})
+            return found | ({"reduce bucket": self.width * sent} if self.ranks > 1 or self.pipeline else {})
         own = 0 if self.is_offloaded else max(self.touched())
         if self.stage == 1 and not (self.overlaps and self.steps == 1):
             copied = flight if width > self.width else 0

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from framework.config.load import Source
-from framework.config.run_config import RunConfig
+from framework.config.run_config import AUTO, RunConfig
 from framework.errors import ConfigError, Problem, counted
 from framework.plan import rules
 from framework.plan.cluster import Cluster, Device
@@ -59,7 +59,10 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values, as written to ``plan.json``."""
+        found = ((key, *key.split(".")) for key in sorted(self.config.was_auto))
+        chosen = {key: getattr(getattr(self.config, section), name) for key, section, name in found}
         return {
+            **({"auto": chosen} if chosen else {}),
             "cluster": asdict(self.cluster) | {"world_size": self.cluster.world_size},
             "layout": asdict(self.layout),
             "length": asdict(self.length),
@@ -110,6 +113,10 @@ def make_plan(
         ConfigError: with every problem found.
     """
     source = source or Source()
+    if config.auto:
+        reason, fix = "it has not been chosen", "write a number, or let `check`, `plan`, `launch` or `fit` choose it"
+        found = [Problem("auto-not-chosen", reason, fix, key, AUTO) for key in sorted(config.auto)]
+        raise ConfigError(map(source.locate, found))
     findings = [*rules.apply_rules(config, cluster), *overruled(config, source)]
     layout = make_layout(config.batch, world_size=cluster.world_size, pipe_size=config.parallel.pipe)
     if isinstance(layout, Problem):
@@ -131,6 +138,7 @@ def errors_of_known(config: RunConfig, unknown: Set[str], cluster: Cluster | Non
         cluster: where it is to run; None: on what the config implies.
         source: where the config's values came from.
     """
+    unknown = unknown | {key.partition(".")[0] for key in config.auto}
     sections = {name: getattr(config, name) for name in RunConfig.model_fields.keys() - unknown}
     known, where = cast(RunConfig, SimpleNamespace(**sections)), cluster or cast(Cluster, SimpleNamespace())
     with suppress(AttributeError):

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from typing import Any, Final, Literal
 
-from framework.plan.weights import Shape
+from framework.config.model import ModelSection
+from framework.config.precision import BF16, FP16, Autocast
+from framework.config.run_config import RunConfig
+from framework.plan.balance import LayerFacts
+from framework.plan.forwards import Layers, Run, forward_of
+from framework.plan.plan import Plan
+from framework.plan.tape import Tape, Value
+from framework.plan.weights import Shape, buffer_bytes, named_weights
+
+Device = Literal["cpu", "cuda"]
+Arithmetic = Literal["fp32", "half", "autocast"]
 
 
 @dataclass(frozen=True)
@@ -21,9 +35,16 @@ class Part:
         saved_bytes: bytes that autograd keeps for the backward pass, without weights, and without what an earlier part
             keeps already.
         split_bytes: those of `saved_bytes` that tensor parallelism splits.
-        peak_bytes: bytes at most at any moment within it, beside what it keeps in the end.
+        peak_bytes: bytes at most at any moment of its forward pass, beside what it keeps in the end.
         output_bytes: bytes of its output: what recomputation keeps, and a pipeline sends.
         count: so many parts alike, one after the other; every figure is of one of them.
+        input_bytes: those of `saved_bytes` that are its input, which recomputation keeps as the output before it.
+        backward_bytes: bytes at most at any moment of its backward pass, beside what it has saved: gradients of values,
+            without those of weights.
+        passing_bytes: bytes at most at any moment of a forward pass that keeps nothing.
+        shared_params: trained elements that it shares with an earlier part.
+        shares: name of that part.
+        may_start_stage: whether a pipeline may be cut before it.
     """
 
     name: str
@@ -35,6 +56,16 @@ class Part:
     peak_bytes: int
     output_bytes: int
     count: int = 1
+    input_bytes: int = 0
+    backward_bytes: int = 0
+    passing_bytes: int = 0
+    shared_params: int = 0
+    shares: str = ""
+    may_start_stage: bool = True
+
+
+# What grows with the samples of a micro-batch: all but weights.
+_GROWS: Final = frozenset({"flops", *(name for name in Part.__dataclass_fields__ if name.endswith("_bytes"))})
 
 
 @dataclass(frozen=True)
@@ -48,6 +79,7 @@ class ModelWork:
         num_samples: of the micro-batch.
         num_tokens: of the micro-batch; None for models that know none.
         is_traced: whether it was found by a pass over the model; else by closed form.
+        frozen: name -> shape of the weights that are not trained.
     """
 
     weights: Mapping[str, Shape]
@@ -56,3 +88,223 @@ class ModelWork:
     num_samples: int
     num_tokens: int | None = None
     is_traced: bool = False
+    frozen: Mapping[str, Shape] = field(default_factory=dict)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of a forward pass."""
+        return sum(part.flops * part.count for part in self.parts)
+
+    def of_samples(self, count: int) -> ModelWork:
+        """The same of a micro-batch of so many samples: all but its weights grows with them."""
+        if count == self.num_samples or not self.num_samples:
+            return self
+
+        def grown(part: Part) -> Part:
+            sizes = {name: size * count // self.num_samples for name, size in vars(part).items() if name in _GROWS}
+            return replace(part, **sizes)
+
+        tokens = None if self.num_tokens is None else self.num_tokens * count // self.num_samples
+        return replace(self, parts=tuple(map(grown, self.parts)), num_samples=count, num_tokens=tokens)
+
+    @cached_property
+    def _names(self) -> dict[str, list[str]]:
+        """Layer, or any other part of a dotted name -> the weights under it."""
+        found: dict[str, list[str]] = {}
+        for name in (*self.weights, *self.frozen):
+            place = name
+            while place := place.rpartition(".")[0]:
+                found.setdefault(place, []).append(name)
+        return found
+
+    def names_of(self, layer: Part) -> list[str]:
+        """Names of the weights of a layer, with those that it shares."""
+        return [*self._names.get(layer.name, ()), *(self._names.get(layer.shares, ()) if layer.shares else ())]
+
+    @cached_property
+    def facts(self) -> tuple[LayerFacts, ...]:
+        """Facts about each layer, without the loss, as a cut into stages takes them."""
+        found = []
+        for layer in list(self.layers())[:-1]:
+            shapes = [self.weights[name] for name in self.names_of(layer) if name in self.weights]
+            groups = frozenset("matrices" if len(shape) > 1 else "biases and norms" for shape in shapes)
+            num_params, may_start = layer.num_params + layer.shared_params, layer.may_start_stage
+            found.append(LayerFacts(layer.name, layer.name, num_params, may_start_stage=may_start, groups=groups))
+        return tuple(found)
+
+    def layers(self) -> Iterator[Part]:
+        """Every part by itself, as often as it is there; of several alike the names count on."""
+        for part in self.parts:
+            path, _, first = part.name.rpartition(".")
+            for number in range(part.count):
+                name = part.name if part.count == 1 else f"{path}.{int(first) + number}"
+                yield replace(part, name=name, count=1)
+
+
+def named_work(config: RunConfig, micro_size: int, *, device: Device = "cuda") -> ModelWork | None:
+    """Work of a run's model, in closed form.
+
+    Where only the user's own data knows the length of sequences, the model's longest is taken; a loss of the user's own
+    counts as the one that belongs to the model.
+
+    Args:
+        config: the run.
+        micro_size: samples in a micro-batch.
+        device: what it runs on: attention, dropout and norms keep other things on each.
+
+    Returns:
+        The work; None for a model of the user's own, and for images whose size only the data knows.
+    """
+    shape, model = config.data.image_shape(), config.model
+    image_size = getattr(model, "image_size", None) or (shape.size if shape else None)
+    precision: Arithmetic = "half" if isinstance(config.precision, BF16 | FP16) else "fp32"
+    length = getattr(config.data, "sequence_length", None)
+    frozen = frozen_weights(named_weights(model) or {}, config.training.freeze)
+    return model_work(
+        model,
+        micro_size=micro_size,
+        sequence_length=length,
+        image_size=image_size,
+        arithmetic="autocast" if isinstance(config.precision, Autocast) else precision,
+        device=device,
+        frozen=frozen,
+        zero_stage=config.zero.stage,
+    )
+
+
+def frozen_weights(weights: Iterable[str], patterns: Sequence[str]) -> set[str]:
+    """Names of weights that a pattern of `training.freeze` matches from beginning to end."""
+    return {name for name in weights for pattern in patterns if re.fullmatch(pattern, name)}
+
+
+def work_of(plan: Plan) -> ModelWork | None:
+    """Work of a plan's model on its micro-batch and kind of device, GPUs where it names none; None as `named_work`."""
+    return named_work(plan.config, plan.layout.micro_size, device="cpu" if plan.cluster.device == "cpu" else "cuda")
+
+
+def model_work(
+    model: ModelSection,
+    *,
+    micro_size: int,
+    sequence_length: int | None = None,
+    image_size: int | None = None,
+    arithmetic: Arithmetic = "half",
+    device: Device = "cuda",
+    frozen: Collection[str] = (),
+    zero_stage: int = 0,
+) -> ModelWork | None:
+    """Work of a named model of any shape, in closed form.
+
+    Args:
+        model: the section of a run config that describes it.
+        micro_size: samples in a micro-batch.
+        sequence_length: tokens in a sample; left out: as many as the model has positions.
+        image_size: height and width of an image in pixels.
+        arithmetic: weights and values in fp32, in bf16 or fp16 (``half``), or fp32 weights under torch's autocast.
+        device: what it runs on.
+        frozen: full names of weights that are not trained.
+        zero_stage: at 3 DeepSpeed has linear layers of its own.
+
+    Returns:
+        The work; None for a model of the user's own, and for images of unknown size.
+    """
+    layers, weights = forward_of(model), named_weights(model)
+    if layers is None or weights is None:
+        return None
+    tokens = getattr(model, "max_positions", None) and (sequence_length or model.max_positions)  # type: ignore[union-attr]
+    half = 2 if arithmetic == "half" else 4
+    if tokens:
+        inputs = Value((micro_size, tokens), 8, has_gradient=False)
+    elif image_size:
+        inputs = Value((micro_size, model.in_channels, image_size, image_size), half, has_gradient=False)  # type: ignore[union-attr]
+    else:
+        return None
+    tape = Tape(half, half if arithmetic != "autocast" else 2, device, lambda name: name not in frozen, zero_stage == 3)
+    trained = {name: shape for name, shape in weights.items() if name not in frozen}
+    parts = tuple(_parts(tape, layers, inputs, trained))
+    others = {name: shape for name, shape in weights.items() if name in frozen}
+    num_tokens = micro_size * tokens if tokens else None
+    return ModelWork(trained, buffer_bytes(model), parts, micro_size, num_tokens, frozen=others)
+
+
+def _parts(tape: Tape, layers: Layers, inputs: Value, weights: Mapping[str, Shape]) -> Iterator[Part]:
+    """Parts of all layers and of the loss; like layers with the same trained weights are one part with a count."""
+    value: Any = inputs
+    for name, run, count in layers:
+        part, last = None, None
+        for number in range(count):
+            place = name.format(number)
+            own = {
+                full.removeprefix(place): prod(shape) for full, shape in weights.items() if full.startswith(f"{place}.")
+            }
+            key = (own.keys(), getattr(value, "has_gradient", True))
+            if part is not None and key == last:
+                part = replace(part, count=part.count + 1)
+                continue
+            if part is not None:
+                yield part
+            part, value = _part(tape, place, run, value, weights)
+            last = key
+        if part is not None:
+            yield part
+    outputs = value if isinstance(value, tuple) else (value,)
+    yield _part(tape, "loss", _loss, outputs, weights)[0]
+
+
+def _loss(tape: Tape, outputs: tuple[Value, ...]) -> Value:
+    """Cross-entropy of each output, whose last dimension is classes."""
+    sums = []
+    for logits in outputs:
+        rows = prod(logits.shape[:-1])
+        targets = Value((rows,), 8, has_gradient=False)
+        sums.append(tape.cross_entropy(logits.view(rows, logits.shape[-1]), targets))
+    return tape.add(*sums)
+
+
+def _part(tape: Tape, name: str, run: Run, value: Any, weights: Mapping[str, Shape]) -> tuple[Part, Any]:
+    tape.start(name)
+    made = run(tape, value)
+    inputs, outputs = (each if isinstance(each, tuple) else (each,) for each in (value, made))
+    shares = tape.prefix if tape.prefix != name else ""
+    is_new = bool(inputs) and tape.saves_first(inputs[0])
+    part = Part(
+        name,
+        num_params=sum(prod(shape) for full, shape in weights.items() if full.startswith(f"{name}.")),
+        flops=tape.flops,
+        moved_bytes=tape.moved_bytes,
+        saved_bytes=tape.saved_bytes,
+        split_bytes=tape.split_bytes,
+        peak_bytes=tape.forward_bytes(*inputs, *outputs),
+        output_bytes=sum(output.num_bytes for output in outputs),
+        input_bytes=inputs[0].storage.num_bytes if is_new else 0,
+        backward_bytes=tape.backward_bytes(*outputs),
+        passing_bytes=tape.forward_bytes(*inputs, *outputs, keeps=False),
+        shared_params=prod(weights.get(f"{shares}.weight", (0,))),
+        shares=shares,
+        may_start_stage=not isinstance(value, tuple),
+    )
+    return part, made
+
+
+def saved_bytes(work: ModelWork, recompute_every: int = 0) -> int:
+    """Bytes that are kept for the backward pass, at the fullest moment.
+
+    Args:
+        work: of one micro-batch.
+        recompute_every: layers of a group that keeps only its input and runs again in the backward pass; 0: none.
+
+    Returns:
+        Everything that is saved; with recomputation the inputs of the groups up to the fullest one, and what that one
+        saves when it has run again. The loss belongs to no group.
+    """
+    *layers, loss = work.layers()
+    if not recompute_every:
+        return sum(part.saved_bytes for part in (*layers, loss))
+    inputs, most = 0, 0
+    for start in range(0, len(layers), recompute_every):
+        group = layers[start : start + recompute_every]
+        inputs += layers[start - 1].output_bytes if start else 0
+        own = sum(part.saved_bytes for part in group) - (group[0].input_bytes if start else 0)
+        is_last = start + recompute_every >= len(layers)
+        most = max(most, inputs + own + (loss.saved_bytes if is_last else 0))
+    return most

@@ -27,6 +27,7 @@ from framework.engine.protocol import Engine
 from framework.engine.weights import put_layer_weights, put_weights
 from framework.models.adapt import prepare_model
 from framework.models.sync_batch_norm import with_sync_batch_norm
+from framework.plan.honesty import PlanAgainstRun
 from framework.plan.plan import Plan
 from framework.setup.parts import make_train_loader
 from framework.setup.prepared import Prepared, order_of
@@ -107,6 +108,7 @@ def build_trainer(
         monitors.extend(
             make_monitors(plan.config, folder.path, total_steps=total_steps, from_step=start_step, held=held)
         )
+        monitors.append(Behind(PlanAgainstRun(plan, folder.path), after=held))
 
     def save(step: int, metrics: Mapping[str, float]) -> object:
         held.settle()

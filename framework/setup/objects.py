@@ -27,7 +27,8 @@ from framework.config.load import config_from_values
 from framework.config.optimizer import OptimizerObject
 from framework.config.run_config import RunConfig
 from framework.data.splits import Splits, given_splits
-from framework.errors import ConfigError, FrameworkError, Problem, UsageError
+from framework.engine.checkpoint_bytes import is_plain
+from framework.errors import ConfigError, FrameworkError, Problem
 from framework.models.layers import Layer
 from framework.text.typos import nearest
 
@@ -61,8 +62,11 @@ class Objects:
         """The datasets that were handed over; looked at once, however often they are asked for.
 
         Raises:
-            ConfigError: they are no datasets.
+            ConfigError: they are no datasets, or there are none for training.
         """
+        if self.eval_data is not None and self.train_data is None:
+            reason, fix = "it was handed over without train_data", "hand over train_data as well"
+            raise ConfigError.of("train-data-not-given", reason, fix, "eval_data")
         return None if self.train_data is None else given_splits(self.train_data, self.eval_data)
 
 
@@ -73,9 +77,6 @@ def config_with_objects(values: RunConfig | Mapping[str, Any], objects: Objects)
         ConfigError: with every problem found.
         UsageError: it is no config at all.
     """
-    if objects.eval_data is not None and objects.train_data is None:
-        reason, fix = "it was handed over without train_data", "hand over train_data as well"
-        raise ConfigError.of("train-data-not-given", reason, fix, "eval_data")
     # The default model reads images of the default data: data of one's own is hardly ever meant for it.
     if objects.train_data is not None and objects.model is None and not _names_model(values):
         fix = "hand over model=..., or name one in the config's model section"
@@ -130,29 +131,17 @@ def _sections(objects: Objects) -> dict[str, dict[str, Any]]:
         found["model"] = {"object": type_name(objects.model)}
     if (splits := objects.splits) is not None:
         found["data"] = {"object": type_name(splits.train), "train_samples": len(splits.train)}
-    elif objects.eval_data is not None:
-        raise UsageError("eval_data was given without train_data; give both, or name both in the config's data section")
     if objects.task is not None:
         found["task"] = {"object": type_name(objects.task)}
     if objects.optimizer is not None:
         # Of a `functools.partial` as much as JSON has: a run that goes on must have the same.
         keywords = objects.optimizer.keywords if isinstance(objects.optimizer, partial) else {}
-        args = {name: _listed(value) for name, value in keywords.items() if name != "lr" and _is_plain(value)}
+        args = {name: plain_values(value) for name, value in keywords.items() if name != "lr" and is_plain(value)}
         found["optimizer"] = {"object": type_name(objects.optimizer), "args": args}
         lr = keywords.get("lr")  # one that is no plain number (a tensor) is the optimizer's business
         if isinstance(lr, (int, float)) and not isinstance(lr, bool) and math.isfinite(lr) and lr >= 0:
             found["optimizer"]["lr"] = float(lr)
     return found
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
-
-
-def _listed(value: Any) -> Any:
-    return [_listed(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 # Arguments of `fit` that there are not: where what they mean is written instead.

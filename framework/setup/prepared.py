@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.resume_point import find_checkpoint
+from framework.checkpoint.resume_point import find_checkpoint, saved_manifest
 from framework.checkpoint.state.weight_files import LazyWeights
 from framework.config.load import Source
 from framework.config.run_config import RunConfig
@@ -20,6 +20,7 @@ from framework.dslint.judge import judge_passed_through
 from framework.engine.distributed import check_device, describe_environment, device_name, take_device_of_rank
 from framework.engine.weights import find_weights, refuse_other_layers
 from framework.errors import ConfigError, StorageError, counted
+from framework.plan.auto import chosen_here
 from framework.plan.cluster import Cluster, Device
 from framework.plan.plan import Plan, accepted, make_plan
 from framework.plan.render import render
@@ -113,7 +114,9 @@ def prepare(
     config = describe_objects(config, objects)
     # What is wrong with the config alone is told before anything is imported.
     if plan is None:
-        plan = make_plan(config, Cluster.from_environment(os.environ, device=device), source=source)
+        cluster = Cluster.from_environment(os.environ, device=device)
+        config = chosen_here(config, cluster, saved_manifest, source=source)
+        plan = make_plan(config, cluster, source=source)
     else:
         plan = plan.on_device(device, source)
     take_device_of_rank(os.environ)

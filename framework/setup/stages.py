@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -83,7 +83,7 @@ def cut_model(plan: Plan, parts: Parts) -> CutModel:
         reason = "its own forward() would not be called in a pipeline, whose stages call their layers themselves"
         fix = "move it into the model's layers, or set parallel.pipe: 1"
         raise ConfigError.of("task-forward-with-pipeline", reason, fix, "task", type(parts.task).__name__)
-    inputs = _first_inputs(plan, parts)
+    inputs, _ = first_batch(plan, parts)
     if not _is_tensors(inputs):
         handed = f"the task hands a {type(inputs).__name__} to the model"
         reason = f"{handed}, and a pipeline's first stage takes a tensor or a tuple of tensors"
@@ -116,7 +116,7 @@ def check_recomputed(plan: Plan, parts: Parts) -> None:
     model = parts.build_model()
     if not lists_layers(model):
         return
-    inputs = _first_inputs(plan, parts)
+    inputs, _ = first_batch(plan, parts)
     if _is_tensors(inputs):
         refuse_untrue_layers(model, inputs, seed=config.run.seed)
 
@@ -207,11 +207,11 @@ def _refuse_shared_weights(table: StageTable, surveyed: Sequence[Surveyed]) -> N
                     raise ConfigError.of("weight-on-two-stages", reason, fix, "model", f"{layer.name}.{name}")
 
 
-def _first_inputs(plan: Plan, parts: Parts) -> Any:
-    """Return the model's inputs of the run's first micro-batch."""
+def first_batch(plan: Plan, parts: Parts) -> tuple[Any, Any]:
+    """The model's inputs and the targets of the run's first micro-batch; a ConfigError where it cannot be read."""
     batches = make_train_loader(plan, parts.splits, rank=0, num_workers=0).stream(0)
     try:
-        inputs, _ = parts.task.split(next(batches))
+        return parts.task.split(next(batches))
     except FrameworkError:
         raise
     except Exception as error:
@@ -220,7 +220,6 @@ def _first_inputs(plan: Plan, parts: Parts) -> Any:
         raise ConfigError.of("first-batch-failed", reason, fix, "data") from error
     finally:
         batches.close()
-    return inputs
 
 
 def _is_tensors(inputs: Any) -> bool:
@@ -250,15 +249,15 @@ def describe(asked: Mapping[str, Any]) -> dict[str, Any]:
     return {"lines": list(table.lines()), "pipeline": table.to_dict()}
 
 
-def main() -> int:
+def answer(find: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> int:
     """Read a question from stdin and write the answer to stdout, both JSON; what user code prints goes to stderr."""
-    with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as answer:
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as output:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         with contextlib.redirect_stdout(sys.stderr):
-            reported = describe(json.load(sys.stdin))
-        json.dump(reported, answer)
+            reported = find(json.load(sys.stdin))
+        json.dump(reported, output)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(answer(describe))

@@ -6,7 +6,7 @@ A module of its own, because it needs nothing that is slow to import.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cache
 from typing import Final
 
@@ -18,24 +18,6 @@ _LONG: Final = 7  # from here on two letters may be wrong
 _LONGEST: Final = 80
 _SECOND: Final = 0.6  # as near as this, another name may have been meant...
 _AHEAD: Final = 0.25  # ...unless the nearest one is nearer by this much
-# Names from other tools, each with the names that DeepSpeed gives the same thing; which of them, the section tells.
-OTHER_WORDS: Final[Mapping[str, tuple[str, ...]]] = {
-    "learning_rate": ("lr",),
-    "max_grad_norm": ("gradient_clipping",),
-    "grad_clip": ("gradient_clipping",),
-    "clip_grad_norm": ("gradient_clipping",),
-    "entity": ("team",),
-    "max_lr": ("warmup_max_lr", "cycle_max_lr"),
-    "min_lr": ("warmup_min_lr", "cycle_min_lr", "lr_range_test_min_lr"),
-    "warmup_steps": ("warmup_num_steps",),
-    "total_steps": ("total_num_steps",),
-    **dict.fromkeys(
-        ("per_device_train_batch_size", "train_micro_batch_size", "micro_batch_size"),
-        ("train_micro_batch_size_per_gpu",),
-    ),
-}
-# The same, where the section around them has such a key; elsewhere they may be anything.
-WORDS_INSIDE: Final[Mapping[str, tuple[str, ...]]] = {"name": ("type",), "size": ("autotp_size", "autoep_size")}
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
@@ -54,9 +36,7 @@ def only_alike(word: str, known: Iterable[str], *, least: float) -> str | None:
 
 
 def means(written: str, known: str) -> bool:
-    """Check whether the written name can only be a slip for the known one, or is a word of another tool for it."""
-    if known in (*OTHER_WORDS.get(written, ()), *WORDS_INSIDE.get(written, ())):
-        return True
+    """Check whether the written name can only be a slip for the known one."""
     one, two = _plain(written).replace(" ", ""), _plain(known)
     if one == two:
         return True

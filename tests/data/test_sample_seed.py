@@ -159,11 +159,18 @@ def test_an_error_that_depends_on_a_draw_is_the_seeded_one() -> None:
 
 def test_tensors_are_read_as_a_whole_batch() -> None:
     tensors = TensorDataset(torch.arange(20.0).reshape(10, 2), torch.arange(10))
-    part = Subset(Subset(tensors, [9, 7, 5, 3]), [2, 0])
-    batch = collate(SeededSamples(part, seed=1, in_one=True).__getitems__(keys(1, 0, 1)))
-    expected = collate([part[1], part[0], part[1]])
-    assert all(torch.equal(own, other) for own, other in zip(batch, expected, strict=True))
-    assert isinstance(SeededSamples(part, seed=1).__getitems__(keys(1)), list)
+    for part in (Subset(Subset(tensors, [9, 7, 5, 3]), [2, 0]), Subset(tensors, [-1, 3])):
+        for seed in (1, None):
+            batch = collate(SeededSamples(part, seed=seed, in_one=True).__getitems__(keys(1, 0, 1)))
+            expected = collate([part[1], part[0], part[1]])
+            assert all(torch.equal(own, other) for own, other in zip(batch, expected, strict=True))
+        assert isinstance(SeededSamples(part, seed=1).__getitems__(keys(1)), list)
+
+
+def test_no_generator_is_watched_for_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("framework.data.sample_seed._GeneratorStates")
+    part = Subset(TensorDataset(torch.arange(10)), range(10))
+    assert SeededSamples(part, seed=1, in_one=True).__getitems__(keys(3)).fields[0].tolist() == [3]
 
 
 def test_the_second_of_two_normals_is_a_draw() -> None:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from framework.cli import main
 from framework.dslint.fixes import fixed_text
+from framework.dslint.keys import is_slip
 from framework.dslint.lint import lint
 from framework.text.hjson import parse_hjson
-from framework.text.typos import means
 from tests.dslint.differential.generate import questions
 
 
@@ -137,7 +137,7 @@ def test_an_edit_that_brings_an_error_is_not_made_and_the_others_are() -> None:
     ],
 )
 def test_what_is_a_slip(written: str, known: str, expected: bool) -> None:
-    assert means(written, known) is expected
+    assert is_slip(written, known) is expected
 
 
 @pytest.mark.slow

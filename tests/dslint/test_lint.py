@@ -294,7 +294,7 @@ def test_the_number_of_ranks_is_what_a_batch_is_held_against() -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "ds_configs/rendered").glob("*.json")), ids=lambda path: path.stem)
 def test_what_we_render_has_no_error(path: Path, release: str) -> None:
     """`train` needs 0.19.7 at least."""
-    topology = Topology(world_size=8, num_hosts=1)
+    topology = Topology(world_size=8)
     problems = lint(parse_hjson(path.read_text(), name=path.name), release=release, topology=topology)
     assert [str(problem) for problem in problems if problem.severity == "error"] == []
 

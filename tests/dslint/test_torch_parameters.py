@@ -14,8 +14,8 @@ import pytest
 
 from framework.dslint.facts import Topology
 from framework.dslint.lint import lint
-from framework.dslint.parameters import NEEDED, OPTIMIZERS, SCHEDULERS, mismatch
 from framework.dslint.rules.optimizer import TORCH_OPTIMIZERS, TORCH_SCHEDULES
+from framework.dslint.values import OPTIMIZERS, SCHEDULERS, mismatch
 from framework.text.document import Document
 
 torch = pytest.importorskip("torch")
@@ -194,7 +194,7 @@ def test_the_tables_know_every_class_and_parameter() -> None:
         signature = inspect.signature(getattr(torch.optim.lr_scheduler, name))
         assert set(known) == set(parameters(getattr(torch.optim.lr_scheduler, name))), name
         needed = [key for key, value in signature.parameters.items() if value.default is inspect.Parameter.empty]
-        assert set(needed) - {"optimizer"} == set(NEEDED.get(name, ())), name
+        assert set(needed) - {"optimizer"} == {key for key in known if known[key].get("required")}, name
 
 
 @pytest.mark.parametrize("schedule", ["CyclicLR", "OneCycleLR"])
@@ -227,5 +227,5 @@ def test_whole_numbers_beyond_64_bits_are_refused() -> None:
 
 
 def test_numbers_that_are_none_are_no_numbers() -> None:
-    assert mismatch(float("nan"), "number>=0") is not None
-    assert mismatch(float("inf"), "number") is not None
+    assert mismatch(float("nan"), {"type": "number", "minimum": 0}) is not None
+    assert mismatch(float("inf"), {"type": "number"}) is not None

@@ -27,9 +27,9 @@ KILLED = (
     "no room for it: set data.num_workers or data.prefetch_batches lower [data-worker-ended]"
 )
 FULL = (
-    "rank 1: the device has no memory left (2.00 GiB were asked for, 1.06 GiB of 79.15 GiB are free); set a smaller "
-    "batch.micro_size (batch.global_size may stay), training.recompute_every, a higher zero.stage or "
-    "zero.offload_optimizer [out-of-memory]"
+    "rank 1: the device has no memory left (2.00 GiB were asked for, 1.06 GiB of 79.15 GiB are free) in the forward "
+    "pass; set a smaller batch.micro_size (batch.global_size may stay), training.recompute_every, a higher zero.stage "
+    "or zero.offload_optimizer [out-of-memory]"
 )
 WORKERS = "data.num_workers=1"
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from framework.config.load import config_from_values
 from framework.engine.failures import explaining_failures, known_failure
 from framework.errors import TrainingError
+from framework.plan.alternatives import size_text
+from framework.plan.cluster import Cluster
+from framework.plan.memory import estimate
+from framework.plan.plan import make_plan
 from tests.jobs.failing_parts import NO_MEMORY
 
 STEP = (
@@ -74,6 +80,28 @@ def test_an_evaluation_has_a_batch_size_of_its_own() -> None:
         known_failure(raised.value)
         == "the device has no memory left; set a smaller evaluation.batch_size [out-of-memory]"
     )
+
+
+def test_a_plan_adds_moment_components_and_settings() -> None:
+    gpt = {"model": {"kind": "gpt", "size": "gpt2-xl"}, "data": {"kind": "text"}, "task": {"kind": "causal_lm"}}
+    config = config_from_values({**gpt, "zero": {"stage": 1}, "training": {"max_steps": 9}})
+    plan = make_plan(config, Cluster(devices_per_host=8, device="cuda"))
+    step = compile("def step(error): raise error", "/lib/deepspeed/runtime/engine.py", "exec")
+    scope: dict[str, Any] = {}
+    exec(step, scope)
+    with pytest.raises(TrainingError) as reported, explaining_failures(Path("logs"), plan):
+        scope["step"](torch.OutOfMemoryError(NO_MEMORY))
+    at_step = estimate(plan).moments["step"]
+    name, size = max(at_step.items(), key=lambda item: item[1])
+    assert (
+        f"are free) in the optimizer's step; by estimate {size_text(sum(at_step.values()))} then: "
+        f"{name} {size_text(size)}, "
+    ) in str(reported.value)
+    assert "; set zero.stage: 3" in str(reported.value)
+    assert str(reported.value).endswith(f" less); {STEP} [out-of-memory]")
+    host = "the host has no memory left for this process; set a smaller"
+    with pytest.raises(TrainingError, match=host), explaining_failures(Path("logs"), plan):
+        raise MemoryError
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
-from framework.engine.rendezvous import explaining_lost_peers, explaining_rendezvous, is_lost_peer
-from framework.errors import PeerLostError, TrainingError
+from framework.engine.rendezvous import explaining_rendezvous, is_lost_peer, lost_peer
+from framework.errors import PeerLostError, TrainingError, explaining
 
 DUPLICATE = (
     "NCCL error in: /pytorch/torch/csrc/distributed/NCCLUtils.cpp:94, invalid usage (run with NCCL_DEBUG=WARN for "
@@ -54,7 +56,7 @@ def test_another_rank_is_gone(error: RuntimeError) -> None:
     assert is_lost_peer(error)
     with (
         pytest.raises(PeerLostError, match=r"another rank has ended .*\[peer-lost\]$") as reported,
-        explaining_lost_peers(),
+        explaining(lost_peer),
     ):
         raise error
     assert reported.value.is_of_one_rank
@@ -74,13 +76,13 @@ def test_another_rank_is_gone(error: RuntimeError) -> None:
 def test_connections_of_others_are_no_ranks(error: Exception) -> None:
     """What a data set reads over a network ends with such words as well; its traceback is the only trace of it."""
     assert not is_lost_peer(error)
-    with pytest.raises(type(error)) as same, explaining_lost_peers():
+    with pytest.raises(type(error)) as same, explaining(lost_peer):
         raise error
     assert same.value is error
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-@pytest.mark.parametrize("telling", [explaining_lost_peers, explaining_rendezvous], ids=["later", "at-first"])
+@pytest.mark.parametrize("telling", [partial(explaining, lost_peer), explaining_rendezvous], ids=["later", "at-first"])
 def test_what_nccl_refuses_here_is_told_in_its_last_words(
     monkeypatch: pytest.MonkeyPatch, rank: str, telling: object
 ) -> None:
@@ -98,7 +100,7 @@ def test_what_nccl_refuses_here_is_told_in_its_last_words(
 
 
 def test_nccl_without_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TrainingError, match=r"NCCL fails: no backend for it; NCCL_DEBUG"), explaining_lost_peers():
+    with pytest.raises(TrainingError, match=r"NCCL fails: no backend for it; NCCL_DEBUG"), explaining(lost_peer):
         raise DistBackendError("no backend\nfor it")
 
 

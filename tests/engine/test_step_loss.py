@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from framework.engine.step_loss import StepLoss
 from framework.errors import ConfigError
 from framework.setup.objects import call_factory
 from framework.tasks.causal_lm import CausalLM
+from framework.tasks.classification import Classification
 from framework.tasks.task import Ratio, Task
 from tests.jobs import parts
 from tests.jobs.parts import MaskedPrompts
@@ -206,6 +209,24 @@ def test_a_mean_is_read_one_micro_batch_at_a_time(one_rank: None) -> None:
     of_step = StepLoss(Mean(), micro_batches=2)
     outputs, targets = next(of_step.weighted(stream()))
     assert (read, of_step(outputs, targets).item()) == ([0], 0.0)
+
+
+def test_one_target_for_each_sample_is_counted_once(one_rank: None) -> None:
+    class Asked(Classification):
+        times = 0
+
+        def count(self, targets: torch.Tensor) -> torch.Tensor:
+            self.times += 1
+            return super().count(targets)
+
+    counted: list[torch.Tensor] = []
+    sums: Any = SimpleNamespace(ranks=2, divisor=8.0, device=None, count=counted.append)
+    of_step = StepLoss(task := Asked(), micro_batches=2, sums=sums)
+    pairs = [(torch.zeros(3, 4), torch.tensor([0, -100, 1])), (torch.zeros(3, 4), torch.full((3,), -100))]
+    for _ in range(3):
+        losses = [of_step(outputs, targets).item() for outputs, targets in of_step.weighted(iter(pairs))]
+        assert losses == [pytest.approx(2 * math.log(4) * 2 * 2 / 8), 0.0]
+    assert ([float(number) for number in counted], task.times) == ([2.0, 0.0] * 3, 1)
 
 
 class _CountOnly(CausalLM):

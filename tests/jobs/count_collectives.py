@@ -1,4 +1,4 @@
-"""Counts the collectives of one step between two logged points: count_collectives.py OUT.json."""
+"""Counts the collectives of one step between two logged points, and looks for GPUs: count_collectives.py OUT.json."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import json
 import os
 import sys
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed
+from deepspeed.utils import nvtx
 
 from framework.config.load import config_from_values
 from framework.engine.distributed import process_group, rank
@@ -18,7 +21,10 @@ from framework.engine.plain_engine import build_engine
 from framework.setup.prepared import prepare
 from framework.tasks.task import Task, as_task
 
-_COUNTED = ("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor")
+_COLLECTIVES = ("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor")
+_COUNTED: list[tuple[Any, str]] = [(torch.distributed, name) for name in _COLLECTIVES]
+if not torch.cuda.is_available():
+    _COUNTED += [(torch.cuda, "_raw_device_count_nvml"), (nvtx, "_range_push")]
 
 
 class Squares(Task):
@@ -56,22 +62,18 @@ def main() -> None:
 
 def _counted(step: Any) -> dict[str, int]:
     calls: Counter[str] = Counter()
-    originals = {name: getattr(torch.distributed, name) for name in _COUNTED}
 
-    def counting(name: str) -> Any:
+    def counting(name: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             calls[name] += 1
-            return originals[name](*args, **kwargs)
+            return function(*args, **kwargs)
 
         return call
 
-    for name in _COUNTED:
-        setattr(torch.distributed, name, counting(name))
-    try:
+    with ExitStack() as patches:
+        for module, name in _COUNTED:
+            patches.enter_context(mock.patch.object(module, name, counting(name, getattr(module, name))))
         step()
-    finally:
-        for name, original in originals.items():
-            setattr(torch.distributed, name, original)
     return dict(calls)
 
 

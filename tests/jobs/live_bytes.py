@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from framework.config.load import config_from_values
 from framework.engine.distributed import gather, process_group, rank
-from framework.engine.model_build import build_model
-from framework.engine.plain_engine import build_engine
+from framework.setup.assemble import assemble_engine
 from framework.setup.prepared import prepare
 from framework.tasks.task import Task
 
@@ -102,20 +101,33 @@ class Saved:
     def total(self) -> int:
         return sum(self._found.values())
 
+    def without(self, tensors: Sequence[torch.Tensor]) -> int:
+        """The total without what was there before."""
+        known = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        return sum(size for number, size in self._found.items() if number not in known)
+
+
+LINEAR = torch.nn.functional.linear
+
 
 def measure(case: Mapping[str, Any]) -> list[int]:
+    torch.nn.functional.linear = LINEAR  # DeepSpeed replaces it at stage 3, to the end of the process
     prepared = prepare(config_from_values(case["config"]))
-    earlier = live_storages()
-    model = build_model(prepared.parts.build_model, ds_config=prepared.ds_config, draws_in_pieces=True)
-    task = prepared.parts.task
-    engine = build_engine(prepared.plan, ds_config=prepared.ds_config, model=model, task=task)
+    earlier, task = live_storages(), prepared.parts.task
+    engine: Any = assemble_engine(prepared)
     start = bytes_beside(earlier)
     batch, steps = make_batch(case), prepared.plan.layout.accumulation_steps
     for _ in range(2):
         engine.train_step(iter([batch] * steps))
     between = bytes_beside(earlier)
+    quiet = between - sum(tensor.nbytes for tensor in batch)  # the micro-batch is of the passes
     most = {"forward": 0, "backward": 0, "step": 0}
     ledger, deepspeed_engine = Ledger(), engine.engine
+    if prepared.cut is not None:  # a stage is told by a schedule when to run: one figure for the whole step
+        with ledger:
+            engine.train_step(iter([batch] * steps))
+        engine.close()
+        return [start, quiet, *[between + ledger.cut()] * 3, 0]
 
     def counted(run: Callable[..., Any], name: str) -> Callable[..., Any]:
         def within(*values: Any, **named: Any) -> Any:
@@ -131,14 +143,15 @@ def measure(case: Mapping[str, Any]) -> list[int]:
 
     own = deepspeed_engine.backward, deepspeed_engine.step
     deepspeed_engine.backward, deepspeed_engine.step = counted(own[0], "backward"), counted(own[1], "step")
-    saved = Saved(model)
+    saved = Saved(deepspeed_engine.module)
     with ledger:
         engine.train_step(iter([batch] * steps))
     deepspeed_engine.backward, deepspeed_engine.step = own
     with saved.hooks:
-        task.loss(task.forward(deepspeed_engine, batch[0]), batch[1])
+        inputs, targets = task.split(batch)
+        task.loss(task.forward(deepspeed_engine, inputs), targets)
     engine.close()
-    return [start, between, *(between + each for each in most.values()), saved.total]
+    return [start, quiet, *(between + each for each in most.values()), saved.total]
 
 
 def settle(ledger: Ledger) -> None:
@@ -149,10 +162,9 @@ def settle(ledger: Ledger) -> None:
     ledger.cut()
 
 
-def make_batch(case: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """One micro-batch: zeros of the input's shape, and of the target's."""
-    inputs, targets = (torch.zeros(shape, dtype=getattr(torch, dtype)) for dtype, shape in case["batch"])
-    return inputs, targets
+def make_batch(case: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    """One micro-batch of zeros, in the shapes that the case names."""
+    return tuple(torch.zeros(shape, dtype=getattr(torch, dtype)) for dtype, shape in case["batch"])
 
 
 def main() -> None:

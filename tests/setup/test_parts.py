@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
 from framework.data.prepare import prepare
-from framework.errors import ConfigError, UsageError
+from framework.errors import ConfigError
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
 from framework.setup.objects import Objects, describe_objects
@@ -217,7 +217,7 @@ class TestData:
         gather(data=at("with_classes", classes=3), model=model)  # not a list: the attribute means something else
 
     def test_evaluation_data_alone(self) -> None:
-        with pytest.raises(UsageError, match="eval_data was given without train_data"):
+        with pytest.raises(ConfigError, match="eval_data: it was handed over without train_data"):
             gather(Objects(eval_data=DATA))
 
     def test_objects_keep_the_loader_settings(self) -> None:

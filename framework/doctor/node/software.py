@@ -73,17 +73,25 @@ def check_versions(need: Need) -> Check:
 
 def check_code(need: Need) -> Check:
     """Hashes of the framework's code, of the run config and of the modules that it names."""
-    hashes = {"framework": hash_of_files(Path(framework.__file__).parent)}
+    hashes = {"framework": hash_of_framework()}
     hashes |= {module: hash_of_files(place) for module in need.targets if (place := _place_of(module)) is not None}
     stated = ", ".join(f"{name} {value}" for name, value in hashes.items())
     config = f"config {need.config_hash}, " if need.config_hash else ""
     return Check("code", f"{config}{stated}", (), {"code": hashes, "config": need.config_hash})
 
 
-def hash_of_files(place: Path) -> str:
-    """Of the names and contents of a folder's Python files, or of one file; the same wherever it lies."""
-    digest = hashlib.sha256()
-    folder, files = (place, sorted(place.rglob("*.py"))[:_MOST_FILES]) if place.is_dir() else (place.parent, [place])
+def hash_of_framework() -> str:
+    """Of the framework's code, and of the tables beside it."""
+    return hash_of_files(Path(framework.__file__).parent, ".py", ".json")
+
+
+def hash_of_files(place: Path, *endings: str) -> str:
+    """Of the names and contents of a folder's files, by default those of Python, or of one file; the same wherever it
+    lies.
+    """
+    digest, endings = hashlib.sha256(), endings or (".py",)
+    found = sorted(file for ending in endings for file in place.rglob(f"*{ending}"))
+    folder, files = (place, found[:_MOST_FILES]) if place.is_dir() else (place.parent, [place])
     for file in files:
         digest.update(str(file.relative_to(folder)).encode() + b"\0")
         try:

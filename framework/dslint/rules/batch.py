@@ -14,13 +14,6 @@ _SEQUENCE: Final = "sequence_parallel_size"
 
 
 @rule()
-def batch_size_missing(facts: Facts) -> Found:
-    """deepspeed/runtime/config.py `_set_batch_related_parameters`: one of the two sizes has to be there."""
-    if not facts.given(GLOBAL) and not facts.given(MICRO) and not _is_elastic(facts):
-        yield MICRO, f"DeepSpeed needs {GLOBAL} or {MICRO}, and neither is given", f"set {MICRO}: 1"
-
-
-@rule()
 def batch_arithmetic(facts: Facts) -> Found:
     """deepspeed/runtime/config.py `_batch_assertion`: train_batch_size = micro x accumulation x data-parallel ranks.
 
@@ -29,7 +22,7 @@ def batch_arithmetic(facts: Facts) -> Found:
     """
     sizes = {name: facts.whole(name) for name in (GLOBAL, MICRO, STEPS)}
     total, micro, steps = sizes.values()
-    if _is_elastic(facts):
+    if facts.is_elastic:
         return  # whatever is written, elasticity sets all three
     if total is None or any(facts.given(name) and (size is None or size < 1) for name, size in sizes.items()):
         return  # nothing to multiply, or a type or a range is at fault
@@ -55,14 +48,10 @@ def elastic_batch_sizes(facts: Facts) -> Found:
     """deepspeed/runtime/config.py `DeepSpeedConfig` until 0.19.8: `elasticity` sets the sizes, and refuses any."""
     written = [name for name in (GLOBAL, MICRO, STEPS) if name in facts.values]
     ignored = "elasticity.ignore_non_elastic_batch_info"
-    if _is_elastic(facts) and written and not facts.get(ignored):
+    if facts.is_elastic and written and not facts.get(ignored):
         removals = " and ".join(f"remove {name}" for name in written)
         reason = "elasticity sets the batch sizes, and takes none beside its own"
         yield written[0], reason, f"{removals}, or set {ignored}: true"
-
-
-def _is_elastic(facts: Facts) -> bool:
-    return bool(facts.get("elasticity.enabled")) and not facts.since("0.19.8")
 
 
 def _fits(total: int, micro: float | None, steps: float | None, ranks: float) -> bool:
@@ -101,14 +90,6 @@ def sequence_parallel_mesh(facts: Facts) -> Found:
 def _mesh_fits(facts: Facts) -> bool:
     sequence, data, world = facts.whole(_SEQUENCE, 1), facts.whole("data_parallel_size", 1), facts.world_size
     return world is None or sequence is None or data is None or sequence * data == world
-
-
-@rule("warning", since="0.17.0")
-def data_parallel_size_alone(facts: Facts) -> Found:
-    """deepspeed/__init__.py `initialize`: `data_parallel_size` is read beside `sequence_parallel_size` only."""
-    if facts.given("data_parallel_size") and not facts.given(_SEQUENCE):
-        reason = "without sequence_parallel_size DeepSpeed does not look at it"
-        yield "data_parallel_size", reason, "remove data_parallel_size"
 
 
 @rule(since="0.17.0")

@@ -9,81 +9,17 @@ from framework.dslint.rules.base import Found, rule
 
 _STAGE: Final = "zero_optimization.stage"
 _OPTIMIZER: Final = "zero_optimization.offload_optimizer"
-_PARAM: Final = "zero_optimization.offload_param"
 _ZENFLOW: Final = "zero_optimization.zenflow"
 _SUPER: Final = f"{_OPTIMIZER}.super_offload"
 _CORES: Final = f"{_OPTIMIZER}.cpuadam_cores_perc"
-_CONTIGUOUS: Final = "zero_optimization.contiguous_gradients"
-_OVERLAP: Final = "zero_optimization.overlap_comm"
-# torch's Adam is in those of mup.
-_ADAMS: Final = ("adam", "adamw", "muadam", "muadamw")
 _TORCH_ADAMW: Final = frozenset(
     ("lr", "betas", "eps", "weight_decay", "amsgrad", "foreach", "maximize", "capturable", "differentiable", "fused")
 )
 
 
-@rule()
-def offload_without_zero(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `zero_use_cpu_optimizer` picks the CPU optimizer at stage 0 too.
-
-    On GPUs the CPU kernel then meets GPU tensors in the first step; on CPU machines nothing is offloaded.
-    """
-    if facts.stage == 0 and facts.offloads_optimizer:
-        yield (
-            f"{_OPTIMIZER}.device",
-            "at stage 0 nothing is offloaded: the CPU optimizer is handed the device's weights",
-            f'set {_STAGE}: 2 or {_OPTIMIZER}.device: "none"',
-            "warning" if facts.topology.device == "cpu" else "error",
-        )
-
-
-@rule()
-def lamb_with_offload(facts: Facts) -> Found:
-    """deepspeed/ops/lamb/fused_lamb.py `FusedLamb`: "Currently GPU-only"; it is built whatever the offload.
-
-    Its kernel asserts that the weights are on the GPU, in the first step, and those that it is handed are on the host.
-    """
-    if facts.optimizer == "lamb" and facts.offloads_optimizer and facts.stage and not facts.uses_bf16_optimizer:
-        reason = "DeepSpeed's Lamb has no form for the host, where its states are"
-        yield "optimizer.type", reason, f'set optimizer.type: "AdamW" or {_OPTIMIZER}.device: "none"'
-
-
-@rule("warning")
-def nvme_optimizer_in_memory(facts: Facts) -> Found:
-    """deepspeed/runtime/zero/stage_1_and_2.py `DeepSpeedZeroOptimizer`: any device but none means host memory."""
-    if facts.optimizer_device == "nvme" and facts.stage in (1, 2):
-        reason = f"stage {facts.stage} keeps the states in host memory instead"
-        yield f"{_OPTIMIZER}.device", reason, f'set {_OPTIMIZER}.device: "cpu" or {_STAGE}: 3'
-
-
-@rule("warning")
-def param_offload_ignored(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_configure_zero_optimizer`: only stage 3 is handed `offload_param_config`."""
-    if facts.param_device in ("cpu", "nvme") and facts.stage in (0, 1, 2):
-        reason = f"stage {facts.stage} keeps parameters on the device"
-        yield f"{_PARAM}.device", reason, f"set {_STAGE}: 3 or remove {facts.written(_PARAM)}"
-
-
-@rule()
-def nvme_path_missing(facts: Facts) -> Found:
-    """deepspeed/runtime/zero/stage3.py `_configure_tensor_swapping`, partition_parameters.py: it has no default."""
-    for section, device in ((_OPTIMIZER, facts.optimizer_device), (_PARAM, facts.param_device)):
-        key = f"{section}.nvme_path"
-        if facts.stage == 3 and device == "nvme" and not facts.given(key):
-            yield key, "offload to nvme needs a folder on it", f'set {key}: "/local_nvme"'
-
-
 def _is_partial(facts: Facts) -> bool:
     ratio = facts.number(f"{_OPTIMIZER}.ratio", 1.0)
     return ratio is not None and ratio < 1
-
-
-@rule()
-def partial_offload_needs_stage_3(facts: Facts) -> Found:
-    """deepspeed/runtime/zero/config.py `offload_ratio_check`: "Partial offloading only supported for ZeRO Stage 3."."""
-    if _is_partial(facts) and facts.stage in (0, 1, 2):
-        reason = f"stage {facts.stage} offloads all or nothing"
-        yield f"{_OPTIMIZER}.ratio", reason, f"set {_OPTIMIZER}.ratio: 1.0 or {_STAGE}: 3"
 
 
 @rule()
@@ -104,41 +40,11 @@ def cpu_adam_or(facts: Facts, otherwise: str) -> str:
     return f"set {' and '.join(needed)} or {otherwise}" if needed and not facts.given(_ZENFLOW) else f"set {otherwise}"
 
 
-@rule("warning", since="0.18.0", on=_SUPER)
-def super_offload_ignored(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `super_offload` is asked at stage 3 only."""
-    if facts.stage in (1, 2):
-        yield _SUPER, f"it does nothing at stage {facts.stage}", f"set {_SUPER}: false or {_STAGE}: 3"
-
-
-@rule(since="0.18.0", on=_SUPER)
-def super_offload_needs_adam(facts: Facts) -> Found:
-    """deepspeed/runtime/superoffload/superoffload_stage3.py `optimizer_configs`: `amsgrad` is read from Adam's groups.
-
-    Any other optimizer of a JSON ends in a KeyError there. Without a device to offload to, the fused Adam does as well,
-    and torch's in the first step, which looks for `subgroup_to_device`.
-    """
-    if facts.stage == 3 and facts.optimizer_device == "none":
-        yield _SUPER, "nothing is offloaded", f'set {_OPTIMIZER}.device: "cpu" or {_SUPER}: false'
-    elif facts.stage == 3 and facts.optimizer and facts.optimizer not in _ADAMS:
-        fix = f'set optimizer.type: "AdamW" or {_SUPER}: false'
-        yield "optimizer.type", "SuperOffload works with Adam only", fix
-
-
 @rule(since="0.18.0", on=_SUPER)
 def super_offload_needs_cores(facts: Facts) -> Found:
     """deepspeed/runtime/superoffload/superoffload_utils.py `cpuadam_cores_perc`: "must be between 0 and 1", above 0."""
     if facts.stage == 3 and facts.number(_CORES) == 0:
         yield _CORES, "Adam on the host needs a share of the cores", f"set {_CORES}: 0.8"
-
-
-@rule("warning")
-def contiguous_gradients_forced(facts: Facts) -> Found:
-    """deepspeed/runtime/zero/stage_1_and_2.py `contiguous_gradients`: "CPU-Offload requires contiguous gradients"."""
-    off = facts.flag(_CONTIGUOUS, True) is False
-    if off and facts.stage in (1, 2) and facts.offloads_optimizer and not facts.uses_bf16_optimizer:
-        reason = "with an offloaded optimizer they are contiguous whatever it says"
-        yield _CONTIGUOUS, reason, f"set {_CONTIGUOUS}: true"
 
 
 @rule(since="0.17.5")
@@ -175,14 +81,6 @@ def zenflow_intervals(facts: Facts) -> Found:
         yield key, f"it must not be smaller than update_interval {update}", f"set {key}: {update}"
 
 
-@rule(since="0.17.5", on=f"{_ZENFLOW}.offload")
-def zenflow_needs_overlap(facts: Facts) -> Found:
-    """deepspeed/runtime/zenflow/zenflow_stage_1_and_2.py `offload_selective_optimizer`: "should be used with"."""
-    if facts.stage and facts.flag(_OVERLAP, facts.stage == 3) is False:
-        fix = f"set {_OVERLAP}: true or {_ZENFLOW}.offload: false"
-        yield _OVERLAP, "zenflow.offload needs overlapped communication", fix
-
-
 @rule(since="0.17.5")
 def zenflow_params(facts: Facts) -> Found:
     """deepspeed/runtime/zenflow/zenflow_stage_1_and_2.py `selective_optimizer`: torch's AdamW with all parameters."""
@@ -195,19 +93,6 @@ def zenflow_params(facts: Facts) -> Found:
         if name not in _TORCH_ADAMW:
             reason = "ZenFlow hands all parameters to an AdamW that does not know it"
             yield f"optimizer.params.{name}", reason, f"remove optimizer.params.{name} or remove {_ZENFLOW}"
-
-
-@rule(since="0.17.5")
-def zenflow_needs_adam(facts: Facts) -> Found:
-    """deepspeed/ops/adam/zenflow_cpu_adam.py `step_id`: ZenFlow calls `step(step_id=...)`, for its Adam alone."""
-    if not facts.given(_ZENFLOW) or not facts.stage or not facts.optimizer or not facts.offloads_optimizer:
-        return
-    key, right = "optimizer.type", '"AdamW"'
-    if facts.optimizer in ("adam", "adamw"):
-        key, right = "optimizer.params.torch_adam", "false"
-        if facts.stage != 3 or not facts.flag(key):
-            return
-    yield key, "ZenFlow works with DeepSpeed's Adam only", f"set {key}: {right} or remove {_ZENFLOW}"
 
 
 @rule("warning", since="0.17.5")

@@ -6,8 +6,8 @@ import re
 from typing import Final
 
 from framework.dslint.facts import DEEPSPEED_OPTIMIZERS, REMOVED_OPTIMIZERS, Facts
-from framework.dslint.parameters import OPTIMIZERS, SCHEDULERS
 from framework.dslint.rules.base import Found, rule
+from framework.dslint.values import OPTIMIZERS, SCHEDULERS
 from framework.text.typos import nearest
 
 # Classes of torch.optim; Muon came with torch 2.9. DeepSpeed takes them by exact name.
@@ -15,14 +15,7 @@ TORCH_OPTIMIZERS: Final = OPTIMIZERS.keys() | {"Adagrad", "Adam", "AdamW", "Muon
 # What ZeRO was tested with. mup's MuAdam and MuAdamW build torch's Adam, which is on the list; MuSGD builds SGD.
 TESTED: Final = frozenset({"adam", "adamw", "adagrad", "lion", "muon", "muadam", "muadamw"})
 _CLASS: Final = re.compile(r"^(?:DeepSpeed)?(?:CPU|Fused)?_?", re.IGNORECASE)
-_NO_STEP: Final = {
-    "LBFGS": "it asks for a closure that computes the loss again, and DeepSpeed gives none",
-    "SparseAdam": "it takes sparse gradients only, and those of most layers are dense",
-}
 _TYPE: Final = "optimizer.type"
-_AMSGRAD: Final = "optimizer.params.amsgrad"
-_SCATTER: Final = "zero_optimization.reduce_scatter"
-_QUANTIZED: Final = "zero_optimization.zero_quantized_gradients"
 
 
 @rule()
@@ -43,13 +36,6 @@ def optimizer_unknown(facts: Facts) -> Found:
 
 
 @rule()
-def optimizer_cannot_step(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_take_model_step`: `step` is called without a closure, and gradients are dense."""
-    if facts.optimizer in _NO_STEP:
-        yield _TYPE, _NO_STEP[facts.optimizer], f'set {_TYPE}: "AdamW"'
-
-
-@rule()
 def optimizer_untested(facts: Facts) -> Found:
     """deepspeed/runtime/zero/utils.py `is_zero_supported_optimizer`, for engine.py `_do_optimizer_sanity_check`."""
     name = facts.optimizer
@@ -60,60 +46,6 @@ def optimizer_untested(facts: Facts) -> Found:
         yield _TYPE, reason, "set zero_allow_untested_optimizer: true"
 
 
-@rule("note")
-def optimizer_from_code(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_configure_zero_optimizer`: "zero stage {} requires an optimizer".
-
-    Without ZeRO the first backward asks for one; stage 3 makes do with none until the first step.
-    """
-    if facts.given(_TYPE) or facts.stage is None or _asks_for_a_cpu_optimizer(facts):
-        return
-    when = {0: "stops at its first backward", 3: "stops at its first step"}.get(facts.stage, "does not start")
-    yield (
-        "optimizer",
-        f"there is none: at stage {facts.stage} training {when} unless deepspeed.initialize is given one",
-        "pass optimizer=, or add an optimizer section",
-    )
-
-
-def _asks_for_a_cpu_optimizer(facts: Facts) -> bool:
-    forced = facts.get("zero_force_ds_cpu_optimizer", True)
-    return bool(facts.offloads_optimizer and not facts.given("optimizer") and facts.stage and forced)
-
-
-@rule("note")
-def offload_needs_cpu_optimizer(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_configure_optimizer`: raises for a client optimizer that is not for the CPU."""
-    if _asks_for_a_cpu_optimizer(facts):
-        yield (
-            "zero_optimization.offload_optimizer.device",
-            "the optimizer comes from code and must be DeepSpeedCPUAdam or DeepSpeedCPULion",
-            "set zero_force_ds_cpu_optimizer: false, which is slower, or add an optimizer section",
-        )
-
-
-@rule()
-def lamb_with_fixed_loss_scale(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_do_sanity_check`: "optimizer requires dynamic loss scaling", without fp16 too."""
-    if facts.optimizer == "lamb" and (facts.number("fp16.loss_scale") or 0) > 0:
-        yield "fp16.loss_scale", "DeepSpeed's Lamb needs dynamic loss scaling", "set fp16.loss_scale: 0"
-
-
-@rule(since="0.18.9")
-def muon_with_reduce_scatter(facts: Facts) -> Found:
-    """deepspeed/runtime/zero/stage3.py `DeepSpeedZeroOptimizer_Stage3`: "Muon and reduce scatter cannot be used"."""
-    if facts.optimizer == "muon" and facts.stage == 3 and facts.flag(_SCATTER, True):
-        reason = "Muon at stage 3 cannot use reduce-scatter, which is on unless turned off"
-        yield _SCATTER, reason, f"set {_SCATTER}: false"
-
-
-@rule(since="0.18.9", on=_QUANTIZED)
-def muon_with_quantized_gradients(facts: Facts) -> Found:
-    """deepspeed/runtime/zero/stage3.py `DeepSpeedZeroOptimizer_Stage3`: "Muon and all2all process group"."""
-    if facts.optimizer == "muon" and facts.stage == 3:
-        yield _QUANTIZED, "Muon at stage 3 cannot use quantized gradients", f"set {_QUANTIZED}: false"
-
-
 @rule("warning")
 def adam_is_adamw(facts: Facts) -> Found:
     """deepspeed/runtime/config.py `ADAM_W_MODE_DEFAULT`: "Adam" decays weights as AdamW does unless told otherwise."""
@@ -121,44 +53,6 @@ def adam_is_adamw(facts: Facts) -> Found:
     if facts.optimizer == "adam" and decay and facts.get("optimizer.params.adam_w_mode") is None:
         reason = f"with weight_decay {decay:g} DeepSpeed's Adam is AdamW: the decay is not part of the gradient"
         yield _TYPE, reason, f'set {_TYPE}: "AdamW" or optimizer.params.adam_w_mode: false'
-
-
-@rule("warning")
-def adamw_mode_ignored(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_configure_basic_optimizer`: `effective_adam_w_mode` is true for the name AdamW."""
-    key = "optimizer.params.adam_w_mode"
-    if facts.optimizer == "adamw" and facts.flag(key, True) is False:
-        yield key, "AdamW stays AdamW whatever it says", f'set {_TYPE}: "Adam" or {key}: true'
-
-
-@rule(on=_AMSGRAD)
-def amsgrad_not_supported(facts: Facts) -> Found:
-    """deepspeed/ops/lamb/fused_lamb.py `FusedLamb`: "FusedLamb does not support the AMSGrad variant."; so did 1-bit."""
-    if facts.optimizer in REMOVED_OPTIMIZERS | {"lamb"}:
-        yield _AMSGRAD, "DeepSpeed's kernel has no AMSGrad", f"set {_AMSGRAD}: false"
-
-
-@rule("warning", on=_AMSGRAD)
-def amsgrad_ignored(facts: Facts) -> Found:
-    """deepspeed/ops/adagrad/cpu_adagrad.py `DeepSpeedCPUAdagrad` has `amsgrad` among its defaults, and ignores it."""
-    if facts.optimizer == "adagrad" and facts.offloads_optimizer:
-        yield _AMSGRAD, "DeepSpeed's Adagrad on the host does nothing with it", f"set {_AMSGRAD}: false"
-
-
-@rule(before="0.19.7")
-def one_bit_with_zero(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_configure_basic_optimizer` until 0.19.7: each asserted that ZeRO is off."""
-    if facts.optimizer in REMOVED_OPTIMIZERS and facts.stage:
-        reason = f"it does not go with ZeRO stage {facts.stage}"
-        yield _TYPE, reason, f'set {_TYPE}: "AdamW" or zero_optimization.stage: 0'
-
-
-@rule(on=_AMSGRAD)
-def amsgrad_needs_torch_adam(facts: Facts) -> Found:
-    """deepspeed/ops/adam/fused_adam.py `FusedAdam`: "FusedAdam does not support the AMSGrad variant"."""
-    if facts.optimizer in ("adam", "adamw") and facts.flag("optimizer.params.torch_adam") is False:
-        fix = f"set optimizer.params.torch_adam: true or {_AMSGRAD}: false"
-        yield _AMSGRAD, "DeepSpeed's own Adam has no AMSGrad", fix
 
 
 _WARMUPS: Final = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
@@ -202,14 +96,6 @@ def torch_scheduler_with_wrapper(facts: Facts) -> Found:
     if facts.text(_SCHEDULE) in TORCH_SCHEDULES and wrapped:
         where = f"ZeRO stage {facts.stage}" if facts.stage else str(facts.model_dtype)
         yield _SCHEDULE, f"torch's schedules refuse the optimizer that DeepSpeed wraps for {where}", _ANOTHER
-
-
-@rule("warning")
-def plateau_without_metric(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_take_model_step` calls `step(train_batch_size)`: the batch size is the "metric"."""
-    if facts.text(_SCHEDULE) == "ReduceLROnPlateau" and _is_plain(facts):
-        reason = "DeepSpeed gives it the batch size as metric, which never improves: the rate collapses"
-        yield _SCHEDULE, reason, "remove scheduler and step it in code with the metric"
 
 
 @rule("warning")

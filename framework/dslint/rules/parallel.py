@@ -15,8 +15,6 @@ from framework.text.typos import nearest
 _EP: Final = "expert_parallel"
 _EXPERTS: Final = f"{_EP}.enabled"
 _SIZE: Final = "tensor_parallel.autotp_size"
-_STAGE: Final = "zero_optimization.stage"
-_MANAGED: Final = "managed_gradient_accumulation"
 _DEEP: Final = "compile.deepcompile"
 TP_PRESETS: Final = ("bloom", "chatglm", "deepseek_v2", "llama", "mixtral", "phi3", "qwen2")
 EXPERT_PRESETS: Final = ("deepseek_v2", "deepseek_v3", "minimax_m3", "mixtral", "qwen3_5_moe", "qwen3_moe")
@@ -40,13 +38,6 @@ def tensor_parallel_does_not_fit(facts: Facts) -> Found:
         yield _SIZE, reason, f"set {_SIZE}: {divisor_below(world, size)}"
 
 
-@rule("warning")
-def tensor_parallel_below_0(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `autotp_size`: whatever is not above 1 is off."""
-    if facts.tensor_parallel_size < 0:
-        yield _SIZE, "a size below 0 is off, without a word", f"set {_SIZE}: 0"
-
-
 @rule(since="0.18.6")
 def tensor_parallel_sizes(facts: Facts) -> Found:
     """deepspeed/runtime/engine.py `_apply_autotp_partitioning`: "does not match tensor_parallel.autotp_size"."""
@@ -66,55 +57,6 @@ def tensor_parallel_preset(facts: Facts) -> Found:
         yield key, "there is no such preset, and DeepSpeed goes on without one", fix
 
 
-@rule("warning")
-def pipeline_with_zero(facts: Facts) -> Found:
-    """deepspeed/runtime/pipe/engine.py `PipelineEngine`: "ZeRO-2 and ZeRO-3 are incompatible with pipeline"."""
-    if facts.given("pipeline") and facts.stage in (2, 3):
-        reason = f"a PipelineModule refuses stage {facts.stage}, and other models do not read the pipeline section"
-        yield _STAGE, reason, f"set {_STAGE}: 1 or remove pipeline"
-
-
-@rule("warning")
-def pipeline_with_tensor_parallel(facts: Facts) -> Found:
-    """deepspeed/runtime/pipe/engine.py `dp_world_size`: the two disagree about the ranks, or hang later."""
-    if facts.given("pipeline") and facts.tensor_parallel_size > 1:
-        reason = "a PipelineModule with AutoTP stops at start, or hangs in its first batch"
-        yield _SIZE, reason, f"set {_SIZE}: 0 or remove pipeline"
-
-
-@rule("warning")
-def pipeline_needs_steps_per_print(facts: Facts) -> Found:
-    """deepspeed/runtime/pipe/engine.py `_exec_optimizer_step`: `global_steps % self.steps_per_print()` with None."""
-    timed = facts.flag("wall_clock_breakdown") or facts.flag("flops_profiler.enabled")
-    if facts.given("pipeline") and timed and not facts.given("steps_per_print"):
-        reason = "a PipelineModule that is timed divides by it in its first step, and it has no default"
-        yield "steps_per_print", reason, "set steps_per_print: 10"
-
-
-@rule("warning", since="0.19.4")
-def pipeline_unmanaged(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_do_sanity_check`: "is not supported with pipeline parallelism"."""
-    if facts.given("pipeline") and facts.flag(_MANAGED, True) is False:
-        reason = "a PipelineModule decides itself where a batch ends"
-        yield _MANAGED, reason, f"set {_MANAGED}: true or remove pipeline"
-
-
-@rule("warning", on="zero_optimization.overlap_comm")
-def pipeline_overlap(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_configure_zero_optimizer`: "does not support overlapped communication"."""
-    if facts.given("pipeline") and facts.stage == 1:
-        key = "zero_optimization.overlap_comm"
-        yield key, "a PipelineModule turns it off", f"set {key}: false"
-
-
-@rule("warning")
-def pipeline_bf16_checkpoint(facts: Facts) -> Found:
-    """deepspeed/runtime/bf16_optimizer.py `load_state_dict`: KeyError '0' for what a pipeline saved without ZeRO."""
-    if facts.given("pipeline") and facts.model_dtype == "bf16" and facts.stage == 0:
-        reason = "checkpoints of a PipelineModule in bf16 without ZeRO are written and cannot be loaded"
-        yield _STAGE, reason, f"set {_STAGE}: 1"
-
-
 @rule(since="0.19.2", on=_EXPERTS)
 def expert_parallel_does_not_fit(facts: Facts) -> Found:
     """deepspeed/module_inject/auto_ep_folding.py `build_folding_spec`: both widths divide the world."""
@@ -127,14 +69,6 @@ def expert_parallel_does_not_fit(facts: Facts) -> Found:
 
 def _expert_tensor_parallel_size(facts: Facts) -> int:
     return facts.whole(f"{_EP}.expert_tensor_parallel_size", 1) or 0
-
-
-@rule(since="0.19.2", on=_EXPERTS)
-def expert_tensor_parallel(facts: Facts) -> Found:
-    """deepspeed/module_inject/auto_ep_folding.py `validate_folding_global`: "is reserved for expert-internal"."""
-    if _expert_tensor_parallel_size(facts) > 1:
-        key = f"{_EP}.expert_tensor_parallel_size"
-        yield key, "it is not built yet", f"set {key}: 1"
 
 
 @rule(since="0.19.3", on=_EXPERTS)
@@ -169,19 +103,6 @@ def presets_differ(facts: Facts) -> Found:
     if tensor and expert and tensor != expert:
         fix = f"remove tensor_parallel.preset_model or remove {_EP}.preset_model"
         yield f"{_EP}.preset_model", f"tensor_parallel.preset_model is {tensor}", fix
-
-
-@rule("note", since="0.19.2", on=_EXPERTS)
-def expert_parallel_at_stage_3(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_validate_zero3_moe_compatibility`: asked when a layer of the model matches."""
-    quantized, secondary = "zero_optimization.zero_quantized_gradients", "zero_optimization.zero_hpz_partition_size"
-    refused = {
-        quantized: ("false", facts.flag(quantized)),
-        secondary: ("1", (facts.whole(secondary) or 0) > 1),
-        "sequence_parallel_size": ("1", _has_sequence_mesh(facts)),
-    }
-    if facts.stage == 3:
-        yield from in_the_way(refused, "AutoEP at stage 3 refuses it once it finds an expert layer")
 
 
 @rule(since="0.19.8", on=_EXPERTS)
@@ -237,14 +158,6 @@ def _passes(facts: Facts) -> list[str]:
     return [name for name in passes if isinstance(name, str)] if isinstance(passes, list) else []
 
 
-@rule("note", on=_DEEP)
-def compile_waits_for_code(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `compile`: nothing is compiled before the code calls it."""
-    if facts.stage != 0:
-        fix = "call engine.compile() after deepspeed.initialize"
-        yield _DEEP, "it does nothing until the code calls engine.compile()", fix
-
-
 @rule("warning", on=_DEEP)
 def deepcompile_without_zero(facts: Facts) -> Found:
     """deepspeed/runtime/engine.py `get_deepcompile_backend`: "Falling back to the torch compiler" without ZeRO."""
@@ -292,17 +205,3 @@ def autosp_at_stage(facts: Facts) -> Found:
     if "autosp" in _passes(facts) and facts.stage in (2, 3):
         reason = f"at stage {facts.stage} DeepSpeed leaves AutoSP out"
         yield "compile.passes", reason, "set zero_optimization.stage: 1 or remove compile.passes"
-
-
-@rule(since="0.19.8", on="compile.autoep_non_moe")
-def compile_around_experts(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `compile`: what "compile.autoep_non_moe=True" does not go with."""
-    against = {
-        _DEEP: ("false", facts.flag(_DEEP)),
-        "expert_parallel.comm_backend": ('"comm"', facts.text("expert_parallel.comm_backend") == "deepep"),
-        "tensor_parallel.autotp_size": ("0", facts.tensor_parallel_size > 1),
-        "zero_optimization.stage": ("2", facts.stage == 3),
-        "zero_optimization.offload_optimizer.device": ('"none"', facts.offloads_optimizer),
-        "zero_optimization.offload_param.device": ('"none"', facts.param_device in ("cpu", "nvme")),
-    }
-    return in_the_way(against, "compile.autoep_non_moe does not support it", " or compile.autoep_non_moe: false")

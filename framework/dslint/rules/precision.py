@@ -18,27 +18,12 @@ _SCALES: Final = {"fp16.loss_scale": 0, "fp16.loss_scale_window": 1000, "fp16.mi
 _AUTOCAST: Final = "torch_autocast.enabled"
 
 
-@rule(on="fp16.enabled")
-def fp16_with_bf16(facts: Facts) -> Found:
-    """deepspeed/runtime/config.py `_initialize_params`: "bfloat16 and fp16 modes cannot be simultaneously enabled"."""
-    if facts.flag("bf16.enabled"):
-        yield "fp16.enabled", "fp16 and bf16 are both enabled", "set fp16.enabled: false or bf16.enabled: false"
-
-
 @rule(before="0.19.8")
 def amp_not_alone(facts: Facts) -> Found:
     """deepspeed/runtime/engine.py `_do_optimizer_sanity_check` until 0.19.8: apex's amp refuses ZeRO and 16 bits."""
     other = f"ZeRO stage {facts.stage}" if facts.stage else facts.model_dtype
     if facts.get("amp.enabled") and other not in (None, "fp32"):
         yield "amp.enabled", f"apex's amp does not go with {other}", "set amp.enabled: false"
-
-
-@rule("warning", on="fp16.auto_cast")
-def auto_cast_without_fp16(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `fp16_auto_cast` is asked alone: `_cast_inputs_half` casts positional inputs only."""
-    if facts.flag("fp16.enabled") is False:
-        reason = "positional inputs with a decimal point become fp16, but the weights do not"
-        yield "fp16.auto_cast", reason, "set fp16.auto_cast: false"
 
 
 def _scales_by_itself(facts: Facts) -> bool:
@@ -90,7 +75,7 @@ def loss_scale_boolean(facts: Facts) -> Found:
 def fp16_unsupported(facts: Facts) -> Found:
     """deepspeed/runtime/engine.py `_do_sanity_check`: "Type fp16 is not supported on your device"."""
     gpu = facts.topology.gpu
-    where = gpu.name if gpu and not gpu.fp16 else "a CPU" if facts.topology.device == "cpu" else ""
+    where = gpu.name if gpu and not gpu.fp16 else "a CPU" if facts.device == "cpu" else ""
     if where:
         yield "fp16.enabled", f"DeepSpeed does not train fp16 on {where}", "set fp16.enabled: false"
 
@@ -131,37 +116,6 @@ def keep_in_fp32_text(facts: Facts) -> Found:
         yield key, "a list of name patterns belongs here", f"set {key}: {dumps([text])}"
 
 
-@rule(before="0.18.3", on=FP16_MASTER)
-def fp16_master_needs_stage2(facts: Facts) -> Found:
-    """deepspeed/runtime/config.py `_do_error_check`: until 0.18.3 fp16 master weights were for ZeRO stage 2."""
-    if facts.stage in (0, 1, 3):
-        yield FP16_MASTER, "this release keeps fp16 master weights at stage 2 only", f"set {FP16_MASTER}: false"
-
-
-@rule(since="0.18.3")
-def master_weights_need_zero(facts: Facts) -> Found:
-    """deepspeed/runtime/config.py `_do_error_check`: "only supported with ZeRO Stage 1, 2, or 3", enabled or not."""
-    for key in (FP16_MASTER, BF16_MASTER):
-        if facts.stage == 0 and facts.flag(key):
-            yield key, "half-precision master weights need ZeRO stage 1 to 3", f"set {key}: false"
-
-
-@rule(since="0.18.3", on=_BF16_STATES)
-def bf16_states_need_bf16_master(facts: Facts) -> Found:
-    """deepspeed/runtime/config.py `_do_error_check`: "bf16_optimizer_states requires bf16_master_weights_and_grads"."""
-    if facts.flag(BF16_MASTER) is False:
-        fix = f"set {_BF16_STATES}: false or {BF16_MASTER}: true"
-        yield _BF16_STATES, "optimizer states in bf16 need master weights in bf16", fix
-
-
-@rule(since="0.18.3", on=FP16_MASTER)
-def two_master_dtypes(facts: Facts) -> Found:
-    """deepspeed/runtime/base_optimizer.py `_configure_master_weights`: "are mutually exclusive"."""
-    if facts.flag(BF16_MASTER) and facts.stage:
-        fix = f"set {FP16_MASTER}: false or {BF16_MASTER}: false"
-        yield FP16_MASTER, "master weights cannot be both fp16 and bf16", fix
-
-
 @rule()
 def master_weights_need_cpu_adam(facts: Facts) -> Found:
     """deepspeed/runtime/base_optimizer.py `_configure_master_weights`: `fp16_offload_validator` wants CPU Adam.
@@ -190,13 +144,6 @@ def autocast_without_dtype(facts: Facts) -> Found:
 
 
 @rule(since="0.17.2", on=_AUTOCAST)
-def autocast_in_int8(facts: Facts) -> Found:
-    """deepspeed/runtime/config.py `DtypeEnum` has an int8 that torch switches autocast off for; stage 3 stops at it."""
-    if facts.dtype("torch_autocast.dtype") == "int8":
-        yield "torch_autocast.dtype", "autocast computes in fp16 or bf16", 'set torch_autocast.dtype: "bfloat16"'
-
-
-@rule(since="0.17.2", on=_AUTOCAST)
 def autocast_module_path(facts: Facts) -> Found:
     """deepspeed/runtime/torch_autocast.py `init_autocast_params` imports each: "Failed to import lower precision"."""
     key = "torch_autocast.lower_precision_safe_modules"
@@ -205,30 +152,3 @@ def autocast_module_path(facts: Facts) -> Found:
     if any(isinstance(name, str) and not all(name.rpartition(".")) for name in names):
         whole = [name if "." in str(name) else f"torch.nn.{name}" for name in names]
         yield key, "a class is named with its package", f"set {key}: {dumps(whole)}"
-
-
-@rule("warning", since="0.18.3", on=_AUTOCAST)
-def autocast_of_half_weights(facts: Facts) -> Found:
-    """deepspeed/runtime/torch_autocast.py `_validate_auto_cast_settings` asks no more: both are accepted together."""
-    half = facts.model_dtype
-    if half in ("fp16", "bf16"):
-        reason = f"autocast means fp32 weights, but {half} is enabled too and the weights are {half}"
-        yield _AUTOCAST, reason, f"set {_AUTOCAST}: false or {half}.enabled: false"
-
-
-@rule(since="0.17.2", before="0.18.3", on=_AUTOCAST)
-def autocast_with_half_precision(facts: Facts) -> Found:
-    """deepspeed/runtime/torch_autocast.py `_validate_auto_cast_settings`: until 0.18.3 an assertion."""
-    half = facts.model_dtype
-    if half in ("fp16", "bf16"):
-        reason = f"this release refuses autocast and {half} together"
-        yield _AUTOCAST, reason, f"set {_AUTOCAST}: false or {half}.enabled: false"
-
-
-@rule(since="0.17.2", on=_AUTOCAST)
-def autocast_with_quantized_weights(facts: Facts) -> Found:
-    """deepspeed/runtime/torch_autocast.py `_validate_auto_cast_settings`: asked at every stage."""
-    quantized = "zero_optimization.zero_quantized_weights"
-    if facts.flag(quantized):
-        fix = f"set {_AUTOCAST}: false or {quantized}: false"
-        yield _AUTOCAST, "autocast and quantized weights exclude each other", fix

@@ -7,6 +7,7 @@ from json import dumps
 from typing import Final
 
 from framework.dslint.facts import Facts
+from framework.dslint.keys import load_table
 from framework.dslint.readers import FILLED
 from framework.dslint.rules.base import Found, in_the_way, rule
 
@@ -98,26 +99,6 @@ def contiguous_checkpoints(facts: Facts) -> Found:
             yield key, "contiguous_memory_optimization needs it", fix
 
 
-@rule("note")
-def checkpoint_writer_needs_launcher(facts: Facts) -> Found:
-    """deepspeed/runtime/model_checkpointing/utils.py `create_universal_parallel_info` reads CROSS_SIZE, CROSS_RANK."""
-    if facts.given(_WRITER):
-        reason = "it reads CROSS_SIZE, which the deepspeed launcher sets and torchrun does not"
-        yield _WRITER, reason, "start with the deepspeed launcher, or set CROSS_SIZE and CROSS_RANK"
-
-
-@rule()
-def checkpoint_writer_data_parallel(facts: Facts) -> Found:
-    """deepspeed/runtime/model_checkpointing/data_parallel_writer_factory.py `_get_data_parallel_config`: a `dp_rank`.
-
-    What it asks has none without an mpu. Stage 3 does not come that far, and a PipelineModule brings its own.
-    """
-    key, reads = f"{_WRITER}.data_parallel", facts.stage in (0, 1, 2) and not facts.given("pipeline")
-    if facts.given(_WRITER) and reads and not facts.given(key):
-        reason = f"left out, DeepSpeed stops at an AttributeError at stage {facts.stage}"
-        yield key, reason, f'set {key}: "REPLICA"'
-
-
 @rule()
 def curriculum_needs_metrics(facts: Facts) -> Found:
     """deepspeed/runtime/data_pipeline/config.py `get_curriculum_learning`: whatever data_efficiency.enabled says."""
@@ -179,26 +160,9 @@ def vocabulary_alignment(facts: Facts) -> Found:
 
 
 @rule()
-def autotuning_folder_empty(facts: Facts) -> Found:
-    """deepspeed/autotuning/config.py `DeepSpeedAutotuningConfig`: "results_dir cannot be empty", enabled or not."""
-    for key, default in (("autotuning.results_dir", "autotuning_results"), ("autotuning.exps_dir", "autotuning_exps")):
-        if facts.text(key) == "":
-            yield key, "a folder has a name", f'set {key}: "{default}"'
-
-
-@rule("note", on="flops_profiler.enabled")
-def flops_profiler_depth(facts: Facts) -> Found:
-    """deepspeed/profiling/flops_profiler/profiler.py `print_model_aggregated_profile`: one list per depth, to that."""
-    key = "flops_profiler.module_depth"
-    if (facts.whole(key) or 0) > 2:
-        reason = "a model whose modules are nested less deep stops in a KeyError when it is profiled"
-        yield key, reason, f"set {key}: -1 for all depths"
-
-
-@rule()
 def needs_cuda(facts: Facts) -> Found:
     """deepspeed/ops/op_builder/cpu/no_impl.py `NotImplementedBuilder`: "This op had not been implemented on CPU"."""
-    if facts.topology.device != "cpu":
+    if facts.device != "cpu":
         return
     zero, on_device = "zero_optimization", not facts.offloads_optimizer
     pins_memory = str(facts.get(f"{_WRITER}.type", "FAST")).upper() == "FAST"
@@ -214,16 +178,6 @@ def needs_cuda(facts: Facts) -> Found:
     yield from in_the_way(found, "DeepSpeed has no CPU form of it")
 
 
-# Where "auto" is a value of DeepSpeed's own.
-_AUTO_HAS_MEANING: Final = (
-    "data_types.keep_in_fp32_modules",
-    "pipeline.stages",
-    "zero_optimization.zenflow.select_strategy",
-    "zero_optimization.zenflow.select_interval",
-    "zero_optimization.zenflow.update_interval",
-    *(f"expert_parallel.{name}" for name in ("score_func", "score_apply", "top_k", "routed_scaling_factor")),
-    *(f"expert_parallel.{name}" for name in ("combine_impl", "row_weighting_impl")),
-)
 # Read by hand as a truth value: any text is true. `activation_checkpointing` is not read at all without code.
 _AUTO_IS_TRUE: Final = (
     "activation_checkpointing.",
@@ -258,7 +212,7 @@ def auto_value(facts: Facts) -> Found:
     for path in _autos(facts.values, "", 0):
         who = "Hugging Face's Trainer and Accelerate fill it in"
         fix = f"write the value; {who if path in FILLED else 'Hugging Face does not fill it in either'}"
-        if path in _AUTO_HAS_MEANING:
+        if (key := load_table().exact(path)) is not None and key.knows_auto:
             continue
         if facts.is_lax(path) and "." in path and path != "timers.throughput":
             yield path, "DeepSpeed drops it and takes its default", fix

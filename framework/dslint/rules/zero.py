@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from framework.dslint.facts import STAGE3_NAMES, Facts
+from framework.dslint.facts import Facts
+from framework.dslint.keys import load_table
 from framework.dslint.rules.base import Found, divisor_below, rule
 
 _ZERO: Final = "zero_optimization"
@@ -12,13 +13,9 @@ _STAGE: Final = f"{_ZERO}.stage"
 _NORM: Final = f"{_ZERO}.compute_grad_norm"
 _SCATTER: Final = f"{_ZERO}.reduce_scatter"
 _HPZ: Final = f"{_ZERO}.zero_hpz_partition_size"
-_QUANTIZED: Final = f"{_ZERO}.zero_quantized_gradients"
-_OVERLAP: Final = f"{_ZERO}.overlap_comm"
-_MANAGED: Final = "managed_gradient_accumulation"
-# Read at stage 3 only (deepspeed/runtime/engine.py `_configure_zero_optimizer`).
+# Read at stage 3 only (deepspeed/runtime/engine.py `_configure_zero_optimizer`), as all whose name says so.
 _STAGE_3_KEYS: Final = (
     "sub_group_size",
-    *(f"stage3_{name}" for name in STAGE3_NAMES),
     "zero_quantized_weights",
     "zero_quantized_nontrainable_weights",
     "zero_quantized_gradients",
@@ -36,7 +33,6 @@ _STAGE_12_KEYS: Final = (
     "use_multi_rank_bucket_allreduce",
     "parameter_alignment",
 )
-_NO_BUFFER: Final = 2**61  # elements of four bytes: more than an address
 _DEFAULTS: Final = {"zero_hpz_partition_size": 1, "ignore_unused_parameters": True}
 _HEIRS: Final = {
     "cpu_offload": "offload_optimizer",
@@ -60,34 +56,19 @@ def zero_as_switch(facts: Facts) -> Found:
         yield _ZERO, "true means stage 1", f'set {_ZERO}: {{"stage": 1}}'
 
 
-@rule()
-def bucket_too_large(facts: Facts) -> Found:
-    """deepspeed/runtime/zero/stage_1_and_2.py and stage3.py `reduce_bucket_size`: a buffer of that size."""
-    key = f"{_ZERO}.reduce_bucket_size"
-    is_one_buffer = facts.stage == 3 or (facts.stage and facts.flag(f"{_ZERO}.contiguous_gradients", True))
-    if (facts.whole(key) or 0) >= _NO_BUFFER and is_one_buffer and not facts.uses_bf16_optimizer:
-        yield key, "no device has a buffer of so many elements", f"set {key}: 500000000"
-
-
 @rule("warning")
 def inert_at_stage(facts: Facts) -> Found:
     """deepspeed/runtime/engine.py `_configure_zero_optimizer`: each stage's optimizer is handed its own keys only."""
     if not facts.stage:
         return  # somebody turned ZeRO off, or `zero_stage_left_out` speaks
     names, needed = (_STAGE_12_KEYS, "2") if facts.stage == 3 else (_STAGE_3_KEYS, "3")
-    for name in names:
-        key = f"{_ZERO}.{name}"
+    named = [key for key in load_table().children(_ZERO) if needed == "3" and key.startswith(f"{_ZERO}.stage3_")]
+    for key in (*named, *(f"{_ZERO}.{name}" for name in names)):
+        name = key.rpartition(".")[2]
         value = facts.get(key)
         if value is not None and value is not False and value != _DEFAULTS.get(name):
             fix = f"remove {facts.written(key)} or set {_STAGE}: {needed}"
             yield key, f"it does nothing at stage {facts.stage}", fix
-
-
-@rule(on=f"{_ZERO}.legacy_stage1")
-def legacy_stage1(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_configure_zero_optimizer`: asks `zero_legacy_stage1` at every stage above 0."""
-    if facts.stage:
-        yield f"{_ZERO}.legacy_stage1", "the first form of stage 1 is gone", f"set {_ZERO}.legacy_stage1: false"
 
 
 @rule()
@@ -97,13 +78,6 @@ def odd_allgather_bucket(facts: Facts) -> Found:
     size = facts.whole(key) or 0
     if facts.stage in (1, 2) and not facts.uses_bf16_optimizer and size > 0 and size % 2:
         yield key, "stages 1 and 2 want an even number", f"set {key}: {size + 1}"
-
-
-@rule(since="0.19.7")
-def grad_norm_off_at_stage(facts: Facts) -> Found:
-    """deepspeed/runtime/zero/config.py `compute_grad_norm_valid`: "supported only with ZeRO Stage 1 or 2"."""
-    if facts.flag(_NORM, True) is False and facts.stage in (0, 3):
-        yield _NORM, f"stage {facts.stage} always computes it", f"set {_NORM}: true"
 
 
 @rule(since="0.19.7")
@@ -117,32 +91,13 @@ def grad_norm_off_with_clipping(facts: Facts) -> Found:
         yield key, reason, f"set {key}: 0.0 or {_NORM}: true"
 
 
-@rule(since="0.19.7")
-def grad_norm_needed(facts: Facts) -> Found:
-    """deepspeed/runtime/zero/stage_1_and_2.py `compute_grad_norm` and engine.py `_do_optimizer_sanity_check`."""
-    if facts.flag(_NORM, True) is not False or facts.stage not in (1, 2):
-        return
-    needing = {
-        "bf16 with fp32 accumulation at stage 1": facts.uses_bf16_optimizer,
-        "ZenFlow": facts.given(f"{_ZERO}.zenflow"),
-        "an offloaded optimizer": facts.offloads_optimizer,
-    }
-    reason = next((what for what, found in needing.items() if found), "")
-    if reason:
-        yield _NORM, f"{reason} needs the gradient norm", f"set {_NORM}: true"
-
-
-def _sums(facts: Facts) -> bool:
-    return str(facts.get("gradient_allreduce_op", "mean")).lower() == "sum"
-
-
 @rule()
 def prescale_with_reduce_scatter(facts: Facts) -> Found:
     """deepspeed/runtime/zero/stage_1_and_2.py `gradient_predivide_factor` and stage3.py `postscale_gradients`.
 
     At stage 2 a sum instead of a mean is not asked (since 0.19.6).
     """
-    is_asked = facts.stage == 3 or (facts.stage == 2 and not (facts.since("0.19.6") and _sums(facts)))
+    is_asked = facts.stage == 3 or (facts.stage == 2 and not (facts.since("0.19.6") and facts.sums_gradients))
     wrong = {
         "prescale_gradients": ("false", facts.flag("prescale_gradients")),
         "gradient_predivide_factor": ("1.0", facts.number("gradient_predivide_factor", 1.0) not in (None, 1.0)),
@@ -151,43 +106,6 @@ def prescale_with_reduce_scatter(facts: Facts) -> Found:
         if found and is_asked and facts.flag(_SCATTER, True):
             reason = f"stage {facts.stage} with reduce-scatter cannot do it"
             yield key, reason, f"set {_SCATTER}: false or {key}: {right}"
-
-
-@rule(since="0.19.4", on=_OVERLAP)
-def unmanaged_with_overlap(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_do_sanity_check`: "supports ZeRO overlap_comm only with ZeRO stage 2"."""
-    if facts.flag(_MANAGED, True) is False and facts.stage in (0, 1):
-        reason = f"stage {facts.stage} cannot overlap communication when the code decides where a batch ends"
-        yield _OVERLAP, reason, f"set {_OVERLAP}: false or {_MANAGED}: true"
-
-
-@rule(since="0.19.4", on="compile.deepcompile")
-def unmanaged_with_deepcompile(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_do_sanity_check`: "managed_gradient_accumulation=False is not supported with"."""
-    if facts.flag(_MANAGED, True) is False:
-        fix = f"set {_MANAGED}: true or compile.deepcompile: false"
-        yield _MANAGED, "DeepCompile has to know where a batch ends", fix
-
-
-@rule(since="0.19.6")
-def sum_of_gradients(facts: Facts) -> Found:
-    """deepspeed/runtime/config.py `_do_error_check`: 'sum' is not for stage 3, ZenFlow or DeepCompile."""
-    against = {
-        "ZeRO stage 3": facts.stage == 3,
-        "ZenFlow": facts.given(f"{_ZERO}.zenflow"),
-        "DeepCompile": facts.flag("compile.deepcompile"),
-    }
-    for what, found in against.items():
-        if found and _sums(facts):
-            key = "gradient_allreduce_op"
-            yield key, f"{what} averages gradients only", f'set {key}: "mean"'
-
-
-@rule(on=_QUANTIZED)
-def quantized_gradients_need_reduce_scatter(facts: Facts) -> Found:
-    """deepspeed/runtime/zero/stage3.py `all2all_process_group`: "reduce_scatter should also be enabled"."""
-    if facts.stage == 3 and facts.flag(_SCATTER, True) is False and facts.optimizer != "muon":
-        yield _SCATTER, "quantized gradients travel by reduce-scatter", f"set {_SCATTER}: true or {_QUANTIZED}: false"
 
 
 @rule()
@@ -206,14 +124,6 @@ def hpz_larger_than_world(facts: Facts) -> Found:
     if facts.stage == 3 and world and size > world:
         reason = f"there are {world} ranks, and DeepSpeed takes that number without a word"
         yield _HPZ, reason, f"set {_HPZ}: {world}"
-
-
-@rule("warning", on=f"{_ZERO}.elastic_checkpoint")
-def elastic_checkpoint(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_get_all_zero_checkpoint_state_dicts`: another number of ranks is refused anyway."""
-    key = f"{_ZERO}.elastic_checkpoint"
-    reason = "checkpoints still load on the same number of data-parallel ranks only"
-    yield key, reason, f"set {key}: false and convert checkpoints with ds_to_universal"
 
 
 @rule()

@@ -20,12 +20,12 @@ class KeptNorm:
     """Stands in for `DeepSpeedEngine.clip_fp32_gradients`, and remembers the norm before clipping."""
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, *, stages: Any = None) -> None:
-        self._engine, self._stages = engine, stages
+        self._engine, self._stages, self._parameters = engine, stages, list(engine.module.parameters())
         self.norm: torch.Tensor | None = None
 
     def __call__(self) -> None:
         """Clip the gradients in place to the engine's limit. Collective in a pipeline."""
-        parameters = [parameter for parameter in self._engine.module.parameters() if parameter.grad is not None]
+        parameters = [parameter for parameter in self._parameters if parameter.grad is not None]
         gradients = [_dense(parameter) for parameter in parameters]
         if self._stages is None:
             norm = _norm(gradients, device=self._engine.device)
@@ -40,6 +40,11 @@ class KeptNorm:
         limit = torch.full((), self._engine.gradient_clipping(), device=norm.device)
         if gradients:
             torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
+
+    def forget_gradients(self) -> None:
+        """Stand in for `DeepSpeedEngine.zero_grad`, which walks through all modules in every step."""
+        for parameter in self._parameters:
+            parameter.grad = None
 
 
 def _dense(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -65,5 +70,5 @@ def keep_norm(engine: deepspeed.DeepSpeedEngine, *, stages: Any = None) -> KeptN
     if engine.zero_optimization_stage() != 0 or engine.fp16_enabled() or engine.bfloat16_enabled():
         return None
     kept = KeptNorm(engine, stages=stages)
-    engine.clip_fp32_gradients = kept
+    engine.clip_fp32_gradients, engine.zero_grad = kept, kept.forget_gradients
     return kept

@@ -10,13 +10,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any, Final
 
-import framework
 from framework.config.run_config import RunConfig
 from framework.doctor.node.need import config_hash
-from framework.doctor.node.software import hash_of_files, version_of
+from framework.doctor.node.software import hash_of_framework, version_of
 from framework.doctor.node.start import compare_clocks, differences, is_look, outliers, python_release
 from framework.errors import Problem
 from framework.launch.hosts.hostfile import first_few, node_names
@@ -53,7 +51,7 @@ def node_facts(config: RunConfig) -> dict[str, str]:
     """Name -> value of what has to be equal everywhere: versions, config and code."""
     facts = {"python": python_release(platform.python_version())}
     facts |= {name: version_of(name) or "not installed" for name in ("torch", "deepspeed")}
-    return facts | {"config": config_hash(config), "code": hash_of_files(Path(framework.__file__).parent)}
+    return facts | {"config": config_hash(config), "code": hash_of_framework()}
 
 
 def is_hello(hello: object) -> bool:

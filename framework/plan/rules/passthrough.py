@@ -6,8 +6,10 @@ default out. What would change the layout of ranks, the number of samples or the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
+from pathlib import Path
 from typing import Any, Final
 
 from framework.config.base import Object, Target
@@ -20,94 +22,23 @@ from framework.plan.cluster import Cluster
 from framework.plan.rules.base import Found, rule
 from framework.text.typos import nearest
 
-_STATE: Final = "the optimizer's state is then not what a checkpoint here holds, and could not be resumed or moved"
-_SPLIT: Final = "leave it out (a run config has data and pipeline parallelism)"
-_LOADER: Final = "the samples are read by a loader of the framework"
-_ORDER: Final = "remove data_sampling; the order of samples is the dataset's, or data.shuffle's"
-_FILES: Final = "than a checkpoint here is verified and read"
-_BESIDE: Final = "remove it; checkpoint.mode: async writes beside training"
-# DeepSpeed's dotted key -> why a run cannot have it.
-_REMOVE: Final[Mapping[str, str]] = {
-    "data_parallel_size": "the layout of the run decides it: devices divided by parallel.pipe",
-    "dataloader_drop_last": f"{_LOADER}, which never sees it",
-    "hybrid_engine.enabled": "it trains through another engine, which no checkpoint here knows",
-    "disable_allgather": "DeepSpeed reads it and does nothing with it",
-    "zero_optimization.zenflow": f"ZenFlow counts the micro-batches of a step itself, and {_STATE}",
-    "zero_optimization.offload_optimizer.super_offload": f"SuperOffload steps in a process of its own, and {_STATE}",
-    "zero_optimization.parameter_alignment": f"weights are then padded, and {_STATE}",
-    "zero_optimization.elastic_checkpoint": "checkpoints here load on another number of ranks without it",
-    "zero_optimization.load_from_fp32_weights": "a resumed run would go on from rounded weights",
-    "fp16.fp16_master_weights_and_grads": f"without weights in fp32 {_STATE}",
-    "bf16.bf16_master_weights_and_grads": f"without weights in fp32 {_STATE}",
-    "bf16.bf16_optimizer_states": f"in bf16 {_STATE}",
-    "optimizer.params.amsgrad": f"with a third moment {_STATE}",
-    "optimizer.params.fp32_optimizer_states": f"in half precision {_STATE}",
-    "checkpoint.load_universal": "checkpoints here load into any layout without being converted",
-}
-# The same, and what to do; all of them together.
-_NOT_IN_A_RUN: Final[Mapping[str, tuple[str, str]]] = {
-    **{path: (reason, "remove it") for path, reason in _REMOVE.items()},
-    "sequence_parallel_size": (
-        "a run config gives every rank samples of its own, and has no sequence parallelism",
-        _SPLIT,
-    ),
-    "allgather_size": ("it belongs to a form of zero_optimization that is gone", "set zero.allgather_bucket_size"),
-    "autotuning.enabled": (
-        "DeepSpeed's autotuner ends every rank after some steps, in the middle of the run",
-        "remove it; the deepspeed launcher's --autotuning works on scripts of its own",
-    ),
-    "data_efficiency.data_sampling.enabled": (
-        f"{_LOADER}, so that DeepSpeed's sampler and curriculum would do nothing",
-        _ORDER,
-    ),
-    "data_efficiency.data_sampling.curriculum_learning.enabled": (
-        f"{_LOADER}, so that DeepSpeed's curriculum would do nothing",
-        _ORDER,
-    ),
-    "tensor_parallel.autotp_size": (
-        "the ranks of a tensor-parallel group must see the same samples, and a run config gives every rank its own",
-        _SPLIT,
-    ),
-    "expert_parallel.autoep_size": (
-        "the experts would be spread over ranks, and checkpoints here hold every weight for all data-parallel ranks",
-        _SPLIT,
-    ),
-    "checkpoint.writer": (f"the files would be named and written otherwise {_FILES}", _BESIDE),
-    "datastates_ckpt": (f"the files would be written otherwise {_FILES}", _BESIDE),
-}
-# Values that are as good as left out; false and null where nothing stands here.
-_HARMLESS: Final[Mapping[str, tuple[Any, ...]]] = {
-    "tensor_parallel.autotp_size": (0, 1),
-    "expert_parallel.autoep_size": (1,),
-    "optimizer.params.fp32_optimizer_states": (True,),
-    "zero_optimization.load_from_fp32_weights": (True,),
-    "sequence_parallel_size": (),
-    "data_parallel_size": (),
-    "datastates_ckpt": (False,),
-    "checkpoint.writer": (None,),
-    "zero_optimization.zenflow": (),
-}
+_TABLE: Final[Mapping[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+# DeepSpeed's dotted key -> why a run cannot have it, what to do, and values that are as good as left out.
+_NOT_IN_A_RUN: Final[Mapping[str, Mapping[str, Any]]] = _TABLE["not_in_a_run"]
 # Top-level keys whose mere presence DeepSpeed 0.19.8 refuses (runtime/config.py `_REMOVED_TOP_LEVEL_CONFIG_KEYS`), with
 # the release that began to; a test holds them against the key tables, which the plan cannot see.
-REMOVED: Final[Mapping[str, tuple[str, str]]] = {
-    "amp": ("0.19.8", "use precision"),
-    "elasticity": ("0.19.8", "use batch"),
-    "sparse_gradients": ("0.19.8", "nothing is needed in its place"),
-    "curriculum_learning": ("0.19.8", "use data_efficiency.data_sampling.curriculum_learning"),
-    **dict.fromkeys(("eigenvalue", "progressive_layer_drop", "graph_harvesting"), ("0.19.8", "remove it")),
-    **dict.fromkeys(
-        ("compression_training", "quantize_training", "sparse_attention", "nebula"), ("0.19.7", "remove it")
-    ),
-}
+REMOVED: Final[Mapping[str, Sequence[str]]] = _TABLE["removed"]
 # The two places where the word "auto" means something to DeepSpeed; elsewhere it silently stands for the default.
 _AUTO_HAS_MEANING: Final = ("deepspeed.expert_parallel.", "deepspeed.data_types.keep_in_fp32_modules")
 
 
 def not_in_a_run(path: str, value: Any) -> tuple[str, str] | None:
     """Why a run cannot have a DeepSpeed key with this value, and what to do; None where it can."""
-    if path not in _NOT_IN_A_RUN or value in _HARMLESS.get(path, (False, None)):
+    entry = _NOT_IN_A_RUN.get(path)
+    if entry is None or value in entry.get("harmless", (False, None)):
         return None
-    return _NOT_IN_A_RUN[path]
+    reason, fix = (text.format_map(_TABLE["phrases"]) for text in (entry["reason"], entry.get("fix", "remove it")))
+    return reason, fix
 
 
 @rule()

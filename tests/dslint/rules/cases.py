@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from framework.dslint.facts import GPU_KINDS, Facts, Topology
+from framework.dslint.facts import Facts, Topology, gpu_kinds
 from framework.dslint.rules.parallel import EXPERT_ACTIVATIONS, EXPERT_PRESETS
 from framework.plan.cluster import Device
 
@@ -45,7 +45,7 @@ class Case:
 
     def facts(self, config: Mapping[str, Any] | None = None) -> Facts:
         """What the rules see."""
-        topology = Topology(world_size=self.world, device=self.device, gpu=GPU_KINDS.get(self.gpu))
+        topology = Topology(world_size=self.world, device=self.device, gpu=gpu_kinds().get(self.gpu))
         return Facts(self.config if config is None else config, release=self.release, topology=topology)
 
 

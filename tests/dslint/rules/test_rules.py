@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections import Counter
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,15 @@ from typing import Any
 import pytest
 
 from framework.dslint import rules
+from framework.dslint.facts import Facts
+from framework.dslint.key_files import TABLES
+from framework.dslint.keys import known_releases, load_table
 from framework.dslint.rules import ALL, apply_rules
 from tests.dslint.rules.cases import CASES, GONE, Case
 from tests.dslint.rules.fixes import alternatives, mended
 from tests.places import ROOT
 
+STATES = ("given", "left out", "on", "off", "not on", "not off")
 BREAKING = [(kind, case) for kind, (breaks, _) in CASES.items() for case in breaks]
 FINE = [(kind, case) for kind, (_, fine) in CASES.items() for case in fine]
 DEEPSPEED = Path(getattr(find_spec("deepspeed"), "origin", None) or "/nowhere").parent
@@ -55,8 +61,44 @@ def functions() -> dict[str, Any]:
     return found
 
 
+def rows() -> dict[str, Any]:
+    """Every row of the table of rules, by its kind."""
+    found: dict[str, Any] = json.loads((TABLES / "rules.json").read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.mark.parametrize("row", rows().values(), ids=rows())
+def test_a_row_speaks_of_facts_and_of_keys_that_some_release_reads(row: Any) -> None:
+    shared = {name: row[name] for name in row if name not in ("source", "since", "before", "cases")}
+    for case in row.get("cases", [{}]):
+        whole = shared | case | {"when": row.get("when", {}) | case.get("when", {})}
+        assert (
+            {"when", "key", "reason", "fix"} <= whole.keys() <= {"severity", "when", "unless", "key", "reason", "fix"}
+        )
+        for name, wanted in (whole["when"] | whole.get("unless", {})).items():
+            if isinstance(wanted, str):
+                assert wanted in STATES
+                assert is_key(name)
+            else:
+                assert isinstance(wanted, list) or wanted.keys() <= {"above", "below"}, wanted
+                assert is_known(name)
+        assert is_key(whole["key"])
+        named = re.findall(r"\{([\w.]+)\}", whole["reason"] + whole["fix"])
+        assert [name for name in named if not is_known(name)] == []
+
+
+def is_key(name: str) -> bool:
+    return any(load_table(release).get(name) is not None for release in known_releases())
+
+
+def is_known(name: str) -> bool:
+    return is_key(name) or isinstance(inspect.getattr_static(Facts, name, None), cached_property)
+
+
 def test_every_rule_is_listed_and_has_one_kind_of_its_own() -> None:
-    assert set(functions().values()) == set(ALL)
+    listed = {rule for rule in ALL if rule.__name__.replace("_", "-") in rows()}
+    assert len(listed) == len(rows())
+    assert set(functions().values()) | listed == set(ALL)
     assert len(ALL) == len(set(ALL))
     kinds = [rule.__name__.replace("_", "-") for rule in ALL]
     assert [kind for kind, count in Counter(kinds).items() if count > 1] == []

@@ -91,6 +91,12 @@ def test_nothing_is_copied_between_host_and_device() -> None:
     assert copies.found == []
 
 
+def test_gradients_are_forgotten() -> None:
+    made = model(1.0)
+    kept(made, 1.0).forget_gradients()
+    assert all(parameter.grad is None for parameter in made.parameters())
+
+
 def test_no_gradient_at_all_is_a_norm_of_zero() -> None:
     norm = kept(torch.nn.Linear(2, 2), 1.0)
     norm()

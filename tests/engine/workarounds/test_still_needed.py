@@ -23,6 +23,7 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import partition_parameters
+from deepspeed.utils import nvtx
 
 from tests.launched import run_ranks
 from tests.places import ROOT
@@ -69,6 +70,20 @@ def test_grad_scaler_of_fp16_weights_at_stage_0_is_not_used() -> None:
     assert not any(issubclass(kind, ZeROOptimizer) for kind in (FP16_Optimizer, FP16_UnfusedOptimizer))
     scaled = [line for line in source_of("backward").splitlines() if "scale_if_loss" in line]
     assert scaled == ["                loss = self.optimizer.scale_if_loss(loss)"], "of ZeRO's optimizers alone"
+
+
+def test_measurements_are_begun_that_nobody_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert source_of("step").count("self._start_timers(") == 1
+    assert "enabled" not in source_of("_start_timers")
+    begun: list[str] = []
+    monkeypatch.setattr(nvtx, "enable_nvtx", True)
+    monkeypatch.setattr(nvtx, "_range_push", lambda accelerator, name: begun.append(name))
+    nvtx.instrument_w_nvtx(lambda: None)()
+    assert len(begun) == 1, "a CPU has no such profiler"
+
+
+def test_torch_looks_for_nvidia_s_library_in_every_step() -> None:
+    assert 'setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")' in inspect.getsource(deepspeed)
 
 
 def test_autocast_is_noted_for_ever() -> None:

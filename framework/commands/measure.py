@@ -1,0 +1,92 @@
+"""``plan CONFIG --measure``: rates of this machine, found by a short job of as many ranks as the plan has on one host.
+
+The job, `framework.commands.machine_rates`, is a process of its own, because this half imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from framework.errors import TrainingError, UsageError, counted, missing_package
+from framework.plan.measured import keep
+from framework.plan.plan import Plan
+
+_LONGEST_SECONDS: Final = 180.0
+_OF_LAUNCHERS: Final = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
+
+
+def measure(plan: Plan) -> list[str]:
+    """Measure this machine with as many ranks as the plan has, keep the result, and return lines for a person.
+
+    Raises:
+        UsageError: the plan is for several hosts.
+        ConfigError: torch or deepspeed is not installed.
+        TrainingError: the job failed.
+    """
+    if plan.cluster.num_hosts > 1:
+        raise UsageError("--measure measures this machine alone; give --num_gpus N, the ranks on one host")
+    num_ranks = plan.cluster.devices_per_host
+    for name in ("torch", "deepspeed"):
+        if importlib.util.find_spec(name) is None:
+            raise missing_package(name, what="plan --measure")
+    found = measure_machine(num_ranks)
+    path = keep(found, num_ranks)
+    return [*_lines(found, num_ranks), f"          kept in {path}"]
+
+
+def environment_of_ranks(num_ranks: int) -> dict[str, str]:
+    """This process's environment for ranks that it starts: of no other job, and with cores shared as `launch` does."""
+    kept = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"OMP_NUM_THREADS": str(max(1, cores // num_ranks))} | kept
+
+
+def measure_machine(num_ranks: int) -> dict[str, Any]:
+    """Run the job and return what it found; a TrainingError where it failed."""
+    job = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "rates.json")
+        try:
+            done = subprocess.run(
+                [*job, "-m", "framework.commands.machine_rates", str(out)],
+                capture_output=True,
+                env=environment_of_ranks(num_ranks),
+                timeout=_LONGEST_SECONDS,
+                check=False,
+            )
+            if done.returncode == 0:
+                found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+                return found
+        except subprocess.TimeoutExpired:
+            reason = f"it took more than {_LONGEST_SECONDS:g} s"
+        else:
+            reason = _reason(done.stderr.decode("utf-8", errors="replace"))
+    raise TrainingError(f"--measure: the job of {counted(num_ranks, 'rank')} failed: {reason} [measure-failed]")
+
+
+def _reason(stderr: str) -> str:
+    """Return the last line of the first rank's own error, which torchrun's summary follows."""
+    own = stderr.partition("torch.distributed.elastic.multiprocessing")[0].strip() or stderr.strip()
+    return own.rpartition("\n")[2][-300:] or "it printed nothing"
+
+
+def _lines(found: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
+    environment = found["details"]["environment"]
+    rates = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in found["flops_per_second"].items())
+    yield f"measured  {environment['device']}, {counted(num_ranks, 'rank')} at work at the same time"
+    yield f"          matrix products, TFLOP/s of a rank: {rates}"
+    yield f"          memory: {found['memory_bytes_per_second'] / 1e9:.1f} GB/s of a rank"
+    if found["all_reduce_bytes_per_second"]:
+        bandwidth, latency = found["all_reduce_bytes_per_second"], found["all_reduce_latency_seconds"]
+        yield f"          all-reduce: {bandwidth / 1e9:.2f} GB/s (bus), {latency * 1e6:.0f} µs for 4 KiB"
+    steps = found["step_overhead_by_stage"]
+    each = ", ".join(f"{1e3 * steps[stage]['seconds']:.1f} at ZeRO {stage}" for stage in sorted(steps))
+    yield f"          a step with next to no arithmetic, ms: {each}"

@@ -1,0 +1,108 @@
+"""Work of a model of the user's own, for the command `plan`: found by a child process (`framework.setup.trace`), and
+kept in the user's cache folder until the code, the config or torch changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from importlib import machinery, metadata
+from pathlib import Path
+from typing import Any, Final
+
+import framework
+from framework.commands.torch_child import NoAnswerError, ask_child
+from framework.config.base import Object, Target
+from framework.plan.plan import Plan
+from framework.plan.work import Device, ModelWork, Part
+from framework.system.files import replace_text
+
+# A pass over fake tensors takes milliseconds for each operation; `plan` is for somebody who waits.
+_LONGEST_SECONDS: Final = 120.0
+# Sections that the work of a micro-batch depends on.
+_SECTIONS: Final = ("model", "data", "task", "precision", "batch", "parallel")
+# More files are no project's own code, and looking at them would take longer than the pass.
+_MOST_FILES: Final = 5_000
+
+
+def find_own_work(plan: Plan) -> ModelWork | None:
+    """Work of a plan's model on one micro-batch; None for a named model, which needs no pass.
+
+    Raises:
+        NoAnswerError: it cannot be found here.
+    """
+    if isinstance(plan.config.model, Object):
+        raise NoAnswerError("it was handed over in Python")
+    if not isinstance(plan.config.model, Target):
+        return None
+    device: Device = "cpu" if plan.cluster.device == "cpu" else "cuda"
+    place = _cache_file(plan, device)
+    try:
+        if place is not None:
+            return _work_of(json.loads(place.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, KeyError):  # not there, or of another version
+        pass
+    reported = ask_child("trace", plan, longest_seconds=_LONGEST_SECONDS, needs=("torch", "deepspeed"), device=device)
+    if "unknown" in reported:
+        raise NoAnswerError(reported["unknown"])
+    if place is not None:
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(place, json.dumps(reported["work"]))
+        except OSError:  # a folder that may not be written to
+            pass
+    return _work_of(reported["work"])
+
+
+def _work_of(values: Mapping[str, Any]) -> ModelWork:
+    shapes = {kind: {name: tuple(shape) for name, shape in values[kind].items()} for kind in ("weights", "frozen")}
+    return ModelWork(**{**values, **shapes, "parts": tuple(Part(**part) for part in values["parts"])})
+
+
+def _cache_file(plan: Plan, device: Device) -> Path | None:
+    """The place of a model's work, by a hash of all that it depends on; None where that is not known."""
+    try:
+        versions = [metadata.version("torch"), sys.version, str(framework.__version__)]
+        config = plan.config.to_dict()
+        sections = {name: config.get(name) for name in _SECTIONS} | {"freeze": plan.config.training.freeze}
+        names = [getattr(getattr(plan.config, name), "target", None) for name in ("model", "data", "task")]
+        files = [found for name in names if isinstance(name, str) for found in _code_of(name)]
+        own = [
+            found for room in ("setup", "plan", "models") for found in _stamps(Path(framework.__file__).parent / room)
+        ]
+    except (OSError, LookupError, metadata.PackageNotFoundError):
+        return None
+    known = json.dumps([versions, sections, asdict(plan.layout), device, files, own], sort_keys=True, default=str)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "dsf-trainer" / "work" / f"{hashlib.sha256(known.encode()).hexdigest()}.json"
+
+
+def _code_of(target: str) -> list[tuple[str, int, int]]:
+    """Files of a target's code: of its package, or those beside a module that is in none. Nothing is imported.
+
+    Raises:
+        LookupError: it is not found, or is too much.
+    """
+    first = target.partition(":")[0].partition(".")[0]
+    spec = machinery.PathFinder.find_spec(first, [os.getcwd(), str(Path(framework.__file__).parents[1]), *sys.path])
+    if spec is None or spec.origin is None:
+        raise LookupError(first)
+    return list(_stamps(Path(spec.origin).parent))
+
+
+def _stamps(folder: Path) -> Iterator[tuple[str, int, int]]:
+    """Name, size and time of the Python files below a folder, in order of names."""
+    count = 0
+    for place, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "__pycache__")))
+        for name in sorted(files):
+            if not name.endswith(".py"):
+                continue
+            if (count := count + 1) > _MOST_FILES:
+                raise LookupError(folder)
+            found = Path(place, name).stat()
+            yield f"{place}/{name}", found.st_size, found.st_mtime_ns

@@ -1,0 +1,58 @@
+"""Questions about a run's model that take torch: a child process answers them, on processors; nothing trains, and no
+device is touched.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from framework.plan.plan import Plan
+
+
+class NoAnswerError(Exception):
+    """Reason why a child process has no answer."""
+
+
+def ask_child(module: str, plan: Plan, *, longest_seconds: float, needs: tuple[str, ...], **further: Any) -> Any:
+    """Answer of ``python -m framework.setup.<module>`` to a question about a plan.
+
+    Args:
+        module: that writes its answer to stdout, as `framework.setup.stages.answer` does.
+        plan: whose config and cluster it gets.
+        longest_seconds: after which it is ended.
+        needs: packages that it takes.
+        further: what else it gets, as plain values.
+
+    Raises:
+        NoAnswerError: there is none.
+    """
+    for name in needs:
+        if importlib.util.find_spec(name) is None:
+            raise NoAnswerError(f"it takes {name}, which is not installed")
+    question: Mapping[str, Any] = {"config": plan.config.to_dict(), "cluster": asdict(plan.cluster), **further}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", f"framework.setup.{module}"],
+            input=json.dumps(question).encode(),
+            capture_output=True,
+            env={"DS_ACCELERATOR": "cpu", **os.environ},
+            timeout=longest_seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise NoAnswerError(f"looking at the model took more than {longest_seconds:g} s") from None
+    except OSError as error:
+        raise NoAnswerError(f"{sys.executable} cannot be started: {error.strerror}") from error
+    try:
+        return json.loads(done.stdout)
+    except ValueError:
+        last = done.stderr.decode("utf-8", errors="replace").strip().rpartition("\n")[2]
+        reason = f"looking at the model ended with code {done.returncode}{last and f': {last}'}"
+        raise NoAnswerError(reason) from None

@@ -1,0 +1,154 @@
+"""``plan CONFIG --trials 4``: the best strategies of the search for some steps each, on the devices at hand.
+
+Each trial is a run of its own, through the launcher, in a folder that goes with it. They take turns, so that what else
+the machine does meets them alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from framework.commands.strategies import unusual
+from framework.errors import TrainingError, UsageError
+from framework.plan.plan import Plan
+from framework.plan.search import Candidate, settings_text
+from framework.system.output import write
+
+_ROUNDS: Final = 2
+_STEPS: Final = 20
+_LOG_EVERY: Final = 4
+_LONGEST_SECONDS: Final = 600.0
+# What a run does beside its steps, and what would make a measurement of an earlier run's.
+_ALONE: Final[Mapping[str, Mapping[str, Any]]] = {
+    "training": {"max_steps": _STEPS, "max_epochs": None, "log_every": _LOG_EVERY},
+    "evaluation": {"every_epochs": None, "every_steps": None, "at_end": False},
+    "checkpoint": {"every_epochs": None, "every_steps": None, "at_end": False, "resume": "never", "mode": "sync"},
+    "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
+}
+
+
+@dataclass
+class Trial:
+    """One strategy: its steps as they were measured, or why there are none.
+
+    Attributes:
+        name: the settings in words.
+        plan: of the run.
+        estimate_seconds: of a step; None where it is not known.
+        seconds: of a step, one for every few steps of each round, without the first few of a round.
+        failure: why it does not run; empty where it does.
+    """
+
+    name: str
+    plan: Plan
+    estimate_seconds: float | None = None
+    seconds: list[float] = field(default_factory=list)
+    failure: str = ""
+
+    @property
+    def median_seconds(self) -> float | None:
+        """Median time of a step; None where it does not run."""
+        return median(self.seconds) if self.seconds and not self.failure else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, each named as what it is."""
+        return {
+            "settings": self.name,
+            "estimate_seconds": self.estimate_seconds,
+            "measured_seconds": self.median_seconds,
+            "measurements": self.seconds,
+            "failure": self.failure,
+        }
+
+
+def run_trials(candidates: Sequence[Candidate]) -> list[Trial]:
+    """Try strategies in turn; each line of progress goes to stderr.
+
+    Raises:
+        UsageError: they are for several hosts.
+        TrainingError: none of them runs.
+    """
+    if any(each.plan.cluster.num_hosts > 1 for each in candidates):
+        raise UsageError("--trials runs on this machine alone; give --num_gpus N, the ranks on one host")
+    trials = [trial_of(candidate) for candidate in candidates]
+    measure_trials(trials, note=lambda line: write(sys.stderr, f"{line}\n"))
+    if not any(trial.median_seconds for trial in trials):
+        failures = "; ".join(f"{trial.name}: {trial.failure}" for trial in trials) or "the search has found none"
+        raise TrainingError(f"--trials: no strategy runs on this machine: {failures} [trials-failed]")
+    return trials
+
+
+def fastest(trials: Sequence[Trial]) -> int:
+    """Place of the trial with the shortest median step."""
+    return min((each.median_seconds, number) for number, each in enumerate(trials) if each.median_seconds is not None)[
+        1
+    ]
+
+
+def trial_of(candidate: Candidate) -> Trial:
+    """Make the trial of a strategy."""
+    seconds = candidate.time.total if candidate.time else None
+    return Trial(settings_text(unusual(candidate.settings)) or "as planned", candidate.plan, seconds)
+
+
+def measure_trials(trials: Sequence[Trial], *, note: Callable[[str], None], rounds: int = _ROUNDS) -> None:
+    """Run all of them in turn, as often as there are rounds; what fails is left out of later rounds."""
+    for number in range(rounds):
+        for trial in trials:
+            if not trial.failure:
+                _run(trial)
+                took = trial.failure or f"{1000 * (trial.median_seconds or 0):.1f} ms a step"
+                note(f"round {number + 1} of {rounds}: {trial.name}: {took}")
+
+
+def _run(trial: Trial) -> None:
+    """One run; its intervals join those of earlier ones."""
+    with tempfile.TemporaryDirectory(prefix="dsf-trial-") as folder:
+        config, out = Path(folder, "trial.json"), Path(folder, "runs")
+        values = trial.plan.config.to_dict()
+        for name, section in _ALONE.items():
+            values[name] = values.get(name, {}) | section
+        values["run"] = values["run"] | {"name": "trial", "output_dir": str(out)}
+        config.write_text(json.dumps(values), encoding="utf-8")
+        ranks = str(trial.plan.cluster.devices_per_host)
+        command = [sys.executable, "-m", "framework", "launch", str(config), "--num_gpus", ranks]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, timeout=_LONGEST_SECONDS, env=dict(os.environ), check=False
+            )
+        except subprocess.TimeoutExpired:
+            trial.failure = f"no end after {_LONGEST_SECONDS:g} s"
+            return
+        if done.returncode:
+            trial.failure = f"exit code {done.returncode}: {_reason(done.stderr.decode('utf-8', errors='replace'))}"
+            return
+        text = Path(out, "trial", "metrics.jsonl").read_text(encoding="utf-8")
+        steps = [row["time/step_ms"] / 1000 for row in map(json.loads, text.splitlines()) if "time/step_ms" in row]
+        trial.seconds += steps[1:]
+
+
+def _reason(stderr: str) -> str:
+    """Return the rank's own line, which has a kind in brackets, or the last one."""
+    lines = stderr.strip().splitlines() or ["it printed nothing"]
+    return next((line for line in lines if line.endswith("]") and "[" in line), lines[-1])[:300]
+
+
+def table(trials: Sequence[Trial]) -> Iterator[str]:
+    """Lines for a person: estimate and measurement of each, the fastest marked."""
+    best = fastest(trials)
+    yield f"{'trials':<10}step of each: median of {_ROUNDS} rounds of {_STEPS} steps, the first {_LOG_EVERY} left out"
+    for number, trial in enumerate(trials):
+        estimate = "not known" if trial.estimate_seconds is None else f"{1000 * trial.estimate_seconds:,.1f} ms"
+        seconds = trial.median_seconds
+        measured = trial.failure if seconds is None else f"{1000 * seconds:,.1f} ms"
+        mark = "  <- fastest" if number == best else ""
+        yield f"          {trial.name}: estimate {estimate}, measured {measured}{mark}"

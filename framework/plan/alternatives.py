@@ -1,0 +1,70 @@
+"""A plan with some of its settings changed, and the memory that it would take then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from framework.config.load import config_from_values
+from framework.config.run_config import RunConfig, kind_of_default
+from framework.errors import ConfigError
+from framework.plan.memory import Memory, NotEstimatedError, estimate
+from framework.plan.plan import Plan, make_plan
+from framework.plan.work import ModelWork
+
+_MIB: Final = 2**20
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Memory with some settings changed; none: as planned."""
+
+    settings: Mapping[str, Any]
+    memory: Memory
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most on a device at any moment."""
+        return self.memory.total(self.memory.peak)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{key}: {value}" for key, value in self.settings.items())
+
+
+def alternatives(
+    plan: Plan, choices: Iterable[Mapping[str, Any]], *, work: ModelWork | None = None
+) -> Iterator[Alternative]:
+    """Those of the choices, dotted keys with their values, that the rules allow and that change the plan; `work`: of a
+    model of the user's own, on the plan's micro-batch.
+    """
+    seen = [plan.config.to_dict()]
+    for settings in choices:
+        try:
+            config = config_from_values(with_settings(plan.config, settings))
+            memory = estimate(make_plan(config, plan.cluster), work=work)
+        except (ConfigError, NotEstimatedError):
+            continue
+        is_new = config.to_dict() not in seen
+        seen.append(config.to_dict())
+        if is_new:
+            yield Alternative(settings, memory)
+
+
+def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A config's own values with dotted keys set; where a kind changes, what belonged to the other one goes."""
+    values = config.written()
+    for key, value in settings.items():
+        first, *sections, last = key.split(".")
+        place = values[first] if first in values else values.setdefault(first, kind_of_default(first))
+        for name in sections:
+            place = place.setdefault(name, {})
+        if last in {"device", "dtype"} and place.get(last) != value:
+            place.clear()
+        place[last] = value
+    return values
+
+
+def size_text(size: float) -> str:
+    """Bytes for a person, in MiB or GiB."""
+    return f"{size / _MIB:,.1f} MiB" if size < 1024 * _MIB else f"{size / 1024 / _MIB:,.2f} GiB"

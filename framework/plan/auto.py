@@ -1,0 +1,205 @@
+"""Keys of a run config that are `auto`: chosen once, before the run, from the config, the cluster and its devices.
+
+The choice follows from these alone, so that every rank that makes it makes the same one. A launcher makes it for all
+ranks and hands them plain settings.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from framework.config.load import Source, config_from_values
+from framework.config.run_config import AUTO, RunConfig
+from framework.errors import ConfigError, Problem
+from framework.plan.alternatives import size_text, with_settings
+from framework.plan.cluster import Cluster
+from framework.plan.devices import Machine, find_device, tables
+from framework.plan.memory import NotEstimatedError
+from framework.plan.plan import make_plan
+from framework.plan.search import (
+    ACCUMULATION,
+    MICRO,
+    Candidate,
+    Target,
+    fullest,
+    search,
+    settings_text,
+)
+from framework.plan.work import ModelWork
+from framework.system.output import write
+
+# Names the device, as ``--gpu`` does, where this machine cannot: its driver has no nvidia-smi.
+GPU_VARIABLE: Final = "DSF_GPU"
+_PROBE_SECONDS: Final = 20
+_CLOSE: Final = 0.1
+_CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
+
+
+def target_at_hand(cluster: Cluster, environment: Mapping[str, str] = os.environ) -> Target:
+    """The devices of this machine, as far as they can be found without torch: NVIDIA's by their driver, processors by
+    the memory of the host, of which each rank gets its share, others by ``DSF_GPU``.
+    """
+    ranks, host = cluster.devices_per_host, host_memory_bytes()
+    if name := environment.get(GPU_VARIABLE):
+        return listed_target(name, devices_per_host=ranks, host_bytes=host)
+    if cluster.device == "cpu":
+        return Target("cpu", host // ranks)
+    if cluster.device == "cuda" and (found := _ask_driver()):
+        name, memory = found
+        known = _listed_name(name, memory)
+        if known is None:
+            return Target(name, memory, host)
+        return replace(listed_target(known, devices_per_host=ranks, host_bytes=host), memory_bytes=memory)
+    return Target()
+
+
+def listed_target(
+    gpu: str, *, devices_per_host: int, network: str | None = None, host_bytes: int | None = None
+) -> Target:
+    """Devices of a listed kind; a UsageError where it, or the network, is not listed."""
+    machine = Machine.listed(gpu, devices_per_host=devices_per_host, network=network)
+    return Target(machine.device.name, machine.device.memory_bytes, host_bytes, machine)
+
+
+def host_memory_bytes() -> int:
+    """Memory of this machine, or of the container that this process is in."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # no limit is the word max
+        return min(memory, int(_CGROUP_LIMIT.read_text(encoding="ascii")))
+    return memory
+
+
+def _ask_driver() -> tuple[str, int] | None:
+    """Name and memory of the smallest NVIDIA GPU here."""
+    program = shutil.which("nvidia-smi")
+    with suppress(OSError, subprocess.TimeoutExpired, ValueError):
+        if program:
+            command = [program, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+            asked = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False)
+            rows = [line.rpartition(",") for line in asked.stdout.splitlines() if line.strip()]
+            found = sorted((int(mib) * 2**20, name.strip()) for name, _, mib in rows)
+            return (found[0][1], found[0][0]) if found else None
+    return None
+
+
+def _listed_name(name: str, memory_bytes: int) -> str | None:
+    """The listed device that a driver's name means, such as ``NVIDIA H100 80GB HBM3``: the longest whose name is in it
+    and whose memory is as large, to a tenth.
+    """
+    text = re.sub(r"[^a-z0-9]", "", name.lower())
+    found = [kind for kind in tables()["devices"] if kind.partition("-")[0] in text]
+    close = [kind for kind in found if abs((find_device(kind).memory_bytes or 0) / memory_bytes - 1) < _CLOSE]
+    return max(close, key=lambda kind: len(kind.partition("-")[0]), default=None)
+
+
+def resolve(
+    config: RunConfig,
+    cluster: Cluster,
+    target: Target,
+    *,
+    source: Source | None = None,
+    num_train_samples: int | None = None,
+    saved: Mapping[str, Any] | None = None,
+    is_proposal: bool = False,
+    work: ModelWork | None = None,
+) -> tuple[RunConfig, dict[str, Any], str]:
+    """Choose what a config leaves to be chosen.
+
+    Args:
+        config: with some keys that are `auto`; others come back as they are.
+        cluster: where it is to run.
+        target: its devices.
+        source: where the config's values came from.
+        num_train_samples: size of the training data, where it is known.
+        saved: manifest of the checkpoint that the run goes on from: on as many ranks its values are kept.
+        is_proposal: nothing is started, so that the device may be unknown.
+        work: of a model of the user's own.
+
+    Returns:
+        The config with plain values, these by their dotted keys, and one line for a person.
+
+    Raises:
+        ConfigError: nothing fits, the device is not known, or the model's memory is not.
+    """
+    source = source or Source()
+    if settings := _as_saved(config, cluster, saved or {}):
+        with suppress(ConfigError):  # what else was changed may not go with them
+            kept = _with(config, settings, source)
+            make_plan(kept, cluster)
+            return kept, settings, f"auto: {settings_text(settings)}, as in the checkpoint"
+    key = min(config.auto)
+    if target.memory_bytes is None and not is_proposal:
+        reason, ranks = "it cannot be chosen without knowing the device", cluster.world_size
+        fix = f"write what `plan CONFIG --num_gpus {ranks} --gpu KIND` proposes, or set {GPU_VARIABLE} to the kind"
+        raise _refused("auto-without-device", reason, fix, key, source)
+    free = config.auto | ({ACCUMULATION} if config.batch.accumulation_steps is None else set())
+    try:
+        found = search(config, cluster, target, free=free, num_train_samples=num_train_samples, work=work)
+    except NotEstimatedError as error:
+        reason, fix = (
+            f"the memory of this run is not known: {error}",
+            "let `plan CONFIG --apply` look at it, or write it",
+        )
+        raise _refused("auto-not-estimated", reason, fix, key, source) from None
+    if not found.ranked:
+        fix = "use more devices, or `plan` with --search, which may also offload and recompute"
+        raise _refused("auto-nothing-fits", found.block, fix, key, source)
+    best = found.ranked[0]
+    chosen = config.auto | ({ACCUMULATION} if best.plan.layout.pipe_size > 1 and MICRO in config.auto else set())
+    settings = {name: value for name, value in best.settings.items() if name in chosen}
+    line = f"auto: {settings_text(settings)}: {choice_text(best, target)}"
+    return _with(config, settings, source), settings, line
+
+
+def chosen_here(
+    config: RunConfig, cluster: Cluster, saved_manifest: Callable[[RunConfig], Mapping[str, Any]], *, source: Source
+) -> RunConfig:
+    """Choose for the devices of this machine, and print the choice to stderr, on one rank."""
+    if not config.auto:
+        return config
+    saved, target = saved_manifest(config), target_at_hand(cluster)
+    config, _, line = resolve(config, cluster, target, source=source, saved=saved)
+    if os.environ.get("RANK", "0") == "0":
+        write(sys.stderr, f"{line}\n")
+    return config
+
+
+def choice_text(best: Candidate, target: Target) -> str:
+    """Memory and speed of a choice, in words that say how far they are known."""
+    of = f" of {size_text(target.usable_bytes)}" if target.usable_bytes else ""
+    memory = f"{size_text(best.peak_bytes)}{of} on each rank at most ({fullest(best.memory)})"
+    if best.samples_per_second is None:
+        why = f"that of {target.name} is not listed" if target.name else "no device named"
+        return f"{memory}, estimated; speed unknown: {why}, so the least traffic is taken"
+    return f"{memory}, {best.samples_per_second:,.0f} samples per second; estimated for {target.name}"
+
+
+def _with(config: RunConfig, settings: Mapping[str, Any], source: Source) -> RunConfig:
+    return config_from_values(with_settings(config, settings), source=source).noting_auto(config.was_auto)
+
+
+def _as_saved(config: RunConfig, cluster: Cluster, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that the run had so far; none where it ran on another number of ranks."""
+    layout, before = saved.get("layout"), saved.get("config")
+    if not isinstance(layout, Mapping) or not isinstance(before, Mapping):
+        return {}
+    if layout.get("world_size") != cluster.world_size:
+        return {}
+    found = {"parallel.pipe": layout.get("pipe_size", 1), MICRO: layout.get("micro_size")}
+    with suppress(KeyError, TypeError):
+        found["zero.stage"] = before["zero"]["stage"]
+    kept = {key: found[key] for key in sorted(config.auto) if isinstance(found.get(key), int)}
+    return kept if kept.keys() == config.auto else {}
+
+
+def _refused(kind: str, reason: str, fix: str, key: str, source: Source) -> ConfigError:
+    return ConfigError(source.locate(Problem(kind, reason, fix, key, AUTO)))

@@ -1,0 +1,241 @@
+"""Forward passes of the models that a run config can name, layer by layer as `layers()` lists them, on a tape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from framework.config import model as models
+from framework.plan.tape import Tape, Value
+
+# Name of a layer, what it does, and how many like it follow one after the other.
+Run = Callable[[Tape, Any], Any]
+Layers = Iterator[tuple[str, Run, int]]
+
+
+def forward_of(model: models.ModelSection) -> Layers | None:
+    """The layers of a named model; None for a model of the user's."""
+    found = _FORWARDS.get(type(model))
+    return None if found is None else found(model)
+
+
+def _relu(tape: Tape, value: Value) -> Value:
+    return tape.relu(value)
+
+
+def _flatten(tape: Tape, value: Value) -> Value:
+    return value.view(value.shape[0], value.shape[1] * value.shape[2] * value.shape[3])
+
+
+def _mean(tape: Tape, value: Value) -> Value:
+    return tape.mean(value)
+
+
+def _norm(tape: Tape, value: Value) -> Value:
+    return tape.batch_norm(value)
+
+
+def _linear(outputs: int, **options: Any) -> Run:
+    return lambda tape, value: tape.linear(value, outputs, **options)
+
+
+def _convolution(outputs: int, **options: Any) -> Run:
+    return lambda tape, value: tape.convolution(value, outputs, **options)
+
+
+def _pool(kernel: int, stride: int, padding: int = 0) -> Run:
+    return lambda tape, value: tape.max_pool(value, kernel, stride, padding)
+
+
+def _dropout(probability: float) -> Run:
+    return lambda tape, value: tape.dropout(value, probability)
+
+
+def _lenet(model: models.LeNet) -> Layers:
+    yield "conv1", _convolution(6, kernel=5, padding=(32 - model.image_size) // 2), 1
+    yield "relu1", _relu, 1
+    yield "pool1", _pool(2, 2), 1
+    yield "conv2", _convolution(16, kernel=5, padding=0), 1
+    yield "relu2", _relu, 1
+    yield "pool2", _pool(2, 2), 1
+    yield "flatten", _flatten, 1
+    for number, outputs in ((1, 120), (2, 84)):
+        yield f"fc{number}", _linear(outputs), 1
+        yield f"relu{number + 2}", _relu, 1
+    yield "fc3", _linear(model.num_classes), 1
+
+
+def _mlp(model: models.MLP) -> Layers:
+    yield "flatten", _flatten, 1
+    for number, outputs in enumerate(model.hidden_sizes, start=1):
+        yield f"fc{number}", _linear(outputs), 1
+        yield f"relu{number}", _relu, 1
+        yield f"dropout{number}", _dropout(model.dropout), 1
+    yield "classifier", _linear(model.num_classes), 1
+
+
+def _residual(width: int, *, kernels: Sequence[int], expansion: int, stride: int, norm: str, shortcut: str) -> Run:
+    """A residual block: a convolution and a norm for each kernel; the stride is that of the first of 3 pixels."""
+    strided = kernels.index(3)
+
+    def run(tape: Tape, images: Value) -> Value:
+        value, last = images, width * expansion
+        for number, kernel in enumerate(kernels):
+            outputs, by = (last if number == len(kernels) - 1 else width), (stride if number == strided else 1)
+            value = tape.convolution(value, outputs, f"conv{number + 1}", kernel=kernel, stride=by)
+            value = tape.batch_norm(value, f"{norm}{number + 1}")
+            value = tape.relu(value) if number < len(kernels) - 1 else value
+        if stride > 1 or images.shape[1] != last:
+            images = tape.convolution(images, last, f"{shortcut}.0", kernel=1, stride=stride)
+            images = tape.batch_norm(images, f"{shortcut}.1")
+        return tape.relu(tape.add(value, images))
+
+    return run
+
+
+def _residual_blocks(names: str, *, counts: Sequence[int], **options: Any) -> Layers:
+    for stage, (width, count) in enumerate(zip((64, 128, 256, 512), counts, strict=True), start=1):
+        for block in range(count):
+            stride = 2 if stage > 1 and not block else 1
+            yield names.format(stage, block, block + 1), _residual(width, stride=stride, **options), 1
+
+
+def _small_resnet18(model: models.SmallResNet18) -> Layers:
+    yield "conv", _convolution(64, kernel=3), 1
+    yield "norm", _norm, 1
+    yield "relu", _relu, 1
+    names = {"norm": "norm", "shortcut": "shortcut"}
+    yield from _residual_blocks("block{0}_{2}", counts=(2, 2, 2, 2), kernels=(3, 3), expansion=1, **names)
+    yield "pool", _mean, 1
+    yield "flatten", _flatten, 1
+    yield "classifier", _linear(model.num_classes), 1
+
+
+def _resnet(model: models.Classifier, **shape: Any) -> Layers:
+    yield "conv1", _convolution(64, kernel=7, stride=2), 1
+    yield "bn1", _norm, 1
+    yield "relu", _relu, 1
+    yield "maxpool", _pool(3, 2, 1), 1
+    yield from _residual_blocks("layer{0}.{1}", **shape, norm="bn", shortcut="downsample")
+    yield "avgpool", _mean, 1
+    yield "flatten", _flatten, 1
+    yield "fc", _linear(model.num_classes), 1
+
+
+def _resnet18(model: models.ResNet18) -> Layers:
+    return _resnet(model, counts=(2, 2, 2, 2), kernels=(3, 3), expansion=1)
+
+
+def _resnet50(model: models.ResNet50) -> Layers:
+    return _resnet(model, counts=(3, 4, 6, 3), kernels=(1, 3, 1), expansion=4)
+
+
+def _heads(value: Value, head_size: int) -> Value:
+    batch, length, size = value.shape
+    return value.view(batch, size // head_size, length, head_size)
+
+
+def _gpt(model: models.GPT) -> Layers:
+    def norm(tape: Tape, value: Value, name: str = "") -> Value:
+        return (tape.rms_norm if model.norm == "rmsnorm" else tape.layer_norm)(value, name)
+
+    def positions(tape: Tape, value: Value) -> Value:
+        flows = value.has_gradient or tape.is_trained("positions.weight")
+        return tape.dropout(tape.run(value, shape=value.shape, has_gradient=flows, passes=True), model.dropout)
+
+    def head(tape: Tape, value: Value) -> Value:
+        if model.tie_embeddings:
+            tape.prefix = "embed"
+        return tape.linear(value, model.vocab_size, has_bias=False)
+
+    yield "embed", lambda tape, tokens: tape.embedding(tokens, model.hidden_size), 1
+    yield ("positions", positions, 1) if model.positions == "learned" else ("dropout", _dropout(model.dropout), 1)
+    yield "blocks.{}", lambda tape, hidden: _gpt_block(model, tape, hidden, norm), model.num_layers
+    yield "norm", norm, 1
+    yield "head", head, 1
+
+
+def _gpt_block(model: models.GPT, tape: Tape, hidden: Value, norm: Callable[[Tape, Value, str], Value]) -> Value:
+    size, head_size = model.hidden_size, model.hidden_size // model.num_heads
+
+    def linear(value: Value, outputs: int, name: str, *, split: bool) -> Value:
+        return tape.linear(value, outputs, name, has_bias=model.bias, split=split)
+
+    normed = norm(tape, hidden, "attention_norm")
+    sizes = {"query": size, "key": head_size * model.num_kv_heads, "value": head_size * model.num_kv_heads}
+    heads = [
+        _heads(linear(normed, outputs, f"attention.{name}", split=True), head_size) for name, outputs in sizes.items()
+    ]
+    if model.positions == "rotary":
+        heads[:2] = tape.rotate(*heads[:2])
+    mixed = tape.attention(*heads, dropout=model.dropout)
+    if model.positions == "rotary":  # its output lies as the rotated query does, and is copied into rows
+        mixed = tape.run(mixed, shape=mixed.shape)
+    mixed = mixed.view(*hidden.shape)
+    hidden = tape.add(hidden, tape.dropout(linear(mixed, size, "attention.output", split=False), model.dropout))
+    normed = norm(tape, hidden, "mlp_norm")
+    inner = linear(normed, model.mlp_size, "mlp.up", split=True)
+    if model.mlp == "swiglu":
+        inner = tape.multiply(tape.gelu(linear(normed, model.mlp_size, "mlp.gate", split=True)), inner)
+    else:
+        inner = tape.gelu(inner)
+    return tape.add(hidden, tape.dropout(linear(inner, size, "mlp.down", split=False), model.dropout))
+
+
+def _bert(model: models.BERT) -> Layers:
+    size = model.hidden_size
+
+    def embeddings(tape: Tape, value: Value) -> Value:
+        types = tape.embedding(Value(value.shape[:2], 8, has_gradient=False), size, "types")
+        value = tape.run(value, shape=value.shape, passes=True, has_gradient=value.has_gradient or types.has_gradient)
+        return tape.dropout(tape.layer_norm(tape.add(value, types), "norm"), model.dropout)
+
+    def heads(tape: Tape, hidden: Value) -> Value:
+        batch, length, _ = hidden.shape
+        transformed = tape.layer_norm(tape.gelu(tape.linear(hidden, size, "transform")), "norm")
+        pooled = tape.relu(tape.linear(hidden.view(batch, 1, size), size, "pooler"))
+        return tape.run(tape.cast(pooled, transformed.width), transformed, shape=(batch, length + 1, size))
+
+    def decoder(tape: Tape, value: Value) -> tuple[Value, Value]:
+        batch, length, _ = value.shape
+        tape.prefix = "embed"
+        rows = tape.run(value, shape=(batch, length - 1, size), width=tape.product_width)
+        return tape.linear(rows, model.vocab_size, has_bias=False), value.view(batch, size)
+
+    def outputs(tape: Tape, values: tuple[Value, Value]) -> tuple[Value, Value]:
+        logits, pooled = values
+        biased = tape.run(logits, shape=logits.shape, width=tape.weight_width, passes=True)
+        return biased, tape.linear(pooled, 2, "next_sentence")
+
+    yield "embed", lambda tape, tokens: tape.embedding(tokens, size), 1
+    yield "embeddings", embeddings, 1
+    yield "blocks.{}", lambda tape, hidden: _bert_block(model, tape, hidden), model.num_layers
+    yield "heads", heads, 1
+    yield "decoder", decoder, 1
+    yield "outputs", outputs, 1
+
+
+def _bert_block(model: models.BERT, tape: Tape, hidden: Value) -> Value:
+    size, (batch, length, _) = model.hidden_size, hidden.shape
+    heads = [
+        _heads(tape.linear(hidden, size, f"attention.{name}", split=True), size // model.num_heads)
+        for name in ("query", "key", "value")
+    ]
+    mask = Value((batch, 1, 1, length), 1, has_gradient=False)
+    mixed = tape.attention(*heads, dropout=model.dropout, mask=mask).view(*hidden.shape)
+    mixed = tape.dropout(tape.linear(mixed, size, "attention.output", split=False), model.dropout)
+    hidden = tape.layer_norm(tape.add(hidden, mixed), "attention_norm")
+    inner = tape.gelu(tape.linear(hidden, model.mlp_size, "up", split=True))
+    inner = tape.dropout(tape.linear(inner, size, "down", split=False), model.dropout)
+    return tape.layer_norm(tape.add(hidden, inner), "mlp_norm")
+
+
+_FORWARDS: Final[Mapping[type, Callable[[Any], Layers]]] = {
+    models.LeNet: _lenet,
+    models.MLP: _mlp,
+    models.SmallResNet18: _small_resnet18,
+    models.ResNet18: _resnet18,
+    models.ResNet50: _resnet50,
+    models.GPT: _gpt,
+    models.BERT: _bert,
+}

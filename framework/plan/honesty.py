@@ -1,0 +1,110 @@
+"""Plan against run: the estimates of a plan beside what its first steps took, logged once and kept in ``plan.json``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from framework.plan.alternatives import size_text
+from framework.plan.auto import target_at_hand
+from framework.plan.measured import measured_machine
+from framework.plan.memory import NotEstimatedError
+from framework.plan.plan import Plan
+from framework.plan.search import Candidate, Target, judge
+from framework.system.files import replace_text
+from framework.system.log import print_line
+
+
+class Point(Protocol):
+    """Metrics at one step, as monitors get them."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        ...
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """``area/name`` -> value."""
+        ...
+
+
+class PlanAgainstRun:
+    """Monitor that compares once: peak memory at the first logged point, and the time of a step at the second one,
+    because the first pays for warm-up; of a run with one logged point, that one's. It reads what is logged anyway, so
+    that nothing waits for the device.
+    """
+
+    name = "plan against run"
+
+    def __init__(
+        self,
+        plan: Plan,
+        folder: Path,
+        *,
+        print_line: Callable[[str], None] = print_line,
+        estimated: Callable[[Plan], Candidate | None] | None = None,
+    ) -> None:
+        """Compare with the estimates of a plan, and add a section ``measured`` to its file.
+
+        Args:
+            plan: of the run.
+            folder: of the run, where ``plan.json`` is.
+            print_line: where the lines go.
+            estimated: makes the estimates; left out: for this machine.
+        """
+        self._plan, self._file, self._print_line = plan, folder / "plan.json", print_line
+        self._estimated = estimated or estimates_here
+        self._memory: dict[str, float | None] = {}
+        self._time: dict[str, float | bool | None] = {}
+        self._step = 0
+        self._is_done = False
+
+    def write(self, point: Point) -> None:
+        """Take a logged point."""
+        seconds = point.metrics.get("time/step_ms")
+        if self._is_done or seconds is None:
+            return
+        if not self._step:
+            self._memory = {"measured": point.metrics.get("memory/device_peak_bytes")}
+        self._time = {"measured": seconds / 1000, "with_warm_up": not self._step}
+        self._is_done, self._step = bool(self._step), point.step
+        if self._is_done:
+            self._compare()
+
+    def close(self) -> None:
+        """Compare what there is, where the run has ended before."""
+        if self._step and not self._is_done:
+            self._is_done = True
+            self._compare()
+
+    def _compare(self) -> None:
+        found = self._estimated(self._plan)
+        self._memory["estimate"] = found.peak_bytes if found else None
+        self._time["estimate"] = found.time.total if found and found.time else None
+        for name, values, text in (("peak memory", self._memory, size_text), ("step time", self._time, _milliseconds)):
+            if values["measured"] is not None and values["estimate"] is not None:
+                ratio = values["estimate"] / values["measured"] - 1
+                estimated, measured = text(values["estimate"]), text(values["measured"])
+                self._print_line(f"plan against run: {name}: estimate {estimated}, measured {measured} ({ratio:+.1%})")
+        written: dict[str, Any] = json.loads(self._file.read_text(encoding="utf-8"))
+        written["measured"] = {"step": self._step, "device_peak_bytes": self._memory, "step_seconds": self._time}
+        replace_text(self._file, json.dumps(written, indent=2) + "\n")
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:,.1f} ms"
+
+
+def estimates_here(plan: Plan) -> Candidate | None:
+    """The estimates of a plan for this machine, by its measured rates where there are such; None where its memory is
+    not known.
+    """
+    machine = measured_machine(plan.cluster.world_size) if plan.cluster.num_hosts == 1 else None
+    target = target_at_hand(plan.cluster) if machine is None else Target("this machine, measured", machine=machine)
+    try:
+        return judge(plan, target)
+    except NotEstimatedError:
+        return None

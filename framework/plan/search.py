@@ -1,0 +1,550 @@
+"""Search for a strategy: which ZeRO stage, offload, recomputation, micro-batch and pipeline serve a run best.
+
+Every candidate is a run config that the house's own validation and rules accept, on its cluster; there is no second set
+of rules. One costs about two milliseconds, so that few are left out: micro-batches beyond the first that does not fit,
+because memory grows with them, and those of a strategy that a rule refuses, whatever the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+from typing import Any, Final, Literal
+
+from framework.config.load import config_from_values
+from framework.config.run_config import RunConfig
+from framework.errors import ConfigError, UsageError, counted, show_value
+from framework.plan.alternatives import alternatives, size_text, with_settings
+from framework.plan.cluster import Cluster
+from framework.plan.devices import Machine
+from framework.plan.layout import DEFAULT_MICRO_SIZE
+from framework.plan.memory import Memory, NotEstimatedError, estimate
+from framework.plan.plan import Plan, make_plan
+from framework.plan.time import StepTime, estimate_time
+from framework.plan.work import ModelWork, work_of
+
+Settings = Mapping[str, Any]
+# What may be chosen: dotted keys of a run config. Tensor, sequence and expert sizes join them once they can be trained.
+STAGE: Final = "zero.stage"
+OFFLOAD: Final = "zero.offload_optimizer.device"
+RECOMPUTE: Final = "training.recompute_every"
+PIPE: Final = "parallel.pipe"
+MICRO: Final = "batch.micro_size"
+ACCUMULATION: Final = "batch.accumulation_steps"
+GLOBAL: Final = "batch.global_size"
+LENGTH: Final = "data.sequence_length"
+POSITIONS: Final = "model.max_positions"
+# CUDA's context and the buffers of collectives: 0.3 to 1 GiB, as the documents of the planner say.
+CONTEXT_BYTES: Final = 2**30
+STRATEGY: Final = (STAGE, OFFLOAD, RECOMPUTE, PIPE)
+EVERYTHING: Final = frozenset({*STRATEGY, MICRO, ACCUMULATION})
+_LARGEST_MICRO: Final = 4096
+# What makes a difference: estimates are not that exact. Twice the micro-batch has to gain it, where that is free.
+_LEAST_GAIN: Final = 1.02
+_LONGEST_SEQUENCE: Final = 1 << 24
+_UNKNOWN: Final = "its memory is not known"
+# Micro-batches of a step for each stage of a pipeline, where nothing fixes them: it then waits a fifth of the time.
+_PER_STAGE: Final = 4
+
+
+@dataclass(frozen=True)
+class Target:
+    """Devices that a strategy is searched for.
+
+    Attributes:
+        name: of the device, such as ``h100-80gb``; empty where none is named.
+        memory_bytes: of one device; None: not known, so that everything fits.
+        host_bytes: memory of a host, which the ranks on it share; None: not known.
+        machine: rates of devices and network; None: how fast they are is not known.
+    """
+
+    name: str = ""
+    memory_bytes: int | None = None
+    host_bytes: int | None = None
+    machine: Machine | None = None
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """Memory that is left to a run: of a GPU without what its context takes."""
+        taken = 0 if self.name == "cpu" else CONTEXT_BYTES
+        return None if self.memory_bytes is None else max(self.memory_bytes - taken, 0)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy that the rules accept, with what it is estimated to take.
+
+    Attributes:
+        settings: dotted keys of the run config and their values.
+        plan: of the config with these settings.
+        memory: of its fullest rank.
+        time: of its optimizer step; None where the device's speed is not known.
+    """
+
+    settings: Settings
+    plan: Plan
+    memory: Memory
+    time: StepTime | None = None
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The most on a device at any moment."""
+        return self.memory.total(self.memory.peak)
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        """What was chosen, or would be: every key of a strategy and its batch, with its value in the plan."""
+        config, layout = self.plan.config, self.plan.layout
+        return {
+            STAGE: config.zero.stage,
+            OFFLOAD: config.zero.offload_optimizer.device,
+            RECOMPUTE: config.training.recompute_every,
+            PIPE: layout.pipe_size,
+            MICRO: layout.micro_size,
+            ACCUMULATION: layout.accumulation_steps,
+        }
+
+    def changes(self, planned: Candidate) -> dict[str, Any]:
+        """The part of the choice in which this one differs."""
+        before = planned.choice
+        return {key: value for key, value in self.choice.items() if value != before[key]}
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Samples of all devices together; None where the device's speed is not known."""
+        return None if self.time is None else self.time.samples_per_second
+
+    @cached_property
+    def traffic_bytes(self) -> float:
+        """Bytes that a rank sends for each sample of the run, as DeepSpeed 0.19.8 does it: at stage 0 an all-reduce in
+        a step, at 1 the gathering of weights as well, at 2 an all-reduce for each micro-batch, at 3 two gatherings and
+        a reduction for each.
+        """
+        config, layout = self.plan.config, self.plan.layout
+        if layout.data_parallel_size == 1:
+            return 0.0
+        steps, width = layout.accumulation_steps, 2 if config.precision.dtype in ("bf16", "fp16") else 4
+        again = bool(config.training.recompute_every)
+        passes = (2, 3, 2 * steps + 1, (3 + again) * steps)[config.zero.stage]
+        return width * passes * self.memory.num_params / layout.global_size
+
+
+@dataclass(frozen=True)
+class Loser:
+    """Strategies that lost, all for the same reason.
+
+    Attributes:
+        settings: what they have in common.
+        why: the reason, in words.
+        kind: ``refused`` or ``too-large``.
+        count: how many strategies.
+    """
+
+    settings: Settings
+    why: str
+    kind: Literal["refused", "too-large"]
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A setting beside the strategy, and the bytes that changing it frees on a device."""
+
+    key: str
+    before: Any
+    after: Any
+    freed_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.key} {_number(self.before)} -> {_number(self.after)} frees {size_text(self.freed_bytes)}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """Result of a search.
+
+    Attributes:
+        target: devices.
+        ranked: the best candidate of each strategy, the best one first; empty where nothing fits.
+        losers: why others are not among them.
+        smallest: the candidate that takes least, where nothing fits.
+    """
+
+    target: Target
+    ranked: tuple[Candidate, ...]
+    losers: tuple[Loser, ...]
+    smallest: Candidate | None = None
+
+    @property
+    def block(self) -> str:
+        """The one constraint that blocks, in words; empty where something fits."""
+        if self.ranked:
+            return ""
+        if self.smallest is None:
+            return self.losers[0].why if self.losers else "there is nothing to choose from"
+        found, memory = self.smallest, self.smallest.memory
+        limit, host = self.target.usable_bytes, self.target.host_bytes
+        if limit is None or found.peak_bytes <= limit:
+            ranks, on_host = found.plan.cluster.devices_per_host, sum(memory.host.values())
+            return (
+                f"{counted(ranks, 'rank')} take {size_text(ranks * on_host)} of a host that has {size_text(host or 0)}"
+            )
+        least = settings_text({key: found.settings[key] for key in STRATEGY})
+        takes = f"the least is {size_text(found.peak_bytes)}, with {least}: {fullest(memory)}"
+        return f"{takes}; {size_text(limit)} are usable"
+
+
+def search(
+    config: RunConfig,
+    cluster: Cluster,
+    target: Target | None = None,
+    *,
+    free: Set[str] = EVERYTHING,
+    num_train_samples: int | None = None,
+    work: ModelWork | None = None,
+) -> Found:
+    """Rank the strategies of a run on a cluster: by samples per second, or by costs where speed is not known.
+
+    Args:
+        config: what was asked; keys that are not `free` stay as they are.
+        cluster: where it is to run.
+        target: its devices; left out: not known.
+        free: dotted keys that may be chosen. `batch.global_size` stays where the config has it; where it does not,
+            micro-batches grow as long as doubling them gains two samples in a hundred.
+        num_train_samples: size of the training data, where it is known.
+        work: of a model of the user's own, on any micro-batch.
+
+    Raises:
+        NotEstimatedError: the model's memory is not known, so that nothing can be compared.
+    """
+    judges = _Judge(cluster, target or Target(), num_train_samples, work)
+    found = [best for strategy in _strategies(config, cluster, free) if (best := judges.best(config, strategy, free))]
+    smallest = min(judges.too_large, key=lambda each: each.peak_bytes, default=None)
+    if not found and smallest is None and judges.unknown is not None:
+        raise judges.unknown
+    return Found(judges.target, tuple(_ranked(found)), tuple(judges.losers()), None if found else smallest)
+
+
+def search_fewest_devices(
+    config: RunConfig,
+    cluster: Cluster,
+    target: Target,
+    *,
+    num_train_samples: int | None = None,
+    work: ModelWork | None = None,
+) -> Found:
+    """The search on the smallest part of a cluster on which something fits: whole hosts, or devices of one host in
+    powers of two; on the whole cluster where nothing does.
+    """
+    hosts = sorted({*_powers(cluster.num_hosts), cluster.num_hosts})
+    devices = sorted({*_powers(cluster.devices_per_host), cluster.devices_per_host})
+    sizes = [*((1, count) for count in devices), *((count, cluster.devices_per_host) for count in hosts[1:])]
+    for num_hosts, count in sizes:
+        part = replace(cluster, num_hosts=num_hosts, devices_per_host=count)
+        found = search(config, part, target, num_train_samples=num_train_samples, work=work)
+        if found.ranked:
+            break
+    return found
+
+
+def search_longest_sequence(
+    config: RunConfig, cluster: Cluster, target: Target, *, num_train_samples: int | None = None
+) -> Found:
+    """The search with the longest sequence on which something fits, to an eighth of its length.
+
+    Raises:
+        UsageError: the length of a sequence is no key of the data, or the device's memory is not known.
+    """
+    length, positions = getattr(config.data, "sequence_length", None), getattr(config.model, "max_positions", None)
+    if length is None or positions is None or target.memory_bytes is None:
+        missing = "the device, as --gpu names it" if target.memory_bytes is None else "data and a model with a length"
+        raise UsageError(f"the longest sequence takes {missing}")
+
+    def at(tokens: int) -> Found:
+        lengths = {LENGTH: tokens, POSITIONS: max(tokens, positions)}
+        longer = config_from_values(with_settings(config, lengths))
+        found = search(longer, cluster, target, num_train_samples=num_train_samples)
+        named = (replace(each, settings={LENGTH: tokens, **each.settings}) for each in found.ranked)
+        return replace(found, ranked=tuple(named))
+
+    best, step = at(length), length
+    while best.ranked and length < _LONGEST_SEQUENCE and (longer := at(2 * length)).ranked:
+        best, length = longer, 2 * length
+        step = length
+    while best.ranked and step > max(length // 8, 1):
+        step //= 2
+        if (longer := at(length + step)).ranked:
+            best, length = longer, length + step
+    return best
+
+
+def judge(
+    plan: Plan, target: Target | None = None, *, settings: Settings | None = None, work: ModelWork | None = None
+) -> Candidate:
+    """Estimate what a plan takes; `work`: of its model on any micro-batch, left out: as the named model has it.
+
+    Raises:
+        NotEstimatedError: its memory is not known.
+    """
+    work = work_of(plan) if work is None else work.of_samples(plan.layout.micro_size)
+    memory, machine, time = estimate(plan, work=work), target and target.machine, None
+    if machine and work:
+        with suppress(NotEstimatedError):  # a figure of the device that nobody has published
+            time = estimate_time(plan, work, machine)
+    return Candidate(settings or {}, plan, memory, time)
+
+
+class _Judge:
+    """Tries candidates on one cluster, and remembers why they lost."""
+
+    def __init__(self, cluster: Cluster, target: Target, num_train_samples: int | None, work: ModelWork | None) -> None:
+        self.cluster, self.target, self.num_train_samples, self.work = cluster, target, num_train_samples, work
+        self.too_large: list[Candidate] = []
+        self.unknown: NotEstimatedError | None = None
+        self._refused: dict[str, list[Settings]] = {}
+        self._works: dict[int, ModelWork | None] = {}  # strategies do not change the model
+
+    def best(self, config: RunConfig, strategy: Settings, free: Set[str]) -> Candidate | None:
+        """The best candidate of one strategy that fits, its micro-batches tried from the smallest on."""
+        best, smallest, reasons = None, None, []
+        is_free, plain = config.batch.global_size is None, config.batch.micro_size or DEFAULT_MICRO_SIZE
+        grows = self.target.memory_bytes is not None
+        for batch in _batches(config, self.cluster, strategy, free, grows=grows):
+            tried = self.candidate(config, {**strategy, **batch})
+            if isinstance(tried, str):
+                reasons.append(tried)
+                if tried.startswith(("batch.", _UNKNOWN)):
+                    continue
+                break  # whatever the batch
+            if not self.fits(tried):
+                smallest = tried if smallest is None else min(smallest, tried, key=lambda each: each.peak_bytes)
+                if is_free:  # no larger one will; with a fixed global size more micro-batches may take more
+                    break
+            elif best is None or _is_better(tried, best, by=_LEAST_GAIN if is_free else 1.0):
+                best = tried
+            elif is_free and tried.time is not None:
+                break
+            if is_free and tried.time is None and tried.plan.layout.micro_size >= plain:
+                break  # what more would gain is not known
+        if best is None and smallest is not None:
+            self.too_large.append(smallest)
+        elif best is None and reasons:
+            self._refused.setdefault(reasons[0], []).append(strategy)
+        return best
+
+    def candidate(self, config: RunConfig, settings: Settings) -> Candidate | str:
+        """The candidate, or the reason why there is none."""
+        try:
+            changed = config_from_values(with_settings(config, settings))
+            plan = make_plan(changed, self.cluster, num_train_samples=self.num_train_samples)
+            micro = plan.layout.micro_size
+            if micro not in self._works:
+                self._works[micro] = work_of(plan) if self.work is None else self.work.of_samples(micro)
+            return judge(plan, self.target, settings=settings, work=self._works[micro])
+        except ConfigError as error:
+            problem = error.problems[0]
+            return f"{problem.key}: {problem.reason} [{problem.kind}]"
+        except NotEstimatedError as error:
+            self.unknown = self.unknown or error
+            return f"{_UNKNOWN}: {error}"
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Check whether the device, and the host with its other ranks, hold it."""
+        limit, host = self.target.usable_bytes, self.target.host_bytes
+        on_host = sum(candidate.memory.host.values()) * self.cluster.devices_per_host
+        return (limit is None or candidate.peak_bytes <= limit) and (host is None or on_host <= host)
+
+    def losers(self) -> Iterator[Loser]:
+        """Those that fit on no device, the smallest first, then those that are refused, by reason."""
+        large: dict[str, list[Settings]] = {}
+        for found in sorted(self.too_large, key=lambda found: found.peak_bytes):
+            layout, size = found.plan.layout, size_text(found.peak_bytes)
+            why = f"{size} with micro-batches of {layout.micro_size}: {fullest(found.memory)}"
+            large.setdefault(why, []).append({key: found.settings[key] for key in STRATEGY})
+        for why, those in large.items():
+            yield Loser(_common(those), why, "too-large", len(those))
+        for why, those in self._refused.items():
+            yield Loser(_common(those), why, "refused", len(those))
+
+
+def _is_better(one: Candidate, other: Candidate, *, by: float) -> bool:
+    """Check whether one is faster, by a factor where speeds are known."""
+    if one.samples_per_second is None or other.samples_per_second is None:
+        return _rank(one) < _rank(other)
+    return one.samples_per_second > by * other.samples_per_second
+
+
+def search_more_devices(
+    config: RunConfig,
+    cluster: Cluster,
+    target: Target,
+    *,
+    free: Set[str] = EVERYTHING,
+    work: ModelWork | None = None,
+    most: int = 16_384,
+) -> Found | None:
+    """The search on the smallest cluster of twice as many hosts, or four times and so on, on which something fits."""
+    hosts = 2 * cluster.num_hosts
+    while hosts * cluster.devices_per_host <= most:
+        found = search(config, replace(cluster, num_hosts=hosts), target, free=free, work=work)
+        if found.ranked:
+            return found
+        hosts *= 2
+    return None
+
+
+def nearest_plan(
+    config: RunConfig, cluster: Cluster, *, num_train_samples: int | None = None
+) -> tuple[str, Plan] | None:
+    """The plan that is nearest to one that cannot be, and what it changes, in words; None where none is near.
+
+    Tried in this order: another micro-batch, another global size, fewer pipeline stages, fewer devices.
+    """
+    batch, pipe = config.batch, config.parallel.pipe
+    ranks = max(cluster.world_size // pipe, 1)
+    tries: list[tuple[Settings, Cluster]] = [({MICRO: None, ACCUMULATION: None}, cluster)]
+    if batch.global_size is not None:
+        unit = ranks * (batch.micro_size or 1) * (batch.accumulation_steps or 1)
+        for step in dict.fromkeys((ranks, unit)):
+            sizes = (batch.global_size // step * step or step, batch.global_size // step * step + step)
+            tries += [({GLOBAL: size, **_freed(batch.micro_size, size, ranks)}, cluster) for size in sizes]
+    tries += [({PIPE: stages}, cluster) for stages in range(pipe - 1, 0, -1) if cluster.world_size % stages == 0]
+    fewer = range(cluster.devices_per_host - 1, 0, -1)
+    tries += [({}, replace(cluster, devices_per_host=count)) for count in fewer]
+    for settings, where in tries:
+        with suppress(ConfigError):
+            changed = config_from_values(with_settings(config, settings))
+            plan = make_plan(changed, where, num_train_samples=num_train_samples)
+            shown = {key: value for key, value in settings.items() if value is not None}
+            return settings_text(shown) or (str(where) if where != cluster else str(plan.layout)), plan
+    return None
+
+
+def _freed(micro: int | None, size: int, ranks: int) -> Settings:
+    """Leave the micro-batch to the layout where the one that is given divides no longer."""
+    return {} if micro is None or size % (micro * ranks) == 0 else {MICRO: None, ACCUMULATION: None}
+
+
+def _ranked(found: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates, the best one first; of those that the estimate cannot tell from the fastest, the plainest."""
+    most = max((each.samples_per_second or 0.0 for each in found), default=0.0)
+
+    def order(candidate: Candidate) -> tuple[float, ...]:
+        speed, *costs = _rank(candidate)
+        return (-most if most and -speed * _LEAST_GAIN >= most else speed, *costs, speed)
+
+    return sorted(found, key=order)
+
+
+def _rank(candidate: Candidate) -> tuple[float, ...]:
+    """Order of candidates, the best one first: by speed, else by what costs time, traffic and memory."""
+    config, speed = candidate.plan.config, candidate.samples_per_second
+    costs = (config.zero.offload_optimizer.device != "none", bool(config.training.recompute_every))
+    layout = candidate.plan.layout
+    order = (*costs, layout.pipe_size, candidate.traffic_bytes, layout.accumulation_steps, candidate.peak_bytes)
+    return (-speed if speed is not None else inf, *order)
+
+
+def _strategies(config: RunConfig, cluster: Cluster, free: Set[str]) -> Iterator[Settings]:
+    """Every combination of what is free beside the batch."""
+    offload, recompute = config.zero.offload_optimizer.device, config.training.recompute_every
+    values: dict[str, Sequence[Any]] = {
+        STAGE: range(4) if STAGE in free else [config.zero.stage],
+        OFFLOAD: ["none", "cpu"] if OFFLOAD in free and offload != "nvme" else [offload],
+        RECOMPUTE: sorted({0, 1, recompute}) if RECOMPUTE in free else [recompute],
+        PIPE: _pipes(config, cluster) if PIPE in free else [config.parallel.pipe],
+    }
+    found: list[dict[str, Any]] = [{}]
+    for key, choices in values.items():
+        found = [{**chosen, key: choice} for chosen in found for choice in choices]
+    yield from found
+
+
+def _pipes(config: RunConfig, cluster: Cluster) -> list[int]:
+    """Numbers of stages that divide the ranks and that the model has layers for; its own where that is not known."""
+    count = getattr(config.model, "num_layers_in_list", None)
+    most = count() if count else 1
+    divisors = {pipe for pipe in range(1, min(most, cluster.world_size) + 1) if cluster.world_size % pipe == 0}
+    return sorted(divisors | {config.parallel.pipe})
+
+
+def _batches(
+    config: RunConfig, cluster: Cluster, strategy: Settings, free: Set[str], *, grows: bool
+) -> Iterator[Settings]:
+    """Micro-batches and their number in a step, the smallest first; whether they divide is the layout's to judge."""
+    batch, pipe = config.batch, strategy[PIPE]
+    if MICRO not in free:
+        yield {}
+        return
+    fixed = None if ACCUMULATION in free else batch.accumulation_steps
+    given = {batch.micro_size} if batch.micro_size else set[int]()
+    if batch.global_size is not None:
+        share = max(batch.global_size * pipe // cluster.world_size, 1)
+        sizes = {max(share // fixed, 1)} if fixed else {share, *_powers(share), *given}
+        for size in sorted(size for size in sizes if fixed or share % size == 0):
+            yield {MICRO: size, ACCUMULATION: fixed or share // size}
+        return
+    steps = fixed or batch.accumulation_steps or (1 if pipe == 1 else _PER_STAGE * pipe)
+    for size in sorted({*_powers(_LARGEST_MICRO if grows else batch.micro_size or DEFAULT_MICRO_SIZE), *given}):
+        yield {MICRO: size, ACCUMULATION: steps}
+
+
+def _powers(most: int) -> Iterator[int]:
+    size = 1
+    while size <= most:
+        yield size
+        size *= 2
+
+
+# Beside the strategy: what is tried to free memory, and the value that it is lowered to.
+_KNOBS: Final[Sequence[tuple[str, Any]]] = (
+    ("zero.reduce_bucket_size", 50_000_000),
+    ("zero.reduce_bucket_size", 5_000_000),
+    ("zero.overlap_comm", False),
+    ("zero.stage3_max_live_parameters", 100_000_000),
+    ("zero.stage3_prefetch_bucket_size", 5_000_000),
+    ("optimizer.implementation", "deepspeed"),
+    ("precision.dtype", "bf16"),
+)
+
+
+def find_knob(plan: Plan, *, work: ModelWork | None = None) -> Knob | None:
+    """Find the setting beside the strategy that frees most on the fullest rank; None where none frees one part in a
+    hundred.
+    """
+    planned, found = judge(plan, work=work).peak_bytes, []
+    work = work and work.of_samples(plan.layout.micro_size)
+    for key, after in _KNOBS:
+        section, _, name = key.partition(".")
+        before = getattr(getattr(plan.config, section), name, None)
+        is_lower = before is not None and (isinstance(after, str) or before > after)
+        if is_lower and (work is None or section != "precision"):  # of another type it would be other work
+            freed = (planned - each.peak_bytes for each in alternatives(plan, [{key: after}], work=work))
+            found += [Knob(key, before, after, size) for size in freed]
+    best = max(found, key=lambda knob: knob.freed_bytes, default=None)
+    return best if best is not None and best.freed_bytes >= planned / 100 else None
+
+
+def settings_text(settings: Settings) -> str:
+    """Settings in one line, as a config has them."""
+    return ", ".join(f"{key}: {show_value(value)}" for key, value in settings.items())
+
+
+def _number(value: Any) -> str:
+    return (
+        f"{value:.0e}".replace("e+0", "e").replace("e+", "e") if isinstance(value, int) and value > 9999 else str(value)
+    )
+
+
+def fullest(memory: Memory) -> str:
+    """The largest component at the fullest moment, in words."""
+    name, size = max(memory.moments[memory.peak].items(), key=lambda item: item[1])
+    return f"{name} {size_text(size)}"
+
+
+def _common(those: Sequence[Settings]) -> Settings:
+    """The settings that all of them share."""
+    return {key: value for key, value in those[0].items() if all(other.get(key) == value for other in those)}

@@ -1,0 +1,322 @@
+"""Operations on tensors without numbers, written down one after the other: what they compute and move, what autograd
+saves of them, and what is alive at most meanwhile. Without torch.
+
+Each operation saves what PyTorch 2.15 saves of it (its `derivatives.yaml`), as saved-tensor hooks show on a CPU. CPU
+and GPU differ in attention, dropout and RMSNorm: their fused forms on GPUs keep less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Final, Literal
+
+from framework.plan.weights import Shape
+
+_FP32: Final = 4
+_INT64: Final = 8
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor without numbers.
+
+    Attributes:
+        shape: of it.
+        width: bytes of an element.
+        has_gradient: whether a gradient flows back to it.
+        of: the tensor whose memory it shows; None: it has its own.
+        is_split: whether tensor parallelism divides it.
+    """
+
+    shape: Shape
+    width: int
+    has_gradient: bool = True
+    of: Value | None = None
+    is_split: bool = False
+
+    @property
+    def storage(self) -> Value:
+        """The tensor that has the memory."""
+        return self if self.of is None else self.of.storage
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return prod(self.shape) * self.width
+
+    def view(self, *shape: int) -> Value:
+        """The same memory in another shape, or a part of it."""
+        return Value(shape, self.width, self.has_gradient, self, self.is_split)
+
+
+@dataclass
+class _Operation:
+    """`temporary`: bytes that its backward pass takes beside gradients; `passes`: its gradient goes on as it is."""
+
+    reads: tuple[Value, ...]
+    made: Value
+    saves: tuple[Value, ...]
+    temporary: int
+    passes: bool
+
+
+@dataclass
+class Tape:
+    """Operations of one part of a model.
+
+    Attributes:
+        weight_width: bytes of a weight's element.
+        product_width: bytes of an element in matrix products and convolutions; less than `weight_width` with autocast.
+        device: what it runs on.
+        is_trained: whether a weight of that name has a gradient.
+        keeps_inputs: whether linear layers keep their inputs as they are, and no copy of a weight: DeepSpeed's do at
+            ZeRO stage 3.
+        saved: what parts up to here have saved.
+    """
+
+    weight_width: int
+    product_width: int
+    device: Literal["cpu", "cuda"]
+    is_trained: Callable[[str], bool] = lambda name: True
+    keeps_inputs: bool = False
+    saved: set[Value] = field(default_factory=set)
+    prefix: str = ""
+    flops: int = 0
+    moved_bytes: int = 0
+    _new: list[Value] = field(default_factory=list)
+    _operations: list[_Operation] = field(default_factory=list)
+
+    def start(self, prefix: str) -> None:
+        """Begin a part, whose weights' names begin like this."""
+        self.prefix, self.flops, self.moved_bytes = prefix, 0, 0
+        self._new, self._operations = [], []
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that the part saves, and none before it."""
+        return sum(value.num_bytes for value in self._new)
+
+    @property
+    def split_bytes(self) -> int:
+        """Those of `saved_bytes` that tensor parallelism divides."""
+        return sum(value.num_bytes for value in self._new if value.is_split)
+
+    def saves_first(self, value: Value) -> bool:
+        """Check whether a tensor is saved by this part, and by none before it."""
+        return value.storage in self._new
+
+    def run(
+        self,
+        *reads: Value,
+        shape: Shape,
+        width: int = 0,
+        saves: Sequence[Value] = (),
+        flops: int = 0,
+        temporary: int = 0,
+        has_gradient: bool | None = None,
+        passes: bool = False,
+        is_split: bool | None = None,
+    ) -> Value:
+        """Write an operation down; returns what it makes. `width` 0: as what it reads first."""
+        flows = any(value.has_gradient for value in reads) if has_gradient is None else has_gradient
+        split = any(value.is_split for value in reads) if is_split is None else is_split
+        made = Value(shape, width or reads[0].width, flows, is_split=split)
+        self._save(saves if flows else ())
+        self._operations.append(_Operation(reads, made, tuple(saves) if flows else (), temporary, passes))
+        self.flops += flops
+        if not flops:
+            beside = {*saves} - {*reads}
+            self.moved_bytes += sum(value.num_bytes for value in (*reads, made, *beside))
+        return made
+
+    def _save(self, saves: Sequence[Value]) -> None:
+        for value in (each.storage for each in saves):
+            if value not in self.saved:
+                self.saved.add(value)
+                self._new.append(value)
+
+    def save_output(self, made: Value) -> Value:
+        """Let the last operation save what it made, too."""
+        operation = self._operations[-1]
+        if made.has_gradient:
+            operation.saves = (*operation.saves, made)
+            self._save([made])
+        return made
+
+    def forward_bytes(self, *ends: Value, keeps: bool = True) -> int:
+        """Bytes at most in the forward pass, beside what the part saves; or in one that saves nothing. What is given
+        to it and what it returns, `ends`, stays.
+        """
+        last: dict[Value, int] = {}
+        stays = {end.storage for end in ends}
+        for number, operation in enumerate(self._operations):
+            for value in (*operation.reads, operation.made):
+                last[value.storage] = number
+        kept, live, most = self.saved if keeps else set[Value](), set[Value](), 0
+        for number, operation in enumerate(self._operations):
+            live |= {value.storage for value in (*operation.reads, operation.made, *operation.saves)}
+            most = max(most, sum(v.num_bytes for v in live if v not in kept or v in self._new))
+            live -= {v for v in live if last.get(v, number) <= number and v not in kept and v not in stays}
+        return most - (self.saved_bytes if keeps else 0)
+
+    def backward_bytes(self, *outputs: Value) -> int:
+        """Bytes at most in the backward pass, beside what the part has saved: gradients, without those of weights."""
+        firsts: dict[Value, int] = {}
+        for number, operation in enumerate(self._operations):
+            for value in operation.saves:
+                firsts.setdefault(value.storage, number)
+        gradients = {output.storage: output.num_bytes if output.has_gradient else 0 for output in outputs}
+        saved = self.saved_bytes
+        most = saved + sum(gradients.values())
+        for number in range(len(self._operations) - 1, -1, -1):
+            operation = self._operations[number]
+            reads = [v for v in operation.reads if v.has_gradient] if operation.made.storage in gradients else []
+            given = gradients.pop(operation.made.storage, 0)
+            made = 0 if operation.passes else sum(value.num_bytes for value in reads)
+            most = max(most, saved + sum(gradients.values()) + given + made + operation.temporary)
+            for place, value in enumerate(reads):  # where it is passed on, one of them stands for all
+                size = (given if place == 0 else 0) if operation.passes else value.num_bytes
+                gradients[value.storage] = max(gradients.get(value.storage, 0), size)
+            saved -= sum(value.num_bytes for value in self._new if firsts[value] == number)
+        return most - self.saved_bytes
+
+    # Operations, named as torch names them.
+
+    def place(self, name: str, weight: str = "weight") -> str:
+        """The full name of a weight of this part."""
+        return ".".join(filter(None, (self.prefix, name, weight)))
+
+    def embedding(self, tokens: Value, size: int, name: str = "") -> Value:
+        flows = self.is_trained(self.place(name))
+        shape = (*tokens.shape, size)
+        return self.run(tokens, shape=shape, width=self.weight_width, saves=[tokens], has_gradient=flows)
+
+    def linear(
+        self, value: Value, outputs: int, name: str = "", *, has_bias: bool = True, split: bool | None = None
+    ) -> Value:
+        """(..., inputs) to (..., outputs); `split`: whether tensor parallelism divides its outputs, or its inputs."""
+        shape = (*value.shape[:-1], outputs)
+        return self._product(value, shape, (outputs, value.shape[-1]), name, has_bias=has_bias, split=split)
+
+    def convolution(
+        self, value: Value, outputs: int, name: str = "", *, kernel: int, stride: int = 1, padding: int | None = None
+    ) -> Value:
+        """(batch, channels, height, width) to (batch, outputs, ...); `padding` left out: half of the kernel."""
+        sizes = convolved(value.shape[2:], kernel, stride, kernel // 2 if padding is None else padding)
+        weight = (outputs, value.shape[1], kernel, kernel)
+        return self._product(value, (value.shape[0], outputs, *sizes), weight, name, has_bias=False)
+
+    def _product(
+        self, value: Value, shape: Shape, weight: Shape, name: str, *, has_bias: bool, split: bool | None = None
+    ) -> Value:
+        is_trained = self.is_trained(self.place(name))
+        given, value = value, self.cast(value, self.product_width)
+        flows = value.has_gradient or is_trained or (has_bias and self.is_trained(self.place(name, "bias")))
+        saves, temporary = ([value] if is_trained else []), 0
+        if self.keeps_inputs and len(weight) == 2 and self.place(name) != "embed.weight":  # which is no linear layer
+            saves = [given]
+        elif self.product_width < self.weight_width:  # autograd keeps the copy of the weight
+            copy = Value(weight, self.product_width, is_split=split is not None)
+            self.moved_bytes += prod(weight) * (self.weight_width + self.product_width)
+            saves += [copy] if value.has_gradient or len(weight) > 2 else []
+            temporary = copy.num_bytes
+        return self.run(
+            value,
+            shape=shape,
+            saves=saves,
+            flops=2 * prod(shape) * prod(weight[1:]),
+            temporary=temporary,
+            has_gradient=flows,
+            is_split=split,
+        )
+
+    def cast(self, value: Value, width: int) -> Value:
+        return value if value.width == width else self.run(value, shape=value.shape, width=width)
+
+    def add(self, *values: Value) -> Value:
+        return self.run(*values, shape=values[0].shape, width=max(each.width for each in values), passes=True)
+
+    def multiply(self, one: Value, other: Value) -> Value:
+        saves = [each for each, beside in ((one, other), (other, one)) if beside.has_gradient]
+        return self.run(one, other, shape=one.shape, saves=saves)
+
+    def gelu(self, value: Value) -> Value:
+        """GELU, SiLU and others whose derivative takes their input."""
+        return self.run(value, shape=value.shape, saves=[value])
+
+    def relu(self, value: Value) -> Value:
+        """ReLU, tanh and others whose derivative takes their output."""
+        return self.save_output(self.run(value, shape=value.shape))
+
+    def dropout(self, value: Value, probability: float) -> Value:
+        if not probability:
+            return value
+        mask = Value(value.shape, 1 if self.device == "cuda" else value.width, has_gradient=False)
+        return self.run(value, shape=value.shape, saves=[mask])
+
+    def layer_norm(self, value: Value, name: str = "") -> Value:
+        width = _FP32 if self.device == "cuda" else value.width
+        return self._norm(value, name, Value((2, *value.shape[:-1]), width, has_gradient=False))
+
+    def rms_norm(self, value: Value, name: str = "") -> Value:
+        statistics = Value(value.shape[:-1], _FP32, has_gradient=False)
+        if self.device == "cuda":
+            return self._norm(value, name, statistics)
+        wide = self.cast(value, _FP32)  # on a processor it is made of several operations, all in fp32
+        scaled = self.run(wide, shape=value.shape, saves=[wide, statistics])
+        return self.cast(self._norm(scaled, name), value.width)
+
+    def batch_norm(self, value: Value, name: str = "") -> Value:
+        width = self.weight_width if self.device == "cpu" else _FP32
+        return self._norm(value, name, Value((2, value.shape[1]), width, has_gradient=False))
+
+    def _norm(self, value: Value, name: str, *statistics: Value) -> Value:
+        flows = value.has_gradient or self.is_trained(self.place(name))
+        return self.run(value, shape=value.shape, saves=[value, *statistics], has_gradient=flows)
+
+    def max_pool(self, value: Value, kernel: int, stride: int, padding: int = 0) -> Value:
+        shape = (*value.shape[:2], *convolved(value.shape[2:], kernel, stride, padding))
+        return self.run(value, shape=shape, saves=[value, Value(shape, _INT64, has_gradient=False)])
+
+    def mean(self, value: Value) -> Value:
+        """(batch, channels, height, width) to (batch, channels, 1, 1)."""
+        return self.run(value, shape=(*value.shape[:2], 1, 1))
+
+    def rotate(self, *heads: Value) -> list[Value]:
+        """Rotary positions: computed in fp32, with angles that are kept."""
+        angles = Value((heads[0].shape[-2], heads[0].shape[-1]), _FP32, has_gradient=False)
+        wide = [self.cast(each, _FP32) for each in heads]
+        self.moved_bytes += 5 * sum(each.num_bytes for each in wide)  # products, sums and a copy, one after the other
+        halves = [self.run(each, shape=each.shape, saves=[angles]) for each in wide]
+        return [self.cast(self.run(each, shape=each.shape), heads[0].width) for each in halves]
+
+    def attention(self, query: Value, key: Value, value: Value, *, dropout: float, mask: Value | None = None) -> Value:
+        """(batch, heads, sequence, head size), with fewer heads of key and value, to the shape of the query."""
+        batch, heads, length, size = query.shape
+        flops, saves = 4 * batch * heads * length * length * size, [query, key, value]
+        bias = [] if mask is None else [Value(mask.shape, query.width, has_gradient=False)]
+        if self.device == "cuda" or not dropout:  # fused: keeps its output, and a sum for each row
+            sums = Value((batch, heads, length), _FP32, has_gradient=False)
+            made = self.run(*saves, shape=query.shape, saves=[*saves, sums, *bias], flops=flops)
+            return self.save_output(made)
+        # Without dropout alone it is fused on processors; else in steps, in fp32, of which each keeps its inputs.
+        wide = [self.cast(each, _FP32) for each in (query, key, value)]
+        copies = [self.run(each, shape=query.shape) for each in wide]
+        square = (batch, heads, length, length)
+        scores = self.run(*copies[:2], shape=square, saves=copies[:2], flops=flops // 2)
+        weights = self.relu(scores)
+        noise = Value(square, _FP32, has_gradient=False)
+        dropped = self.run(weights, shape=square, saves=[noise])
+        mixed = self.run(dropped, copies[2], shape=query.shape, saves=[dropped, copies[2]], flops=flops // 2)
+        return self.run(self.cast(mixed, query.width), shape=query.shape)
+
+    def cross_entropy(self, logits: Value, targets: Value) -> Value:
+        """Logits (samples, classes) and class numbers to a sum, in fp32."""
+        return self.run(self.relu(self.cast(logits, _FP32)), shape=(), saves=[targets])
+
+
+def convolved(sizes: Shape, kernel: int, stride: int, padding: int) -> Shape:
+    """Height and width after a convolution or pooling."""
+    return tuple((size + 2 * padding - kernel) // stride + 1 for size in sizes)

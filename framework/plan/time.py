@@ -1,0 +1,538 @@
+"""Time of an optimizer step by component: estimated from a model's work, its distribution and a machine, without torch.
+
+What is sent, and when, was read in DeepSpeed 0.19.8 (`runtime/zero/stage_1_and_2.py`, `stage3.py`, `runtime/engine.py`,
+`runtime/pipe/engine.py`) and our `engine/gradient_sums.py`. Collectives cost as in NCCL's own model (`tuning.cc`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil, log2, prod, sqrt
+from typing import Any, Final
+
+from framework.config.optimizer import SGD, Adagrad, Lion
+from framework.config.precision import BF16, FP16, FP32
+from framework.plan.devices import Device, Machine
+from framework.plan.memory import NotEstimatedError
+from framework.plan.plan import Plan
+from framework.plan.rules.devices import sums_of
+from framework.plan.work import ModelWork, Part
+
+Seconds = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """Distribution of one optimizer step over devices, and what else decides its time.
+
+    Attributes:
+        data: ranks that see different samples.
+        pipe: pipeline stages.
+        tensor: ranks that share every matrix product.
+        sequence: ranks that share every sample's tokens.
+        expert: ranks that share the experts.
+        zero_stage: 0 to 3.
+        accumulation: micro-batches of a rank, or of a pipeline, per optimizer step.
+        micro_size: samples of a micro-batch.
+        dtype: what matrix products are computed in: fp32, tf32, fp16, bf16 or fp8.
+        weight_bytes: of an element of the weights.
+        gradient_bytes: of an element of the gradients that are sent.
+        state_bytes: of optimizer state for an element, with the fp32 weight where there is one.
+        recomputed: share of the forward pass that runs again in the backward pass.
+        overlaps: sums of gradients run beside the backward pass.
+        scatters: each rank gets its part of the sums alone, as with FSDP; DeepSpeed does so at stage 3 only.
+        bucket: elements of gradients that are summed at once.
+        prefetches: weights of stage 3 are gathered ahead of their use.
+        live: elements of weights that stay whole at stage 3 between the forward and the backward pass.
+        persistent: elements up to which a weight stays whole at stage 3.
+        by_weight: the host handles each weight by itself at stage 3, as DeepSpeed does; FSDP handles blocks.
+        interleaving: parts of the model on each pipeline stage.
+        splits_norms: tensor parallelism splits tokens outside of matrix products, as Megatron's sequence parallelism.
+        block_sums: all-reduces of tensor parallelism in a block, forward and backward.
+        is_offloaded: the optimizer runs on the host.
+        weights_offloaded: weights of stage 3 lie on the host.
+    """
+
+    data: int = 1
+    pipe: int = 1
+    tensor: int = 1
+    sequence: int = 1
+    expert: int = 1
+    zero_stage: int = 0
+    accumulation: int = 1
+    micro_size: int = 1
+    dtype: str = "bf16"
+    weight_bytes: int = 2
+    gradient_bytes: int = 2
+    state_bytes: int = 12
+    recomputed: float = 0.0
+    overlaps: bool = True
+    scatters: bool = False
+    bucket: int = 50_000_000
+    prefetches: bool = True
+    live: int = 1_000_000_000
+    persistent: int = 100_000
+    by_weight: bool = True
+    interleaving: int = 1
+    splits_norms: bool = False
+    block_sums: tuple[int, int] = (2, 4)
+    is_offloaded: bool = False
+    weights_offloaded: bool = False
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of one step."""
+        return self.data * self.pipe * self.tensor * self.sequence
+
+    @staticmethod
+    def from_plan(plan: Plan) -> Parallelism:
+        """Read the distribution off a plan."""
+        config, layout = plan.config, plan.layout
+        precision, zero = config.precision, config.zero
+        is_half = isinstance(precision, BF16 | FP16)
+        dtype: str = precision.dtype
+        if isinstance(precision, FP32):
+            dtype = "fp32" if precision.matmul == "highest" else "tf32"
+        _, reduction = sums_of(config, layout)
+        optimizer = config.optimizer
+        moments = 2
+        if isinstance(optimizer, SGD):
+            moments = 1 if optimizer.momentum else 0
+        elif isinstance(optimizer, Adagrad | Lion):
+            moments = 1
+        stage, overlap = zero.stage, zero.overlap_comm
+        return Parallelism(
+            data=layout.data_parallel_size,
+            pipe=layout.pipe_size,
+            zero_stage=stage,
+            accumulation=layout.accumulation_steps,
+            micro_size=layout.micro_size,
+            dtype=dtype if dtype != "autocast" else "bf16",
+            weight_bytes=2 if is_half else 4,
+            gradient_bytes=2 if is_half and not reduction else 4,
+            state_bytes=4 * moments + (4 if is_half or stage else 0),
+            recomputed=1.0 if config.training.recompute_every else 0.0,
+            overlaps=stage == 0 or (stage == 3 if overlap is None else overlap),
+            scatters=stage == 3,
+            bucket=zero.reduce_bucket_size,
+            prefetches=zero.stage3_prefetch_bucket_size > 0,
+            live=zero.stage3_max_live_parameters,
+            persistent=zero.stage3_param_persistence_threshold,
+            is_offloaded=stage > 0 and zero.offload_optimizer.device != "none",
+            weights_offloaded=stage == 3 and zero.offload_param.device != "none",
+        )
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Estimated time of an optimizer step.
+
+    Attributes:
+        seconds: component -> seconds on the critical path; what runs beside something else is not in it.
+        num_samples: of the step, on all devices.
+        num_tokens: of the step; None for models that know none.
+        num_devices: that work at it.
+        model_flops: of forward and backward pass without what is computed again, on all devices.
+        peak_flops_per_second: of one device.
+    """
+
+    seconds: Mapping[str, float]
+    num_samples: int
+    num_tokens: int | None
+    num_devices: int
+    model_flops: float
+    peak_flops_per_second: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return sum(self.seconds.values())
+
+    @property
+    def samples_per_second(self) -> float:
+        """Samples of all devices."""
+        return self.num_samples / self.total
+
+    @property
+    def tokens_per_second_per_device(self) -> float | None:
+        """Tokens of one device."""
+        return None if self.num_tokens is None else self.num_tokens / self.total / self.num_devices
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization: the share of the peak that the model itself needs (Chowdhery et al. 2022, B)."""
+        return self.model_flops / self.total / self.num_devices / self.peak_flops_per_second
+
+    def to_dict(self) -> dict[str, Any]:
+        """The estimate as plain values, as written to ``plan.json``."""
+        return {
+            "is_estimate": True,
+            "step_seconds": self.total,
+            "seconds": dict(self.seconds),
+            "samples_per_second": self.samples_per_second,
+            "tokens_per_second_per_device": self.tokens_per_second_per_device,
+            "mfu": self.mfu,
+        }
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Constants that no table of devices has. The first six were chosen on the `fit` half of the published points by
+    ``python -m benchmarks.planner.validate --fit``: least squares of log ratios of throughput.
+
+    Attributes:
+        plateau: share of the fastest matrix product that the products of a large model reach.
+        plateau_hopper: the same since Hopper, whose clock falls under load.
+        attention: share of the fastest matrix product that attention reaches, all scores counted, masked ones too.
+        attention_hopper: the same since Hopper, for whose tensor cores torch's kernels of attention were not written.
+        width: half of the plateau is reached where a part's weights on one device are a square of this width, on a
+            device of 1e15 FLOP/s; it grows with the root of those, as a product is divided among more units.
+        memory: share of the memory's bandwidth that other operations reach.
+        overlap: share of the computation beside which something is sent that hides it. The points tell no value from
+            0.3 to 0.7 from another.
+        network: share of the network's bandwidth that large collectives reach: four fifths of what is printed (source
+            `mle-network` of devices.json).
+        best: share of the peak that the fastest matrix product reaches where nobody measured it: NVIDIA's reach 0.73
+            to 0.87.
+        launch_seconds: least time of one part in one pass, in which the host starts its operations.
+        weight_seconds: time of the host for one weight in one pass at stage 3. Of the points of the `fit` half
+            belle-402-007 to -009 show it: their steps take 0.38 to 0.42 s whatever the length and width, for 293
+            weights in two passes.
+    """
+
+    plateau: float = 0.91
+    plateau_hopper: float = 0.822
+    attention: float = 0.646
+    attention_hopper: float = 0.399
+    width: float = 2270.0
+    memory: float = 0.612
+    overlap: float = 0.5
+    network: float = 0.8
+    best: float = 0.8
+    launch_seconds: float = 2e-4
+    weight_seconds: float = 6.6e-4
+
+
+RATES: Final = Rates()
+# Of processors, whose engine was measured: the ranks share the cores, so that nothing hides behind anything, products
+# of every size reach what was measured, and the host's own time is the engine's.
+OF_PROCESSORS: Final = Rates(
+    plateau=1.0, width=0.0, memory=1.0, network=1.0, overlap=0.0, launch_seconds=0.0, weight_seconds=0.0
+)
+
+
+def estimate_time(plan: Plan, work: ModelWork, machine: Machine) -> StepTime:
+    """Estimate the time of a plan's optimizer step.
+
+    Args:
+        plan: what will happen.
+        work: of the plan's model, for a micro-batch of any size.
+        machine: what it runs on.
+
+    Raises:
+        NotEstimatedError: the machine lacks a figure that this plan needs.
+    """
+    return step_time(work, Parallelism.from_plan(plan), machine)
+
+
+def step_time(work: ModelWork, parallelism: Parallelism, machine: Machine, rates: Rates | None = None) -> StepTime:
+    """Estimate the time of an optimizer step.
+
+    Args:
+        work: of the model undivided, for a micro-batch of any size: all but its weights grows with the samples.
+        parallelism: how it is distributed.
+        machine: what it runs on.
+        rates: constants; left out: the fitted ones, or those of processors.
+
+    Raises:
+        NotEstimatedError: the machine lacks a figure that is needed.
+    """
+    usual = OF_PROCESSORS if machine.engine_seconds else RATES
+    return _Step(work, parallelism, machine, rates or usual).time()
+
+
+class _Step:
+    """Sizes and rates that the components follow from."""
+
+    def __init__(self, work: ModelWork, parallelism: Parallelism, machine: Machine, rates: Rates) -> None:
+        self.work, self.by, self.machine, self.rates = work, parallelism, machine, rates
+        device = machine.device
+        self.samples = parallelism.micro_size / work.num_samples
+        self.peak = _needed(device.flops_per_second.get(parallelism.dtype), f"peak in {parallelism.dtype}", device)
+        self.bandwidth = rates.memory * _needed(device.memory_bytes_per_second, "memory bandwidth", device)
+        best, bf16 = device.matmul_flops_per_second, device.flops_per_second.get("bf16")
+        self.fastest = self.peak * (best / bf16 if best and bf16 else rates.best)
+        self.num_params = sum(part.num_params * part.count for part in work.parts)
+        self.stage_params = self.num_params / parallelism.pipe / parallelism.tensor
+        frozen = sum(map(prod, work.frozen.values()))
+        self.held_params = self.stage_params + frozen / parallelism.pipe / parallelism.tensor
+        self.ranks = parallelism.data * parallelism.sequence
+
+    def time(self) -> StepTime:
+        by = self.by
+        forward, backward = self.slowest_stage()
+        one, back = sum(forward.values()), sum(backward.values())
+        seconds = {
+            **{name: by.accumulation * (forward[name] + backward[name]) for name in forward},
+            "host work of stage 3": by.accumulation * self.host_work(one, back),
+            "pipeline bubble": (one + back) * (by.pipe - 1) / by.interleaving,
+            "gradient sums": self.gradient_sums(back),
+            "copies": self.copies(),
+            "weight gathers": self.weight_gathers(one, back),
+            "offload transfers": self.offload_transfers(back),
+            "optimizer": self.optimizer(),
+            "step overhead": self.overhead(),
+        }
+        flops = 3 * self.samples * sum(part.flops * part.count for part in self.work.parts)
+        micros = by.accumulation * by.data
+        tokens = self.work.num_tokens
+        return StepTime(
+            {name: value for name, value in seconds.items() if value},
+            by.micro_size * micros,
+            None if tokens is None else round(tokens * self.samples * micros),
+            by.num_devices,
+            flops * micros,
+            self.peak,
+        )
+
+    def overhead(self) -> float:
+        """Time of the engine."""
+        by, weights = self.by, self.work.weights.values()
+        sizes = [prod(shape) for shape in weights][: ceil(len(weights) / by.pipe)]
+        return self.machine.overhead_seconds(
+            by.zero_stage, sizes=sizes, micro_batches=by.accumulation, persistent=by.persistent
+        )
+
+    def slowest_stage(self) -> tuple[Seconds, Seconds]:
+        """Forward and backward seconds of a micro-batch on the slowest pipeline stage, or on the only one."""
+        parts, pipe = self.work.parts, self.by.pipe
+        found = [self.part(part, is_loss=number == len(parts) - 1) for number, part in enumerate(parts)]
+        times = [sum(forward.values()) + sum(backward.values()) for forward, backward in found]
+        candidates = [[float(part.count) for part in parts]]
+        repeated = [number for number, part in enumerate(parts) if part.count > 1]
+        if pipe > 1 and not repeated:
+            candidates = [[part.count / pipe for part in parts]]
+        elif pipe > 1:
+            candidates = list(self.stages(max(repeated)))
+        counts = max(candidates, key=lambda counts: sum(map(float.__mul__, counts, times)))
+        total: tuple[Seconds, Seconds] = ({}, {})
+        for count, passes in zip(counts, found, strict=True):
+            for own, seconds in zip(total, passes, strict=True):
+                for name, value in seconds.items():
+                    own[name] = own.get(name, 0.0) + count * value
+        if pipe > 1:
+            size = self.samples * parts[max(repeated, default=0)].output_bytes / self.by.sequence
+            for own in total:
+                own["pipeline sends"] = self.by.interleaving * self.send(size)
+        return total
+
+    def stages(self, repeated: int) -> Iterator[list[float]]:
+        """How often each part is on the last stage, and on one in the middle, where weights are shared evenly."""
+        parts, pipe = self.work.parts, self.by.pipe
+        weights = [self.weights(part) for part in parts]
+        block, head = weights[repeated], sum(weights[repeated + 1 :])
+        total = sum(weight * part.count for weight, part in zip(weights, parts, strict=True))
+        blocks = parts[repeated].count
+        last = min(max(round((total / pipe - head) / block), 0), blocks)
+        before = ceil((blocks - last) / (pipe - 1))
+        for count, has_head in ((last, True), (before, False)):
+            yield [count * (n == repeated) + 1.0 * (has_head and n > repeated) for n in range(len(parts))]
+
+    def weights(self, part: Part) -> float:
+        """Elements that its matrix products take, those that it shares with an earlier part too."""
+        trained = part.num_params + part.shared_params
+        if trained or not self.work.frozen or not self.work.num_tokens:
+            return trained
+        return part.flops / 2 / self.work.num_tokens  # a part knows of trained ones only
+
+    def products(self, part: Part) -> float:
+        """Seconds of its matrix products, forward.
+
+        What no weight takes part in is counted as scores of attention.
+        """
+        by, rates, tokens = self.by, self.rates, self.work.num_tokens
+        weights = self.weights(part)
+        if not part.flops:
+            return 0.0
+        flops = part.flops if tokens is None else min(2 * tokens * weights, part.flops)
+        flops = flops if weights else 0.0
+        is_hopper = (self.machine.device.capability or (0, 0)) >= (9, 0)
+        plateau, attention = (
+            (rates.plateau_hopper, rates.attention_hopper) if is_hopper else (rates.plateau, rates.attention)
+        )
+        reached = plateau / (1 + rates.width * sqrt(self.fastest / 1e15 * by.tensor / max(weights, 1)))
+        work = flops / reached + (part.flops - flops) / attention
+        return self.samples * work / by.tensor / by.sequence / self.fastest
+
+    def part(self, part: Part, *, is_loss: bool) -> tuple[Seconds, Seconds]:
+        """Forward and backward seconds of one part and one micro-batch."""
+        by, product = self.by, self.products(part)
+        # Tensor parallelism splits between its products what it splits of the saved values.
+        split = 1.0 if by.splits_norms or is_loss else part.split_bytes / max(part.saved_bytes, 1)
+        moved = self.samples * part.moved_bytes * (1 - split + split / by.tensor) / by.sequence / self.bandwidth
+        least = self.rates.launch_seconds if part.flops else 0.0
+        launch = max(least - product - moved, 0.0)
+        again = 0.0 if is_loss else by.recomputed
+        forward = {"compute": product, "memory-bound operations": moved, "launch": launch}
+        # Each product has two in the backward pass; of other operations as much is moved as forward.
+        backward = {
+            "compute": (2 + again) * product,
+            "memory-bound operations": (1 + again) * moved,
+            "launch": max(least - 2 * product - moved, 0.0) + again * launch,
+        }
+        output = self.samples * part.output_bytes / by.sequence
+        if not is_loss and part.count > 1:
+            # Ulysses exchanges queries, keys, values and outputs, experts what comes to them and from them.
+            for name, ranks, stride, num, one in (
+                ("tensor parallel", by.tensor, 1, by.block_sums, self.all_reduce),
+                ("sequence parallel", by.sequence, by.tensor, (4, 4), self.scatter),
+                ("expert parallel", by.expert, by.tensor * by.sequence, (2, 2), self.scatter),
+            ):
+                each = one(output, ranks, stride) if ranks > 1 else 0.0
+                forward[name], backward[name] = num[0] * each, (num[1] + again * num[0]) * each
+        return forward, backward
+
+    def gradient_sums(self, backward: float) -> float:
+        """Sums of gradients over the data-parallel ranks, without what hides behind the backward pass.
+
+        DeepSpeed's buckets wait for each other: one is sent while the next one fills, and the last one in the open.
+        """
+        by = self.by
+        if self.ranks == 1:
+            return 0.0
+        num = max(ceil(self.stage_params / by.bucket), 1)
+        one = (self.scatter if by.scatters else self.all_reduce)(
+            by.gradient_bytes * self.stage_params / num, self.ranks, by.tensor
+        )
+        hidden = (num - 1) * min(one, self.rates.overlap * backward / num) if by.overlaps else 0.0
+        return (by.accumulation if by.zero_stage > 1 else 1) * (num * one - hidden)
+
+    def weight_gathers(self, forward: float, backward: float) -> float:
+        """Gathers of weights: once a step at stages 1 and 2, for each pass at stage 3, ahead of their use."""
+        by = self.by
+        if self.ranks == 1 or not by.zero_stage:
+            return 0.0
+        held = self.held_params if by.zero_stage == 3 else self.stage_params
+        num = max(ceil(held / by.bucket), 1)
+        one = self.scatter(by.weight_bytes * held / num, self.ranks, by.tensor)
+        if by.zero_stage < 3:
+            return num * one
+        ahead = self.rates.overlap if by.prefetches else 0.0
+        passes = (forward, backward)[: self.gathers]
+        return by.accumulation * sum(num * one - (num - 1) * min(one, ahead * own / num) for own in passes)
+
+    def host_work(self, forward: float, backward: float) -> float:
+        """Time of a micro-batch in which the device waits for the host, which handles each weight of stage 3."""
+        by = self.by
+        if by.zero_stage < 3 or not by.by_weight:
+            return 0.0
+        once = self.rates.weight_seconds * (len(self.work.weights) + len(self.work.frozen)) / by.pipe
+        return max(once - forward, 0.0) + max((1 + by.recomputed) * once - backward, 0.0)
+
+    @property
+    def gathers(self) -> int:
+        """Passes of a micro-batch for which stage 3 gathers the weights."""
+        return 1 if self.held_params <= self.by.live else 2
+
+    def copies(self) -> float:
+        """Copies in the device's memory: of gradients into sums and buckets, of gathered weights into place."""
+        by = self.by
+        gradients = 3 * by.gradient_bytes
+        weights = 2 * by.weight_bytes * self.gathers if by.zero_stage == 3 and self.ranks > 1 else 0
+        moved = self.stage_params * gradients + self.held_params * weights
+        return by.accumulation * moved / self.bandwidth
+
+    @property
+    def share(self) -> float:
+        """Elements whose optimizer state one device has."""
+        return self.stage_params / (self.ranks if self.by.zero_stage else 1)
+
+    def offload_transfers(self, backward: float) -> float:
+        """Gradients to the host, beside the backward pass, and weights back from it."""
+        by, device = self.by, self.machine.device
+        if not by.is_offloaded and not by.weights_offloaded:
+            return 0.0
+        link = _needed(device.host_bytes_per_second, "bandwidth to host memory", device)
+        weights, seconds = by.weight_bytes * self.share / link, 0.0
+        if by.is_offloaded:
+            gradients = by.gradient_bytes * self.share / link
+            seconds += weights + by.accumulation * max(gradients - self.rates.overlap * backward, 0.0)
+        if by.weights_offloaded:
+            seconds += by.accumulation * self.gathers * weights
+        return seconds
+
+    def optimizer(self) -> float:
+        """The optimizer's step, bound by memory: it reads gradients, reads and writes its state and fp32 weights, and
+        writes weights.
+        """
+        by, device = self.by, self.machine.device
+        moved = self.share * (2 * by.state_bytes + 4 + 2 * by.gradient_bytes + by.weight_bytes)
+        if not by.is_offloaded:
+            return moved / self.bandwidth
+        host = _needed(device.host_memory_bytes_per_second, "memory bandwidth of the host", device)
+        return moved * self.machine.devices_per_host / host / self.rates.memory
+
+    def all_reduce(self, size: float, ranks: int, stride: int) -> float:
+        """Seconds of a sum of `size` bytes over ranks that lie `stride` apart, in a ring or in a tree."""
+        inside, hosts = self.placed(ranks, stride)
+        ring = 2 * ((ranks - hosts) * _LINK_SECONDS + (hosts if hosts > 1 else 0) * self.hop)
+        tree = 2 * ((inside - 1) * _LINK_SECONDS + log2(hosts) * self.hop)
+        latency = _START_SECONDS + min(ring, tree)
+        if hosts == 1 and self.machine.all_reduce_latency_seconds is not None:
+            latency = self.machine.all_reduce_latency_seconds
+        return latency + 2 * (ranks - 1) / ranks * size / self.ring_bandwidth(inside, hosts)
+
+    def scatter(self, size: float, ranks: int, stride: int) -> float:
+        """Seconds of a gather, a scattered sum or an exchange of `size` bytes in all over ranks."""
+        inside, hosts = self.placed(ranks, stride)
+        latency = (ranks - hosts) * _LINK_SECONDS + (hosts if hosts > 1 else 0) * self.hop
+        return self.start + latency + (ranks - 1) / ranks * size / self.ring_bandwidth(inside, hosts)
+
+    def send(self, size: float) -> float:
+        """Seconds of a transfer to the next pipeline stage. Tensor-parallel ranks send a part each, and gather them
+        (DeepSpeed's `pipe_partitioned`, on by default).
+        """
+        tensor = self.by.tensor
+        inside, hosts = self.placed(2, self.ranks * tensor)
+        gathered = self.scatter(size, tensor, 1) if tensor > 1 else 0.0
+        sent = size / tensor / self.ring_bandwidth(inside, hosts)
+        return self.start + (self.hop if hosts > 1 else 0) + sent + gathered
+
+    def placed(self, ranks: int, stride: int) -> tuple[int, int]:
+        """Members of a group on one host, and hosts: tensor ranks are neighbours, then sequence, data, pipe."""
+        inside = min(ranks, max(self.machine.devices_per_host // stride, 1))
+        return inside, ceil(ranks / inside)
+
+    @property
+    def start(self) -> float:
+        """Seconds before the first byte of a collective."""
+        return self.machine.all_reduce_latency_seconds or _START_SECONDS
+
+    @property
+    def hop(self) -> float:
+        """Seconds of a hop between hosts."""
+        return self.machine.network.latency_seconds if self.machine.network else 0.0
+
+    def ring_bandwidth(self, inside: int, hosts: int) -> float:
+        """Bytes per second of a ring: of the links within a host, or of the network of all its members on a host."""
+        device, network = self.machine.device, self.machine.network
+        links = device.collective_bytes_per_second or device.link_bytes_per_second
+        if inside > 1:
+            links = _needed(links, "bandwidth between devices", device)
+        if hosts == 1:
+            return links or 0.0
+        between = _needed(network.bytes_per_second if network else None, "network between hosts", device)
+        across = self.rates.network * between * inside
+        return across if inside == 1 else min(across, links or across)
+
+
+# NCCL's tuning.cc: start of a ring, and a step over NVLink, both with the protocol of large messages.
+_START_SECONDS: Final = 8.4e-6
+_LINK_SECONDS: Final = 3.4e-6
+
+
+def _needed(figure: float | None, what: str, device: Device) -> float:
+    if figure is None:
+        raise NotEstimatedError(f"the {what} of {device.name} is not known")
+    return figure

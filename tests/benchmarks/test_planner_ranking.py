@@ -1,0 +1,65 @@
+"""A slice of the ranking: the machine is measured, strategies run in turn, and what does not run is told."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.planner.ranking import compared, estimate, name_of, plans, spearman
+from benchmarks.records import RESULTS
+from framework.commands.measure import measure_machine
+from framework.commands.trials import Trial, fastest, measure_trials, table
+from framework.config.load import config_from_values
+from framework.plan.devices import Machine
+
+
+def test_rank_correlation() -> None:
+    assert spearman([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1)
+    assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
+    assert spearman([1, 2, 2, 4], [1, 3, 2, 4]) == pytest.approx(0.9487, abs=1e-4)  # as scipy.stats.spearmanr
+
+
+def test_the_committed_ranking_is_right() -> None:
+    found = json.loads((RESULTS / "planner_ranking.json").read_text(encoding="utf-8"))
+    assert [each["settings"] for each in found["strategies"]] == [name_of(plan) for plan in plans()]
+    machine = Machine.from_measured(found["rates"], devices_per_host=2)
+    for plan, each in zip(plans(), found["strategies"], strict=True):
+        assert each["estimate_seconds"] == pytest.approx(estimate(plan, machine), rel=0.05)  # still what is estimated
+    agreement = compared(found["strategies"])
+    assert {way: found[way] for way in agreement} == {way: pytest.approx(of) for way, of in agreement.items()}
+    assert agreement["tenth"]["spearman"] >= 0.8
+    assert agreement["tenth"]["chosen_over_fastest"] <= 1.1
+
+
+@pytest.mark.slow
+@pytest.mark.timing
+def test_a_measured_machine_ranks_what_trials_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    rates = measure_machine(2)
+    machine = Machine.from_measured(rates, devices_per_host=2)
+    assert machine.origin("flops_per_second.fp32") == machine.origin("collective_bytes_per_second") == "measured"
+    assert 0 < rates["all_reduce_latency_seconds"] < 1
+    assert rates["step_overhead_by_stage"]["0"]["seconds"] < rates["step_overhead_by_stage"]["3"]["seconds"]
+    plain, _, _, spread = plans(range(4), [4])
+    half = config_from_values(plain.config.to_dict() | {"precision": {"dtype": "fp16"}})
+    trials = [Trial(name_of(plan), plan, estimate(plan, machine)) for plan in (spread, plain)]
+    trials.append(Trial("refused", replace(plain, config=half)))
+    notes: list[str] = []
+    measure_trials(trials, note=notes.append, rounds=1)
+    assert len(notes) == 3
+    assert trials[2].failure.startswith("exit code 78: ")
+    assert list(tmp_path.iterdir()) == []
+    slow, fast = (trial.median_seconds for trial in trials[:2])
+    assert slow is not None
+    assert fast is not None
+    assert all(len(trial.seconds) == 4 for trial in trials[:2])
+    assert fastest(trials) == 1
+    assert slow > fast
+    assert (trials[0].estimate_seconds or 0) > (trials[1].estimate_seconds or 0)
+    assert sum("<- fastest" in line for line in table(trials)) == 1

@@ -1,0 +1,79 @@
+"""``plan --explain-oom``: lines for a person, JSON for tools, and texts that hold nothing."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from framework.cli import main
+from tests.plan.out_of_memory_texts import TEXTS
+
+RUN = ["ds_configs/gpt_zero3.yaml", "model={kind: gpt, size: llama-3-8b}", "batch={micro_size: 4}", "--num_gpus", "8"]
+Capture = pytest.CaptureFixture[str]
+
+
+def explained(tmp_path: Path, name: str, *words: str, capsys: Capture) -> str:
+    log = tmp_path / "rank0.log"
+    log.write_text(TEXTS[name], encoding="utf-8")
+    assert main(["plan", *RUN, *words, "--explain-oom", str(log)]) == 0
+    return capsys.readouterr().out
+
+
+def test_lines_name_moment_sizes_component_estimate_and_fixes(tmp_path: Path, capsys: Capture) -> None:
+    lines = explained(tmp_path, "step-adamw", "zero.stage=1", capsys=capsys).splitlines()
+    assert lines[:3] == [
+        "lacking   a device has no memory left, in the optimizer's step (torch/optim/optimizer.py: _use_grad)",
+        "          130.0 MiB asked for, 87.2 MiB free, 94.99 GiB on the device",
+        "asked by  optimizer copies",
+    ]
+    assert lines[3].startswith("estimate  ")
+    assert "in the optimizer's step: weights 14.96 GiB, " in lines[3]
+    assert lines[4].startswith("fixes     zero.stage: 3, zero.offload_optimizer.device: cpu: ")
+    assert lines[4].endswith(" less, enough, by estimate")
+
+
+def test_pieces_are_advised_on_beside_the_config(tmp_path: Path, capsys: Capture) -> None:
+    out = explained(tmp_path, "fragmented", capsys=capsys)
+    assert (
+        "\nalso      torch holds 40.69 GiB in unused pieces, more than was asked for: set PYTORCH_CUDA_ALLOC_CONF"
+        in out
+    )
+
+
+def test_a_config_that_was_not_the_runs_shows(tmp_path: Path, capsys: Capture) -> None:
+    out = explained(tmp_path, "step-zero3", "zero.stage=2", capsys=capsys)
+    assert " more than this estimate has at that moment\n" in out
+    assert "also      the traceback is of zero.stage: 3, and the config has 2" in out
+    assert "the traceback is of" not in explained(tmp_path, "step-zero3", "zero.stage=3", capsys=capsys)
+
+
+def test_a_kill_is_explained_by_what_lies_on_the_host(tmp_path: Path, capsys: Capture) -> None:
+    out = explained(tmp_path, "killed-deepspeed", "zero={offload_optimizer: {device: cpu}, stage: 3}", capsys=capsys)
+    assert out.startswith("lacking   a process was killed (SIGKILL), and lack of host memory is the usual reason\n")
+    assert " on the host: optimizer state " in out
+    assert "zero.offload_optimizer.device: none: " in out
+
+
+def test_json_has_the_same(tmp_path: Path, capsys: Capture) -> None:
+    found = json.loads(explained(tmp_path, "backward-zero3", "zero.stage=1", "--json", capsys=capsys))
+    assert found["shortage"]["moment"] == found["estimate"]["moment"] == "backward"
+    assert found["estimate"]["is_estimate"] is True
+    assert sum(found["estimate"]["bytes"].values()) > found["fixes"][0]["less_bytes"] > 0
+
+
+def test_stdin_is_read(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXTS["host"].encode())))
+    assert main(["plan", *RUN, "--explain-oom", "-"]) == 0
+    assert "3.73 GiB asked for" in capsys.readouterr().out
+
+
+def test_a_text_without_such_a_message_is_refused(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "log").write_text("all is well\n", encoding="utf-8")
+    assert main(["plan", *RUN, "--explain-oom", str(tmp_path / "log")]) == 64
+    assert "holds no message of memory that is not there" in capsys.readouterr().err
+    assert main(["plan", *RUN, "--explain-oom", str(tmp_path / "absent")]) == 64
+    assert "cannot be read: No such file or directory" in capsys.readouterr().err

@@ -1,0 +1,289 @@
+"""The command `plan`: one output of plan, memory, time, strategies, losers and knob; what it writes; bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from framework.cli import main
+from framework.commands.torch_child import NoAnswerError
+from framework.config.load import load_config
+from framework.plan.cluster import Cluster
+from framework.plan.plan import make_plan
+
+MODEL = ["ds_configs/gpt_zero3.yaml", "model={kind: gpt, size: llama-3-8b}"]
+GPT = [*MODEL, "batch={micro_size: 1}", "--num_gpus", "8", "--nodes", "8"]
+Capture = pytest.CaptureFixture[str]
+FILE = """\
+run:   {name: mine}   # the name
+model: {kind: gpt, size: gpt2-xl}
+data:  {kind: text, sequence_length: 1024}
+task:  {kind: causal_lm}
+precision: {dtype: bf16}
+# as the paper has it
+batch: {global_size: 512, micro_size: 1}
+zero:
+  stage: 3   # to be safe
+training: {max_steps: 10}
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_measured_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates that somebody measured on this machine would change every answer."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def plan(*words: str, capsys: Capture, code: int = 0) -> str:
+    assert main(["plan", *words]) == code
+    return capsys.readouterr().out
+
+
+def table(out: str) -> list[dict[str, str]]:
+    """Rows of the table of strategies by their titles."""
+    lines = out.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("best "))
+    rows = []
+    for line in lines[start + 1 :]:
+        if not line.startswith("          "):
+            break
+        rows.append(line.replace("*", "").replace(" x ", "x").replace("step s", "seconds").split())
+    return [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
+
+
+def test_one_output_has_everything(capsys: Capture) -> None:
+    out = plan(*GPT, "zero.stage=1", "--gpu", "a100-80gb", capsys=capsys)
+    labels = [line[:10].strip() for line in out.splitlines() if not line.startswith(" ")]
+    assert labels[:9] == ["run", "cluster", "batch", "length", "precision", "ZeRO", "memory", "time", "best"]
+    assert "cluster   8 hosts x 8 devices = 64 ranks" in out
+    assert re.search(
+        r"^memory    .* GiB on each rank between steps, .* GiB at most \(in the .*\) of 79.00 GiB usable",
+        out,
+        re.MULTILINE,
+    )
+    assert re.search(
+        r"^time      .* s a step, .* tokens per second and device, .*; estimated for a100-80gb$", out, re.MULTILINE
+    )
+    assert out.count("\n          *") == 1
+    assert len({len(line) for line in out.splitlines() if re.match(r"^          [ *]", line)}) > 0
+
+
+def test_strategies_beside_a_plan_take_less_or_are_faster(capsys: Capture) -> None:
+    for words in (["zero.stage=1", "--gpu", "a100-80gb"], ["zero.stage=2"]):
+        found = json.loads(plan(*GPT, *words, "--json", capsys=capsys))
+        most = found["memory"]["total_bytes"][found["memory"]["peak"]]
+        speed = found.get("time", {}).get("samples_per_second", float("inf"))
+        for each in found["strategies"]["ranked"]:
+            memory = each["memory"]
+            is_faster = each["time"] is not None and each["time"]["samples_per_second"] > speed
+            assert memory["total_bytes"][memory["peak"]] < most or is_faster
+            assert not each["settings"].keys() & {"batch.micro_size", "batch.accumulation_steps"}
+
+
+def test_a_small_models_plan_has_no_larger_alternative(capsys: Capture) -> None:
+    out = plan("ds_configs/quickstart.yaml", "--num_gpus", "2", capsys=capsys)
+    sizes = [float(row["MiB"]) for row in table(out)]
+    assert max(sizes) == sizes[-1]  # the plan itself
+
+
+def test_search_chooses_the_batch_as_well(capsys: Capture) -> None:
+    words = [*MODEL, "batch={global_size: 512}", "--num_gpus", "8", "--gpu", "h100-80gb"]
+    found = json.loads(plan(*words, "--search", "--top", "3", "--json", capsys=capsys))
+    assert len(found["strategies"]["ranked"]) == 3
+    assert all("batch.micro_size" in each["settings"] for each in found["strategies"]["ranked"])
+    assert {lost["kind"] for lost in found["strategies"]["losers"]} == {"refused", "too-large"}
+    fixed = json.loads(plan(*words, "zero.stage=3", "--search", "--json", capsys=capsys))
+    assert {each["settings"]["zero.stage"] for each in fixed["strategies"]["ranked"]} == {3}
+
+
+def test_losers_say_why(capsys: Capture) -> None:
+    out = plan(*GPT, "--gpu", "a100-40gb", "--search", "--top", "1", capsys=capsys)
+    others = out[out.index("\nothers ") :]
+    assert re.search(r"slower: \w+ [\d.]+ s of [\d.]+ s|as fast, and sends or takes more", others)
+    losers = json.loads(plan(*GPT, "--gpu", "a100-40gb", "--search", "--json", capsys=capsys))["strategies"]["losers"]
+    too_large = [lost for lost in losers if lost["kind"] == "too-large"]
+    assert any(lost["settings"]["zero.stage"] == 0 for lost in too_large)
+    assert all(re.match(r"[\d.,]+ GiB with micro-batches of 1: ", lost["why"]) for lost in too_large)
+
+
+def test_without_a_device_the_order_says_so(capsys: Capture) -> None:
+    assert "least traffic first, speed unknown: no device named (--gpu)" in plan(*GPT, capsys=capsys)
+    out = plan(*GPT, "--gpu", "t4-16gb", capsys=capsys)
+    assert "speed unknown: not all rates of t4-16gb are listed" in out or "the fastest first" in out
+
+
+def test_what_does_not_fit_is_told_with_what_would(capsys: Capture) -> None:
+    out = plan(*GPT, "zero.stage=0", "--gpu", "a100-40gb", capsys=capsys)
+    warning = out[out.index("warning: ") :]
+    assert "and a100-40gb has 38.49 GiB usable; set zero.stage: " in warning
+    assert warning.rstrip().endswith("[memory-too-small]")
+    fits = plan(*GPT, "zero.stage=3", "training.recompute_every=1", "--gpu", "a100-80gb", capsys=capsys)
+    assert "memory-too-small" not in fits
+
+
+def test_nothing_fits_names_the_constraint_and_the_devices(capsys: Capture) -> None:
+    out = plan(
+        *MODEL, "batch={micro_size: 1}", "--num_gpus", "1", "--gpu", "t4-16gb", "precision.dtype=fp16", capsys=capsys
+    )
+    assert re.search(r"nothing fits: the least is [\d.]+ GiB, with zero\.stage: 3, .*; 14.00 GiB are usable; ", out)
+    assert re.search(r"; use \d+ devices with zero\.stage: \d.* \[memory-too-small\]", out)
+    assert main(["plan", *MODEL, "--num_gpus", "1", "--gpu", "t4-16gb", "precision.dtype=fp16", "--apply"]) == 64
+    assert "no strategy that fits" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "nearest", "kind"),
+    [
+        (["--num_gpus", "7"], "nearest   batch.global_size: 119: 119 samples per step", "batch-not-divisible"),
+        (
+            ["--num_gpus", "8", "batch.global_size=4"],
+            "nearest   batch.global_size: 8: 8 samples",
+            "batch-not-divisible",
+        ),
+        (["--num_gpus", "8", "parallel.pipe=3"], "nearest   parallel.pipe: 2: ", "pipe-not-divisible"),
+        (["--num_gpus", "40", "parallel.pipe=40"], "nearest   parallel.pipe: ", "pipe-exceeds-layers"),
+    ],
+)
+def test_bad_input_gets_the_nearest_plan(words: list[str], nearest: str, kind: str, capsys: Capture) -> None:
+    assert main(["plan", "ds_configs/quickstart.yaml", *words]) == 78
+    stated = capsys.readouterr()
+    assert stated.out.startswith(nearest)
+    assert stated.err.rstrip().endswith(f"[{kind}]")
+
+
+def test_bad_options_are_refused(capsys: Capture) -> None:
+    for words, reason in (
+        (["--gpu", "h900"], "--gpu h900: not known; known are"),
+        (["--gpu", "h100-80gb", "--network", "string"], "network string: not known"),
+        (["--network", "infiniband-hdr"], "--network goes with --gpu"),
+        (["--goal", "longest-sequence"], "--gpu"),
+    ):
+        assert main(["plan", *GPT, *words]) == 64
+        assert reason in capsys.readouterr().err
+    assert main(["plan", GPT[0], "--nodes", "2"]) == 64
+    assert "--nodes: how many devices does each host have?" in capsys.readouterr().err
+
+
+def test_a_model_of_ones_own_is_not_guessed(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_nothing(plan: object) -> NoReturn:
+        raise NoAnswerError("it is not here")
+
+    monkeypatch.setattr("framework.commands.own_work.find_own_work", find_nothing)
+    words = ["ds_configs/quickstart.yaml", "model={target: 'no_such_module:LeNet'}"]
+    out = plan(*words, capsys=capsys)
+    assert "\nmemory    not estimated: the model is one of your own (it is not here)\n" in out
+    assert "\nbest " not in out
+    assert json.loads(plan(*words, "--json", capsys=capsys))["memory"]["unknown"].startswith("the model is one of your")
+
+
+@pytest.mark.slow
+def test_a_model_of_ones_own_is_looked_at(tmp_path: Path, capsys: Capture) -> None:
+    """The same net by name and by path, once with and once without keys that are `auto`."""
+    by_name = json.loads(plan("ds_configs/quickstart.yaml", "--num_gpus", "2", "--json", capsys=capsys))["memory"]
+    target = "model={target: 'framework.models.small_nets:LeNet'}"
+    found = json.loads(plan("ds_configs/quickstart.yaml", target, "--num_gpus", "2", "--json", capsys=capsys))
+    assert found["memory"]["num_params"] == by_name["num_params"]
+    assert found["memory"]["total_bytes"]["between"] == by_name["total_bytes"]["between"]
+    assert found["memory"]["total_bytes"]["backward"] == pytest.approx(by_name["total_bytes"]["backward"], rel=0.1)
+    file = tmp_path / "run.yaml"
+    text = Path("ds_configs/quickstart.yaml").read_text().replace("{kind: lenet, image_size: 28}", target[6:])
+    file.write_text(text.replace("global_size: 120", "global_size: 120, micro_size: auto") + "zero: {stage: auto}\n")
+    plan(str(file), "--num_gpus", "2", "--gpu", "a100-40gb", "--apply", capsys=capsys)
+    assert load_config(file).auto == frozenset()
+
+
+def test_json_has_the_bytes_of_each_moment(capsys: Capture) -> None:
+    found = json.loads(plan(*GPT, "--gpu", "h100-80gb", "--json", capsys=capsys))
+    memory, time = found["memory"], found["time"]
+    assert memory["is_estimate"] is True
+    assert memory["total_bytes"]["between"] == sum(memory["bytes"]["between"].values())
+    assert memory["peak"] == max(memory["total_bytes"], key=memory["total_bytes"].get)
+    assert time["step_seconds"] == pytest.approx(sum(time["seconds"].values()))
+
+
+def test_apply_writes_the_choice_and_keeps_the_text(tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(FILE)
+    where = ["--num_gpus", "8", "--gpu", "a100-80gb"]
+    first = json.loads(plan(str(file), *where, "--search", "--json", capsys=capsys))["strategies"]["ranked"][0][
+        "settings"
+    ]
+    out = plan(str(file), *where, "--apply", capsys=capsys)
+    assert f"--- {file}" in out
+    after = file.read_text()
+    for comment in ("# the name", "# as the paper has it", "# to be safe"):
+        assert comment in after
+    config = load_config(file)
+    layout = make_plan(config, Cluster(devices_per_host=8)).layout
+    assert config.zero.stage == first["zero.stage"]
+    assert (layout.micro_size, layout.accumulation_steps) == (
+        first["batch.micro_size"],
+        first["batch.accumulation_steps"],
+    )
+    assert layout.global_size == 512
+    assert f"{file}: it says so already" in plan(str(file), *where, "--apply", capsys=capsys)
+    assert file.read_text() == after
+
+
+@pytest.mark.parametrize(
+    "text", ["zero: {stage: auto}\nparallel: auto\n", "parallel: {pipe: auto}\n", '{"zero": {"stage": "auto"}}']
+)
+def test_apply_replaces_auto(text: str, tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / ("run.json" if text.startswith('{"') else "run.yaml")
+    file.write_text(text)
+    plan(str(file), "--num_gpus", "2", "--gpu", "a100-80gb", "--apply", capsys=capsys)
+    assert "auto" not in file.read_text()
+    assert load_config(file).auto == frozenset()
+
+
+def test_apply_leaves_offloads_other_keys_behind(tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        FILE.replace("  stage: 3   # to be safe", "  stage: 3\n  offload_optimizer: {device: cpu, ratio: 0.5}")
+    )
+    plan(str(file), "--num_gpus", "8", "--gpu", "a100-80gb", "--apply", capsys=capsys)
+    assert load_config(file).zero.offload_optimizer.device == "none"
+
+
+def test_the_chart_is_an_svg_with_a_bar_for_each(tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "memory.svg"
+    words = ["--gpu", "a100-80gb", "--top", "4", "--chart", str(file), "run.name=a_b"]
+    out = plan(*GPT, *words, capsys=capsys)
+    root = ET.fromstring(file.read_text())
+    space = "{http://www.w3.org/2000/svg}"
+    bars = [each for each in root.iter(f"{space}rect") if each.find(f"{space}title") is not None]
+    assert len(bars) == 4 * 5
+    assert [each.text for each in root.iter(f"{space}text") if each.text and each.text.startswith("usable ")]
+    assert "prefers-color-scheme:dark" in file.read_text()
+    widths = {}
+    for bar in bars:
+        widths[bar.get("y")] = widths.get(bar.get("y"), 0.0) + float(bar.get("width") or 0)
+    sizes = [float(row["GiB"]) for row in table(out)][:4]
+    unit = max(widths.values()) / max(sizes)
+    assert list(widths.values()) == pytest.approx([size * unit for size in sizes], rel=0.02, abs=1)
+
+
+def test_paper_has_the_formulas_beside_what_deepspeed_allocates(capsys: Capture) -> None:
+    out = plan(*GPT, "--paper", capsys=capsys)
+    paper = out[out.index("\npaper ") :]
+    assert "8,030,261,248 weights: 29.92 GiB in fp32, 128 GB to train at 16 each" in paper
+    assert "DDP, 20 bytes a weight                      149.58 GiB" in paper
+    assert "FSDP, 18 bytes a weight over all ranks        2.10 GiB" in paper
+    assert [f"DeepSpeed, stage {stage}, as planned here" in paper for stage in range(4)] == [True] * 4
+    assert "between failures of 64 devices" in paper
+
+
+@pytest.mark.parametrize("goal", ["fewest-devices", "longest-sequence"])
+def test_goals(goal: str, capsys: Capture) -> None:
+    found = json.loads(plan(*GPT, "--gpu", "a100-40gb", "--goal", goal, "--json", capsys=capsys))["strategies"][
+        "ranked"
+    ]
+    if goal == "fewest-devices":
+        assert 1 <= found[0]["devices"] < 64
+    else:
+        assert found[0]["settings"]["data.sequence_length"] > 1024

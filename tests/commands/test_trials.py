@@ -1,0 +1,71 @@
+"""Trials and measurements of a machine: what is refused, what fails, and what is printed; real steps are in
+tests/benchmarks/test_planner_ranking.py.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from framework.commands.measure import environment_of_ranks, measure
+from framework.commands.trials import Trial, fastest, run_trials, table
+from framework.config.load import config_from_values
+from framework.errors import TrainingError, UsageError
+from framework.plan.cluster import Cluster
+from framework.plan.memory import estimate
+from framework.plan.plan import make_plan
+from framework.plan.search import Candidate
+
+CONFIG = config_from_values({"model": {"kind": "mlp"}, "training": {"max_steps": 9}})
+PLAN = make_plan(CONFIG, Cluster(device="cpu"))
+
+
+def test_the_fastest_is_that_of_the_median_and_what_failed_is_listed() -> None:
+    trials = [
+        Trial("a", PLAN, None, [0.3, 0.1, 0.2]),
+        Trial("b", PLAN, 0.05, [0.15, 9.0, 0.14]),
+        Trial("c", PLAN, 0.01, [0.01], "exit code 70: no memory [out-of-memory]"),
+    ]
+    assert fastest(trials) == 1
+    assert list(table(trials))[1:] == [
+        "          a: estimate not known, measured 200.0 ms",
+        "          b: estimate 50.0 ms, measured 150.0 ms  <- fastest",
+        "          c: estimate 10.0 ms, measured exit code 70: no memory [out-of-memory]",
+    ]
+    assert trials[2].to_dict()["measured_seconds"] is None
+
+
+def test_both_are_for_one_host() -> None:
+    hosts = make_plan(CONFIG, Cluster(num_hosts=2, device="cpu"))
+    with pytest.raises(UsageError, match="--trials runs on this machine alone"):
+        run_trials([Candidate({}, hosts, estimate(PLAN))])
+    with pytest.raises(UsageError, match="--measure measures this machine alone"):
+        measure(hosts)
+
+
+def test_where_none_runs_each_reason_is_given_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    half = config_from_values(CONFIG.to_dict() | {"precision": {"dtype": "fp16"}})
+    candidate = Candidate({"zero.stage": 1}, replace(PLAN, config=half), estimate(PLAN))
+    with pytest.raises(
+        TrainingError, match=r"no strategy runs on this machine: zero.stage: 1: exit code 78: .*\[fp16-"
+    ):
+        run_trials([candidate])
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().err.count("round ") == 1  # not tried again
+
+
+def test_ranks_are_of_no_other_job_and_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    found = environment_of_ranks(10_000)
+    assert "RANK" not in found
+    assert found["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert environment_of_ranks(2)["OMP_NUM_THREADS"] == "7"

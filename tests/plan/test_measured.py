@@ -1,0 +1,73 @@
+"""Measured rates: where they are kept, for whom, and what a machine makes of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from framework.plan.devices import Machine
+from framework.plan.measured import keep, measured_machine, measured_rates, path_of
+
+RATES = {
+    "flops_per_second": {"fp32": 5e10, "bf16": 2e11},
+    "memory_bytes_per_second": 1e10,
+    "all_reduce_bytes_per_second": 1e9,
+    "all_reduce_latency_seconds": 1e-3,
+    "per_step_overhead_seconds": 2e-3,
+    "hides_overhead": False,
+    "step_overhead_by_stage": {
+        "0": {"seconds": 2e-3, "seconds_per_weight": 1e-4, "seconds_per_weight_again": 5e-5},
+        "3": {
+            "seconds": 9e-3,
+            "seconds_per_weight": 1e-3,
+            "seconds_per_weight_again": 5e-4,
+            "seconds_per_gathered_weight": 1e-2,
+        },
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    return tmp_path
+
+
+def test_rates_come_back_for_as_many_ranks_of_the_same_kind(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = keep(RATES, 2)
+    assert path.is_relative_to(cache / "dsf-trainer")
+    assert measured_rates(2) == RATES | {"identity": json.loads(path.read_text())["identity"]}
+    assert measured_rates(4) is None
+    monkeypatch.setenv("DS_ACCELERATOR", "cuda")
+    assert measured_machine(2) is None
+
+
+def test_a_file_that_is_damaged_is_none(cache: Path) -> None:
+    keep(RATES, 2)
+    path_of(2).write_text("{", encoding="utf-8")
+    assert measured_machine(2) is None
+
+
+def test_a_machine_knows_what_was_measured() -> None:
+    keep(RATES, 2)
+    machine = measured_machine(2)
+    assert machine is not None
+    assert machine.devices_per_host == 2
+    assert machine.origin("flops_per_second.bf16") == machine.origin("memory_bytes_per_second") == "measured"
+
+
+def test_the_engines_own_time_grows_with_weights_and_micro_batches_by_stage() -> None:
+    machine = Machine.from_measured(RATES, devices_per_host=2)
+    sizes = [10, 1000, 1000]
+    plain = machine.overhead_seconds(0, sizes=sizes, micro_batches=3, persistent=100)
+    assert plain == pytest.approx(2e-3 + 3 * (1e-4 + 2 * 5e-5))
+    spread = machine.overhead_seconds(3, sizes=sizes, micro_batches=3, persistent=100)
+    assert spread == pytest.approx(9e-3 + 3 * (1e-3 + 2 * 5e-4) + 3 * 2 * 1e-2)
+
+
+def test_where_a_device_hides_it_only_the_fixed_part_counts() -> None:
+    machine = Machine.from_measured(RATES | {"hides_overhead": True}, devices_per_host=2)
+    assert machine.overhead_seconds(3, sizes=[1] * 99, micro_batches=9, persistent=0) == 2e-3

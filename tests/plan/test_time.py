@@ -1,0 +1,318 @@
+"""The estimate of a step's time against arithmetic by hand, and what must never make it slower."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from framework.config.load import config_from_values
+from framework.plan.cluster import Cluster
+from framework.plan.devices import Device, Machine, Network
+from framework.plan.memory import NotEstimatedError
+from framework.plan.plan import make_plan
+from framework.plan.time import Parallelism, Rates, StepTime, estimate_time, step_time
+from framework.plan.work import ModelWork, Part, named_work
+
+# Nothing saturates, nothing hides, nothing is lost.
+IDEAL = Rates(plateau=1.0, attention=1.0, width=0.0, memory=1.0, overlap=0.0, network=1.0, best=1.0, launch_seconds=0.0)
+DEVICE = Device(
+    "round",
+    memory_bytes=10**11,
+    flops_per_second={"bf16": 1e14, "fp32": 1e13},
+    memory_bytes_per_second=1e12,
+    collective_bytes_per_second=1e11,
+    host_bytes_per_second=2e10,
+    host_memory_bytes_per_second=2e11,
+)
+MACHINE = Machine(DEVICE, Network("round", 1e10, 1e-5), devices_per_host=8)
+# 1,000 tokens of a sample pass 8 blocks of 1e8 weights each, and a head of 5e7.
+BLOCK = Part("blocks.{}", 10**8, 2 * 10**11, 4 * 10**8, 10**8, 5 * 10**7, 10**7, 2 * 10**6, count=8)
+HEAD = Part("head", 5 * 10**7, 10**11, 0, 10**6, 0, 10**6, 10**8)
+LOSS = Part("loss", 0, 0, 10**8, 10**6, 0, 10**6, 4)
+WORK = ModelWork({}, 0, (BLOCK, HEAD, LOSS), num_samples=1, num_tokens=1000)
+PARAMS = 8 * 10**8 + 5 * 10**7
+
+
+def seconds(machine: Machine = MACHINE, rates: Rates = IDEAL, **by: Any) -> dict[str, float]:
+    return dict(step_time(WORK, Parallelism(**by), machine, rates).seconds)
+
+
+def test_a_single_device_computes_and_updates() -> None:
+    found = seconds(micro_size=2, accumulation=3)
+    assert found["compute"] == pytest.approx(3 * 2 * 3 * (8 * 2e11 + 1e11) / 1e14)
+    assert found["memory-bound operations"] == pytest.approx(3 * 2 * 2 * (8 * 4e8 + 1e8) / 1e12)
+    assert found["copies"] == pytest.approx(3 * 3 * 2 * PARAMS / 1e12)
+    # gradients of 2 bytes and their copies of 4 are read, 12 bytes of state read and written, 2 of weights written
+    assert found["optimizer"] == pytest.approx(PARAMS * (2 * 12 + 4 + 2 * 2 + 2) / 1e12)
+    assert found.keys() == {"compute", "memory-bound operations", "copies", "optimizer"}
+
+
+def test_recomputation_is_a_third_pass_of_all_but_the_loss() -> None:
+    kept, again = seconds(), seconds(recomputed=1.0)
+    assert again["compute"] == pytest.approx(kept["compute"] * 4 / 3)
+    more = again["memory-bound operations"] - kept["memory-bound operations"]
+    assert more == pytest.approx(8 * 4e8 / 1e12)
+
+
+def test_rates_of_a_step() -> None:
+    found = step_time(WORK, Parallelism(data=2, accumulation=5, micro_size=3), MACHINE, IDEAL)
+    assert (found.num_samples, found.num_tokens, found.num_devices) == (30, 30_000, 2)
+    assert found.samples_per_second == pytest.approx(30 / found.total)
+    assert found.tokens_per_second_per_device == pytest.approx(15_000 / found.total)
+    assert found.mfu == pytest.approx(3 * 30 * 1.7e12 / (2 * 1e14 * found.total))
+    assert found.to_dict()["is_estimate"] is True
+    assert found.to_dict()["seconds"] == found.seconds
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulation", "sums", "gathers"),
+    [
+        (0, 4, 2, 0),  # one all-reduce a step
+        (1, 4, 2, 1),  # the same, and weights are gathered
+        (2, 4, 4 * 2, 1),  # one for every micro-batch
+        (3, 4, 4 * 1, 4 * 2),  # its part of the sums; weights for the forward and for the backward pass
+    ],
+)
+def test_stages_send_what_deepspeed_sends(stage: int, accumulation: int, sums: int, gathers: int) -> None:
+    """In multiples of the weights' bytes, times 7/8 on 8 ranks (capabilities of DeepSpeed 0.19.8, not of the paper)."""
+    options = {"zero_stage": stage, "accumulation": accumulation, "scatters": stage == 3, "live": 0}
+    found = seconds(data=8, overlaps=False, prefetches=False, **options)
+    once = 7 / 8 * 2 * PARAMS / 1e11
+    assert found["gradient sums"] == pytest.approx(sums * once, rel=0.08)  # starts of the buckets come on top
+    assert found.get("weight gathers", 0.0) == pytest.approx(gathers * once, rel=0.08)
+
+
+def test_models_below_the_live_limit_stay_gathered_for_the_backward_pass() -> None:
+    freed, stays = (seconds(data=8, zero_stage=3, live=live)["weight gathers"] for live in (0, 10**9))
+    assert freed == pytest.approx(2 * stays)
+
+
+def test_frozen_weights_are_gathered_and_never_summed() -> None:
+    frozen = replace(WORK, frozen={"old.weight": (1000, 850_000)})  # as many as are trained
+    by = Parallelism(data=8, zero_stage=3, live=0, prefetches=False, overlaps=False, scatters=True)
+    own, more = (step_time(work, by, MACHINE, IDEAL).seconds for work in (WORK, frozen))
+    assert more["weight gathers"] == pytest.approx(2 * own["weight gathers"])
+    assert (more["gradient sums"], more["optimizer"]) == (own["gradient sums"], own["optimizer"])
+
+
+def test_at_stage_3_the_host_handles_each_weight() -> None:
+    many = replace(WORK, weights={f"w{number}": (1,) for number in range(100)})
+    rates, by = replace(IDEAL, weight_seconds=1.0), Parallelism(zero_stage=3, accumulation=3, recomputed=1.0)
+    found = step_time(many, by, MACHINE, rates).seconds
+    device = found["compute"] + found["memory-bound operations"]
+    assert found["host work of stage 3"] == pytest.approx(3 * 300 - device)  # it works beside the device
+    for other in (replace(by, by_weight=False), replace(by, zero_stage=2)):
+        assert "host work of stage 3" not in step_time(many, other, MACHINE, rates).seconds
+    slow = replace(MACHINE, device=replace(DEVICE, flops_per_second={"bf16": 1e9}))
+    assert "host work of stage 3" not in step_time(many, by, slow, rates).seconds
+
+
+def test_between_hosts_the_network_decides_and_all_its_links_help() -> None:
+    inside, outside = seconds(data=8)["gradient sums"], seconds(data=16)["gradient sums"]
+    assert outside / inside == pytest.approx((15 / 16 / 8e10) / (7 / 8 / 1e11), rel=0.05)
+    # With tensor parallelism of 8 each rank of a host has another group, and one link for it.
+    alone = seconds(data=2, tensor=8)["gradient sums"]
+    assert alone == pytest.approx(2 * 0.5 * 2 * PARAMS / 8 / 1e10, rel=0.05)
+
+
+def test_sums_hide_behind_the_backward_pass_but_for_the_last_bucket() -> None:
+    rates = replace(IDEAL, overlap=1.0)
+    shown, hidden = (seconds(rates=rates, data=8, micro_size=8, overlaps=each)["gradient sums"] for each in (0, 1))
+    assert hidden == pytest.approx(shown / 17)  # 8.5e8 elements in buckets of 5e7
+    one = seconds(rates=rates, data=8, micro_size=8, overlaps=True, bucket=10**9)["gradient sums"]
+    assert one > 0.9 * shown
+
+
+def test_a_pipeline_waits_for_its_first_and_last_micro_batch() -> None:
+    found = step_time(WORK, Parallelism(pipe=4, accumulation=8), MACHINE, IDEAL)
+    passes = sum(found.seconds[name] for name in ("compute", "memory-bound operations", "pipeline sends"))
+    assert found.seconds["pipeline bubble"] == pytest.approx(passes * 3 / 8)
+    twice = step_time(WORK, Parallelism(pipe=4, accumulation=8, interleaving=2), MACHINE, IDEAL)
+    assert twice.seconds["pipeline bubble"] < 0.52 * found.seconds["pipeline bubble"]
+    # 8.5 parts like a block on 4 stages: the fullest has 2 of them and the head
+    assert found.seconds["compute"] == pytest.approx(8 * 3 * (2 * 2e11 + 1e11) / 1e14)
+
+
+def test_tensor_parallelism_splits_products_and_sums_twice_a_pass() -> None:
+    found = seconds(tensor=8, block_sums=(2, 2))
+    assert found["compute"] == pytest.approx(seconds()["compute"] / 8)
+    assert found["tensor parallel"] == pytest.approx(8 * 4 * (8.4e-6 + 2 * 7 * 3.4e-6 + 2 * 7 / 8 * 2e6 / 1e11))
+    # half of what a block saves is split, and its loss; the other half each rank moves whole
+    moved = 2 * (8 * 4e8 * (0.5 + 0.5 / 8) + 1e8 / 8) / 1e12
+    assert found["memory-bound operations"] == pytest.approx(moved, rel=1e-2)
+
+
+def test_sequence_and_expert_parallelism_exchange_values() -> None:
+    found = seconds(data=4, sequence=2, expert=4)
+    assert found["sequence parallel"] == pytest.approx(8 * 8 * (8.4e-6 + 3.4e-6 + 0.5 * 1e6 / 1e11))
+    assert found["expert parallel"] == pytest.approx(8 * 4 * (8.4e-6 + 3 * 3.4e-6 + 3 / 4 * 1e6 / 1e11))
+
+
+def test_an_offloaded_optimizer_runs_at_the_hosts_speed() -> None:
+    found = seconds(data=8, zero_stage=1, is_offloaded=True)
+    share = PARAMS / 8
+    assert found["offload transfers"] == pytest.approx(2 * 2 * share / 2e10)
+    assert found["optimizer"] == pytest.approx(share * 34 * 8 / 2e11)  # eight ranks share the host's memory
+    at_home = seconds(data=8, zero_stage=3)
+    away = seconds(data=8, zero_stage=3, weights_offloaded=True)
+    assert away["offload transfers"] == pytest.approx(2 * share / 2e10)
+    assert away.keys() - at_home.keys() == {"offload transfers"}
+
+
+def test_small_parts_take_as_long_as_they_take_to_start() -> None:
+    rates = replace(IDEAL, launch_seconds=1.0)
+    found = step_time(WORK, Parallelism(), MACHINE, rates)
+    passes = sum(found.seconds[name] for name in ("compute", "memory-bound operations", "launch"))
+    assert passes == pytest.approx(2 * 9, rel=1e-3)
+
+
+def test_narrow_products_are_slower() -> None:
+    rates = replace(IDEAL, width=10_000 * 10**0.5)
+    assert seconds(rates=rates)["compute"] > 1.9 * seconds()["compute"]
+
+
+def test_what_no_weight_takes_part_in_has_the_rate_of_attention() -> None:
+    rates = replace(IDEAL, attention=0.5)
+    scores = replace(BLOCK, flops=BLOCK.flops + 10**11)
+    for own, more in (((scores, HEAD, LOSS), 8), ((BLOCK, replace(HEAD, num_params=0), LOSS), 0)):
+        found = step_time(replace(WORK, parts=own), Parallelism(), MACHINE, rates).seconds["compute"]
+        slower = more * 2e11 if more else 1e11
+        assert found == pytest.approx(seconds(rates=rates)["compute"] + 3 * slower / 1e14)
+    tied = replace(HEAD, num_params=0, shared_params=HEAD.num_params)
+    found = step_time(replace(WORK, parts=(BLOCK, tied, LOSS)), Parallelism(), MACHINE, rates).seconds["compute"]
+    assert found == pytest.approx(seconds(rates=rates)["compute"])
+
+
+@pytest.mark.parametrize(
+    ("change", "by", "lacks"),
+    [
+        ({"flops_per_second": {}}, {}, "peak in bf16"),
+        ({"memory_bytes_per_second": None}, {}, "memory bandwidth"),
+        ({"collective_bytes_per_second": None}, {"data": 8}, "bandwidth between devices"),
+        ({"host_bytes_per_second": None}, {"zero_stage": 1, "is_offloaded": True}, "bandwidth to host memory"),
+        ({"host_memory_bytes_per_second": None}, {"zero_stage": 1, "is_offloaded": True}, "memory bandwidth of the h"),
+    ],
+)
+def test_what_is_not_known_is_not_guessed(change: dict[str, Any], by: dict[str, Any], lacks: str) -> None:
+    machine = replace(MACHINE, device=replace(DEVICE, **change))
+    with pytest.raises(NotEstimatedError, match=f"the {lacks}.* is not known"):
+        step_time(WORK, Parallelism(**by), machine)
+
+
+def test_an_unknown_network_matters_between_hosts_only() -> None:
+    machine = replace(MACHINE, network=None)
+    assert step_time(WORK, Parallelism(data=8), machine).total > 0
+    with pytest.raises(NotEstimatedError, match="network between hosts"):
+        step_time(WORK, Parallelism(data=16), machine)
+
+
+def test_measured_overheads_count() -> None:
+    machine = replace(MACHINE, step_overhead_seconds=0.5, all_reduce_latency_seconds=0.1)
+    found = step_time(WORK, Parallelism(data=8, bucket=10**9), machine, IDEAL).seconds
+    assert found["step overhead"] == 0.5
+    assert found["gradient sums"] == pytest.approx(0.1 + 2 * 7 / 8 * 2 * PARAMS / 1e11)
+
+
+LAYOUTS = st.builds(
+    Parallelism,
+    data=st.sampled_from([1, 2, 8, 16, 48]),
+    pipe=st.sampled_from([1, 2, 3, 8]),
+    tensor=st.sampled_from([1, 2, 8]),
+    sequence=st.sampled_from([1, 2]),
+    zero_stage=st.integers(0, 3),
+    accumulation=st.integers(1, 9),
+    micro_size=st.sampled_from([1, 3, 64]),
+    recomputed=st.sampled_from([0.0, 0.5, 1.0]),
+    overlaps=st.booleans(),
+    scatters=st.booleans(),
+    prefetches=st.booleans(),
+    bucket=st.sampled_from([10**6, 5 * 10**7, 10**10]),
+    is_offloaded=st.booleans(),
+)
+FIGURES = [
+    *("memory_bytes_per_second", "collective_bytes_per_second", "host_bytes_per_second"),
+    *("host_memory_bytes_per_second", "flops_per_second", "network"),
+]
+
+
+def faster(machine: Machine, figure: str, factor: float) -> Machine:
+    if figure == "network":
+        assert machine.network is not None
+        bandwidth = factor * machine.network.bytes_per_second
+        return replace(machine, network=replace(machine.network, bytes_per_second=bandwidth))
+    value = getattr(machine.device, figure)
+    scaled = {name: factor * each for name, each in value.items()} if isinstance(value, dict) else factor * value
+    return replace(machine, device=replace(machine.device, **{figure: scaled}))
+
+
+@settings(max_examples=60)
+@given(LAYOUTS, st.sampled_from(FIGURES), st.floats(1.0, 100.0))
+def test_a_faster_part_never_makes_a_step_slower(by: Parallelism, figure: str, factor: float) -> None:
+    before = step_time(WORK, by, MACHINE).total
+    assert 0 < step_time(WORK, by, faster(MACHINE, figure, factor)).total <= before * (1 + 1e-9)
+
+
+@settings(max_examples=60)
+@given(LAYOUTS)
+def test_less_to_do_never_takes_longer(by: Parallelism) -> None:
+    total = step_time(WORK, by, MACHINE).total
+    assert step_time(WORK, replace(by, overlaps=True), MACHINE).total <= total * (1 + 1e-9)
+    assert step_time(WORK, replace(by, recomputed=0.0), MACHINE).total <= total * (1 + 1e-9)
+    assert step_time(WORK, replace(by, accumulation=by.accumulation + 1), MACHINE).total > total
+    assert step_time(WORK, replace(by, micro_size=by.micro_size + 1), MACHINE).total > total
+
+
+def planned(ranks: int = 8, machine: Machine | None = None, **sections: Any) -> tuple[StepTime, Parallelism]:
+    values = {
+        "model": {"kind": "gpt", "size": "gpt2", "dropout": 0.0},
+        "data": {"kind": "text", "sequence_length": 1024},
+        "task": {"kind": "causal_lm"},
+        "batch": {"micro_size": 4, "accumulation_steps": 2},
+        "precision": {"dtype": "bf16"},
+        "training": {"max_steps": 10},
+        **sections,
+    }
+    config = config_from_values(values)
+    plan = make_plan(config, Cluster(devices_per_host=ranks))
+    work = named_work(config, 1)
+    assert work is not None
+    return estimate_time(plan, work, machine or Machine.listed("a100-80gb")), Parallelism.from_plan(plan)
+
+
+def test_a_plan_names_its_distribution() -> None:
+    zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 10**7, "offload_optimizer": {"device": "cpu"}}
+    found, by = planned(zero=zero, training={"max_steps": 1, "recompute_every": 2}, optimizer={"kind": "lion"})
+    assert by == Parallelism(
+        data=8,
+        zero_stage=2,
+        accumulation=2,
+        micro_size=4,
+        state_bytes=8,
+        recomputed=1.0,
+        bucket=10**7,
+        is_offloaded=True,
+    )
+    assert found.num_tokens == 8 * 2 * 4 * 1024
+    assert {"offload transfers", "gradient sums", "weight gathers"} <= found.seconds.keys()
+
+
+def test_precisions_of_a_plan() -> None:
+    wide, tf32, cast = (
+        planned(precision=precision)[1]
+        for precision in ({"dtype": "fp32"}, {"dtype": "fp32", "matmul": "high"}, {"dtype": "autocast"})
+    )
+    assert (wide.dtype, wide.weight_bytes, wide.gradient_bytes, wide.state_bytes) == ("fp32", 4, 4, 8)
+    assert (tf32.dtype, cast.dtype, cast.weight_bytes) == ("tf32", "bf16", 4)
+    assert not planned(zero={"stage": 1})[1].overlaps
+    assert planned(zero={"stage": 0})[1].overlaps
+    assert planned(16, zero={"stage": 1})[1].gradient_bytes == 4  # sums over more than 8 ranks are in fp32
+
+
+def test_a_plan_on_a_device_that_lacks_its_precision_is_not_estimated() -> None:
+    with pytest.raises(NotEstimatedError, match="peak in bf16 of v100-32gb"):
+        planned(machine=Machine.listed("v100-32gb"))
+    assert planned(machine=Machine.listed("v100-32gb"), precision={"dtype": "fp16"})[0].total > 0

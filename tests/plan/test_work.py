@@ -1,0 +1,161 @@
+"""Work of models in closed form, against what autograd saves and torch counts of the models themselves."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from framework.config.load import config_from_values
+from framework.config.run_config import RunConfig
+from framework.models.adapt import prepare_model
+from framework.models.layers import LayeredModel
+from framework.plan.work import model_work, named_work, saved_bytes
+from framework.setup.objects import Objects
+from framework.setup.parts import gather_parts
+from tests.jobs.live_bytes import Saved
+
+TEXT = {"data": {"kind": "text", "sequence_length": 32}, "task": {"kind": "causal_lm"}}
+PAIRS = {"data": {"kind": "text_pairs", "sequence_length": 32}, "task": {"kind": "masked_lm"}}
+SMALL = {"hidden_size": 64, "num_layers": 3, "num_heads": 4, "max_positions": 32}
+LLAMA = {"size": "llama-2-7b", "mlp_size": 160, "num_kv_heads": 2, "vocab_size": 261}
+
+
+def images(model: dict[str, Any], size: int, channels: int = 1) -> dict[str, Any]:
+    data = {"kind": "synthetic_images", "image_size": size, "channels": channels, "num_classes": 10}
+    return {"model": {"num_classes": 10, "in_channels": channels, **model}, "data": data}
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {"model": {"kind": "gpt", **SMALL, "dropout": 0.0}, **TEXT},
+    "gpt-dropout": {"model": {"kind": "gpt", **SMALL, "dropout": 0.1}, **TEXT},
+    "llama": {"model": {"kind": "gpt", **SMALL, **LLAMA}, **TEXT},
+    "gpt-rotary": {"model": {"kind": "gpt", **SMALL, "positions": "rotary", "dropout": 0.1}, **TEXT},
+    "bert": {"model": {"kind": "bert", **SMALL, "dropout": 0.0}, **PAIRS},
+    "bert-dropout": {"model": {"kind": "bert", **SMALL, "dropout": 0.1}, **PAIRS},
+    "lenet": images({"kind": "lenet"}, 28),
+    "mlp": images({"kind": "mlp", "dropout": 0.2, "image_size": 16}, 16),
+    "small_resnet18": images({"kind": "small_resnet18"}, 20),
+    "resnet18": images({"kind": "resnet18"}, 48, channels=3),
+    "resnet50": images({"kind": "resnet50"}, 33),
+}
+MICRO = 3
+
+
+def config_of(name: str, dtype: str, **training: Any) -> RunConfig:
+    values = MODELS[name] | {"precision": {"dtype": dtype}, "training": {"max_steps": 1, **training}}
+    return config_from_values(values | {"batch": {"micro_size": MICRO}})
+
+
+def built(config: RunConfig) -> tuple[torch.nn.Module, Any, Any, Any]:
+    """Model, task, inputs and targets of one micro-batch, in the run's arithmetic."""
+    parts = gather_parts(config, Objects())
+    model = prepare_model(parts.build_model(), config.training)
+    samples = [parts.splits.train[number] for number in range(MICRO)]
+    inputs, targets = parts.task.split(torch.utils.data.default_collate(samples))
+    if config.precision.dtype == "bf16":
+        model = model.bfloat16()
+        inputs = inputs.bfloat16() if isinstance(inputs, torch.Tensor) and inputs.is_floating_point() else inputs
+    return model, parts.task, inputs, targets
+
+
+def arithmetic_of(config: RunConfig) -> Any:
+    return torch.autocast("cpu", torch.bfloat16) if config.precision.dtype == "autocast" else nullcontext()
+
+
+def counted(config: RunConfig) -> int:
+    """Bytes that autograd saves of the model and its loss."""
+    model, task, inputs, targets = built(config)
+    saved = Saved(model)
+    with saved.hooks, arithmetic_of(config):
+        task.loss(task.forward(model, inputs), targets)
+    return saved.total
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*product(MODELS, ("fp32", "bf16", "autocast"))])
+def test_saved_bytes_are_what_autograd_saves(name: str, dtype: str) -> None:
+    config = config_of(name, dtype)
+    work = named_work(config, MICRO, device="cpu")
+    assert work is not None
+    assert saved_bytes(work) == pytest.approx(counted(config), rel=0.05)
+
+
+FROZEN = (["embed.*"], [r"blocks\.0\..*", "positions.*", "embed.*"], [".*norm.*"], [".*up.*", r"blocks\.[12]\..*"])
+
+
+@pytest.mark.parametrize(("patterns", "dtype"), [*product(FROZEN, ("fp32", "autocast"))])
+def test_frozen_layers_save_what_autograd_saves(patterns: list[str], dtype: str) -> None:
+    config = config_of("gpt-dropout", dtype, freeze=patterns)
+    work = named_work(config, MICRO, device="cpu")
+    assert work is not None
+    assert saved_bytes(work) == pytest.approx(counted(config), rel=0.01)
+
+
+def counted_with_recompute(config: RunConfig) -> int:
+    """Inputs of groups and what the loss saves, of the forward pass; and of each group what it saves when it runs by
+    itself: the most that is there at once in the backward pass.
+    """
+    every = config.training.recompute_every
+    model, task, value, targets = built(config)
+    assert isinstance(model, LayeredModel)
+    inputs, most = 0, 0
+    for start in range(0, len(model.recipes), every):
+        inputs += sum(each.nbytes for each in leaves(value)) if start else 0
+        saved = Saved(model)
+        with saved.hooks, arithmetic_of(config):
+            made = model._run(value, start, start + every)
+        own = saved.without(leaves(value)) if start else saved.total
+        value = tuple(map(again, made)) if isinstance(made, tuple) else again(made)
+        most = max(most, inputs + own)
+    saved = Saved(model)
+    with saved.hooks, arithmetic_of(config):
+        task.loss(value, targets)
+    return max(most, inputs + own + saved.total)
+
+
+def leaves(value: Any) -> list[torch.Tensor]:
+    return [*value] if isinstance(value, tuple) else [value]
+
+
+def again(value: torch.Tensor) -> torch.Tensor:
+    """The same tensor, as another group made it; an operation may change it in place."""
+    return value.detach().requires_grad_(value.is_floating_point()).clone()
+
+
+@pytest.mark.parametrize(("every", "dtype"), [*product((1, 2, 3, 20), ("fp32", "bf16"))])
+@pytest.mark.parametrize("name", ["gpt-dropout", "llama", "bert", "lenet", "small_resnet18", "resnet50"])
+def test_recomputation_keeps_inputs_of_groups_and_one_group(name: str, every: int, dtype: str) -> None:
+    config = config_of(name, dtype, recompute_every=every)
+    work = named_work(config, MICRO, device="cpu")
+    assert work is not None
+    assert saved_bytes(work, every) == pytest.approx(counted_with_recompute(config), rel=0.05)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_flops_are_what_torch_counts(name: str) -> None:
+    config = config_of(name, "fp32")
+    model, task, inputs, targets = built(config)
+    with FlopCounterMode(display=False) as counter:
+        task.loss(task.forward(model, inputs), targets)
+    work = named_work(config, MICRO, device="cpu")
+    assert work is not None
+    assert work.flops == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+def test_a_block_keeps_what_the_literature_says() -> None:
+    """Korthikanti et al. 2022 (arXiv 2205.05198), table 2: s b h (34 + 5 a s / h) bytes, of which fused attention keeps
+    none of the last, and s b h (10 + 24 / t) with tensor parallelism of t.
+    """
+    model = config_from_values({"model": {"kind": "gpt", "size": "gpt2-xl"}, "task": {"kind": "causal_lm"}}).model
+    work = model_work(model, micro_size=4, sequence_length=1024)
+    assert work is not None
+    (block,) = (part for part in work.parts if part.count > 1)
+    unit = 4 * 1024 * 1600
+    assert block.count == 48
+    assert block.saved_bytes / unit == pytest.approx(34, rel=0.01)
+    assert block.split_bytes / unit == pytest.approx(24, rel=0.01)
+    assert block.flops == 24 * unit * 1600 + 4 * unit * 1024

@@ -1,0 +1,163 @@
+"""Work of models that are not ours, on fake tensors, against what autograd saves of real ones."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.utils.flop_counter import FlopCounterMode
+
+from framework.commands.torch_child import ask_child
+from framework.config.load import config_from_values
+from framework.models.gpt import GPT
+from framework.plan.cluster import Cluster
+from framework.plan.plan import make_plan
+from framework.plan.work import Part, model_work, saved_bytes
+from framework.setup.parts import Parts
+from framework.setup.trace import trace_work
+from framework.tasks.classification import Classification
+from framework.tasks.task import Task
+from tests.jobs.live_bytes import Saved
+
+MICRO = 2
+
+
+class OfLogits(Task):
+    """Mean over the logits of a transformers model."""
+
+    def forward(self, model: nn.Module, inputs: Any) -> Any:
+        return model(input_ids=inputs)
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        made = outputs.logits if hasattr(outputs, "logits") else outputs.last_hidden_state
+        return made.float().square().mean()
+
+
+def of_torchvision(name: str, **options: Any) -> Callable[[], nn.Module]:
+    return lambda: getattr(pytest.importorskip("torchvision.models"), name)(num_classes=10, **options)
+
+
+def of_transformers(name: str, **options: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        transformers = pytest.importorskip("transformers")
+        made = getattr(transformers, name)
+        return made(made.config_class(vocab_size=500, **options))
+
+    return build
+
+
+IMAGES, TOKENS = torch.zeros(MICRO, 3, 64, 64), torch.zeros(MICRO, 32, dtype=torch.int64)
+LABELS = torch.zeros(MICRO, dtype=torch.int64)
+SHAPE = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 160}
+VIT = {"image_size": 64, "patch_size": 16, "num_layers": 3, "num_heads": 4, "hidden_dim": 64, "mlp_dim": 128}
+MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Task]] = {
+    "vit": (of_torchvision("VisionTransformer", **VIT), IMAGES, Classification()),
+    "convnext": (of_torchvision("convnext_tiny"), IMAGES, Classification()),
+    "efficientnet": (of_torchvision("efficientnet_b0"), IMAGES, Classification()),
+    "gpt2": (of_transformers("GPT2LMHeadModel", n_embd=64, n_layer=3, n_head=4), TOKENS, OfLogits()),
+    "bert": (of_transformers("BertModel", **SHAPE), TOKENS, OfLogits()),
+    "llama": (of_transformers("LlamaForCausalLM", **SHAPE, num_key_value_heads=2), TOKENS, OfLogits()),
+}
+
+
+def config_of(dtype: str = "fp32") -> Any:
+    values = {"data": {"kind": "digits"}, "batch": {"micro_size": MICRO}, "precision": {"dtype": dtype}}
+    return config_from_values(values)
+
+
+def traced(build: Callable[[], nn.Module], inputs: Any, task: Task, dtype: str = "fp32", **options: Any) -> Any:
+    parts: Any = Parts(build, splits=None, task=task)  # type: ignore[arg-type]
+    return trace_work(config_of(dtype), parts, (inputs, LABELS), **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "dtype"), [*((name, "fp32") for name in MODELS), ("vit", "bf16"), ("llama", "bf16")])
+def test_what_is_saved_is_what_autograd_saves(name: str, dtype: str) -> None:
+    build, inputs, task = MODELS[name]
+    work = traced(build, inputs, task, dtype, device="cpu")
+    model = build()
+    assert dict(work.weights) == {weight: tuple(own.shape) for weight, own in model.named_parameters()}
+    assert sum(part.num_params for part in work.parts) == sum(weight.numel() for weight in model.parameters())
+    if dtype == "bf16":
+        model = model.bfloat16()
+        inputs = inputs.bfloat16() if inputs.is_floating_point() else inputs
+    saved = Saved(model)
+    with saved.hooks, FlopCounterMode(display=False) as counter:
+        task.loss(task.forward(model, inputs), LABELS)
+    assert saved_bytes(work) == pytest.approx(saved.total, rel=0.1)
+    assert work.flops == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+SMALL = {"vocab_size": 97, "hidden_size": 64, "num_layers": 3, "num_heads": 4, "max_positions": 32}
+
+
+@pytest.mark.parametrize("size", [{"size": "tiny", "dropout": 0.1}, {"size": "llama-2-7b", "mlp_size": 160}])
+@pytest.mark.parametrize(("dtype", "arithmetic"), [("fp32", "fp32"), ("bf16", "half"), ("autocast", "autocast")])
+def test_on_gpus_it_is_the_closed_form(size: dict[str, Any], dtype: str, arithmetic: Any) -> None:
+    """Fused operations of GPUs are stood for by what they save; each block is a part."""
+    model = config_from_values({"model": {"kind": "gpt", **SMALL, **size}, "task": {"kind": "causal_lm"}}).model
+    closed = model_work(model, micro_size=MICRO, arithmetic=arithmetic, device="cuda")
+    assert closed is not None
+    values = {name: value for name, value in model.model_dump().items() if name not in ("kind", "size")}
+    work = traced(lambda: GPT.of(**values), TOKENS, _NextToken(), dtype, device="cuda")
+    assert work.flops == closed.flops
+    assert saved_bytes(work) == pytest.approx(saved_bytes(closed), rel=0.01)
+    moved = [sum(part.moved_bytes for part in each.layers()) for each in (work, closed)]
+    assert moved[0] == pytest.approx(moved[1], rel=0.1)
+    for name in ("peak_bytes", "backward_bytes"):
+        most = [max(getattr(part, name) for part in each.parts) for each in (work, closed)]
+        assert most[0] == pytest.approx(most[1], rel=0.1, abs=2**15), name
+    found = {part.name: part for part in work.parts}
+    for part in closed.layers():
+        other = found.get(part.name, next((each for each in work.parts if each.shares and part.shares), part))
+        assert figures(other) == pytest.approx(figures(part), rel=0.02, abs=4096)
+
+
+class _NextToken(Classification):
+    def loss(self, outputs: Tensor, targets: Tensor) -> Any:
+        return super().loss(outputs.flatten(0, 1), torch.zeros(outputs.shape[:2].numel(), dtype=torch.int64))
+
+
+def figures(part: Part) -> list[float]:
+    return [part.num_params, part.flops, part.saved_bytes, part.output_bytes, part.input_bytes]
+
+
+class AsksForNumbers(nn.Linear):
+    def forward(self, value: Tensor) -> Tensor:
+        made = super().forward(value)
+        return made if made.sum() > 0 else -made
+
+
+def test_a_model_that_asks_for_numbers_has_no_trace() -> None:
+    with pytest.raises(DataDependentOutputException):
+        traced(lambda: AsksForNumbers(4, 3), torch.zeros(MICRO, 4), Classification())
+
+
+@pytest.mark.slow
+def test_seven_billion_weights_are_not_allocated() -> None:
+    shape = {"vocab_size": 32_000, "max_positions": 4096, "hidden_size": 4096, "num_layers": 32, "num_heads": 32}
+    args = {**shape, "num_kv_heads": 32, "mlp_size": 11_008, "positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu"}
+    config = config_from_values(
+        {
+            "model": {
+                "target": "framework.models.gpt:GPT.of",
+                "args": {**args, "bias": False, "tie_embeddings": False},
+            },
+            "data": {"kind": "text", "sequence_length": 4096},
+            "task": {"kind": "causal_lm"},
+            "batch": {"micro_size": 1},
+            "precision": {"dtype": "bf16"},
+        }
+    )
+    start = time.perf_counter()
+    plan = make_plan(config, Cluster(devices_per_host=1))
+    work = ask_child("trace", plan, longest_seconds=120, needs=("torch",), device="cuda")["work"]
+    assert time.perf_counter() - start < 30
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < 3 * 2**30
+    assert sum(part["num_params"] for part in work["parts"]) == 6_738_415_616
