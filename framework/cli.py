@@ -181,9 +181,7 @@ def _add_others(commands: argparse._SubParsersAction[CommandParser]) -> None:
     option("--json", action="store_true", help="print it as JSON")
     option("--no-verify", action="store_true", help="read the manifest only, not every byte of every file")
     option("--allow-unverified", action="store_true", help="describe what DeepSpeed wrote without a manifest")
-    report = commands.add_parser("report", help="write a page on one run, or on several over each other")
-    report.set_defaults(command=reports.run_report)
-    reports.add_options(report)
+    reports.add_options(commands.add_parser("report", help="write a page on one run, or on several over each other"))
 
 
 def _check(arguments: argparse.Namespace) -> int:

@@ -19,7 +19,8 @@ _REFRESH_SECONDS = 10
 
 
 def add_options(report: argparse.ArgumentParser) -> None:
-    """Add what `report` takes."""
+    """Add what `report` takes, and what it does."""
+    report.set_defaults(command=run_report)
     port = whole(0, 65536, "{} is not a port; write 0 to 65535")
     report.add_argument("runs", nargs="+", metavar="RUN", help="run folder, <run.output_dir>/<run.name>")
     report.add_argument("--out", metavar="FILE.html", help="the page; left out: report.html in the (first) run folder")
