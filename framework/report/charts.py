@@ -105,8 +105,16 @@ def _rates(runs: Sequence[Run]) -> Iterator[Chart]:
         if has_tokens and name == "throughput/samples_per_sec":
             continue  # the same curve in another unit
         lines = _lines(runs, name, factor=factor)
-        if chart := line_chart(name.replace("/", "-"), title, unit, lines, from_zero=True):
+        planned = _planned_step(runs[0]) if name == "time/step_ms" and len(runs) == 1 else None
+        if chart := line_chart(name.replace("/", "-"), title, unit, lines, from_zero=True, reference=planned):
             yield chart
+
+
+def _planned_step(run: Run) -> tuple[str, float] | None:
+    """Time of a step that the plan has estimated, in milliseconds."""
+    compared = run.section("measured").get("step_seconds")
+    seconds = compared.get("estimate") if isinstance(compared, Mapping) else run.section("time").get("step_seconds")
+    return ("plan", 1000.0 * seconds) if isinstance(seconds, int | float) and 0 < seconds < 1e9 else None
 
 
 def _split(runs: Sequence[Run]) -> Iterator[Chart]:

@@ -204,7 +204,7 @@ def test_plans_of_any_shape_have_a_page(tmp_path: Path) -> None:
         plan = dict.fromkeys(("memory", "measured", "layout", "length", "cluster"), shape)
         plan |= {"length": {"total_steps": shape}} if number % 2 else {}
         plan |= {
-            "measured": {"device_peak_bytes": shape},
+            "measured": {"device_peak_bytes": shape, "step_seconds": {"estimate": shape}},
             "memory": {"total_bytes": shape, "peak": "x", "bytes": shape},
         }
         config = {"model": shape, "precision": {"dtype": shape}, "zero": shape}
@@ -212,6 +212,14 @@ def test_plans_of_any_shape_have_a_page(tmp_path: Path) -> None:
             tmp_path / str(number), plan=plan, config=json.loads(json.dumps(config)), environment={"a": shape}
         )
         assert structure(folder).headings[0] == f"h1 {number}"
+
+
+def test_a_plan_stands_beside_what_was_measured(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", plan=PLAN | {"measured": {"step_seconds": {"estimate": 0.08}}})
+    text = " ".join(structure(folder).words)
+    assert "plan: 80" in text  # milliseconds of a step
+    assert "plan: 3 GiB" in text
+    assert "measured: 2.5 GiB" in text
 
 
 def test_events_of_any_shape_have_a_page(tmp_path: Path) -> None:
