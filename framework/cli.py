@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 import framework
 from framework.commands import check as checks
 from framework.commands import plan as plans
+from framework.commands import report as reports
 from framework.errors import (
     EXIT_OK,
     EXIT_TRAINING,
@@ -180,6 +181,7 @@ def _add_others(commands: argparse._SubParsersAction[CommandParser]) -> None:
     option("--json", action="store_true", help="print it as JSON")
     option("--no-verify", action="store_true", help="read the manifest only, not every byte of every file")
     option("--allow-unverified", action="store_true", help="describe what DeepSpeed wrote without a manifest")
+    reports.add_options(commands.add_parser("report", help="write a page on one run, or on several over each other"))
 
 
 def _check(arguments: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ from framework.engine.random_state import seed_ranks
 from framework.engine.stop_agreement import agreed_stops
 from framework.errors import RunStopped
 from framework.plan.plan import Plan
-from framework.report.summary import RunResult, describe_stop, print_end, print_next, print_start
+from framework.report.summary import RunResult, describe_stop, print_end, print_next, print_start, write_report
 from framework.setup import start_point
 from framework.setup.assemble import assemble_engine, build_trainer, count_parameters, make_checkpointer
 from framework.setup.objects import MakeOptimizer, ModelSource, Objects, config_with_objects, refuse_unknown_arguments
@@ -130,6 +130,8 @@ def _train(
     request.training_is_over()
     engine.close()
     result = RunResult.of(outcome, folder=folder.path, start_step=start_step, best=best.found)
-    if rank() == 0 and not outcome.stopped:
-        print_end(result, plan, environment=os.environ)
+    if rank() == 0:
+        report = write_report(folder.path) if plan.config.monitors.report else None
+        if not outcome.stopped:
+            print_end(result, plan, environment=os.environ, report=report)
     return result, outcome.stopped

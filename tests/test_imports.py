@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "doctor": {"load_run", "system", "config", "plan", "launch", "hosts", "node checks"},
     "deploy": {"load_run", "system", "text", "config", "plan", "launch", "hosts"},
     "report": {"system", "text", "config", "plan", "checkpoint", "train"},
-    "commands": {"load_run", "system", "text", "config", "plan", "checkpoint", "train", "dslint"},
+    "commands": {"load_run", "system", "text", "config", "plan", "checkpoint", "train", "dslint", "report"},
     "doctor command": {"system", "config", "plan", "launch", "hosts", "node checks", "doctor"},
     # ------------------------------------------------ torch line
     "models": {"system", "text", "config"},

@@ -23,6 +23,7 @@ SUMMARY = (
     r"  throughput           [\d,]+ samples/s",
     r"  step                 [\d,]+\.\d ms: (data \d+%, )?computing \d+%",
     "  run folder           runs/quickstart",
+    "  report               runs/quickstart/report.html",
     r"  TensorBoard          (\.venv/bin/)?tensorboard --logdir runs",
     r"try next: \./launch\.sh train \S*ds_configs/quickstart\.yaml (run\.backend=gloo )?precision\.dtype=autocast "
     r"run\.name=second",
@@ -67,6 +68,11 @@ def test_the_quickstart_trains_to_its_end(tmp_path: Path) -> None:
     assert rows[-1]["time"] - rows[0]["time"] < LONGEST_SECONDS
     names = {name for row in rows for name in row} - {"step", "epoch", "time"}
     assert {name for name in names if not name.startswith("eval/")} <= set(LOGGED)
+    report = (run / "report.html").read_text(encoding="utf-8")
+    assert "Finished after 220 steps." in report
+    assert {'id="chart-loss"', 'id="chart-evaluation-0"', 'id="chart-step-parts"', 'id="chart-goodput"'} <= set(
+        re.findall(r'id="chart-[\w-]+"', report)
+    )
     for rank in (0, 1):
         assert "dsf-trainer: step 220/220  epoch 20.00  loss 0." in (run / f"logs/rank{rank}.log").read_text(
             encoding="utf-8"

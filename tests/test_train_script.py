@@ -72,6 +72,7 @@ def test_every_launcher_gives_the_same_run(
         "config.yaml",
         "ds_config.json",
         "plan.json",
+        "report.html",
         "environment.json",
         "metrics.jsonl",
         "metrics.csv",

@@ -222,6 +222,8 @@ class Monitors(Section):
     wait_seconds: Positive = 20.0
     """Longest wait at the end of the run for each sink that is not yet done: a server that does not answer costs this
     and its last points."""
+    report: bool = True
+    """``report.html`` in the run folder, written at the end of the run."""
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     """On the terminal of rank 0: a bar, a line per logged step, or nothing; auto: a bar if it is a terminal."""
 

@@ -66,10 +66,12 @@ def describe_environment() -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
+    gpu = torch.cuda.get_device_properties("cuda") if accelerator._name == "cuda" else None
     return {
         "versions": versions,
         "accelerator": accelerator._name,
-        "device": torch.cuda.get_device_name() if accelerator._name == "cuda" else _processor(),
+        "device": gpu.name if gpu else _processor(),
+        "device_memory_bytes": gpu and gpu.total_memory,
         "devices_on_host": accelerator.device_count(),
         "cuda": torch.version.cuda,
         "host": socket.gethostname(),

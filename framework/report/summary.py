@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Final
 
 from framework.checkpoint.names import CHECKPOINTS, tag_of
-from framework.errors import counted
+from framework.errors import counted, in_one_line
 from framework.plan.balance import StageTable
 from framework.plan.cluster import RANKS_ON_CPU
 from framework.plan.memory import NotEstimatedError, estimate
 from framework.plan.plan import Plan
-from framework.system.log import print_line
+from framework.system.log import print_line, warn
 from framework.text.document import is_setting
 from framework.train.best import Best
 from framework.train.trainer import Outcome
@@ -28,6 +28,8 @@ SHELL_PATH: Final = "DSF_SHELL_PATH"
 DOOR: Final = "DSF_DOOR"
 # Of a step; without a device's clock only the first is known, and the rest is computing.
 _PARTS: Final = ("data", "copy", "forward", "backward", "communication", "optimizer", "checkpoint", "other")
+# Half a million points of 500 bytes. To read them takes 0.7 s of a processor; a page may cost the end of a run one.
+_LARGEST_METRICS: Final = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -144,8 +146,30 @@ def _without_evaluation_data(plan: Plan) -> Iterator[str]:
         )
 
 
-def print_end(result: RunResult, plan: Plan, *, environment: Mapping[str, str]) -> None:
-    """The summary: what was reached, how fast, where it is."""
+def write_report(folder: Path) -> Path | None:
+    """Write the page of a run that has ended; a failure costs the page alone, with a warning.
+
+    Returns:
+        its place, or None.
+    """
+    try:
+        # Here, so that nothing of a page can keep a run from starting.
+        from framework.report.page import REPORT, write_page
+
+        if (folder / "metrics.jsonl").stat().st_size > _LARGEST_METRICS:
+            print_line(
+                f"note: metrics.jsonl is large; for its page: python -m framework report {shlex.quote(str(folder))}"
+            )
+            return None
+        write_page(folder, folder / REPORT)
+    except Exception as error:
+        warn(f"report.html was not written ({in_one_line(error)}); the run is not affected [report-not-written]")
+        return None
+    return folder / REPORT
+
+
+def print_end(result: RunResult, plan: Plan, *, environment: Mapping[str, str], report: Path | None = None) -> None:
+    """The summary: what was reached, how fast, where it is; `report` is the place of its page."""
     print_line()
     if result.step == result.start_step:
         print_line(f"{plan.config.run.name}: nothing left to do, step {result.step} was reached before")
@@ -163,6 +187,8 @@ def print_end(result: RunResult, plan: Plan, *, environment: Mapping[str, str]) 
         rows.append(("throughput", f"{result.samples_per_sec:,.0f} samples/s{tokens}"))
     rows += _bounded_by(result.metrics)
     rows.append(("run folder", str(result.folder)))
+    if report is not None:
+        rows.append(("report", str(report)))
     if plan.config.monitors.tensorboard:
         rows.append(("TensorBoard", f"{_tensorboard(environment)} --logdir {shlex.quote(str(result.folder.parent))}"))
     _print_rows(rows)

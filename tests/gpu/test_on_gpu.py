@@ -67,6 +67,7 @@ def test_it_learns(runs: Path, name: str) -> None:
     assert rows[-1]["eval/accuracy"] > 0.8
     environment = json.loads((runs / name / "environment.json").read_text(encoding="utf-8"))
     assert environment["accelerator"] == "cuda"
+    assert environment["device_memory_bytes"] > 1 << 30
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

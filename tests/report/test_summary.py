@@ -15,8 +15,9 @@ from framework.launch.options import parse
 from framework.plan.cluster import Cluster
 from framework.plan.memory import estimate
 from framework.plan.plan import Plan, make_plan
-from framework.report.summary import RunResult, print_end, print_next, print_start
+from framework.report.summary import RunResult, print_end, print_next, print_start, write_report
 from framework.train.best import Best
+from tests.report.made_runs import write_run
 
 HERE = {"PATH": str(Path(sys.executable).parent)}  # an activated environment
 
@@ -257,3 +258,34 @@ def test_what_to_try_next_sets_each_key_once_and_resumes_nothing(capsys: pytest.
     assert "run.name=third" in stated
     assert "checkpoint.resume" not in stated
     assert "optimizer.lr=0.1" in stated
+
+
+def test_the_end_names_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    print_end(result(), plan(), environment=HERE, report=Path("runs/night/report.html"))
+    assert "  report               runs/night/report.html\n" in capsys.readouterr().out
+
+
+def test_the_page_of_very_many_points_is_left_to_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "my run")
+    with (folder / "metrics.jsonl").open("r+b") as stream:
+        stream.truncate(300 << 20)  # a hole, which takes no space
+    assert write_report(folder) is None
+    place = f"python -m framework report '{folder}'"
+    assert capsys.readouterr().out == f"note: metrics.jsonl is large; for its page: {place}\n"
+
+
+def test_a_page_that_cannot_be_written_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "run")
+    assert write_report(folder) == folder / "report.html"
+    assert capsys.readouterr().err == ""
+    (folder / "report.html").unlink()
+    (folder / "report.html").mkdir()
+    for place in (folder, tmp_path / "gone"):
+        assert write_report(place) is None
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("warning: report.html was not written (")
+        assert err.endswith("the run is not affected [report-not-written]\n")
+        assert err.count("\n") == 1

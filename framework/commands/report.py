@@ -1,0 +1,91 @@
+"""The `report` command: a page of one run, or of several over each other."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from framework.errors import EXIT_OK, StorageError, UsageError
+from framework.system.arguments import whole
+from framework.system.output import visible, write
+
+if TYPE_CHECKING:  # every command lists the options of this one, and needs nothing else of it
+    from framework.report.records import Run
+
+_REFRESH_SECONDS = 10
+
+
+def add_options(report: argparse.ArgumentParser) -> None:
+    """Add what `report` takes, and what it does."""
+    report.set_defaults(command=run_report)
+    port = whole(0, 65536, "{} is not a port; write 0 to 65535")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="run folder, <run.output_dir>/<run.name>")
+    report.add_argument("--out", metavar="FILE.html", help="the page; left out: report.html in the (first) run folder")
+    report.add_argument("--svg", metavar="DIR", help="also write each chart as an SVG file there")
+    report.add_argument(
+        "--json", action="store_true", help="print verdict and figures as JSON; the page with --out only"
+    )
+    report.add_argument("--serve", action="store_true", help="serve the page on this machine, and follow the run")
+    report.add_argument("--port", type=port, default=0, metavar="P", help="of --serve; left out: a free one")
+
+
+def run_report(arguments: argparse.Namespace) -> int:
+    """Write, print or serve the report; returns the exit code.
+
+    Raises:
+        ConfigError: a folder is no run's.
+        StorageError: the page cannot be written.
+        UsageError: options that do not go together.
+    """
+    from framework.report.figures import summary
+    from framework.report.page import REPORT, page
+    from framework.report.records import read_run
+    from framework.report.serve import serve
+    from framework.system.files import replace_text
+
+    if arguments.port and not arguments.serve:
+        raise UsageError("report: --port goes with --serve")
+    folders = [Path(name) for name in arguments.runs]
+    runs = [read_run(folder) for folder in folders]
+    if arguments.serve:
+        serve(
+            lambda: page([read_run(folder) for folder in folders], refresh_seconds=_REFRESH_SECONDS),
+            port=arguments.port,
+        )
+        return EXIT_OK
+    out = Path(arguments.out) if arguments.out else folders[0] / REPORT
+    try:
+        if arguments.svg:
+            _write_charts(runs, Path(arguments.svg))
+        if arguments.out or not arguments.json:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(out, page(runs))
+    except OSError as error:
+        place = visible(str(error.filename or out), keeps="")
+        reason = f"report: {place}: it cannot be written ({error.strerror or error})"
+        raise StorageError(f"{reason}; name another place with --out FILE.html [report-not-written]") from error
+    if arguments.json:  # JSON escapes all control characters by itself, but for one
+        print(json.dumps([summary(run) for run in runs], indent=2).replace("\x7f", "\\u007f"))
+    else:
+        for line in _lines(runs, out):
+            write(sys.stdout, f"{visible(line, keeps='')}\n")
+    return EXIT_OK
+
+
+def _lines(runs: list[Run], out: Path) -> list[str]:
+    from framework.report.figures import state, verdict_of
+
+    return [*(f"{run.name}: {state(run)}; {verdict_of(run).sentence}" for run in runs), f"report: {out}"]
+
+
+def _write_charts(runs: list[Run], folder: Path) -> None:
+    from framework.report.charts import charts_of
+    from framework.system.files import replace_text
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for charts in charts_of(runs).values():
+        for chart in charts:
+            replace_text(folder / f"{chart.slug}.svg", chart.file())

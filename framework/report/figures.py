@@ -1,0 +1,283 @@
+"""Figures of a run, derived from its records: means without warm-up, the split of a step, goodput, headline."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from framework.report.records import Run, Series
+from framework.report.verdict import PHASES, Verdict, judge
+
+PHASE_NAMES: Final[Mapping[str, str]] = {
+    "data": "waiting for data",
+    "copy": "copy to device",
+    "not timed": "not timed in parts",
+}
+# Of a metric that falls while a model improves, by its last word; of all others more is better.
+_LESS_IS_BETTER: Final = ("loss", "perplexity", "error", "mae", "mse", "rmse", "wer", "cer")
+
+
+def weights(series: Series) -> list[float]:
+    """Steps that each point of a series stands for: those since the point before."""
+    return list(map(float.__sub__, map(float, series.steps), map(float, [0, *series.steps[:-1]])))
+
+
+def means(run: Run) -> Mapping[str, float]:
+    """Mean of every time, throughput and memory metric per step, without the first interval where there are others: it
+    pays for warm-up. Parts of a step keep adding up to the whole, which medians would not.
+    """
+    if run.means:  # of a long run they take a second, and a page asks for them often
+        return run.means
+    found = run.means
+    for name, series in run.metrics.items():
+        if name.startswith(("time/", "throughput/")):
+            pairs = list(zip(weights(series), series.values, strict=True))
+            pairs = [(weight, value) for weight, value in pairs[1:] or pairs if math.isfinite(value)]
+            if total := sum(weight for weight, _ in pairs):
+                # A rate is averaged over time, of which slow intervals take more.
+                if name.endswith("_per_sec") and all(value > 0 for _, value in pairs):
+                    found[name] = total / sum(weight / value for weight, value in pairs)
+                else:
+                    found[name] = sum(weight * value for weight, value in pairs) / total
+        elif name.startswith("memory/") and (values := series.finite):
+            found[name] = max(value for _, value in values)
+    return found
+
+
+def time_split(found: Mapping[str, float]) -> dict[str, float]:
+    """Parts of a mean step in milliseconds, in the order of a step; what no metric covers is ``not timed``."""
+    parts = {phase: found[f"time/{phase}_ms"] for phase in PHASES if f"time/{phase}_ms" in found}
+    rest = found.get("time/step_ms", 0.0) - sum(parts.values())
+    # Less is what rounding leaves of parts that were timed.
+    return parts | ({"not timed": rest} if rest > 0.02 * found.get("time/step_ms", 0.0) else {})
+
+
+def verdict_of(run: Run) -> Verdict:
+    """Judge a run by its records."""
+    layout = run.section("layout")
+    return judge(
+        means(run),
+        pipe_size=_count(layout.get("pipe_size")),
+        accumulation_steps=_count(layout.get("accumulation_steps")),
+        device_bytes=device_bytes(run),
+        ended_with="" if is_finished(run) else run.last_error,
+    )
+
+
+def device_bytes(run: Run) -> float | None:
+    """Memory of one device; None where the run did not record it."""
+    values = run.metrics.get("memory/device_total_bytes", Series()).finite
+    known = values[-1][1] if values else run.environment.get("device_memory_bytes")
+    return float(known) if isinstance(known, int | float) and known > 0 else None
+
+
+def total_steps(run: Run) -> int:
+    """Steps that were planned; 0 where that is not known."""
+    return _count(run.section("length").get("total_steps"), least=0)
+
+
+def is_finished(run: Run) -> bool:
+    """Check whether the run has reached its last step."""
+    return bool(run.happened("end")) or 0 < total_steps(run) <= run.last_step
+
+
+def state(run: Run) -> str:
+    """How far the run has come, and how it ended, in a few words."""
+    steps, planned = run.last_step, total_steps(run)
+    reached = f"{steps:,} of {planned:,} steps" if planned else f"{steps:,} steps"
+    if is_finished(run):
+        return f"finished after {steps:,} steps"
+    if run.events and run.events[-1]["kind"] == "stop":
+        return f"stopped on request after {reached}"
+    if run.last_error:
+        return f"ended by an error after {reached}"
+    return f"reached {reached}; it trains, or was ended from outside"
+
+
+def seconds(run: Run) -> float:
+    """Time from the first event or the begin of the first logged interval to the last record, without breaks."""
+    found = goodput(run)
+    return found.total if found else 0.0
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Time of a run by what it was spent on, in the categories of ml-goodput.
+
+    Attributes:
+        parts: category -> seconds.
+        has_events: what only events know is counted; without them it is part of ``other``.
+    """
+
+    parts: Mapping[str, float]
+    has_events: bool
+
+    @property
+    def total(self) -> float:
+        """Seconds in all."""
+        return sum(self.parts.values())
+
+    @property
+    def share(self) -> float:
+        """Share of the time that trained something which was kept."""
+        return self.parts.get("training", 0.0) / self.total if self.total else math.nan
+
+
+def goodput(run: Run) -> Goodput | None:
+    """Attribute the time between the first and the last record; None where no step was timed.
+
+    Training that a resumed run did again is in no metric any more, which `metrics.jsonl` keeps of the last attempt
+    alone: events know how far the earlier one had come.
+    """
+    timed, clock = run.metrics.get("time/step_ms", Series()), run.clock.finite
+    spent = dict(
+        zip(timed.steps, (0.001 * w * v for w, v in zip(weights(timed), timed.values, strict=True)), strict=True)
+    )
+    training = sum(value for value in spent.values() if math.isfinite(value))
+    if not clock or not training:
+        return None
+    stamps = [event["time_seconds"] for event in run.events if "time_seconds" in event]
+    first = min([clock[0][1] - spent.get(clock[0][0], 0.0), *stamps])
+    wall = max(max(stamp for _, stamp in clock), *stamps, first) - first if stamps else clock[-1][1] - first
+    waits = _within_steps(run, "time/data_ms")
+    saved_in_steps = _within_steps(run, "time/checkpoint_ms")
+    parts = {"training": training - waits - saved_in_steps, "waiting for data": waits}
+    for category, kind in (("evaluation", "evaluate"), ("saving", "save"), ("profiling", "profile")):
+        parts[category] = sum(max(event.get("seconds", 0.0), 0.0) for event in run.happened(kind))
+    parts["saving"] = max(parts["saving"], saved_in_steps)
+    parts |= _of_restarts(run, training / max(1.0, sum(weights(timed))))
+    if run.happened("start", "resume"):
+        begun = min(event["time_seconds"] for event in run.happened("start", "resume") if "time_seconds" in event)
+        parts["start-up"] = max(0.0, clock[0][1] - spent.get(clock[0][0], 0.0) - begun)
+    parts["other"] = max(0.0, wall - sum(parts.values()))
+    return Goodput({name: value for name, value in parts.items() if value > 0}, bool(run.events))
+
+
+def _within_steps(run: Run, name: str) -> float:
+    """Seconds of all steps that a part of the step took."""
+    series = run.metrics.get(name, Series())
+    pairs = zip(weights(series), series.values, strict=True)
+    return sum(0.001 * weight * value for weight, value in pairs if math.isfinite(value))
+
+
+def _of_restarts(run: Run, seconds_per_step: float) -> dict[str, float]:
+    """Time without a process, and time of steps that were taken again."""
+    down = repeated = 0.0
+    farthest, latest = 0, math.nan
+    for event in run.events:
+        stamp, step = event.get("time_seconds", math.nan), event.get("step", 0)
+        if event["kind"] in ("start", "resume") and math.isfinite(latest):
+            if event["kind"] == "resume":
+                repeated += max(0, farthest - step) * seconds_per_step
+                farthest = step
+            # Points that follow the last event of an earlier process are time of that one.
+            down += max(0.0, stamp - latest) if math.isfinite(stamp) else 0.0
+        farthest, latest = max(farthest, step), stamp if math.isfinite(stamp) else latest
+    return {"between restarts": down, "steps taken again": repeated}
+
+
+def headline(run: Run) -> list[tuple[str, str]]:
+    """Figures for the top of the page: label and text."""
+    mean, last = means(run), {name: points[-1] for name, each in run.metrics.items() if (points := each.finite)}
+    planned = total_steps(run)
+    rows = [("steps", f"{run.last_step:,}" + (f" of {planned:,}" if planned > run.last_step else ""))]
+    if epochs := run.epochs.finite:
+        rows.append(("epochs", f"{epochs[-1][1]:.4g}"))
+    if spent := seconds(run):
+        rows.append(("duration", duration(spent)))
+    if "train/loss" in last:
+        rows.append(("last train/loss", number(last["train/loss"][1])))
+    for name in sorted(run.metrics):
+        if name.startswith("eval/") and name in last:
+            step, value = best(name, run.metrics[name])
+            rows.append((f"best {name}", f"{number(value)} at step {step:,}"))
+    rates = {"tokens_per_sec": "tokens/s", "samples_per_sec": "samples/s", "tflops": "TFLOP/s per device"}
+    for name, unit in rates.items():
+        if f"throughput/{name}" in mean:
+            rows.append((name.replace("_per_sec", " per second"), f"{number(mean[f'throughput/{name}'])} {unit}"))
+    if "throughput/mfu" in mean:
+        rows.append(("MFU", f"{mean['throughput/mfu']:.1%}"))
+    if "time/step_ms" in mean:
+        rows.append(("mean step", f"{number(mean['time/step_ms'])} ms"))
+    for name, label in (("memory/device_peak_bytes", "device memory"), ("memory/host_peak_bytes", "host memory")):
+        if name in mean:
+            rows.append((f"peak {label}", size(mean[name])))
+    if (found := goodput(run)) is not None:
+        rows.append(("goodput", f"{found.share:.1%}"))
+    return rows
+
+
+def best(name: str, series: Series) -> tuple[int, float]:
+    """The best point of a metric that has one."""
+    less = name.rpartition("/")[2].lower().endswith(_LESS_IS_BETTER)
+    return (min if less else max)(series.finite, key=lambda point: point[1])
+
+
+def summary(run: Run) -> dict[str, Any]:
+    """Everything as plain values, for ``--json``."""
+    verdict, found, mean = verdict_of(run), goodput(run), means(run)
+    finite = {name: points for name, each in run.metrics.items() if (points := each.finite)}
+    return {
+        "name": run.name,
+        "folder": str(run.folder),
+        "state": state(run),
+        "step": run.last_step,
+        "total_steps": total_steps(run) or None,
+        "verdict": {
+            "kind": verdict.kind,
+            "sentence": verdict.sentence,
+            "advice": verdict.advice,
+            "share": verdict.share,
+        },
+        "last": {name: points[-1][1] for name, points in finite.items()},
+        "best": {
+            name: dict(zip(("step", "value"), best(name, run.metrics[name]), strict=True))
+            for name in finite
+            if name.startswith("eval/")
+        },
+        "mean": mean,
+        "time_split_ms": time_split(mean),
+        "goodput": None if found is None else {"share": found.share, "seconds": dict(found.parts)},
+        "warnings": run.warnings,
+        "notes": run.notes,
+    }
+
+
+def number(value: float) -> str:
+    """A number with four digits that count."""
+    if not math.isfinite(value):
+        return "NaN"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes in a unit that fits."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} TiB"
+
+
+def duration(spent: float) -> str:
+    """Seconds as a person says them."""
+    if spent < 60:
+        return f"{spent:.3g} s"
+    minutes, rest = divmod(round(spent), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:,} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+
+
+def moment(stamp: float) -> str:
+    """A Unix time in UTC; empty where it is none."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(stamp))
+    except (OverflowError, ValueError, OSError):
+        return ""
+
+
+def _count(value: Any, *, least: int = 1) -> int:
+    return max(least, value) if isinstance(value, int) else least

@@ -1,0 +1,302 @@
+"""Records of a run: its folder, read for a report. A run that was killed, is old or trains at this moment leaves files
+out or half written: what can be read is read, and a note says what could not.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from framework.checkpoint.names import CHECKPOINTS, TAG
+from framework.errors import ConfigError
+from framework.system.files import open_own, read_regular
+from framework.text.document import parse_document
+
+_OF_A_RUN: Final = ("metrics.jsonl", "plan.json", "config.yaml", "events.jsonl")
+_NOT_METRICS: Final = frozenset({"step", "epoch", "time", "time_seconds", "metrics"})
+_LARGEST_TEXT: Final = 4 << 20
+_LARGEST_STEP: Final = 10**15
+_MOST_EVENTS: Final = 100_000
+_MOST_METRICS: Final = 400
+_MOST_LOGS: Final = 64
+_MOST_ENTRIES: Final = 2_000
+_DEEPEST: Final = 12
+_LOGGED: Final = re.compile(r"^\S+ \S+ (WARNING|ERROR) dsf-trainer: (.*)$", re.MULTILINE)
+
+
+@dataclass
+class Series:
+    """Values of one metric; NaN where it was not finite. Steps never fall."""
+
+    steps: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    @cached_property
+    def finite(self) -> list[tuple[int, float]]:
+        """Points that are numbers; asked for once nothing is added any more."""
+        return [(step, value) for step, value in zip(self.steps, self.values, strict=True) if math.isfinite(value)]
+
+    def sort(self) -> None:
+        """Put the points in order of steps, where a file was put together by hand."""
+        if any(later < step for step, later in zip(self.steps, self.steps[1:], strict=False)):
+            pairs = sorted(zip(self.steps, self.values, strict=True), key=lambda pair: pair[0])
+            self.steps, self.values = [step for step, _ in pairs], [value for _, value in pairs]
+
+
+@dataclass(eq=False)
+class Run:
+    """Everything a report needs of one run folder.
+
+    Attributes:
+        folder: where it is.
+        metrics: ``area/name`` -> points.
+        clock, epochs: Unix time, and passes over the data, of every logged point.
+        events: of ``events.jsonl``, in order; each has ``kind`` and, unless they were lost, ``step`` and
+            ``time_seconds`` as numbers.
+        config, plan, environment: those files; empty where there is none.
+        saved_steps: steps whose checkpoints are in the folder.
+        warnings: what ranks logged as warnings, each once.
+        last_error: the last line that rank 0 logged as an error; empty where there is none.
+        notes: what was missing or damaged.
+        means: of every metric, once they were asked for (`framework.report.figures.means`).
+    """
+
+    folder: Path
+    metrics: dict[str, Series] = field(default_factory=dict)
+    clock: Series = field(default_factory=Series)
+    epochs: Series = field(default_factory=Series)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    saved_steps: list[int] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    last_error: str = ""
+    notes: list[str] = field(default_factory=list)
+    means: dict[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def name(self) -> str:
+        """Name of its folder: unlike `run.name`, it differs between an earlier run and the one that replaced it."""
+        return self.folder.resolve().name or str(self.folder)
+
+    @property
+    def last_step(self) -> int:
+        """The last logged step; 0 where none is."""
+        return self.clock.steps[-1] if self.clock.steps else 0
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """A section of the plan; empty where it has none."""
+        found = self.plan.get(name)
+        return found if isinstance(found, Mapping) else {}
+
+    def happened(self, *kinds: str) -> list[dict[str, Any]]:
+        """Events of some kinds."""
+        return [event for event in self.events if event["kind"] in kinds]
+
+
+def read_run(folder: Path, *, most_points: int | None = None) -> Run:
+    """Read a run folder.
+
+    Args:
+        folder: of the run.
+        most_points: of a longer run only every n-th logged point is read, and all with evaluations; left out: all.
+
+    Raises:
+        ConfigError: there is no such folder, or it is no run's; kind ``run-not-found`` or ``not-a-run``.
+    """
+    run = Run(folder)
+    try:
+        found = {entry.name for entry in folder.iterdir()}
+    except OSError as error:
+        reason = f"the run folder cannot be read ({error.strerror or error})"
+        raise ConfigError.of("run-not-found", reason, "check the path", file=str(folder)) from None
+    if not found.intersection(_OF_A_RUN):
+        reason = f"it is no run folder: it has none of {', '.join(_OF_A_RUN)}"
+        fix = "name <run.output_dir>/<run.name>, for example runs/quickstart"
+        raise ConfigError.of("not-a-run", reason, fix, file=str(folder))
+    _read_metrics(run, most_points)
+    _read_events(run)
+    run.config = _mapping(run, "config.yaml", _yaml)
+    run.plan = _mapping(run, "plan.json", json.loads)
+    run.environment = _mapping(run, "environment.json", json.loads)
+    run.saved_steps = sorted(_saved_steps(folder / CHECKPOINTS))
+    _read_logs(run)
+    return run
+
+
+def _read_metrics(run: Run, most_points: int | None) -> None:
+    stride, last, broken, number = _stride(run.folder / "metrics.jsonl", most_points), b"", 0, 0
+    for number, line in enumerate(_lines(run, "metrics.jsonl"), start=1):
+        if number % stride and b'"eval/' not in line:
+            last = line
+        else:
+            last = b""
+            broken += not _add_point(run, line)
+    broken += bool(last) and not _add_point(run, last)
+    if stride > 1:
+        run.notes.append(
+            f"metrics.jsonl has {number:,} points: one of {stride} was read; "
+            f"all of them: python -m framework report {run.folder}"
+        )
+    if broken:
+        run.notes.append(f"metrics.jsonl: {broken} of {number} lines are damaged and left out")
+    if len(run.metrics) > _MOST_METRICS:
+        run.notes.append(f"metrics.jsonl: the first {_MOST_METRICS} of {len(run.metrics)} metrics are shown")
+        run.metrics = dict(list(run.metrics.items())[:_MOST_METRICS])
+    for series in (run.clock, run.epochs, *run.metrics.values()):
+        series.sort()
+
+
+def _stride(path: Path, most_points: int | None) -> int:
+    """Of how many lines one is read."""
+    if most_points is None:
+        return 1
+    try:
+        with open_own(path, "rb") as stream:
+            blocks: Iterator[bytes] = iter(lambda: stream.read(1 << 20), b"")
+            return max(1, -(-sum(block.count(b"\n") for block in blocks) // most_points))
+    except OSError:  # as its reader will find
+        return 1
+
+
+def _add_point(run: Run, line: bytes) -> bool:
+    """Add a line of ``metrics.jsonl``; returns whether it is sound."""
+    try:
+        point = json.loads(line)
+        step = _whole(point["step"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return False
+    for series, value in ((run.clock, point.get("time", point.get("time_seconds"))), (run.epochs, point.get("epoch"))):
+        series.steps.append(step)
+        series.values.append(_number(value))
+    nested = point.get("metrics")
+    for name, value in (nested if isinstance(nested, dict) else point).items():
+        if name not in _NOT_METRICS and (value is None or isinstance(value, int | float)):
+            series = run.metrics.get(name) or run.metrics.setdefault(name, Series())
+            series.steps.append(step)
+            series.values.append(_number(value))
+    return True
+
+
+def _read_events(run: Run) -> None:
+    """Read ``events.jsonl``, which older runs do not have."""
+    broken = 0
+    for line in _lines(run, "events.jsonl", is_expected=False):
+        try:
+            event = json.loads(line)
+            event["kind"] = str(event["kind"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            broken += 1
+            continue
+        for name in ("time_seconds", "seconds", "step"):
+            if name in event and not math.isfinite(_number(event[name])):
+                del event[name]
+        run.events.append(event)
+        if len(run.events) == _MOST_EVENTS:
+            run.notes.append(f"events.jsonl: the first {_MOST_EVENTS:,} events are shown")
+            break
+    if broken:
+        run.notes.append(f"events.jsonl: {broken} damaged lines are left out")
+
+
+def _lines(run: Run, name: str, *, is_expected: bool = True) -> Iterator[bytes]:
+    """Lines that were written to the end: a kill may leave half a line behind, even one that reads well."""
+    try:
+        with open_own(run.folder / name, "rb") as stream:
+            for line in stream:
+                if line.endswith(b"\n"):
+                    if line != b"\n":
+                        yield line
+                else:
+                    run.notes.append(f"{name}: its last line was cut off and is left out")
+    except FileNotFoundError:
+        if is_expected:
+            run.notes.append(f"{name} is missing")
+    except OSError as error:
+        run.notes.append(f"{name} cannot be read ({error.strerror or error})")
+
+
+def _mapping(run: Run, name: str, read: Callable[[str], Any]) -> Mapping[str, Any]:
+    try:
+        content = read_regular(run.folder / name, num_bytes=_LARGEST_TEXT + 1)
+        found = None if content is None or len(content) > _LARGEST_TEXT else read(content.decode("utf-8", "replace"))
+    except FileNotFoundError:
+        run.notes.append(f"{name} is missing")
+        return {}
+    except (OSError, ValueError, RecursionError, ConfigError):
+        found = None
+    if not isinstance(found, dict):
+        run.notes.append(f"{name} cannot be read")
+        return {}
+    return found
+
+
+def _yaml(text: str) -> Any:
+    return parse_document(text, name="config.yaml").value
+
+
+def _saved_steps(folder: Path) -> Iterator[int]:
+    try:
+        for entry in folder.iterdir():
+            if match := TAG.fullmatch(entry.name):
+                yield int(match["step"])
+    except OSError:
+        return
+
+
+def _read_logs(run: Run) -> None:
+    """Gather what ranks logged as warnings and errors, of a large log the beginning."""
+    try:
+        logs = sorted((run.folder / "logs").glob("rank*.log"), key=lambda path: (len(path.name), path.name))
+    except OSError:
+        return
+    warnings: dict[str, None] = {}
+    for path in logs[:_MOST_LOGS]:
+        try:
+            content = read_regular(path, num_bytes=_LARGEST_TEXT) or b""
+        except OSError:
+            continue
+        for level, text in _LOGGED.findall(content.decode("utf-8", "replace")):
+            if level == "WARNING":
+                warnings[text] = None
+            elif path.name == "rank0.log":
+                run.last_error = text
+    run.warnings = list(warnings)
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _LARGEST_STEP:
+        raise ValueError
+    return int(value)
+
+
+def _number(value: Any) -> float:
+    """A number of a file; NaN where it is none."""
+    if isinstance(value, int | float):
+        try:
+            return float(value) if math.isfinite(value) else math.nan
+        except OverflowError:
+            pass
+    return math.nan
+
+
+def flat(values: Any, *, prefix: str = "") -> dict[str, Any]:
+    """Entries of nested mappings under dotted keys; of a large or a deep one the first."""
+    found: dict[str, Any] = {}
+
+    def walk(value: Any, key: str, depth: int) -> None:
+        if isinstance(value, Mapping) and value and depth < _DEEPEST:
+            for name, each in value.items():
+                walk(each, f"{key}.{name}" if key else str(name), depth + 1)
+        elif len(found) < _MOST_ENTRIES:
+            found[key] = value
+
+    walk(values, prefix, 0)
+    return found

@@ -1,0 +1,105 @@
+"""Means, the split of a step and goodput, against figures worked out by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from framework.report.figures import best, goodput, headline, means, state, summary, time_split
+from framework.report.records import Series, read_run
+from tests.report.made_runs import EVENTS, PARTS, START, point, points, write_run
+
+
+def test_means_leave_warm_up_out_and_weigh_by_steps(tmp_path: Path) -> None:
+    lines = [
+        point(10, time__step_ms=900.0, throughput__samples_per_sec=1.0),
+        point(20, time__step_ms=100.0, throughput__samples_per_sec=100.0),
+        point(50, time__step_ms=200.0, throughput__samples_per_sec=50.0),
+    ]
+    found = means(read_run(write_run(tmp_path / "run", lines=lines)))
+    assert found["time/step_ms"] == pytest.approx((10 * 100 + 30 * 200) / 40)
+    assert found["throughput/samples_per_sec"] == pytest.approx(10 * 1000 / found["time/step_ms"])
+    alone = means(read_run(write_run(tmp_path / "short", lines=lines[:1])))
+    assert alone["time/step_ms"] == 900.0
+
+
+def test_the_split_adds_up_and_names_what_was_not_timed(tmp_path: Path) -> None:
+    whole = time_split(means(read_run(write_run(tmp_path / "run"))))
+    assert list(whole) == list(PARTS)
+    assert sum(whole.values()) == pytest.approx(100.0)
+    assert time_split({"time/step_ms": 50.0, "time/data_ms": 5.0}) == {"data": 5.0, "not timed": 45.0}
+    assert time_split({}) == {}
+
+
+def test_goodput_of_a_run_without_events(tmp_path: Path) -> None:
+    """20 points of 5 steps of 100 ms: 10 s of steps, of which 4 % wait; clock and steps agree, but for nothing else."""
+    found = goodput(read_run(write_run(tmp_path / "run", events=None)))
+    assert found is not None
+    assert found.parts == {"training": pytest.approx(9.6), "waiting for data": pytest.approx(0.4)}
+    assert found.share == pytest.approx(0.96)
+
+
+def test_goodput_of_a_run_that_was_killed_and_went_on(tmp_path: Path) -> None:
+    """Saved at 50, killed at 60, gone 100 s, resumed at 50: ten steps of 0.1 s are taken again."""
+    events: list[dict[str, Any]] = [
+        {"time_seconds": START, "step": 0, "kind": "start"},
+        {"time_seconds": START + 10, "step": 50, "kind": "save", "seconds": 0.5},
+        {"time_seconds": START + 11.5, "step": 60, "kind": "evaluate", "seconds": 0.5},
+        {"time_seconds": START + 111.5, "step": 50, "kind": "resume"},
+        {"time_seconds": START + 120, "step": 100, "kind": "end"},
+    ]
+    lines = [
+        each if each["step"] <= 50 else each | {"time": START + 113.5 + each["step"] / 10}
+        for each in points(range(5, 101, 5))
+    ]
+    found = goodput(read_run(write_run(tmp_path / "run", lines=lines, events=events)))
+    assert found is not None
+    parts = dict(found.parts)
+    assert parts.pop("between restarts") == pytest.approx(100.0)
+    assert parts.pop("steps taken again") == pytest.approx(1.0)
+    assert parts.pop("start-up") == pytest.approx(5.0)
+    assert parts.pop("saving") == pytest.approx(0.5)
+    assert parts.pop("evaluation") == pytest.approx(0.5)
+    assert parts.pop("training") == pytest.approx(9.6)
+    assert parts.pop("waiting for data") == pytest.approx(0.4)
+    assert set(parts) == {"other"}
+    assert found.total == pytest.approx(123.5)  # to the last point
+
+
+def test_the_best_value_is_the_least_loss_and_the_largest_accuracy() -> None:
+    series = Series([1, 2, 3, 4], [2.0, float("nan"), 1.0, 3.0])
+    assert best("eval/loss", series) == (3, 1.0)
+    assert best("eval/word_error", series) == (3, 1.0)
+    assert best("eval/accuracy", series) == (4, 3.0)
+
+
+def test_the_state_of_a_run(tmp_path: Path) -> None:
+    short = points(range(5, 41, 5))
+    error = "2026-11-25 08:02:15,159 ERROR dsf-trainer: connection lost\n"
+
+    def fail(folder: Path) -> None:
+        (folder / "logs/rank0.log").write_text(error)
+
+    cases = {
+        "finished after 100 steps": {},
+        "stopped on request after 40 of 100 steps": {"lines": short, "events": [{"kind": "stop", "step": 40}]},
+        "ended by an error after 40 of 100 steps": {"lines": short, "events": None, "change": fail},
+        "reached 40 of 100 steps; it trains, or was ended from outside": {"lines": short, "events": EVENTS[:1]},
+        "reached 40 steps; it trains, or was ended from outside": {"lines": short, "events": None, "plan": {}},
+    }
+    for number, (text, options) in enumerate(cases.items()):
+        assert state(read_run(write_run(tmp_path / str(number), **options))) == text
+
+
+def test_headline_and_summary_agree(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run"))
+    rows = dict(headline(run))
+    assert rows["best eval/accuracy"] == "0.8333 at step 100"
+    assert rows["MFU"] == "35.0%"
+    assert rows["peak device memory"] == "2.5 GiB"
+    found = summary(run)
+    assert found["best"]["eval/accuracy"] == {"step": 100, "value": pytest.approx(100 / 120)}
+    assert found["verdict"]["kind"] == "compute-bound"
+    assert found["step"] == found["total_steps"] == 100
