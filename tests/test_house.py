@@ -16,7 +16,7 @@ from tests.places import ROOT
 
 # kB of Python source and number of files per room; what a room no longer needs is taken away here as well.
 CAPS: dict[str, tuple[float, int]] = {
-    "(doors)": (42, 9),
+    "(doors)": (43, 9),
     "system": (54, 12),
     "text": (65, 6),
     "config": (102, 14),
