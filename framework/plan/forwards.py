@@ -52,10 +52,10 @@ def _dropout(probability: float) -> Run:
 
 
 def _lenet(model: models.LeNet) -> Layers:
-    yield "conv1", _convolution(6, kernel=5, padding=(32 - model.image_size) // 2), 1
+    yield "conv1", _convolution(6, kernel=5, padding=(32 - model.image_size) // 2, has_bias=True), 1
     yield "relu1", _relu, 1
     yield "pool1", _pool(2, 2), 1
-    yield "conv2", _convolution(16, kernel=5, padding=0), 1
+    yield "conv2", _convolution(16, kernel=5, padding=0, has_bias=True), 1
     yield "relu2", _relu, 1
     yield "pool2", _pool(2, 2), 1
     yield "flatten", _flatten, 1
@@ -137,10 +137,11 @@ def _heads(value: Value, head_size: int) -> Value:
 
 def _gpt(model: models.GPT) -> Layers:
     def norm(tape: Tape, value: Value, name: str = "") -> Value:
-        return (tape.rms_norm if model.norm == "rmsnorm" else tape.layer_norm)(value, name)
+        is_rms = model.norm == "rmsnorm"
+        return tape.rms_norm(value, name) if is_rms else tape.layer_norm(value, name, has_bias=model.bias)
 
     def positions(tape: Tape, value: Value) -> Value:
-        flows = value.has_gradient or tape.is_trained("positions.weight")
+        flows = tape.own((model.max_positions, model.hidden_size)) or value.has_gradient
         return tape.dropout(tape.run(value, shape=value.shape, has_gradient=flows, passes=True), model.dropout)
 
     def head(tape: Tape, value: Value) -> Value:
@@ -148,7 +149,7 @@ def _gpt(model: models.GPT) -> Layers:
             tape.prefix = "embed"
         return tape.linear(value, model.vocab_size, has_bias=False)
 
-    yield "embed", lambda tape, tokens: tape.embedding(tokens, model.hidden_size), 1
+    yield "embed", lambda tape, tokens: tape.embedding(tokens, model.vocab_size, model.hidden_size), 1
     yield ("positions", positions, 1) if model.positions == "learned" else ("dropout", _dropout(model.dropout), 1)
     yield "blocks.{}", lambda tape, hidden: _gpt_block(model, tape, hidden, norm), model.num_layers
     yield "norm", norm, 1
@@ -174,6 +175,8 @@ def _gpt_block(model: models.GPT, tape: Tape, hidden: Value, norm: Callable[[Tap
     mixed = mixed.view(*hidden.shape)
     hidden = tape.add(hidden, tape.dropout(linear(mixed, size, "attention.output", split=False), model.dropout))
     normed = norm(tape, hidden, "mlp_norm")
+    if model.mlp == "swiglu":  # the first of the weights, and the second that is used
+        tape.own((model.mlp_size, size), "mlp.gate", has_bias=model.bias)
     inner = linear(normed, model.mlp_size, "mlp.up", split=True)
     if model.mlp == "swiglu":
         inner = tape.multiply(tape.gelu(linear(normed, model.mlp_size, "mlp.gate", split=True)), inner)
@@ -186,12 +189,14 @@ def _bert(model: models.BERT) -> Layers:
     size = model.hidden_size
 
     def embeddings(tape: Tape, value: Value) -> Value:
-        types = tape.embedding(Value(value.shape[:2], 8, has_gradient=False), size, "types")
-        value = tape.run(value, shape=value.shape, passes=True, has_gradient=value.has_gradient or types.has_gradient)
+        flows = tape.own((model.max_positions, size), weight="positions") or value.has_gradient
+        types = tape.embedding(Value(value.shape[:2], 8, has_gradient=False), model.num_types, size, "types")
+        value = tape.run(value, shape=value.shape, passes=True, has_gradient=flows)
         return tape.dropout(tape.layer_norm(tape.add(value, types), "norm"), model.dropout)
 
     def heads(tape: Tape, hidden: Value) -> Value:
         batch, length, _ = hidden.shape
+        tape.own((size, size), "pooler", has_bias=True)  # before the others in the model, and used after them
         transformed = tape.layer_norm(tape.gelu(tape.linear(hidden, size, "transform")), "norm")
         pooled = tape.relu(tape.linear(hidden.view(batch, 1, size), size, "pooler"))
         return tape.run(tape.cast(pooled, transformed.width), transformed, shape=(batch, length + 1, size))
@@ -204,10 +209,11 @@ def _bert(model: models.BERT) -> Layers:
 
     def outputs(tape: Tape, values: tuple[Value, Value]) -> tuple[Value, Value]:
         logits, pooled = values
-        biased = tape.run(logits, shape=logits.shape, width=tape.weight_width, passes=True)
+        flows = tape.own((model.vocab_size,), weight="bias") or logits.has_gradient
+        biased = tape.run(logits, shape=logits.shape, width=tape.weight_width, passes=True, has_gradient=flows)
         return biased, tape.linear(pooled, 2, "next_sentence")
 
-    yield "embed", lambda tape, tokens: tape.embedding(tokens, size), 1
+    yield "embed", lambda tape, tokens: tape.embedding(tokens, model.vocab_size, size), 1
     yield "embeddings", embeddings, 1
     yield "blocks.{}", lambda tape, hidden: _bert_block(model, tape, hidden), model.num_layers
     yield "heads", heads, 1

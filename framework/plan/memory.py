@@ -23,8 +23,8 @@ from framework.plan.activations import Moment, Passes, passes_over
 from framework.plan.balance import Bounds, LayerFacts, cut
 from framework.plan.plan import Plan
 from framework.plan.rules.devices import sums_of
-from framework.plan.weights import Shape, buffer_bytes, named_weights
-from framework.plan.work import ModelWork, Part, frozen_weights, work_of
+from framework.plan.tape import Shape
+from framework.plan.work import ModelWork, Part, weights_alone, work_of
 
 Bytes = Mapping[str, int]
 _FP32: Final = 4
@@ -32,8 +32,6 @@ _FP32: Final = 4
 _STAGE_0_BUCKET: Final = 25 * 2**20 // 4
 # The same of DeepSpeed's pipeline (`MEMORY_OPT_ALLREDUCE_SIZE`).
 _PIPELINE_BUCKET: Final = 500_000_000
-# Stands for the parts of a model whose work is not known.
-_UNKNOWN: Final = Part("", 0, 0, 0, 0, 0, 0, 0)
 # Keys of `deepspeed.zero_optimization` that a run config cannot set, and that allocate nothing.
 _HARMLESS: Final = frozenset({"log_trace_cache_warnings", "ignore_unused_parameters", "legacy_stage1"})
 
@@ -98,18 +96,12 @@ def estimate(plan: Plan, *, work: ModelWork | None = None, activation_bytes: int
         NotEstimatedError: the plan has something that is not modelled.
     """
     _refuse_unknown(plan)
-    config, work = plan.config, work or work_of(plan)
-    if work is None:
-        shapes = named_weights(config.model)
-        if not shapes:
-            raise NotEstimatedError("the model is one of your own")
-        frozen = frozen_weights(shapes, config.training.freeze)
-        trained = {name: shape for name, shape in shapes.items() if name not in frozen}
-        others = {name: shape for name, shape in shapes.items() if name in frozen}
-        work = ModelWork(trained, buffer_bytes(config.model), (_UNKNOWN,), 0, frozen=others)
-        lacks = "the size of the images is not known"
-    else:
-        lacks = ""
+    config, found, lacks = plan.config, work or work_of(plan), ""
+    if found is None:
+        found, lacks = weights_alone(config.model, config.training.freeze), "the size of the images is not known"
+    if found is None:
+        raise NotEstimatedError("the model is one of your own")
+    work = found
     if plan.layout.pipe_size > 1:
         stages = stage_memories(plan, work)
         return replace(max(stages, key=lambda stage: stage.total(stage.peak)), lacks=lacks)

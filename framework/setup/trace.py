@@ -238,9 +238,7 @@ def trace_work(config: RunConfig, parts: Parts, batch: tuple[Any, Any], *, devic
     trained, frozen = (
         {n: shape for n, (shape, is_trained) in weights.items() if is_trained is kind} for kind in (True, False)
     )
-    return ModelWork(
-        trained, buffer_bytes, tuple(_parts(ledger, model)), samples, _num_tokens(inputs), is_traced=True, frozen=frozen
-    )
+    return ModelWork(trained, buffer_bytes, tuple(_parts(ledger, model)), samples, _num_tokens(inputs), frozen)
 
 
 @contextmanager
