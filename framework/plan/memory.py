@@ -7,7 +7,7 @@ tensors by `tests/plan/test_memory.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -15,12 +15,12 @@ from math import ceil, prod
 from typing import Any, Final
 
 from framework.config.base import Object, Target
-from framework.config.optimizer import SGD, Adagrad, Adam, AdamW, Lamb, Lion
+from framework.config.optimizer import SGD, Adagrad, AdamW, Lamb, Lion
 from framework.config.precision import BF16, FP16
 from framework.config.training import Parallel
 from framework.errors import Problem
 from framework.plan.activations import Moment, Passes, passes_over
-from framework.plan.balance import Bounds, LayerFacts, cut
+from framework.plan.balance import Bounds, LayerFacts, cut, has_two_groups
 from framework.plan.plan import Plan
 from framework.plan.rules.devices import sums_of
 from framework.plan.tape import Shape
@@ -83,14 +83,12 @@ class Memory:
         }
 
 
-def estimate(plan: Plan, *, work: ModelWork | None = None, activation_bytes: int | None = None) -> Memory:
+def estimate(plan: Plan, *, work: ModelWork | None = None) -> Memory:
     """Estimate the memory of a plan's fullest rank.
 
     Args:
         plan: what will happen. Where it names no kind of device, GPUs are meant.
         work: of the model on one micro-batch; left out: as the named model has it.
-        activation_bytes: what autograd saves in the forward pass of one micro-batch; left out: as the model's work
-            tells.
 
     Raises:
         NotEstimatedError: the plan has something that is not modelled.
@@ -107,30 +105,23 @@ def estimate(plan: Plan, *, work: ModelWork | None = None, activation_bytes: int
         return replace(max(stages, key=lambda stage: stage.total(stage.peak)), lacks=lacks)
     *layers, loss = work.layers()
     passes = passes_over(layers, loss, recompute_every=config.training.recompute_every)
-    if activation_bytes is not None:
-        # They are there until gradients have filled a bucket, which at stage 2 is when its share of them is made.
-        late = Moment(activation_bytes, own=plan.config.zero.reduce_bucket_size + 1)
-        first = Moment(activation_bytes)
-        passes = Passes((first,), (late if plan.config.zero.stage == 2 else first,), activation_bytes)
     return replace(_Estimate(plan, work, passes).memory(), lacks=lacks)
 
 
 def stage_memories(plan: Plan, work: ModelWork) -> list[Memory]:
     """Estimate the memory of a rank of each pipeline stage; errors as of `estimate`."""
-    parallel, optimizer = plan.config.parallel, plan.config.optimizer
+    config, parallel = plan.config, plan.config.parallel
     if not work.parts[1:] or (parallel.partition.startswith("type:") and parallel.stages is None):
         raise NotEstimatedError("the layers of the stages are not known")
-    in_groups = getattr(optimizer, "weight_decay_on", "all") == "matrices" and getattr(optimizer, "weight_decay", 0.0)
     *layers, loss = work.layers()
-    stages = None if parallel.stages is None else tuple(parallel.stages)
-    same_groups = bool(in_groups) and plan.config.zero.stage > 0
+    stages, same_groups = parallel.stages and tuple(parallel.stages), has_two_groups(config) and config.zero.stage > 0
     bounds = _bounds(work.facts, parallel.pipe, parallel.partition, stages, same_groups)
     if isinstance(bounds, Problem):
         raise NotEstimatedError(bounds.reason)
     found = []
     for number, (start, stop) in enumerate(pairwise(bounds)):
         own, is_last = layers[start:stop], stop == len(layers)
-        passes = passes_over(own, loss if is_last else None, recompute_every=plan.config.training.recompute_every)
+        passes = passes_over(own, loss if is_last else None, recompute_every=config.training.recompute_every)
         received, sent = layers[start - 1].output_bytes if start else 0, layers[stop - 1].output_bytes
         stage = _Stage(min(parallel.pipe - number, plan.layout.accumulation_steps), received, sent, is_last)
         memory = _Estimate(plan, _of_layers(work, own), passes, stage).memory()
@@ -142,7 +133,7 @@ def stage_memories(plan: Plan, work: ModelWork) -> list[Memory]:
 def _bounds(
     facts: tuple[LayerFacts, ...], pipe: int, partition: str, stages: tuple[int, ...] | None, same_groups: bool
 ) -> Bounds | Problem:
-    parallel = Parallel(pipe=pipe, partition=partition, stages=None if stages is None else list(stages))
+    parallel = Parallel(pipe=pipe, partition=partition, stages=stages and list(stages))
     table = cut(facts, parallel, same_groups=same_groups)
     return table if isinstance(table, Problem) else table.bounds
 
@@ -222,7 +213,7 @@ class _Estimate:
         accumulation, reduction = sums_of(config, plan.layout)
         self.sum_width = _FP32 if accumulation else self.width
         self.reduce_width = _FP32 if reduction else self.width
-        self.groups = list(_groups(work.weights, split=config.optimizer.weight_decay_on == "matrices"))  # type: ignore[union-attr]
+        self.groups = _groups(work.weights, split=has_two_groups(config))
         self.sizes = [size for group in self.groups for size in group]
         self.total, self.largest = sum(self.sizes), max(self.sizes)
         # DeepSpeed pads each group to a multiple of 2 x ranks at stages 1 and 2, each weight to one of ranks at 3.
@@ -473,7 +464,7 @@ class _Estimate:
         optimizer = self.config.optimizer
         if _is_fused(optimizer):
             return 0
-        decayed = _FP32 if optimizer.weight_decay and not _is_decoupled(optimizer) else 0  # type: ignore[union-attr]
+        decayed = _FP32 if optimizer.weight_decay and type(optimizer) is not AdamW else 0  # type: ignore[union-attr]
         if isinstance(optimizer, SGD):
             return decayed
         return decayed + _FP32 * (2 if (self.is_cpu or self.is_offloaded) and isinstance(optimizer, AdamW) else 1)
@@ -495,23 +486,12 @@ def _is_fused(optimizer: object) -> bool:
     return isinstance(optimizer, Lion | Lamb) or getattr(optimizer, "implementation", "torch") == "deepspeed"
 
 
-def _is_decoupled(optimizer: object) -> bool:
-    return isinstance(optimizer, AdamW) and not isinstance(optimizer, Adam)
-
-
 def _positive(found: Bytes) -> Bytes:
     return {name: size for name, size in found.items() if size}
 
 
-def _groups(shapes: Mapping[str, Shape], *, split: bool) -> Iterator[Sequence[int]]:
+def _groups(shapes: Mapping[str, Shape], *, split: bool) -> list[list[int]]:
     """The optimizer's parameter groups: elements of each weight, in order."""
-
-    def sizes(those: Iterable[Shape]) -> list[int]:
-        return [prod(shape) for shape in those]
-
-    matrices = [shape for shape in shapes.values() if len(shape) > 1]
-    if split and 0 < len(matrices) < len(shapes):
-        yield sizes(matrices)
-        yield sizes(shape for shape in shapes.values() if len(shape) < 2)
-    else:
-        yield sizes(shapes.values())
+    kinds = ((True,), (False,)) if split else ((True, False),)
+    groups = ([prod(shape) for shape in shapes.values() if (len(shape) > 1) in kind] for kind in kinds)
+    return [group for group in groups if group]
