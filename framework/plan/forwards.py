@@ -19,6 +19,12 @@ def forward_of(model: models.ModelSection) -> Layers | None:
     return None if found is None else found(model)
 
 
+def num_layers(model: models.ModelSection) -> int | None:
+    """Count what a pipeline can cut a named model into; None for a model of the user's."""
+    layers = forward_of(model)
+    return None if layers is None else sum(count for *_, count in layers)
+
+
 def _relu(tape: Tape, value: Value) -> Value:
     return tape.relu(value)
 

@@ -20,6 +20,7 @@ from framework.errors import ConfigError, UsageError, counted, show_value
 from framework.plan.alternatives import alternatives, size_text, with_settings
 from framework.plan.cluster import Cluster
 from framework.plan.devices import Machine
+from framework.plan.forwards import num_layers
 from framework.plan.layout import DEFAULT_MICRO_SIZE
 from framework.plan.memory import Memory, NotEstimatedError, estimate
 from framework.plan.plan import Plan, make_plan
@@ -465,9 +466,8 @@ def _strategies(config: RunConfig, cluster: Cluster, free: Set[str]) -> Iterator
 
 def _pipes(config: RunConfig, cluster: Cluster) -> list[int]:
     """Numbers of stages that divide the ranks and that the model has layers for; its own where that is not known."""
-    count = getattr(config.model, "num_layers_in_list", None)
-    most = count() if count else 1
-    divisors = {pipe for pipe in range(1, min(most, cluster.world_size) + 1) if cluster.world_size % pipe == 0}
+    most = min(num_layers(config.model) or 1, cluster.world_size)
+    divisors = {pipe for pipe in range(1, most + 1) if cluster.world_size % pipe == 0}
     return sorted(divisors | {config.parallel.pipe})
 
 
