@@ -306,7 +306,8 @@ class _Judge:
         self.too_large: list[Candidate] = []
         self.unknown: NotEstimatedError | None = None
         self._refused: dict[str, list[Settings]] = {}
-        self._works: dict[int, ModelWork | None] = {}  # strategies do not change the model
+        # Strategies do not change the model, but that stage 3 has linear layers of its own.
+        self._works: dict[tuple[int, bool], ModelWork | None] = {}
 
     def best(self, config: RunConfig, strategy: Settings, free: Set[str]) -> Candidate | None:
         """The best candidate of one strategy that fits, its micro-batches tried from the smallest on."""
@@ -342,9 +343,10 @@ class _Judge:
             changed = config_from_values(with_settings(config, settings))
             plan = make_plan(changed, self.cluster, num_train_samples=self.num_train_samples)
             micro = plan.layout.micro_size
-            if micro not in self._works:
-                self._works[micro] = work_of(plan) if self.work is None else self.work.of_samples(micro)
-            return judge(plan, self.target, settings=settings, work=self._works[micro])
+            key = (micro, plan.config.zero.stage == 3)
+            if key not in self._works:
+                self._works[key] = work_of(plan) if self.work is None else self.work.of_samples(micro)
+            return judge(plan, self.target, settings=settings, work=self._works[key])
         except ConfigError as error:
             problem = error.problems[0]
             return f"{problem.key}: {problem.reason} [{problem.kind}]"
