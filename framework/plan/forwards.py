@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from math import prod
 from typing import Any, Final
 
 from framework.config import model as models
@@ -25,59 +27,35 @@ def num_layers(model: models.ModelSection) -> int | None:
     return None if layers is None else sum(count for *_, count in layers)
 
 
-def _relu(tape: Tape, value: Value) -> Value:
-    return tape.relu(value)
-
-
 def _flatten(tape: Tape, value: Value) -> Value:
-    return value.view(value.shape[0], value.shape[1] * value.shape[2] * value.shape[3])
+    return value.view(value.shape[0], prod(value.shape[1:]))
 
 
-def _mean(tape: Tape, value: Value) -> Value:
-    return tape.mean(value)
-
-
-def _norm(tape: Tape, value: Value) -> Value:
-    return tape.batch_norm(value)
-
-
-def _linear(outputs: int, **options: Any) -> Run:
-    return lambda tape, value: tape.linear(value, outputs, **options)
-
-
-def _convolution(outputs: int, **options: Any) -> Run:
-    return lambda tape, value: tape.convolution(value, outputs, **options)
-
-
-def _pool(kernel: int, stride: int, padding: int = 0) -> Run:
-    return lambda tape, value: tape.max_pool(value, kernel, stride, padding)
-
-
-def _dropout(probability: float) -> Run:
-    return lambda tape, value: tape.dropout(value, probability)
+def _with(operation: Callable[..., Value], *args: Any, **options: Any) -> Run:
+    return lambda tape, value: operation(tape, value, *args, **options)
 
 
 def _lenet(model: models.LeNet) -> Layers:
-    yield "conv1", _convolution(6, kernel=5, padding=(32 - model.image_size) // 2, has_bias=True), 1
-    yield "relu1", _relu, 1
-    yield "pool1", _pool(2, 2), 1
-    yield "conv2", _convolution(16, kernel=5, padding=0, has_bias=True), 1
-    yield "relu2", _relu, 1
-    yield "pool2", _pool(2, 2), 1
+    yield "conv1", _with(Tape.convolution, 6, kernel=5, padding=(32 - model.image_size) // 2, has_bias=True), 1
+    yield "relu1", Tape.relu, 1
+    yield "pool1", _with(Tape.max_pool, 2, 2), 1
+    yield "conv2", _with(Tape.convolution, 16, kernel=5, padding=0, has_bias=True), 1
+    yield "relu2", Tape.relu, 1
+    yield "pool2", _with(Tape.max_pool, 2, 2), 1
     yield "flatten", _flatten, 1
     for number, outputs in ((1, 120), (2, 84)):
-        yield f"fc{number}", _linear(outputs), 1
-        yield f"relu{number + 2}", _relu, 1
-    yield "fc3", _linear(model.num_classes), 1
+        yield f"fc{number}", _with(Tape.linear, outputs), 1
+        yield f"relu{number + 2}", Tape.relu, 1
+    yield "fc3", _with(Tape.linear, model.num_classes), 1
 
 
 def _mlp(model: models.MLP) -> Layers:
     yield "flatten", _flatten, 1
     for number, outputs in enumerate(model.hidden_sizes, start=1):
-        yield f"fc{number}", _linear(outputs), 1
-        yield f"relu{number}", _relu, 1
-        yield f"dropout{number}", _dropout(model.dropout), 1
-    yield "classifier", _linear(model.num_classes), 1
+        yield f"fc{number}", _with(Tape.linear, outputs), 1
+        yield f"relu{number}", Tape.relu, 1
+        yield f"dropout{number}", _with(Tape.dropout, model.dropout), 1
+    yield "classifier", _with(Tape.linear, model.num_classes), 1
 
 
 def _residual(width: int, *, kernels: Sequence[int], expansion: int, stride: int, norm: str, shortcut: str) -> Run:
@@ -107,33 +85,25 @@ def _residual_blocks(names: str, *, counts: Sequence[int], **options: Any) -> La
 
 
 def _small_resnet18(model: models.SmallResNet18) -> Layers:
-    yield "conv", _convolution(64, kernel=3), 1
-    yield "norm", _norm, 1
-    yield "relu", _relu, 1
+    yield "conv", _with(Tape.convolution, 64, kernel=3), 1
+    yield "norm", Tape.batch_norm, 1
+    yield "relu", Tape.relu, 1
     names = {"norm": "norm", "shortcut": "shortcut"}
     yield from _residual_blocks("block{0}_{2}", counts=(2, 2, 2, 2), kernels=(3, 3), expansion=1, **names)
-    yield "pool", _mean, 1
+    yield "pool", Tape.mean, 1
     yield "flatten", _flatten, 1
-    yield "classifier", _linear(model.num_classes), 1
+    yield "classifier", _with(Tape.linear, model.num_classes), 1
 
 
 def _resnet(model: models.Classifier, **shape: Any) -> Layers:
-    yield "conv1", _convolution(64, kernel=7, stride=2), 1
-    yield "bn1", _norm, 1
-    yield "relu", _relu, 1
-    yield "maxpool", _pool(3, 2, 1), 1
+    yield "conv1", _with(Tape.convolution, 64, kernel=7, stride=2), 1
+    yield "bn1", Tape.batch_norm, 1
+    yield "relu", Tape.relu, 1
+    yield "maxpool", _with(Tape.max_pool, 3, 2, 1), 1
     yield from _residual_blocks("layer{0}.{1}", **shape, norm="bn", shortcut="downsample")
-    yield "avgpool", _mean, 1
+    yield "avgpool", Tape.mean, 1
     yield "flatten", _flatten, 1
-    yield "fc", _linear(model.num_classes), 1
-
-
-def _resnet18(model: models.ResNet18) -> Layers:
-    return _resnet(model, counts=(2, 2, 2, 2), kernels=(3, 3), expansion=1)
-
-
-def _resnet50(model: models.ResNet50) -> Layers:
-    return _resnet(model, counts=(3, 4, 6, 3), kernels=(1, 3, 1), expansion=4)
+    yield "fc", _with(Tape.linear, model.num_classes), 1
 
 
 def _heads(value: Value, head_size: int) -> Value:
@@ -156,7 +126,11 @@ def _gpt(model: models.GPT) -> Layers:
         return tape.linear(value, model.vocab_size, has_bias=False)
 
     yield "embed", lambda tape, tokens: tape.embedding(tokens, model.vocab_size, model.hidden_size), 1
-    yield ("positions", positions, 1) if model.positions == "learned" else ("dropout", _dropout(model.dropout), 1)
+    yield (
+        ("positions", positions, 1)
+        if model.positions == "learned"
+        else ("dropout", _with(Tape.dropout, model.dropout), 1)
+    )
     yield "blocks.{}", lambda tape, hidden: _gpt_block(model, tape, hidden, norm), model.num_layers
     yield "norm", norm, 1
     yield "head", head, 1
@@ -246,8 +220,8 @@ _FORWARDS: Final[Mapping[type, Callable[[Any], Layers]]] = {
     models.LeNet: _lenet,
     models.MLP: _mlp,
     models.SmallResNet18: _small_resnet18,
-    models.ResNet18: _resnet18,
-    models.ResNet50: _resnet50,
+    models.ResNet18: partial(_resnet, counts=(2, 2, 2, 2), kernels=(3, 3), expansion=1),
+    models.ResNet50: partial(_resnet, counts=(3, 4, 6, 3), kernels=(1, 3, 1), expansion=4),
     models.GPT: _gpt,
     models.BERT: _bert,
 }

@@ -93,7 +93,9 @@ class ModelWork:
         return sum(part.flops * part.count for part in self.parts)
 
     def of_samples(self, count: int) -> ModelWork:
-        """The same of a micro-batch of so many samples: all but its weights grows with them."""
+        """The same of a micro-batch of so many samples: all but its weights grows with them, and so do, here alone, the
+        copies of weights that autocast keeps.
+        """
         if count == self.num_samples or not self.num_samples:
             return self
 
@@ -139,29 +141,20 @@ class ModelWork:
 
 
 def named_work(config: RunConfig, micro_size: int, *, device: Device = "cuda") -> ModelWork | None:
-    """Work of a run's model, in closed form.
+    """Work of a run's model on a micro-batch of so many samples; None as `model_work`.
 
     Where only the user's own data knows the length of sequences, the model's longest is taken; a loss of the user's own
     counts as the one that belongs to the model.
-
-    Args:
-        config: the run.
-        micro_size: samples in a micro-batch.
-        device: what it runs on: attention, dropout and norms keep other things on each.
-
-    Returns:
-        The work; None for a model of the user's own, and for images whose size only the data knows.
     """
     shape, model = config.data.image_shape(), config.model
     image_size = getattr(model, "image_size", None) or (shape.size if shape else None)
-    precision: Arithmetic = "half" if isinstance(config.precision, BF16 | FP16) else "fp32"
-    length = getattr(config.data, "sequence_length", None)
+    in_half: Arithmetic = "half" if isinstance(config.precision, BF16 | FP16) else "fp32"
     return model_work(
         model,
         micro_size=micro_size,
-        sequence_length=length,
+        sequence_length=getattr(config.data, "sequence_length", None),
         image_size=image_size,
-        arithmetic="autocast" if isinstance(config.precision, Autocast) else precision,
+        arithmetic="autocast" if isinstance(config.precision, Autocast) else in_half,
         device=device,
         freeze=config.training.freeze,
         zero_stage=config.zero.stage,
@@ -184,7 +177,7 @@ def model_work(
     freeze: Sequence[str] = (),
     zero_stage: int = 0,
 ) -> ModelWork | None:
-    """Work of a named model of any shape, in closed form.
+    """Work of a named model of any shape, by its forward pass on a tape.
 
     Args:
         model: the section of a run config that describes it.
@@ -192,8 +185,8 @@ def model_work(
         sequence_length: tokens in a sample; left out: as many as the model has positions.
         image_size: height and width of an image in pixels.
         arithmetic: weights and values in fp32, in bf16 or fp16 (``half``), or fp32 weights under torch's autocast.
-        device: what it runs on.
-        freeze: patterns that the whole names of weights match which are not trained.
+        device: what it runs on: attention, dropout and norms keep other things on each.
+        freeze: patterns of the whole names of weights that are not trained.
         zero_stage: at 3 DeepSpeed has linear layers of its own.
 
     Returns:
