@@ -114,7 +114,8 @@ def stage_memories(plan: Plan, work: ModelWork) -> list[Memory]:
     if not work.parts[1:] or (parallel.partition.startswith("type:") and parallel.stages is None):
         raise NotEstimatedError("the layers of the stages are not known")
     *layers, loss = work.layers()
-    stages, same_groups = parallel.stages and tuple(parallel.stages), has_two_groups(config) and config.zero.stage > 0
+    stages = None if parallel.stages is None else tuple(parallel.stages)
+    same_groups = has_two_groups(config) and config.zero.stage > 0
     bounds = _bounds(work.facts, parallel.pipe, parallel.partition, stages, same_groups)
     if isinstance(bounds, Problem):
         raise NotEstimatedError(bounds.reason)
@@ -133,7 +134,7 @@ def stage_memories(plan: Plan, work: ModelWork) -> list[Memory]:
 def _bounds(
     facts: tuple[LayerFacts, ...], pipe: int, partition: str, stages: tuple[int, ...] | None, same_groups: bool
 ) -> Bounds | Problem:
-    parallel = Parallel(pipe=pipe, partition=partition, stages=stages and list(stages))
+    parallel = Parallel(pipe=pipe, partition=partition, stages=None if stages is None else list(stages))
     table = cut(facts, parallel, same_groups=same_groups)
     return table if isinstance(table, Problem) else table.bounds
 
@@ -330,14 +331,13 @@ class _Estimate:
         """Weights of other ranks at stage 3: they stay up to `stage3_max_live_parameters`, beside what is fetched."""
         if self.stage < 3 or self.ranks == 1:
             return {}
-        live, spread = self.zero["stage3_max_live_parameters"], self.spread
+        live, spread, whole = self.zero["stage3_max_live_parameters"], self.spread, sum(self.spread)
         largest, ahead = max(spread, default=0), min(self.zero["stage3_prefetch_bucket_size"], live)
+        stays = live if ahead or live >= whole else 0
+        elements = min(whole, stays + ahead + 2 * largest)
         if forward:  # several weights are gathered into one buffer, and copied out of it
-            copies = min(sum(spread), ahead + largest) if len(spread) > 1 else 0
-            stays = live if ahead or live >= sum(spread) else min(live, 2 * largest)
-            elements = min(sum(spread), max(stays, largest)) + copies
-        else:
-            elements = min(sum(spread), (live if ahead or live >= sum(spread) else 0) + ahead + 2 * largest)
+            copies = min(whole, ahead + largest) if len(spread) > 1 else 0
+            elements = min(whole, max(stays or min(live, 2 * largest), largest)) + copies
         return {"gathered weights": self.width * elements}
 
     def forward(self) -> dict[str, int]:
