@@ -233,9 +233,9 @@ class _Estimate:
 
     def memory(self) -> Memory:
         start = self.weights() | self.buckets() | ({} if self.is_lazy else self.optimizer_state())
-        between = start | self.optimizer_state() | self.persistent()
-        if self.pipeline is not None:
-            between["pipeline buffers"] = self.pipeline.buffers(self.steps)
+        stays = {} if self.pipeline is None else {"pipeline buffers": self.pipeline.buffers(self.steps)}
+        states = start | self.optimizer_state() | stays
+        between = states | self.persistent()
         between = {name: between[name] for name in sorted(between, key=between.__getitem__, reverse=True)}
         kept = self.kept_gradients() if self.steps > (1 if self.pipeline is None else self.pipeline.in_flight) else {}
         moments = {
@@ -243,7 +243,7 @@ class _Estimate:
             "between": between,
             "forward": between | kept | self.forward(),
             "backward": self.backward(between, kept),
-            "step": self.step(start | self.optimizer_state()),
+            "step": self.step(states),  # for which stage 3 lets go of small weights too
         }
         return Memory({name: _positive(each) for name, each in moments.items()}, _positive(self.host()), self.total)
 

@@ -278,3 +278,8 @@ def test_what_is_not_modelled_is_not_estimated(sections: dict[str, Any], reason:
 def test_a_bucket_may_be_passed_through_to_deepspeed() -> None:
     passed = config_of(zero={"stage": 2}, deepspeed={"zero_optimization": {"ignore_unused_parameters": False}})
     assert estimated(passed, ranks=2).to_dict() == estimated(config_of(zero={"stage": 2}), ranks=2).to_dict()
+
+
+def test_buffers_of_a_pipeline_stay_for_the_optimizers_step() -> None:
+    memory = estimated(CASES["pipe-z1-4-0"][0], ranks=2, activation_bytes=None)
+    assert memory.moments["step"]["pipeline buffers"] == memory.moments["between"]["pipeline buffers"] > 0
