@@ -31,7 +31,7 @@ from framework.plan.memory import estimate
 from framework.plan.paper import FAILURES_PER_SECOND, best_interval_seconds, formula_bytes, goodput
 from framework.plan.plan import make_plan
 from framework.plan.search import search, settings_text
-from framework.plan.weights import named_weights
+from framework.plan.work import weights_alone
 
 ROOT: Final = Path(__file__).parents[1]
 PAGES: Final = ("README.md", "docs/planner.md")
@@ -112,7 +112,9 @@ def _wall() -> Iterator[Sequence[str]]:
         memory = estimate(plan)
         found[f"DeepSpeed, ZeRO {stage}, between steps"] = memory.total("between")
         found[f"DeepSpeed, ZeRO {stage}, at most, with activations"] = memory.total(memory.peak)
-    sizes = [prod(shape) for shape in (named_weights(plan.config.model) or {}).values()]
+    work = weights_alone(plan.config.model)
+    assert work is not None
+    sizes = [prod(shape) for shape in work.weights.values()]
     total = sum(sizes)
     formulas = {"the weights in fp32, undivided": 4.0 * total, **formula_bytes(total, 128, largest_layer=max(sizes))}
     for name, size in (formulas | found).items():

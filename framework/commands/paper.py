@@ -13,7 +13,7 @@ from framework.plan.memory import NotEstimatedError, estimate
 from framework.plan.paper import FAILURES_PER_SECOND, best_interval_seconds, formula_bytes, goodput
 from framework.plan.plan import Plan, make_plan
 from framework.plan.search import OFFLOAD, PIPE, STAGE
-from framework.plan.weights import named_weights
+from framework.plan.work import weights_alone
 
 _SAVE_SECONDS: Final = (10.0, 60.0, 300.0)
 _RESTART_SECONDS: Final = 300.0
@@ -22,11 +22,11 @@ _HOUR: Final = 3600.0
 
 def paper_lines(plan: Plan) -> Iterator[str]:
     """Lines for a person on a model known by name; one line of any other."""
-    weights = named_weights(plan.config.model)
-    if not weights:
+    work = weights_alone(plan.config.model)
+    if work is None:
         yield "paper     the model is one of your own: its weights are not known by name"
         return
-    ranks, sizes = plan.layout.data_parallel_size, [prod(shape) for shape in weights.values()]
+    ranks, sizes = plan.layout.data_parallel_size, [prod(shape) for shape in work.weights.values()]
     total, largest = sum(sizes), max(sizes)
     yield f"paper     {total:,} weights: {size_text(4 * total)} in fp32, {16 * total / 1e9:,.0f} GB to train at 16 each"
     for name, size in formula_bytes(total, ranks, largest_layer=largest).items():

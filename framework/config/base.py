@@ -192,10 +192,6 @@ class ModelKind(Kind):
     has_batch_norm: ClassVar[bool] = False
     has_convolutions: ClassVar[bool] = False
 
-    def num_layers_in_list(self) -> int:
-        """Count the layers that `framework.models.layers.as_layers` finds: what a pipeline can be cut into."""
-        raise NotImplementedError
-
 
 def plain_values(value: Any) -> Any:
     """Values of a Python program as a file holds them: lists for tuples, text for paths, Python's numbers for numpy's.

@@ -17,7 +17,6 @@ class Classifier(ModelKind):
     """Base of all image classifiers."""
 
     has_convolutions: ClassVar[bool] = True
-    layers_in_list: ClassVar[int]
 
     num_classes: PositiveCount = 10
     """Number of classes, the width of the last layer."""
@@ -28,15 +27,11 @@ class Classifier(ModelKind):
         """Height and width in pixels that the model insists on; None where any size works."""
         return getattr(self, "image_size", None)
 
-    def num_layers_in_list(self) -> int:
-        return self.layers_in_list
-
 
 class LeNet(Classifier):
     """LeNet-5 (LeCun et al. 1998) with ReLU and max pooling, as used on MNIST and Fashion-MNIST."""
 
     builds: ClassVar[str] = "framework.models.small_nets:LeNet"
-    layers_in_list: ClassVar[int] = 12
     kind: Literal["lenet"] = "lenet"
     image_size: Literal[28, 32] = 28
     """Height and width of an input image in pixels; 28 is padded to 32 by the first convolution."""
@@ -47,7 +42,6 @@ class SmallResNet18(Classifier):
 
     builds: ClassVar[str] = "framework.models.resnet:SmallResNet18"
     has_batch_norm: ClassVar[bool] = True
-    layers_in_list: ClassVar[int] = 14
     kind: Literal["small_resnet18"] = "small_resnet18"
 
 
@@ -63,7 +57,6 @@ class ResNet18(_TorchvisionResNet):
     """torchvision's ResNet-18 (7x7 stem), untrained."""
 
     builds: ClassVar[str] = "framework.models.resnet:resnet18"
-    layers_in_list: ClassVar[int] = 15
     kind: Literal["resnet18"] = "resnet18"
 
 
@@ -71,7 +64,6 @@ class ResNet50(_TorchvisionResNet):
     """torchvision's ResNet-50 (7x7 stem), untrained."""
 
     builds: ClassVar[str] = "framework.models.resnet:resnet50"
-    layers_in_list: ClassVar[int] = 23
     kind: Literal["resnet50"] = "resnet50"
 
 
@@ -87,9 +79,6 @@ class MLP(Classifier):
     """Width of each hidden layer; an empty list gives a linear classifier."""
     dropout: Fraction = 0.0
     """Probability that a hidden unit is dropped while training."""
-
-    def num_layers_in_list(self) -> int:
-        return 3 * len(self.hidden_sizes) + 2
 
 
 # A named size fills in every field of a language model that is not written down.
@@ -250,10 +239,6 @@ class GPT(_LanguageModel):
     tie_embeddings: bool
     """Whether the output layer uses the matrix of the token embedding."""
 
-    def num_layers_in_list(self) -> int:
-        """Embedding, positions (or only dropout), blocks, norm, head."""
-        return self.num_layers + 4
-
 
 class BERT(_LanguageModel):
     """BERT with both heads of its pre-training (Devlin et al. 2018): masked tokens and next sentence."""
@@ -265,10 +250,6 @@ class BERT(_LanguageModel):
     """Named size: what every other field is unless it is written down."""
     num_types: PositiveCount
     """Number of segments that a token may belong to."""
-
-    def num_layers_in_list(self) -> int:
-        """Token embedding, other embeddings, blocks, pooler with transform, decoder, output."""
-        return self.num_layers + 5
 
 
 def _scaled(size: Size, values: Mapping[str, Any]) -> dict[str, Any]:

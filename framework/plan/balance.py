@@ -9,6 +9,7 @@ from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
+from framework.config.run_config import RunConfig
 from framework.config.training import Parallel
 from framework.errors import Problem, counted
 
@@ -158,6 +159,12 @@ def cut(layers: Sequence[LayerFacts], parallel: Parallel, *, same_groups: bool =
             reason = f"{span} has only {only}, and with ZeRO every stage must have both"
             return Problem("stage-with-one-group", reason, f"set {key}: all, or fewer stages", key, "matrices")
     return table
+
+
+def has_two_groups(config: RunConfig) -> bool:
+    """Check whether the optimizer treats matrices otherwise than biases and norms, as `parameter_groups` does."""
+    optimizer = config.optimizer
+    return bool(getattr(optimizer, "weight_decay", 0.0)) and getattr(optimizer, "weight_decay_on", "all") == "matrices"
 
 
 def stage_problems(parallel: Parallel, num_layers: int | None, names: Sequence[str] = ()) -> Iterator[Problem]:

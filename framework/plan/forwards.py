@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from math import prod
 from typing import Any, Final
 
 from framework.config import model as models
@@ -19,59 +21,41 @@ def forward_of(model: models.ModelSection) -> Layers | None:
     return None if found is None else found(model)
 
 
-def _relu(tape: Tape, value: Value) -> Value:
-    return tape.relu(value)
+def num_layers(model: models.ModelSection) -> int | None:
+    """Count what a pipeline can cut a named model into; None for a model of the user's."""
+    layers = forward_of(model)
+    return None if layers is None else sum(count for *_, count in layers)
 
 
 def _flatten(tape: Tape, value: Value) -> Value:
-    return value.view(value.shape[0], value.shape[1] * value.shape[2] * value.shape[3])
+    return value.view(value.shape[0], prod(value.shape[1:]))
 
 
-def _mean(tape: Tape, value: Value) -> Value:
-    return tape.mean(value)
-
-
-def _norm(tape: Tape, value: Value) -> Value:
-    return tape.batch_norm(value)
-
-
-def _linear(outputs: int, **options: Any) -> Run:
-    return lambda tape, value: tape.linear(value, outputs, **options)
-
-
-def _convolution(outputs: int, **options: Any) -> Run:
-    return lambda tape, value: tape.convolution(value, outputs, **options)
-
-
-def _pool(kernel: int, stride: int, padding: int = 0) -> Run:
-    return lambda tape, value: tape.max_pool(value, kernel, stride, padding)
-
-
-def _dropout(probability: float) -> Run:
-    return lambda tape, value: tape.dropout(value, probability)
+def _with(operation: Callable[..., Value], *args: Any, **options: Any) -> Run:
+    return lambda tape, value: operation(tape, value, *args, **options)
 
 
 def _lenet(model: models.LeNet) -> Layers:
-    yield "conv1", _convolution(6, kernel=5, padding=(32 - model.image_size) // 2), 1
-    yield "relu1", _relu, 1
-    yield "pool1", _pool(2, 2), 1
-    yield "conv2", _convolution(16, kernel=5, padding=0), 1
-    yield "relu2", _relu, 1
-    yield "pool2", _pool(2, 2), 1
+    yield "conv1", _with(Tape.convolution, 6, kernel=5, padding=(32 - model.image_size) // 2, has_bias=True), 1
+    yield "relu1", Tape.relu, 1
+    yield "pool1", _with(Tape.max_pool, 2, 2), 1
+    yield "conv2", _with(Tape.convolution, 16, kernel=5, padding=0, has_bias=True), 1
+    yield "relu2", Tape.relu, 1
+    yield "pool2", _with(Tape.max_pool, 2, 2), 1
     yield "flatten", _flatten, 1
     for number, outputs in ((1, 120), (2, 84)):
-        yield f"fc{number}", _linear(outputs), 1
-        yield f"relu{number + 2}", _relu, 1
-    yield "fc3", _linear(model.num_classes), 1
+        yield f"fc{number}", _with(Tape.linear, outputs), 1
+        yield f"relu{number + 2}", Tape.relu, 1
+    yield "fc3", _with(Tape.linear, model.num_classes), 1
 
 
 def _mlp(model: models.MLP) -> Layers:
     yield "flatten", _flatten, 1
     for number, outputs in enumerate(model.hidden_sizes, start=1):
-        yield f"fc{number}", _linear(outputs), 1
-        yield f"relu{number}", _relu, 1
-        yield f"dropout{number}", _dropout(model.dropout), 1
-    yield "classifier", _linear(model.num_classes), 1
+        yield f"fc{number}", _with(Tape.linear, outputs), 1
+        yield f"relu{number}", Tape.relu, 1
+        yield f"dropout{number}", _with(Tape.dropout, model.dropout), 1
+    yield "classifier", _with(Tape.linear, model.num_classes), 1
 
 
 def _residual(width: int, *, kernels: Sequence[int], expansion: int, stride: int, norm: str, shortcut: str) -> Run:
@@ -101,33 +85,25 @@ def _residual_blocks(names: str, *, counts: Sequence[int], **options: Any) -> La
 
 
 def _small_resnet18(model: models.SmallResNet18) -> Layers:
-    yield "conv", _convolution(64, kernel=3), 1
-    yield "norm", _norm, 1
-    yield "relu", _relu, 1
+    yield "conv", _with(Tape.convolution, 64, kernel=3), 1
+    yield "norm", Tape.batch_norm, 1
+    yield "relu", Tape.relu, 1
     names = {"norm": "norm", "shortcut": "shortcut"}
     yield from _residual_blocks("block{0}_{2}", counts=(2, 2, 2, 2), kernels=(3, 3), expansion=1, **names)
-    yield "pool", _mean, 1
+    yield "pool", Tape.mean, 1
     yield "flatten", _flatten, 1
-    yield "classifier", _linear(model.num_classes), 1
+    yield "classifier", _with(Tape.linear, model.num_classes), 1
 
 
 def _resnet(model: models.Classifier, **shape: Any) -> Layers:
-    yield "conv1", _convolution(64, kernel=7, stride=2), 1
-    yield "bn1", _norm, 1
-    yield "relu", _relu, 1
-    yield "maxpool", _pool(3, 2, 1), 1
+    yield "conv1", _with(Tape.convolution, 64, kernel=7, stride=2), 1
+    yield "bn1", Tape.batch_norm, 1
+    yield "relu", Tape.relu, 1
+    yield "maxpool", _with(Tape.max_pool, 3, 2, 1), 1
     yield from _residual_blocks("layer{0}.{1}", **shape, norm="bn", shortcut="downsample")
-    yield "avgpool", _mean, 1
+    yield "avgpool", Tape.mean, 1
     yield "flatten", _flatten, 1
-    yield "fc", _linear(model.num_classes), 1
-
-
-def _resnet18(model: models.ResNet18) -> Layers:
-    return _resnet(model, counts=(2, 2, 2, 2), kernels=(3, 3), expansion=1)
-
-
-def _resnet50(model: models.ResNet50) -> Layers:
-    return _resnet(model, counts=(3, 4, 6, 3), kernels=(1, 3, 1), expansion=4)
+    yield "fc", _with(Tape.linear, model.num_classes), 1
 
 
 def _heads(value: Value, head_size: int) -> Value:
@@ -137,10 +113,11 @@ def _heads(value: Value, head_size: int) -> Value:
 
 def _gpt(model: models.GPT) -> Layers:
     def norm(tape: Tape, value: Value, name: str = "") -> Value:
-        return (tape.rms_norm if model.norm == "rmsnorm" else tape.layer_norm)(value, name)
+        is_rms = model.norm == "rmsnorm"
+        return tape.rms_norm(value, name) if is_rms else tape.layer_norm(value, name, has_bias=model.bias)
 
     def positions(tape: Tape, value: Value) -> Value:
-        flows = value.has_gradient or tape.is_trained("positions.weight")
+        flows = tape.own((model.max_positions, model.hidden_size)) or value.has_gradient
         return tape.dropout(tape.run(value, shape=value.shape, has_gradient=flows, passes=True), model.dropout)
 
     def head(tape: Tape, value: Value) -> Value:
@@ -148,8 +125,12 @@ def _gpt(model: models.GPT) -> Layers:
             tape.prefix = "embed"
         return tape.linear(value, model.vocab_size, has_bias=False)
 
-    yield "embed", lambda tape, tokens: tape.embedding(tokens, model.hidden_size), 1
-    yield ("positions", positions, 1) if model.positions == "learned" else ("dropout", _dropout(model.dropout), 1)
+    yield "embed", lambda tape, tokens: tape.embedding(tokens, model.vocab_size, model.hidden_size), 1
+    yield (
+        ("positions", positions, 1)
+        if model.positions == "learned"
+        else ("dropout", _with(Tape.dropout, model.dropout), 1)
+    )
     yield "blocks.{}", lambda tape, hidden: _gpt_block(model, tape, hidden, norm), model.num_layers
     yield "norm", norm, 1
     yield "head", head, 1
@@ -174,6 +155,8 @@ def _gpt_block(model: models.GPT, tape: Tape, hidden: Value, norm: Callable[[Tap
     mixed = mixed.view(*hidden.shape)
     hidden = tape.add(hidden, tape.dropout(linear(mixed, size, "attention.output", split=False), model.dropout))
     normed = norm(tape, hidden, "mlp_norm")
+    if model.mlp == "swiglu":  # the first of the weights, and the second that is used
+        tape.own((model.mlp_size, size), "mlp.gate", has_bias=model.bias)
     inner = linear(normed, model.mlp_size, "mlp.up", split=True)
     if model.mlp == "swiglu":
         inner = tape.multiply(tape.gelu(linear(normed, model.mlp_size, "mlp.gate", split=True)), inner)
@@ -186,12 +169,14 @@ def _bert(model: models.BERT) -> Layers:
     size = model.hidden_size
 
     def embeddings(tape: Tape, value: Value) -> Value:
-        types = tape.embedding(Value(value.shape[:2], 8, has_gradient=False), size, "types")
-        value = tape.run(value, shape=value.shape, passes=True, has_gradient=value.has_gradient or types.has_gradient)
+        flows = tape.own((model.max_positions, size), weight="positions") or value.has_gradient
+        types = tape.embedding(Value(value.shape[:2], 8, has_gradient=False), model.num_types, size, "types")
+        value = tape.run(value, shape=value.shape, passes=True, has_gradient=flows)
         return tape.dropout(tape.layer_norm(tape.add(value, types), "norm"), model.dropout)
 
     def heads(tape: Tape, hidden: Value) -> Value:
         batch, length, _ = hidden.shape
+        tape.own((size, size), "pooler", has_bias=True)  # before the others in the model, and used after them
         transformed = tape.layer_norm(tape.gelu(tape.linear(hidden, size, "transform")), "norm")
         pooled = tape.relu(tape.linear(hidden.view(batch, 1, size), size, "pooler"))
         return tape.run(tape.cast(pooled, transformed.width), transformed, shape=(batch, length + 1, size))
@@ -204,10 +189,11 @@ def _bert(model: models.BERT) -> Layers:
 
     def outputs(tape: Tape, values: tuple[Value, Value]) -> tuple[Value, Value]:
         logits, pooled = values
-        biased = tape.run(logits, shape=logits.shape, width=tape.weight_width, passes=True)
+        flows = tape.own((model.vocab_size,), weight="bias") or logits.has_gradient
+        biased = tape.run(logits, shape=logits.shape, width=tape.weight_width, passes=True, has_gradient=flows)
         return biased, tape.linear(pooled, 2, "next_sentence")
 
-    yield "embed", lambda tape, tokens: tape.embedding(tokens, size), 1
+    yield "embed", lambda tape, tokens: tape.embedding(tokens, model.vocab_size, size), 1
     yield "embeddings", embeddings, 1
     yield "blocks.{}", lambda tape, hidden: _bert_block(model, tape, hidden), model.num_layers
     yield "heads", heads, 1
@@ -234,8 +220,8 @@ _FORWARDS: Final[Mapping[type, Callable[[Any], Layers]]] = {
     models.LeNet: _lenet,
     models.MLP: _mlp,
     models.SmallResNet18: _small_resnet18,
-    models.ResNet18: _resnet18,
-    models.ResNet50: _resnet50,
+    models.ResNet18: partial(_resnet, counts=(2, 2, 2, 2), kernels=(3, 3), expansion=1),
+    models.ResNet50: partial(_resnet, counts=(3, 4, 6, 3), kernels=(1, 3, 1), expansion=4),
     models.GPT: _gpt,
     models.BERT: _bert,
 }

@@ -7,7 +7,7 @@ tensors by `tests/plan/test_memory.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -15,16 +15,16 @@ from math import ceil, prod
 from typing import Any, Final
 
 from framework.config.base import Object, Target
-from framework.config.optimizer import SGD, Adagrad, Adam, AdamW, Lamb, Lion
+from framework.config.optimizer import SGD, Adagrad, AdamW, Lamb, Lion
 from framework.config.precision import BF16, FP16
 from framework.config.training import Parallel
 from framework.errors import Problem
 from framework.plan.activations import Moment, Passes, passes_over
-from framework.plan.balance import Bounds, LayerFacts, cut
+from framework.plan.balance import Bounds, LayerFacts, cut, has_two_groups
 from framework.plan.plan import Plan
 from framework.plan.rules.devices import sums_of
-from framework.plan.weights import Shape, buffer_bytes, named_weights
-from framework.plan.work import ModelWork, Part, frozen_weights, work_of
+from framework.plan.tape import Shape
+from framework.plan.work import ModelWork, Part, weights_alone, work_of
 
 Bytes = Mapping[str, int]
 _FP32: Final = 4
@@ -32,8 +32,6 @@ _FP32: Final = 4
 _STAGE_0_BUCKET: Final = 25 * 2**20 // 4
 # The same of DeepSpeed's pipeline (`MEMORY_OPT_ALLREDUCE_SIZE`).
 _PIPELINE_BUCKET: Final = 500_000_000
-# Stands for the parts of a model whose work is not known.
-_UNKNOWN: Final = Part("", 0, 0, 0, 0, 0, 0, 0)
 # Keys of `deepspeed.zero_optimization` that a run config cannot set, and that allocate nothing.
 _HARMLESS: Final = frozenset({"log_trace_cache_warnings", "ignore_unused_parameters", "legacy_stage1"})
 
@@ -85,60 +83,46 @@ class Memory:
         }
 
 
-def estimate(plan: Plan, *, work: ModelWork | None = None, activation_bytes: int | None = None) -> Memory:
+def estimate(plan: Plan, *, work: ModelWork | None = None) -> Memory:
     """Estimate the memory of a plan's fullest rank.
 
     Args:
         plan: what will happen. Where it names no kind of device, GPUs are meant.
         work: of the model on one micro-batch; left out: as the named model has it.
-        activation_bytes: what autograd saves in the forward pass of one micro-batch; left out: as the model's work
-            tells.
 
     Raises:
         NotEstimatedError: the plan has something that is not modelled.
     """
     _refuse_unknown(plan)
-    config, work = plan.config, work or work_of(plan)
-    if work is None:
-        shapes = named_weights(config.model)
-        if not shapes:
-            raise NotEstimatedError("the model is one of your own")
-        frozen = frozen_weights(shapes, config.training.freeze)
-        trained = {name: shape for name, shape in shapes.items() if name not in frozen}
-        others = {name: shape for name, shape in shapes.items() if name in frozen}
-        work = ModelWork(trained, buffer_bytes(config.model), (_UNKNOWN,), 0, frozen=others)
-        lacks = "the size of the images is not known"
-    else:
-        lacks = ""
+    config, found, lacks = plan.config, work or work_of(plan), ""
+    if found is None:
+        found, lacks = weights_alone(config.model, config.training.freeze), "the size of the images is not known"
+    if found is None:
+        raise NotEstimatedError("the model is one of your own")
+    work = found
     if plan.layout.pipe_size > 1:
         stages = stage_memories(plan, work)
         return replace(max(stages, key=lambda stage: stage.total(stage.peak)), lacks=lacks)
     *layers, loss = work.layers()
     passes = passes_over(layers, loss, recompute_every=config.training.recompute_every)
-    if activation_bytes is not None:
-        # They are there until gradients have filled a bucket, which at stage 2 is when its share of them is made.
-        late = Moment(activation_bytes, own=plan.config.zero.reduce_bucket_size + 1)
-        first = Moment(activation_bytes)
-        passes = Passes((first,), (late if plan.config.zero.stage == 2 else first,), activation_bytes)
     return replace(_Estimate(plan, work, passes).memory(), lacks=lacks)
 
 
 def stage_memories(plan: Plan, work: ModelWork) -> list[Memory]:
     """Estimate the memory of a rank of each pipeline stage; errors as of `estimate`."""
-    parallel, optimizer = plan.config.parallel, plan.config.optimizer
+    config, parallel = plan.config, plan.config.parallel
     if not work.parts[1:] or (parallel.partition.startswith("type:") and parallel.stages is None):
         raise NotEstimatedError("the layers of the stages are not known")
-    in_groups = getattr(optimizer, "weight_decay_on", "all") == "matrices" and getattr(optimizer, "weight_decay", 0.0)
     *layers, loss = work.layers()
     stages = None if parallel.stages is None else tuple(parallel.stages)
-    same_groups = bool(in_groups) and plan.config.zero.stage > 0
+    same_groups = has_two_groups(config) and config.zero.stage > 0
     bounds = _bounds(work.facts, parallel.pipe, parallel.partition, stages, same_groups)
     if isinstance(bounds, Problem):
         raise NotEstimatedError(bounds.reason)
     found = []
     for number, (start, stop) in enumerate(pairwise(bounds)):
         own, is_last = layers[start:stop], stop == len(layers)
-        passes = passes_over(own, loss if is_last else None, recompute_every=plan.config.training.recompute_every)
+        passes = passes_over(own, loss if is_last else None, recompute_every=config.training.recompute_every)
         received, sent = layers[start - 1].output_bytes if start else 0, layers[stop - 1].output_bytes
         stage = _Stage(min(parallel.pipe - number, plan.layout.accumulation_steps), received, sent, is_last)
         memory = _Estimate(plan, _of_layers(work, own), passes, stage).memory()
@@ -230,7 +214,7 @@ class _Estimate:
         accumulation, reduction = sums_of(config, plan.layout)
         self.sum_width = _FP32 if accumulation else self.width
         self.reduce_width = _FP32 if reduction else self.width
-        self.groups = list(_groups(work.weights, split=config.optimizer.weight_decay_on == "matrices"))  # type: ignore[union-attr]
+        self.groups = _groups(work.weights, split=has_two_groups(config))
         self.sizes = [size for group in self.groups for size in group]
         self.total, self.largest = sum(self.sizes), max(self.sizes)
         # DeepSpeed pads each group to a multiple of 2 x ranks at stages 1 and 2, each weight to one of ranks at 3.
@@ -249,9 +233,9 @@ class _Estimate:
 
     def memory(self) -> Memory:
         start = self.weights() | self.buckets() | ({} if self.is_lazy else self.optimizer_state())
-        between = start | self.optimizer_state() | self.persistent()
-        if self.pipeline is not None:
-            between["pipeline buffers"] = self.pipeline.buffers(self.steps)
+        stays = {} if self.pipeline is None else {"pipeline buffers": self.pipeline.buffers(self.steps)}
+        states = start | self.optimizer_state() | stays
+        between = states | self.persistent()
         between = {name: between[name] for name in sorted(between, key=between.__getitem__, reverse=True)}
         kept = self.kept_gradients() if self.steps > (1 if self.pipeline is None else self.pipeline.in_flight) else {}
         moments = {
@@ -259,7 +243,7 @@ class _Estimate:
             "between": between,
             "forward": between | kept | self.forward(),
             "backward": self.backward(between, kept),
-            "step": self.step(start | self.optimizer_state()),
+            "step": self.step(states),  # for which stage 3 lets go of small weights too
         }
         return Memory({name: _positive(each) for name, each in moments.items()}, _positive(self.host()), self.total)
 
@@ -347,14 +331,13 @@ class _Estimate:
         """Weights of other ranks at stage 3: they stay up to `stage3_max_live_parameters`, beside what is fetched."""
         if self.stage < 3 or self.ranks == 1:
             return {}
-        live, spread = self.zero["stage3_max_live_parameters"], self.spread
+        live, spread, whole = self.zero["stage3_max_live_parameters"], self.spread, sum(self.spread)
         largest, ahead = max(spread, default=0), min(self.zero["stage3_prefetch_bucket_size"], live)
+        stays = live if ahead or live >= whole else 0
+        elements = min(whole, stays + ahead + 2 * largest)
         if forward:  # several weights are gathered into one buffer, and copied out of it
-            copies = min(sum(spread), ahead + largest) if len(spread) > 1 else 0
-            stays = live if ahead or live >= sum(spread) else min(live, 2 * largest)
-            elements = min(sum(spread), max(stays, largest)) + copies
-        else:
-            elements = min(sum(spread), (live if ahead or live >= sum(spread) else 0) + ahead + 2 * largest)
+            copies = min(whole, ahead + largest) if len(spread) > 1 else 0
+            elements = min(whole, max(stays or min(live, 2 * largest), largest)) + copies
         return {"gathered weights": self.width * elements}
 
     def forward(self) -> dict[str, int]:
@@ -481,7 +464,7 @@ class _Estimate:
         optimizer = self.config.optimizer
         if _is_fused(optimizer):
             return 0
-        decayed = _FP32 if optimizer.weight_decay and not _is_decoupled(optimizer) else 0  # type: ignore[union-attr]
+        decayed = _FP32 if optimizer.weight_decay and type(optimizer) is not AdamW else 0  # type: ignore[union-attr]
         if isinstance(optimizer, SGD):
             return decayed
         return decayed + _FP32 * (2 if (self.is_cpu or self.is_offloaded) and isinstance(optimizer, AdamW) else 1)
@@ -503,23 +486,12 @@ def _is_fused(optimizer: object) -> bool:
     return isinstance(optimizer, Lion | Lamb) or getattr(optimizer, "implementation", "torch") == "deepspeed"
 
 
-def _is_decoupled(optimizer: object) -> bool:
-    return isinstance(optimizer, AdamW) and not isinstance(optimizer, Adam)
-
-
 def _positive(found: Bytes) -> Bytes:
     return {name: size for name, size in found.items() if size}
 
 
-def _groups(shapes: Mapping[str, Shape], *, split: bool) -> Iterator[Sequence[int]]:
+def _groups(shapes: Mapping[str, Shape], *, split: bool) -> list[list[int]]:
     """The optimizer's parameter groups: elements of each weight, in order."""
-
-    def sizes(those: Iterable[Shape]) -> list[int]:
-        return [prod(shape) for shape in those]
-
-    matrices = [shape for shape in shapes.values() if len(shape) > 1]
-    if split and 0 < len(matrices) < len(shapes):
-        yield sizes(matrices)
-        yield sizes(shape for shape in shapes.values() if len(shape) < 2)
-    else:
-        yield sizes(shapes.values())
+    kinds = ((True,), (False,)) if split else ((True, False),)
+    groups = ([prod(shape) for shape in shapes.values() if (len(shape) > 1) in kind] for kind in kinds)
+    return [group for group in groups if group]

@@ -20,6 +20,7 @@ from framework.errors import ConfigError, UsageError, counted, show_value
 from framework.plan.alternatives import alternatives, size_text, with_settings
 from framework.plan.cluster import Cluster
 from framework.plan.devices import Machine
+from framework.plan.forwards import num_layers
 from framework.plan.layout import DEFAULT_MICRO_SIZE
 from framework.plan.memory import Memory, NotEstimatedError, estimate
 from framework.plan.plan import Plan, make_plan
@@ -305,7 +306,8 @@ class _Judge:
         self.too_large: list[Candidate] = []
         self.unknown: NotEstimatedError | None = None
         self._refused: dict[str, list[Settings]] = {}
-        self._works: dict[int, ModelWork | None] = {}  # strategies do not change the model
+        # Strategies do not change the model, but that stage 3 has linear layers of its own.
+        self._works: dict[tuple[int, bool], ModelWork | None] = {}
 
     def best(self, config: RunConfig, strategy: Settings, free: Set[str]) -> Candidate | None:
         """The best candidate of one strategy that fits, its micro-batches tried from the smallest on."""
@@ -341,9 +343,10 @@ class _Judge:
             changed = config_from_values(with_settings(config, settings))
             plan = make_plan(changed, self.cluster, num_train_samples=self.num_train_samples)
             micro = plan.layout.micro_size
-            if micro not in self._works:
-                self._works[micro] = work_of(plan) if self.work is None else self.work.of_samples(micro)
-            return judge(plan, self.target, settings=settings, work=self._works[micro])
+            key = (micro, plan.config.zero.stage == 3)
+            if key not in self._works:
+                self._works[key] = work_of(plan) if self.work is None else self.work.of_samples(micro)
+            return judge(plan, self.target, settings=settings, work=self._works[key])
         except ConfigError as error:
             problem = error.problems[0]
             return f"{problem.key}: {problem.reason} [{problem.kind}]"
@@ -465,9 +468,8 @@ def _strategies(config: RunConfig, cluster: Cluster, free: Set[str]) -> Iterator
 
 def _pipes(config: RunConfig, cluster: Cluster) -> list[int]:
     """Numbers of stages that divide the ranks and that the model has layers for; its own where that is not known."""
-    count = getattr(config.model, "num_layers_in_list", None)
-    most = count() if count else 1
-    divisors = {pipe for pipe in range(1, min(most, cluster.world_size) + 1) if cluster.world_size % pipe == 0}
+    most = min(num_layers(config.model) or 1, cluster.world_size)
+    divisors = {pipe for pipe in range(1, most + 1) if cluster.world_size % pipe == 0}
     return sorted(divisors | {config.parallel.pipe})
 
 

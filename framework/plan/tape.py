@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Final, Literal
 
-from framework.plan.weights import Shape
-
+Shape = tuple[int, ...]
 _FP32: Final = 4
 _INT64: Final = 8
 
@@ -74,6 +73,8 @@ class Tape:
         keeps_inputs: whether linear layers keep their inputs as they are, and no copy of a weight: DeepSpeed's do at
             ZeRO stage 3.
         saved: what parts up to here have saved.
+        weights: name -> shape of all weights up to here, in the model's order, shared ones once.
+        buffer_bytes: bytes of what is kept beside them: the statistics of batch norms, fp32, and their counts, int64.
     """
 
     weight_width: int
@@ -82,6 +83,8 @@ class Tape:
     is_trained: Callable[[str], bool] = lambda name: True
     keeps_inputs: bool = False
     saved: set[Value] = field(default_factory=set)
+    weights: dict[str, Shape] = field(default_factory=dict)
+    buffer_bytes: int = 0
     prefix: str = ""
     flops: int = 0
     moved_bytes: int = 0
@@ -188,9 +191,14 @@ class Tape:
         """The full name of a weight of this part."""
         return ".".join(filter(None, (self.prefix, name, weight)))
 
-    def embedding(self, tokens: Value, size: int, name: str = "") -> Value:
-        flows = self.is_trained(self.place(name))
-        shape = (*tokens.shape, size)
+    def own(self, shape: Shape, name: str = "", weight: str = "weight", *, has_bias: bool = False) -> bool:
+        """Note a weight of this part, and its bias; returns whether one of them has a gradient."""
+        own = {self.place(name, weight): shape} | ({self.place(name, "bias"): shape[:1]} if has_bias else {})
+        self.weights |= {full: each for full, each in own.items() if full not in self.weights}
+        return any(map(self.is_trained, own))
+
+    def embedding(self, tokens: Value, count: int, size: int, name: str = "") -> Value:
+        flows, shape = self.own((count, size), name), (*tokens.shape, size)
         return self.run(tokens, shape=shape, width=self.weight_width, saves=[tokens], has_gradient=flows)
 
     def linear(
@@ -201,19 +209,26 @@ class Tape:
         return self._product(value, shape, (outputs, value.shape[-1]), name, has_bias=has_bias, split=split)
 
     def convolution(
-        self, value: Value, outputs: int, name: str = "", *, kernel: int, stride: int = 1, padding: int | None = None
+        self,
+        value: Value,
+        outputs: int,
+        name: str = "",
+        *,
+        kernel: int,
+        stride: int = 1,
+        padding: int | None = None,
+        has_bias: bool = False,
     ) -> Value:
         """(batch, channels, height, width) to (batch, outputs, ...); `padding` left out: half of the kernel."""
         sizes = convolved(value.shape[2:], kernel, stride, kernel // 2 if padding is None else padding)
         weight = (outputs, value.shape[1], kernel, kernel)
-        return self._product(value, (value.shape[0], outputs, *sizes), weight, name, has_bias=False)
+        return self._product(value, (value.shape[0], outputs, *sizes), weight, name, has_bias=has_bias)
 
     def _product(
         self, value: Value, shape: Shape, weight: Shape, name: str, *, has_bias: bool, split: bool | None = None
     ) -> Value:
-        is_trained = self.is_trained(self.place(name))
+        flows, is_trained = self.own(weight, name, has_bias=has_bias), self.is_trained(self.place(name))
         given, value = value, self.cast(value, self.product_width)
-        flows = value.has_gradient or is_trained or (has_bias and self.is_trained(self.place(name, "bias")))
         saves, temporary = ([value] if is_trained else []), 0
         if self.keeps_inputs and len(weight) == 2 and self.place(name) != "embed.weight":  # which is no linear layer
             saves = [given]
@@ -228,7 +243,7 @@ class Tape:
             saves=saves,
             flops=2 * prod(shape) * prod(weight[1:]),
             temporary=temporary,
-            has_gradient=flows,
+            has_gradient=flows or value.has_gradient,
             is_split=split,
         )
 
@@ -256,24 +271,27 @@ class Tape:
         mask = Value(value.shape, 1 if self.device == "cuda" else value.width, has_gradient=False)
         return self.run(value, shape=value.shape, saves=[mask])
 
-    def layer_norm(self, value: Value, name: str = "") -> Value:
+    def layer_norm(self, value: Value, name: str = "", *, has_bias: bool = True) -> Value:
         width = _FP32 if self.device == "cuda" else value.width
-        return self._norm(value, name, Value((2, *value.shape[:-1]), width, has_gradient=False))
+        flows = self.own(value.shape[-1:], name, has_bias=has_bias)
+        return self._norm(value, flows, Value((2, *value.shape[:-1]), width, has_gradient=False))
 
     def rms_norm(self, value: Value, name: str = "") -> Value:
-        statistics = Value(value.shape[:-1], _FP32, has_gradient=False)
+        statistics, flows = Value(value.shape[:-1], _FP32, has_gradient=False), self.own(value.shape[-1:], name)
         if self.device == "cuda":
-            return self._norm(value, name, statistics)
+            return self._norm(value, flows, statistics)
         wide = self.cast(value, _FP32)  # on a processor it is made of several operations, all in fp32
         scaled = self.run(wide, shape=value.shape, saves=[wide, statistics])
-        return self.cast(self._norm(scaled, name), value.width)
+        return self.cast(self._norm(scaled, flows), value.width)
 
     def batch_norm(self, value: Value, name: str = "") -> Value:
-        width = self.weight_width if self.device == "cpu" else _FP32
-        return self._norm(value, name, Value((2, value.shape[1]), width, has_gradient=False))
+        width, channels = self.weight_width if self.device == "cpu" else _FP32, value.shape[1]
+        self.buffer_bytes += 2 * _FP32 * channels + _INT64
+        flows = self.own((channels,), name, has_bias=True)
+        return self._norm(value, flows, Value((2, channels), width, has_gradient=False))
 
-    def _norm(self, value: Value, name: str, *statistics: Value) -> Value:
-        flows = value.has_gradient or self.is_trained(self.place(name))
+    def _norm(self, value: Value, flows: bool, *statistics: Value) -> Value:
+        flows = flows or value.has_gradient
         return self.run(value, shape=value.shape, saves=[value, *statistics], has_gradient=flows)
 
     def max_pool(self, value: Value, kernel: int, stride: int, padding: int = 0) -> Value:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from typing import Any, Final, Literal
 
@@ -15,8 +15,7 @@ from framework.config.run_config import RunConfig
 from framework.plan.balance import LayerFacts
 from framework.plan.forwards import Layers, Run, forward_of
 from framework.plan.plan import Plan
-from framework.plan.tape import Tape, Value
-from framework.plan.weights import Shape, buffer_bytes, named_weights
+from framework.plan.tape import Shape, Tape, Value
 
 Device = Literal["cpu", "cuda"]
 Arithmetic = Literal["fp32", "half", "autocast"]
@@ -48,13 +47,13 @@ class Part:
     """
 
     name: str
-    num_params: int
-    flops: int
-    moved_bytes: int
-    saved_bytes: int
-    split_bytes: int
-    peak_bytes: int
-    output_bytes: int
+    num_params: int = 0
+    flops: int = 0
+    moved_bytes: int = 0
+    saved_bytes: int = 0
+    split_bytes: int = 0
+    peak_bytes: int = 0
+    output_bytes: int = 0
     count: int = 1
     input_bytes: int = 0
     backward_bytes: int = 0
@@ -78,7 +77,6 @@ class ModelWork:
         parts: in the order in which they run; the loss is the last one.
         num_samples: of the micro-batch.
         num_tokens: of the micro-batch; None for models that know none.
-        is_traced: whether it was found by a pass over the model; else by closed form.
         frozen: name -> shape of the weights that are not trained.
     """
 
@@ -87,7 +85,6 @@ class ModelWork:
     parts: tuple[Part, ...]
     num_samples: int
     num_tokens: int | None = None
-    is_traced: bool = False
     frozen: Mapping[str, Shape] = field(default_factory=dict)
 
     @property
@@ -96,7 +93,9 @@ class ModelWork:
         return sum(part.flops * part.count for part in self.parts)
 
     def of_samples(self, count: int) -> ModelWork:
-        """The same of a micro-batch of so many samples: all but its weights grows with them."""
+        """The same of a micro-batch of so many samples: all but its weights grows with them, and so do, here alone, the
+        copies of weights that autocast keeps.
+        """
         if count == self.num_samples or not self.num_samples:
             return self
 
@@ -142,39 +141,24 @@ class ModelWork:
 
 
 def named_work(config: RunConfig, micro_size: int, *, device: Device = "cuda") -> ModelWork | None:
-    """Work of a run's model, in closed form.
+    """Work of a run's model on a micro-batch of so many samples; None as `model_work`.
 
     Where only the user's own data knows the length of sequences, the model's longest is taken; a loss of the user's own
     counts as the one that belongs to the model.
-
-    Args:
-        config: the run.
-        micro_size: samples in a micro-batch.
-        device: what it runs on: attention, dropout and norms keep other things on each.
-
-    Returns:
-        The work; None for a model of the user's own, and for images whose size only the data knows.
     """
     shape, model = config.data.image_shape(), config.model
     image_size = getattr(model, "image_size", None) or (shape.size if shape else None)
-    precision: Arithmetic = "half" if isinstance(config.precision, BF16 | FP16) else "fp32"
-    length = getattr(config.data, "sequence_length", None)
-    frozen = frozen_weights(named_weights(model) or {}, config.training.freeze)
+    in_half: Arithmetic = "half" if isinstance(config.precision, BF16 | FP16) else "fp32"
     return model_work(
         model,
         micro_size=micro_size,
-        sequence_length=length,
+        sequence_length=getattr(config.data, "sequence_length", None),
         image_size=image_size,
-        arithmetic="autocast" if isinstance(config.precision, Autocast) else precision,
+        arithmetic="autocast" if isinstance(config.precision, Autocast) else in_half,
         device=device,
-        frozen=frozen,
+        freeze=config.training.freeze,
         zero_stage=config.zero.stage,
     )
-
-
-def frozen_weights(weights: Iterable[str], patterns: Sequence[str]) -> set[str]:
-    """Names of weights that a pattern of `training.freeze` matches from beginning to end."""
-    return {name for name in weights for pattern in patterns if re.fullmatch(pattern, name)}
 
 
 def work_of(plan: Plan) -> ModelWork | None:
@@ -190,10 +174,10 @@ def model_work(
     image_size: int | None = None,
     arithmetic: Arithmetic = "half",
     device: Device = "cuda",
-    frozen: Collection[str] = (),
+    freeze: Sequence[str] = (),
     zero_stage: int = 0,
 ) -> ModelWork | None:
-    """Work of a named model of any shape, in closed form.
+    """Work of a named model of any shape, by its forward pass on a tape.
 
     Args:
         model: the section of a run config that describes it.
@@ -201,15 +185,15 @@ def model_work(
         sequence_length: tokens in a sample; left out: as many as the model has positions.
         image_size: height and width of an image in pixels.
         arithmetic: weights and values in fp32, in bf16 or fp16 (``half``), or fp32 weights under torch's autocast.
-        device: what it runs on.
-        frozen: full names of weights that are not trained.
+        device: what it runs on: attention, dropout and norms keep other things on each.
+        freeze: patterns of the whole names of weights that are not trained.
         zero_stage: at 3 DeepSpeed has linear layers of its own.
 
     Returns:
         The work; None for a model of the user's own, and for images of unknown size.
     """
-    layers, weights = forward_of(model), named_weights(model)
-    if layers is None or weights is None:
+    layers = forward_of(model)
+    if layers is None:
         return None
     tokens = getattr(model, "max_positions", None) and (sequence_length or model.max_positions)  # type: ignore[union-attr]
     half = 2 if arithmetic == "half" else 4
@@ -219,36 +203,45 @@ def model_work(
         inputs = Value((micro_size, model.in_channels, image_size, image_size), half, has_gradient=False)  # type: ignore[union-attr]
     else:
         return None
-    tape = Tape(half, half if arithmetic != "autocast" else 2, device, lambda name: name not in frozen, zero_stage == 3)
-    trained = {name: shape for name, shape in weights.items() if name not in frozen}
-    parts = tuple(_parts(tape, layers, inputs, trained))
-    others = {name: shape for name, shape in weights.items() if name in frozen}
+    is_trained = cache(lambda name: not any(re.fullmatch(pattern, name) for pattern in freeze))
+    tape = Tape(half, half if arithmetic != "autocast" else 2, device, is_trained, zero_stage == 3)
+    parts = tuple(_parts(tape, layers, inputs))
+    trained, frozen = (
+        {name: shape for name, shape in tape.weights.items() if is_trained(name) is kind} for kind in (True, False)
+    )
     num_tokens = micro_size * tokens if tokens else None
-    return ModelWork(trained, buffer_bytes(model), parts, micro_size, num_tokens, frozen=others)
+    return ModelWork(trained, tape.buffer_bytes, parts, micro_size, num_tokens, frozen)
 
 
-def _parts(tape: Tape, layers: Layers, inputs: Value, weights: Mapping[str, Shape]) -> Iterator[Part]:
+def weights_alone(model: ModelSection, freeze: Sequence[str] = ()) -> ModelWork | None:
+    """Weights and buffers of a named model, the same for images of every size; None for a model of the user's own."""
+    work = model_work(model, micro_size=1, image_size=getattr(model, "image_size", 32), freeze=freeze)
+    return work and replace(work, parts=(Part(""),), num_samples=0)
+
+
+def _parts(tape: Tape, layers: Layers, inputs: Value) -> Iterator[Part]:
     """Parts of all layers and of the loss; like layers with the same trained weights are one part with a count."""
     value: Any = inputs
     for name, run, count in layers:
-        part, last = None, None
+        parts: list[Part] = []
+        key: Any = None
+        own: dict[str, Shape] = {}
         for number in range(count):
             place = name.format(number)
-            own = {
-                full.removeprefix(place): prod(shape) for full, shape in weights.items() if full.startswith(f"{place}.")
-            }
-            key = (own.keys(), getattr(value, "has_gradient", True))
-            if part is not None and key == last:
-                part = replace(part, count=part.count + 1)
+            weights = {f"{place}.{weight}": shape for weight, shape in own.items()}
+            same = ([*map(tape.is_trained, weights)], getattr(value, "has_gradient", True))
+            if parts and same == key:
+                tape.weights |= weights
+                parts[-1] = replace(parts[-1], count=parts[-1].count + 1)
                 continue
-            if part is not None:
-                yield part
-            part, value = _part(tape, place, run, value, weights)
-            last = key
-        if part is not None:
-            yield part
+            before, flows = len(tape.weights), getattr(value, "has_gradient", True)
+            part, value = _part(tape, place, run, value)
+            parts.append(part)
+            own = {full.removeprefix(f"{place}."): tape.weights[full] for full in [*tape.weights][before:]}
+            key = ([tape.is_trained(f"{place}.{weight}") for weight in own], flows)
+        yield from parts
     outputs = value if isinstance(value, tuple) else (value,)
-    yield _part(tape, "loss", _loss, outputs, weights)[0]
+    yield _part(tape, "loss", _loss, outputs)[0]
 
 
 def _loss(tape: Tape, outputs: tuple[Value, ...]) -> Value:
@@ -261,15 +254,16 @@ def _loss(tape: Tape, outputs: tuple[Value, ...]) -> Value:
     return tape.add(*sums)
 
 
-def _part(tape: Tape, name: str, run: Run, value: Any, weights: Mapping[str, Shape]) -> tuple[Part, Any]:
+def _part(tape: Tape, name: str, run: Run, value: Any) -> tuple[Part, Any]:
+    before = len(tape.weights)
     tape.start(name)
     made = run(tape, value)
     inputs, outputs = (each if isinstance(each, tuple) else (each,) for each in (value, made))
-    shares = tape.prefix if tape.prefix != name else ""
+    shares, shared = tape.prefix if tape.prefix != name else "", tape.place("")
     is_new = bool(inputs) and tape.saves_first(inputs[0])
     part = Part(
         name,
-        num_params=sum(prod(shape) for full, shape in weights.items() if full.startswith(f"{name}.")),
+        num_params=sum(prod(tape.weights[full]) for full in [*tape.weights][before:] if tape.is_trained(full)),
         flops=tape.flops,
         moved_bytes=tape.moved_bytes,
         saved_bytes=tape.saved_bytes,
@@ -279,32 +273,8 @@ def _part(tape: Tape, name: str, run: Run, value: Any, weights: Mapping[str, Sha
         input_bytes=inputs[0].storage.num_bytes if is_new else 0,
         backward_bytes=tape.backward_bytes(*outputs),
         passing_bytes=tape.forward_bytes(*inputs, *outputs, keeps=False),
-        shared_params=prod(weights.get(f"{shares}.weight", (0,))),
+        shared_params=prod(tape.weights[shared]) if shares and tape.is_trained(shared) else 0,
         shares=shares,
         may_start_stage=not isinstance(value, tuple),
     )
     return part, made
-
-
-def saved_bytes(work: ModelWork, recompute_every: int = 0) -> int:
-    """Bytes that are kept for the backward pass, at the fullest moment.
-
-    Args:
-        work: of one micro-batch.
-        recompute_every: layers of a group that keeps only its input and runs again in the backward pass; 0: none.
-
-    Returns:
-        Everything that is saved; with recomputation the inputs of the groups up to the fullest one, and what that one
-        saves when it has run again. The loss belongs to no group.
-    """
-    *layers, loss = work.layers()
-    if not recompute_every:
-        return sum(part.saved_bytes for part in (*layers, loss))
-    inputs, most = 0, 0
-    for start in range(0, len(layers), recompute_every):
-        group = layers[start : start + recompute_every]
-        inputs += layers[start - 1].output_bytes if start else 0
-        own = sum(part.saved_bytes for part in group) - (group[0].input_bytes if start else 0)
-        is_last = start + recompute_every >= len(layers)
-        most = max(most, inputs + own + (loss.saved_bytes if is_last else 0))
-    return most

@@ -25,7 +25,7 @@ from framework.errors import ConfigError, FrameworkError, Problem
 from framework.models.adapt import frozen_names, is_matrix
 from framework.models.layers import Layer, as_layers, lists_layers, recipes_only, refuse_bad_ties
 from framework.models.survey import Surveyed, refuse_untrue_layers, survey
-from framework.plan.balance import LayerFacts, StageTable, cut, with_seconds
+from framework.plan.balance import LayerFacts, StageTable, cut, has_two_groups, with_seconds
 from framework.plan.cluster import Cluster
 from framework.plan.plan import Plan, make_plan
 from framework.setup.objects import Objects, summary
@@ -148,10 +148,8 @@ def cut_as_saved(model: CutModel, plan: Plan, manifest: Mapping[str, Any]) -> Cu
 
 
 def _cut(facts: Sequence[LayerFacts], surveyed: Sequence[Surveyed], plan: Plan) -> StageTable:
-    config, optimizer = plan.config, plan.config.optimizer
-    # ZeRO reduces over both parameter groups of such an optimizer.
-    in_groups = getattr(optimizer, "weight_decay_on", "all") == "matrices" and getattr(optimizer, "weight_decay", 0.0)
-    table = cut(facts, config.parallel, same_groups=bool(in_groups) and config.zero.stage > 0)
+    config = plan.config
+    table = cut(facts, config.parallel, same_groups=has_two_groups(config) and config.zero.stage > 0)
     if isinstance(table, Problem):
         raise ConfigError(table)
     problems = [

@@ -6,6 +6,7 @@ import torch: see `framework.commands.own_work`.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 from collections import Counter
@@ -128,11 +129,8 @@ def _bytes(tensor: Tensor) -> int:
 class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        made = (
-            torch.empty_like(query)
-            if query.shape[-1] == value.shape[-1]
-            else query.new_empty(*query.shape[:-1], value.shape[-1])
-        )
+        is_alike = query.shape[-1] == value.shape[-1]
+        made = torch.empty_like(query) if is_alike else query.new_empty(*query.shape[:-1], value.shape[-1])
         ctx.save_for_backward(query, key, value, made, query.new_empty(query.shape[:-1], dtype=torch.float32))
         return made
 
@@ -182,12 +180,13 @@ class _AsOnGPU(TorchFunctionMode):
             )
             return _FusedAttention.apply(query, key, value)
         if func is functional.dropout:
-            given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
+            given = inspect.signature(func).bind(*args, **kwargs).arguments
+            value = given["input"]
             if given.get("training", True) and 0 < given.get("p", 0.5) < 1:
-                self._ledger.current.figures["moved"] += 2 * _bytes(given["input"]) + given["input"].numel()
-                return _FusedDropout.apply(given["input"])
+                self._ledger.current.figures["moved"] += 2 * _bytes(value) + value.numel()
+                return _FusedDropout.apply(value)
         if func is functional.rms_norm:
-            given = dict(zip(("input", "normalized_shape", "weight", "eps"), args, strict=False)) | kwargs
+            given = inspect.signature(func).bind(*args, **kwargs).arguments
             if given.get("weight") is not None:
                 self._ledger.current.figures["moved"] += 2 * _bytes(given["input"])
                 return _FusedNorm.apply(given["input"], given["weight"])
@@ -234,13 +233,11 @@ def trace_work(config: RunConfig, parts: Parts, batch: tuple[Any, Any], *, devic
         ledger.way = "backward"
         with ledger:  # back to the first value that has a gradient: no gradients of weights come into it
             torch.autograd.grad(total, ledger.first or list(model.parameters()), allow_unused=True)
-    weights = {name: (tuple(weight.shape), weight.requires_grad) for name, weight in model.named_parameters()}
     trained, frozen = (
-        {n: shape for n, (shape, is_trained) in weights.items() if is_trained is kind} for kind in (True, False)
+        {name: tuple(weight.shape) for name, weight in model.named_parameters() if weight.requires_grad is kind}
+        for kind in (True, False)
     )
-    return ModelWork(
-        trained, buffer_bytes, tuple(_parts(ledger, model)), samples, _num_tokens(inputs), is_traced=True, frozen=frozen
-    )
+    return ModelWork(trained, buffer_bytes, tuple(_parts(ledger, model)), samples, _num_tokens(inputs), frozen)
 
 
 @contextmanager
@@ -336,11 +333,8 @@ def _parts(ledger: _Ledger, model: nn.Module) -> Iterator[Part]:
     first_of: dict[int, str] = {}
     saved = 0
     for number, record in enumerate(ledger.records):
-        is_empty = (
-            not number and not sum(record.figures.values()) and len(within) == len({*map(id, model.parameters())})
-        )
-        if is_empty:  # nothing stands before the first part
-            continue
+        if not number and not sum(record.figures.values()) and {*map(id, model.parameters())} <= within:
+            continue  # nothing stands before the first part
         own = [id(weight) for weight in record.module.parameters()] if record.module else []
         own = [each for each in own if each in weights] if number else [each for each in weights if each not in within]
         shared = [each for each in own if each in first_of]

@@ -10,6 +10,7 @@ import torch
 from framework.config.model import BERT, GPT
 from framework.config.run_config import RunConfig
 from framework.models.layers import as_layers
+from framework.plan.forwards import num_layers
 from framework.setup.objects import call_factory
 
 # GPT-2: counts of the released checkpoints. Llama: of the released safetensors. tiny GPT: 261*128 + 256*128 + 4 *
@@ -44,7 +45,7 @@ def test_the_published_number_of_parameters(kind: str, size: str) -> None:
         model = call_factory(config.factory(), key="model")
     assert sum(parameter.numel() for parameter in model.parameters()) == NUM_PARAMETERS[kind, size]
     assert not list(model.buffers())
-    assert len(as_layers(model)) == config.num_layers_in_list()
+    assert len(as_layers(model)) == num_layers(config)
 
 
 def test_every_size_is_in_the_table() -> None:
@@ -83,4 +84,4 @@ def test_what_is_written_down_wins_and_what_follows_it_keeps_its_ratio() -> None
 def test_every_kind_knows_how_many_layers_it_has(model: dict[str, Any]) -> None:
     config = section(**model)
     with torch.device("meta"):
-        assert len(as_layers(call_factory(config.factory(), key="model"))) == config.num_layers_in_list()
+        assert len(as_layers(call_factory(config.factory(), key="model"))) == num_layers(config)

@@ -268,3 +268,12 @@ def test_found_is_empty_of_words_where_something_fits() -> None:
     found = search(config(), cluster, target)
     assert isinstance(found, Found)
     assert found.block == ""
+
+
+def test_each_candidate_is_estimated_as_its_plan_alone() -> None:
+    """Under autocast stage 3 keeps no copies of weights, unlike the stages that are tried before it."""
+    model, batch = {"kind": "gpt", "size": "gpt2", "max_positions": 2048}, {"micro_size": 8}
+    asked = config(model=model, precision={"dtype": "autocast"}, batch=batch)
+    found = search(asked, Cluster(1, 8), Target(), free=frozenset({STAGE}))
+    assert {each.choice[STAGE] for each in found.ranked} == {0, 1, 2, 3}
+    assert [each.peak_bytes for each in found.ranked] == [judge(each.plan).peak_bytes for each in found.ranked]

@@ -14,10 +14,11 @@ from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
 from framework.models.adapt import prepare_model
 from framework.models.layers import LayeredModel
-from framework.plan.work import model_work, named_work, saved_bytes
+from framework.plan.work import model_work, named_work
 from framework.setup.objects import Objects
 from framework.setup.parts import gather_parts
 from tests.jobs.live_bytes import Saved
+from tests.plan.saved_bytes import saved_bytes
 
 TEXT = {"data": {"kind": "text", "sequence_length": 32}, "task": {"kind": "causal_lm"}}
 PAIRS = {"data": {"kind": "text_pairs", "sequence_length": 32}, "task": {"kind": "masked_lm"}}

@@ -18,12 +18,13 @@ from framework.config.load import config_from_values
 from framework.models.gpt import GPT
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
-from framework.plan.work import Part, model_work, saved_bytes
+from framework.plan.work import Part, model_work
 from framework.setup.parts import Parts
 from framework.setup.trace import trace_work
 from framework.tasks.classification import Classification
 from framework.tasks.task import Task
 from tests.jobs.live_bytes import Saved
+from tests.plan.saved_bytes import saved_bytes
 
 MICRO = 2
 

@@ -14,6 +14,7 @@ from framework.config.run_config import RunConfig
 from framework.errors import Problem
 from framework.plan.balance import pattern_problem, stage_problems
 from framework.plan.cluster import Cluster
+from framework.plan.forwards import num_layers
 from framework.plan.rules.base import Found, rule
 
 # What is read -> the kinds that read or give it; every other kind is for images.
@@ -130,8 +131,8 @@ def _divisor(number: int, *, near: int) -> int:
 @rule("recompute-whole-model", "warning")
 def recompute_in_parts(config: RunConfig, cluster: Cluster) -> Found:
     """One group of everything runs everything again and holds, while it does, as much as without."""
-    key, model = "training.recompute_every", config.model
-    if isinstance(model, ModelKind) and config.training.recompute_every >= (count := model.num_layers_in_list()):
+    key, count = "training.recompute_every", num_layers(config.model)
+    if count is not None and config.training.recompute_every >= count:
         reason = f"all {count} layers are one group, which computes them twice and saves next to no memory"
         yield key, reason, f"set {key}: 1 or a few"
 
@@ -186,7 +187,7 @@ def bf16_pipeline_needs_zero1(config: RunConfig, cluster: Cluster) -> Found:
 def stages_fit(config: RunConfig, cluster: Cluster) -> Found:
     """The cut into stages as it is written; models that are not known by name are looked at when they are built."""
     if config.parallel.pipe > 1:
-        yield from stage_problems(config.parallel, getattr(config.model, "num_layers_in_list", lambda: None)())
+        yield from stage_problems(config.parallel, num_layers(config.model))
 
 
 @rule("inert-without-pipe", "warning")

@@ -1,4 +1,4 @@
-"""The closed form of every named model against the model itself."""
+"""Weights of every named model, as its forward pass on a tape has them, against the model itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from framework.config.load import config_from_values
 from framework.config.model import BERT_SIZES, GPT_SIZES
-from framework.plan.weights import buffer_bytes, named_weights
+from framework.plan.work import weights_alone
 
 MODELS: list[dict[str, Any]] = [
     {"kind": "lenet"},
@@ -41,5 +41,7 @@ def test_names_and_shapes_are_those_of_the_model(model: dict[str, Any]) -> None:
     with torch.device("meta"):
         module = gather_parts(config, Objects()).build_model()
     shapes = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
-    assert named_weights(config.model) == shapes
-    assert buffer_bytes(config.model) == sum(each.numel() * each.element_size() for each in module.buffers())
+    work = weights_alone(config.model)
+    assert work is not None
+    assert list(work.weights.items()) == list(shapes.items())
+    assert work.buffer_bytes == sum(each.numel() * each.element_size() for each in module.buffers())
