@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from math import prod
 from typing import Final
 
-from framework.config.load import config_from_values
 from framework.errors import ConfigError
 from framework.plan.alternatives import size_text, with_settings
 from framework.plan.memory import NotEstimatedError, estimate
@@ -34,7 +33,7 @@ def paper_lines(plan: Plan) -> Iterator[str]:
     for stage in range(4):
         settings = {STAGE: stage, OFFLOAD: "none", PIPE: 1}
         try:
-            memory = estimate(make_plan(config_from_values(with_settings(plan.config, settings)), plan.cluster))
+            memory = estimate(make_plan(with_settings(plan.config, settings), plan.cluster))
         except (ConfigError, NotEstimatedError):
             continue
         between, most = size_text(memory.total("between")), size_text(memory.total(memory.peak))

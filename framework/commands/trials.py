@@ -19,8 +19,9 @@ from typing import Any, Final
 
 from framework.commands.strategies import unusual
 from framework.errors import TrainingError, UsageError
+from framework.plan.alternatives import settings_text
 from framework.plan.plan import Plan
-from framework.plan.search import Candidate, settings_text
+from framework.plan.search import Candidate
 from framework.system.output import write
 
 _ROUNDS: Final = 2

@@ -14,10 +14,9 @@ from functools import cached_property
 from math import inf
 from typing import Any, Final, Literal
 
-from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
-from framework.errors import ConfigError, UsageError, counted, show_value
-from framework.plan.alternatives import alternatives, size_text, with_settings
+from framework.errors import ConfigError, UsageError, counted
+from framework.plan.alternatives import alternatives, settings_text, size_text, with_settings
 from framework.plan.cluster import Cluster
 from framework.plan.devices import Machine
 from framework.plan.layout import DEFAULT_MICRO_SIZE
@@ -265,7 +264,7 @@ def search_longest_sequence(
 
     def at(tokens: int) -> Found:
         lengths = {LENGTH: tokens, POSITIONS: max(tokens, positions)}
-        longer = config_from_values(with_settings(config, lengths))
+        longer = with_settings(config, lengths)
         found = search(longer, cluster, target, num_train_samples=num_train_samples)
         named = (replace(each, settings={LENGTH: tokens, **each.settings}) for each in found.ranked)
         return replace(found, ranked=tuple(named))
@@ -338,7 +337,7 @@ class _Judge:
     def candidate(self, config: RunConfig, settings: Settings) -> Candidate | str:
         """The candidate, or the reason why there is none."""
         try:
-            changed = config_from_values(with_settings(config, settings))
+            changed = with_settings(config, settings)
             plan = make_plan(changed, self.cluster, num_train_samples=self.num_train_samples)
             micro = plan.layout.micro_size
             if micro not in self._works:
@@ -416,7 +415,7 @@ def nearest_plan(
     tries += [({}, replace(cluster, devices_per_host=count)) for count in fewer]
     for settings, where in tries:
         with suppress(ConfigError):
-            changed = config_from_values(with_settings(config, settings))
+            changed = with_settings(config, settings)
             plan = make_plan(changed, where, num_train_samples=num_train_samples)
             shown = {key: value for key, value in settings.items() if value is not None}
             return settings_text(shown) or (str(where) if where != cluster else str(plan.layout)), plan
@@ -526,11 +525,6 @@ def find_knob(plan: Plan, *, work: ModelWork | None = None) -> Knob | None:
             found += [Knob(key, before, after, size) for size in freed]
     best = max(found, key=lambda knob: knob.freed_bytes, default=None)
     return best if best is not None and best.freed_bytes >= planned / 100 else None
-
-
-def settings_text(settings: Settings) -> str:
-    """Settings in one line, as a config has them."""
-    return ", ".join(f"{key}: {show_value(value)}" for key, value in settings.items())
 
 
 def _number(value: Any) -> str:
