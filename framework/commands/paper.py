@@ -25,7 +25,7 @@ def paper_lines(plan: Plan) -> Iterator[str]:
     if not weights:
         yield "paper     the model is one of your own: its weights are not known by name"
         return
-    ranks, sizes = plan.layout.data_parallel_size, [prod(shape) for shape in weights.values()]
+    ranks, sizes = plan.cluster.world_size, [prod(shape) for shape in weights.values()]
     total, largest = sum(sizes), max(sizes)
     yield f"paper     {total:,} weights: {size_text(4 * total)} in fp32, {16 * total / 1e9:,.0f} GB to train at 16 each"
     for name, size in formula_bytes(total, ranks, largest_layer=largest).items():
@@ -37,7 +37,8 @@ def paper_lines(plan: Plan) -> Iterator[str]:
         except (ConfigError, NotEstimatedError):
             continue
         between, most = size_text(memory.total("between")), size_text(memory.total(memory.peak))
-        yield f"          {f'DeepSpeed, stage {stage}, as planned here':<40}{between:>14} between steps, {most} at most"
+        name = f"DeepSpeed, stage {stage}, as planned here"
+        yield f"          {name:<40}{between:>14} between steps, {most} at most, estimated"
     yield from goodput_lines(plan.cluster.world_size)
 
 

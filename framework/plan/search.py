@@ -232,25 +232,36 @@ def search_fewest_devices(
     cluster: Cluster,
     target: Target,
     *,
+    free: Set[str] = EVERYTHING,
     num_train_samples: int | None = None,
     work: ModelWork | None = None,
 ) -> Found:
     """The search on the smallest part of a cluster on which something fits: whole hosts, or devices of one host in
     powers of two; on the whole cluster where nothing does.
+
+    Raises:
+        UsageError: the device's memory is not known.
     """
+    if target.memory_bytes is None:
+        raise UsageError("the fewest devices take the device, as --gpu names it")
     hosts = sorted({*_powers(cluster.num_hosts), cluster.num_hosts})
     devices = sorted({*_powers(cluster.devices_per_host), cluster.devices_per_host})
     sizes = [*((1, count) for count in devices), *((count, cluster.devices_per_host) for count in hosts[1:])]
     for num_hosts, count in sizes:
         part = replace(cluster, num_hosts=num_hosts, devices_per_host=count)
-        found = search(config, part, target, num_train_samples=num_train_samples, work=work)
+        found = search(config, part, target, free=free, num_train_samples=num_train_samples, work=work)
         if found.ranked:
             break
     return found
 
 
 def search_longest_sequence(
-    config: RunConfig, cluster: Cluster, target: Target, *, num_train_samples: int | None = None
+    config: RunConfig,
+    cluster: Cluster,
+    target: Target,
+    *,
+    free: Set[str] = EVERYTHING,
+    num_train_samples: int | None = None,
 ) -> Found:
     """The search with the longest sequence on which something fits, to an eighth of its length.
 
@@ -265,7 +276,7 @@ def search_longest_sequence(
     def at(tokens: int) -> Found:
         lengths = {LENGTH: tokens, POSITIONS: max(tokens, positions)}
         longer = with_settings(config, lengths)
-        found = search(longer, cluster, target, num_train_samples=num_train_samples)
+        found = search(longer, cluster, target, free=free, num_train_samples=num_train_samples)
         named = (replace(each, settings={LENGTH: tokens, **each.settings}) for each in found.ranked)
         return replace(found, ranked=tuple(named))
 
