@@ -7,11 +7,13 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
+from framework.commands.check_fix import write_file
 from framework.commands.explain_oom import explain_oom
 from framework.commands.measure import measure
-from framework.commands.memory_chart import draw_chart, write_chart
+from framework.commands.memory_chart import draw_chart
 from framework.commands.own_work import find_own_work
 from framework.commands.paper import paper_lines
 from framework.commands.stage_balance import StageBalance, find_stage_balance
@@ -23,9 +25,8 @@ from framework.config.base import ModelKind
 from framework.errors import EXIT_OK, ConfigError, Problem, UsageError
 from framework.load_run import LoadedRun
 from framework.plan.alternatives import settings_text, size_text, with_settings
-from framework.plan.auto import listed_target
+from framework.plan.auto import listed_target, measured_target
 from framework.plan.cluster import Cluster
-from framework.plan.measured import measured_machine
 from framework.plan.memory import Memory, NotEstimatedError
 from framework.plan.plan import Plan, default_cluster, make_plan, rows
 from framework.plan.search import (
@@ -112,11 +113,11 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
             _print_nearest(run, cluster)
         raise
     if arguments.explain_oom:
-        return explain_oom(arguments.explain_oom, plan, as_json=arguments.json)
+        return explain_oom(arguments.explain_oom, plan, work=own[0], as_json=arguments.json)
     if arguments.measure:
         print(*measure(plan), sep="\n", file=sys.stderr if arguments.json else sys.stdout)
-    if not arguments.gpu and cluster.num_hosts == 1 and (machine := measured_machine(cluster.world_size)):
-        target = Target("this machine, measured", machine=machine)
+    if not arguments.gpu:
+        target = measured_target(cluster) or target
     question = _Question(arguments, run, plan, target, *own)
     answer = _answer(question)
     if arguments.trials:
@@ -297,6 +298,5 @@ def _act(question: _Question, answer: _Answer) -> None:
         write(out, f"{diff or f'{run.config_path}: it says so already'}\n")
     if arguments.chart:
         limit = question.target.usable_bytes
-        write_chart(
-            arguments.chart, draw_chart(answer.candidates, limit_bytes=limit, title=question.plan.config.run.name)
-        )
+        chart = draw_chart(answer.candidates, limit_bytes=limit, title=question.plan.config.run.name)
+        write_file(Path(arguments.chart), chart, name=arguments.chart)

@@ -36,13 +36,16 @@ def alternatives(
     plan: Plan, choices: Iterable[Mapping[str, Any]], *, work: ModelWork | None = None
 ) -> Iterator[Alternative]:
     """Those of the choices, dotted keys with their values, that the rules allow and that change the plan; `work`: of a
-    model of the user's own, on the plan's micro-batch.
+    model of the user's own, which would be another in another type.
     """
     seen = [plan.config.to_dict()]
     for settings in choices:
+        if work and "precision.dtype" in settings:
+            continue
         try:
             config = with_settings(plan.config, settings)
-            memory = estimate(make_plan(config, plan.cluster), work=work)
+            changed = make_plan(config, plan.cluster)
+            memory = estimate(changed, work=work and work.of_samples(changed.layout.micro_size))
         except (ConfigError, NotEstimatedError):
             continue
         is_new = config.to_dict() not in seen

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from framework.plan.alternatives import size_text
-from framework.plan.auto import target_at_hand
-from framework.plan.measured import measured_machine
+from framework.plan.auto import measured_target, target_at_hand
 from framework.plan.memory import NotEstimatedError
 from framework.plan.plan import Plan
-from framework.plan.search import Candidate, Target, judge
+from framework.plan.search import Candidate, judge
 from framework.system.files import replace_text
 from framework.system.log import print_line
 
@@ -102,9 +101,7 @@ def estimates_here(plan: Plan) -> Candidate | None:
     """The estimates of a plan for this machine, by its measured rates where there are such; None where its memory is
     not known.
     """
-    machine = measured_machine(plan.cluster.world_size) if plan.cluster.num_hosts == 1 else None
-    target = target_at_hand(plan.cluster) if machine is None else Target("this machine, measured", machine=machine)
     try:
-        return judge(plan, target)
+        return judge(plan, measured_target(plan.cluster) or target_at_hand(plan.cluster))
     except NotEstimatedError:
         return None

@@ -526,12 +526,11 @@ def find_knob(plan: Plan, *, work: ModelWork | None = None) -> Knob | None:
     hundred.
     """
     planned, found = judge(plan, work=work).peak_bytes, []
-    work = work and work.of_samples(plan.layout.micro_size)
     for key, after in _KNOBS:
         section, _, name = key.partition(".")
         before = getattr(getattr(plan.config, section), name, None)
         is_lower = before is not None and (isinstance(after, str) or before > after)
-        if is_lower and (work is None or section != "precision"):  # of another type it would be other work
+        if is_lower:
             freed = (planned - each.peak_bytes for each in alternatives(plan, [{key: after}], work=work))
             found += [Knob(key, before, after, size) for size in freed]
     best = max(found, key=lambda knob: knob.freed_bytes, default=None)
