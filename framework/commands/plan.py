@@ -186,7 +186,8 @@ def _answer(question: _Question) -> _Answer:
         lines += [f"{'' if number else 'others':<10}{line}" for number, line in enumerate(rest)]
     lines += [f"{'knob':<10}{knob}"] if knob else []
     section = {"memory": planned.memory.to_dict(), "strategies": strategies_section(found, shown)}
-    section |= {} if planned.time is None else {"time": planned.time.to_dict()}
+    section |= {"time": planned.time.to_dict()} if planned.time else {}
+    section |= {"machine": target.machine.to_dict()} if target.machine else {}
     section |= {} if knob is None else {"knob": vars(knob) | {"text": str(knob)}}
     return _Answer(
         section, tuple(head), tuple(lines), tuple(_findings(question, planned, found)), tuple(shown), planned
@@ -214,7 +215,7 @@ def _is_alternative(one: Candidate, planned: Candidate) -> bool:
 
 def _order(shown: Sequence[Candidate], target: Target) -> str:
     if any(each.time is not None for each in shown):
-        return "the fastest first"
+        return "the fastest first, estimated"
     why = f"not all rates of {target.name} are listed" if target.name else "no device named (--gpu)"
     return f"the least traffic first, speed unknown: {why}"
 
