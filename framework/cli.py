@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Final
 
 import framework
 from framework.commands import check as checks
-from framework.commands import plan as plans
 from framework.commands import report as reports
 from framework.errors import (
     EXIT_OK,
@@ -30,7 +29,7 @@ from framework.errors import (
     missing_package,
 )
 from framework.plan.cluster import Cluster
-from framework.system.arguments import CommandParser, whole
+from framework.system.arguments import CommandParser, add_option, whole
 from framework.system.exits import refusing_exits
 from framework.system.output import write
 
@@ -140,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     checks.add_options(check)
     check.set_defaults(command=_check)
     plan = commands.add_parser("plan", help="say what will happen on a cluster")
-    plans.add_options(plan)
+    _add_plan_options(plan)
     plan.set_defaults(command=_plan)
     render = commands.add_parser("render", help="print the DeepSpeed JSON")
     render.set_defaults(command=_render)
@@ -160,6 +159,26 @@ def _parser() -> argparse.ArgumentParser:
     for name, help_ in _ELSEWHERE.items():
         commands.add_parser(name, help=help_)
     return parser
+
+
+def _add_plan_options(plan: argparse.ArgumentParser) -> None:
+    """Add the options that `plan` takes beside file, settings and cluster."""
+    option = plan.add_argument
+    option("--json", action="store_true", help="print the plan as JSON")
+    about = "explain an out-of-memory message by this plan: a rank's log, or - for stdin"
+    option("--explain-oom", metavar="LOG", help=about)
+    option("--measure", action="store_true", help="measure this machine's rates first, about half a minute")
+    count = whole(1, 1000, "{} is not a number of strategies")
+    about = "run the best N for some steps each, here; implies --search"
+    add_option(plan, "--trials", type=count, metavar="N", help=about)
+    option("--network", metavar="NAME", help="between hosts, where it is not the usual one, such as infiniband-hdr")
+    option("--search", action="store_true", help="choose micro-batch, accumulation and pipeline as well")
+    about = "what the best strategy has most of, or takes least of; implies --search"
+    option("--goal", choices=("throughput", "fewest-devices", "longest-sequence"), help=about)
+    add_option(plan, "--top", type=count, metavar="N", help="show so many")
+    option("--apply", action="store_true", help="write the best strategy into the file; implies --search")
+    option("--paper", action="store_true", help="the usual formulas beside it, and goodput between failures")
+    option("--chart", metavar="FILE.svg", help="draw the memory of the best strategies; implies --search")
 
 
 def _add_others(commands: argparse._SubParsersAction[CommandParser]) -> None:
@@ -189,9 +208,10 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    from framework.commands.plan import run_plan
     from framework.load_run import load_run
 
-    return plans.run_plan(arguments, load_run(arguments.file, arguments.words), _cluster(arguments))
+    return run_plan(arguments, load_run(arguments.file, arguments.words), _cluster(arguments))
 
 
 def _render(arguments: argparse.Namespace) -> int:

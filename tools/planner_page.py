@@ -20,17 +20,22 @@ from pathlib import Path
 from typing import Any, Final
 
 from framework.cli import main
-from framework.commands.paper import counted_hours
+from framework.commands.paper import (
+    FAILURES_PER_SECOND,
+    best_interval_seconds,
+    counted_hours,
+    formula_bytes,
+    goodput,
+)
 from framework.commands.strategies import unusual
 from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
-from framework.plan.alternatives import size_text
+from framework.plan.alternatives import settings_text, size_text
 from framework.plan.auto import listed_target
 from framework.plan.cluster import Cluster
 from framework.plan.memory import estimate
-from framework.plan.paper import FAILURES_PER_SECOND, best_interval_seconds, formula_bytes, goodput
 from framework.plan.plan import make_plan
-from framework.plan.search import search, settings_text
+from framework.plan.search import search
 from framework.plan.work import weights_alone
 
 ROOT: Final = Path(__file__).parents[1]

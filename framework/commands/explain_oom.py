@@ -12,6 +12,7 @@ from framework.errors import EXIT_OK, UsageError
 from framework.plan.alternatives import size_text
 from framework.plan.out_of_memory import IN_WORDS, Explanation, advice, explain, read_shortage
 from framework.plan.plan import Plan
+from framework.plan.work import ModelWork
 
 _LACKS = {
     "device": "a device has no memory left",
@@ -31,11 +32,14 @@ _OF_SIZE = {
 _LONGEST_LOG = 64 * 2**20
 
 
-def explain_oom(log: str, plan: Plan, *, as_json: bool) -> int:
+def explain_oom(log: str, plan: Plan, *, work: ModelWork | None, as_json: bool) -> int:
     """Print what a text says of memory that was not there, and what would have taken less; returns the exit code.
 
     Args:
         log: path of the text, or ``-`` for stdin.
+        plan: of the run that printed it.
+        work: of its model, where that is the user's own.
+        as_json: for tools.
 
     Raises:
         UsageError: it cannot be read, or holds no such message.
@@ -45,7 +49,7 @@ def explain_oom(log: str, plan: Plan, *, as_json: bool) -> int:
         raise UsageError(
             f"--explain-oom {log}: holds no message of memory that is not there; give the rank's whole log"
         )
-    found = explain(shortage, plan)
+    found = explain(shortage, plan, work=work)
     if as_json:
         fixes = [{"settings": dict(each.settings), "less_bytes": found.gain(each)} for each in found.fixes]
         estimate = {"is_estimate": True, "moment": found.at, "bytes": dict(found.components), "unknown": found.unknown}

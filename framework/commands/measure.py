@@ -8,13 +8,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from framework.commands.torch_child import NoAnswerError, failure_of, run_child
 from framework.errors import TrainingError, UsageError, counted, missing_package
 from framework.plan.measured import keep
 from framework.plan.plan import Plan
@@ -51,31 +50,19 @@ def environment_of_ranks(num_ranks: int) -> dict[str, str]:
 
 def measure_machine(num_ranks: int) -> dict[str, Any]:
     """Run the job and return what it found; a TrainingError where it failed."""
-    job = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    job = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rates.json")
+        words = [*job, "-m", "framework.commands.machine_rates", str(out)]
         try:
-            done = subprocess.run(
-                [*job, "-m", "framework.commands.machine_rates", str(out)],
-                capture_output=True,
-                env=environment_of_ranks(num_ranks),
-                timeout=_LONGEST_SECONDS,
-                check=False,
-            )
+            done = run_child(words, environment_of_ranks(num_ranks), longest_seconds=_LONGEST_SECONDS)
             if done.returncode == 0:
                 found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
                 return found
-        except subprocess.TimeoutExpired:
-            reason = f"it took more than {_LONGEST_SECONDS:g} s"
-        else:
-            reason = _reason(done.stderr.decode("utf-8", errors="replace"))
+            reason = failure_of(done.stderr)
+        except NoAnswerError as error:
+            reason = str(error)
     raise TrainingError(f"--measure: the job of {counted(num_ranks, 'rank')} failed: {reason} [measure-failed]")
-
-
-def _reason(stderr: str) -> str:
-    """Return the last line of the first rank's own error, which torchrun's summary follows."""
-    own = stderr.partition("torch.distributed.elastic.multiprocessing")[0].strip() or stderr.strip()
-    return own.rpartition("\n")[2][-300:] or "it printed nothing"
 
 
 def _lines(found: Mapping[str, Any], num_ranks: int) -> Iterator[str]:

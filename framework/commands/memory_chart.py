@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 from math import ceil, log10
-from pathlib import Path
 from typing import Final
 
-from framework.commands.check_fix import write_file
 from framework.commands.strategies import BUFFERS, MEMORY_GROUPS, grouped
 from framework.plan.search import OFFLOAD, PIPE, RECOMPUTE, STAGE, Candidate
 
@@ -51,11 +49,6 @@ def draw_chart(candidates: Sequence[Candidate], *, limit_bytes: int | None, titl
             "</svg>\n",
         )
     )
-
-
-def write_chart(file: str, text: str) -> None:
-    """Write the chart; a StorageError where it cannot be."""
-    write_file(Path(file), text, name=file)
 
 
 def _tick(most: float) -> float:

@@ -17,6 +17,7 @@ from typing import Any, Final
 import framework
 from framework.commands.torch_child import NoAnswerError, ask_child
 from framework.config.base import Object, Target
+from framework.plan.compiled_ops import cache_folder
 from framework.plan.plan import Plan
 from framework.plan.work import Device, ModelWork, Part
 from framework.system.files import replace_text
@@ -77,8 +78,7 @@ def _cache_file(plan: Plan, device: Device) -> Path | None:
     except (OSError, LookupError, metadata.PackageNotFoundError):
         return None
     known = json.dumps([versions, sections, asdict(plan.layout), device, files, own], sort_keys=True, default=str)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "dsf-trainer" / "work" / f"{hashlib.sha256(known.encode()).hexdigest()}.json"
+    return cache_folder(os.environ) / "dsf-trainer" / "work" / f"{hashlib.sha256(known.encode()).hexdigest()}.json"
 
 
 def _code_of(target: str) -> list[tuple[str, int, int]]:

@@ -7,22 +7,48 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
+from framework.commands.check_fix import write_file
+from framework.commands.explain_oom import explain_oom
+from framework.commands.measure import measure
+from framework.commands.memory_chart import draw_chart
+from framework.commands.own_work import find_own_work
+from framework.commands.paper import paper_lines
+from framework.commands.stage_balance import StageBalance, find_stage_balance
+from framework.commands.strategies import loser_lines, strategies_section, table_lines, unusual, write_choice
+from framework.commands.target_search import missing_targets
+from framework.commands.torch_child import NoAnswerError
+from framework.commands.trials import fastest, run_trials, table
+from framework.config.base import ModelKind
 from framework.errors import EXIT_OK, ConfigError, Problem, UsageError
-from framework.system.arguments import add_option, whole
+from framework.load_run import LoadedRun
+from framework.plan.alternatives import settings_text, size_text, with_settings
+from framework.plan.auto import listed_target, measured_target
+from framework.plan.cluster import Cluster
+from framework.plan.memory import Memory, NotEstimatedError
+from framework.plan.plan import Plan, default_cluster, make_plan, rows
+from framework.plan.search import (
+    EVERYTHING,
+    OFFLOAD,
+    RECOMPUTE,
+    STAGE,
+    Candidate,
+    Found,
+    Target,
+    find_knob,
+    judge,
+    nearest_plan,
+    search,
+    search_fewest_devices,
+    search_longest_sequence,
+    search_more_devices,
+)
+from framework.plan.time import StepTime
+from framework.plan.work import ModelWork
 from framework.system.output import write
 
-if TYPE_CHECKING:  # every command lists the options of this one, and needs nothing else of it
-    from framework.load_run import LoadedRun
-    from framework.plan.cluster import Cluster
-    from framework.plan.memory import Memory
-    from framework.plan.plan import Plan
-    from framework.plan.search import Candidate, Found, Target
-    from framework.plan.time import StepTime
-    from framework.plan.work import ModelWork
-
-_GOALS: Final = ("throughput", "fewest-devices", "longest-sequence")
 _TOP: Final = 5
 _MOST_LOSERS: Final = 10
 # What a plan of another batch, of fewer stages or devices would not have.
@@ -36,26 +62,6 @@ _MOMENTS: Final = {
     "backward": "in the backward pass",
     "step": "in the optimizer's step",
 }
-
-
-def add_options(plan: argparse.ArgumentParser) -> None:
-    """Add the options that `plan` takes beside file, settings and cluster."""
-    option = plan.add_argument
-    option("--json", action="store_true", help="print the plan as JSON")
-    about = "explain an out-of-memory message by this plan: a rank's log, or - for stdin"
-    option("--explain-oom", metavar="LOG", help=about)
-    option("--measure", action="store_true", help="measure this machine's rates first, about half a minute")
-    count = whole(1, 1000, "{} is not a number of strategies")
-    about = "run the best N for some steps each, here; implies --search"
-    add_option(plan, "--trials", type=count, metavar="N", help=about)
-    option("--network", metavar="NAME", help="between hosts, where it is not the usual one, such as infiniband-hdr")
-    option("--search", action="store_true", help="choose micro-batch, accumulation and pipeline as well")
-    about = "what the best strategy has most of, or takes least of; implies --search"
-    option("--goal", choices=_GOALS, help=about)
-    add_option(plan, "--top", type=count, metavar="N", help="show so many")
-    option("--apply", action="store_true", help="write the best strategy into the file; implies --search")
-    option("--paper", action="store_true", help="the usual formulas beside it, and goodput between failures")
-    option("--chart", metavar="FILE.svg", help="draw the memory of the best strategies; implies --search")
 
 
 @dataclass(frozen=True)
@@ -77,32 +83,21 @@ class _Question:
 
     def free(self) -> frozenset[str]:
         """Keys that may be chosen: beside a plan those that leave its batch as it is."""
-        from framework.plan.search import EVERYTHING, OFFLOAD, RECOMPUTE, STAGE
-
         if not self.is_wide:
             return frozenset({STAGE, OFFLOAD, RECOMPUTE})
         return frozenset(key for key in EVERYTHING if not self.run.source.is_override(tuple(key.split("."))))
 
     def search(self) -> Found:
-        from framework.plan.search import search, search_fewest_devices, search_longest_sequence
-
-        config, cluster, size = self.run.config, self.plan.cluster, self.plan.length.num_train_samples
-        if self.arguments.goal == "fewest-devices":
-            return search_fewest_devices(config, cluster, self.target, num_train_samples=size, work=self.work)
+        where = self.run.config, self.plan.cluster, self.target
+        free, size = self.free(), self.plan.length.num_train_samples
         if self.arguments.goal == "longest-sequence":
-            return search_longest_sequence(config, cluster, self.target, num_train_samples=size)
-        return search(config, cluster, self.target, free=self.free(), num_train_samples=size, work=self.work)
+            return search_longest_sequence(*where, free=free, num_train_samples=size)
+        find = search_fewest_devices if self.arguments.goal == "fewest-devices" else search
+        return find(*where, free=free, num_train_samples=size, work=self.work)
 
 
 def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | None) -> int:
     """Print the plan of a run with its memory and time, its stages, and the strategies; returns the exit code."""
-    from framework.commands.stage_balance import StageBalance, find_stage_balance
-    from framework.commands.target_search import missing_targets
-    from framework.plan.auto import listed_target
-    from framework.plan.measured import measured_machine
-    from framework.plan.plan import default_cluster, rows
-    from framework.plan.search import Target
-
     cluster = cluster or default_cluster(run.config)
     target = Target()
     if arguments.gpu:
@@ -118,15 +113,11 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
             _print_nearest(run, cluster)
         raise
     if arguments.explain_oom:
-        from framework.commands.explain_oom import explain_oom
-
-        return explain_oom(arguments.explain_oom, plan, as_json=arguments.json)
+        return explain_oom(arguments.explain_oom, plan, work=own[0], as_json=arguments.json)
     if arguments.measure:
-        from framework.commands.measure import measure
-
         print(*measure(plan), sep="\n", file=sys.stderr if arguments.json else sys.stdout)
-    if not arguments.gpu and cluster.num_hosts == 1 and (machine := measured_machine(cluster.world_size)):
-        target = Target("this machine, measured", machine=machine)
+    if not arguments.gpu:
+        target = measured_target(cluster) or target
     question = _Question(arguments, run, plan, target, *own)
     answer = _answer(question)
     if arguments.trials:
@@ -142,8 +133,6 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
         print(*(f"{label:<10}{text}" for label, text in rows(plan).items()), *choice, *answer.head, sep="\n")
         print(*balance.lines, *answer.lines, sep="\n", end="\n" if balance.lines or answer.lines else "")
         if arguments.paper:
-            from framework.commands.paper import paper_lines
-
             print(*paper_lines(plan), sep="\n")
         for finding in findings:
             print(f"{finding.severity}: {finding}")
@@ -153,19 +142,12 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
 
 def _own_work(run: LoadedRun, cluster: Cluster) -> tuple[ModelWork | None, str]:
     """Work of a model of the user's own, or why it is not known; neither for named models."""
-    from framework.commands.own_work import find_own_work
-    from framework.commands.torch_child import NoAnswerError
-    from framework.config.base import ModelKind
-    from framework.config.load import config_from_values
-    from framework.plan.alternatives import with_settings
-    from framework.plan.plan import make_plan
-
     if isinstance(run.config.model, ModelKind):
         return None, ""
     # What is to be chosen does not change the model; these are values that go with everything.
     plain = {"zero.stage": 1, "parallel.pipe": 1, "batch.micro_size": None}
     settings = {key: value for key, value in plain.items() if key in run.config.auto}
-    config = config_from_values(with_settings(run.config, settings)) if settings else run.config
+    config = with_settings(run.config, settings) if settings else run.config
     try:
         return find_own_work(make_plan(config, cluster, source=run.source)), ""
     except NoAnswerError as error:
@@ -185,10 +167,6 @@ class _Answer:
 
 
 def _answer(question: _Question) -> _Answer:
-    from framework.commands.strategies import loser_lines, strategies_section, table_lines
-    from framework.plan.memory import NotEstimatedError
-    from framework.plan.search import find_knob, judge
-
     plan, target, wide = question.plan, question.target, question.is_wide
     try:
         planned, found = judge(plan, target, work=question.work), question.search()
@@ -208,7 +186,8 @@ def _answer(question: _Question) -> _Answer:
         lines += [f"{'' if number else 'others':<10}{line}" for number, line in enumerate(rest)]
     lines += [f"{'knob':<10}{knob}"] if knob else []
     section = {"memory": planned.memory.to_dict(), "strategies": strategies_section(found, shown)}
-    section |= {} if planned.time is None else {"time": planned.time.to_dict()}
+    section |= {"time": planned.time.to_dict()} if planned.time else {}
+    section |= {"machine": target.machine.to_dict()} if target.machine else {}
     section |= {} if knob is None else {"knob": vars(knob) | {"text": str(knob)}}
     return _Answer(
         section, tuple(head), tuple(lines), tuple(_findings(question, planned, found)), tuple(shown), planned
@@ -217,8 +196,6 @@ def _answer(question: _Question) -> _Answer:
 
 def _tried(answer: _Answer, count: int) -> _Answer:
     """The answer with its best strategies, and the plan as it stands, in the order in which they were measured."""
-    from framework.commands.trials import fastest, run_trials, table
-
     tried, planned = list(answer.candidates[:count]), answer.planned
     if planned is not None and all(each.choice != planned.choice for each in tried):
         tried.append(planned)
@@ -238,14 +215,12 @@ def _is_alternative(one: Candidate, planned: Candidate) -> bool:
 
 def _order(shown: Sequence[Candidate], target: Target) -> str:
     if any(each.time is not None for each in shown):
-        return "the fastest first"
+        return "the fastest first, estimated"
     why = f"not all rates of {target.name} are listed" if target.name else "no device named (--gpu)"
     return f"the least traffic first, speed unknown: {why}"
 
 
 def _memory_lines(memory: Memory, target: Target) -> Iterator[str]:
-    from framework.plan.alternatives import size_text
-
     peak, host = memory.peak, sum(memory.host.values())
     stage = "" if memory.stage is None else f", stage {memory.stage}, the fullest"
     lacks = f", without activations: {memory.lacks}" if memory.lacks else ""
@@ -274,9 +249,6 @@ def _time_lines(time: StepTime | None, target: Target) -> Iterator[str]:
 
 def _findings(question: _Question, planned: Candidate, found: Found) -> Iterator[Problem]:
     """A plan that does not fit, with the nearest that does."""
-    from framework.plan.alternatives import size_text
-    from framework.plan.search import settings_text
-
     target, key = question.target, "zero.stage"
     limit = target.usable_bytes
     if limit is None or planned.peak_bytes <= limit:
@@ -291,9 +263,6 @@ def _findings(question: _Question, planned: Candidate, found: Found) -> Iterator
 
 
 def _devices_that_fit(question: _Question, planned: Candidate) -> str:
-    from framework.commands.strategies import unusual
-    from framework.plan.search import EVERYTHING, search, search_more_devices, settings_text
-
     config, cluster, target = question.run.config, question.plan.cluster, question.target
     if not question.is_wide and (found := search(config, cluster, target, free=EVERYTHING, work=question.work)).ranked:
         return f"set {settings_text(found.ranked[0].changes(planned))}"
@@ -305,8 +274,6 @@ def _devices_that_fit(question: _Question, planned: Candidate) -> str:
 
 
 def _print_nearest(run: LoadedRun, cluster: Cluster) -> None:
-    from framework.plan.search import nearest_plan
-
     if found := nearest_plan(run.config, cluster):
         write(sys.stdout, f"{'nearest':<10}{found[0]}: {found[1].layout}\n")
 
@@ -314,15 +281,14 @@ def _print_nearest(run: LoadedRun, cluster: Cluster) -> None:
 def _act(question: _Question, answer: _Answer) -> None:
     """Write what was asked for: the choice into the file, and the chart."""
     arguments, run = question.arguments, question.run
+    out = sys.stderr if arguments.json else sys.stdout
     if not (arguments.apply or arguments.chart):
         return
     if not answer.candidates:
         raise UsageError("plan: there is no strategy that fits, so that nothing is written")
     if arguments.apply:
-        from framework.commands.strategies import write_choice
-
         if arguments.goal == "fewest-devices":
-            print(f"devices   {answer.candidates[0].plan.cluster}")
+            write(out, f"devices   {answer.candidates[0].plan.cluster}\n")
         best, planned = answer.candidates[0], answer.planned
         source, before = run.source, planned.choice if planned else {}
         asked = {
@@ -330,11 +296,8 @@ def _act(question: _Question, answer: _Answer) -> None:
         }
         settings = {key: value for key, value in best.settings.items() if key in asked or before.get(key) != value}
         diff = write_choice(run.config_path, arguments.words, settings)
-        write(sys.stderr if arguments.json else sys.stdout, f"{diff or f'{run.config_path}: it says so already'}\n")
+        write(out, f"{diff or f'{run.config_path}: it says so already'}\n")
     if arguments.chart:
-        from framework.commands.memory_chart import draw_chart, write_chart
-
         limit = question.target.usable_bytes
-        write_chart(
-            arguments.chart, draw_chart(answer.candidates, limit_bytes=limit, title=question.plan.config.run.name)
-        )
+        chart = draw_chart(answer.candidates, limit_bytes=limit, title=question.plan.config.run.name)
+        write_file(Path(arguments.chart), chart, name=arguments.chart)

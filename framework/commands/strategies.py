@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from framework.errors import ConfigError, UsageError
-from framework.plan.alternatives import size_text
+from framework.plan.alternatives import settings_text, size_text
 from framework.plan.search import (
     ACCUMULATION,
     OFFLOAD,
@@ -18,7 +18,6 @@ from framework.plan.search import (
     Candidate,
     Found,
     Settings,
-    settings_text,
 )
 
 if TYPE_CHECKING:  # a table needs no editor

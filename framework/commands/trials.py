@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,9 +17,11 @@ from statistics import median
 from typing import Any, Final
 
 from framework.commands.strategies import unusual
+from framework.commands.torch_child import NoAnswerError, failure_of, run_child
 from framework.errors import TrainingError, UsageError
+from framework.plan.alternatives import settings_text
 from framework.plan.plan import Plan
-from framework.plan.search import Candidate, settings_text
+from framework.plan.search import Candidate
 from framework.system.output import write
 
 _ROUNDS: Final = 2
@@ -120,26 +121,18 @@ def _run(trial: Trial) -> None:
         values["run"] = values["run"] | {"name": "trial", "output_dir": str(out)}
         config.write_text(json.dumps(values), encoding="utf-8")
         ranks = str(trial.plan.cluster.devices_per_host)
-        command = [sys.executable, "-m", "framework", "launch", str(config), "--num_gpus", ranks]
+        command = ["-m", "framework", "launch", str(config), "--num_gpus", ranks]
         try:
-            done = subprocess.run(
-                command, capture_output=True, timeout=_LONGEST_SECONDS, env=dict(os.environ), check=False
-            )
-        except subprocess.TimeoutExpired:
-            trial.failure = f"no end after {_LONGEST_SECONDS:g} s"
+            done = run_child(command, os.environ, longest_seconds=_LONGEST_SECONDS)
+        except NoAnswerError as error:
+            trial.failure = str(error)
             return
         if done.returncode:
-            trial.failure = f"exit code {done.returncode}: {_reason(done.stderr.decode('utf-8', errors='replace'))}"
+            trial.failure = f"exit code {done.returncode}: {failure_of(done.stderr)}"
             return
         text = Path(out, "trial", "metrics.jsonl").read_text(encoding="utf-8")
         steps = [row["time/step_ms"] / 1000 for row in map(json.loads, text.splitlines()) if "time/step_ms" in row]
         trial.seconds += steps[1:]
-
-
-def _reason(stderr: str) -> str:
-    """Return the rank's own line, which has a kind in brackets, or the last one."""
-    lines = stderr.strip().splitlines() or ["it printed nothing"]
-    return next((line for line in lines if line.endswith("]") and "[" in line), lines[-1])[:300]
 
 
 def table(trials: Sequence[Trial]) -> Iterator[str]:

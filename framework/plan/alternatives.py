@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from framework.config.load import config_from_values
+from framework.config.load import Source, config_from_values
 from framework.config.run_config import RunConfig, kind_of_default
-from framework.errors import ConfigError
+from framework.errors import ConfigError, show_value
 from framework.plan.memory import Memory, NotEstimatedError, estimate
 from framework.plan.plan import Plan, make_plan
 from framework.plan.work import ModelWork
@@ -29,20 +29,23 @@ class Alternative:
         return self.memory.total(self.memory.peak)
 
     def __str__(self) -> str:
-        return ", ".join(f"{key}: {value}" for key, value in self.settings.items())
+        return settings_text(self.settings)
 
 
 def alternatives(
     plan: Plan, choices: Iterable[Mapping[str, Any]], *, work: ModelWork | None = None
 ) -> Iterator[Alternative]:
     """Those of the choices, dotted keys with their values, that the rules allow and that change the plan; `work`: of a
-    model of the user's own, on the plan's micro-batch.
+    model of the user's own, which would be another in another type.
     """
     seen = [plan.config.to_dict()]
     for settings in choices:
+        if work and "precision.dtype" in settings:
+            continue
         try:
-            config = config_from_values(with_settings(plan.config, settings))
-            memory = estimate(make_plan(config, plan.cluster), work=work)
+            config = with_settings(plan.config, settings)
+            changed = make_plan(config, plan.cluster)
+            memory = estimate(changed, work=work and work.of_samples(changed.layout.micro_size))
         except (ConfigError, NotEstimatedError):
             continue
         is_new = config.to_dict() not in seen
@@ -51,8 +54,12 @@ def alternatives(
             yield Alternative(settings, memory)
 
 
-def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A config's own values with dotted keys set; where a kind changes, what belonged to the other one goes."""
+def with_settings(config: RunConfig, settings: Mapping[str, Any], *, source: Source | None = None) -> RunConfig:
+    """A config with dotted keys set; where a kind changes, what belonged to the other one goes.
+
+    Raises:
+        ConfigError: it is none then.
+    """
     values = config.written()
     for key, value in settings.items():
         first, *sections, last = key.split(".")
@@ -62,7 +69,12 @@ def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> dict[str, A
         if last in {"device", "dtype"} and place.get(last) != value:
             place.clear()
         place[last] = value
-    return values
+    return config_from_values(values, source=source)
+
+
+def settings_text(settings: Mapping[str, Any]) -> str:
+    """Settings in one line, as a config has them."""
+    return ", ".join(f"{key}: {show_value(value)}" for key, value in settings.items())
 
 
 def size_text(size: float) -> str:

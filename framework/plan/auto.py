@@ -17,23 +17,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from framework.config.load import Source, config_from_values
+from framework.config.load import Source
 from framework.config.run_config import AUTO, RunConfig
 from framework.errors import ConfigError, Problem
-from framework.plan.alternatives import size_text, with_settings
+from framework.plan.alternatives import settings_text, size_text, with_settings
 from framework.plan.cluster import Cluster
 from framework.plan.devices import Machine, find_device, tables
+from framework.plan.measured import measured_machine
 from framework.plan.memory import NotEstimatedError
 from framework.plan.plan import make_plan
-from framework.plan.search import (
-    ACCUMULATION,
-    MICRO,
-    Candidate,
-    Target,
-    fullest,
-    search,
-    settings_text,
-)
+from framework.plan.search import ACCUMULATION, MICRO, Candidate, Target, fullest, search
 from framework.plan.work import ModelWork
 from framework.system.output import write
 
@@ -68,6 +61,12 @@ def listed_target(
     """Devices of a listed kind; a UsageError where it, or the network, is not listed."""
     machine = Machine.listed(gpu, devices_per_host=devices_per_host, network=network)
     return Target(machine.device.name, machine.device.memory_bytes, host_bytes, machine)
+
+
+def measured_target(cluster: Cluster) -> Target | None:
+    """This machine by its measured rates; None for several hosts, or where none were measured with so many ranks."""
+    machine = measured_machine(cluster.world_size) if cluster.num_hosts == 1 else None
+    return None if machine is None else Target("this machine's measured rates", machine=machine)
 
 
 def host_memory_bytes() -> int:
@@ -184,7 +183,7 @@ def choice_text(best: Candidate, target: Target) -> str:
 
 
 def _with(config: RunConfig, settings: Mapping[str, Any], source: Source) -> RunConfig:
-    return config_from_values(with_settings(config, settings), source=source).noting_auto(config.was_auto)
+    return with_settings(config, settings, source=source).noting_auto(config.was_auto)
 
 
 def _as_saved(config: RunConfig, cluster: Cluster, saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from framework.errors import UsageError
 from framework.plan.alternatives import size_text
-from framework.plan.auto import target_at_hand
-from framework.plan.measured import measured_machine
+from framework.plan.auto import measured_target, target_at_hand
 from framework.plan.memory import NotEstimatedError
 from framework.plan.plan import Plan
-from framework.plan.search import Candidate, Target, judge
+from framework.plan.search import Candidate, judge
 from framework.system.files import replace_text
 from framework.system.log import print_line
 
@@ -85,7 +85,7 @@ class PlanAgainstRun:
         self._memory["estimate"] = found.peak_bytes if found else None
         self._time["estimate"] = found.time.total if found and found.time else None
         for name, values, text in (("peak memory", self._memory, size_text), ("step time", self._time, _milliseconds)):
-            if values["measured"] is not None and values["estimate"] is not None:
+            if values["measured"] and values["estimate"] is not None:
                 ratio = values["estimate"] / values["measured"] - 1
                 estimated, measured = text(values["estimate"]), text(values["measured"])
                 self._print_line(f"plan against run: {name}: estimate {estimated}, measured {measured} ({ratio:+.1%})")
@@ -102,9 +102,7 @@ def estimates_here(plan: Plan) -> Candidate | None:
     """The estimates of a plan for this machine, by its measured rates where there are such; None where its memory is
     not known.
     """
-    machine = measured_machine(plan.cluster.world_size) if plan.cluster.num_hosts == 1 else None
-    target = target_at_hand(plan.cluster) if machine is None else Target("this machine, measured", machine=machine)
     try:
-        return judge(plan, target)
-    except NotEstimatedError:
+        return judge(plan, measured_target(plan.cluster) or target_at_hand(plan.cluster))
+    except (NotEstimatedError, UsageError):  # DSF_GPU names a device that is not listed
         return None

@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
+import framework
 from framework.plan.compiled_ops import cache_folder
 from framework.plan.devices import Machine
 from framework.system.files import replace_text
@@ -23,7 +24,7 @@ _DRIVERS: Final = ("/dev/nvidiactl", "/dev/kfd", "/dev/davinci_manager")
 
 def identity(num_ranks: int) -> dict[str, Any]:
     """What rates depend on beside the code that found them: host, kind of device, versions, ranks at work together."""
-    versions = {}
+    versions = {"framework": framework.__version__}
     for name in ("torch", "deepspeed"):
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)

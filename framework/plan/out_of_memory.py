@@ -14,6 +14,7 @@ from typing import Any, Final
 from framework.plan.alternatives import Alternative, alternatives, size_text
 from framework.plan.memory import Memory, NotEstimatedError, estimate
 from framework.plan.plan import Plan
+from framework.plan.work import ModelWork
 
 # Patterns of texts -> what lacks memory, in the order in which they decide: a launcher ends ranks after the first.
 _KINDS: Final = {
@@ -254,16 +255,19 @@ class Explanation:
         return [] if self.memory is None else sorted(self._of(self.memory).items(), key=lambda item: -item[1])
 
 
-def explain(shortage: Shortage, plan: Plan) -> Explanation:
-    """Find the components of that moment, and the settings that would have taken less."""
+def explain(shortage: Shortage, plan: Plan, *, work: ModelWork | None = None) -> Explanation:
+    """Find the components of that moment, and the settings that would have taken less; `work`: of a model of the
+    user's own.
+    """
     try:
-        memory = estimate(plan)
+        memory = estimate(plan, work=work and work.of_samples(plan.layout.micro_size))
     except NotEstimatedError as error:
         return Explanation(shortage, None, unknown=str(error))
     near = {"save": "between", "load": "between", "evaluation": "between", "": memory.peak}
     on_host = shortage.kind != "device" and plan.cluster.device != "cpu"
     found = Explanation(shortage, memory, near.get(shortage.moment, shortage.moment), on_host=on_host)
-    others = [other for other in alternatives(plan, _choices(plan)) if found.gain(other) * 100 >= max(found.total, 1)]
+    tried = alternatives(plan, _choices(plan), work=work)
+    others = [other for other in tried if found.gain(other) * 100 >= max(found.total, 1)]
     return replace(found, fixes=tuple(sorted(others, key=found.gain, reverse=True)))
 
 

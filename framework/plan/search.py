@@ -14,10 +14,9 @@ from functools import cached_property
 from math import inf
 from typing import Any, Final, Literal
 
-from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
-from framework.errors import ConfigError, UsageError, counted, show_value
-from framework.plan.alternatives import alternatives, size_text, with_settings
+from framework.errors import ConfigError, UsageError, counted
+from framework.plan.alternatives import alternatives, settings_text, size_text, with_settings
 from framework.plan.cluster import Cluster
 from framework.plan.devices import Machine
 from framework.plan.forwards import num_layers
@@ -234,25 +233,36 @@ def search_fewest_devices(
     cluster: Cluster,
     target: Target,
     *,
+    free: Set[str] = EVERYTHING,
     num_train_samples: int | None = None,
     work: ModelWork | None = None,
 ) -> Found:
     """The search on the smallest part of a cluster on which something fits: whole hosts, or devices of one host in
     powers of two; on the whole cluster where nothing does.
+
+    Raises:
+        UsageError: the device's memory is not known.
     """
+    if target.memory_bytes is None:
+        raise UsageError("the fewest devices take the device, as --gpu names it")
     hosts = sorted({*_powers(cluster.num_hosts), cluster.num_hosts})
     devices = sorted({*_powers(cluster.devices_per_host), cluster.devices_per_host})
     sizes = [*((1, count) for count in devices), *((count, cluster.devices_per_host) for count in hosts[1:])]
     for num_hosts, count in sizes:
         part = replace(cluster, num_hosts=num_hosts, devices_per_host=count)
-        found = search(config, part, target, num_train_samples=num_train_samples, work=work)
+        found = search(config, part, target, free=free, num_train_samples=num_train_samples, work=work)
         if found.ranked:
             break
     return found
 
 
 def search_longest_sequence(
-    config: RunConfig, cluster: Cluster, target: Target, *, num_train_samples: int | None = None
+    config: RunConfig,
+    cluster: Cluster,
+    target: Target,
+    *,
+    free: Set[str] = EVERYTHING,
+    num_train_samples: int | None = None,
 ) -> Found:
     """The search with the longest sequence on which something fits, to an eighth of its length.
 
@@ -266,8 +276,8 @@ def search_longest_sequence(
 
     def at(tokens: int) -> Found:
         lengths = {LENGTH: tokens, POSITIONS: max(tokens, positions)}
-        longer = config_from_values(with_settings(config, lengths))
-        found = search(longer, cluster, target, num_train_samples=num_train_samples)
+        longer = with_settings(config, lengths)
+        found = search(longer, cluster, target, free=free, num_train_samples=num_train_samples)
         named = (replace(each, settings={LENGTH: tokens, **each.settings}) for each in found.ranked)
         return replace(found, ranked=tuple(named))
 
@@ -340,7 +350,7 @@ class _Judge:
     def candidate(self, config: RunConfig, settings: Settings) -> Candidate | str:
         """The candidate, or the reason why there is none."""
         try:
-            changed = config_from_values(with_settings(config, settings))
+            changed = with_settings(config, settings)
             plan = make_plan(changed, self.cluster, num_train_samples=self.num_train_samples)
             micro = plan.layout.micro_size
             key = (micro, plan.config.zero.stage == 3)
@@ -419,7 +429,7 @@ def nearest_plan(
     tries += [({}, replace(cluster, devices_per_host=count)) for count in fewer]
     for settings, where in tries:
         with suppress(ConfigError):
-            changed = config_from_values(with_settings(config, settings))
+            changed = with_settings(config, settings)
             plan = make_plan(changed, where, num_train_samples=num_train_samples)
             shown = {key: value for key, value in settings.items() if value is not None}
             return settings_text(shown) or (str(where) if where != cluster else str(plan.layout)), plan
@@ -518,21 +528,15 @@ def find_knob(plan: Plan, *, work: ModelWork | None = None) -> Knob | None:
     hundred.
     """
     planned, found = judge(plan, work=work).peak_bytes, []
-    work = work and work.of_samples(plan.layout.micro_size)
     for key, after in _KNOBS:
         section, _, name = key.partition(".")
         before = getattr(getattr(plan.config, section), name, None)
         is_lower = before is not None and (isinstance(after, str) or before > after)
-        if is_lower and (work is None or section != "precision"):  # of another type it would be other work
+        if is_lower:
             freed = (planned - each.peak_bytes for each in alternatives(plan, [{key: after}], work=work))
             found += [Knob(key, before, after, size) for size in freed]
     best = max(found, key=lambda knob: knob.freed_bytes, default=None)
     return best if best is not None and best.freed_bytes >= planned / 100 else None
-
-
-def settings_text(settings: Settings) -> str:
-    """Settings in one line, as a config has them."""
-    return ", ".join(f"{key}: {show_value(value)}" for key, value in settings.items())
 
 
 def _number(value: Any) -> str:

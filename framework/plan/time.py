@@ -48,7 +48,6 @@ class Parallelism:
         persistent: elements up to which a weight stays whole at stage 3.
         by_weight: the host handles each weight by itself at stage 3, as DeepSpeed does; FSDP handles blocks.
         interleaving: parts of the model on each pipeline stage.
-        splits_norms: tensor parallelism splits tokens outside of matrix products, as Megatron's sequence parallelism.
         block_sums: all-reduces of tensor parallelism in a block, forward and backward.
         is_offloaded: the optimizer runs on the host.
         weights_offloaded: weights of stage 3 lie on the host.
@@ -75,7 +74,6 @@ class Parallelism:
     persistent: int = 100_000
     by_weight: bool = True
     interleaving: int = 1
-    splits_norms: bool = False
     block_sums: tuple[int, int] = (2, 4)
     is_offloaded: bool = False
     weights_offloaded: bool = False
@@ -369,7 +367,7 @@ class _Step:
         """Forward and backward seconds of one part and one micro-batch."""
         by, product = self.by, self.products(part)
         # Tensor parallelism splits between its products what it splits of the saved values.
-        split = 1.0 if by.splits_norms or is_loss else part.split_bytes / max(part.saved_bytes, 1)
+        split = 1.0 if is_loss else part.split_bytes / max(part.saved_bytes, 1)
         moved = self.samples * part.moved_bytes * (1 - split + split / by.tensor) / by.sequence / self.bandwidth
         least = self.rates.launch_seconds if part.flops else 0.0
         launch = max(least - product - moved, 0.0)

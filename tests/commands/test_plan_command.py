@@ -162,6 +162,7 @@ def test_bad_options_are_refused(capsys: Capture) -> None:
         (["--gpu", "h100-80gb", "--network", "string"], "network string: not known"),
         (["--network", "infiniband-hdr"], "--network goes with --gpu"),
         (["--goal", "longest-sequence"], "--gpu"),
+        (["--goal", "fewest-devices"], "--gpu"),
     ):
         assert main(["plan", *GPT, *words]) == 64
         assert reason in capsys.readouterr().err
@@ -173,7 +174,7 @@ def test_a_model_of_ones_own_is_not_guessed(capsys: Capture, monkeypatch: pytest
     def find_nothing(plan: object) -> NoReturn:
         raise NoAnswerError("it is not here")
 
-    monkeypatch.setattr("framework.commands.own_work.find_own_work", find_nothing)
+    monkeypatch.setattr("framework.commands.plan.find_own_work", find_nothing)
     words = ["ds_configs/quickstart.yaml", "model={target: 'no_such_module:LeNet'}"]
     out = plan(*words, capsys=capsys)
     assert "\nmemory    not estimated: the model is one of your own (it is not here)\n" in out
@@ -280,9 +281,9 @@ def test_paper_has_the_formulas_beside_what_deepspeed_allocates(capsys: Capture)
 
 @pytest.mark.parametrize("goal", ["fewest-devices", "longest-sequence"])
 def test_goals(goal: str, capsys: Capture) -> None:
-    found = json.loads(plan(*GPT, "--gpu", "a100-40gb", "--goal", goal, "--json", capsys=capsys))["strategies"][
-        "ranked"
-    ]
+    words = ("--gpu", "a100-40gb", "--goal", goal, "--json", "zero.stage=2")
+    found = json.loads(plan(*GPT, *words, capsys=capsys))["strategies"]["ranked"]
+    assert {each["settings"]["zero.stage"] for each in found} == {2}, "what the command line sets stays"
     if goal == "fewest-devices":
         assert 1 <= found[0]["devices"] < 64
     else:

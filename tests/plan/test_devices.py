@@ -51,7 +51,7 @@ def test_the_kinds_of_the_command_are_those_of_the_table() -> None:
     assert list(gpu_kinds()) == list(tables()["devices"])
     assert {name.rpartition("-")[2] for name in gpu_kinds()} >= {"16gb", "80gb", "141gb", "192gb"}
     v100, h100, ascend = (gpu_kinds()[name] for name in ("v100-32gb", "h100-80gb", "ascend910-32gb"))
-    assert (v100.bf16, v100.fp8, h100.bf16, h100.fp8, ascend.device) == (False, False, True, True, "npu")
+    assert (v100.bf16, h100.bf16, ascend.device) == (False, True, "npu")
     assert [name for name, kind in gpu_kinds().items() if not kind.fp16] == ["p100-16gb"]
 
 

@@ -85,3 +85,9 @@ def test_what_is_not_estimated_is_kept_as_measured(file: Path) -> None:
 def test_the_estimates_of_an_own_model_are_not_guessed() -> None:
     own = config_from_values(GPT | {"model": {"target": "framework.models.small_nets:LeNet"}})
     assert estimates_here(make_plan(own, Cluster(device="cuda"))) is None
+
+
+def test_a_device_that_is_not_listed_ends_no_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("DSF_GPU", "h900")
+    assert estimates_here(PLAN) is None

@@ -8,6 +8,7 @@ from framework.config.load import config_from_values
 from framework.plan.cluster import Cluster
 from framework.plan.out_of_memory import Shortage, advice, explain, in_one_sentence, read_shortage
 from framework.plan.plan import Plan, make_plan
+from framework.plan.work import work_of
 from tests.plan.out_of_memory_texts import TEXTS
 
 GIB = 2**30
@@ -185,3 +186,14 @@ def plan(**sections: object) -> Plan:
     values = {"model": {"kind": "gpt", "size": "gpt2-xl"}, "data": {"kind": "text"}, "task": {"kind": "causal_lm"}}
     config = config_from_values({**values, "batch": {"micro_size": 4}, "training": {"max_steps": 10}, **sections})
     return make_plan(config, Cluster(devices_per_host=8))
+
+
+def test_a_model_of_ones_own_is_explained_by_its_traced_work() -> None:
+    sections = {"zero": {"stage": 1}, "data": {"kind": "text", "sequence_length": 1024}}
+    named, own = plan(**sections), plan(**sections, model={"target": "own:Net"})
+    assert explain(of("backward-zero3"), own).memory is None
+    found = explain(of("backward-zero3"), own, work=work_of(named))
+    assert found.total == explain(of("backward-zero3"), named, work=work_of(named)).total > 0
+    fixes = list(map(str, found.fixes))
+    assert "batch.micro_size: 2, batch.accumulation_steps: 2" in fixes
+    assert "precision.dtype: bf16" not in fixes, "in another type it would be other work"
