@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -25,20 +27,25 @@ from framework.engine.pipeline_engine import build_pipeline
 from framework.engine.plain_engine import build_engine
 from framework.engine.protocol import Engine
 from framework.engine.weights import put_layer_weights, put_weights
+from framework.errors import UsageError
 from framework.models.adapt import prepare_model
 from framework.models.sync_batch_norm import with_sync_batch_norm
+from framework.plan.auto import target_at_hand
 from framework.plan.honesty import PlanAgainstRun
 from framework.plan.plan import Plan
+from framework.plan.work import work_of
 from framework.setup.parts import make_train_loader
 from framework.setup.prepared import Prepared, order_of
 from framework.setup.start_point import on_rank0
 from framework.tasks.task import Task
 from framework.train.best import BestSoFar
+from framework.train.events import Events
 from framework.train.monitors.base import Behind, HeldFolder, Monitor
 from framework.train.monitors.console import LogLines, make_console
 from framework.train.monitors.metric_files import CsvFile, JsonlFile
 from framework.train.monitors.tensorboard_events import TensorBoardEvents
 from framework.train.run_folder import RunFolder
+from framework.train.throughput import flops_per_step
 from framework.train.trainer import Every, Schedule, Trainer
 
 # Logged losses in a row that may be infinite in fp16, whose step is skipped: the dynamic loss scale has found its level
@@ -99,26 +106,31 @@ def build_trainer(
 ) -> Trainer:
     """Build the Trainer of a run with its data and its monitors. Collective."""
     plan, splits, start_step = prepared.plan, prepared.parts.splits, start.step if start is not None else 0
-    schedule = make_schedule(plan, tokens_per_sample=getattr(splits.train, "tokens_per_sample", None))
     held = Behind(HeldFolder(folder))
-    monitors: list[Monitor] = [held, best, LogLines(schedule.total_steps)]
+    monitors: list[Monitor] = [held, best, LogLines(plan.length.total_steps or 0)]
+    events: list[Events] = []  # on rank 0
 
-    def add_monitors() -> None:
-        total_steps = schedule.total_steps
+    def add_monitors() -> tuple[int, Mapping[str, float]]:
+        total_steps = plan.length.total_steps or 0
+        events.append(Events(folder.path / "events.jsonl", from_step=start_step))
         monitors.extend(
             make_monitors(plan.config, folder.path, total_steps=total_steps, from_step=start_step, held=held)
         )
         monitors.append(Behind(PlanAgainstRun(plan, folder.path), after=held))
+        monitors.append(events[0])
+        return events[0].restarts, peaks_here(plan)
 
     def save(step: int, metrics: Mapping[str, float]) -> object:
         held.settle()
         return checkpointer.save(step, metrics)
 
-    from_rank0(on_rank0(add_monitors))
+    restarts, peaks = from_rank0(on_rank0(add_monitors))
+    per_step = flops_per_step(plan, work_of(plan), peaks)
+    tokens_per_sample = getattr(splits.train, "tokens_per_sample", None)
     eval_loader = make_eval_loader(plan, splits, rank=rank())
     return Trainer(
         engine,
-        agenda=schedule,
+        agenda=make_schedule(plan, tokens_per_sample=tokens_per_sample, per_step=per_step),
         train_data=ExplainedData(
             make_train_loader(
                 plan,
@@ -135,15 +147,31 @@ def build_trainer(
         start_step=start_step,
         evaluates_first=start is not None and start.verified and not _was_evaluated(start),
         stop=stop,
+        constants={"run/restarts": float(restarts)},
+        record=events[0] if events else None,
     )
+
+
+def peaks_here(plan: Plan) -> Mapping[str, float]:
+    """Listed peaks of this machine's devices, type of numbers -> operations per second; empty where they are not
+    known.
+    """
+    with suppress(UsageError):  # a name that is not listed
+        machine = target_at_hand(plan.cluster).machine
+        return dict(machine.device.flops_per_second) if machine is not None else {}
+    return {}
 
 
 def _was_evaluated(checkpoint: SavedCheckpoint) -> bool:
     return any(name.startswith("eval/") for name in checkpoint.manifest.get("metrics", {}))
 
 
-def make_schedule(plan: Plan, *, tokens_per_sample: int | None = None) -> Schedule:
-    """Build the schedule of what is due after which step; `tokens_per_sample` where the training data is text."""
+def make_schedule(
+    plan: Plan, *, tokens_per_sample: int | None = None, per_step: Mapping[str, float] = MappingProxyType({})
+) -> Schedule:
+    """Build the schedule of what is due after which step; `tokens_per_sample` where the training data is text,
+    `per_step` as the schedule has it.
+    """
     config, precision = plan.config, plan.config.precision
     steps_per_epoch, total_steps = plan.length.steps_per_epoch or 0, plan.length.total_steps or 0
     assert steps_per_epoch * total_steps, "prepare() plans with the real size of the data"
@@ -158,6 +186,7 @@ def make_schedule(plan: Plan, *, tokens_per_sample: int | None = None) -> Schedu
         steps_per_epoch=steps_per_epoch,
         samples_per_step=plan.layout.global_size,
         tokens_per_step=plan.layout.global_size * tokens_per_sample if tokens_per_sample else None,
+        per_step=per_step,
         log=Every(config.training.log_every, at_end=True),
         evaluate=often(config.evaluation),
         save=often(config.checkpoint),

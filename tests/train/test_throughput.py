@@ -39,6 +39,7 @@ def test_an_interval_is_the_time_since_the_last_one(clock: Clock) -> None:
         "throughput/samples_per_sec": 16.0,
         "time/step_ms": 500.0,
         "time/data_ms": 0.0,
+        "data/stalls": 0.0,
     }
     train(watch, clock, steps=2, seconds_per_step=2.0)
     assert watch.read()["time/step_ms"] == 2000.0
@@ -67,7 +68,12 @@ def test_waiting_for_data_is_counted_and_part_of_the_step(clock: Clock) -> None:
     for _ in watch.timed(slow()):
         clock.now += 1.0  # what is done with the batch is not the data's time
         watch.step()
-    assert watch.read() == {"throughput/samples_per_sec": 0.8, "time/step_ms": 1250.0, "time/data_ms": 250.0}
+    assert watch.read() == {
+        "throughput/samples_per_sec": 0.8,
+        "time/step_ms": 1250.0,
+        "time/data_ms": 250.0,
+        "data/stalls": 2.0,
+    }
     train(watch, clock, steps=1, seconds_per_step=1.0)
     assert watch.read()["time/data_ms"] == 0.0
 

@@ -199,7 +199,7 @@ def test_each_point_is_told_once_to_everyone_with_step_and_epoch() -> None:
     make_run(monitors=[first, second]).fit()
     assert first.points == second.points
     seen = [(point.step, point.epoch, sorted(name.split("/")[0] for name in point.metrics)) for point in first.points]
-    timed = ["throughput", "time", "time", "train"]
+    timed = ["data", "throughput", "time", "time", "train"]
     assert seen == [
         (2, 0.5, timed),
         (3, 0.75, timed),
