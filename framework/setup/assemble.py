@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -27,12 +26,12 @@ from framework.engine.pipeline_engine import build_pipeline
 from framework.engine.plain_engine import build_engine
 from framework.engine.protocol import Engine
 from framework.engine.weights import put_layer_weights, put_weights
-from framework.errors import UsageError
 from framework.models.adapt import prepare_model
 from framework.models.sync_batch_norm import with_sync_batch_norm
-from framework.plan.auto import target_at_hand
+from framework.plan.auto import peaks_at_hand
 from framework.plan.honesty import PlanAgainstRun
 from framework.plan.plan import Plan
+from framework.plan.time import flops_per_step
 from framework.plan.work import work_of
 from framework.setup.parts import make_train_loader
 from framework.setup.prepared import Prepared, order_of
@@ -45,7 +44,6 @@ from framework.train.monitors.console import LogLines, make_console
 from framework.train.monitors.metric_files import CsvFile, JsonlFile
 from framework.train.monitors.tensorboard_events import TensorBoardEvents
 from framework.train.run_folder import RunFolder
-from framework.train.throughput import flops_per_step
 from framework.train.trainer import Every, Schedule, Trainer
 
 # Logged losses in a row that may be infinite in fp16, whose step is skipped: the dynamic loss scale has found its level
@@ -118,7 +116,7 @@ def build_trainer(
         )
         monitors.append(Behind(PlanAgainstRun(plan, folder.path), after=held))
         monitors.append(events[0])
-        return events[0].restarts, peaks_here(plan)
+        return events[0].restarts, peaks_at_hand(plan.cluster)
 
     def save(step: int, metrics: Mapping[str, float]) -> object:
         held.settle()
@@ -150,16 +148,6 @@ def build_trainer(
         constants={"run/restarts": float(restarts)},
         record=events[0] if events else None,
     )
-
-
-def peaks_here(plan: Plan) -> Mapping[str, float]:
-    """Listed peaks of this machine's devices, type of numbers -> operations per second; empty where they are not
-    known.
-    """
-    with suppress(UsageError):  # a name that is not listed
-        machine = target_at_hand(plan.cluster).machine
-        return dict(machine.device.flops_per_second) if machine is not None else {}
-    return {}
 
 
 def _was_evaluated(checkpoint: SavedCheckpoint) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from framework.checkpoint.names import CHECKPOINTS
+from framework.checkpoint.names import CHECKPOINTS, tag_of
 from framework.engine.protocol import Engine, StepResult
 from framework.errors import StorageError, TrainingError
 from framework.system.log import warn
@@ -224,9 +224,7 @@ class Trainer:
         self._checkpoint = {"time/checkpoint_ms": 1000 * seconds + self._checkpoint.get("time/checkpoint_ms", 0.0)}
         if is_saved:
             self._saved_step = self._outcome.step
-            self._record(
-                "save", self._saved_step, seconds=seconds, folder=f"{CHECKPOINTS}/global_step{self._saved_step}"
-            )
+            self._record("save", self._saved_step, seconds=seconds, folder=f"{CHECKPOINTS}/{tag_of(self._saved_step)}")
 
     def _refuse_to_save_nan(self, result: StepResult) -> None:
         """The loss was measured before the step: where only the gradients were bad, it is the weights that hold NaN
