@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -68,14 +69,19 @@ class Events:
     def close(self) -> None:
         """Close the file, after what was handed over."""
         listen_to_warnings(None)
-        hand_over(self._file.close)
+        hand_over(self._close)
 
     def _warn(self, text: str) -> None:
         self("warning", self._step, text=text)
 
     def _append(self, line: str) -> None:
-        self._file.write(line)
-        self._file.flush()
+        with suppress(OSError):
+            self._file.write(line)
+            self._file.flush()
+
+    def _close(self) -> None:
+        with suppress(OSError):
+            self._file.close()
 
 
 def _kind(line: str) -> Any:
