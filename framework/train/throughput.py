@@ -9,7 +9,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from statistics import fmean, pstdev
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -132,9 +131,11 @@ class SpikeScore:
             return {}
         is_finite = math.isfinite(loss)
         if len(self._losses) >= _FEWEST_BEFORE:
-            mean = fmean(self._losses)
+            count, before = len(self._losses), tuple(self._losses)
+            mean = sum(before) / count
+            deviation = math.dist(before, (mean,) * count) / math.sqrt(count)
             # Equal losses have no deviation but that of rounding.
-            limit = _SIGMAS * pstdev(self._losses, mean) + 1e-6 * abs(mean)
+            limit = _SIGMAS * deviation + 1e-6 * abs(mean)
             self._is_off.append(not is_finite or abs(loss - mean) > limit)
         if is_finite:
             self._losses.append(loss)
