@@ -76,3 +76,17 @@ def read_metrics(run_folder: Path) -> list[dict[str, float]]:
 def series(run_folder: Path, name: str) -> dict[int, float]:
     """One metric as step -> value."""
     return {int(row["step"]): row[name] for row in read_metrics(run_folder) if name in row}
+
+
+def hold_parts(run_folder: Path, names: set[str]) -> None:
+    """The parts of a step's time are these, and `other`, and add up to it within 2 % at each logged point."""
+    rows = [row for row in read_metrics(run_folder) if "time/step_ms" in row]
+    assert rows
+    for row in rows:
+        whole = row["time/step_ms"]
+        parts = {name[5:-3]: value for name, value in row.items() if name.startswith("time/")}
+        parts.pop("step")
+        parts.pop("checkpoint", None)
+        assert set(parts) == names | {"other"}
+        assert all(parts[name] > 0 for name in names)
+        assert abs(sum(parts.values()) - whole) < 0.02 * whole

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from framework.engine.device_batches import HALF, DeviceBatches, place
 from framework.engine.distributed import collective_timeout, device
 from framework.engine.ema import WeightAverage
 from framework.engine.metrics import engine_metrics
+from framework.engine.phases import phases_of
 from framework.engine.workarounds.fp32_sums import taking_zero_optimizer
 from framework.engine.workarounds.grad_norm import keep_norm
 from framework.engine.workarounds.grad_scaler import forget_autocast
@@ -174,7 +175,8 @@ class Step:
 
     def read(self) -> Mapping[str, float]:
         loss = {"train/loss": self.read_loss(), "train/lr": self.lr}
-        return loss | engine_metrics(self.engine.engine, self.engine.kept_norm)
+        # The loss first: by it the device has been waited for.
+        return loss | engine_metrics(self.engine.engine, self.engine.kept_norm) | self.engine.phases.read()
 
 
 class BaseEngine:
@@ -198,6 +200,7 @@ class BaseEngine:
         self._average = WeightAverage(engine, plan.config)
         self._files = use_atomic_files(engine)
         self.kept_norm = keep_norm(engine, stages=stages)
+        self.phases = phases_of(engine)
 
     def save(
         self, folder: Path, tag: str, state: Mapping[str, Any], *, open_file: OpenFile = NewFile
@@ -216,3 +219,15 @@ class BaseEngine:
 
     def close(self) -> None:
         self.engine.destroy()
+
+    def _halves(self, batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+        """Inputs and targets of each batch, on the device."""
+        enter = self.phases.enter
+        before = enter("data")
+        for batch in batches:
+            enter("copy")
+            halves = self._batches.split(self._task, batch)
+            enter(before)
+            yield halves
+            before = enter("data")
+        enter(before)

@@ -178,13 +178,16 @@ class PipelineEngine(BaseEngine):
 
     def train_step(self, micro_batches: Iterator[Any]) -> Step:
         """One 1F1B pass over the step's micro-batches; the first stage takes inputs, the last one targets."""
+        self.phases.begin()
         lr = float(self.engine.get_lr()[0])
         with explaining_overflow(self.engine), self._explaining():
             halves = self._halves(micro_batches)
             of_step = self._loss.of_step
             loss = self.engine.train_batch(_holding(of_step.weighted(halves) if of_step is not None else halves))
         # DeepSpeed has averaged it over micro-batches and pipelines, and sent it to every stage.
-        return Step(self, partial(float, loss.detach().clone()), lr, may_have_been_skipped(self.engine))
+        loss = loss.detach().clone()
+        self.phases.end()
+        return Step(self, partial(float, loss), lr, may_have_been_skipped(self.engine))
 
     def evaluate(
         self, batches: Iterable[tuple[Any, bool]], *, is_stopping: Callable[[], bool] = lambda: False
@@ -218,8 +221,7 @@ class PipelineEngine(BaseEngine):
         )
 
     def _halves(self, batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-        for batch in batches:
-            inputs, targets = self._batches.split(self._task, batch)
+        for inputs, targets in super()._halves(batches):
             if not self.engine.dynamic_shape:
                 self._refuse_other_shapes(inputs)
             yield inputs, targets

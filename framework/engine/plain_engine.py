@@ -58,19 +58,23 @@ class PlainEngine(BaseEngine):
 
     def train_step(self, micro_batches: Iterator[Any]) -> Step:
         """Forward, backward and DeepSpeed's step for each micro-batch; nothing here waits for the device."""
-        engine, task = self.engine, self._task
+        engine, task, phases = self.engine, self._task, self.phases
+        phases.begin()
         lr = float(engine.get_lr()[0])  # before the step: DeepSpeed moves the schedule on at its end
         total: torch.Tensor | None = None
-        halves = (self._batches.split(task, batch) for batch in micro_batches)
         is_divided = engine.gradient_accumulation_steps() > 1  # by 1 takes two kernels
         with explaining_overflow(engine):
-            for inputs, targets in self._loss.weighted(halves):
+            for inputs, targets in self._loss.weighted(self._halves(micro_batches)):
+                phases.enter("forward")
                 loss = self._loss(task.forward(engine, inputs), targets)
+                phases.enter("backward")
                 engine.backward(loss, scale_wrt_gas=is_divided)
+                phases.enter("optimizer")
                 engine.step()
                 total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         mean = self._loss.mean(total)
+        phases.end()
         return Step(self, lambda: mean_over_ranks(mean()), lr, may_have_been_skipped(engine))
 
     def evaluate(

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from framework.config.load import Source
 from framework.config.run_config import AUTO, RunConfig
-from framework.errors import ConfigError, Problem
+from framework.errors import ConfigError, Problem, UsageError
 from framework.plan.alternatives import settings_text, size_text, with_settings
 from framework.plan.cluster import Cluster
 from framework.plan.devices import Machine, find_device, tables
@@ -53,6 +53,16 @@ def target_at_hand(cluster: Cluster, environment: Mapping[str, str] = os.environ
             return Target(name, memory, host)
         return replace(listed_target(known, devices_per_host=ranks, host_bytes=host), memory_bytes=memory)
     return Target()
+
+
+def peaks_at_hand(cluster: Cluster, environment: Mapping[str, str] = os.environ) -> dict[str, float]:
+    """Listed peaks of this machine's devices, type of numbers -> operations per second; empty where they are not
+    known.
+    """
+    with suppress(UsageError):  # a name that is not listed
+        machine = target_at_hand(cluster, environment).machine
+        return dict(machine.device.flops_per_second) if machine is not None else {}
+    return {}
 
 
 def listed_target(

@@ -534,3 +534,33 @@ def _needed(figure: float | None, what: str, device: Device) -> float:
     if figure is None:
         raise NotEstimatedError(f"the {what} of {device.name} is not known")
     return figure
+
+
+def flops_per_step(plan: Plan, work: ModelWork | None, peaks: Mapping[str, float]) -> dict[str, float]:
+    """Amounts of floating-point operations in one step, on one device on average, by the metric that is their rate.
+
+    Model operations: those of matrix products, convolutions and attention in the forward pass, and twice as many in the
+    backward pass (Chowdhery et al. 2022, PaLM, appendix B), what is computed again not counted; a multiplication with
+    an addition is two. Utilisation is their share of the device's peak; with what is computed again it is that of the
+    hardware.
+
+    Args:
+        plan: of the run.
+        work: of its model on one micro-batch; None where it is not known.
+        peaks: of the device, type of numbers -> operations per second; empty where it is not known.
+
+    Returns:
+        ``throughput/tflops`` where the work is known; ``throughput/mfu`` where the peak is known as well; with
+        recomputation ``throughput/hfu``. None of them is guessed.
+    """
+    if work is None or not work.flops:
+        return {}
+    by = Parallelism.from_plan(plan)
+    forward = work.flops * by.accumulation * by.data / by.num_devices
+    amounts = {"throughput/tflops": 3 * forward / 1e12}
+    if peak := peaks.get(by.dtype):
+        amounts["throughput/mfu"] = 3 * forward / peak
+        if by.recomputed:  # the loss belongs to no layer, and is kept
+            again = by.recomputed * (1 - work.parts[-1].flops / work.flops)
+            amounts["throughput/hfu"] = (3 + again) * forward / peak
+    return amounts

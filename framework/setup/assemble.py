@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -30,9 +31,12 @@ from framework.engine.protocol import Engine
 from framework.engine.weights import put_layer_weights, put_weights
 from framework.models.adapt import prepare_model
 from framework.models.sync_batch_norm import with_sync_batch_norm
+from framework.plan.auto import peaks_at_hand
 from framework.plan.balance import StageTable
 from framework.plan.honesty import PlanAgainstRun
 from framework.plan.plan import Plan
+from framework.plan.time import flops_per_step
+from framework.plan.work import work_of
 from framework.setup.objects import load_target
 from framework.setup.parts import make_train_loader
 from framework.setup.prepared import Prepared, order_of
@@ -40,6 +44,7 @@ from framework.setup.shown import SampleWatch, weight_histograms
 from framework.setup.start_point import on_rank0
 from framework.tasks.task import Task
 from framework.train.best import BestSoFar
+from framework.train.events import Events
 from framework.train.monitors.base import Aside, Behind, HeldFolder, Monitor, made
 from framework.train.monitors.console import LogLines, make_console
 from framework.train.monitors.metric_files import CsvFile, JsonlFile
@@ -94,6 +99,25 @@ def assemble_engine(prepared: Prepared) -> Engine:
     return build_engine(plan, ds_config=ds_config, model=model, task=parts.task, make_optimizer=parts.make_optimizer)
 
 
+def _watch(
+    engine: Engine, plan: Plan, monitors: Sequence[Monitor], folder: RunFolder
+) -> tuple[Every, Callable[[int], object]] | None:
+    """Let TensorBoard see samples of evaluations, and return when and how it looks at the weights."""
+    asked, board = (
+        plan.config.monitors.tensorboard,
+        next((each for each in monitors if each.name == "tensorboard"), None),
+    )
+    if asked is None:
+        return None
+    if isinstance(board, Behind) and asked.samples and isinstance(engine, PlainEngine):
+        engine.show_batch = SampleWatch(
+            lambda shown: board.show(engine.engine.global_steps, shown), folder.path, asked.samples
+        )
+    if not asked.histograms_every_steps:
+        return None
+    return Every(asked.histograms_every_steps), lambda step: show_weights(engine, plan, board, step)
+
+
 def count_parameters(engine: Engine, stages: StageTable | None) -> int:
     """Count the parameters of the whole model: of all stages, and at ZeRO stage 3 of all shares."""
     if stages is not None:
@@ -114,37 +138,32 @@ def build_trainer(
 ) -> Trainer:
     """Build the Trainer of a run with its data and its monitors. Collective."""
     plan, splits, start_step = prepared.plan, prepared.parts.splits, start.step if start is not None else 0
-    schedule = make_schedule(plan, tokens_per_sample=getattr(splits.train, "tokens_per_sample", None))
     held = Behind(HeldFolder(folder))
-    monitors: list[Monitor] = [held, best, LogLines(schedule.total_steps)]
+    monitors: list[Monitor] = [held, best, LogLines(plan.length.total_steps or 0)]
+    events: list[Events] = []  # on rank 0
 
-    def add_monitors() -> None:
-        total_steps = schedule.total_steps
+    def add_monitors() -> tuple[int, Mapping[str, float]]:
+        total_steps = plan.length.total_steps or 0
+        events.append(Events(folder.path / "events.jsonl", from_step=start_step))
         monitors.extend(
             make_monitors(plan.config, folder.path, total_steps=total_steps, from_step=start_step, held=held)
         )
         monitors.append(Behind(PlanAgainstRun(plan, folder.path), after=held))
+        monitors.append(events[0])
+        return events[0].restarts, peaks_at_hand(plan.cluster)
 
     def save(step: int, metrics: Mapping[str, float]) -> object:
         held.settle()
         return checkpointer.save(step, metrics)
 
-    from_rank0(on_rank0(add_monitors))
-    board, asked = (
-        next((each for each in monitors if each.name == "tensorboard"), None),
-        plan.config.monitors.tensorboard,
-    )
-    look = None
-    if isinstance(board, Behind) and asked is not None and asked.samples and isinstance(engine, PlainEngine):
-        engine.show_batch = SampleWatch(
-            lambda shown: board.show(engine.engine.global_steps, shown), folder.path, asked.samples
-        )
-    if asked is not None and asked.histograms_every_steps:
-        look = Every(asked.histograms_every_steps), lambda step: show_weights(engine, plan, board, step)
+    restarts, peaks = from_rank0(on_rank0(add_monitors))
+    look = _watch(engine, plan, monitors, folder)
+    per_step = flops_per_step(plan, work_of(plan), peaks)
+    tokens_per_sample = getattr(splits.train, "tokens_per_sample", None)
     eval_loader = make_eval_loader(plan, splits, rank=rank())
     return Trainer(
         engine,
-        agenda=schedule,
+        agenda=make_schedule(plan, tokens_per_sample=tokens_per_sample, per_step=per_step),
         train_data=ExplainedData(
             make_train_loader(
                 plan,
@@ -162,6 +181,8 @@ def build_trainer(
         evaluates_first=start is not None and start.verified and not _was_evaluated(start),
         stop=stop,
         look=look,
+        constants={"run/restarts": float(restarts)},
+        record=events[0] if events else None,
     )
 
 
@@ -176,8 +197,12 @@ def _was_evaluated(checkpoint: SavedCheckpoint) -> bool:
     return any(name.startswith("eval/") for name in checkpoint.manifest.get("metrics", {}))
 
 
-def make_schedule(plan: Plan, *, tokens_per_sample: int | None = None) -> Schedule:
-    """Build the schedule of what is due after which step; `tokens_per_sample` where the training data is text."""
+def make_schedule(
+    plan: Plan, *, tokens_per_sample: int | None = None, per_step: Mapping[str, float] = MappingProxyType({})
+) -> Schedule:
+    """Build the schedule of what is due after which step; `tokens_per_sample` where the training data is text,
+    `per_step` as the schedule has it.
+    """
     config, precision = plan.config, plan.config.precision
     steps_per_epoch, total_steps = plan.length.steps_per_epoch or 0, plan.length.total_steps or 0
     assert steps_per_epoch * total_steps, "prepare() plans with the real size of the data"
@@ -192,6 +217,7 @@ def make_schedule(plan: Plan, *, tokens_per_sample: int | None = None) -> Schedu
         steps_per_epoch=steps_per_epoch,
         samples_per_step=plan.layout.global_size,
         tokens_per_step=plan.layout.global_size * tokens_per_sample if tokens_per_sample else None,
+        per_step=per_step,
         log=Every(config.training.log_every, at_end=True),
         evaluate=often(config.evaluation),
         save=often(config.checkpoint),

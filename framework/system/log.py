@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -89,6 +89,15 @@ def _reported(error: Exception) -> str:
     return "\n".join(reported).rstrip()
 
 
+_listener: Callable[[str], object] | None = None
+
+
+def listen_to_warnings(listener: Callable[[str], object] | None) -> None:
+    """Hand the text of every warning from now on to `listener` as well; None: to nobody any more."""
+    global _listener
+    _listener = listener
+
+
 def warn(text: str, *, is_of_all_ranks: bool = False) -> None:
     """Print a warning on stderr, beside the progress on stdout, and log it.
 
@@ -98,6 +107,8 @@ def warn(text: str, *, is_of_all_ranks: bool = False) -> None:
     """
     line = " ".join(text.split())
     note_warning(line)
+    if _listener is not None:
+        _listener(line)
     if not is_of_all_ranks or os.environ.get("RANK", "0") == "0":
         write(sys.stderr, f"warning: {line}\n")
 

@@ -1,33 +1,48 @@
-"""Throughput between two logged points, and the watch over skipped steps.
+"""Throughput between two logged points, and the watch over skipped steps and over losses.
 
 Time spent training between two logged points, without evaluation and checkpoints.
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Final
 
 from framework.errors import TrainingError
 from framework.system.log import warn
+
+# Of a step: a wait of the loader that is longer stalls it.
+_STALL: Final = 0.1
 
 
 class Stopwatch:
     """Counts training time, samples and tokens; the clock is given, so that it can be tested without waiting."""
 
     def __init__(
-        self, clock: Callable[[], float], *, samples_per_step: int, tokens_per_step: int | None = None
+        self,
+        clock: Callable[[], float],
+        *,
+        samples_per_step: int,
+        tokens_per_step: int | None = None,
+        per_step: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
+        """`per_step`: further metrics, as their amount in one step; each becomes an amount per second."""
         self._clock = clock
         self._samples_per_step, self._tokens_per_step = samples_per_step, tokens_per_step
+        self._per_step = per_step
         self._started = clock()
-        self._excluded = self._data_seconds = 0.0
+        self._excluded = 0.0
+        self._waits: list[float] = []
+        self.excluded_seconds = 0.0
         self._steps = 0
         self._intervals: list[tuple[int, float]] = []
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same batches, with the wait for each of them added to the data time."""
+        """The same batches, with the wait for each of them noted."""
         clock = self._clock
         while True:
             before = clock()
@@ -35,7 +50,7 @@ class Stopwatch:
                 batch = next(batches)
             except StopIteration:
                 return
-            self._data_seconds += clock() - before
+            self._waits.append(clock() - before)
             yield batch
 
     def step(self) -> None:
@@ -44,15 +59,21 @@ class Stopwatch:
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Time in here is not training time."""
+        """Time in here is not training time; afterwards it is `excluded_seconds`."""
         before = self._clock()
         try:
             yield
         finally:
-            self._excluded += self._clock() - before
+            self.excluded_seconds = self._clock() - before
+            self._excluded += self.excluded_seconds
 
-    def read(self) -> Mapping[str, float]:
-        """Metrics of the interval since the last call; call it after the device has been waited for."""
+    def read(self, parts: Mapping[str, float] = MappingProxyType({})) -> Mapping[str, float]:
+        """Metrics of the interval since the last call; call it after the device has been waited for.
+
+        Args:
+            parts: milliseconds per step that the engine knows, by metric; what they leave of a step is
+                ``time/other_ms``. Without them only the wait for data is known.
+        """
         now = self._clock()
         seconds, steps = now - self._started - self._excluded, self._steps
         if not steps or seconds <= 0:
@@ -60,12 +81,18 @@ class Stopwatch:
         metrics = {
             "throughput/samples_per_sec": self._samples_per_step * steps / seconds,
             "time/step_ms": 1000 * seconds / steps,
-            "time/data_ms": 1000 * self._data_seconds / steps,
+            "time/data_ms": 1000 * sum(self._waits) / steps,
+            "data/stalls": float(sum(wait > _STALL * seconds / steps for wait in self._waits)),
         }
+        if parts:
+            known = {"time/data_ms": metrics["time/data_ms"], **parts}
+            metrics |= {**known, "time/other_ms": max(0.0, metrics["time/step_ms"] - sum(known.values()))}
+        metrics |= {name: amount * steps / seconds for name, amount in self._per_step.items()}
         if self._tokens_per_step is not None:
             metrics["throughput/tokens_per_sec"] = self._tokens_per_step * steps / seconds
         self._intervals.append((steps, seconds))
-        self._started, self._excluded, self._data_seconds, self._steps = now, 0.0, 0.0, 0
+        self._started, self._excluded, self._steps = now, 0.0, 0
+        self._waits.clear()
         return metrics
 
     def samples_per_second(self) -> float:
@@ -80,6 +107,39 @@ class Stopwatch:
         intervals = self._intervals[1:] or self._intervals
         seconds = sum(seconds for _, seconds in intervals)
         return sum(steps for steps, _ in intervals) / seconds if seconds else 0.0
+
+
+# Losses that jump: OLMo 2 (2025, section 3.2) counts values far from the mean of those before them.
+
+_WINDOW: Final = 128
+_FEWEST_BEFORE: Final = 16
+_SIGMAS: Final = 6.0
+
+
+class SpikeScore:
+    """Share of the last 128 logged losses that were more than six standard deviations off the mean of up to 128 before
+    them. Losses that are not finite are off, and are no part of a mean.
+    """
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=_WINDOW)
+        self._is_off: deque[bool] = deque(maxlen=_WINDOW)
+
+    def note(self, loss: float | None) -> Mapping[str, float]:
+        """Take a logged loss; returns ``train/spike_score``, from the 17th finite one on."""
+        if loss is None:
+            return {}
+        is_finite = math.isfinite(loss)
+        if len(self._losses) >= _FEWEST_BEFORE:
+            count, before = len(self._losses), tuple(self._losses)
+            mean = sum(before) / count
+            deviation = math.dist(before, (mean,) * count) / math.sqrt(count)
+            # Equal losses have no deviation but that of rounding.
+            limit = _SIGMAS * deviation + 1e-6 * abs(mean)
+            self._is_off.append(not is_finite or abs(loss - mean) > limit)
+        if is_finite:
+            self._losses.append(loss)
+        return {"train/spike_score": sum(self._is_off) / len(self._is_off)} if self._is_off else {}
 
 
 # Steps that DeepSpeed skips because their gradients are not finite: some are a part of fp16, all of them train

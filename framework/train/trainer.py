@@ -9,13 +9,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
+from framework.checkpoint.names import CHECKPOINTS, tag_of
 from framework.engine.protocol import Engine, StepResult
 from framework.errors import StorageError, TrainingError
 from framework.system.log import warn
 from framework.train.monitors.base import Monitor, Point, warn_failed
-from framework.train.throughput import SkippedSteps, Stopwatch
+from framework.train.throughput import SkippedSteps, SpikeScore, Stopwatch
 
 # When something is due: every so many steps, and at the end.
 
@@ -63,6 +65,7 @@ class Schedule:
         not_finite_allowed: how many logged losses in a row may be NaN or infinite before the run ends: in fp16 one that
             overflows costs its step and no more.
         tokens_per_step: tokens in a global batch; None where the data has none.
+        per_step: further amounts in a step, by the metric that is their rate (`throughput.flops_per_step`).
     """
 
     total_steps: int
@@ -73,6 +76,7 @@ class Schedule:
     save: Every
     not_finite_allowed: int = 0
     tokens_per_step: int | None = None
+    per_step: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -110,6 +114,8 @@ class Trainer:
         evaluates_first: bool = False,
         stop: Callable[[int], str] = lambda step: "",
         look: tuple[Every, Callable[[int], object]] | None = None,
+        record: Callable[..., object] | None = None,
+        constants: Mapping[str, float] = MappingProxyType({}),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Begins nothing: `fit` does.
@@ -126,19 +132,27 @@ class Trainer:
             stop: asked before the first step, after every step but the last, and between the batches of an evaluation;
                 the name of a signal, the same on all ranks, ends the run there.
             look: at the weights, and when; collective, its time is not the steps'.
+            record: notes an event by kind and step (`train.events.Events`); None: nobody does.
+            constants: metrics that are the same at every logged point.
             clock: seconds, for throughput.
         """
         self._engine, self._agenda = engine, agenda
         self._train_data, self._eval_data = train_data, eval_data
         self._monitors, self._save, self._stop = list(monitors), save, stop
         self._evaluates_first, self._look = evaluates_first, look
+        self._record, self._constants = record or _ignore, constants
+        self._checkpoint: dict[str, float] = {}  # to be logged with the next point
+        self._spikes = SpikeScore()
         self._saved_step = -1
         self._not_finite = 0  # logged losses in a row, up to now
         self._skipped_steps = SkippedSteps(start_step)
         self._outcome = Outcome(step=start_step)
         self._measured: dict[str, float] = {}  # at this very step
         self._stopwatch = Stopwatch(
-            clock, samples_per_step=agenda.samples_per_step, tokens_per_step=agenda.tokens_per_step
+            clock,
+            samples_per_step=agenda.samples_per_step,
+            tokens_per_step=agenda.tokens_per_step,
+            per_step=agenda.per_step,
         )
 
     def fit(self) -> Outcome:
@@ -156,6 +170,7 @@ class Trainer:
         start_step = outcome.step
         with ExitStack() as ending:
             ending.callback(self._close_monitors)
+            ending.push(self._record_end)
             stream = self._train_data.stream(outcome.step)
             ending.callback(getattr(stream, "close", lambda: None))
             micro_batches = self._unending(stream)
@@ -169,11 +184,19 @@ class Trainer:
                 outcome.step += 1
                 self._stopwatch.step()
                 self._do_what_is_due(result)
+            if outcome.stopped:
+                self._record("stop", outcome.step, signal=outcome.stopped)
             if outcome.stopped and outcome.step > start_step:
                 self._save_before_stopping(result)
         outcome.samples_per_sec = self._stopwatch.samples_per_second()
         outcome.tokens_per_sec = self._stopwatch.tokens_per_second()
         return outcome
+
+    def _record_end(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            self._record("end", self._outcome.step, is_finished=not self._outcome.stopped)
+        else:
+            self._record("end", self._outcome.step, error=str(error) or type(error).__name__)
 
     def _do_what_is_due(self, result: StepResult) -> None:
         agenda = self._agenda
@@ -201,8 +224,12 @@ class Trainer:
     def _save_now(self, save: Callable[[int, Mapping[str, float]], object], result: StepResult) -> None:
         self._refuse_to_save_nan(result)
         with self._stopwatch.excluded():
-            if save(self._outcome.step, self._measured) is not False:
-                self._saved_step = self._outcome.step
+            is_saved = save(self._outcome.step, self._measured) is not False
+        seconds = self._stopwatch.excluded_seconds
+        self._checkpoint = {"time/checkpoint_ms": 1000 * seconds + self._checkpoint.get("time/checkpoint_ms", 0.0)}
+        if is_saved:
+            self._saved_step = self._outcome.step
+            self._record("save", self._saved_step, seconds=seconds, folder=f"{CHECKPOINTS}/{tag_of(self._saved_step)}")
 
     def _refuse_to_save_nan(self, result: StepResult) -> None:
         """The loss was measured before the step: where only the gradients were bad, it is the weights that hold NaN
@@ -250,7 +277,9 @@ class Trainer:
         return cadence.is_due(self._outcome.step, total_steps=self._agenda.total_steps)
 
     def _log(self, metrics: Mapping[str, float]) -> None:
-        self._report({**metrics, **self._stopwatch.read()})
+        parts = {name: value for name, value in metrics.items() if name.startswith("time/")}
+        spikes, checkpoint, self._checkpoint = self._spikes.note(metrics.get("train/loss")), self._checkpoint, {}
+        self._report({**metrics, **spikes, **self._stopwatch.read(parts), **checkpoint, **self._constants})
         self._not_finite = 0 if math.isfinite(metrics.get("train/loss", 0.0)) else self._not_finite + 1
         is_last = self._outcome.step == self._agenda.total_steps
         if self._not_finite > self._agenda.not_finite_allowed or (self._not_finite and is_last):
@@ -270,6 +299,8 @@ class Trainer:
             metrics = self._engine.evaluate(eval_data, is_stopping=self._is_stopping)
             if not self._outcome.stopped:
                 self._report(metrics)
+        if not self._outcome.stopped:
+            self._record("evaluate", self._outcome.step, seconds=self._stopwatch.excluded_seconds)
 
     def _is_stopping(self) -> bool:
         self._outcome.stopped = self._stop(self._outcome.step)
@@ -303,3 +334,6 @@ class Trainer:
                 monitor.close()
             except Exception as error:
                 warn_failed(monitor.name, error)
+
+
+def _ignore(kind: str, step: int, **details: object) -> None: ...

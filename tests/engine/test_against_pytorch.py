@@ -18,7 +18,7 @@ import torch
 from framework.data.digits import build
 from framework.models.small_nets import LeNet
 from tests.engine.oracle import digit_batches, plain_losses
-from tests.launched import ROOT, series, train_cases
+from tests.launched import ROOT, hold_parts, read_metrics, series, train_cases
 from tests.train.monitors.sinks import check_all_sinks_agree, histograms_of, sinks
 
 pytestmark = pytest.mark.slow
@@ -26,6 +26,8 @@ pytestmark = pytest.mark.slow
 NUM_STEPS = 20
 GLOBAL_SIZE = 64
 TOLERANCE = 1e-5
+# Of a forward pass of one sample, by hand: five products, of which each addition comes with a multiplication.
+LENET_FLOPS = 2 * (28**2 * 25 * 6 + 10**2 * 150 * 16 + 400 * 120 + 120 * 84 + 84 * 10)
 
 
 def config(name: str, folder: Path, **sections: Any) -> dict[str, Any]:
@@ -218,6 +220,16 @@ def test_losses_equal_plain_pytorch(
     expected = plain_losses(batches)
     assert expected[-1] < expected[0] - 0.5, "the oracle itself must learn, or equality says nothing"
     assert furthest(folder / f"r{num_ranks}-z{stage}-acc{accumulation}", expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_parts_of_a_step_add_up(two_ranks: Path, stage: int, accumulation: int) -> None:
+    run = two_ranks / f"r2-z{stage}-acc{accumulation}"
+    hold_parts(run, {"data", "copy", "forward", "backward", "communication", "optimizer"})
+    row = read_metrics(run)[-1]
+    assert row["throughput/tflops"] / row["throughput/samples_per_sec"] == pytest.approx(3 * LENET_FLOPS / 2 / 1e12)
+    assert "throughput/mfu" not in row, "of a processor no peak is listed"
 
 
 @pytest.mark.parametrize("name", DIVERGING)

@@ -14,7 +14,7 @@ import pytest
 
 from framework.data.prepare import prepare
 from tests.engine.pipe_oracle import plain_run
-from tests.launched import read_metrics, series, train_cases
+from tests.launched import hold_parts, read_metrics, series, train_cases
 from tests.train.monitors.sinks import check_all_sinks_agree, histograms_of, sinks
 
 pytestmark = pytest.mark.slow
@@ -208,6 +208,12 @@ def test_the_run_folder_says_where_the_model_was_cut(two_ranks: Path) -> None:
     assert plan["layout"]["pipe_size"] == 2
     measured = json.loads((two_ranks / "lenet-measured" / "plan.json").read_text())["pipeline"]["stages"]
     assert all(stage["seconds"] > 0 for stage in measured)
+
+
+@pytest.mark.parametrize("name", ["lenet-zero1", "gpt", "bert"])
+def test_the_parts_of_a_step_add_up(two_ranks: Path, name: str) -> None:
+    names = {"data", "copy", "forward", "backward", "communication", "bubble", "optimizer"}
+    hold_parts(two_ranks / name, names)
 
 
 def test_a_clipped_run_logs_the_norm_of_all_stages(two_ranks: Path) -> None:

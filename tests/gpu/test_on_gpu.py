@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.launched import ROOT, read_metrics, torchrun
+from tests.launched import ROOT, hold_parts, read_metrics, torchrun
 
 pytestmark = [
     pytest.mark.slow,
@@ -79,3 +79,10 @@ def test_fp16_reports_its_loss_scale(runs: Path, stage: int) -> None:
 
 def test_device_memory_is_reported(runs: Path) -> None:
     assert read_metrics(runs / "bf16-z1")[0]["memory/device_peak_bytes"] > 0
+
+
+def test_nothing_waits_between_logged_points_and_the_phases_are_there(tmp_path: Path) -> None:
+    job = ROOT / "tests/jobs/no_waits.py"
+    done = torchrun(job, str(tmp_path), num_ranks=1, cwd=tmp_path, DS_ACCELERATOR="cuda")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    hold_parts(tmp_path / "run", {"data", "copy", "forward", "backward", "optimizer"})

@@ -18,7 +18,7 @@ from framework.launch.hosts.devices import LocalDevices
 from framework.launch.hosts.topology import Topology
 from framework.launch.node import check_node
 from framework.load_run import load_run
-from framework.plan.auto import listed_target, resolve, target_at_hand
+from framework.plan.auto import listed_target, peaks_at_hand, resolve, target_at_hand
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
 from framework.plan.search import Target
@@ -193,3 +193,10 @@ def test_a_deepspeed_json_beside_it_keeps_auto(tmp_path: Path) -> None:
     run = load_run(str(file), deepspeed_config=str(beside))
     assert run.config.auto == {"zero.stage"}
     assert run.config.training.clip_grad_norm == 0.5
+
+
+def test_peaks_of_the_devices_at_hand_are_listed_ones_or_none() -> None:
+    cluster = Cluster(1, 8, "cuda")
+    assert peaks_at_hand(cluster, {"DSF_GPU": "h100-80gb"})["bf16"] == 989e12
+    assert peaks_at_hand(cluster, {"DSF_GPU": "no-such-gpu"}) == {}
+    assert peaks_at_hand(Cluster(1, 2, "cpu"), {}) == {}

@@ -13,8 +13,8 @@ from framework.config.load import config_from_values
 from framework.plan.cluster import Cluster
 from framework.plan.devices import Device, Machine, Network
 from framework.plan.memory import NotEstimatedError
-from framework.plan.plan import make_plan
-from framework.plan.time import Parallelism, Rates, StepTime, estimate_time, step_time
+from framework.plan.plan import Plan, make_plan
+from framework.plan.time import Parallelism, Rates, StepTime, estimate_time, flops_per_step, step_time
 from framework.plan.work import ModelWork, Part, named_work
 
 # Nothing saturates, nothing hides, nothing is lost.
@@ -316,3 +316,39 @@ def test_a_plan_on_a_device_that_lacks_its_precision_is_not_estimated() -> None:
     with pytest.raises(NotEstimatedError, match="peak in bf16 of v100-32gb"):
         planned(machine=Machine.listed("v100-32gb"))
     assert planned(machine=Machine.listed("v100-32gb"), precision={"dtype": "fp16"})[0].total > 0
+
+
+def plan_of(**sections: Any) -> Plan:
+    values = {
+        "zero": {"stage": 1},
+        "data": {"kind": "text"},
+        "model": {"kind": "gpt"},
+        "task": {"kind": "causal_lm"},
+    } | sections
+    return make_plan(
+        config_from_values(values | {"training": {"max_steps": 1} | sections.get("training", {})}), Cluster(1, 8)
+    )
+
+
+def test_operations_of_a_step_by_hand() -> None:
+    """A micro-batch takes 8 x 2e11 + 1e11 = 1.7e12 operations forward; each of 4 replicas of 2 stages has 4 of them."""
+    layout = {"batch": {"global_size": 16, "micro_size": 1}, "parallel": {"pipe": 2}, "precision": {"dtype": "bf16"}}
+    found = flops_per_step(plan_of(**layout), WORK, DEVICE.flops_per_second)
+    # 3 x 1.7e12 x 4 micro-batches, on two devices each.
+    assert found == pytest.approx({"throughput/tflops": 10.2, "throughput/mfu": 0.102})
+    again = flops_per_step(plan_of(**layout, training={"recompute_every": 1}), WORK, DEVICE.flops_per_second)
+    assert again == pytest.approx({**found, "throughput/hfu": 0.136})
+
+
+@pytest.mark.parametrize(("dtype", "peak"), [("fp32", 1e13), ("autocast", 1e14), ("fp16", None)])
+def test_utilisation_is_of_the_peak_of_the_type(dtype: str, peak: float | None) -> None:
+    plan = plan_of(batch={"global_size": 8}, precision={"dtype": dtype})
+    found = flops_per_step(plan, WORK, DEVICE.flops_per_second)
+    assert found["throughput/tflops"] == pytest.approx(5.1)
+    assert found.get("throughput/mfu") == (pytest.approx(5.1e12 / peak) if peak else None)
+
+
+def test_neither_operations_nor_peaks_are_guessed() -> None:
+    plan = plan_of(batch={"global_size": 8})
+    assert flops_per_step(plan, None, DEVICE.flops_per_second) == {}
+    assert set(flops_per_step(plan, WORK, {})) == {"throughput/tflops"}

@@ -199,12 +199,12 @@ def test_each_point_is_told_once_to_everyone_with_step_and_epoch() -> None:
     make_run(monitors=[first, second]).fit()
     assert first.points == second.points
     seen = [(point.step, point.epoch, sorted(name.split("/")[0] for name in point.metrics)) for point in first.points]
-    timed = ["throughput", "time", "time", "train"]
+    timed = ["data", "throughput", "time", "time", "train"]
     assert seen == [
         (2, 0.5, timed),
         (3, 0.75, timed),
         (3, 0.75, ["eval"]),
-        (4, 1.0, timed),
+        (4, 1.0, ["data", "throughput", "time", "time", "time", "train"]),  # with the time of the save before it
         (6, 1.5, timed),
         (6, 1.5, ["eval"]),
     ]
@@ -513,3 +513,58 @@ def test_a_stop_that_cannot_be_saved_is_an_error_of_storage() -> None:
     with pytest.raises(StorageError, match=r"SIGTERM: stopped after step 1, .* \[checkpoint-not-written\]"):
         trainer.fit()
     assert monitor.closed == 1
+
+
+def test_events_are_recorded_in_order_with_how_long_they_took() -> None:
+    now, monitor = [0.0], Memory()
+    seen: list[Any] = []
+
+    class Slow(RecordingEngine):
+        def evaluate(self, batches: Iterable[tuple[Any, bool]], **options: Any) -> Mapping[str, float]:
+            now[0] += 30.0
+            return super().evaluate(batches)
+
+    def save(step: int, metrics: Mapping[str, float]) -> bool:
+        now[0] += 50.0
+        return step != 3  # the first one could not be written
+
+    def record(kind: str, step: int, **details: Any) -> None:
+        seen.append((kind, step, details))
+
+    fit = Trainer(
+        Slow(),
+        agenda=agenda(7),
+        train_data=Numbers(),
+        eval_data=EVAL_DATA,
+        save=save,
+        monitors=[monitor],
+        stop=lambda step: "SIGTERM" if step == 6 else "",
+        record=record,
+        constants={"run/restarts": 2.0},
+        clock=lambda: now[0],
+    ).fit
+    fit()
+    assert seen == [
+        ("evaluate", 3, {"seconds": 30.0}),
+        ("evaluate", 6, {"seconds": 30.0}),
+        ("save", 6, {"seconds": 50.0, "folder": "checkpoints/global_step6"}),
+        ("stop", 6, {"signal": "SIGTERM"}),
+        ("end", 6, {"is_finished": False}),
+    ]
+    logged = [point for point in monitor.points if "train/loss" in point.metrics]
+    assert {point.metrics["run/restarts"] for point in logged} == {2.0}
+    saves = [(point.step, point.metrics.get("time/checkpoint_ms")) for point in logged]
+    assert saves == [(2, None), (3, None), (4, 50_000.0), (6, None)]
+
+
+def test_a_run_that_fails_ends_with_its_error() -> None:
+    seen: list[Any] = []
+    trainer = Trainer(
+        RecordingEngine(fails_at=2),
+        agenda=agenda(),
+        train_data=Numbers(),
+        record=lambda kind, step, **details: seen.append((kind, step, details)),
+    )
+    with pytest.raises(RuntimeError):
+        trainer.fit()
+    assert seen == [("end", 1, {"error": "CUDA out of memory"})]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from framework.config.load import config_from_values
 from framework.plan.cluster import Cluster
 from framework.plan.rules import apply_rules
 from framework.plan.rules.metrics_and_ema import LOGGED
+from tests.places import ROOT
 
 EPOCHS = {"every_epochs": 1}
 GPT = {"model": {"kind": "gpt"}, "data": {"kind": "text"}, "task": {"kind": "causal_lm"}}
@@ -70,3 +72,9 @@ def test_evaluation_at_the_end_is_too_late_for_a_choice(saves: dict[str, int], k
 @pytest.mark.parametrize(("best_is", "kinds"), [(None, ["largest-is-best"]), ("min", []), ("max", [])])
 def test_the_largest_loss_is_kept_by_those_who_say_so(best_is: str | None, kinds: list[str]) -> None:
     assert [kind for kind, *_ in found("eval/loss", best_is=best_is)] == kinds
+
+
+def test_the_page_explains_every_metric() -> None:
+    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    explained = set(re.findall(r"`([a-z]+/[a-z_]+)`(?=[^|\n]*\|)", page))
+    assert explained - {"eval/loss"} == set(LOGGED)

@@ -1,0 +1,173 @@
+"""Where the time of a step goes, on this rank, without waiting for the device.
+
+At any moment a step is in one phase, so that the times of all phases add up to its own. On a CPU they are read from the
+host's clock. On a GPU an event is put into the stream where a phase begins, and the times between events are read at
+logged points, when the device has been waited for anyway: a wait for data then counts as far as the device had nothing
+to do meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType
+from typing import Any, Final
+
+import deepspeed
+import torch
+import torch.distributed
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_ALLGATHER_TIMER
+from deepspeed.utils.timer import NoopTimer
+
+_REST: Final = "other"  # of the step; who knows all of its time adds what is spent between steps
+# Events that wait to be read: where there are more, those are read that have passed.
+_MOST_EVENTS: Final = 2000
+
+
+class Phases:
+    """Seconds of each phase since the last reading, by the host's clock."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock, self._since = clock, 0.0
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._current, self._steps = "", 0
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._mark(_REST)
+
+    def end(self) -> None:
+        """End a step; nothing is counted until the next one begins."""
+        self._mark("")
+        self._steps += 1
+
+    def enter(self, phase: str) -> str:
+        """Begin a phase, and return the one that ends by it, to go back to it. Outside of a step nothing happens."""
+        before = self._current
+        if before and phase != before:
+            self._mark(phase)
+        return before
+
+    def during(self, phase: str, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Call in a phase of its own, and go back to the one before."""
+        before = self.enter(phase)
+        result = call(*arguments, **named)
+        self.enter(before)
+        return result
+
+    def read(self) -> dict[str, float]:
+        """Metrics ``time/<phase>_ms``: milliseconds per step since the last reading. Call it between steps, when the
+        device has been waited for.
+        """
+        self._collect()
+        steps, self._steps = max(self._steps, 1), 0
+        found = {f"time/{name}_ms": 1000 * value / steps for name, value in self._seconds.items() if name != _REST}
+        self._seconds.clear()
+        return found
+
+    def _mark(self, phase: str) -> None:
+        now = self._clock()
+        if self._current:
+            self._seconds[self._current] += now - self._since
+        self._current, self._since = phase, now
+
+    def _collect(self) -> None:
+        """Nothing is left to be read."""
+
+
+class EventPhases(Phases):
+    """The same by events in the device's stream."""
+
+    def __init__(self, make_event: Callable[[], Any]) -> None:
+        """`make_event` returns what torch.cuda.Event(enable_timing=True) does."""
+        super().__init__()
+        self._make_event = make_event
+        self._free: list[Any] = []
+        self._marks: deque[tuple[str, Any]] = deque()
+
+    def begin(self) -> None:
+        if len(self._marks) > _MOST_EVENTS:
+            self._collect(is_passed=lambda event: event.query())
+        super().begin()
+
+    def _mark(self, phase: str) -> None:
+        event = self._free.pop() if self._free else self._make_event()
+        event.record()
+        self._marks.append((phase, event))
+        self._current = phase
+
+    def _collect(self, is_passed: Callable[[Any], bool] = lambda event: True) -> None:
+        while len(self._marks) > 1 and is_passed(self._marks[1][1]):
+            phase, event = self._marks.popleft()
+            if phase:
+                self._seconds[phase] += event.elapsed_time(self._marks[0][1]) / 1000
+            self._free.append(event)
+
+
+def phases_of(engine: deepspeed.DeepSpeedEngine) -> Phases:
+    """Make the phases of an engine, and have it enter those that only it knows: the sums of gradients that are left
+    when the backward pass has ended, the gathering of weights after the optimizer (ZeRO stages 1 and 2), and the
+    instructions of a pipeline.
+
+    What DeepSpeed sends during forward and backward pass, as at stage 3, and what its optimizer sends otherwise, counts
+    as a part of these.
+    """
+    if engine.device.type == "cpu":
+        phases = Phases()
+    else:
+        phases = EventPhases(partial(get_accelerator().Event, enable_timing=True))
+    if torch.distributed.get_world_size() > 1:
+        engine._backward_epilogue = partial(phases.during, "communication", engine._backward_epilogue)
+        if isinstance(getattr(engine.optimizer, "timers", None), NoopTimer):
+            engine.optimizer.timers = _Timers(phases)
+    if isinstance(engine, deepspeed.PipelineEngine):
+        instructions = engine._INSTRUCTION_MAP.items()
+        engine._INSTRUCTION_MAP = {kind: _in_phase(phases, _INSTRUCTIONS[kind], call) for kind, call in instructions}
+    return phases
+
+
+_INSTRUCTIONS: Final = {
+    schedule.LoadMicroBatch: "copy",
+    schedule.ForwardPass: "forward",
+    schedule.BackwardPass: "backward",
+    schedule.ReduceGrads: "communication",
+    schedule.ReduceTiedGrads: "communication",
+    schedule.OptimizerStep: "optimizer",
+    schedule.SendActivation: "bubble",
+    schedule.RecvActivation: "bubble",
+    schedule.SendGrad: "bubble",
+    schedule.RecvGrad: "bubble",
+}
+
+
+def _in_phase(phases: Phases, phase: str, call: FunctionType) -> Callable[..., Any]:
+    def instruction(engine: Any, *arguments: Any, **named: Any) -> Any:
+        return phases.during(phase, call, engine, *arguments, **named)
+
+    return instruction
+
+
+class _Timers(NoopTimer):  # type: ignore[misc]
+    """Stands in for the timers of a ZeRO optimizer that measure nothing; one of them is a phase."""
+
+    def __init__(self, phases: Phases) -> None:
+        super().__init__()
+        self._gathering = _Timer(phases)
+
+    def __call__(self, name: str) -> Any:
+        return self._gathering if name == OPTIMIZER_ALLGATHER_TIMER else self.timer
+
+
+class _Timer(NoopTimer.Timer):  # type: ignore[misc]
+    def __init__(self, phases: Phases) -> None:
+        self._phases, self._before = phases, ""
+
+    def start(self) -> None:
+        self._before = self._phases.enter("communication")
+
+    def stop(self, **options: Any) -> None:
+        self._phases.enter(self._before)

@@ -1,0 +1,70 @@
+"""``events.jsonl``: what happened, over all starts of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from framework.system.log import warn
+from framework.train.events import Events
+from framework.train.monitors.base import Point
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def make(path: Path, *, from_step: int = 0) -> Events:
+    return Events(path, from_step=from_step, clock=lambda: 1000.0)
+
+
+def test_each_event_is_a_line_with_time_step_and_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = make(path := tmp_path / "events.jsonl")
+    events("save", 4, seconds=0.25, folder="checkpoints/global_step4")
+    events.write(Point(6, 1.0, 0.0, {"train/skipped_steps": 2.0}))
+    events.write(Point(7, 1.0, 0.0, {"train/skipped_steps": 2.0}))
+    events.write(Point(7, 1.0, 0.0, {"eval/loss": 2.0}))
+    warn("a disk is 90 % full [disk]")
+    events("end", 8, is_finished=True)
+    events.close()
+    warn("later [disk]")
+    at = {"time_seconds": 1000.0}
+    assert read(path) == [
+        at | {"step": 0, "kind": "start"},
+        at | {"step": 4, "kind": "save", "seconds": 0.25, "folder": "checkpoints/global_step4"},
+        at | {"step": 6, "kind": "skip", "count": 2},
+        at | {"step": 7, "kind": "warning", "text": "a disk is 90 % full [disk]"},
+        at | {"step": 8, "kind": "end", "is_finished": True},
+    ]
+    assert capsys.readouterr().err.count("warning: ") == 2
+
+
+def test_a_resumed_run_appends_and_counts_its_starts(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    first = make(path)
+    assert first.restarts == 0
+    first.close()
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"time_seconds": 1, "step": 3, "kind": "sa')  # a power cut
+    resumed = make(path, from_step=3)
+    assert resumed.restarts == 1
+    resumed.write(Point(5, 1.0, 0.0, {"train/skipped_steps": 7.0}))  # the checkpoint's, from before
+    resumed.close()
+    again = make(path, from_step=3)
+    assert again.restarts == 2
+    again.close()
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["kind"] for line in (lines[0], *lines[2:])] == ["start", "resume", "resume"]
+    assert lines[1].endswith('"sa')
+
+
+def test_a_full_disk_costs_the_event(tmp_path: Path) -> None:
+    events = make(path := tmp_path / "events.jsonl")
+    events._file.close()
+    events._file = Path("/dev/full").open("w", encoding="utf-8")  # noqa: SIM115
+    events("save", 4)
+    events.close()
+    assert len(read(path)) == 1
