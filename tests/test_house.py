@@ -20,7 +20,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "system": (53, 12),
     "text": (64, 6),
     "config": (97, 14),
-    "plan": (274, 30),
+    "plan": (266, 29),
     "checkpoint": (167, 17),
     "train": (48, 10),
     "launch": (200, 23),
