@@ -115,6 +115,7 @@ def measure(case: Mapping[str, Any]) -> list[int]:
     prepared = prepare(config_from_values(case["config"]))
     earlier, task = live_storages(), prepared.parts.task
     engine: Any = assemble_engine(prepared)
+    rest()
     start = bytes_beside(earlier)
     batch, steps = make_batch(case), prepared.plan.layout.accumulation_steps
     for _ in range(2):
@@ -155,11 +156,15 @@ def measure(case: Mapping[str, Any]) -> list[int]:
 
 
 def settle(ledger: Ledger) -> None:
+    rest()
+    ledger.cut()
+
+
+def rest() -> None:
     """Wait for what is let go of in time: cycles, and tensors that the threads of collectives hold to the end."""
     torch.distributed.barrier()
     time.sleep(0.02)
     gc.collect()
-    ledger.cut()
 
 
 def make_batch(case: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
