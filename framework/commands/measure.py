@@ -37,8 +37,11 @@ def measure(plan: Plan) -> list[str]:
         if importlib.util.find_spec(name) is None:
             raise missing_package(name, what="plan --measure")
     found = measure_machine(num_ranks)
-    path = keep(found, num_ranks)
-    return [*_lines(found, num_ranks), f"          kept in {path}"]
+    try:
+        kept = f"kept in {keep(found, num_ranks)}"
+    except OSError as error:
+        kept = f"not kept, so that no plan will use it: {error}"
+    return [*_lines(found, num_ranks), f"          {kept}"]
 
 
 def environment_of_ranks(num_ranks: int) -> dict[str, str]:

@@ -46,6 +46,7 @@ from framework.plan.search import (
     search_more_devices,
 )
 from framework.plan.time import StepTime
+from framework.plan.token_folder import look_at_data
 from framework.plan.work import ModelWork
 from framework.system.output import write
 
@@ -274,7 +275,8 @@ def _devices_that_fit(question: _Question, planned: Candidate) -> str:
 
 
 def _print_nearest(run: LoadedRun, cluster: Cluster) -> None:
-    if found := nearest_plan(run.config, cluster):
+    _, size = look_at_data(run.config, data_elsewhere=True)
+    if found := nearest_plan(run.config, cluster, num_train_samples=size):
         write(sys.stdout, f"{'nearest':<10}{found[0]}: {found[1].layout}\n")
 
 

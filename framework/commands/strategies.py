@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -10,6 +11,7 @@ from framework.errors import ConfigError, UsageError
 from framework.plan.alternatives import settings_text, size_text
 from framework.plan.search import (
     ACCUMULATION,
+    LENGTH,
     OFFLOAD,
     PIPE,
     RECOMPUTE,
@@ -65,7 +67,11 @@ def table_lines(candidates: Sequence[Candidate], *, planned: Candidate | None) -
     """
     shown = [*candidates, *([planned] if planned and not any(_is_same(planned, each) for each in candidates) else [])]
     unit = ("GiB", 2**30) if any(each.peak_bytes >= 2**30 for each in shown) else ("MiB", 2**20)
-    rows = [_row(each, *unit, is_planned=planned is not None and _is_same(planned, each)) for each in shown]
+    is_longest = any(LENGTH in each.settings for each in shown)
+    rows = [
+        _row(each, *unit, is_planned=planned is not None and _is_same(planned, each), has_tokens=is_longest)
+        for each in shown
+    ]
     titles = [
         title
         for title in max(rows, key=len)
@@ -78,11 +84,11 @@ def table_lines(candidates: Sequence[Candidate], *, planned: Candidate | None) -
 
 
 def _is_same(one: Candidate, other: Candidate) -> bool:
-    is_longer = "data.sequence_length" in {*one.settings, *other.settings}
+    is_longer = LENGTH in {*one.settings, *other.settings}
     return one.plan.cluster == other.plan.cluster and one.choice == other.choice and not is_longer
 
 
-def _row(candidate: Candidate, unit: str, unit_bytes: int, *, is_planned: bool) -> dict[str, str]:
+def _row(candidate: Candidate, unit: str, unit_bytes: int, *, is_planned: bool, has_tokens: bool) -> dict[str, str]:
     plan, memory, time = candidate.plan, candidate.memory, candidate.time
     config, layout = plan.config, plan.layout
     row = {
@@ -93,8 +99,8 @@ def _row(candidate: Candidate, unit: str, unit_bytes: int, *, is_planned: bool) 
         "pipe": str(layout.pipe_size),
         "batch": f"{layout.micro_size} x {layout.accumulation_steps} x {layout.data_parallel_size}",
     }
-    if "data.sequence_length" in candidate.settings:
-        row["tokens"] = f"{candidate.settings['data.sequence_length']:,}"
+    if has_tokens:
+        row["tokens"] = f"{getattr(config.data, 'sequence_length', 0):,}"
     row[unit] = _in_units(candidate.peak_bytes / unit_bytes)
     parts = grouped(memory.moments[memory.peak], MEMORY_GROUPS, BUFFERS)
     row |= {name: _in_units(size / unit_bytes) for name, size in parts.items()}
@@ -155,10 +161,7 @@ def strategies_section(found: Found, candidates: Sequence[Candidate]) -> dict[st
             }
             for each in candidates
         ],
-        "losers": [
-            {"settings": dict(lost.settings), "kind": lost.kind, "count": lost.count, "why": lost.why}
-            for lost in found.losers
-        ],
+        "losers": [asdict(lost) for lost in found.losers],
     }
     return section | ({"block": found.block} if found.block else {})
 

@@ -12,7 +12,6 @@ from typing import Any, Final, Literal
 
 from framework.errors import UsageError
 
-Origin = Literal["listed", "measured"]
 _DTYPES: Final = ("fp32", "tf32", "bf16", "fp16", "fp8")
 
 
@@ -131,7 +130,7 @@ class Machine:
         names = {*(f"flops_per_second.{dtype}" for dtype in flops), *rates, *own}
         return replace(base, device=device, measured=base.measured | names, **own)
 
-    def origin(self, figure: str) -> Origin:
+    def origin(self, figure: str) -> Literal["listed", "measured"]:
         """Whether a figure, such as ``flops_per_second.bf16``, was measured here or is listed."""
         return "measured" if figure in self.measured else "listed"
 
