@@ -76,6 +76,7 @@ def test_every_launcher_gives_the_same_run(
         "environment.json",
         "metrics.jsonl",
         "metrics.csv",
+        "events.jsonl",
         "tensorboard",
         "logs",
         "checkpoints",
