@@ -21,6 +21,7 @@ from framework.commands.strategies import loser_lines, strategies_section, table
 from framework.commands.target_search import missing_targets
 from framework.commands.torch_child import NoAnswerError
 from framework.commands.trials import fastest, run_trials, table
+from framework.commands.verdict import find_gpu
 from framework.config.base import ModelKind
 from framework.errors import EXIT_OK, ConfigError, Problem, UsageError
 from framework.load_run import LoadedRun
@@ -49,6 +50,7 @@ from framework.plan.time import StepTime
 from framework.plan.token_folder import look_at_data
 from framework.plan.work import ModelWork
 from framework.system.output import write
+from framework.text.document import COMMAND_LINE
 
 _TOP: Final = 5
 _MOST_LOSERS: Final = 10
@@ -86,7 +88,18 @@ class _Question:
         """Keys that may be chosen: beside a plan those that leave its batch as it is."""
         if not self.is_wide:
             return frozenset({STAGE, OFFLOAD, RECOMPUTE})
-        return frozenset(key for key in EVERYTHING if not self.run.source.is_override(tuple(key.split("."))))
+        return frozenset(key for key in EVERYTHING if not self._is_set_here(key))
+
+    def _is_set_here(self, key: str) -> bool:
+        """Whether the command line gives the key a value, by itself or within its section."""
+        names, section = key.split("."), self.run.config
+        if self.run.source.place(tuple(names))[0] != COMMAND_LINE:
+            return False
+        for name in names:
+            if name not in section.model_fields_set:
+                return False
+            section = getattr(section, name)
+        return section is not None
 
     def search(self) -> Found:
         where = self.run.config, self.plan.cluster, self.target
@@ -101,6 +114,8 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
     """Print the plan of a run with its memory and time, its stages, and the strategies; returns the exit code."""
     cluster = cluster or default_cluster(run.config)
     target = Target()
+    if arguments.gpu and (arguments.measure or arguments.trials):
+        raise UsageError("plan: --measure and --trials use the devices of this machine; leave --gpu out")
     if arguments.gpu:
         target = listed_target(arguments.gpu, devices_per_host=cluster.devices_per_host, network=arguments.network)
     elif arguments.network:
@@ -126,6 +141,10 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
     balance = StageBalance() if plan.layout.pipe_size == 1 else find_stage_balance(plan, source=run.source)
     notes = map(run.source.locate, (*missing_targets(plan.config), *balance.notes, *answer.findings))
     findings = [*plan.findings, *notes]
+    if gpu := find_gpu(arguments.gpu):
+        from framework.dslint.judge import judge_rendered
+
+        findings += judge_rendered(plan, source=run.source, gpu=gpu)
     if arguments.json:
         further = ({"pipeline": balance.pipeline} if balance.pipeline else {}) | answer.section
         print(json.dumps(plan.to_dict() | further | {"findings": [found.to_dict() for found in findings]}, indent=2))
@@ -256,7 +275,9 @@ def _findings(question: _Question, planned: Candidate, found: Found) -> Iterator
         return
     reason = f"each rank takes {size_text(planned.peak_bytes)}, and {target.name} has {size_text(limit)} usable"
     if found.ranked:
-        fix = f"set {settings_text(found.ranked[0].changes(planned)) or 'as above'}"
+        best, cluster = found.ranked[0], found.ranked[0].plan.cluster
+        where = "" if cluster == planned.plan.cluster else f"use {cluster}, and "
+        fix = f"{where}set {settings_text(best.changes(planned)) or 'as above'}"
     else:
         reason, fix = f"{reason}; nothing fits: {found.block}", _devices_that_fit(question, planned)
     stage = planned.plan.config.zero.stage
@@ -277,7 +298,8 @@ def _devices_that_fit(question: _Question, planned: Candidate) -> str:
 def _print_nearest(run: LoadedRun, cluster: Cluster) -> None:
     _, size = look_at_data(run.config, data_elsewhere=True)
     if found := nearest_plan(run.config, cluster, num_train_samples=size):
-        write(sys.stdout, f"{'nearest':<10}{found[0]}: {found[1].layout}\n")
+        change, layout = found[0], str(found[1].layout)
+        write(sys.stdout, f"{'nearest':<10}{layout if change == layout else f'{change}: {layout}'}\n")
 
 
 def _act(question: _Question, answer: _Answer) -> None:
@@ -299,6 +321,8 @@ def _act(question: _Question, answer: _Answer) -> None:
         settings = {key: value for key, value in best.settings.items() if key in asked or before.get(key) != value}
         diff = write_choice(run.config_path, arguments.words, settings)
         write(out, f"{diff or f'{run.config_path}: it says so already'}\n")
+        if further := [word for word in arguments.words if word.partition("=")[0] not in settings]:
+            write(out, f"note      chosen with {' '.join(further)}, which {run.config_path} does not hold\n")
     if arguments.chart:
         limit = question.target.usable_bytes
         chart = draw_chart(answer.candidates, limit_bytes=limit, title=question.plan.config.run.name)

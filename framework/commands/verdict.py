@@ -7,6 +7,7 @@ takes (`benchmarks/check_speed.py`): they are imported where they are used.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from framework.dslint.facts import GpuKind, Topology
     from framework.dslint.readers import Reader
     from framework.plan.cluster import Cluster
+    from framework.plan.plan import Plan
     from framework.plan.search import Target
 
 
@@ -143,9 +145,26 @@ def _check_run_config(file: str, overrides: Sequence[str], against: CheckContext
     absent = map(source.locate, (*missing_targets(run.config), *missing_sinks(run.config)))
     problems = [*source.notes, *plan.findings, *absent]
     problems += judge_rendered(plan, source=source, release=against.release, gpu=against.gpu)
+    problems += map(source.locate, _too_large(plan, _target(against)))
     return Verdict(
         file, (*_release_note(file, against), *problems), "; ".join(filter(None, (one_line(plan), run.choice)))
     )
+
+
+def _too_large(plan: Plan, target: Target | None) -> Iterator[Problem]:
+    """A plan of a known model that does not fit the device."""
+    from framework.plan.alternatives import size_text
+    from framework.plan.memory import NotEstimatedError, estimate
+
+    if target is None or target.usable_bytes is None:
+        return
+    with suppress(NotEstimatedError):
+        memory = estimate(plan)
+        size = memory.total(memory.peak)
+        if size > target.usable_bytes:
+            reason = f"each rank takes {size_text(size)}, and {target.name} has {size_text(target.usable_bytes)} usable"
+            fix, stage = f"`plan --search --gpu {target.name}` finds what fits", plan.config.zero.stage
+            yield Problem("memory-too-small", f"{reason}, by estimate", fix, "zero.stage", stage, severity="warning")
 
 
 def _target(against: CheckContext) -> Target | None:

@@ -230,9 +230,10 @@ class Explanation:
         return self.total - sum(self._of(other.memory).values())
 
     def is_enough(self, other: Alternative) -> bool:
-        """Check whether an alternative takes so much less that what was asked for would have been there."""
-        sizes = self.shortage.sizes or {}
-        return "asked" in sizes and self.gain(other) >= sizes["asked"] - sizes.get("free", 0)
+        """Check whether what was asked for would have been there with an alternative, and all fits by estimate."""
+        sizes, left = self.shortage.sizes or {}, sum(self._of(other.memory).values())
+        fits = left <= sizes.get("capacity", left) - sizes.get("others", 0)
+        return "asked" in sizes and fits and self.gain(other) >= sizes["asked"] - sizes.get("free", 0)
 
     def _of(self, memory: Memory) -> Mapping[str, int]:
         return memory.host if self.on_host else memory.moments[self.at]

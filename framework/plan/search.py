@@ -44,6 +44,8 @@ EVERYTHING: Final = frozenset({*STRATEGY, MICRO, ACCUMULATION})
 _LARGEST_MICRO: Final = 4096
 # What makes a difference: estimates are not that exact. Twice the micro-batch has to gain it, where that is free.
 _LEAST_GAIN: Final = 1.02
+# What the estimate cannot tell apart: the plainest of those comes first.
+_TIE: Final = 1.03
 _LONGEST_SEQUENCE: Final = 1 << 24
 _UNKNOWN: Final = "its memory is not known"
 # Micro-batches of a step for each stage of a pipeline, where nothing fixes them: it then waits a fifth of the time.
@@ -447,7 +449,7 @@ def _ranked(found: Sequence[Candidate]) -> list[Candidate]:
 
     def order(candidate: Candidate) -> tuple[float, ...]:
         speed, *costs = _rank(candidate)
-        return (-most if most and -speed * _LEAST_GAIN >= most else speed, *costs, speed)
+        return (-most if most and -speed * _TIE >= most else speed, *costs, speed)
 
     return sorted(found, key=order)
 
