@@ -26,7 +26,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "launch": (200, 23),
     "doctor": (97, 12),
     "report": (9, 2),
-    "commands": (135, 20),
+    "commands": (136, 20),
     "models": (71, 11),
     "tasks": (21, 5),
     "data": (133, 19),
