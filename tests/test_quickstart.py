@@ -21,7 +21,7 @@ SUMMARY = (
     r"  final eval/loss      0\.\d{4}",
     r"  final train/loss     0\.\d{4}",
     r"  throughput           [\d,]+ samples/s",
-    r"  step                 [\d,]+\.\d ms: (data \d+%, )?computing \d+%",
+    r"  step                 [\d,]+\.\d ms: ((data|copy|forward|backward|communication|optimizer|other) \d+%(, |$))+",
     "  run folder           runs/quickstart",
     "  report               runs/quickstart/report.html",
     r"  TensorBoard          (\.venv/bin/)?tensorboard --logdir runs",

@@ -126,7 +126,9 @@ def phases_of(engine: deepspeed.DeepSpeedEngine) -> Phases:
             engine.optimizer.timers = _Timers(phases)
     if isinstance(engine, deepspeed.PipelineEngine):
         instructions = engine._INSTRUCTION_MAP.items()
-        engine._INSTRUCTION_MAP = {kind: _in_phase(phases, _INSTRUCTIONS[kind], call) for kind, call in instructions}
+        engine._INSTRUCTION_MAP = {
+            kind: _in_phase(phases, _INSTRUCTIONS.get(kind, _REST), call) for kind, call in instructions
+        }
     return phases
 
 

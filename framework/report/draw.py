@@ -56,7 +56,7 @@ _STYLE_OF_PART: Final = {
     "between restarts": 4,
     "optimizer": 5,
     "start-up": 5,
-    "checkpoint": 6,
+    "bubble": 6,
     "saving": 6,
     "other": 7,
     "not timed in parts": 7,

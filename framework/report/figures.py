@@ -62,9 +62,18 @@ def verdict_of(run: Run) -> Verdict:
         means(run),
         pipe_size=_count(layout.get("pipe_size")),
         accumulation_steps=_count(layout.get("accumulation_steps")),
+        saving_share=_saving_share(run),
         device_bytes=device_bytes(run),
         ended_with="" if is_finished(run) else run.last_error,
     )
+
+
+def _saving_share(run: Run) -> float:
+    """Part of the time for steps and saves that saves take; 0 where no event tells of them."""
+    found = goodput(run)
+    parts = found.parts if found else {}
+    saving = parts.get("saving", 0.0)
+    return saving / (saving + parts.get("training", 0.0) + parts.get("waiting for data", 0.0)) if saving else 0.0
 
 
 def device_bytes(run: Run) -> float | None:
@@ -143,11 +152,9 @@ def goodput(run: Run) -> Goodput | None:
     first = min([clock[0][1] - spent.get(clock[0][0], 0.0), *stamps])
     wall = max(max(stamp for _, stamp in clock), *stamps, first) - first if stamps else clock[-1][1] - first
     waits = _within_steps(run, "time/data_ms")
-    saved_in_steps = _within_steps(run, "time/checkpoint_ms")
-    parts = {"training": training - waits - saved_in_steps, "waiting for data": waits}
+    parts = {"training": training - waits, "waiting for data": waits}
     for category, kind in (("evaluation", "evaluate"), ("saving", "save"), ("profiling", "profile")):
         parts[category] = sum(max(event.get("seconds", 0.0), 0.0) for event in run.happened(kind))
-    parts["saving"] = max(parts["saving"], saved_in_steps)
     parts |= _of_restarts(run, training / max(1.0, sum(weights(timed))))
     if run.happened("start", "resume"):
         begun = min(event["time_seconds"] for event in run.happened("start", "resume") if "time_seconds" in event)

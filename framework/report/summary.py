@@ -27,7 +27,7 @@ from framework.train.trainer import Outcome
 SHELL_PATH: Final = "DSF_SHELL_PATH"
 DOOR: Final = "DSF_DOOR"
 # Of a step; without a device's clock only the first is known, and the rest is computing.
-_PARTS: Final = ("data", "copy", "forward", "backward", "communication", "optimizer", "checkpoint", "other")
+_PARTS: Final = ("data", "copy", "forward", "backward", "communication", "optimizer", "bubble", "other")
 # Half a million points of 500 bytes. To read them takes 0.7 s of a processor; a page may cost the end of a run one.
 _LARGEST_METRICS: Final = 256 << 20
 

@@ -46,7 +46,7 @@ GOOD_MFU: Final = 0.40
 # Most of a step.
 COMPUTE_SHARE: Final = 0.50
 
-PHASES: Final = ("data", "copy", "forward", "backward", "communication", "optimizer", "checkpoint", "other")
+PHASES: Final = ("data", "copy", "forward", "backward", "communication", "optimizer", "bubble", "other")
 _OUT_OF_MEMORY: Final = re.compile(r"out[ -]of[ -]memory", re.IGNORECASE)
 
 
@@ -72,6 +72,7 @@ def judge(
     *,
     pipe_size: int = 1,
     accumulation_steps: int = 1,
+    saving_share: float = 0.0,
     device_bytes: float | None = None,
     ended_with: str = "",
 ) -> Verdict:
@@ -81,6 +82,7 @@ def judge(
         metrics: mean of every metric over the run without its warm-up; ``time/*_ms`` are parts of ``time/step_ms``.
         pipe_size: stages of its pipeline.
         accumulation_steps: micro-batches of a step.
+        saving_share: part of the time for steps and saves that saves take.
         device_bytes: memory of one device; None where it is not known.
         ended_with: the error that ended it, if one did.
     """
@@ -97,12 +99,21 @@ def judge(
     }
     reached = [
         (excess, verdict)
-        for excess, verdict in _causes(shares, step, pipe_size=pipe_size, micro_batches=accumulation_steps)
+        for excess, verdict in (
+            *_causes(shares, step, pipe_size=pipe_size, micro_batches=accumulation_steps),
+            _saving(saving_share),
+        )
         if excess >= 1
     ]
     if reached:
         return max(reached, key=lambda pair: pair[0])[1]
     return _of_the_device(shares, metrics, device_bytes)
+
+
+def _saving(share: float) -> tuple[float, Verdict]:
+    advice = "save less often (checkpoint.every_steps), in the background, or to a faster disk"
+    text = f"checkpoint-bound: saving takes {share:.0%} of the time for steps and saves"
+    return share / CHECKPOINT_SHARE, Verdict("checkpoint-bound", text, advice, share)
 
 
 def _causes(
@@ -119,9 +130,6 @@ def _causes(
     data = shares.get("data", 0.0)
     advice = "raise data.num_workers, do less per sample (prepare or cache it once), or keep the data on a local disk"
     yield cause("data-bound", data, DATA_SHARE, f"ranks wait for the loader for {part(data)}", advice)
-    saving = shares.get("checkpoint", 0.0)
-    advice = "save less often (checkpoint.every_steps), in the background, or to a faster disk"
-    yield cause("checkpoint-bound", saving, CHECKPOINT_SHARE, f"saving takes {part(saving)}", advice)
     sent = shares.get("communication", 0.0)
     advice = (
         "accumulate more micro-batches per step (batch.global_size), lower zero.stage where memory allows it, set "

@@ -9,7 +9,7 @@ from typing import Any
 from framework.checkpoint.manifest import list_checkpoints
 
 # What differs between two runs of the same steps: the clock, and what is measured with it.
-_MEASURED = ("time", "throughput/", "time/", "memory/")
+_MEASURED = ("time", "throughput/", "time/", "memory/", "data/", "run/")
 
 
 def left_behind(checkpoints: Path) -> str:

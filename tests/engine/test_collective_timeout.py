@@ -56,7 +56,12 @@ def test_both_halves_of_a_save_are_given_the_time(
     seen: list[list[timedelta]] = []
     monkeypatch.setattr(initialize, "save_bytes", lambda *arguments, **options: seen.append(limits(groups)))
     monkeypatch.setattr(initialize, "share_buffers", lambda engine: None)
-    engine: Any = SimpleNamespace(_copy_recovery_script=None, optimizer=None, zero_optimization_stage=lambda: 1)
+    engine: Any = SimpleNamespace(
+        device=SimpleNamespace(type="cpu"),
+        _copy_recovery_script=None,
+        optimizer=None,
+        zero_optimization_stage=lambda: 1,
+    )
     plan = make_plan(config_from_values({"run": {"name": "x"}, "training": {"max_steps": 4}}), Cluster(device="cpu"))
     task: Any = SimpleNamespace()
     initialize.BaseEngine(engine, plan, task, names=dict).save(tmp_path, "global_step1", {}, open_file=NewFile)

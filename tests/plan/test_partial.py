@@ -40,6 +40,8 @@ EVERY_CASE = [
 def test_a_section_that_no_rule_reads_hides_nothing() -> None:
     reported = 0
     for values, cluster in EVERY_CASE:
+        if "monitors" in values:  # one rule does read it: no password belongs there
+            continue
         found = told_of(values | {"monitors": UNREADABLE}, cluster)
         assert found == told_of_all(values, cluster), values
         reported += len(found)

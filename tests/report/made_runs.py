@@ -18,7 +18,6 @@ PARTS = {
     "backward": 48.0,
     "communication": 6.0,
     "optimizer": 8.0,
-    "checkpoint": 0.0,
     "other": 2.0,
 }
 PLAN = {

@@ -9,11 +9,12 @@ import pytest
 from framework.report.verdict import Verdict, judge
 
 # A step of 100 ms that nothing holds up.
-BUSY = {"data": 1, "copy": 1, "forward": 30, "backward": 55, "communication": 5, "optimizer": 6, "checkpoint": 0}
+BUSY = {"data": 1, "copy": 1, "forward": 30, "backward": 55, "communication": 5, "optimizer": 6}
 
 
 def judged(*, mfu: float | None = None, peak: float | None = None, **parts: Any) -> Verdict:
-    options = {name: parts.pop(name) for name in ("pipe_size", "accumulation_steps", "device_bytes") if name in parts}
+    names = ("pipe_size", "accumulation_steps", "device_bytes", "saving_share")
+    options = {name: parts.pop(name) for name in names if name in parts}
     parts = BUSY | parts
     metrics = {f"time/{name}_ms": float(value) for name, value in parts.items()}
     metrics |= {"time/step_ms": 100.0, "time/other_ms": metrics.get("time/other_ms", 2.0)}
@@ -32,7 +33,7 @@ def judged(*, mfu: float | None = None, peak: float | None = None, **parts: Any)
         ({"data": 9.9}, "compute-bound", "85%"),
         ({"communication": 40}, "communication-bound", "40% of a step"),
         ({"communication": 24.9}, "compute-bound", "85%"),
-        ({"checkpoint": 12}, "checkpoint-bound", "12% of a step"),
+        ({"saving_share": 0.12}, "checkpoint-bound", "12% of the time for steps and saves"),
         ({"other": 15, "copy": 10}, "host-bound", "25% of a step"),
         ({"other": 10, "optimizer": 45, "forward": 20, "backward": 20}, "host-bound", "56% of a step"),
         ({"mfu": 0.03}, "host-bound", "3.0% of its peak"),

@@ -4,6 +4,7 @@ it).
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -73,6 +74,7 @@ class TensorBoardEvents:
 
         make_own_folder(folder)
         self._writer = EventFileWriter(str(folder), flush_secs=_FLUSH_SECONDS)
+        self._before, threading.excepthook = threading.excepthook, self._pass_on
         if from_step:
             # Tells TensorBoard to forget what the run before the resume logged after this step.
             restart = SessionLog(status=SessionLog.START)
@@ -140,8 +142,17 @@ class TensorBoardEvents:
             values.append(value)
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
 
+    def _pass_on(self, arguments: threading.ExceptHookArgs) -> None:
+        """Show no traceback of the writer's own thread: what it raises is raised where the next event is added."""
+        if arguments.thread is not self._writer._async_writer._worker:
+            self._before(arguments)
+
     def close(self) -> None:
-        self._writer.close()
+        try:
+            self._writer.close()
+        finally:
+            if threading.excepthook == self._pass_on:
+                threading.excepthook = self._before
 
 
 def _text_tensor(text: str) -> Any:
