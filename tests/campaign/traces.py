@@ -8,8 +8,9 @@ from typing import Any
 
 from framework.checkpoint.manifest import list_checkpoints
 
-# What differs between two runs of the same steps: the clock, and what is measured with it.
-_MEASURED = ("time", "throughput/", "time/", "memory/", "data/", "run/")
+# What differs between two runs of the same steps: the clock, what is measured with it, and what counts starts or begins
+# anew at each.
+_MEASURED = ("time", "throughput/", "time/", "memory/", "data/", "run/", "train/spike_score")
 
 
 def left_behind(checkpoints: Path) -> str:
