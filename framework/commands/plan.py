@@ -270,10 +270,8 @@ def _time_lines(time: StepTime | None, target: Target) -> Iterator[str]:
 def _findings(question: _Question, planned: Candidate, found: Found) -> Iterator[Problem]:
     """A plan that does not fit, with the nearest that does."""
     target, key = question.target, "zero.stage"
-    limit = target.usable_bytes
-    if limit is None or planned.peak_bytes <= limit:
+    if not (reason := target.lacking(planned.peak_bytes)):
         return
-    reason = f"each rank takes {size_text(planned.peak_bytes)}, and {target.name} has {size_text(limit)} usable"
     if found.ranked:
         best, cluster = found.ranked[0], found.ranked[0].plan.cluster
         where = "" if cluster == planned.plan.cluster else f"use {cluster}, and "

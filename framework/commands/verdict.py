@@ -131,7 +131,8 @@ def _check_run_config(file: str, overrides: Sequence[str], against: CheckContext
 
     try:
         run = load_run(file, overrides, text=text)
-        run = run.chosen(against.cluster, _target(against), is_proposal=True)
+        target = _target(against)
+        run = run.chosen(against.cluster, target, is_proposal=True)
         source, plan = run.source, run.plan_with_data(against.cluster, data_elsewhere=against.data_elsewhere)
     except ConfigError as error:
         document = document_of(text, Path(file), name=file)
@@ -145,7 +146,7 @@ def _check_run_config(file: str, overrides: Sequence[str], against: CheckContext
     absent = map(source.locate, (*missing_targets(run.config), *missing_sinks(run.config)))
     problems = [*source.notes, *plan.findings, *absent]
     problems += judge_rendered(plan, source=source, release=against.release, gpu=against.gpu)
-    problems += map(source.locate, _too_large(plan, _target(against)))
+    problems += map(source.locate, _too_large(plan, target))
     return Verdict(
         file, (*_release_note(file, against), *problems), "; ".join(filter(None, (one_line(plan), run.choice)))
     )
@@ -153,16 +154,13 @@ def _check_run_config(file: str, overrides: Sequence[str], against: CheckContext
 
 def _too_large(plan: Plan, target: Target | None) -> Iterator[Problem]:
     """A plan of a known model that does not fit the device."""
-    from framework.plan.alternatives import size_text
     from framework.plan.memory import NotEstimatedError, estimate
 
-    if target is None or target.usable_bytes is None:
+    if target is None:
         return
     with suppress(NotEstimatedError):
         memory = estimate(plan)
-        size = memory.total(memory.peak)
-        if size > target.usable_bytes:
-            reason = f"each rank takes {size_text(size)}, and {target.name} has {size_text(target.usable_bytes)} usable"
+        if reason := target.lacking(memory.total(memory.peak)):
             fix, stage = f"`plan --search --gpu {target.name}` finds what fits", plan.config.zero.stage
             yield Problem("memory-too-small", f"{reason}, by estimate", fix, "zero.stage", stage, severity="warning")
 

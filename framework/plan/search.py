@@ -74,6 +74,13 @@ class Target:
         taken = 0 if self.name == "cpu" else CONTEXT_BYTES
         return None if self.memory_bytes is None else max(self.memory_bytes - taken, 0)
 
+    def lacking(self, peak_bytes: int) -> str:
+        """Reason why what takes so much does not fit; empty where it does, or where the memory is not known."""
+        limit = self.usable_bytes
+        if limit is None or peak_bytes <= limit:
+            return ""
+        return f"each rank takes {size_text(peak_bytes)}, and {self.name} has {size_text(limit)} usable"
+
 
 @dataclass(frozen=True)
 class Candidate:
