@@ -8,7 +8,7 @@ and 0 / warmup_num_steps of the way up).
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
@@ -28,6 +28,18 @@ from framework.config.base import (
 _Betas = Annotated[list[Annotated[float, Field(ge=0.0, lt=1.0)]], Field(min_length=2, max_length=2)]
 
 
+class Group(Section):
+    """Weights that are stepped with values of their own."""
+
+    match: str
+    """Regular expression; the weights whose whole name it matches belong to the group, unless an earlier one has
+    them. For example ``.*norm.*|.*bias``."""
+    lr: NonNegative | None = None
+    """Their learning rate; under every scheduler it keeps its ratio to `optimizer.lr`. Left out: the optimizer's."""
+    weight_decay: NonNegative | None = None
+    """Their weight decay, of vectors too; left out: the optimizer's."""
+
+
 class _Optimizer(Section):
     """Base of all optimizers."""
 
@@ -39,6 +51,15 @@ class _Optimizer(Section):
     """Which weights are pulled. matrices: no decay on biases and norms, that is on tensors with fewer than two
     dimensions.
     """
+    groups: list[Group] = []
+    """Weights with a learning rate or a weight decay of their own, by name."""
+    layer_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Learning rate of each layer as a share of that of the next one up (Clark et al. 2020, ELECTRA); what follows the
+    last numbered layer has the full rate, what precedes the first one the lowest. 1: all have the same."""
+
+
+# What says which weights are stepped with which values: DeepSpeed reads it from the parameter groups, not the JSON.
+GROUP_KEYS: Final = frozenset({"weight_decay_on", "groups", "layer_decay"})
 
 
 class AdamW(_Optimizer):
@@ -50,10 +71,11 @@ class AdamW(_Optimizer):
     """Decay of the running means of the gradient and of its square."""
     eps: Positive = 1e-8
     """Added to the root of the second mean."""
-    implementation: Literal["torch", "deepspeed"] = "torch"
-    """``torch``: torch.optim, resumes bit for bit, compiles nothing. ``deepspeed``: its fused kernel (with CPU offload
-    its vectorised host kernel, several times faster there); compiled at first use, and a resumed run drifts in the last
-    bits."""
+    implementation: Literal["torch", "fused", "deepspeed"] = "torch"
+    """``torch``: torch.optim, resumes bit for bit, compiles nothing. ``fused``: torch's one kernel for all weights of a
+    group, with fewer temporaries; the last bits may depend on the number of ranks. ``deepspeed``: its fused kernel
+    (with CPU offload its vectorised host kernel, several times faster there); compiled at first use, and a resumed run
+    drifts in the last bits."""
 
 
 class Adam(AdamW):

@@ -309,11 +309,12 @@ def _adam(reading: Reading, name: str, params: Mapping[str, Any]) -> Values:
     section = AdamW if name == "adamw" or decoupled else Adam
     if is_torchs:
         reading.place("optimizer.params.fp32_optimizer_states")
-        if not params.keys() <= section.model_fields.keys() | _NOT_TORCHS:
+        if not params.keys() <= section.model_fields.keys() | _NOT_TORCHS | {"fused"}:
             return _target(reading, section.__name__, {key: params[key] for key in params if key not in _NOT_TORCHS})
     # torch.optim.AdamW decays by 0.01 where nothing is said, DeepSpeed's kernels by nothing.
     decay = section.model_fields["weight_decay"].default if is_torchs else 0.0
-    implementation = "torch" if is_torchs else "deepspeed"
+    kernel = "fused" if is_torchs and reading.take("optimizer.params.fused", False) else "torch"
+    implementation = kernel if is_torchs else "deepspeed"
     kind = section.model_fields["kind"].default
     return {"kind": kind, **_fields(reading, section, weight_decay=decay), "implementation": implementation}
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import deepspeed
 import torch
@@ -17,6 +17,7 @@ from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.save_stream import OpenFile
 from framework.checkpoint.state.checkpoint_engine import use_atomic_files
 from framework.checkpoint.state.optimizer_shards import Names
+from framework.config.deepspeed_words import SCHEDULES
 from framework.config.optimizer import Cosine
 from framework.engine.checkpoint_bytes import load_bytes, move_in, save_bytes
 from framework.engine.device_batches import HALF, DeviceBatches, place
@@ -31,7 +32,7 @@ from framework.engine.workarounds.gradient_order import keep_gradient_order
 from framework.engine.workarounds.idle_measurements import leave_out_measurements
 from framework.engine.workarounds.module_buffers import share_buffers
 from framework.errors import ConfigError, explaining
-from framework.models.adapt import parameter_groups
+from framework.models.adapt import LR_RATIO, parameter_groups
 from framework.plan.plan import Plan
 from framework.plan.render import schedule_steps
 from framework.system.files import FileRecord, NewFile
@@ -86,31 +87,55 @@ def client_schedule(plan: Plan) -> Callable[[torch.optim.Optimizer], CosineSched
     return partial(CosineSchedule, factor=partial(cosine_factor, min_ratio=scheduler.min_ratio, **lengths))
 
 
+# Learning rates among the parameters of DeepSpeed's schedules.
+_RATES: Final = {theirs[key] for _, theirs in SCHEDULES.values() for key in ("min_lr", "max_lr") if key in theirs}
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """The user's optimizer, where the JSON names none."""
 
 
 def initialize(
-    plan: Plan, model: torch.nn.Module, *, ds_config: Mapping[str, Any], make_optimizer: MakeOptimizer | None
+    plan: Plan,
+    model: torch.nn.Module,
+    *,
+    ds_config: Mapping[str, Any],
+    make_optimizer: MakeOptimizer | None,
+    names: Names,
+    layers: Sequence[str] | None = None,
 ) -> deepspeed.DeepSpeedEngine:
-    """Wrap a model, or a stage of it, with `deepspeed.initialize`. Collective."""
+    """Wrap a model, or a stage of it, with `deepspeed.initialize`. Collective.
+
+    `names` are the plain names of its weights, and `layers` those of all layers, where it is a stage.
+    """
     _refuse_number_types(plan, model)
     forget_autocast()
-    decay: dict[str, Any] = {"weight_decay": 0.0, "weight_decay_on": "all"}
-    decay |= {name: getattr(plan.config.optimizer, name, default) for name, default in decay.items()}
+    named = {names[parameter]: parameter for parameter in model.parameters()}
+    groups = parameter_groups(named, plan.config.optimizer, layers=layers)
     with refusing_scalars(), _sending_scalars(), taking_zero_optimizer():
         engine, _, _, _ = deepspeed.initialize(
             model=model,
-            model_parameters=parameter_groups(model.parameters(), **decay),
+            model_parameters=groups,
             optimizer=make_optimizer,
             lr_scheduler=client_schedule(plan),
             dist_init_required=False,
-            config=dict(ds_config),
+            config=_with_group_rates(ds_config, groups),
         )
     leave_out_measurements(engine)
     keep_gradient_order(engine)
     share_buffers(engine, unsaved=True)  # DeepSpeed has made the weights equal, and nothing else
     return engine
+
+
+def _with_group_rates(ds_config: Mapping[str, Any], groups: Sequence[Any]) -> dict[str, Any]:
+    """The JSON with a list for every rate of the schedule, where groups have rates of their own: DeepSpeed's schedules
+    give one number to all groups.
+    """
+    ratios = [group.get(LR_RATIO, 1.0) if isinstance(group, dict) else 1.0 for group in groups]
+    schedule = ds_config.get("scheduler", {})
+    if "params" not in schedule or all(ratio == 1.0 for ratio in ratios):
+        return dict(ds_config)
+    params = schedule["params"]
+    lists = {name: [params[name] * ratio for ratio in ratios] for name in _RATES & params.keys()}
+    return {**ds_config, "scheduler": {**schedule, "params": {**params, **lists}}}
 
 
 def _refuse_number_types(plan: Plan, model: torch.nn.Module) -> None:
@@ -216,6 +241,11 @@ class BaseEngine:
             state = load_bytes(self.engine, checkpoint.folder, checkpoint.tag)
         self._average.after_load()
         return state
+
+    def lr(self) -> float:
+        """`optimizer.lr` as the schedule has it now: where the first group has a share of it, what it is a share of."""
+        group = self.engine.optimizer.param_groups[0]
+        return float(self.engine.get_lr()[0]) / (group.get(LR_RATIO) or 1.0)
 
     def close(self) -> None:
         self.engine.destroy()

@@ -124,7 +124,14 @@ def build_pipeline(
         module = StagesModule(
             layers, bounds=bounds, seed=plan.config.run.seed, adapt=adapt, loss_fn=loss, dynamic_shape=varying_shapes
         )
-    engine = initialize(plan, module, ds_config=ds_config, make_optimizer=make_optimizer)
+    engine = initialize(
+        plan,
+        module,
+        ds_config=ds_config,
+        make_optimizer=make_optimizer,
+        names=module.plain_names(),
+        layers=[layer.name for layer in layers],
+    )
     if engine.is_last_stage():  # where the loss is
         scale_fp16_loss(engine)
         loss.of_step = StepLoss(
@@ -179,7 +186,7 @@ class PipelineEngine(BaseEngine):
     def train_step(self, micro_batches: Iterator[Any]) -> Step:
         """One 1F1B pass over the step's micro-batches; the first stage takes inputs, the last one targets."""
         self.phases.begin()
-        lr = float(self.engine.get_lr()[0])
+        lr = self.lr()
         with explaining_overflow(self.engine), self._explaining():
             halves = self._halves(micro_batches)
             of_step = self._loss.of_step

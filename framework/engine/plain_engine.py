@@ -32,7 +32,7 @@ def build_engine(
     make_optimizer: MakeOptimizer | None = None,
 ) -> PlainEngine:
     """Wrap a model with `deepspeed.initialize`. Collective."""
-    engine = initialize(plan, model, ds_config=ds_config, make_optimizer=make_optimizer)
+    engine = initialize(plan, model, ds_config=ds_config, make_optimizer=make_optimizer, names=names_of(model))
     scale_fp16_loss(engine)
     return PlainEngine(engine, plan, task)
 
@@ -60,7 +60,7 @@ class PlainEngine(BaseEngine):
         """Forward, backward and DeepSpeed's step for each micro-batch; nothing here waits for the device."""
         engine, task, phases = self.engine, self._task, self.phases
         phases.begin()
-        lr = float(engine.get_lr()[0])  # before the step: DeepSpeed moves the schedule on at its end
+        lr = self.lr()  # before the step: DeepSpeed moves the schedule on at its end
         total: torch.Tensor | None = None
         is_divided = engine.gradient_accumulation_steps() > 1  # by 1 takes two kernels
         with explaining_overflow(engine):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from framework.config.groups import group_values, has_groups, in_order, refuse_unmatched_groups
 from framework.config.training import Training
 from framework.errors import ConfigError, Problem
 from framework.models.layers import LayeredModel, as_layers
 from framework.models.sync_batch_norm import with_sync_batch_norm
-from framework.text.typos import nearest
+from framework.text.typos import unmatched_pattern
+
+LR_RATIO: Final = "lr_ratio"
+"""Key of a parameter group with a learning rate of its own: the rate as a share of the optimizer's."""
 
 
 def prepare_model(model: nn.Module, training: Training) -> nn.Module:
@@ -100,16 +104,8 @@ def with_recompute(model: nn.Module, *, every: int) -> nn.Module:
 
 
 def _nothing_frozen(number: int, pattern: str, names: Sequence[str]) -> Problem:
-    """The names that contain it, for those who expect a search, or else the nearest one."""
-    containing = [name for name in names if pattern and re.search(pattern, name)]
-    if containing:
-        fix = f"it must match the whole name, as in {containing[0]}; write {pattern}.* or .*{pattern}.*"
-    else:
-        guess = nearest(pattern, names) or (names[0] if names else "")
-        fix = f"did you mean {guess}?" if guess else "remove it"
-    return Problem(
-        "freeze-matches-nothing", "no parameter of the model has such a name", fix, f"training.freeze.{number}", pattern
-    )
+    reason, fix = "no parameter of the model has such a name", unmatched_pattern(pattern, names)
+    return Problem("freeze-matches-nothing", reason, fix, f"training.freeze.{number}", pattern)
 
 
 def _everything_frozen(patterns: Sequence[str]) -> ConfigError:
@@ -123,21 +119,31 @@ def _everything_frozen(patterns: Sequence[str]) -> ConfigError:
 
 
 def parameter_groups(
-    parameters: Iterable[nn.Parameter], *, weight_decay: float, weight_decay_on: Literal["all", "matrices"]
+    named: Mapping[str, nn.Parameter], optimizer: Any, *, layers: Sequence[str] | None = None
 ) -> list[nn.Parameter] | list[dict[str, Any]]:
-    """The parameters that require a gradient, where all are treated the same; otherwise a group with decay and one
-    without, in this order: ``matrices`` leaves out tensors with fewer than two dimensions, biases and norms.
+    """The parameters that require a gradient, where all are stepped with the same values; otherwise in groups.
+
+    Args:
+        named: name in the plain module -> parameter.
+        optimizer: what they are stepped with.
+        layers: names of all layers of the model, where `named` is a pipeline's stage.
+
+    Raises:
+        ConfigError: kind ``group-matches-nothing``.
     """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if weight_decay_on == "all" or not weight_decay:
-        return trained
-    split: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
-    for parameter in trained:  # ZeRO-3 leaves a flat, empty tensor, and notes its shape
-        split[is_matrix(getattr(parameter, "ds_shape", parameter.shape))].append(parameter)
-    groups = [{"params": split[1], "weight_decay": weight_decay}, {"params": split[0], "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
-
-
-def is_matrix(shape: Sequence[int]) -> bool:
-    """Check whether a tensor has two dimensions or more: others are biases, or belong to norms."""
-    return len(shape) >= 2
+    trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    if layers is None:
+        refuse_unmatched_groups(trained, optimizer)
+    if not has_groups(optimizer):
+        return list(trained.values())
+    # ZeRO-3 leaves a flat, empty tensor, and notes its shape.
+    shapes = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in trained.items()}
+    values = group_values(shapes, optimizer, layers=layers or ())
+    each = in_order(values.values())
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": one.weight_decay} for one in each]
+    for one, group in zip(each, groups, strict=True):
+        if one.lr_ratio != 1.0:
+            group |= {"lr": optimizer.lr * one.lr_ratio, LR_RATIO: one.lr_ratio}
+    for name, parameter in trained.items():
+        groups[each.index(values[name])]["params"].append(parameter)
+    return groups

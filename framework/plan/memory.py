@@ -15,8 +15,10 @@ from math import ceil, prod
 from typing import Any, Final
 
 from framework.config.base import Object, Target
+from framework.config.groups import group_values, has_groups, in_order
 from framework.config.optimizer import SGD, Adagrad, AdamW, Lamb, Lion
 from framework.config.precision import BF16, FP16
+from framework.config.run_config import RunConfig
 from framework.config.training import Parallel
 from framework.errors import Problem
 from framework.plan.activations import Moment, Passes, passes_over
@@ -214,7 +216,7 @@ class _Estimate:
         accumulation, reduction = sums_of(config, plan.layout)
         self.sum_width = _FP32 if accumulation else self.width
         self.reduce_width = _FP32 if reduction else self.width
-        self.groups = _groups(work.weights, split=has_two_groups(config))
+        self.groups = _groups(work.weights, config)
         self.sizes = [size for group in self.groups for size in group]
         self.total, self.largest = sum(self.sizes), max(self.sizes)
         # DeepSpeed pads each group to a multiple of 2 x ranks at stages 1 and 2, each weight to one of ranks at 3.
@@ -483,15 +485,18 @@ class _Estimate:
 
 
 def _is_fused(optimizer: object) -> bool:
-    return isinstance(optimizer, Lion | Lamb) or getattr(optimizer, "implementation", "torch") == "deepspeed"
+    return isinstance(optimizer, Lion | Lamb) or getattr(optimizer, "implementation", "torch") != "torch"
 
 
 def _positive(found: Bytes) -> Bytes:
     return {name: size for name, size in found.items() if size}
 
 
-def _groups(shapes: Mapping[str, Shape], *, split: bool) -> list[list[int]]:
+def _groups(shapes: Mapping[str, Shape], config: RunConfig) -> list[list[int]]:
     """The optimizer's parameter groups: elements of each weight, in order."""
-    kinds = ((True,), (False,)) if split else ((True, False),)
-    groups = ([prod(shape) for shape in shapes.values() if (len(shape) > 1) in kind] for kind in kinds)
-    return [group for group in groups if group]
+    if not has_groups(config.optimizer):
+        return [[prod(shape) for shape in shapes.values()]]
+    values = group_values(shapes, config.optimizer)
+    return [
+        [prod(shape) for name, shape in shapes.items() if values[name] == each] for each in in_order(values.values())
+    ]

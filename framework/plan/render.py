@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from framework.config.base import Object, Target
 from framework.config.deepspeed_words import SCHEDULES, SHARED
-from framework.config.optimizer import AdamW, Constant, Cosine, OneCycle, optimizer_lr
+from framework.config.optimizer import GROUP_KEYS, AdamW, Constant, Cosine, OneCycle, optimizer_lr
 from framework.config.precision import FP32, Autocast
 from framework.config.zero import STAGE3_KEYS, Zero
 from framework.errors import ConfigError
@@ -110,9 +110,10 @@ def _optimizer(plan: Plan) -> Json:
     name = type(optimizer).__name__  # DeepSpeed's too
     if isinstance(optimizer, AdamW):  # and Adam, which DeepSpeed tells apart by adam_w_mode only
         params |= {"betas": list(optimizer.betas), "eps": optimizer.eps}
-        params |= {"torch_adam": optimizer.implementation == "torch", "adam_w_mode": name == "AdamW"}
+        params |= {"torch_adam": optimizer.implementation != "deepspeed", "adam_w_mode": name == "AdamW"}
+        params |= {"fused": True} if optimizer.implementation == "fused" else {}
     else:
-        params |= optimizer.model_dump(exclude={"kind", "lr", "weight_decay", "weight_decay_on"})
+        params |= optimizer.model_dump(exclude={"kind", "lr", "weight_decay", *GROUP_KEYS})
     return {
         "optimizer": {"type": name, "params": params},
         "zero_allow_untested_optimizer": not isinstance(optimizer, AdamW),

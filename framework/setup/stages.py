@@ -20,9 +20,10 @@ from typing import Any, Final
 import torch
 
 from framework.config.base import ModelKind
+from framework.config.groups import is_matrix, refuse_unmatched_groups
 from framework.config.load import config_from_values
 from framework.errors import ConfigError, FrameworkError, Problem
-from framework.models.adapt import frozen_names, is_matrix
+from framework.models.adapt import frozen_names
 from framework.models.layers import Layer, as_layers, lists_layers, recipes_only, refuse_bad_ties
 from framework.models.survey import Surveyed, refuse_untrue_layers, survey
 from framework.plan.balance import LayerFacts, StageTable, cut, has_two_groups, with_seconds
@@ -94,6 +95,7 @@ def cut_model(plan: Plan, parts: Parts) -> CutModel:
     surveyed = tuple(look())
     names = {f"{layer.place}.{name}": None for layer in surveyed for name in layer.params}
     frozen = frozenset(frozen_names(names, config.training.freeze))
+    refuse_unmatched_groups(names.keys() - frozen, config.optimizer)
     if frozen:  # once more, now that the names are known: no gradient flows through what is frozen
         surveyed = tuple(look(frozen=frozen))
     if lists_layers(model) and not isinstance(config.model, ModelKind):  # those of our own are tested

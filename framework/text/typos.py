@@ -6,7 +6,8 @@ A module of its own, because it needs nothing that is slow to import.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Final
 
@@ -25,6 +26,16 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     words = {_plain(name): name for name in known}
     matches = difflib.get_close_matches(_plain(word[:100]), words, n=1, cutoff=0.6)
     return words[matches[0]] if matches else None
+
+
+def unmatched_pattern(pattern: str, names: Sequence[str]) -> str:
+    """What to write for a regular expression that matches no name from beginning to end: around a name that contains
+    it, for those who expect a search, or the nearest one.
+    """
+    if containing := [name for name in names if pattern and re.search(pattern, name)]:
+        return f"it must match the whole name, as in {containing[0]}; write {pattern}.* or .*{pattern}.*"
+    guess = nearest(pattern, names) or next(iter(names), "")
+    return f"did you mean {guess}?" if guess else "remove it"
 
 
 def only_alike(word: str, known: Iterable[str], *, least: float) -> str | None:

@@ -44,10 +44,11 @@ def plain_losses(
     torch.manual_seed(seed)
     model = LeNet(num_classes=10, in_channels=1, image_size=28)
     optimizer = make_optimizer(model.parameters())
-    losses = []
+    losses, rates = [], [group["lr"] for group in optimizer.param_groups]
     for step, (images, labels) in enumerate(batches):
-        if lr_of_step is not None:
-            optimizer.param_groups[0]["lr"] = lr_of_step(step)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if lr_of_step is not None:
+                group["lr"] = lr_of_step(step) * rate / rates[0]
         loss = nn.functional.cross_entropy(model(images), labels)
         optimizer.zero_grad()
         loss.backward()

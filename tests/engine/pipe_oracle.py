@@ -80,10 +80,19 @@ def _optimizer(model: nn.Module, section: Any) -> torch.optim.Optimizer:
 
 def _groups(model: nn.Module, section: Any) -> list[dict[str, Any]]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if section.layer_decay != 1.0:
+        return [_layer_group(name, weight, section) for name, weight in model.named_parameters()]
     if section.weight_decay_on == "all":
         return [{"params": trained}]
     vectors = [parameter for parameter in trained if parameter.ndim < 2]
     return [{"params": [p for p in trained if p.ndim >= 2]}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def _layer_group(name: str, weight: nn.Parameter, section: Any) -> dict[str, Any]:
+    """A group for each weight: of three blocks the last one has the rate times one share, the embeddings four."""
+    block = re.match(r"blocks\.(\d)", name)
+    below = 3 - int(block.group(1)) if block else 0 if name.startswith("norm") else 4
+    return {"params": [weight], "lr": section.lr * section.layer_decay**below}
 
 
 def _micro_batches(config: Any, dataset: Any, step: int, micro_size: int, together: int) -> list[Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,30 @@ def fashion_mnist(folder: Path) -> dict[str, Any]:
     )
 
 
+GROUPS = {
+    "kind": "sgd",
+    "lr": 0.02,
+    "momentum": 0.9,
+    "weight_decay": 0.01,
+    "weight_decay_on": "matrices",
+    "groups": [{"match": r"conv1\..*", "lr": 0.002}, {"match": r"fc1\.weight", "lr": 0.04, "weight_decay": 0.1}],
+}
+
+
+def grouped(weights: Iterable[Any]) -> torch.optim.Optimizer:
+    """What GROUPS says, by hand: each of LeNet's five layers has a weight and a bias."""
+    all_weights = list(weights)
+    matrices, biases = all_weights[::2], all_weights[1::2]
+    groups = [
+        {"params": [matrices[1], *matrices[3:]]},
+        {"params": biases[1:], "weight_decay": 0.0},
+        {"params": [matrices[0]], "lr": 0.002},
+        {"params": [biases[0]], "lr": 0.002, "weight_decay": 0.0},
+        {"params": [matrices[2]], "lr": 0.04, "weight_decay": 0.1},
+    ]
+    return torch.optim.SGD(groups, lr=0.02, momentum=0.9, weight_decay=0.01)
+
+
 # Optimizer section -> the torch optimizer that it promises.
 OPTIMIZERS: dict[str, tuple[dict[str, Any], Callable[[Any], torch.optim.Optimizer]]] = {
     "adam": ({"kind": "adam", "lr": 2e-3, "weight_decay": 0.1}, partial(torch.optim.Adam, lr=2e-3, weight_decay=0.1)),
@@ -106,6 +130,8 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], Callable[[Any], torch.optim.Optimize
     "adagrad": ({"kind": "adagrad", "lr": 0.004}, partial(torch.optim.Adagrad, lr=0.004)),
     "target": ({"target": "torch.optim:RMSprop", "args": {"lr": 1e-3}}, partial(torch.optim.RMSprop, lr=1e-3)),
     "no-clip": ({"kind": "adamw"}, torch.optim.AdamW),
+    "fused": ({"kind": "adamw", "implementation": "fused", "lr": 2e-3}, partial(torch.optim.AdamW, lr=2e-3)),
+    "groups": (GROUPS, grouped),
 }
 
 
@@ -165,6 +191,8 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
             )
     for name, (section, _) in SCHEDULES.items():
         cases.append(config(f"schedule-{name}", folder, scheduler=section, zero={"stage": 1}))
+        of_groups = {"kind": "adamw", "groups": [{"match": "conv.*", "lr": 2e-4}]}
+        cases.append(config(f"schedule-{name}-groups", folder, scheduler=section, optimizer=of_groups))
     cases.append(config("deepspeed-adamw", folder, optimizer={"kind": "adamw", "implementation": "deepspeed"}))
     cases.append(
         config("offload", folder, zero={"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}})
@@ -256,11 +284,16 @@ def test_optimizers_equal_torch(two_ranks: Path, batches: Any, name: str, stage:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_follow_their_formula(two_ranks: Path, batches: Any, name: str) -> None:
     formula = SCHEDULES[name][1]
-    folder = two_ranks / f"schedule-{name}"
-    rates = series(folder, "train/lr")
-    for step, rate in rates.items():
-        assert rate == pytest.approx(formula(step - 1), rel=1e-6, abs=1e-12), f"step {step}"
-    assert furthest(folder, plain_losses(batches, lr_of_step=formula)) < TOLERANCE
+
+    def of_groups(weights: Iterable[Any]) -> torch.optim.Optimizer:
+        convs, others = (all_weights := list(weights))[:4], all_weights[4:]
+        return torch.optim.AdamW([{"params": others}, {"params": convs, "lr": 2e-4}])
+
+    for case, make in (("", torch.optim.AdamW), ("-groups", of_groups)):
+        folder = two_ranks / f"schedule-{name}{case}"
+        for step, rate in series(folder, "train/lr").items():
+            assert rate == pytest.approx(formula(step - 1), rel=1e-6, abs=1e-12), f"step {step}"
+        assert furthest(folder, plain_losses(batches, make_optimizer=make, lr_of_step=formula)) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["deepspeed-adamw", "offload", "offload-all"])

@@ -98,6 +98,7 @@ TWO_RANKS = [
     Case("gpt-recompute", "gpt", training={"recompute_every": 2}),
     Case("gpt-decay", "gpt", sections={"optimizer": DECAY}),
     Case("gpt-decay-zero1", "gpt", sections={"optimizer": DECAY, "zero": {"stage": 1}}),
+    Case("gpt-layers", "gpt", sections={"optimizer": {"kind": "adamw", "lr": 5e-3, "layer_decay": 0.5}}),
     Case("gpt-frozen", "gpt", training={"freeze": ["blocks\\.[01]\\..*", "positions.*"]}),
     Case("gpt-autocast", "gpt", sections={"precision": {"dtype": "autocast"}}, tolerance=0.02),
     Case("gpt-bf16", "gpt", sections={"precision": {"dtype": "bf16"}, "zero": {"stage": 1}}, tolerance=0.02),

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from framework.config.base import Target
+from framework.config.optimizer import AdamW, Group
 from framework.config.training import Training
 from framework.errors import ConfigError
 from framework.models.adapt import channels_last, freeze, parameter_groups, prepare_model
@@ -17,6 +19,8 @@ from framework.models.gpt import GPT
 from framework.models.layers import Layer, LayeredModel
 from framework.models.resnet import SmallResNet18, resnet18
 from framework.models.sync_batch_norm import SyncBatchNorm
+
+MATRICES = AdamW(weight_decay=0.1, weight_decay_on="matrices")
 
 
 def gpt() -> nn.Module:
@@ -214,7 +218,7 @@ def test_what_the_user_froze_counts() -> None:
 def test_decay_on_matrices_leaves_biases_and_norms_alone() -> None:
     model = SmallResNet18()
     model.conv.weight.requires_grad_(False)
-    groups: Any = parameter_groups(model.parameters(), weight_decay=0.1, weight_decay_on="matrices")
+    groups: Any = parameter_groups(dict(model.named_parameters()), MATRICES)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     decayed, others = ([names[id(parameter)] for parameter in group["params"]] for group in groups)
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
@@ -225,7 +229,7 @@ def test_decay_on_matrices_leaves_biases_and_norms_alone() -> None:
 
 def test_an_optimizer_decays_what_it_should() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
-    groups = parameter_groups(model.parameters(), weight_decay=0.5, weight_decay_on="matrices")
+    groups = parameter_groups(dict(model.named_parameters()), AdamW(weight_decay=0.5, weight_decay_on="matrices"))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = torch.optim.AdamW(groups, lr=0.1, weight_decay=0.3)
     for parameter in model.parameters():
@@ -241,7 +245,7 @@ def test_partitioned_weights_have_the_dimensions_they_had() -> None:
     for parameter in model.parameters():
         parameter.ds_shape = parameter.shape
         parameter.data = torch.empty(0)
-    groups: Any = parameter_groups(model.parameters(), weight_decay=0.1, weight_decay_on="matrices")
+    groups: Any = parameter_groups(dict(model.named_parameters()), MATRICES)
     assert [group["params"][0] is parameter for group, parameter in zip(groups, model.parameters(), strict=True)] == [
         True
     ] * 2
@@ -249,9 +253,19 @@ def test_partitioned_weights_have_the_dimensions_they_had() -> None:
 
 def test_where_all_are_treated_alike_there_are_no_groups() -> None:
     model = nn.Linear(3, 2)
-    for wanted in (
-        {"weight_decay": 0.1, "weight_decay_on": "all"},
-        {"weight_decay": 0.0, "weight_decay_on": "matrices"},
-    ):
-        assert parameter_groups(model.parameters(), **wanted) == list(model.parameters())
-    assert len(parameter_groups([model.weight], weight_decay=0.1, weight_decay_on="matrices")) == 1
+    named = dict(model.named_parameters())
+    for wanted in (AdamW(), AdamW(weight_decay=0.0, weight_decay_on="matrices"), Target(target="torch.optim:SGD")):
+        assert parameter_groups(named, wanted) == list(model.parameters())
+    assert len(parameter_groups({"weight": model.weight}, MATRICES)) == 1
+
+
+def test_weights_of_a_group_have_its_rate_and_its_decay() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    own = [Group(match="1.*", lr=0.02, weight_decay=0.0)]
+    groups: Any = parameter_groups(dict(model.named_parameters()), AdamW(lr=0.1, weight_decay=0.5, groups=own))
+    assert [len(group["params"]) for group in groups] == [2, 2]
+    optimizer = torch.optim.AdamW(groups, lr=0.1, weight_decay=0.3)
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [
+        (0.1, 0.5),
+        (pytest.approx(0.02), 0.0),
+    ]

@@ -184,7 +184,7 @@ def decay_on_matrices_of_nothing(config: RunConfig, cluster: Cluster) -> Found:
 @rule("slow-host-optimizer", "note")
 def slow_host_optimizer(config: RunConfig, cluster: Cluster) -> Found:
     """Not wrong, but rarely meant: the step on the host with torch's kernel is several times slower."""
-    is_torchs = isinstance(config.optimizer, AdamW) and config.optimizer.implementation == "torch"
+    is_torchs = isinstance(config.optimizer, AdamW) and config.optimizer.implementation != "deepspeed"
     if config.zero.offload_optimizer.device != "none" and is_torchs:
         yield (
             "optimizer.implementation",

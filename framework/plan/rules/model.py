@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from framework.config.base import ModelKind, Object, Section, Target
 from framework.config.data import DataObject, DataTarget
 from framework.config.model import BERT, GPT, Classifier, ModelSection
+from framework.config.optimizer import optimizer_lr
 from framework.config.run_config import RunConfig
 from framework.errors import Problem
 from framework.plan.balance import pattern_problem, stage_problems
@@ -162,6 +163,30 @@ def freeze_patterns(config: RunConfig, cluster: Cluster) -> Found:
     for number, pattern in enumerate(config.training.freeze):
         fix = "write for example .*bias for all that ends so"
         yield from pattern_problem(pattern, key=f"training.freeze.{number}", value=pattern, fix=fix)
+
+
+@rule()
+def optimizer_groups(config: RunConfig, cluster: Cluster) -> Found:
+    """Patterns that are none, groups that change nothing or a rate that has no share of anything, and pipelines with
+    ZeRO: there the gradient norm is reduced once per group over all stages, and each would have to have all groups.
+    """
+    optimizer, fix = config.optimizer, "write for example .*bias for all that ends so"
+    groups = getattr(optimizer, "groups", [])
+    for number, group in enumerate(groups):
+        key = f"optimizer.groups.{number}"
+        yield from pattern_problem(group.match, key=f"{key}.match", value=group.match, fix=fix)
+        if group.lr is None and group.weight_decay is None:
+            reason = "it has neither lr nor weight_decay of its own"
+            yield Problem("group-changes-nothing", reason, "set one of them, or remove the group", key, group.match)
+        if group.lr and not optimizer_lr(config.optimizer):
+            reason = "a schedule moves it as a share of optimizer.lr, which is 0"
+            yield Problem("group-lr-of-nothing", reason, "set optimizer.lr", f"{key}.lr", group.lr)
+    if config.parallel.pipe > 1 and config.zero.stage and (groups or getattr(optimizer, "layer_decay", 1.0) != 1.0):
+        key = "optimizer.groups" if groups else "optimizer.layer_decay"
+        reason = "with ZeRO every stage of a pipeline must have weights of every group"
+        fix = "set zero.stage: 0 or parallel.pipe: 1, or use weight_decay_on: matrices alone"
+        value = [group.match for group in groups] if groups else optimizer.layer_decay  # type: ignore[union-attr]
+        yield Problem("groups-with-pipeline", reason, fix, key, value)
 
 
 @rule("zero-with-pipeline")

@@ -169,6 +169,22 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"optimizer": {"kind": "adamw", "weight_decay_on": "matrices"}}, "cuda", None),
         ({"optimizer": TARGET}, "cuda", None),
     ],
+    "optimizer_groups": [
+        ({"optimizer": {"kind": "adamw", "groups": [{"match": "*.bias", "lr": 0.1}]}}, "cuda", "bad-pattern"),
+        ({"optimizer": {"kind": "adamw", "groups": [{"match": ".*bias"}]}}, "cuda", "group-changes-nothing"),
+        ({"optimizer": {"kind": "adamw", "lr": 0, "groups": [{"match": "a", "lr": 1}]}}, "cuda", "group-lr-of-nothing"),
+        ({"optimizer": {"kind": "adamw", "groups": [{"match": ".*bias", "lr": 0.1}]}}, "cuda", None),
+        (
+            {
+                "optimizer": {"kind": "sgd", "layer_decay": 0.8},
+                "zero": {"stage": 1},
+                "parallel": {"pipe": 2},
+                "batch": {"global_size": 128, "micro_size": 8},
+            },
+            "cuda",
+            "groups-with-pipeline",
+        ),
+    ],
     "freeze_patterns": [
         ({"training": {"freeze": ["conv1.*", "*.bias"]}}, "cuda", "bad-pattern"),
         ({"training": {"freeze": ["conv1.*", ".*bias"]}}, "cuda", None),

@@ -1,0 +1,113 @@
+"""Parameter groups: which weights are stepped with which learning rate and which weight decay."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from framework.config.optimizer import Group
+from framework.errors import ConfigError, Problem
+from framework.text.typos import unmatched_pattern
+
+_NUMBERED: Final = re.compile(r"(?:.*?[._])??\d+(?=\.|$)")
+
+
+class GroupValues(NamedTuple):
+    """Values that the weights of a group share.
+
+    Attributes:
+        lr_ratio: learning rate as a share of `optimizer.lr`.
+        weight_decay: as torch's optimizers take it.
+    """
+
+    lr_ratio: float
+    weight_decay: float
+
+
+def is_matrix(shape: Sequence[int]) -> bool:
+    """Check whether a tensor has two dimensions or more: others are biases, or belong to norms."""
+    return len(shape) >= 2
+
+
+def has_groups(optimizer: Any) -> bool:
+    """Check whether weights may have values of their own: not where all are stepped alike."""
+    decays_some = getattr(optimizer, "weight_decay_on", "all") != "all" and bool(optimizer.weight_decay)
+    return decays_some or bool(getattr(optimizer, "groups", ())) or getattr(optimizer, "layer_decay", 1.0) != 1.0
+
+
+def group_values(
+    shapes: Mapping[str, Sequence[int]], optimizer: Any, *, layers: Iterable[str] = ()
+) -> dict[str, GroupValues]:
+    """Decide what each weight is stepped with.
+
+    Args:
+        shapes: name in the plain module -> shape, in the model's order.
+        optimizer: a section of the config; of the user's own code all weights have the same values.
+        layers: names of all layers of the model in order, where `shapes` has those of a pipeline's stage only.
+    """
+    decay, base = getattr(optimizer, "weight_decay", 0.0), getattr(optimizer, "lr", None) or 1.0
+    on_all = getattr(optimizer, "weight_decay_on", "all") == "all"
+    groups: Sequence[Group] = getattr(optimizer, "groups", ())
+    each_layer = getattr(optimizer, "layer_decay", 1.0)
+    depths = layer_depths(layers or shapes) if each_layer < 1.0 else {}
+    most = max(depths.values(), default=0)
+    found = {}
+    for name, shape in shapes.items():
+        group = next((group for group in groups if re.fullmatch(group.match, name)), None)
+        ratio = 1.0 if group is None or group.lr is None else group.lr / base
+        if depths:
+            ratio *= each_layer ** (most - _depth_of(name, depths))
+        own = decay if on_all or is_matrix(shape) else 0.0
+        found[name] = GroupValues(ratio, own if group is None or group.weight_decay is None else group.weight_decay)
+    return found
+
+
+def in_order(values: Iterable[GroupValues]) -> list[GroupValues]:
+    """The different ones, in the order of the optimizer's groups: those at its own learning rate first."""
+    return sorted(set(values), key=lambda each: (each.lr_ratio != 1.0, each.lr_ratio, -each.weight_decay))
+
+
+def refuse_unmatched_groups(names: Iterable[str], optimizer: Any) -> None:
+    """Refuse groups that have no weight.
+
+    Raises:
+        ConfigError: kind ``group-matches-nothing``, for each of them.
+    """
+    names = list(names)
+    problems = [
+        Problem(
+            "group-matches-nothing",
+            "no trained parameter of the model has such a name",
+            unmatched_pattern(group.match, names),
+            f"optimizer.groups.{number}.match",
+            group.match,
+        )
+        for number, group in enumerate(getattr(optimizer, "groups", ()))
+        if not any(re.fullmatch(group.match, name) for name in names)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def layer_depths(names: Iterable[str]) -> dict[str, int]:
+    """Number the layers of a model from its input: each name -> the place of its layer.
+
+    What has a number in its name is a layer (``blocks.3``, ``layer1.0``); what stands before the first of them is one
+    (embeddings), and so is what follows (the last norm and the head), as in BEiT's and timm's layer decay.
+    """
+    depths: dict[str, int] = {}
+    places: dict[str, int] = {}
+    numbered = 0
+    for name in names:
+        found = _NUMBERED.match(name)
+        numbered += found is not None and found.group() not in places
+        depths[name] = places.setdefault(found.group() if found else f"after {numbered}", len(places))
+    return depths
+
+
+def _depth_of(name: str, depths: Mapping[str, int]) -> int:
+    """The place of a weight, by its own name or by that of the layer that holds it."""
+    while name not in depths:
+        name = name.rpartition(".")[0]
+    return depths[name]
