@@ -18,13 +18,18 @@ if TYPE_CHECKING:
     from framework.plan.render import render
     from framework.run import fit
     from framework.tasks.task import Ratio, Task
+    from framework.train.callbacks import State
+    from framework.train.monitors.base import Monitor, Point
 
 __version__ = "0.1.0"
 __all__ = [
     "Cluster",
     "ConfigError",
+    "Monitor",
+    "Point",
     "Ratio",
     "RunConfig",
+    "State",
     "Task",
     "fit",
     "import_deepspeed",
@@ -36,8 +41,11 @@ __all__ = [
 _HOME = {
     "Cluster": "framework.plan.cluster",
     "ConfigError": "framework.errors",
+    "Monitor": "framework.train.monitors.base",
+    "Point": "framework.train.monitors.base",
     "Ratio": "framework.tasks.task",
     "RunConfig": "framework.config.run_config",
+    "State": "framework.train.callbacks",
     "Task": "framework.tasks.task",
     "fit": "framework.run",
     "import_deepspeed": "framework.dslint.import_run",

@@ -21,7 +21,13 @@ from framework.errors import RunStopped
 from framework.plan.plan import Plan
 from framework.report.summary import RunResult, describe_stop, print_end, print_next, print_start, write_report
 from framework.setup import start_point
-from framework.setup.assemble import assemble_engine, build_trainer, count_parameters, make_checkpointer
+from framework.setup.assemble import (
+    assemble_engine,
+    build_trainer,
+    count_parameters,
+    make_callbacks,
+    make_checkpointer,
+)
 from framework.setup.objects import MakeOptimizer, ModelSource, Objects, config_with_objects, refuse_unknown_arguments
 from framework.setup.prepared import Prepared, order_of, prepare
 from framework.system.exits import end_in_one_line, refusing_exits
@@ -39,6 +45,7 @@ def fit(
     eval_data: Any = None,
     task: Any = None,
     optimizer: MakeOptimizer | None = None,
+    callbacks: Sequence[Any] = (),
     **unknown: NoReturn,
 ) -> RunResult:
     """Train, and return how it ended. Called on every rank.
@@ -53,6 +60,8 @@ def fit(
         train_data, eval_data: map-style datasets of (inputs, target), or the pair of both as `train_data`.
         task: a `framework.Task` or a callable ``loss(outputs, targets)``.
         optimizer: a callable from parameters to an optimizer, for example ``functools.partial(SGD, lr=0.1)``.
+        callbacks: objects with some of ``on_start``, ``on_step``, ``on_log``, ``on_evaluation``, ``on_save`` and
+            ``on_end``, each called with a `framework.State` on every rank.
 
     Raises:
         ConfigError: the run cannot work as described; no process group was started.
@@ -61,7 +70,7 @@ def fit(
     """
     end_in_one_line()
     refuse_unknown_arguments(unknown, further=further)
-    objects, request = Objects(model, train_data, eval_data, task, optimizer), StopRequest()
+    objects, request = Objects(model, train_data, eval_data, task, optimizer, callbacks), StopRequest()
     with request.handling():
         with refusing_exits():
             prepared = prepare(config_with_objects(config, objects), objects=objects)
@@ -109,7 +118,8 @@ def _train(
     seed_ranks(plan.config.run.seed, rank=rank(), step=start.step if start else 0)
     best = BestSoFar(of_checkpoint.keep_best, best_is=of_checkpoint.best_is)
     described = prepared.description(order=order_of(start))
-    start_step = start_point.load_start(engine, start, best, described)
+    callbacks = make_callbacks(engine, prepared)
+    start_step = start_point.load_start(engine, start, (best, callbacks), described)
     if rank() == 0:
         stages = prepared.cut.table if prepared.cut else None
         evaluates = prepared.parts.splits.evaluation is not None
@@ -121,9 +131,15 @@ def _train(
             evaluates=evaluates,
             num_params=count_parameters(engine, stages),
         )
-    checkpointer = make_checkpointer(engine, folder.checkpoints, plan=plan, description=described, further=best.state)
+    checkpointer = make_checkpointer(
+        engine,
+        folder.checkpoints,
+        plan=plan,
+        description=described,
+        further=lambda: best.state() | callbacks.state(),
+    )
     with closing(checkpointer), agreed_stops(request, start_step=start_step) as stop:
-        trainer = build_trainer(engine, prepared, folder, checkpointer, best, start, stop=stop)
+        trainer = build_trainer(engine, prepared, folder, checkpointer, best, start, callbacks, stop=stop)
         outcome = trainer.fit()
         checkpointer.finish(is_final=bool(outcome.stopped))
         from_rank0(start_point.on_rank0(folder.check_held))

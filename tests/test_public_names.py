@@ -12,8 +12,11 @@ import framework
 NAMES = [
     "Cluster",
     "ConfigError",
+    "Monitor",
+    "Point",
     "Ratio",
     "RunConfig",
+    "State",
     "Task",
     "fit",
     "import_deepspeed",

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from framework.checkpoint.manifest import FORMAT, SavedCheckpoint, newest_first, read_checkpoint, seal
-from framework.checkpoint.names import LATEST, LEAVING, MANIFEST, SAVING, latest_tag, named_folders, tag_of
+from framework.checkpoint.names import CALLBACKS, LATEST, LEAVING, MANIFEST, SAVING, latest_tag, named_folders, tag_of
 from framework.engine.protocol import Engine, Gather
 from framework.errors import StorageError
 from framework.system.files import (
@@ -111,7 +111,8 @@ class Checkpointer:
         # JSON knows no NaN and no infinity.
         measured = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        return {**state, **self._description, "saved_at": now, "metrics": measured}
+        described = {name: value for name, value in state.items() if name != CALLBACKS}  # which may be tensors
+        return {**described, **self._description, "saved_at": now, "metrics": measured}
 
     def _agree(self, work: Callable[[], None], *, only_main: bool = False) -> str:
         """Do it on every rank, or on rank 0; the first rank's failure, on every rank, or nothing."""

@@ -21,6 +21,8 @@ from typing import Final
 
 from framework.system.files import read_regular
 
+CALLBACKS: Final = "callbacks"
+"""Key of what callbacks keep, in the saved state alone."""
 CHECKPOINTS: Final = "checkpoints"
 MANIFEST: Final = "manifest.json"
 LATEST: Final = "latest"

@@ -28,7 +28,7 @@ _KEYS: Final[Mapping[Rule, str]] = {
         evaluation.every_epochs evaluation.every_steps evaluation.at_end evaluation.batch_size evaluation.max_samples
         evaluation.weights
         checkpoint.every_steps checkpoint.every_epochs checkpoint.at_end checkpoint.keep_last checkpoint.keep_every
-        checkpoint.keep_best checkpoint.best_is checkpoint.mode
+        checkpoint.keep_best checkpoint.best_is checkpoint.mode callbacks
     """,
     "refused": """
         model data task optimizer scheduler deepspeed run.seed batch.global_size training.clip_grad_norm training.freeze

@@ -16,6 +16,7 @@ from framework.config.optimizer import AdamW, Constant, OptimizerSection, Schedu
 from framework.config.precision import FP32, PrecisionSection
 from framework.config.training import (
     Batch,
+    CallbackSection,
     Checkpoint,
     Classification,
     Evaluation,
@@ -82,6 +83,9 @@ class RunConfig(Section):
     """When state is saved and where it starts from."""
     monitors: Monitors = Monitors()
     """Who is told about the metrics."""
+    callbacks: list[CallbackSection] = []
+    """What happens at the events of the run: early_stopping, reduce_on_plateau, or your own by ``target``, any object
+    with some of on_start, on_step, on_log, on_evaluation, on_save, on_end (docs/callbacks.md)."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)
     """Further DeepSpeed keys for the JSON; keys that a section above decides are refused here."""
 

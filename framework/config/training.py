@@ -200,6 +200,31 @@ _Comet = Annotated[Comet | None, BeforeValidator(_switch, json_schema_input_type
 _Trackio = Annotated[Trackio | None, BeforeValidator(_switch, json_schema_input_type=bool | Trackio | None)]
 
 
+class EarlyStopping(Section):
+    """End the run when a metric has stopped becoming better."""
+
+    kind: Literal["early_stopping"] = "early_stopping"
+    metric: str = "eval/loss"
+    """The metric of the evaluations."""
+    best_is: Literal["min", "max"] = "min"
+    """Whether smaller or larger values are better."""
+    patience: PositiveCount = 3
+    """Evaluations in a row without a better value."""
+    min_change: NonNegative = 0.0
+    """Smallest difference that counts as better."""
+
+
+class ReduceOnPlateau(EarlyStopping):
+    """Lower the learning rate when a metric has stopped becoming better; with the constant schedule."""
+
+    kind: Literal["reduce_on_plateau"] = "reduce_on_plateau"  # type: ignore[assignment]
+    factor: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    """What the rate is multiplied by, each time."""
+
+
+CallbackSection = Annotated[EarlyStopping | ReduceOnPlateau | Target, OneOf()]
+
+
 class Monitors(Section):
     """Destinations of the metrics. `metrics.jsonl` is always written. Keys and tokens come from the environment, never
     from here: this becomes config.yaml."""

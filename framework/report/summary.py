@@ -45,6 +45,7 @@ class RunResult:
         tokens_per_sec: throughput in tokens; 0 where the data has none.
         best: the best value of the metric that `checkpoint.keep_best` names, from the first step on, also of the
             processes that this one went on from; None where it names none, or none was measured.
+        ended_early: why a callback ended it before its last step; empty where none did.
     """
 
     folder: Path
@@ -54,12 +55,21 @@ class RunResult:
     start_step: int = 0
     tokens_per_sec: float = 0.0
     best: Best | None = None
+    ended_early: str = ""
 
     @classmethod
     def of(cls, outcome: Outcome, *, folder: Path, start_step: int, best: Best | None) -> RunResult:
         """Build the result from the end of the training loop."""
-        speed = {"samples_per_sec": outcome.samples_per_sec, "tokens_per_sec": outcome.tokens_per_sec}
-        return cls(folder, outcome.step, dict(outcome.metrics), start_step=start_step, best=best, **speed)
+        return cls(
+            folder,
+            outcome.step,
+            dict(outcome.metrics),
+            outcome.samples_per_sec,
+            start_step,
+            outcome.tokens_per_sec,
+            best,
+            outcome.ended_early,
+        )
 
 
 def print_start(
@@ -174,7 +184,8 @@ def print_end(result: RunResult, plan: Plan, *, environment: Mapping[str, str], 
     if result.step == result.start_step:
         print_line(f"{plan.config.run.name}: nothing left to do, step {result.step} was reached before")
     else:
-        print_line(f"{plan.config.run.name}: finished after {counted(result.step, 'step')}")
+        early = f" of {plan.length.total_steps}: {result.ended_early}" if result.ended_early else ""
+        print_line(f"{plan.config.run.name}: finished after {counted(result.step, 'step')}{early}")
     rows = [
         (f"final {name}", f"{value:.4f}") for name, value in sorted(result.metrics.items()) if name.startswith("eval/")
     ]

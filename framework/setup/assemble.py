@@ -44,6 +44,7 @@ from framework.setup.shown import SampleWatch, weight_histograms
 from framework.setup.start_point import on_rank0
 from framework.tasks.task import Task
 from framework.train.best import BestSoFar
+from framework.train.callbacks import Callbacks
 from framework.train.events import Events
 from framework.train.monitors.base import Aside, Behind, HeldFolder, Monitor, made
 from framework.train.monitors.console import LogLines, make_console
@@ -133,6 +134,7 @@ def build_trainer(
     checkpointer: Checkpointer | AsyncCheckpointer,
     best: BestSoFar,
     start: SavedCheckpoint | None,
+    callbacks: Callbacks,
     *,
     stop: Callable[[int], str],
 ) -> Trainer:
@@ -183,7 +185,19 @@ def build_trainer(
         look=look,
         constants={"run/restarts": float(restarts)},
         record=events[0] if events else None,
+        callbacks=callbacks or None,
     )
+
+
+def make_callbacks(engine: Engine, prepared: Prepared) -> Callbacks:
+    """Build what calls the callbacks of the run on this rank."""
+    of = engine.engine  # type: ignore[attr-defined]
+
+    def scale_lr(factor: float) -> None:
+        for group in of.optimizer.param_groups:
+            group["lr"] *= factor
+
+    return Callbacks(prepared.parts.callbacks, gather=gather, is_main=rank() == 0, model=of.module, scale_lr=scale_lr)
 
 
 def show_weights(engine: Engine, plan: Plan, board: Monitor | None, step: int) -> None:

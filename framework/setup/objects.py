@@ -49,6 +49,7 @@ class Objects:
         train_data, eval_data: map-style datasets; `train_data` may be the pair of both.
         task: a Task, or a callable ``loss(outputs, targets)``.
         optimizer: a callable that takes parameters and returns an optimizer, for example ``partial(SGD, lr=0.1)``.
+        callbacks: objects that are called at the events of the run, after those of the config.
     """
 
     model: ModelSource | None = None
@@ -56,6 +57,7 @@ class Objects:
     eval_data: Any = None
     task: Any = None
     optimizer: MakeOptimizer | None = None
+    callbacks: Sequence[Any] = ()
 
     @cached_property
     def splits(self) -> Splits | None:
@@ -145,10 +147,9 @@ def _sections(objects: Objects) -> dict[str, dict[str, Any]]:
 
 
 # Arguments of `fit` that there are not: where what they mean is written instead.
-_KNOWN: Final = ("config", "model", "train_data", "eval_data", "task", "optimizer")
+_KNOWN: Final = ("config", "model", "train_data", "eval_data", "task", "optimizer", "callbacks")
 _MEANT: Final = {
     "collate_fn": "give the dataset a method collate_fn(samples)",
-    "callbacks": "there are none; what is measured is in metrics.jsonl of the run folder",
     **dict.fromkeys(("loss", "loss_fn", "criterion"), "write task="),
     **dict.fromkeys(("dataset", "data", "train_dataset"), "write train_data="),
     **dict.fromkeys(("train_loader", "train_dataloader"), "write train_data= with the dataset itself"),
@@ -170,7 +171,7 @@ def refuse_unknown_arguments(names: Iterable[str], *, further: Sequence[Any] = (
     if further:
         given = ", ".join(type(one).__name__ for one in further)
         reason = "only the config is taken by its place, as the first argument"
-        fix = "write fit(config, model=..., train_data=..., eval_data=..., task=..., optimizer=...)"
+        fix = "write fit(config, model=..., train_data=..., eval_data=..., task=..., optimizer=..., callbacks=...)"
         raise ConfigError.of("unknown-argument", reason, fix, "fit", given)
     if problems := [Problem("unknown-argument", "fit() takes no such argument", _fix(name), name) for name in names]:
         raise ConfigError(problems)

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -38,16 +38,20 @@ from framework.setup.objects import (
 )
 from framework.setup.user_optimizer import check_optimizer, refuse_closure, savable
 from framework.tasks.task import Task, as_task
+from framework.train.callbacks import EVENTS, EarlyStopping, ReduceOnPlateau
+
+_IN_THE_BOX: Final = {"early_stopping": EarlyStopping, "reduce_on_plateau": ReduceOnPlateau}
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Parts that a run is made of."""
+    """Parts that a run is made of; callbacks are objects with some of the methods of `train.callbacks.EVENTS`."""
 
     build_model: Callable[[], torch.nn.Module]
     splits: Splits
     task: Task
     make_optimizer: MakeOptimizer | None = None
+    callbacks: tuple[Any, ...] = ()
 
 
 def gather_parts(config: RunConfig, objects: Objects) -> Parts:
@@ -68,7 +72,26 @@ def gather_parts(config: RunConfig, objects: Objects) -> Parts:
         key, value = "optimizer.target", getattr(config.optimizer, "target", "")
     if make_optimizer is not None:
         check_optimizer(make_optimizer, stage=config.zero.stage, key=key, value=value)
-    return Parts(_model_builder(config, objects.model), splits, task, make_optimizer)
+    return Parts(_model_builder(config, objects.model), splits, task, make_optimizer, _callbacks(config, objects))
+
+
+def _callbacks(config: RunConfig, objects: Objects) -> tuple[Any, ...]:
+    """Those of the config, then those that were handed over."""
+    found = []
+    for number, section in enumerate(config.callbacks):
+        key = f"callbacks.{number}"
+        if isinstance(section, Target):
+            found.append((key, section.target, call_factory(section.factory(), key=key)))
+        else:
+            found.append((key, section.kind, _IN_THE_BOX[section.kind](**section.model_dump(exclude={"kind"}))))
+    found += [(f"callbacks.{number}", type_name(one), one) for number, one in enumerate(objects.callbacks)]
+    for key, value, one in found:
+        if inspect.isclass(one):
+            raise ConfigError.of("callback-without-events", "it is a class", "hand over an object of it", key, value)
+        if not any(callable(getattr(one, event, None)) for event in EVENTS):
+            fix = f"give it one of {', '.join(EVENTS)}"
+            raise ConfigError.of("callback-without-events", "it has no method of an event", fix, key, value)
+    return tuple(one for _, _, one in found)
 
 
 def make_train_loader(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from framework.setup.prepared import Prepared
 from framework.setup.stages import cut_as_saved, cut_by_time
 from framework.system.log import print_line
 from framework.train.best import BestSoFar
+from framework.train.callbacks import Callbacks
 from framework.train.run_folder import RunFolder
 
 
@@ -226,9 +227,11 @@ def _changed_schedule(start: SavedCheckpoint, plan: Plan) -> Iterator[str]:
         )
 
 
-def load_start(engine: Engine, start: SavedCheckpoint | None, best: BestSoFar, description: Mapping[str, Any]) -> int:
-    """Load the checkpoint that the run starts from, moved into the run's layout; returns its step, 0 without one.
-    Collective.
+def load_start(
+    engine: Engine, start: SavedCheckpoint | None, kept: Sequence[BestSoFar | Callbacks], description: Mapping[str, Any]
+) -> int:
+    """Load the checkpoint that the run starts from, moved into the run's layout, and give back what it holds of `kept`;
+    returns its step, 0 without one. Collective.
     """
     if start is None:
         return 0
@@ -237,5 +240,6 @@ def load_start(engine: Engine, start: SavedCheckpoint | None, best: BestSoFar, d
         stated = describe_resharding(start, description=description)
         print_line(f"resume: {start.path} was written in another layout ({stated}) and is moved into this one")
     state = engine.load(start, moved=moved)
-    best.restore(state)
+    for each in kept:
+        each.restore(state)
     return int(state["step"])

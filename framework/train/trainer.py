@@ -16,6 +16,7 @@ from framework.checkpoint.names import CHECKPOINTS, tag_of
 from framework.engine.protocol import Engine, StepResult
 from framework.errors import StorageError, TrainingError
 from framework.system.log import warn
+from framework.train.callbacks import Callbacks
 from framework.train.monitors.base import Monitor, Point, warn_failed
 from framework.train.throughput import SkippedSteps, SpikeScore, Stopwatch
 
@@ -89,6 +90,7 @@ class Outcome:
         samples_per_sec: mean training throughput of this process's part of the run.
         tokens_per_sec: the same in tokens; 0 where the data has none.
         stopped: name of the signal that ended it before its last step; empty when none did.
+        ended_early: why a callback ended it before its last step; empty when none did.
     """
 
     step: int
@@ -96,6 +98,7 @@ class Outcome:
     samples_per_sec: float = 0.0
     tokens_per_sec: float = 0.0
     stopped: str = ""
+    ended_early: str = ""
 
 
 class Trainer:
@@ -115,6 +118,7 @@ class Trainer:
         stop: Callable[[int], str] = lambda step: "",
         look: tuple[Every, Callable[[int], object]] | None = None,
         record: Callable[..., object] | None = None,
+        callbacks: Callbacks | None = None,
         constants: Mapping[str, float] = MappingProxyType({}),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -133,6 +137,7 @@ class Trainer:
                 the name of a signal, the same on all ranks, ends the run there.
             look: at the weights, and when; collective, its time is not the steps'.
             record: notes an event by kind and step (`train.events.Events`); None: nobody does.
+            callbacks: called at the events of the run; None: nobody is.
             constants: metrics that are the same at every logged point.
             clock: seconds, for throughput.
         """
@@ -141,6 +146,8 @@ class Trainer:
         self._monitors, self._save, self._stop = list(monitors), save, stop
         self._evaluates_first, self._look = evaluates_first, look
         self._record, self._constants = record or _ignore, constants
+        self._callbacks = callbacks
+        self._hears_steps = callbacks is not None and callbacks.hears("on_step")
         self._checkpoint: dict[str, float] = {}  # to be logged with the next point
         self._spikes = SpikeScore()
         self._saved_step = -1
@@ -176,7 +183,10 @@ class Trainer:
             micro_batches = self._unending(stream)
             if self._evaluates_first and self._eval_data is not None and self._due(agenda.evaluate):
                 self._evaluate(self._eval_data)
-            while outcome.step < agenda.total_steps:
+            self._call("on_start")
+            if self._callbacks is not None:
+                self._follow(self._callbacks, is_start=True)
+            while outcome.step < agenda.total_steps and not outcome.ended_early:
                 outcome.stopped = self._stop(outcome.step)
                 if outcome.stopped:
                     break
@@ -184,6 +194,7 @@ class Trainer:
                 outcome.step += 1
                 self._stopwatch.step()
                 self._do_what_is_due(result)
+            self._call("on_end")
             if outcome.stopped:
                 self._record("stop", outcome.step, signal=outcome.stopped)
             if outcome.stopped and outcome.step > start_step:
@@ -194,13 +205,16 @@ class Trainer:
 
     def _record_end(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
-            self._record("end", self._outcome.step, is_finished=not self._outcome.stopped)
+            early = {"ended_early": self._outcome.ended_early} if self._outcome.ended_early else {}
+            self._record("end", self._outcome.step, is_finished=not self._outcome.stopped, **early)
         else:
             self._record("end", self._outcome.step, error=str(error) or type(error).__name__)
 
     def _do_what_is_due(self, result: StepResult) -> None:
         agenda = self._agenda
         self._measured.clear()
+        if self._hears_steps:
+            self._call("on_step")
         evaluate = self._eval_data is not None and self._due(agenda.evaluate)
         save = self._save is not None and self._due(agenda.save)
         if evaluate or save or self._due(agenda.log):
@@ -208,6 +222,9 @@ class Trainer:
             self._log(result.read())
         if evaluate and self._eval_data is not None:
             self._evaluate(self._eval_data)
+        # Before the save, which then holds what they have changed.
+        if self._callbacks is not None and (evaluate or save or self._due(agenda.log)):
+            save = self._follow(self._callbacks) or save
         if self._look is not None and self._due(self._look[0]):
             with self._stopwatch.excluded():
                 self._look[1](self._outcome.step)
@@ -221,6 +238,33 @@ class Trainer:
             else:
                 self._save_now(self._save, result)
 
+    def _call(self, event: str, metrics: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
+        """Call the callbacks; returns what they log."""
+        if self._callbacks is None or not self._callbacks.hears(event):
+            return {}
+        outcome, agenda = self._outcome, self._agenda
+        return self._callbacks.call(
+            event,
+            step=outcome.step,
+            total_steps=agenda.total_steps,
+            epoch=outcome.step / agenda.steps_per_epoch,
+            metrics={**outcome.metrics, **metrics},
+        )
+
+    def _follow(self, callbacks: Callbacks, *, is_start: bool = False) -> bool:
+        """Do what callbacks ask for: evaluate, or end the run, which is evaluated and saved as at its last step.
+        Collective. Returns whether it is to be saved.
+        """
+        with self._stopwatch.excluded():
+            asked = callbacks.agreed()
+        agenda, self._outcome.ended_early = self._agenda, asked.stop
+        ends = bool(asked.stop) and not is_start and self._outcome.step < agenda.total_steps
+        is_evaluated = any(name.startswith("eval/") for name in self._measured)
+        evaluates = asked.evaluate or (ends and agenda.evaluate.at_end)
+        if evaluates and self._eval_data is not None and not is_evaluated:
+            self._evaluate(self._eval_data)
+        return asked.save or (ends and agenda.save.at_end)
+
     def _save_now(self, save: Callable[[int, Mapping[str, float]], object], result: StepResult) -> None:
         self._refuse_to_save_nan(result)
         with self._stopwatch.excluded():
@@ -230,6 +274,7 @@ class Trainer:
         if is_saved:
             self._saved_step = self._outcome.step
             self._record("save", self._saved_step, seconds=seconds, folder=f"{CHECKPOINTS}/{tag_of(self._saved_step)}")
+            self._call("on_save")
 
     def _refuse_to_save_nan(self, result: StepResult) -> None:
         """The loss was measured before the step: where only the gradients were bad, it is the weights that hold NaN
@@ -279,7 +324,8 @@ class Trainer:
     def _log(self, metrics: Mapping[str, float]) -> None:
         parts = {name: value for name, value in metrics.items() if name.startswith("time/")}
         spikes, checkpoint, self._checkpoint = self._spikes.note(metrics.get("train/loss")), self._checkpoint, {}
-        self._report({**metrics, **spikes, **self._stopwatch.read(parts), **checkpoint, **self._constants})
+        found = {**metrics, **spikes, **self._stopwatch.read(parts), **checkpoint, **self._constants}
+        self._report(found | self._call("on_log", found))
         self._not_finite = 0 if math.isfinite(metrics.get("train/loss", 0.0)) else self._not_finite + 1
         is_last = self._outcome.step == self._agenda.total_steps
         if self._not_finite > self._agenda.not_finite_allowed or (self._not_finite and is_last):
@@ -298,7 +344,7 @@ class Trainer:
         with self._stopwatch.excluded():
             metrics = self._engine.evaluate(eval_data, is_stopping=self._is_stopping)
             if not self._outcome.stopped:
-                self._report(metrics)
+                self._report({**metrics, **self._call("on_evaluation", metrics)})
         if not self._outcome.stopped:
             self._record("evaluate", self._outcome.step, seconds=self._stopwatch.excluded_seconds)
 

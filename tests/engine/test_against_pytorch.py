@@ -179,6 +179,27 @@ SCHEDULES: dict[str, tuple[dict[str, Any], Callable[[int], float]]] = {
 }
 
 
+def called_back_cases(folder: Path) -> list[dict[str, Any]]:
+    """One run in a piece and one in two, whose rate falls at evaluations and which end early."""
+    callbacks = [
+        {"kind": "reduce_on_plateau", "patience": 1, "min_change": 0.3},
+        {"kind": "early_stopping", "patience": 2, "min_change": 0.3},
+    ]
+    return [
+        config(
+            f"called-back-{name}",
+            folder,
+            zero={"stage": stage},
+            training={"max_steps": max_steps, "log_every": 1},
+            evaluation={"every_steps": 2, "at_end": False},
+            checkpoint={"every_steps": 6, "resume": "auto"},
+        )
+        | {"callbacks": callbacks}
+        for stage in (0, 2)
+        for name, max_steps in ((f"whole-{stage}", 30), (f"halves-{stage}", 6), (f"halves-{stage}", 30))
+    ]
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two-ranks")
@@ -214,6 +235,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases.append(config("evaluated", folder, zero={"stage": 3}, evaluation={"at_end": True, "batch_size": 50}))
     cases.append(config("fp16", folder, precision={"dtype": "fp16"}))
     cases.append(config("differ", folder, data={"target": "tests.jobs.parts:digits_that_differ_between_ranks"}))
+    cases += called_back_cases(folder)
     if FASHION_MNIST.exists():
         cases.append(fashion_mnist(folder))
     train_cases(cases, num_ranks=2, folder=folder)
@@ -307,6 +329,19 @@ def test_lower_precision_stays_close(two_ranks: Path, batches: Any, dtype: str, 
     # bfloat16 has 8 bits of mantissa: a loss near 2 is known to 2**-7 at best, and 20 steps add up.
     # At stage 3 in bf16 the initial weights themselves are drawn in bf16.
     assert furthest(two_ranks / f"{dtype}-z{stage}", plain_losses(batches)) < 0.1
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_callbacks_go_on_where_they_were(two_ranks: Path, stage: int) -> None:
+    whole, halves = two_ranks / f"called-back-whole-{stage}", two_ranks / f"called-back-halves-{stage}"
+    last = max(series(whole, "train/loss"))
+    assert last < 30
+    assert len(set(series(whole, "train/lr").values())) > 1
+    for name in ("train/loss", "train/lr", "eval/loss"):
+        assert series(whole, name) == series(halves, name)
+    ends = [json.loads(line) for line in (halves / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert ends[-1]["kind"] == "end"
+    assert "eval/loss has not been better than" in ends[-1]["ended_early"]
 
 
 def test_gradient_norm_is_the_one_before_clipping(two_ranks: Path, batches: Any) -> None:

@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from framework.config.optimizer import Lamb
+from framework.config.optimizer import Constant, Lamb
 from framework.config.run_config import RunConfig
+from framework.config.training import EarlyStopping, ReduceOnPlateau
 from framework.config.zero import OptimizerToCPU
 from framework.errors import Problem, Severity
 from framework.plan.cluster import Cluster
@@ -68,6 +69,22 @@ def ema_beside_its_weights(config: RunConfig, cluster: Cluster) -> Found:
     if isinstance(offload, OptimizerToCPU) and offload.ratio < 1:
         reason = "a second optimizer then steps the rest, and keeps no moving average of the weights"
         yield f"{key}.ratio", reason, f"set {key}: {{device: cpu, ratio: 1.0}}, or leave training.ema out"
+
+
+@rule()
+def callbacks_have_evaluations(config: RunConfig, cluster: Cluster) -> Found:
+    """Those in the box look at evaluations, and the one that moves the rate shares it with no schedule."""
+    often = config.evaluation.every_steps or config.evaluation.every_epochs
+    for number, callback in enumerate(config.callbacks):
+        if not isinstance(callback, EarlyStopping):
+            continue
+        key, moves = f"callbacks.{number}", isinstance(callback, ReduceOnPlateau)
+        if not often:
+            reason, fix = "nothing is evaluated before the end", "set evaluation.every_epochs or every_steps"
+            yield Problem("callback-without-evaluations", reason, fix, key, callback.kind, severity="warning")
+        if moves and not isinstance(config.scheduler, Constant):
+            reason = f"the {config.scheduler.kind} schedule sets the rate of every step anew"
+            yield Problem("plateau-with-schedule", reason, "set scheduler: {kind: constant}", key, callback.kind)
 
 
 @rule("ema-with-lamb")

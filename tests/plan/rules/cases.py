@@ -169,6 +169,20 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"optimizer": {"kind": "adamw", "weight_decay_on": "matrices"}}, "cuda", None),
         ({"optimizer": TARGET}, "cuda", None),
     ],
+    "callbacks_have_evaluations": [
+        ({"callbacks": [{"kind": "early_stopping"}]}, "cuda", "callback-without-evaluations"),
+        ({"callbacks": [{"kind": "early_stopping"}], "evaluation": {"every_epochs": 1}}, "cuda", None),
+        (
+            {
+                "callbacks": [{"kind": "reduce_on_plateau"}],
+                "evaluation": {"every_steps": 5},
+                "scheduler": {"kind": "cosine"},
+            },
+            "cuda",
+            "plateau-with-schedule",
+        ),
+        ({"callbacks": [{"target": "mine:Callback"}], "scheduler": {"kind": "cosine"}}, "cuda", None),
+    ],
     "optimizer_groups": [
         ({"optimizer": {"kind": "adamw", "groups": [{"match": "*.bias", "lr": 0.1}]}}, "cuda", "bad-pattern"),
         ({"optimizer": {"kind": "adamw", "groups": [{"match": ".*bias"}]}}, "cuda", "group-changes-nothing"),
