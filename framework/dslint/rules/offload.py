@@ -40,23 +40,6 @@ def cpu_adam_or(facts: Facts, otherwise: str) -> str:
     return f"set {' and '.join(needed)} or {otherwise}" if needed and not facts.given(_ZENFLOW) else f"set {otherwise}"
 
 
-@rule(since="0.18.0", on=_SUPER)
-def super_offload_needs_cores(facts: Facts) -> Found:
-    """deepspeed/runtime/superoffload/superoffload_utils.py `cpuadam_cores_perc`: "must be between 0 and 1", above 0."""
-    if facts.stage == 3 and facts.number(_CORES) == 0:
-        yield _CORES, "Adam on the host needs a share of the cores", f"set {_CORES}: 0.8"
-
-
-@rule(since="0.17.5")
-def zenflow_needs_offload(facts: Facts) -> Found:
-    """deepspeed/runtime/zenflow/zenflow_stage_1_and_2.py `_configure_zenflow`: "Zenflow must be used with cpu"."""
-    stage = [] if facts.stage else [f"{_STAGE}: 2"]
-    device = [] if facts.offloads_optimizer else [f'{_OPTIMIZER}.device: "cpu"']
-    if facts.given(_ZENFLOW) and (stage or device):
-        fix = f"set {' and '.join(stage + device)} or remove {_ZENFLOW}"
-        yield _ZENFLOW, "ZenFlow splits the step between device and host", fix
-
-
 @rule(since="0.17.5")
 def zenflow_intervals(facts: Facts) -> Found:
     """deepspeed/runtime/zenflow/engine.py `configure_zenflow`: strategy and intervals have to fit.

@@ -158,13 +158,6 @@ def _passes(facts: Facts) -> list[str]:
     return [name for name in passes if isinstance(name, str)] if isinstance(passes, list) else []
 
 
-@rule("warning", on=_DEEP)
-def deepcompile_without_zero(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `get_deepcompile_backend`: "Falling back to the torch compiler" without ZeRO."""
-    if facts.stage == 0 and not facts.get("compile.passes"):
-        yield _DEEP, "at stage 0 it is plain torch.compile", f"set zero_optimization.stage: 2 or {_DEEP}: false"
-
-
 @rule(since="0.19.6", on=_DEEP)
 def compile_offloads(facts: Facts) -> Found:
     """deepspeed/compile/init_z3.py `init_z3`: one of DeepCompile's three offloads at a time, and not beside ZeRO's."""

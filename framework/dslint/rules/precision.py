@@ -18,14 +18,6 @@ _SCALES: Final = {"fp16.loss_scale": 0, "fp16.loss_scale_window": 1000, "fp16.mi
 _AUTOCAST: Final = "torch_autocast.enabled"
 
 
-@rule(before="0.19.8")
-def amp_not_alone(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_do_optimizer_sanity_check` until 0.19.8: apex's amp refuses ZeRO and 16 bits."""
-    other = f"ZeRO stage {facts.stage}" if facts.stage else facts.model_dtype
-    if facts.get("amp.enabled") and other not in (None, "fp32"):
-        yield "amp.enabled", f"apex's amp does not go with {other}", "set amp.enabled: false"
-
-
 def _scales_by_itself(facts: Facts) -> bool:
     return bool(facts.flag("fp16.enabled")) and facts.number("fp16.loss_scale", 0) == 0
 
@@ -133,14 +125,6 @@ def master_weights_need_cpu_adam(facts: Facts) -> Found:
     states = "" if fp16 or facts.offloads_optimizer else f" or {_BF16_STATES}: true"
     reason = "these master weights need DeepSpeed's CPU Adam on the host"
     yield key, reason, cpu_adam_or(facts, f"{key}: false{states}")
-
-
-@rule("warning", since="0.17.2", on=_AUTOCAST)
-def autocast_without_dtype(facts: Facts) -> Found:
-    """deepspeed/runtime/config.py `get_torch_autocast_dtype` answers None: fp16 on CUDA, and no gradient scaler."""
-    if "dtype" not in facts.section("torch_autocast"):
-        reason = "left out, the device decides: fp16 on CUDA, without the gradient scaler that fp16 needs"
-        yield "torch_autocast.dtype", reason, 'set torch_autocast.dtype: "bfloat16"'
 
 
 @rule(since="0.17.2", on=_AUTOCAST)

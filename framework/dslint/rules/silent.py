@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from json import dumps
 from typing import Final
 
 from framework.dslint.facts import Facts
@@ -45,14 +44,6 @@ _RANDOM_LTD_KEYS: Final = {
 }
 
 
-@rule("warning", since="0.19.3")
-def clipping_left_out(facts: Facts) -> Found:
-    """deepspeed/runtime/constants.py `GRADIENT_CLIPPING_DEFAULT`: 0.0 became 1.0 in 0.19.3."""
-    key, off = "gradient_clipping", facts.flag("zero_optimization.compute_grad_norm", True) is False
-    if key not in facts.values and not off:
-        yield key, "left out it is 1.0 since DeepSpeed 0.19.3, and was off before", f"set {key}: 1.0 or {key}: 0.0"
-
-
 @rule("warning")
 def section_not_enabled(facts: Facts) -> Found:
     """deepspeed/runtime/precision_config.py `enabled` and its like: false unless given, whatever else is said."""
@@ -89,24 +80,6 @@ def activation_checkpointing_waits_for_code(facts: Facts) -> Found:
         )
 
 
-@rule()
-def contiguous_checkpoints(facts: Facts) -> Found:
-    """deepspeed/runtime/activation_checkpointing/checkpointing.py `configure`: "Must specify the number of layers"."""
-    for name, value in (("number_checkpoints", 24), ("partition_activations", True)):
-        key = f"{_RECOMPUTE}.{name}"
-        if facts.get(_CONTIGUOUS) is True and facts.get(key) in (None, False):
-            fix = f"set {key}: {dumps(value)} or {_CONTIGUOUS}: false"
-            yield key, "contiguous_memory_optimization needs it", fix
-
-
-@rule()
-def curriculum_needs_metrics(facts: Facts) -> Found:
-    """deepspeed/runtime/data_pipeline/config.py `get_curriculum_learning`: whatever data_efficiency.enabled says."""
-    if facts.get(f"{_CURRICULUM}.enabled") and "curriculum_metrics" not in facts.section(_CURRICULUM):
-        key = f"{_CURRICULUM}.curriculum_metrics"
-        yield key, "curriculum learning is enabled", f"add {key}, or set {_CURRICULUM}.enabled: false"
-
-
 @rule("warning")
 def data_efficiency_half_enabled(facts: Facts) -> Found:
     """deepspeed/runtime/engine.py `curriculum_learning_enabled` asks the inner switch alone, not those around it."""
@@ -131,22 +104,6 @@ def random_ltd_needs(facts: Facts) -> Found:
             if facts.get(f"{_RANDOM_LTD}.enabled") and facts.given(section) and name not in facts.section(section):
                 fix = f"add it, or set {_RANDOM_LTD}.enabled: false"
                 yield f"{section}.{name}", "random layer token dropping is enabled and needs it", fix
-
-
-@rule()
-def dynamic_batching_needs_tokens(facts: Facts) -> Found:
-    """deepspeed/runtime/data_pipeline/config.py `get_dynamic_batching`: "Dynamic batching is enabled, so"."""
-    if facts.get(f"{_DYNAMIC}.enabled") and "max_tokens" not in facts.section(_DYNAMIC):
-        key = f"{_DYNAMIC}.max_tokens"
-        yield key, "dynamic batching is enabled", f"set {_DYNAMIC}.enabled: false or {key}: 8192"
-
-
-@rule("note")
-def dynamic_batching_waits_for_code(facts: Facts) -> Found:
-    """deepspeed/runtime/data_pipeline/data_sampling/variable_batch_size_and_lr.py `batch_by_seqlens`: code calls it."""
-    if facts.get(f"{_DYNAMIC}.enabled") and "max_tokens" in facts.section(_DYNAMIC):
-        fix = "build the loader with DeepSpeed's variable_batch_size_and_lr"
-        yield f"{_DYNAMIC}.enabled", "the engine does not read it", fix
 
 
 @rule("note")

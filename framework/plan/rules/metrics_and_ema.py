@@ -6,9 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from framework.config.optimizer import Lamb
 from framework.config.run_config import RunConfig
-from framework.config.zero import OptimizerToCPU
 from framework.errors import Problem, Severity
 from framework.plan.cluster import Cluster
 from framework.plan.rules.base import Found, rule
@@ -46,43 +44,6 @@ LOGGED: Final = (
 _AREAS: Final = frozenset(name.partition("/")[0] for name in LOGGED)
 # More of the first weights than this, and the average tells how the run began rather than how it went.
 _LARGEST_REST: Final = 0.5
-
-
-@rule("ema-not-kept")
-def ema_measured_and_not_kept(config: RunConfig, cluster: Cluster) -> Found:
-    """There is nothing to measure."""
-    if config.evaluation.weights == "ema" and config.training.ema is None:
-        fix = "set training.ema: {decay: 0.999}, or evaluation.weights: trained"
-        yield "evaluation.weights", "no moving average is kept", fix
-
-
-@rule("ema-with-offload")
-def ema_beside_its_weights(config: RunConfig, cluster: Cluster) -> Found:
-    """The average is one more state of the optimizer, which must be in memory, in one place, when a step ends."""
-    offload, key = config.zero.offload_optimizer, "zero.offload_optimizer"
-    if config.training.ema is None:
-        return
-    if offload.device == "nvme":
-        reason = "DeepSpeed's files on the drive have no place for a moving average of the weights"
-        yield f"{key}.device", reason, f"set {key}: {{device: cpu}}, or leave training.ema out"
-    if isinstance(offload, OptimizerToCPU) and offload.ratio < 1:
-        reason = "a second optimizer then steps the rest, and keeps no moving average of the weights"
-        yield f"{key}.ratio", reason, f"set {key}: {{device: cpu, ratio: 1.0}}, or leave training.ema out"
-
-
-@rule("ema-with-lamb")
-def ema_with_lamb(config: RunConfig, cluster: Cluster) -> Found:
-    """deepspeed/runtime/fp16/unfused_optimizer.py `step_fused_lamb`: the step is given its gradients from outside, and
-    no weight shows that it was stepped."""
-    dtype = config.precision.dtype
-    is_asked = config.training.ema is not None and isinstance(config.optimizer, Lamb)
-    if is_asked and dtype in ("fp16", "bf16") and config.zero.stage == 0:
-        yield (
-            "optimizer.kind",
-            f"in {dtype} at ZeRO stage 0 DeepSpeed steps LAMB past the moving average of the weights, which would "
-            "never begin",
-            "use adamw, or leave training.ema out",
-        )
 
 
 def length_for_ema(config: RunConfig, total_steps: int | None) -> Iterator[Problem]:
@@ -174,21 +135,3 @@ def credentials_of_monitors(config: RunConfig, cluster: Cluster) -> Found:
             if _CREDENTIAL.search(name):
                 fix, key = "read it from the environment in your code", f"monitors.others.{number}.args.{name}"
                 yield Problem("credential-in-config", f"it looks like a credential, {reason}", fix, key)
-
-
-@rule("histograms-with-nvme")
-def histograms_of_weights_elsewhere(config: RunConfig, cluster: Cluster) -> Found:
-    """Their memory holds a piece at a time."""
-    board = config.monitors.tensorboard
-    if board is not None and board.histograms_every_steps and config.zero.offload_param.device == "nvme":
-        reason, fix = "the weights are on the drive between their uses", "leave it out, or offload to cpu"
-        yield "monitors.tensorboard.histograms_every_steps", reason, fix
-
-
-@rule("samples-with-pipeline")
-def samples_with_pipeline(config: RunConfig, cluster: Cluster) -> Found:
-    """Rank 0 has the inputs, the last stage the outputs."""
-    board = config.monitors.tensorboard
-    if board is not None and board.samples and config.parallel.pipe > 1:
-        reason = "the last stage of a pipeline has the predictions, and not the inputs"
-        yield "monitors.tensorboard.samples", reason, "set it to 0, or parallel.pipe: 1"
