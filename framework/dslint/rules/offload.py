@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from framework.dslint.facts import Facts
+from framework.dslint.key_files import NAMES
 from framework.dslint.rules.base import Found, rule
 
 _STAGE: Final = "zero_optimization.stage"
@@ -12,9 +13,7 @@ _OPTIMIZER: Final = "zero_optimization.offload_optimizer"
 _ZENFLOW: Final = "zero_optimization.zenflow"
 _SUPER: Final = f"{_OPTIMIZER}.super_offload"
 _CORES: Final = f"{_OPTIMIZER}.cpuadam_cores_perc"
-_TORCH_ADAMW: Final = frozenset(
-    ("lr", "betas", "eps", "weight_decay", "amsgrad", "foreach", "maximize", "capturable", "differentiable", "fused")
-)
+_TORCH_ADAMW: Final = NAMES["torch_adamw"]
 
 
 def _is_partial(facts: Facts) -> bool:

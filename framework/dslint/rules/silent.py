@@ -6,16 +6,14 @@ from collections.abc import Iterator
 from typing import Final
 
 from framework.dslint.facts import Facts
+from framework.dslint.key_files import NAMES
 from framework.dslint.keys import load_table
 from framework.dslint.readers import FILLED
 from framework.dslint.rules.base import Found, in_the_way, rule
 
 _MONITORS: Final = ("tensorboard", "csv_monitor", "wandb", "comet")
 # Sections that do nothing unless `enabled` is true, and have it false by default.
-_SWITCHED: Final = (
-    *("fp16", "bf16", "torch_autocast", *_MONITORS),
-    *("flops_profiler", "comms_logger", "autotuning", "hybrid_engine", "expert_parallel"),
-)
+_SWITCHED: Final = NAMES["switched"]
 # Switches inside them that work without `enabled` (deepspeed/runtime/config.py `_do_error_check` asks them anyway).
 UNSWITCHED: Final = (
     "fp16.fp16_master_weights_and_grads",
@@ -28,20 +26,7 @@ _WRITER: Final = "checkpoint.writer"
 _CURRICULUM: Final = "data_efficiency.data_sampling.curriculum_learning"
 _DYNAMIC: Final = "data_efficiency.data_sampling.dynamic_batching"
 _RANDOM_LTD: Final = "data_efficiency.data_routing.random_ltd"
-_RANDOM_LTD_KEYS: Final = {
-    "": (
-        "total_layer_num",
-        "random_ltd_layer_num",
-        "random_ltd_layer_id",
-        "model_mask_name",
-        "model_type",
-        "hidden_state_order",
-        "random_ltd_schedule",
-    ),
-    ".random_ltd_schedule": ("min_value", "max_value", "schedule_type", "schedule_config"),
-    ".random_ltd_schedule.schedule_config": ("require_steps", "seq_per_step"),
-    ".layer_token_lr_schedule": ("enabled",),
-}
+_RANDOM_LTD_KEYS: Final = NAMES["random_ltd"]
 
 
 @rule("warning")
@@ -136,30 +121,7 @@ def needs_cuda(facts: Facts) -> Found:
 
 
 # Read by hand as a truth value: any text is true. `activation_checkpointing` is not read at all without code.
-_AUTO_IS_TRUE: Final = (
-    "activation_checkpointing.",
-    "prescale_gradients",
-    "memory_breakdown",
-    "dump_state",
-    "disable_python_gc",
-    "dataloader_drop_last",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
-    "disable_allgather",
-    "managed_gradient_accumulation",
-    "use_data_before_expert_parallelism",
-    "torch_autocast.enabled",
-    "optimizer.legacy_fusion",
-    "optimizer.params.torch_adam",
-    "optimizer.params.adam_w_mode",
-    # before 0.17.1, where a model reads them
-    "fp16.enabled",
-    "fp16.auto_cast",
-    "fp16.consecutive_hysteresis",
-    "fp16.fp16_master_weights_and_grads",
-    "bf16.",
-    "bfloat16.",
-)
+_AUTO_IS_TRUE: Final = tuple(NAMES["auto_is_true"])
 _DEEPEST: Final = 12
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from framework.dslint.facts import Facts
+from framework.dslint.key_files import NAMES
 from framework.dslint.keys import load_table
 from framework.dslint.rules.base import Found, divisor_below, rule
 
@@ -14,25 +15,9 @@ _NORM: Final = f"{_ZERO}.compute_grad_norm"
 _SCATTER: Final = f"{_ZERO}.reduce_scatter"
 _HPZ: Final = f"{_ZERO}.zero_hpz_partition_size"
 # Read at stage 3 only (deepspeed/runtime/engine.py `_configure_zero_optimizer`), as all whose name says so.
-_STAGE_3_KEYS: Final = (
-    "sub_group_size",
-    "zero_quantized_weights",
-    "zero_quantized_nontrainable_weights",
-    "zero_quantized_gradients",
-    "zero_hpz_partition_size",
-    "save_muon_momentum_buffer_in_memory",
-    "pipeline_loading_checkpoint",
-    "leaf_module",
-    "log_trace_cache_warnings",
-)
+_STAGE_3_KEYS: Final = NAMES["stage_3"]
 # Read at stages 1 and 2 only.
-_STAGE_12_KEYS: Final = (
-    "allgather_bucket_size",
-    "round_robin_gradients",
-    "ignore_unused_parameters",
-    "use_multi_rank_bucket_allreduce",
-    "parameter_alignment",
-)
+_STAGE_12_KEYS: Final = NAMES["stages_1_and_2"]
 _DEFAULTS: Final = {"zero_hpz_partition_size": 1, "ignore_unused_parameters": True}
 _HEIRS: Final = {
     "cpu_offload": "offload_optimizer",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Final
 
 from framework.config.run_config import RunConfig
@@ -14,33 +16,7 @@ from framework.text.typos import nearest
 
 _BEST: Final = "checkpoint.keep_best"
 # What every run may log; a test holds it against what one did.
-LOGGED: Final = (
-    "train/loss",
-    "train/lr",
-    "train/grad_norm",
-    "train/loss_scale",
-    "train/skipped_steps",
-    "train/spike_score",
-    "throughput/samples_per_sec",
-    "throughput/tokens_per_sec",
-    "throughput/tflops",
-    "throughput/mfu",
-    "throughput/hfu",
-    "time/step_ms",
-    "time/data_ms",
-    "time/copy_ms",
-    "time/forward_ms",
-    "time/backward_ms",
-    "time/communication_ms",
-    "time/bubble_ms",
-    "time/optimizer_ms",
-    "time/other_ms",
-    "time/checkpoint_ms",
-    "data/stalls",
-    "run/restarts",
-    "memory/host_peak_bytes",
-    "memory/device_peak_bytes",
-)
+LOGGED: Final[Sequence[str]] = json.loads(Path(__file__).with_name("logged.json").read_text(encoding="utf-8"))
 _AREAS: Final = frozenset(name.partition("/")[0] for name in LOGGED)
 # More of the first weights than this, and the average tells how the run began rather than how it went.
 _LARGEST_REST: Final = 0.5
