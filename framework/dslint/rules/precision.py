@@ -7,7 +7,7 @@ from typing import Final
 
 from framework.dslint.facts import Facts
 from framework.dslint.rules.base import Found, rule
-from framework.dslint.rules.offload import cpu_adam_or
+from framework.dslint.rules.zero import cpu_adam_or
 
 _FP32_POWERS: Final = 128
 _POWERS_IN_MEMORY: Final = 10**9

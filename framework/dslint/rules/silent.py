@@ -21,10 +21,8 @@ UNSWITCHED: Final = (
     "bf16.bf16_optimizer_states",
 )
 _RECOMPUTE: Final = "activation_checkpointing"
-_CONTIGUOUS: Final = f"{_RECOMPUTE}.contiguous_memory_optimization"
 _WRITER: Final = "checkpoint.writer"
 _CURRICULUM: Final = "data_efficiency.data_sampling.curriculum_learning"
-_DYNAMIC: Final = "data_efficiency.data_sampling.dynamic_batching"
 _RANDOM_LTD: Final = "data_efficiency.data_routing.random_ltd"
 _RANDOM_LTD_KEYS: Final = NAMES["random_ltd"]
 
