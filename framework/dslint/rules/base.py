@@ -1,6 +1,6 @@
 """Parts of every rule: its kind, severity and releases, and how what it finds becomes a problem.
 
-A rule that asks for settings only, and computes nothing, is a row of `tables/rules.json`, as `plan/rules/base.py` has
+A rule that asks for settings only, and computes nothing, is a row of `tables/rules.json`, as `plan/rows.py` has
 it. A key of DeepSpeed is ``given``, ``left out``, ``written`` (null, perhaps), ``true`` (any true value will do),
 ``on``, ``off`` (the file says so), ``not on``, ``not off`` (or left out), ``above`` or ``below`` a number; a fact of
 `Facts`, or a key that holds text, has one of the values of a list. In a sentence ``{stage}`` is that fact's value, and
@@ -19,7 +19,7 @@ from framework.dslint.facts import Facts
 from framework.dslint.key_files import TABLES
 from framework.dslint.keys import load_table
 from framework.errors import Problem, Severity
-from framework.plan.rules.base import Finding, Row, cases_of, findings, is_between
+from framework.plan.rows import Finding, Row, cases_of, findings, is_between
 
 Rule = Callable[[Facts], Iterator[Problem]]
 Found = Iterator[Finding]
