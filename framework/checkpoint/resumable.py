@@ -6,7 +6,9 @@ given from the checkpoint, so that a value that was changed in the config would 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from framework.checkpoint.manifest import SavedCheckpoint
@@ -17,33 +19,11 @@ Rule = Literal["applied", "refused", "irrelevant"]
 """applied: the new value holds from the next step on, and the run says so. refused: it must be the same. irrelevant: it
 has nothing to do with what goes on."""
 
-_KEYS: Final[Mapping[Rule, str]] = {
-    "applied": """
-        zero parallel.pipe parallel.partition parallel.stages batch.micro_size batch.accumulation_steps
-        precision.dtype precision.matmul precision.compute_dtype precision.lower_precision_safe_modules
-        precision.check_grad_overflow precision.grad_accumulation precision.grad_reduction
-        run.backend data.root data.path
-        training.max_epochs training.max_steps training.log_every training.recompute_every training.sync_batch_norm
-        training.deterministic training.channels_last training.ema
-        evaluation.every_epochs evaluation.every_steps evaluation.at_end evaluation.batch_size evaluation.max_samples
-        evaluation.weights
-        checkpoint.every_steps checkpoint.every_epochs checkpoint.at_end checkpoint.keep_last checkpoint.keep_every
-        checkpoint.keep_best checkpoint.best_is checkpoint.mode callbacks
-    """,
-    "refused": """
-        model data task optimizer scheduler deepspeed run.seed batch.global_size training.clip_grad_norm training.freeze
-        precision.loss_scale precision.loss_scale_window precision.hysteresis precision.consecutive_hysteresis
-        precision.min_loss_scale
-    """,
-    # Of what is passed through to DeepSpeed, these measure and tell.
-    "irrelevant": """
-        run.name run.output_dir run.world_size data.download data.num_workers data.prefetch_batches
-        precision.initial_scale_power checkpoint.init_weights checkpoint.resume checkpoint.allow_unverified monitors
-        deepspeed.comms_logger deepspeed.dump_state deepspeed.flops_profiler deepspeed.log_level
-        deepspeed.memory_breakdown deepspeed.timers deepspeed.wall_clock_breakdown deepspeed.comet deepspeed.wandb
-    """,
-}
-RULES: Final[Mapping[str, Rule]] = {key: rule for rule, keys in _KEYS.items() for key in keys.split()}
+# Of what is passed through to DeepSpeed, irrelevant is what measures and tells.
+_KEYS: Final[Mapping[Rule, Sequence[str]]] = json.loads(
+    Path(__file__).with_name("resume_rules.json").read_text(encoding="utf-8")
+)
+RULES: Final[Mapping[str, Rule]] = {key: rule for rule, keys in _KEYS.items() for key in keys}
 """Key, or section with all that is in it and not named by itself -> what becomes of a difference."""
 
 # Compared as samples per step: any one of the three keys of `batch` may be left out.

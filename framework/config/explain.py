@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
+from pathlib import Path
 from typing import Any, Final, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -16,34 +18,12 @@ from framework.errors import Problem, Written, show_value
 from framework.text.document import KeyPath
 from framework.text.typos import nearest
 
+_WORDS: Final = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 _SECTION: Final = "a section of keys"
 # pydantic's error type -> what belongs there.
-WANTED: Final[Mapping[str, str]] = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "int_parsing": "a whole number",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "string_type": "text",
-    "list_type": "a list",
-    "dict_type": _SECTION,
-    "model_type": _SECTION,
-    "model_attributes_type": _SECTION,
-}
+WANTED: Final[Mapping[str, str]] = _WORDS["wanted"]
 # pydantic's error type -> (reason, fix), filled in from the error's context.
-_OUT_OF_RANGE: Final[Mapping[str, tuple[str, str]]] = {
-    "greater_than_equal": ("too small", "write {ge} or more"),
-    "greater_than": ("too small", "write more than {gt}"),
-    "less_than_equal": ("too large", "write {le} or less"),
-    "less_than": ("too large", "write less than {lt}"),
-    "multiple_of": ("not a multiple of {multiple_of}", "write a multiple of {multiple_of}"),
-    "finite_number": ("not a finite number", "write a finite number"),
-    "too_long": ("too many values", "write {max_length}"),
-    "too_short": ("too few values", "write {min_length}"),
-    "literal_error": ("not one of the choices", "write {expected}"),
-    "int_parsing_size": ("too large", "write a smaller number"),
-    "string_unicode": ("half of a UTF-16 pair is no text", "write the character itself"),
-}
+_OUT_OF_RANGE: Final[Mapping[str, Sequence[str]]] = _WORDS["out_of_range"]
 # Keys where people write null to turn something off.
 _TURNS_OFF: Final[Mapping[str, str]] = {
     "training.clip_grad_norm": "write 0 to turn clipping off, or leave the key out for 1.0"

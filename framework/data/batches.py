@@ -1,16 +1,36 @@
-"""Collation of samples into batches, and errors of samples that cannot be stacked."""
+"""Samples read into batches: a sample's randomness (augmentation) is a pure function of (seed, epoch, sample index),
+that of a batch one of its first; collation, and errors of samples that cannot be stacked.
+
+Otherwise another worker count, rank count or a resume would train on other images, and a `collate_fn` that draws (mixed
+images) would give the first stage of a pipeline the inputs of one draw and the last stage the targets of another.
+
+Covered are torch's CPU default generator, numpy's legacy global state and Python's `random`. A generator that a dataset
+keeps for itself (`np.random.default_rng()` in its constructor) is out of reach.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import ctypes
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
+import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
+from framework.data.order import SampleKey, Seeds, mix, mix_int
 from framework.errors import ConfigError, Problem
+from framework.system.exits import refusing_exits
+
+Collate = Callable[[Any], Any]
+_SAMPLE_SALT: Final = 0x5A3B
+_EVALUATION_SALT: Final = 0xE7A1
+_COLLATE_SALT: Final = 0xC011
+_32_BITS: Final = 0xFFFF_FFFF
 
 
 def _unstackable(values: Sequence[Any], *, place: str = "") -> Problem | None:
@@ -55,9 +75,6 @@ def _shape(value: Any) -> str:
     return "None" if value is None else f"of type {kind}"
 
 
-Collate = Callable[[Any], Any]
-
-
 @dataclass(frozen=True)
 class WholeBatch:
     """Result of `__getitems__` of a dataset here: a batch that needs no collating, (batch, ...) per field."""
@@ -99,3 +116,184 @@ def own_collate(dataset: Any) -> Collate | None:
     """The dataset's own `collate_fn`, if it has one (to pad texts of unequal length, say)."""
     own = getattr(dataset, "collate_fn", None)
     return own if callable(own) else None
+
+
+@runtime_checkable
+class DrawsFromSeeds(Protocol):
+    """A dataset that draws all of a sample's randomness from a seed it is given: no global state, no setup."""
+
+    def items_from_seeds(self, indices: Sequence[int], seeds: Seeds) -> WholeBatch:
+        """A batch of the samples `indices`, seeds uint64 of shape (len(indices),)."""
+
+
+class _GeneratorStates:
+    """States of torch's CPU, numpy's and Python's global generators, taken when it is made."""
+
+    def __init__(self) -> None:
+        self._torch, self._python = torch.get_rng_state(), random.getstate()
+        self._numpy: Any = np.random.get_state()
+        self._words = _words_of_numpy()
+
+    def are_current(self) -> bool:
+        """Check that nothing was drawn since."""
+        has_second_normal = self._numpy[3]  # which is given away without a draw
+        return (
+            torch.equal(torch.get_rng_state(), self._torch)
+            and random.getstate() == self._python
+            and _words_of_numpy() == self._words
+            and (not has_second_normal or self._numpy[3:] == tuple(np.random.get_state())[3:])
+        )
+
+    def put_back(self) -> None:
+        torch.set_rng_state(self._torch)
+        np.random.set_state(self._numpy)
+        random.setstate(self._python)
+
+
+def _words_of_numpy() -> bytes:
+    """State of numpy's global generator, read where it lies (`mt19937_state`): `get_state` takes 24 us."""
+    return ctypes.string_at(np.random.mtrand._rand._bit_generator.ctypes.state_address, 4 * 625)
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Give torch's CPU, numpy's and Python's global generators back as they were found."""
+    states = _GeneratorStates()
+    try:
+        yield
+    finally:
+        states.put_back()
+
+
+def seed_generators(seed: int) -> None:
+    """Seed torch's CPU, numpy's and Python's global generators.
+
+    Not `torch.manual_seed`: that would also reset the GPU generators (the model's dropout), and in a worker process,
+    where CUDA is not initialised, it records a stack trace on every call (110 us against 1 us).
+    """
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed & _32_BITS)
+    random.seed(seed)
+
+
+class _Wrapper(Dataset[Any]):
+    """Another dataset (map-style), read in another way, whole batches at a time."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+class SeededSamples(_Wrapper):
+    """Wraps a dataset so that every sample is read with its own random state; the surrounding state is left untouched.
+
+    Seeding takes as long as reading many a sample, and most datasets draw nothing: a batch is read without, and once
+    more, seeded, if a generator has moved. From then on all are seeded.
+    """
+
+    def __init__(self, dataset: Any, *, seed: int | None, in_one: bool = False) -> None:
+        """`seed` is `run.seed`, or None where samples draw nothing; `in_one`: tensors may be read as a whole batch."""
+        super().__init__(dataset)
+        self.seed = seed
+        self._in_one = in_one
+        whole = dataset
+        while type(whole) is Subset:
+            whole = whole.dataset
+        self._are_tensors = in_one and type(whole) is TensorDataset  # which draws nothing
+        self._from_seeds = isinstance(dataset, DrawsFromSeeds)
+        self._draws = False
+
+    def __getitems__(self, keys: Sequence[SampleKey]) -> Any:
+        """The samples of (epoch, index) keys: a list, or whatever `items_from_seeds` of the dataset returns."""
+        indices = [index for _, index in keys]
+        if self._are_tensors:
+            return read_together(self.dataset, indices, in_one=True)
+        if self.seed is None:
+            return _fetched(self.dataset, indices)
+        if self._from_seeds:
+            return self.dataset.items_from_seeds(indices, self._seeds(keys))
+        if not self._draws:
+            states = _GeneratorStates()
+            try:
+                samples = read_together(self.dataset, indices, in_one=self._in_one)
+            except Exception:
+                if states.are_current():
+                    raise
+            else:
+                if states.are_current():
+                    return samples
+            states.put_back()
+            self._draws = True
+        samples = []
+        with random_state_kept():
+            for index, seed in zip(indices, self._seeds(keys).tolist(), strict=True):
+                seed_generators(seed)
+                samples.append(self.dataset[index])
+        return samples
+
+    def _seeds(self, keys: Sequence[SampleKey]) -> Seeds:
+        assert self.seed is not None
+        epochs, indices = np.array(keys, dtype=np.int64).reshape(-1, 2).T
+        return mix(_SAMPLE_SALT, self.seed, epochs, indices)
+
+
+def read_together(dataset: Any, indices: list[int], *, in_one: bool) -> Any:
+    """Samples of datasets that are known to have a faster way than one by one; of others one by one.
+
+    `in_one`: a `TensorDataset`, or a part of one, may come as a `WholeBatch`; otherwise as a list of samples.
+    """
+    if type(dataset) is Subset:
+        return read_together(dataset.dataset, [dataset.indices[index] for index in indices], in_one=in_one)
+    if type(dataset) is TensorDataset and in_one and min(indices) >= 0:  # `index_select` takes no others
+        rows = torch.tensor(indices)
+        return WholeBatch(tuple(tensor.index_select(0, rows.to(tensor.device)) for tensor in dataset.tensors))
+    if type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "__getitems__"):  # Hugging Face's
+        return dataset.__getitems__(indices)
+    return [dataset[index] for index in indices]
+
+
+class SeededBatches(_Wrapper):
+    """Wraps an evaluation dataset: a batch that draws random numbers gets the same in every evaluation.
+
+    Seeded once per batch (by its first index) and not per sample, so that a dataset's own fast `__getitems__` is kept.
+    """
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        with random_state_kept():
+            seed_generators(mix_int(_EVALUATION_SALT, indices[0]))
+            return _fetched(self.dataset, indices)
+
+
+class LoaderSamples(_Wrapper):
+    """Source of a `DataLoader`. Code that calls `exit()` is an error with a place there, also in a worker.
+
+    With the dataset's own `collate_fn` it reads finished batches, whose draws depend on the seed and the first key
+    alone: a `DataLoader` tells its `collate_fn` neither the epoch nor the indices.
+    """
+
+    def __init__(self, dataset: Any, *, own: Collate | None, seed: int) -> None:
+        """`dataset` is read by `SampleKey`s or plain indices; `own` is its `collate_fn`, which `seed` is for."""
+        super().__init__(dataset)
+        self.own, self.seed = own, seed
+
+    def __getitems__(self, keys: Sequence[SampleKey] | Sequence[int]) -> Any:
+        with refusing_exits():
+            samples, first = _fetched(self.dataset, keys), keys[0]
+            if self.own is None:
+                return samples
+            with random_state_kept():
+                seed_generators(mix_int(_COLLATE_SALT, self.seed, *(first if isinstance(first, tuple) else (first,))))
+                return self.own(samples)
+
+
+def as_it_is(batch: Any) -> Any:
+    """Return a batch unchanged: the `collate_fn` of a `DataLoader` whose batches are made already."""
+    return batch
+
+
+def _fetched(dataset: Any, indices: Sequence[Any]) -> Any:
+    """The samples, as the dataset's `__getitems__` returns them if it has one, otherwise as a list."""
+    fetch_all = getattr(dataset, "__getitems__", None)
+    return fetch_all(indices) if fetch_all is not None else [dataset[index] for index in indices]

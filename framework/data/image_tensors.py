@@ -72,7 +72,7 @@ class ImageTensors(BatchDataset):
         return self.items_from_seeds(indices, drawn.numpy().astype(np.uint64))
 
     def items_from_seeds(self, indices: Sequence[int], seeds: Seeds) -> WholeBatch:
-        """The same batch, every sample's augmentation decided by its own seed (see `sample_seed.DrawsFromSeeds`)."""
+        """The same batch, every sample's augmentation decided by its own seed (see `batches.DrawsFromSeeds`)."""
         images = self.images[torch.as_tensor(indices)]
         return self._batch(_cropped_and_flipped(images, seeds) if self.augment else images, indices)
 

@@ -12,9 +12,8 @@ from typing import Any, Final
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from framework.data.batches import collate, own_collate
+from framework.data.batches import LoaderSamples, SeededBatches, SeededSamples, as_it_is, collate, own_collate
 from framework.data.order import LATEST_ORDER, MicroBatchSampler, Share, mix_int
-from framework.data.sample_seed import LoaderSamples, SeededBatches, SeededSamples, as_it_is
 from framework.errors import ConfigError
 from framework.system.parent_watch import die_with
 from framework.system.stopping import SIGNALS
@@ -60,7 +59,7 @@ def _loader(
 
 
 class TrainLoader:
-    """Micro-batches of one rank, their content a pure function of (seed, step, rank): see `order` and `sample_seed`.
+    """Micro-batches of one rank, their content a pure function of (seed, step, rank): see `order` and `batches`.
 
     The stream has no state to save: to go on after k steps, start it at step k. One `DataLoader` iterator serves the
     whole stream, so that its workers live through all epochs and fetch the next one's first batches ahead.

@@ -81,7 +81,7 @@ class TextPairs(TextSamples):
         return self.items_from_seeds(indices, mix(_FIXED_SEED, np.asarray(indices, dtype=np.int64)))
 
     def items_from_seeds(self, indices: Sequence[int], seeds: Seeds) -> WholeBatch:
-        """A batch, every sample drawn from its own seed (see `sample_seed.DrawsFromSeeds`).
+        """A batch, every sample drawn from its own seed (see `batches.DrawsFromSeeds`).
 
         Returns:
             input_ids, token_type_ids, attention_mask, mlm_labels of shape (B, S), nsp_label (B,).

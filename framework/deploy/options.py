@@ -13,7 +13,8 @@ from pathlib import PurePosixPath
 from typing import Any, Final, TypeVar
 
 from framework.config.run_config import RunConfig
-from framework.system.arguments import CommandParser
+from framework.system.arguments import CommandParser, like
+from framework.system.arguments import whole as number
 
 _Request = TypeVar("_Request")
 
@@ -167,13 +168,7 @@ def as_service_name(text: str) -> str:
 
 def matching(pattern: str | re.Pattern[str], what: str) -> Callable[[str], str]:
     """A reader of text that fits a pattern; `what` completes "... is not"."""
-
-    def read(text: str) -> str:
-        if not re.fullmatch(pattern, text):
-            raise _refuse(text, what)
-        return text
-
-    return read
+    return like(pattern if isinstance(pattern, str) else pattern.pattern, str, f"{{!r}} is not {what}")
 
 
 def _refuse(text: str, what: str) -> argparse.ArgumentTypeError:
@@ -192,25 +187,10 @@ toleration: Final = matching(
 )
 
 
-def whole(text: str) -> int:
-    """A whole number below a billion."""
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise _refuse(text, "a whole number")
-    return int(text)
-
-
-def count(text: str) -> int:
-    """A whole number above 0."""
-    if not whole(text):
-        raise _refuse(text, "a number above 0")
-    return int(text)
-
-
-def port(text: str) -> int:
-    """A port that needs no rights, with another one above it."""
-    if not 1024 <= whole(text) <= 65_534:
-        raise _refuse(text, "a port from 1024 to 65534")
-    return int(text)
+whole: Final = number(0, 10**9, "{!r} is not a whole number")
+count: Final = number(1, 10**9, "{!r} is not a number above 0")
+# One that needs no rights, with another one above it.
+port: Final = number(1024, 65_535, "{!r} is not a port from 1024 to 65534")
 
 
 def quantity(text: str) -> str:

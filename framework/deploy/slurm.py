@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -25,51 +26,8 @@ from framework.plan.cluster import Cluster
 # Between the end of what our agents give the ranks and the end of the job.
 _LAST_WORD_SECONDS: Final = 30
 
-_SCRIPT: Final = """\
-#!/usr/bin/env bash
-# Made by: {made_by}
-# Start: sbatch FILE   Stop with a checkpoint, for good: scancel --batch --signal=USR2 JOB{again}
-{directives}
-# shellcheck disable=SC2016  # settings are taken as they are
-set -euo pipefail
-
-# Node rank 0 is on the first node. Two ports of the job's own, below those that the system hands out.
-hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
-master=${{hosts%%$'\\n'*}}
-port=$((20000 + SLURM_JOB_ID % 4500 * 2))
-# Since Slurm 22.05 srun does not take the number of cores from the job, and data loading would get one.
-export SRUN_CPUS_PER_TASK=${{SLURM_CPUS_PER_TASK:-1}}
-{exports}
-# The stop request before the time limit, USR1, comes to this shell alone; srun hands USR1 on to every task.
-asked=0
-step=''
-# shellcheck disable=SC2329  # called by the traps
-on_request() {{
-    asked=$((asked + 1))
-    kill -USR1 "$step" 2>/dev/null || true
-}}
-{traps}
-
-# Agents end each other within seconds. --kill-on-bad-exit would kill those that still save: the first to end has ended
-# with {stopped}. Should an agent hang all the same, --wait ends it.
-srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait={wait} --label \\
-    {command} \\
-    --nnodes "$SLURM_JOB_NUM_NODES" --num_gpus {ranks} --master_addr "$master" --master_port "$port" \\
-    --grace_seconds {grace} &
-step=$!
-# A request that came before is told as soon as srun can take it.
-[[ $asked == 0 ]] || {{ sleep 2; kill -USR1 "$step" 2>/dev/null || true; }}
-
-# A signal interrupts `wait`: then the code is not that of srun.
-code=0
-while true; do
-    before=$asked
-    code=0
-    wait "$step" || code=$?
-    [[ $asked != "$before" ]] || break
-done
-{requeue}exit "$code"
-"""
+# The script; ``@name@`` stands for what `script` fills in.
+_SCRIPT: Final = Path(__file__).with_suffix(".sh")
 _TRAPS: Final = "trap on_request USR1 USR2"
 _TRAPS_OF_REQUEUE: Final = """\
 for_good=0
@@ -174,19 +132,21 @@ def script(request: SlurmRequest, *, made_by: str) -> str:
     if not request.gpus:
         threads = str(max(1, request.cores // request.ranks))
         variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads} | variables
-    return _SCRIPT.format(
-        made_by=printable(made_by),
-        directives="\n".join(f"#SBATCH {line}" for line in _directives(request)),
-        exports="".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items()),
-        stopped=EXIT_STOPPED,
-        wait=max(60, request.signal_seconds),
-        command=shlex.join(words),
-        ranks=request.ranks,
-        grace=request.signal_seconds - min(_LAST_WORD_SECONDS, request.signal_seconds // 5),
-        requeue=_REQUEUE.format(stopped=EXIT_STOPPED) if request.requeue else "",
-        traps=_TRAPS_OF_REQUEUE if request.requeue else _TRAPS,
-        again="   and come again: --signal=USR1" if request.requeue else "",
-    )
+    filled_in = {
+        "made_by": printable(made_by),
+        "directives": "\n".join(f"#SBATCH {line}" for line in _directives(request)),
+        "exports": "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items()),
+        "stopped": EXIT_STOPPED,
+        "wait": max(60, request.signal_seconds),
+        "command": shlex.join(words),
+        "ranks": request.ranks,
+        "grace": request.signal_seconds - min(_LAST_WORD_SECONDS, request.signal_seconds // 5),
+        "requeue": _REQUEUE.format(stopped=EXIT_STOPPED) if request.requeue else "",
+        "traps": _TRAPS_OF_REQUEUE if request.requeue else _TRAPS,
+        "again": "   and come again: --signal=USR1" if request.requeue else "",
+    }
+    text = _SCRIPT.read_text(encoding="utf-8")
+    return re.sub(r"@(\w+)@", lambda name: str(filled_in[name[1]]), text)
 
 
 def _directives(request: SlurmRequest) -> list[str]:

@@ -19,6 +19,8 @@ Entry = Mapping[str, Any]
 TABLES: Final = Path(__file__).parent / "tables"
 # Sections whose keys depend on the type that they name.
 TYPED_SECTIONS: Final = ("optimizer", "scheduler")
+# Names that rules ask for, each list by the name that it has there.
+NAMES: Final[Mapping[str, Any]] = json.loads((TABLES / "names.json").read_text(encoding="utf-8"))
 _RELEASE: Final = re.compile(r"\d+\.\d+\.\d+")
 _VARIANT: Final = re.compile(r"\[\w+\]")
 

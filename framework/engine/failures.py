@@ -53,7 +53,7 @@ _NO_WAY_OUT_KNOWN: Final = "the code that reads the data has ended its process: 
 # How torch hands over a worker's error: one of the same class, whose text is the worker's whole traceback.
 _FROM_WORKER: Final = re.compile(r"Caught \w+ in ")
 
-_ENGINES: Final = ("framework.engine.plain_engine", "framework.engine.pipeline_engine", "framework.engine.step_loss")
+_ENGINES: Final = ("framework.engine.plain_engine", "framework.engine.pipeline_engine", "framework.engine.step_batches")
 _CALLS: Final = {"forward": "the model", "loss": "the loss", "count": "count()", "measure": "the metrics"}
 _EXPLAINED: Final = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError)
 _FOREIGN: Final = tuple(sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib"))

@@ -20,11 +20,11 @@ from framework.checkpoint.state.optimizer_shards import Names
 from framework.config.deepspeed_words import SCHEDULES
 from framework.config.optimizer import Cosine
 from framework.engine.checkpoint_bytes import load_bytes, move_in, save_bytes
-from framework.engine.device_batches import HALF, DeviceBatches, place
 from framework.engine.distributed import collective_timeout, device
 from framework.engine.ema import WeightAverage
 from framework.engine.metrics import engine_metrics
 from framework.engine.phases import phases_of
+from framework.engine.step_batches import HALF, DeviceBatches, place
 from framework.engine.workarounds.fp32_sums import taking_zero_optimizer
 from framework.engine.workarounds.grad_norm import keep_norm
 from framework.engine.workarounds.grad_scaler import forget_autocast

@@ -14,8 +14,8 @@ import torch.distributed
 from deepspeed.accelerator import get_accelerator
 
 from framework.config.precision import BF16, FP16, FP32, Autocast
-from framework.engine.device_batches import HALF, DeviceBatches
 from framework.engine.distributed import device, gather
+from framework.engine.step_batches import HALF, DeviceBatches
 from framework.engine.workarounds.grad_norm import KeptNorm
 from framework.errors import ConfigError, in_one_line
 from framework.models.layers import Layer

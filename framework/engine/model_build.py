@@ -26,10 +26,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from framework.engine.device_batches import HALF
 from framework.engine.distributed import barrier, device, gather, rank
 from framework.engine.initialize import refusing_scalars
 from framework.engine.random_state import capture, restore
+from framework.engine.step_batches import HALF
 from framework.errors import ConfigError
 from framework.system.limits import room
 

@@ -24,7 +24,7 @@ from framework.checkpoint.state.shard_map import plain_name
 from framework.engine.distributed import claims_error_report, device, rank
 from framework.engine.initialize import BaseEngine, MakeOptimizer, Step, initialize
 from framework.engine.metrics import EvalSums
-from framework.engine.step_loss import StepLoss
+from framework.engine.step_batches import StepLoss
 from framework.engine.workarounds.grad_scaler import explaining_overflow, may_have_been_skipped, scale_fp16_loss
 from framework.engine.workarounds.module_buffers import share_buffers
 from framework.errors import FrameworkError, TrainingError

@@ -16,7 +16,7 @@ from framework.engine.distributed import device
 from framework.engine.gradient_sums import sum_gradients
 from framework.engine.initialize import BaseEngine, MakeOptimizer, Step, initialize
 from framework.engine.metrics import EvalSums, mean_over_ranks
-from framework.engine.step_loss import StepLoss
+from framework.engine.step_batches import StepLoss
 from framework.engine.workarounds.grad_scaler import explaining_overflow, may_have_been_skipped, scale_fp16_loss
 from framework.engine.workarounds.module_buffers import share_buffers
 from framework.plan.plan import Plan

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 
-from framework.models.hf_names import bert_names
+from framework.models.hf_names import hf_names
 from framework.models.initialized import DEFAULT_STD, DrawnEmbedding, DrawnLinear, draw, positions_of, split_heads
 from framework.models.layers import Layer, LayeredModel
 
@@ -167,7 +167,7 @@ class BERT(LayeredModel):
 
     def hf_names(self) -> dict[str, str]:
         """Our names -> those of transformers' `BertForPreTraining`, which computes the same with hidden_act="gelu"."""
-        return bert_names(self.shape.num_layers)
+        return hf_names("bert", self.shape.num_layers)
 
 
 def bert_layers(shape: BERTShape) -> list[Layer]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
-from framework.models.hf_names import llama_names
+from framework.models.hf_names import hf_names
 from framework.models.initialized import (
     DEFAULT_STD,
     DrawnLinear,
@@ -202,7 +202,7 @@ class GPT(LayeredModel):
         them in one."""
         shape = self.shape
         is_llama = (shape.positions, shape.norm, shape.mlp) == ("rotary", "rmsnorm", "swiglu")
-        return llama_names(shape.num_layers) if is_llama else None
+        return hf_names("llama", shape.num_layers) if is_llama else None
 
 
 def gpt_layers(shape: GPTShape) -> list[Layer]:

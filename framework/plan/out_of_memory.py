@@ -61,7 +61,7 @@ _MOMENTS: Final = {
     r"|(optim|optimizers|adam|lion|lamb|muon)/\w+\.py (step|_use_grad)$",
     "backward": r"(runtime/engine|zero/\w+|_tensor|loss_scaler)\.py backward$"
     r"|autograd/\w+\.py (backward|_engine_run\w+)$|pipe/engine\.py _exec_backward\w*$",
-    "forward": r"runtime/engine\.py forward$|engine/step_loss\.py "
+    "forward": r"runtime/engine\.py forward$|engine/step_batches\.py (__call__|weighted|mean|scales|_agree|_number)$"
     r"|nn/modules/module\.py (_call_impl|_wrapped_call_impl)$|functional\.py |pipe/engine\.py _exec_forward\w*$",
 }
 IN_WORDS: Final = {

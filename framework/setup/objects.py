@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import math
 import os
 import sys
@@ -16,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -148,18 +150,7 @@ def _sections(objects: Objects) -> dict[str, dict[str, Any]]:
 
 # Arguments of `fit` that there are not: where what they mean is written instead.
 _KNOWN: Final = ("config", "model", "train_data", "eval_data", "task", "optimizer", "callbacks")
-_MEANT: Final = {
-    "collate_fn": "give the dataset a method collate_fn(samples)",
-    **dict.fromkeys(("loss", "loss_fn", "criterion"), "write task="),
-    **dict.fromkeys(("dataset", "data", "train_dataset"), "write train_data="),
-    **dict.fromkeys(("train_loader", "train_dataloader"), "write train_data= with the dataset itself"),
-    **dict.fromkeys(("eval_dataset", "val_data"), "write eval_data="),
-    **dict.fromkeys(("epochs", "max_epochs"), "set training.max_epochs in the config"),
-    "steps": "set training.max_steps in the config",
-    "batch_size": "set batch.global_size in the config",
-    "lr": "set optimizer.lr in the config",
-    "lr_scheduler": "set the section scheduler in the config",
-}
+_MEANT: Final[Mapping[str, str]] = json.loads(Path(__file__).with_name("arguments.json").read_text(encoding="utf-8"))
 
 
 def refuse_unknown_arguments(names: Iterable[str], *, further: Sequence[Any] = ()) -> None:

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from framework.data.batches import WholeBatch
+from framework.data.batches import DrawsFromSeeds, SeededSamples, WholeBatch
 from framework.data.loaders import EvalLoader, TrainLoader
 from framework.data.prepare import prepare
-from framework.data.sample_seed import DrawsFromSeeds, SeededSamples
 from framework.data.text_pairs import TextPairs, build
 from framework.data.token_files import SpecialTokens
 from framework.data.tokens import Tokens

@@ -14,9 +14,8 @@ from torch.utils.data import default_collate
 
 from framework.config.base import Target
 from framework.config.load import config_from_values
-from framework.data.batches import WholeBatch
+from framework.data.batches import SeededBatches, SeededSamples, WholeBatch
 from framework.data.order import epoch_order
-from framework.data.sample_seed import SeededBatches, SeededSamples
 from framework.data.splits import as_splits
 from framework.setup.objects import call_factory, load_target
 from framework.tasks.task import as_task

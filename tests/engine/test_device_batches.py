@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from framework.engine.device_batches import DeviceBatches, place
+from framework.engine.step_batches import DeviceBatches, place
 from framework.tasks.task import Task, as_task
 from tests.tasks.value import value_of
 

@@ -14,7 +14,7 @@ from torch import nn
 from framework.checkpoint.state.shard_map import STATE_KEY
 from framework.config.load import config_from_values
 from framework.data.order import epoch_order
-from framework.engine.step_loss import StepLoss
+from framework.engine.step_batches import StepLoss
 from framework.errors import ConfigError
 from framework.setup.objects import call_factory
 from framework.tasks.causal_lm import CausalLM

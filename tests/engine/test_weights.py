@@ -19,10 +19,9 @@ from framework.checkpoint.manifest import SavedCheckpoint, seal
 from framework.checkpoint.resume_point import find_checkpoint
 from framework.checkpoint.state.weight_files import LazyWeights
 from framework.config.load import config_from_values
-from framework.data.batches import WholeBatch
+from framework.data.batches import SeededSamples, WholeBatch
 from framework.data.order import epoch_order
 from framework.data.prepare import prepare
-from framework.data.sample_seed import SeededSamples
 from framework.engine.weights import checkpoint_weights, find_weights, put_weights
 from framework.errors import ConfigError, StorageError, show_value
 from framework.setup.objects import call_factory

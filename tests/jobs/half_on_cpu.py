@@ -9,7 +9,6 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from framework.plan import rules
-from framework.plan.rules import devices
 
 
 def allow_fp16() -> None:
@@ -20,4 +19,4 @@ def allow_fp16() -> None:
     supported = [*accelerator.supported_dtypes(), torch.float16]
     accelerator.is_fp16_supported = lambda: True
     accelerator.supported_dtypes = lambda: supported
-    rules.ALL = tuple(rule for rule in rules.ALL if rule is not devices.fp16_needs_gpu)  # type: ignore[misc]
+    rules.ALL = tuple(rule for rule in rules.ALL if rule.__name__ != "fp16_on_cpu")  # type: ignore[misc]

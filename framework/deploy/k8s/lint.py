@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Final
 
@@ -38,19 +37,16 @@ _POD_SUFFIX: Final = 6
 Findings = Iterator[tuple[Part, str, str]]
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A kind of mistake.
+Rule = Callable[[Workload], Findings]
+# Kind, without ``k8s-`` -> what finds the mistakes of one job; its docstring says what it guards, as docs/kubernetes.md
+# lists it.
+RULES: Final[dict[str, Rule]] = {}
 
-    Attributes:
-        kind: of its problems, without ``k8s-``.
-        guards: what it guards, as docs/kubernetes.md lists it.
-        find: the mistakes of one job.
-    """
 
-    kind: str
-    guards: str
-    find: Callable[[Workload], Findings]
+def rule(find: Rule) -> Rule:
+    """List a function as a rule: its name, with dashes, is the kind."""
+    RULES[find.__name__.replace("_", "-")] = find
+    return find
 
 
 def lint(manifests: Sequence[Manifest]) -> list[Problem]:
@@ -61,10 +57,10 @@ def lint(manifests: Sequence[Manifest]) -> list[Problem]:
         reason = "there is no Job, JobSet or TrainJob in it"
         return [Problem(kind="k8s-no-job", file=file, reason=reason, fix="name all files of a job together")]
     found = [
-        place.problem(rule.kind, reason, fix)
+        place.problem(kind, reason, fix)
         for work in works
-        for rule in RULES
-        for place, reason, fix in rule.find(work)
+        for kind, find in RULES.items()
+        for place, reason, fix in find(work)
     ]
     order = {manifest.file: index for index, manifest in enumerate(reversed(manifests))}
     return sorted(
@@ -72,8 +68,10 @@ def lint(manifests: Sequence[Manifest]) -> list[Problem]:
     )
 
 
-def _must(path: str, wanted: str | bool, reason: str, *, unless: str = "") -> Callable[[Workload], Findings]:
-    """Require a value in a part of the workload, `unless` that has another key; only where the Job is in the files."""
+def _must(kind: str, guards: str, path: str, wanted: str | bool, reason: str, *, unless: str = "") -> None:
+    """List the rule that a part of the workload has a value, `unless` it has another key; only where the Job is in the
+    files.
+    """
     place, key = path.split(".")
 
     def find(work: Workload) -> Findings:
@@ -84,7 +82,7 @@ def _must(path: str, wanted: str | bool, reason: str, *, unless: str = "") -> Ca
         if value != wanted or type(value) is not type(wanted):  # 0 is not false
             yield part.at(key), reason, f"{key}: {show_value(wanted)}"
 
-    return find
+    find.__doc__, RULES[kind] = guards, find
 
 
 def _number(value: Any) -> int | None:
@@ -94,7 +92,9 @@ def _number(value: Any) -> int | None:
 # A Job, a JobSet and their policies.
 
 
-def _counts(work: Workload) -> Findings:
+@rule
+def counts(work: Workload) -> Findings:
+    """All pods that the command waits for are started, at the same time."""
     if not work.num_nodes:
         return
     places = [work.head.at("spec", "trainer", "numNodes")] if work.kind == "TrainJob" else []
@@ -107,11 +107,30 @@ def _counts(work: Workload) -> Findings:
         yield replicas, "each replica would be a job of its own", "replicas: 1"
 
 
+_must("not-indexed", "Pods know their number.", "job.completionMode", "Indexed", "the pods get no node rank")
+_must(
+    "restart-policy",
+    "The kubelet restarts nothing: the failure policy would never see the exit code.",
+    "pod.restartPolicy",
+    "Never",
+    "a container restarted in place meets peers that have ended",
+)
+_must(
+    "replacement-policy",
+    "One pod for each node rank at a time.",
+    "job.podReplacementPolicy",
+    "Failed",
+    "a second pod of the same rank starts while the first still saves",
+)
+
+
 def _failure_rules(work: Workload) -> list[Part]:
     return work.job.items("podFailurePolicy", "rules") if work.job else []
 
 
-def _policy_container(work: Workload) -> Findings:
+@rule
+def policy_container(work: Workload) -> Findings:
+    """Exit codes are those of a container that exists."""
     names = [part.get("name") for key in ("containers", "initContainers") for part in work.pod.items(key)]
     for rule in _failure_rules(work):
         place = rule.at("onExitCodes", "containerName")
@@ -120,7 +139,9 @@ def _policy_container(work: Workload) -> Findings:
             yield place, reason, f"containerName: {work.container.get('name')}"
 
 
-def _exit_codes(work: Workload) -> Findings:
+@rule
+def exit_codes(work: Workload) -> Findings:
+    """The policy knows the exit codes of this framework."""
     if not work.job:
         return
     for action, codes, why in (
@@ -138,14 +159,18 @@ def _exit_codes(work: Workload) -> Findings:
             yield work.job.at("podFailurePolicy", "rules"), f"{action} is for [{listed}]: {why}", fix
 
 
-def _condition_status(work: Workload) -> Findings:
+@rule
+def condition_status(work: Workload) -> Findings:
+    """API servers up to 1.34 refuse a condition without its status."""
     for rule in _failure_rules(work):
         for condition in rule.items("onPodConditions"):
             if condition.get("status") != "True":
                 yield condition.at("status"), "servers up to 1.34 require it, as text", 'status: "True"'
 
 
-def _disruption(work: Workload) -> Findings:
+@rule
+def disruption(work: Workload) -> Findings:
+    """Eviction, preemption and a drained node are nobody's failure."""
     ignored = [rule for rule in _failure_rules(work) if rule.get("action") == "Ignore"]
     conditions = [part.get("type") for rule in ignored for part in rule.items("onPodConditions")]
     if work.job and "DisruptionTarget" not in conditions:
@@ -156,7 +181,9 @@ def _disruption(work: Workload) -> Findings:
         )
 
 
-def _retries(work: Workload) -> Findings:
+@rule
+def retries(work: Workload) -> Findings:
+    """`backoffLimit` counts pods, and one crash ends all of them."""
     limit = _number(work.job.get("backoffLimit")) if work.job else 0
     if not work.job or limit == 0:
         return
@@ -169,7 +196,9 @@ def _retries(work: Workload) -> Findings:
         yield place, reason, f"0, or {work.num_nodes} for every restart"
 
 
-def _jobset_policy(work: Workload) -> Findings:
+@rule
+def jobset_policy(work: Workload) -> Findings:
+    """A JobSet does not restart what its Job refused to."""
     rules = work.jobset.items("failurePolicy", "rules") if work.jobset else []
     refusing = [rule for rule in rules if rule.get("action") == "FailJobSet"]
     if work.jobset and not any("PodFailurePolicy" in rule.words("onJobFailureReasons") for rule in refusing):
@@ -180,14 +209,18 @@ def _jobset_policy(work: Workload) -> Findings:
         )
 
 
-def _deadline(work: Workload) -> Findings:
+@rule
+def deadline(work: Workload) -> Findings:
+    """Restarts that do not count end at some time."""
     place = (work.job or work.head.at("spec")).at("activeDeadlineSeconds")
     if not _number(place.get()) and not _number(work.head.get("spec", "activeDeadlineSeconds")):
         reason = "stopped and evicted pods start again without end"
         yield place, reason, "activeDeadlineSeconds: the longest the job may take"
 
 
-def _ttl(work: Workload) -> Findings:
+@rule
+def ttl(work: Workload) -> Findings:
+    """Logs outlive the job by a day."""
     for part in filter(None, (work.job, work.jobset)):
         seconds = _number(part.get("ttlSecondsAfterFinished"))
         if seconds is not None and seconds < _DAY_SECONDS:
@@ -195,7 +228,9 @@ def _ttl(work: Workload) -> Findings:
             yield place, "the logs go with the job", f"{_DAY_SECONDS} or more, or leave it out"
 
 
-def _runtime(work: Workload) -> Findings:
+@rule
+def runtime(work: Workload) -> Findings:
+    """Kubeflow's DeepSpeed runtime starts ranks over ssh and MPI, without our agent."""
     name = work.head.at("spec", "runtimeRef", "name")
     if work.kind == "TrainJob" and "deepspeed" in str(name.get()):
         reason = "it starts ranks by mpirun and ssh in one launcher pod"
@@ -211,7 +246,9 @@ def _service_of(work: Workload) -> Part | None:
     return named[0] if named and work.kind == "Job" else None
 
 
-def _service(work: Workload) -> Findings:
+@rule
+def service(work: Workload) -> Findings:
+    """Pods have names, before they are ready."""
     if work.jobset:
         for key in ("enableDNSHostnames", "publishNotReadyAddresses"):
             if work.jobset.get("network", key) is False:
@@ -226,7 +263,9 @@ def _service(work: Workload) -> Findings:
             yield found.at("spec", key), reason, f"{key}: {show_value(wanted)}"
 
 
-def _selector(work: Workload) -> Findings:
+@rule
+def selector(work: Workload) -> Findings:
+    """The Service means the pods of this job."""
     found = _service_of(work)
     if found is None:
         return
@@ -238,7 +277,9 @@ def _selector(work: Workload) -> Findings:
         yield found.at("spec", "selector"), reason, f"selector: {{{JOB_NAME_LABEL}: {work.name}}}"
 
 
-def _master_addr(work: Workload) -> Findings:
+@rule
+def master_addr(work: Workload) -> Findings:
+    """Ranks meet at the pod with node rank 0."""
     given = work.option("--master_addr", "--master-addr")
     pod, _, domain = work.master.partition(".")
     hosts = [f"{pod}.{each}" for each in (domain, *(found.manifest.name for found in work.objects("Service")))]
@@ -247,7 +288,9 @@ def _master_addr(work: Workload) -> Findings:
         yield work.program.at("command"), reason, f"--master_addr {work.master}"
 
 
-def _ports(work: Workload) -> Findings:
+@rule
+def ports(work: Workload) -> Findings:
+    """Service and container name the ports that the command uses."""
     text = work.option("--master_port", "--master-port")
     if not work.num_nodes or not text.isdecimal():
         return
@@ -261,7 +304,9 @@ def _ports(work: Workload) -> Findings:
             yield place, reason, f"{key}: {ranks} and {agents}"
 
 
-def _name(work: Workload) -> Findings:
+@rule
+def name(work: Workload) -> Findings:
+    """The longest name that a pod gets is a label of DNS."""
     index = len(str(max(0, work.num_nodes - 1)))
     length = len(work.name) + len(work.replicated) + index + _POD_SUFFIX
     place = work.head.at("metadata", "name")
@@ -273,7 +318,9 @@ def _name(work: Workload) -> Findings:
         yield place, reason, f"at most {len(work.name) - length + LONGEST_LABEL} characters"
 
 
-def _namespace(work: Workload) -> Findings:
+@rule
+def namespace(work: Workload) -> Findings:
+    """A Service, a claim and a ConfigMap are found in the job's own namespace only."""
     own = work.head.get("metadata", "namespace")
     for found in work.objects("Service", "PersistentVolumeClaim", "ConfigMap", "TrainingRuntime"):
         place = found.at("metadata", "namespace")
@@ -282,13 +329,17 @@ def _namespace(work: Workload) -> Findings:
             yield place, f"the job is in {own or 'the default one'}", fix
 
 
-def _host_network(work: Workload) -> Findings:
+@rule
+def host_network(work: Workload) -> Findings:
+    """On the node's network the node's resolver is used, which does not know pods."""
     if work.pod.get("hostNetwork") is True and work.pod.get("dnsPolicy") != "ClusterFirstWithHostNet":
         reason = "with hostNetwork the names of the pods are not found"
         yield work.pod.at("dnsPolicy"), reason, "dnsPolicy: ClusterFirstWithHostNet"
 
 
-def _socket_interface(work: Workload) -> Findings:
+@rule
+def socket_interface(work: Workload) -> Findings:
+    """NCCL takes patterns, gloo takes one name."""
     for part in work.variables():
         value = str(part.get("value") or "")
         if part.get("name") == "GLOO_SOCKET_IFNAME" and (not value or any(sign in value for sign in "^,=")):
@@ -296,7 +347,9 @@ def _socket_interface(work: Workload) -> Findings:
             yield part.at("value"), reason, "eth0, or remove it: the agent finds the interface to the master"
 
 
-def _istio(work: Workload) -> Findings:
+@rule
+def istio(work: Workload) -> Findings:
+    """A proxy in front of the ranks' ports lets them connect and then hang."""
     labels = work.template.at("metadata", "labels")
     if labels.get(ISTIO_LABEL) != "false":
         yield labels, "where Istio is, its proxy would take the ports of the ranks", f'{ISTIO_LABEL}: "false"'
@@ -305,7 +358,9 @@ def _istio(work: Workload) -> Findings:
 # The container: devices, command, image, rights, variables.
 
 
-def _gpu_count(work: Workload) -> Findings:
+@rule
+def gpu_count(work: Workload) -> Findings:
+    """One rank to a GPU."""
     ranks = work.option("--num_gpus", "--num-gpus", "--nproc-per-node", "--nproc_per_node")
     if not work.num_nodes or not ranks:
         return
@@ -323,7 +378,9 @@ def _gpu_count(work: Workload) -> Findings:
         yield processes, f"the command starts {ranks} ranks", f"numProcPerNode: {ranks}"
 
 
-def _grace(work: Workload) -> Findings:
+@rule
+def grace(work: Workload) -> Findings:
+    """There is time for a step and a save between the stop request and SIGKILL, and our agent knows how much."""
     budget = work.template.get("metadata", "annotations", BUDGET_ANNOTATION)
     needed = int(budget) if isinstance(budget, str) and budget.isdecimal() else 60
     place = work.pod.at("terminationGracePeriodSeconds")
@@ -336,7 +393,9 @@ def _grace(work: Workload) -> Findings:
         yield work.program.at("command"), reason, "less than terminationGracePeriodSeconds"
 
 
-def _command(work: Workload) -> Findings:
+@rule
+def command(work: Workload) -> Findings:
+    """Our agent is process 1: it gets the stop request and tells all ranks. A shell would keep it to itself."""
     program, *rest = work.command or [""]
     name = PurePosixPath(program).name
     rest = rest if name == "dsf" else rest[1:] if name in ("python", "python3") and rest[:1] == ["-m"] else []
@@ -348,7 +407,9 @@ def _command(work: Workload) -> Findings:
         )
 
 
-def _image(work: Workload) -> Findings:
+@rule
+def image(work: Workload) -> Findings:
+    """All pods run the same image, today and after a restart."""
     place = work.program.at("image")
     if reason := what_is_wrong_with_image(place.get()):
         yield place, reason, "NAME:TAG or NAME@sha256:DIGEST"
@@ -360,14 +421,18 @@ def _setting(work: Workload, key: str) -> object:
     return work.pod.get("securityContext", key) if own is None else own
 
 
-def _ipc_lock(work: Workload) -> Findings:
+@rule
+def ipc_lock(work: Workload) -> Findings:
+    """A capability has no effect for a user other than root; RDMA then falls back to TCP in silence."""
     added = work.container.at("securityContext", "capabilities", "add")
     if "IPC_LOCK" in added.words() and _setting(work, "runAsUser") != 0:
         reason = "it does nothing for a user other than root"
         yield added, reason, "let the container runtime set LimitMEMLOCK=infinity, or runAsUser: 0"
 
 
-def _privileges(work: Workload) -> Findings:
+@rule
+def privileges(work: Workload) -> Findings:
+    """Training needs no rights beyond a user's."""
     security = work.container.at("securityContext")
     if security.get("privileged") or security.get("allowPrivilegeEscalation") is not False:
         place = security.at("allowPrivilegeEscalation")
@@ -379,21 +444,53 @@ def _privileges(work: Workload) -> Findings:
         yield work.pod.at("securityContext"), "the image decides whether this is root", fix
 
 
-def _literal_secret(work: Workload) -> Findings:
+_must(
+    "service-links",
+    "Variables of other Services stay out.",
+    "pod.enableServiceLinks",
+    False,
+    "a Service named master would set MASTER_PORT=tcp://...",
+)
+_must(
+    "account-token",
+    "A pod that asks nothing of the cluster holds no key to it.",
+    "pod.automountServiceAccountToken",
+    False,
+    "training asks nothing of the cluster",
+    unless="serviceAccountName",
+)
+_must(
+    "termination-message",
+    "The reason of a failure is where people look first.",
+    "container.terminationMessagePolicy",
+    "FallbackToLogsOnError",
+    "kubectl describe would not show why it ended",
+)
+
+
+@rule
+def literal_secret(work: Workload) -> Findings:
+    """Variables are readable for everybody who may read the job."""
     for part in work.variables():
         if looks_like_a_secret(str(part.get("name"))) and part.get("value"):
             reason = "everybody who may read the job reads its value"
             yield part.at("name"), reason, "valueFrom: {secretKeyRef: {name: SECRET, key: KEY}}"
 
 
-def _launcher_variable(work: Workload) -> Findings:
+@rule
+def launcher_variable(work: Workload) -> Findings:
+    """Variables that identify a process are set by the launcher."""
     for part in work.variables():
         if str(part.get("name")) in OF_THE_LAUNCHER:
             reason = "the same in every pod, and it contradicts what the launcher finds"
             yield part.at("name"), reason, "remove it; the command says it all"
 
 
-def _own_pods(work: Workload) -> Findings:
+@rule
+def own_pods(work: Workload) -> Findings:
+    """Pods keep away from, or near to, pods of this very job: after a renaming the label would fit none, and say
+    nothing.
+    """
     for kind in ("podAntiAffinity", "podAffinity"):
         terms = work.pod.items("affinity", kind, "requiredDuringSchedulingIgnoredDuringExecution")
         preferred = work.pod.items("affinity", kind, "preferredDuringSchedulingIgnoredDuringExecution")
@@ -407,7 +504,9 @@ def _own_pods(work: Workload) -> Findings:
 # Memory, volumes and files of a pod.
 
 
-def _shm(work: Workload) -> Findings:
+@rule
+def shm(work: Workload) -> Findings:
+    """Ranks of a node and data loaders talk through /dev/shm; the default is 64 MiB."""
     volume = work.volume("/dev/shm")
     if volume is None or volume.get("emptyDir", "medium") != "Memory":
         reason = "/dev/shm has 64 MiB: NCCL and data loaders die in it"
@@ -422,7 +521,9 @@ def _shm(work: Workload) -> Findings:
         yield place, reason, "less than limits.memory"
 
 
-def _memory(work: Workload) -> Findings:
+@rule
+def memory(work: Workload) -> Findings:
+    """A pod with less requested than used is evicted first."""
     requested = work.resources.get("requests", "memory")
     limit = parse_quantity(work.resources.get("limits", "memory"))
     if limit is None or (requested is not None and parse_quantity(requested) != limit):
@@ -430,7 +531,9 @@ def _memory(work: Workload) -> Findings:
         yield work.resources, reason, "the same memory under requests and limits"
 
 
-def _shared_storage(work: Workload) -> Findings:
+@rule
+def shared_storage(work: Workload) -> Findings:
+    """Every rank of every pod writes its part of a checkpoint into one folder."""
     if work.num_nodes < 2:
         return
     folder = last_setting(work.command, "run.output_dir") or ""
@@ -446,7 +549,9 @@ def _shared_storage(work: Workload) -> Findings:
             yield modes, "pods on other nodes could not mount it", "accessModes: [ReadWriteMany]"
 
 
-def _caches(work: Workload) -> Findings:
+@rule
+def caches(work: Workload) -> Findings:
+    """Caches of compiled and downloaded files belong on the node."""
     found = {str(part.get("name")): part.at("value") for part in work.variables()}
     for name in CACHE_VARIABLES:
         place = found.get(name, work.container.at("env"))
@@ -457,7 +562,9 @@ def _caches(work: Workload) -> Findings:
             yield place, f"{name} {of_user}", f"{name}: a path in an emptyDir"
 
 
-def _mount(work: Workload) -> Findings:
+@rule
+def mount(work: Workload) -> Findings:
+    """Every mount has its volume. A schema does not compare them."""
     names = [volume.get("name") for volume in work.pod.items("volumes")]
     for mount in work.container.items("volumeMounts"):
         if mount.get("name") not in names:
@@ -465,14 +572,18 @@ def _mount(work: Workload) -> Findings:
             yield mount.at("name"), "the pod has no volume of this name", fix
 
 
-def _host_path(work: Workload) -> Findings:
+@rule
+def host_path(work: Workload) -> Findings:
+    """A device that a plugin hands out is not mounted as well, and nothing of the node is."""
     for volume in work.pod.items("volumes"):
         if "hostPath" in volume.mapping():
             reason = "it opens the node to the pod; devices come from their plugin's resource"
             yield volume.at("hostPath"), reason, "a claim, or resources such as rdma/..."
 
 
-def _config_file(work: Workload) -> Findings:
+@rule
+def config_file(work: Workload) -> Findings:
+    """The config that the command names is in the ConfigMap, whose keys are names that the API server takes."""
     words = work.command
     config = words[words.index("node") + 1] if "node" in words[:-1] else ""
     volume = work.volume(config) if config.startswith("/") else None
@@ -485,100 +596,3 @@ def _config_file(work: Workload) -> Findings:
         if PurePosixPath(config).name not in keys:
             reason = f"{config}: ConfigMap {name} holds {', '.join(map(str, keys)) or 'nothing'}"
             yield work.program.at("command"), reason, "name a file that it holds"
-
-
-RULES: Final = (
-    Rule("counts", "All pods that the command waits for are started, at the same time.", _counts),
-    Rule("not-indexed", "Pods know their number.", _must("job.completionMode", "Indexed", "the pods get no node rank")),
-    Rule(
-        "restart-policy",
-        "The kubelet restarts nothing: the failure policy would never see the exit code.",
-        _must("pod.restartPolicy", "Never", "a container restarted in place meets peers that have ended"),
-    ),
-    Rule(
-        "replacement-policy",
-        "One pod for each node rank at a time.",
-        _must("job.podReplacementPolicy", "Failed", "a second pod of the same rank starts while the first still saves"),
-    ),
-    Rule("policy-container", "Exit codes are those of a container that exists.", _policy_container),
-    Rule("exit-codes", "The policy knows the exit codes of this framework.", _exit_codes),
-    Rule("condition-status", "API servers up to 1.34 refuse a condition without its status.", _condition_status),
-    Rule("disruption", "Eviction, preemption and a drained node are nobody's failure.", _disruption),
-    Rule("retries", "`backoffLimit` counts pods, and one crash ends all of them.", _retries),
-    Rule("jobset-policy", "A JobSet does not restart what its Job refused to.", _jobset_policy),
-    Rule("deadline", "Restarts that do not count end at some time.", _deadline),
-    Rule("ttl", "Logs outlive the job by a day.", _ttl),
-    Rule("runtime", "Kubeflow's DeepSpeed runtime starts ranks over ssh and MPI, without our agent.", _runtime),
-    Rule("service", "Pods have names, before they are ready.", _service),
-    Rule("selector", "The Service means the pods of this job.", _selector),
-    Rule("master-addr", "Ranks meet at the pod with node rank 0.", _master_addr),
-    Rule("ports", "Service and container name the ports that the command uses.", _ports),
-    Rule("name", "The longest name that a pod gets is a label of DNS.", _name),
-    Rule("namespace", "A Service, a claim and a ConfigMap are found in the job's own namespace only.", _namespace),
-    Rule("host-network", "On the node's network the node's resolver is used, which does not know pods.", _host_network),
-    Rule("socket-interface", "NCCL takes patterns, gloo takes one name.", _socket_interface),
-    Rule("istio", "A proxy in front of the ranks' ports lets them connect and then hang.", _istio),
-    Rule("gpu-count", "One rank to a GPU.", _gpu_count),
-    Rule(
-        "grace",
-        "There is time for a step and a save between the stop request and SIGKILL, and our agent knows how much.",
-        _grace,
-    ),
-    Rule(
-        "command",
-        "Our agent is process 1: it gets the stop request and tells all ranks. A shell would keep it to itself.",
-        _command,
-    ),
-    Rule("image", "All pods run the same image, today and after a restart.", _image),
-    Rule(
-        "ipc-lock",
-        "A capability has no effect for a user other than root; RDMA then falls back to TCP in silence.",
-        _ipc_lock,
-    ),
-    Rule("privileges", "Training needs no rights beyond a user's.", _privileges),
-    Rule(
-        "service-links",
-        "Variables of other Services stay out.",
-        _must("pod.enableServiceLinks", False, "a Service named master would set MASTER_PORT=tcp://..."),
-    ),
-    Rule(
-        "account-token",
-        "A pod that asks nothing of the cluster holds no key to it.",
-        _must(
-            "pod.automountServiceAccountToken",
-            False,
-            "training asks nothing of the cluster",
-            unless="serviceAccountName",
-        ),
-    ),
-    Rule(
-        "termination-message",
-        "The reason of a failure is where people look first.",
-        _must(
-            "container.terminationMessagePolicy",
-            "FallbackToLogsOnError",
-            "kubectl describe would not show why it ended",
-        ),
-    ),
-    Rule("literal-secret", "Variables are readable for everybody who may read the job.", _literal_secret),
-    Rule("launcher-variable", "Variables that identify a process are set by the launcher.", _launcher_variable),
-    Rule(
-        "own-pods",
-        "Pods keep away from, or near to, pods of this very job: after a renaming the label would fit none, and "
-        "say nothing.",
-        _own_pods,
-    ),
-    Rule("shm", "Ranks of a node and data loaders talk through /dev/shm; the default is 64 MiB.", _shm),
-    Rule("memory", "A pod with less requested than used is evicted first.", _memory),
-    Rule("shared-storage", "Every rank of every pod writes its part of a checkpoint into one folder.", _shared_storage),
-    Rule("caches", "Caches of compiled and downloaded files belong on the node.", _caches),
-    Rule("mount", "Every mount has its volume. A schema does not compare them.", _mount),
-    Rule(
-        "host-path", "A device that a plugin hands out is not mounted as well, and nothing of the node is.", _host_path
-    ),
-    Rule(
-        "config-file",
-        "The config that the command names is in the ConfigMap, whose keys are names that the API server takes.",
-        _config_file,
-    ),
-)

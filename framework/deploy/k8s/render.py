@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 import yaml
@@ -83,28 +84,8 @@ CACHE_VARIABLES: Final = ("HOME", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR", "T
 _TTL_SECONDS: Final = 7 * 86_400
 _TRAINER_API: Final = "trainer.kubeflow.org/v1alpha1"
 
-_REASONS: Final[Mapping[str, str]] = {
-    "clusterIP": "Headless: every pod gets a name of its own.",
-    "publishNotReadyAddresses": "Nodes find each other before any is ready.",
-    "accessModes": "Every rank of every pod writes its part of a checkpoint. Who deletes this object deletes the "
-    "checkpoints.",
-    "immutable": "A running job keeps the config it started with; another config makes another name.",
-    "podReplacementPolicy": "A new pod starts when the old one is gone, not while it still saves: one pod per node "
-    "rank.",
-    "podFailurePolicy": "The first rule that fits holds. The numbers are the exit codes of `python -m framework "
-    "launch`.",
-    "activeDeadlineSeconds": "The last safety net; a stopped run does not count as a failure, however often.",
-    "ttlSecondsAfterFinished": "The logs go with the job.",
-    "subdomain": "The Service; without it pods have no names.",
-    "enableServiceLinks": "A Service named `master` would set MASTER_PORT.",
-    "automountServiceAccountToken": "Training asks nothing of the cluster.",
-    "terminationMessagePolicy": "`kubectl describe pod` shows the reason.",
-    "volumes": "/dev/shm is 64 MiB otherwise; what is in it counts against the memory limit.",
-    "preferredDuringSchedulingIgnoredDuringExecution": "Near each other where that can be had.",
-    "podAntiAffinity": "A node for each pod; --share_nodes leaves it out.",
-    "dnsPolicy": "On the node's network the pods' names would not be found otherwise.",
-    "maxRestarts": "Of the whole job: survivors are restarted along with the pod that failed.",
-}
+# Key of a manifest -> the comment above it.
+_REASONS: Final[Mapping[str, str]] = json.loads(Path(__file__).with_name("reasons.json").read_text(encoding="utf-8"))
 _ABOUT_RDMA: Final = """\
 RDMA pins memory. The container runtime must allow that (LimitMEMLOCK=infinity):
 IPC_LOCK does nothing for a user other than root."""

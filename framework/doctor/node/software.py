@@ -81,8 +81,8 @@ def check_code(need: Need) -> Check:
 
 
 def hash_of_framework() -> str:
-    """Of the framework's code, and of the tables beside it."""
-    return hash_of_files(Path(framework.__file__).parent, ".py", ".json")
+    """Of the framework's code, and of the tables and scripts beside it."""
+    return hash_of_files(Path(framework.__file__).parent, ".py", ".json", ".sh")
 
 
 def hash_of_files(place: Path, *endings: str) -> str:

@@ -10,7 +10,7 @@ keys are the key table's (`framework/dslint/keys.py`). The README of this wing s
 from __future__ import annotations
 
 from framework.dslint.facts import Facts
-from framework.dslint.rules import batch, offload, optimizer, parallel, precision, silent, zero  # noqa: F401
+from framework.dslint.rules import batch, optimizer, parallel, precision, silent, zero  # noqa: F401
 from framework.dslint.rules.base import ALL, list_rows
 from framework.errors import Problem
 

@@ -1,30 +1,28 @@
 """Parts of every rule: its kind, severity and releases, and how what it finds becomes a problem.
 
-A rule that asks for settings only, and computes nothing, is a row of `tables/rules.json`: ``when`` has what must hold
-for the problem to be there, all of it, and ``unless`` what must not. A key of DeepSpeed is ``given``, ``left out``,
+A rule that asks for settings only, and computes nothing, is a row of `tables/rules.json`, as `plan/rows.py` has
+it. A key of DeepSpeed is ``given``, ``left out``, ``written`` (null, perhaps), ``true`` (any true value will do),
 ``on``, ``off`` (the file says so), ``not on``, ``not off`` (or left out), ``above`` or ``below`` a number; a fact of
 `Facts`, or a key that holds text, has one of the values of a list. In a sentence ``{stage}`` is that fact's value, and
-``{zero_optimization.offload_param}`` that key as the file spells it. Where one kind is found in several ways, ``cases``
-have what differs between them.
+``{zero_optimization.offload_param}`` that key as the file spells it.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import wraps
-from math import inf, isqrt
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial, wraps
+from math import isqrt
 from typing import Any, Final
 
 from framework.dslint.facts import Facts
 from framework.dslint.key_files import TABLES
 from framework.dslint.keys import load_table
 from framework.errors import Problem, Severity
+from framework.plan.rows import Finding, Row, cases_of, findings, is_between
 
 Rule = Callable[[Facts], Iterator[Problem]]
-# Key, reason and fix, and the severity where it is not the rule's.
-Found = Iterator[tuple[str, str, str] | tuple[str, str, str, Severity]]
+Found = Iterator[Finding]
 ALL: Final[list[Rule]] = []
 
 
@@ -60,12 +58,20 @@ def rule(
 _STATES: Final[Mapping[str, Callable[[Facts, str], object]]] = {
     "given": Facts.given,
     "left out": lambda facts, key: not facts.given(key),
+    "written": lambda facts, key: _is_written(facts, key),
+    "not written": lambda facts, key: not _is_written(facts, key),
+    "true": lambda facts, key: facts.get(key),
+    "not true": lambda facts, key: not facts.get(key),
     "on": lambda facts, key: facts.flag(key),
     "off": lambda facts, key: facts.flag(key, True) is False,
     "not on": lambda facts, key: facts.flag(key) is False,
     "not off": lambda facts, key: facts.flag(key, True),
 }
-_FILLED_IN: Final = re.compile(r"\{([\w.]+)\}")
+
+
+def _is_written(facts: Facts, key: str) -> bool:
+    section, _, name = key.rpartition(".")
+    return name in (facts.section(section) if section else facts.values)
 
 
 def _holds(facts: Facts, name: str, wanted: Any) -> bool:
@@ -76,30 +82,20 @@ def _holds(facts: Facts, name: str, wanted: Any) -> bool:
         return (getattr(facts, name) if is_fact else facts.text(name)) in wanted
     key = load_table().get(name)
     read = facts.whole if key is not None and key.types == ("integer",) else facts.number
-    number = getattr(facts, name) if is_fact else read(name)
-    return number is not None and wanted.get("below", inf) > number > wanted.get("above", -inf)
+    return is_between(getattr(facts, name) if is_fact else read(name), wanted)
 
 
-def _sentence(facts: Facts, text: str) -> str:
-    """A sentence of a row, with facts, and with keys as the file spells them."""
-    return _FILLED_IN.sub(lambda name: str(facts.written(name[1]) if "." in name[1] else getattr(facts, name[1])), text)
+def _named(facts: Facts, name: str) -> object:
+    """Return what a sentence says for a name: a fact's value, a key as the file spells it."""
+    return facts.written(name) if "." in name else getattr(facts, name)
 
 
 def list_rows() -> None:
     """List the rows of `tables/rules.json` as rules."""
-    rows: Mapping[str, Mapping[str, Any]] = json.loads((TABLES / "rules.json").read_text(encoding="utf-8"))
-    for kind, row in rows.items():
-        when = row.get("when", {})
-        cases = [{**row, **case, "when": when | case.get("when", {})} for case in row.get("cases", [{}])]
+    for kind, row in json.loads((TABLES / "rules.json").read_text(encoding="utf-8")).items():
 
-        def find(facts: Facts, cases: Sequence[Mapping[str, Any]] = cases) -> Found:
-            for case in cases:
-                holds, is_excepted = (
-                    [_holds(facts, *each) for each in case.get(part, {}).items()] for part in ("when", "unless")
-                )
-                if all(holds) and not any(is_excepted):
-                    reason, fix = (_sentence(facts, case[part]) for part in ("reason", "fix"))
-                    yield case["key"], reason, fix, case.get("severity", "error")
+        def find(facts: Facts, cases: list[Row] = cases_of(row)) -> Found:  # noqa: B008 - one each
+            return findings(cases, partial(_holds, facts), partial(_named, facts))
 
         find.__name__, find.__doc__ = kind.replace("-", "_"), row["source"]
         rule(since=row.get("since", ""), before=row.get("before", ""))(find)

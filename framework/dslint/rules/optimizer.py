@@ -68,11 +68,6 @@ _PEAK: Final = "scheduler.params.warmup_max_lr"
 _ANOTHER: Final = f"pass lr_scheduler= to deepspeed.initialize, or use one of {', '.join(DEEPSPEED_SCHEDULES)}"
 
 
-def _is_plain(facts: Facts) -> bool:
-    """Check whether DeepSpeed leaves the optimizer as it is."""
-    return facts.stage == 0 and facts.model_dtype == "fp32"
-
-
 @rule()
 def scheduler_unknown(facts: Facts) -> Found:
     """deepspeed/runtime/engine.py `_scheduler_from_config`: "DeepSpeed does not recognize LR scheduler"; by case."""
@@ -80,13 +75,6 @@ def scheduler_unknown(facts: Facts) -> Found:
     if name and name not in DEEPSPEED_SCHEDULES and name not in TORCH_SCHEDULES:
         fix = f'set {_SCHEDULE}: "{nearest(name, DEEPSPEED_SCHEDULES) or "WarmupLR"}"'
         yield _SCHEDULE, "neither DeepSpeed nor torch has such a schedule", fix
-
-
-@rule()
-def scheduler_from_code(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_scheduler_from_config` hands on what the file has: no JSON value is a function."""
-    if facts.text(_SCHEDULE) in _FROM_CODE and _is_plain(facts):
-        yield _SCHEDULE, "it needs functions or schedules that only Python can give", _ANOTHER
 
 
 @rule()

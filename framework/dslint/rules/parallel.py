@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from framework.dslint.facts import Facts
+from framework.dslint.key_files import NAMES
 from framework.dslint.rules.base import Found, divisor_below, in_the_way, rule
 from framework.text.typos import nearest
 
@@ -16,17 +17,17 @@ _EP: Final = "expert_parallel"
 _EXPERTS: Final = f"{_EP}.enabled"
 _SIZE: Final = "tensor_parallel.autotp_size"
 _DEEP: Final = "compile.deepcompile"
-TP_PRESETS: Final = ("bloom", "chatglm", "deepseek_v2", "llama", "mixtral", "phi3", "qwen2")
-EXPERT_PRESETS: Final = ("deepseek_v2", "deepseek_v3", "minimax_m3", "mixtral", "qwen3_5_moe", "qwen3_moe")
-EXPERT_ACTIVATIONS: Final = ("geglu_tanh", "swiglu", "swiglu_clamped", "swiglu_oai")
+TP_PRESETS: Final = NAMES["tensor_presets"]
+EXPERT_PRESETS: Final = NAMES["expert_presets"]
+EXPERT_ACTIVATIONS: Final = NAMES["expert_activations"]
 _CHOICES: Final = {
     "preset_model": EXPERT_PRESETS,
     "expert_activation": EXPERT_ACTIVATIONS,
     "top_k": ("auto",),
     "routed_scaling_factor": ("auto",),
 }
-_WEIGHTS: Final = ("expert_w1", "expert_w2", "expert_w3", "num_experts_attr", "top_k_attr")
-_PATTERNS: Final = ("router_pattern", "expert_pattern", "shared_experts_pattern", "shared_experts_gate_pattern")
+_WEIGHTS: Final = NAMES["expert_weights"]
+_PATTERNS: Final = NAMES["expert_patterns"]
 
 
 @rule()
@@ -156,13 +157,6 @@ def expert_part_name(facts: Facts) -> Found:
 def _passes(facts: Facts) -> list[str]:
     passes = facts.get("compile.passes")
     return [name for name in passes if isinstance(name, str)] if isinstance(passes, list) else []
-
-
-@rule("warning", on=_DEEP)
-def deepcompile_without_zero(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `get_deepcompile_backend`: "Falling back to the torch compiler" without ZeRO."""
-    if facts.stage == 0 and not facts.get("compile.passes"):
-        yield _DEEP, "at stage 0 it is plain torch.compile", f"set zero_optimization.stage: 2 or {_DEEP}: false"
 
 
 @rule(since="0.19.6", on=_DEEP)

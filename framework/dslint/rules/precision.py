@@ -7,7 +7,7 @@ from typing import Final
 
 from framework.dslint.facts import Facts
 from framework.dslint.rules.base import Found, rule
-from framework.dslint.rules.offload import cpu_adam_or
+from framework.dslint.rules.zero import cpu_adam_or
 
 _FP32_POWERS: Final = 128
 _POWERS_IN_MEMORY: Final = 10**9
@@ -16,14 +16,6 @@ BF16_MASTER: Final = "bf16.bf16_master_weights_and_grads"
 _BF16_STATES: Final = "bf16.bf16_optimizer_states"
 _SCALES: Final = {"fp16.loss_scale": 0, "fp16.loss_scale_window": 1000, "fp16.min_loss_scale": 1}
 _AUTOCAST: Final = "torch_autocast.enabled"
-
-
-@rule(before="0.19.8")
-def amp_not_alone(facts: Facts) -> Found:
-    """deepspeed/runtime/engine.py `_do_optimizer_sanity_check` until 0.19.8: apex's amp refuses ZeRO and 16 bits."""
-    other = f"ZeRO stage {facts.stage}" if facts.stage else facts.model_dtype
-    if facts.get("amp.enabled") and other not in (None, "fp32"):
-        yield "amp.enabled", f"apex's amp does not go with {other}", "set amp.enabled: false"
 
 
 def _scales_by_itself(facts: Facts) -> bool:
@@ -133,14 +125,6 @@ def master_weights_need_cpu_adam(facts: Facts) -> Found:
     states = "" if fp16 or facts.offloads_optimizer else f" or {_BF16_STATES}: true"
     reason = "these master weights need DeepSpeed's CPU Adam on the host"
     yield key, reason, cpu_adam_or(facts, f"{key}: false{states}")
-
-
-@rule("warning", since="0.17.2", on=_AUTOCAST)
-def autocast_without_dtype(facts: Facts) -> Found:
-    """deepspeed/runtime/config.py `get_torch_autocast_dtype` answers None: fp16 on CUDA, and no gradient scaler."""
-    if "dtype" not in facts.section("torch_autocast"):
-        reason = "left out, the device decides: fp16 on CUDA, without the gradient scaler that fp16 needs"
-        yield "torch_autocast.dtype", reason, 'set torch_autocast.dtype: "bfloat16"'
 
 
 @rule(since="0.17.2", on=_AUTOCAST)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from json import dumps
 from typing import Final
 
 from framework.dslint.facts import Facts
+from framework.dslint.key_files import NAMES
 from framework.dslint.keys import load_table
 from framework.dslint.readers import FILLED
 from framework.dslint.rules.base import Found, in_the_way, rule
 
 _MONITORS: Final = ("tensorboard", "csv_monitor", "wandb", "comet")
 # Sections that do nothing unless `enabled` is true, and have it false by default.
-_SWITCHED: Final = (
-    *("fp16", "bf16", "torch_autocast", *_MONITORS),
-    *("flops_profiler", "comms_logger", "autotuning", "hybrid_engine", "expert_parallel"),
-)
+_SWITCHED: Final = NAMES["switched"]
 # Switches inside them that work without `enabled` (deepspeed/runtime/config.py `_do_error_check` asks them anyway).
 UNSWITCHED: Final = (
     "fp16.fp16_master_weights_and_grads",
@@ -24,33 +21,10 @@ UNSWITCHED: Final = (
     "bf16.bf16_optimizer_states",
 )
 _RECOMPUTE: Final = "activation_checkpointing"
-_CONTIGUOUS: Final = f"{_RECOMPUTE}.contiguous_memory_optimization"
 _WRITER: Final = "checkpoint.writer"
 _CURRICULUM: Final = "data_efficiency.data_sampling.curriculum_learning"
-_DYNAMIC: Final = "data_efficiency.data_sampling.dynamic_batching"
 _RANDOM_LTD: Final = "data_efficiency.data_routing.random_ltd"
-_RANDOM_LTD_KEYS: Final = {
-    "": (
-        "total_layer_num",
-        "random_ltd_layer_num",
-        "random_ltd_layer_id",
-        "model_mask_name",
-        "model_type",
-        "hidden_state_order",
-        "random_ltd_schedule",
-    ),
-    ".random_ltd_schedule": ("min_value", "max_value", "schedule_type", "schedule_config"),
-    ".random_ltd_schedule.schedule_config": ("require_steps", "seq_per_step"),
-    ".layer_token_lr_schedule": ("enabled",),
-}
-
-
-@rule("warning", since="0.19.3")
-def clipping_left_out(facts: Facts) -> Found:
-    """deepspeed/runtime/constants.py `GRADIENT_CLIPPING_DEFAULT`: 0.0 became 1.0 in 0.19.3."""
-    key, off = "gradient_clipping", facts.flag("zero_optimization.compute_grad_norm", True) is False
-    if key not in facts.values and not off:
-        yield key, "left out it is 1.0 since DeepSpeed 0.19.3, and was off before", f"set {key}: 1.0 or {key}: 0.0"
+_RANDOM_LTD_KEYS: Final = NAMES["random_ltd"]
 
 
 @rule("warning")
@@ -89,24 +63,6 @@ def activation_checkpointing_waits_for_code(facts: Facts) -> Found:
         )
 
 
-@rule()
-def contiguous_checkpoints(facts: Facts) -> Found:
-    """deepspeed/runtime/activation_checkpointing/checkpointing.py `configure`: "Must specify the number of layers"."""
-    for name, value in (("number_checkpoints", 24), ("partition_activations", True)):
-        key = f"{_RECOMPUTE}.{name}"
-        if facts.get(_CONTIGUOUS) is True and facts.get(key) in (None, False):
-            fix = f"set {key}: {dumps(value)} or {_CONTIGUOUS}: false"
-            yield key, "contiguous_memory_optimization needs it", fix
-
-
-@rule()
-def curriculum_needs_metrics(facts: Facts) -> Found:
-    """deepspeed/runtime/data_pipeline/config.py `get_curriculum_learning`: whatever data_efficiency.enabled says."""
-    if facts.get(f"{_CURRICULUM}.enabled") and "curriculum_metrics" not in facts.section(_CURRICULUM):
-        key = f"{_CURRICULUM}.curriculum_metrics"
-        yield key, "curriculum learning is enabled", f"add {key}, or set {_CURRICULUM}.enabled: false"
-
-
 @rule("warning")
 def data_efficiency_half_enabled(facts: Facts) -> Found:
     """deepspeed/runtime/engine.py `curriculum_learning_enabled` asks the inner switch alone, not those around it."""
@@ -131,22 +87,6 @@ def random_ltd_needs(facts: Facts) -> Found:
             if facts.get(f"{_RANDOM_LTD}.enabled") and facts.given(section) and name not in facts.section(section):
                 fix = f"add it, or set {_RANDOM_LTD}.enabled: false"
                 yield f"{section}.{name}", "random layer token dropping is enabled and needs it", fix
-
-
-@rule()
-def dynamic_batching_needs_tokens(facts: Facts) -> Found:
-    """deepspeed/runtime/data_pipeline/config.py `get_dynamic_batching`: "Dynamic batching is enabled, so"."""
-    if facts.get(f"{_DYNAMIC}.enabled") and "max_tokens" not in facts.section(_DYNAMIC):
-        key = f"{_DYNAMIC}.max_tokens"
-        yield key, "dynamic batching is enabled", f"set {_DYNAMIC}.enabled: false or {key}: 8192"
-
-
-@rule("note")
-def dynamic_batching_waits_for_code(facts: Facts) -> Found:
-    """deepspeed/runtime/data_pipeline/data_sampling/variable_batch_size_and_lr.py `batch_by_seqlens`: code calls it."""
-    if facts.get(f"{_DYNAMIC}.enabled") and "max_tokens" in facts.section(_DYNAMIC):
-        fix = "build the loader with DeepSpeed's variable_batch_size_and_lr"
-        yield f"{_DYNAMIC}.enabled", "the engine does not read it", fix
 
 
 @rule("note")
@@ -179,30 +119,7 @@ def needs_cuda(facts: Facts) -> Found:
 
 
 # Read by hand as a truth value: any text is true. `activation_checkpointing` is not read at all without code.
-_AUTO_IS_TRUE: Final = (
-    "activation_checkpointing.",
-    "prescale_gradients",
-    "memory_breakdown",
-    "dump_state",
-    "disable_python_gc",
-    "dataloader_drop_last",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
-    "disable_allgather",
-    "managed_gradient_accumulation",
-    "use_data_before_expert_parallelism",
-    "torch_autocast.enabled",
-    "optimizer.legacy_fusion",
-    "optimizer.params.torch_adam",
-    "optimizer.params.adam_w_mode",
-    # before 0.17.1, where a model reads them
-    "fp16.enabled",
-    "fp16.auto_cast",
-    "fp16.consecutive_hysteresis",
-    "fp16.fp16_master_weights_and_grads",
-    "bf16.",
-    "bfloat16.",
-)
+_AUTO_IS_TRUE: Final = tuple(NAMES["auto_is_true"])
 _DEEPEST: Final = 12
 
 

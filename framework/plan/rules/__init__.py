@@ -1,7 +1,8 @@
-"""Rules between keys: each is a small function that yields the problems it sees, under a stable kind.
+"""Rules between keys: each yields the problems it sees, under a stable kind.
 
-A rule knows the config, the cluster and nothing else: it reads no file, clock, environment or device. A new one is a
-function under `@rule` in the module of its theme. `ALL` lists them in the order in which they are reported.
+A rule knows the config, the cluster and nothing else: it reads no clock, environment or device. A new one is a row of
+`rules.json`, where settings do not go together and nothing has to be computed, or a function under `@rule` in the
+module of its theme.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from typing import Final
 from framework.config.run_config import RunConfig
 from framework.errors import Problem
 from framework.plan.cluster import Cluster
-from framework.plan.rules import devices, metrics_and_ema, model, passthrough, schedule
-from framework.plan.rules.base import LISTED, Rule
+from framework.plan.rules import devices, metrics_and_ema, model, passthrough, schedule  # noqa: F401
+from framework.plan.rules.base import LISTED, Rule, list_rows
 
-_THEMES: Final = [theme.__name__ for theme in (devices, schedule, model, metrics_and_ema, passthrough)]
-ALL: Final[tuple[Rule, ...]] = tuple(sorted(LISTED, key=lambda rule: _THEMES.index(rule.__module__)))
+list_rows()
+ALL: Final[tuple[Rule, ...]] = tuple(LISTED)
 
 
 def apply_rules(config: RunConfig, cluster: Cluster) -> list[Problem]:

@@ -1,19 +1,27 @@
-"""Parts of every rule: its kind and severity, and how what it finds becomes a problem."""
+"""Parts of every rule: its kind and severity, and how what it finds becomes a problem.
+
+A rule that asks for settings only, and computes nothing, is a row of ``rules.json`` (`plan/rows.py`): a key is
+``given`` (somebody has written it), ``on`` or ``off``, ``above`` or ``below`` a number, or has one of the values of a
+list; what a section lacks is null. In a sentence ``{zero.stage}`` is that key's value.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from operator import attrgetter
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 from framework.config.run_config import RunConfig
 from framework.errors import Problem, Severity
 from framework.plan.cluster import Cluster
+from framework.plan.rows import Finding, Row, cases_of, findings, is_between
 
 Rule = Callable[[RunConfig, Cluster], Iterator[Problem]]
-# Key, reason and fix; a whole problem where its kind or its value is not the rule's.
-Found = Iterator[tuple[str, str, str] | Problem]
+# A whole problem where its kind or its value is not the rule's.
+Found = Iterator[Finding | Problem]
 LISTED: Final[list[Rule]] = []
 
 
@@ -25,11 +33,44 @@ def rule(kind: str = "", severity: Severity = "error") -> Callable[[Callable[[Ru
         def check(config: RunConfig, cluster: Cluster) -> Iterator[Problem]:
             for found in find(config, cluster):
                 if not isinstance(found, Problem):
-                    key, reason, fix = found
-                    found = Problem(kind, reason, fix, key, attrgetter(key)(config), severity=severity)
+                    key, reason, fix, *own = found
+                    level: Severity = own[0] if own else severity
+                    found = Problem(kind, reason, fix, key, attrgetter(key)(config), severity=level)
                 yield found
 
         LISTED.append(check)
         return check
 
     return listed
+
+
+def _value(config: RunConfig, cluster: Cluster, name: str) -> Any:
+    """Return the value of a key, None where its section lacks it; an unread section is an AttributeError."""
+    if name == "cluster.device":
+        return cluster.device
+    section, *rest = name.split(".")
+    value = getattr(config, section)
+    for part in rest:
+        value = getattr(value, part, None)
+    return value
+
+
+def _holds(config: RunConfig, cluster: Cluster, name: str, wanted: Any) -> bool:
+    if wanted == "given":
+        section, _, key = name.partition(".")
+        return key in getattr(config, section).model_fields_set
+    value = _value(config, cluster, name)
+    if isinstance(wanted, list):
+        return value in wanted
+    return bool(value) is (wanted == "on") if isinstance(wanted, str) else is_between(value, wanted)
+
+
+def list_rows() -> None:
+    """List the rows of ``rules.json`` as rules."""
+    for kind, row in json.loads(Path(__file__).with_name("rules.json").read_text(encoding="utf-8")).items():
+
+        def find(config: RunConfig, cluster: Cluster, cases: list[Row] = cases_of(row)) -> Found:  # noqa: B008 - one each
+            yield from findings(cases, partial(_holds, config, cluster), partial(_value, config, cluster))
+
+        find.__name__, find.__doc__ = kind.replace("-", "_"), row["source"]
+        rule(kind)(find)

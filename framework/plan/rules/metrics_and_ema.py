@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Final
 
-from framework.config.optimizer import Constant, Lamb
+from framework.config.optimizer import Constant
 from framework.config.run_config import RunConfig
 from framework.config.training import EarlyStopping, ReduceOnPlateau
-from framework.config.zero import OptimizerToCPU
 from framework.errors import Problem, Severity
 from framework.plan.cluster import Cluster
 from framework.plan.rules.base import Found, rule
@@ -17,58 +18,10 @@ from framework.text.typos import nearest
 
 _BEST: Final = "checkpoint.keep_best"
 # What every run may log; a test holds it against what one did.
-LOGGED: Final = (
-    "train/loss",
-    "train/lr",
-    "train/grad_norm",
-    "train/loss_scale",
-    "train/skipped_steps",
-    "train/spike_score",
-    "throughput/samples_per_sec",
-    "throughput/tokens_per_sec",
-    "throughput/tflops",
-    "throughput/mfu",
-    "throughput/hfu",
-    "time/step_ms",
-    "time/data_ms",
-    "time/copy_ms",
-    "time/forward_ms",
-    "time/backward_ms",
-    "time/communication_ms",
-    "time/bubble_ms",
-    "time/optimizer_ms",
-    "time/other_ms",
-    "time/checkpoint_ms",
-    "data/stalls",
-    "run/restarts",
-    "memory/host_peak_bytes",
-    "memory/device_peak_bytes",
-)
+LOGGED: Final[Sequence[str]] = json.loads(Path(__file__).with_name("logged.json").read_text(encoding="utf-8"))
 _AREAS: Final = frozenset(name.partition("/")[0] for name in LOGGED)
 # More of the first weights than this, and the average tells how the run began rather than how it went.
 _LARGEST_REST: Final = 0.5
-
-
-@rule("ema-not-kept")
-def ema_measured_and_not_kept(config: RunConfig, cluster: Cluster) -> Found:
-    """There is nothing to measure."""
-    if config.evaluation.weights == "ema" and config.training.ema is None:
-        fix = "set training.ema: {decay: 0.999}, or evaluation.weights: trained"
-        yield "evaluation.weights", "no moving average is kept", fix
-
-
-@rule("ema-with-offload")
-def ema_beside_its_weights(config: RunConfig, cluster: Cluster) -> Found:
-    """The average is one more state of the optimizer, which must be in memory, in one place, when a step ends."""
-    offload, key = config.zero.offload_optimizer, "zero.offload_optimizer"
-    if config.training.ema is None:
-        return
-    if offload.device == "nvme":
-        reason = "DeepSpeed's files on the drive have no place for a moving average of the weights"
-        yield f"{key}.device", reason, f"set {key}: {{device: cpu}}, or leave training.ema out"
-    if isinstance(offload, OptimizerToCPU) and offload.ratio < 1:
-        reason = "a second optimizer then steps the rest, and keeps no moving average of the weights"
-        yield f"{key}.ratio", reason, f"set {key}: {{device: cpu, ratio: 1.0}}, or leave training.ema out"
 
 
 @rule()
@@ -85,21 +38,6 @@ def callbacks_have_evaluations(config: RunConfig, cluster: Cluster) -> Found:
         if moves and not isinstance(config.scheduler, Constant):
             reason = f"the {config.scheduler.kind} schedule sets the rate of every step anew"
             yield Problem("plateau-with-schedule", reason, "set scheduler: {kind: constant}", key, callback.kind)
-
-
-@rule("ema-with-lamb")
-def ema_with_lamb(config: RunConfig, cluster: Cluster) -> Found:
-    """deepspeed/runtime/fp16/unfused_optimizer.py `step_fused_lamb`: the step is given its gradients from outside, and
-    no weight shows that it was stepped."""
-    dtype = config.precision.dtype
-    is_asked = config.training.ema is not None and isinstance(config.optimizer, Lamb)
-    if is_asked and dtype in ("fp16", "bf16") and config.zero.stage == 0:
-        yield (
-            "optimizer.kind",
-            f"in {dtype} at ZeRO stage 0 DeepSpeed steps LAMB past the moving average of the weights, which would "
-            "never begin",
-            "use adamw, or leave training.ema out",
-        )
 
 
 def length_for_ema(config: RunConfig, total_steps: int | None) -> Iterator[Problem]:
@@ -191,21 +129,3 @@ def credentials_of_monitors(config: RunConfig, cluster: Cluster) -> Found:
             if _CREDENTIAL.search(name):
                 fix, key = "read it from the environment in your code", f"monitors.others.{number}.args.{name}"
                 yield Problem("credential-in-config", f"it looks like a credential, {reason}", fix, key)
-
-
-@rule("histograms-with-nvme")
-def histograms_of_weights_elsewhere(config: RunConfig, cluster: Cluster) -> Found:
-    """Their memory holds a piece at a time."""
-    board = config.monitors.tensorboard
-    if board is not None and board.histograms_every_steps and config.zero.offload_param.device == "nvme":
-        reason, fix = "the weights are on the drive between their uses", "leave it out, or offload to cpu"
-        yield "monitors.tensorboard.histograms_every_steps", reason, fix
-
-
-@rule("samples-with-pipeline")
-def samples_with_pipeline(config: RunConfig, cluster: Cluster) -> Found:
-    """Rank 0 has the inputs, the last stage the outputs."""
-    board = config.monitors.tensorboard
-    if board is not None and board.samples and config.parallel.pipe > 1:
-        reason = "the last stage of a pipeline has the predictions, and not the inputs"
-        yield "monitors.tensorboard.samples", reason, "set it to 0, or parallel.pipe: 1"

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from framework.config.base import ModelKind, Object, Section, Target
+from framework.config.base import Object, Section, Target
 from framework.config.data import DataObject, DataTarget
 from framework.config.model import BERT, GPT, Classifier, ModelSection
 from framework.config.optimizer import optimizer_lr
@@ -138,25 +138,6 @@ def recompute_in_parts(config: RunConfig, cluster: Cluster) -> Found:
         yield key, reason, f"set {key}: 1 or a few"
 
 
-@rule("inert-for-model", "warning")
-def inert_model_options(config: RunConfig, cluster: Cluster) -> Found:
-    """An option for layers that the model does not have."""
-    model, training = config.model, config.training
-    if isinstance(model, ModelKind):
-        if training.sync_batch_norm and not model.has_batch_norm:
-            yield "training.sync_batch_norm", f"the {model.kind} model has no batch norm", "remove it"
-        if training.channels_last and not model.has_convolutions:
-            yield "training.channels_last", f"the {model.kind} model has no convolution", "remove it"
-
-
-@rule("channels-last-with-pipeline")
-def channels_last_with_pipeline(config: RunConfig, cluster: Cluster) -> Found:
-    """Activations between stages would have their channels last: gloo says "input tensor has to be contiguous"."""
-    key = "training.channels_last"
-    if config.training.channels_last and config.parallel.pipe > 1:
-        yield key, "stages can send only tensors in the usual order", f"set {key}: false or parallel.pipe: 1"
-
-
 @rule()
 def freeze_patterns(config: RunConfig, cluster: Cluster) -> Found:
     """Text that is no regular expression, such as ``*.bias``."""
@@ -189,38 +170,11 @@ def optimizer_groups(config: RunConfig, cluster: Cluster) -> Found:
         yield Problem("groups-with-pipeline", reason, fix, key, value)
 
 
-@rule("zero-with-pipeline")
-def zero_with_pipeline(config: RunConfig, cluster: Cluster) -> Found:
-    """deepspeed/runtime/pipe/engine.py `PipelineEngine.__init__`: "ZeRO-2 and ZeRO-3 are incompatible with
-    pipeline".
-    """
-    if config.parallel.pipe > 1 and config.zero.stage > 1:
-        yield "zero.stage", "pipeline engines accept stage 0 or 1", "set zero.stage: 1 or parallel.pipe: 1"
-
-
-@rule("bf16-pipeline-without-zero")
-def bf16_pipeline_needs_zero1(config: RunConfig, cluster: Cluster) -> Found:
-    """deepspeed/runtime/bf16_optimizer.py `load_state_dict`: such a run saves checkpoints that fail to load, KeyError
-    '0'.
-    """
-    if config.parallel.pipe > 1 and config.precision.dtype == "bf16" and config.zero.stage == 0:
-        reason = "a bf16 pipeline at stage 0 writes checkpoints that DeepSpeed cannot load again"
-        yield "zero.stage", reason, "set zero.stage: 1"
-
-
 @rule()
 def stages_fit(config: RunConfig, cluster: Cluster) -> Found:
     """The cut into stages as it is written; models that are not known by name are looked at when they are built."""
     if config.parallel.pipe > 1:
         yield from stage_problems(config.parallel, num_layers(config.model))
-
-
-@rule("inert-without-pipe", "warning")
-def stages_need_a_pipeline(config: RunConfig, cluster: Cluster) -> Found:
-    """A way to cut is written down, and nothing is cut."""
-    for key in ("partition", "stages"):
-        if config.parallel.pipe == 1 and key in config.parallel.model_fields_set:
-            yield f"parallel.{key}", "with one stage nothing is cut", "remove it or set parallel.pipe"
 
 
 @rule("inert-beside-stages", "warning")

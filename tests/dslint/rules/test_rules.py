@@ -22,7 +22,7 @@ from tests.dslint.rules.cases import CASES, GONE, Case
 from tests.dslint.rules.fixes import alternatives, mended
 from tests.places import ROOT
 
-STATES = ("given", "left out", "on", "off", "not on", "not off")
+STATES = ("given", "left out", "written", "not written", "true", "not true", "on", "off", "not on", "not off")
 BREAKING = [(kind, case) for kind, (breaks, _) in CASES.items() for case in breaks]
 FINE = [(kind, case) for kind, (_, fine) in CASES.items() for case in fine]
 DEEPSPEED = Path(getattr(find_spec("deepspeed"), "origin", None) or "/nowhere").parent

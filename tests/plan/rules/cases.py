@@ -39,20 +39,20 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"run": {"world_size": 3}}, "cuda", "world-size-differs"),
         ({"run": {"world_size": 2}}, "cuda", None),
     ],
-    "fp16_needs_gpu": [
+    "fp16_on_cpu": [
         ({"precision": {"dtype": "fp16"}}, "cpu", "fp16-on-cpu"),
         ({"precision": {"dtype": "fp16"}}, "cuda", None),
         ({"precision": {"dtype": "fp16"}}, "unknown", None),
         ({"precision": {"dtype": "bf16"}}, "cpu", None),
     ],
-    "autocast_fp16_needs_plain_ranks": [
+    "autocast_fp16_not_scaled": [
         *((AUTOCAST_FP16 | {"zero": {"stage": stage}}, "cuda", "autocast-fp16-not-scaled") for stage in (1, 2, 3)),
         (piped(**AUTOCAST_FP16), "cuda", "autocast-fp16-not-scaled"),
         (AUTOCAST_FP16, "cuda", None),
         (AUTOCAST_FP16, "cpu", None),
         ({"precision": {"dtype": "autocast"}, "zero": {"stage": 3}}, "cuda", None),
     ],
-    "optimizer_needs_gpu": [
+    "optimizer_on_cpu": [
         (LAMB, "cpu", "optimizer-on-cpu"),
         (LION, "cpu", "optimizer-on-cpu"),
         (LION | offload(2), "cpu", None),
@@ -68,11 +68,11 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (offload(3, ratio=0.5) | LION, "cuda", None),
         ({"zero": {"stage": 3, "offload_param": {"device": "cpu"}}}, "cuda", None),
     ],
-    "offload_needs_adam": [
+    "offload_optimizer_unsupported": [
         (LAMB | offload(2), "cuda", "offload-optimizer-unsupported"),
         (LAMB, "cuda", None),
     ],
-    "lamb_sees_shards": [
+    "optimizer_sees_shape": [
         *((LAMB | {"zero": {"stage": stage}}, "cuda", "optimizer-sees-shape") for stage in (1, 2, 3)),
         (LAMB | {"precision": {"dtype": "fp16"}}, "cuda", None),
     ],
@@ -107,7 +107,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"scheduler": {"kind": "cosine", "warmup_steps": 9, "total_steps": 5}}, "cuda", "warmup-too-long"),
         ({"scheduler": {"kind": "warmup_decay", "warmup_steps": 5, "total_steps": 6}}, "cuda", None),
     ],
-    "momentum_order": [
+    "nesterov_needs_momentum": [
         ({"optimizer": {"kind": "sgd", "nesterov": True}}, "cuda", "nesterov-needs-momentum"),
         ({"optimizer": {"kind": "sgd", "nesterov": True, "momentum": 0.9}}, "cuda", None),
     ],
@@ -153,7 +153,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"training": {"recompute_every": 11}}, "cuda", None),
         ({"training": {"recompute_every": 99}, "model": TARGET}, "cuda", None),
     ],
-    "inert_model_options": [
+    "inert_for_model": [
         ({"training": {"sync_batch_norm": True}}, "cuda", "inert-for-model"),
         (GPT | {"training": {"channels_last": True}}, "cuda", "inert-for-model"),
         ({"training": {"channels_last": True}}, "cuda", None),
@@ -164,7 +164,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (piped(training={"channels_last": True}), "cuda", "channels-last-with-pipeline"),
         ({"training": {"channels_last": True}}, "cuda", None),
     ],
-    "decay_on_matrices_of_nothing": [
+    "inert_without_decay": [
         ({"optimizer": {"kind": "sgd", "weight_decay_on": "matrices"}}, "cuda", "inert-without-decay"),
         ({"optimizer": {"kind": "adamw", "weight_decay_on": "matrices"}}, "cuda", None),
         ({"optimizer": TARGET}, "cuda", None),
@@ -220,7 +220,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"deepspeed": {"data_types": {"keep_in_fp32_modules": "auto"}}}, "cuda", None),
         ({"deepspeed": {"comms_logger": {"prof_ops": ["all"], "enabled": False}, "aio": {"x": 1.5}}}, "cuda", None),
     ],
-    "lamb_needs_dynamic_scale": [
+    "lamb_with_fixed_loss_scale": [
         (LAMB | {"precision": {"dtype": "fp16", "loss_scale": 128}}, "cuda", "lamb-with-fixed-loss-scale"),
         (LAMB | {"precision": {"dtype": "fp16"}}, "cuda", None),
         ({"precision": {"dtype": "fp16", "loss_scale": 128}}, "cuda", None),
@@ -231,7 +231,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (piped(zero={"stage": 1}), "cuda", None),
         ({"zero": {"stage": 2}}, "cuda", None),
     ],
-    "bf16_pipeline_needs_zero1": [
+    "bf16_pipeline_without_zero": [
         (piped(precision={"dtype": "bf16"}), "cuda", "bf16-pipeline-without-zero"),
         (piped(precision={"dtype": "bf16"}, zero={"stage": 1}), "cuda", None),
         (piped(precision={"dtype": "autocast"}), "cuda", None),
@@ -261,7 +261,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (cut_at([0] * 6 + [1] * 6), "cuda", None),
         (piped(2, partition="uniform"), "cuda", None),
     ],
-    "stages_need_a_pipeline": [
+    "inert_without_pipe": [
         ({"parallel": {"partition": "uniform"}}, "cuda", "inert-without-pipe"),
         ({"parallel": {"stages": [0, 0]}}, "cuda", "inert-without-pipe"),
         (piped(2, partition="uniform"), "cuda", None),
@@ -279,7 +279,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (offload(2) | {"optimizer": {"kind": "adamw", "implementation": "deepspeed"}}, "cuda", None),
         ({"zero": {"stage": 2}}, "cuda", None),
     ],
-    "ema_measured_and_not_kept": [
+    "ema_not_kept": [
         ({"evaluation": {"weights": "ema"}}, "cuda", "ema-not-kept"),
         ({"evaluation": {"weights": "ema"}, "training": EMA}, "cuda", None),
         ({"training": EMA}, "cuda", None),
@@ -296,7 +296,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ),
         ({"monitors": {"mlflow": {"tracking_uri": "https://host/x@y"}}}, "cuda", None),
     ],
-    "histograms_of_weights_elsewhere": [
+    "histograms_with_nvme": [
         (
             {
                 "zero": {"stage": 3, "offload_param": NVME},
@@ -325,7 +325,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (LAMB | {"precision": {"dtype": "fp16"}}, "cuda", None),
         ({"training": EMA, "precision": {"dtype": "fp16"}}, "cuda", None),
     ],
-    "ema_beside_its_weights": [
+    "ema_with_offload": [
         (offload(3, **NVME) | LION | {"training": EMA}, "cuda", "ema-with-offload"),
         (offload(3, ratio=0.5) | LION | {"training": EMA}, "cuda", "ema-with-offload"),
         (offload(3, ratio=0.5) | LION, "cuda", None),

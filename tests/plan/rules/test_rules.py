@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import pkgutil
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from framework.text.document import parse_scalar
 from tests.plan.rules.cases import CASES
 
 RULES = {rule.__name__: rule for rule in rules.ALL}
+ROWS = json.loads(Path(rules.__file__).with_name("rules.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +45,9 @@ def written_rules() -> Iterator[rules.Rule]:
 
 
 def test_every_rule_is_listed_has_a_docstring_and_a_case() -> None:
-    assert set(written_rules()) == set(rules.ALL)
+    of_rows = {rule for rule in rules.ALL if rule.__name__.replace("_", "-") in ROWS}
+    assert len(of_rows) == len(ROWS)
+    assert set(written_rules()) | of_rows == set(rules.ALL)
     assert len(rules.ALL) == len(set(rules.ALL))
     assert [rule.__name__ for rule in rules.ALL if not rule.__doc__] == []
     assert {rule.__name__ for rule in rules.ALL} == set(CASES)

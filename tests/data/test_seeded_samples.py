@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from framework.data import sample_seed
-from framework.data.batches import WholeBatch, collate
+from framework.data import batches
+from framework.data.batches import SeededBatches, SeededSamples, WholeBatch, collate, random_state_kept, seed_generators
 from framework.data.image_tensors import ImageTensors
 from framework.data.order import mix
-from framework.data.sample_seed import SeededBatches, SeededSamples, random_state_kept, seed_generators
 
 
 class Dice(Dataset[Any]):
@@ -117,7 +116,7 @@ def keys(*indices: int) -> list[tuple[int, int]]:
 
 
 def test_a_dataset_that_draws_nothing_is_read_once_and_not_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample_seed, "seed_generators", None)
+    monkeypatch.setattr(batches, "seed_generators", None)
     dataset = Counting()
     samples = SeededSamples(dataset, seed=1)
     assert [samples.__getitems__(keys(1, 2)), samples.__getitems__(keys(7))] == [[(1, None), (2, None)], [(7, None)]]
@@ -168,7 +167,7 @@ def test_tensors_are_read_as_a_whole_batch() -> None:
 
 
 def test_no_generator_is_watched_for_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("framework.data.sample_seed._GeneratorStates")
+    monkeypatch.delattr("framework.data.batches._GeneratorStates")
     part = Subset(TensorDataset(torch.arange(10)), range(10))
     assert SeededSamples(part, seed=1, in_one=True).__getitems__(keys(3)).fields[0].tolist() == [3]
 

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Made by: @made_by@
+# Start: sbatch FILE   Stop with a checkpoint, for good: scancel --batch --signal=USR2 JOB@again@
+@directives@
+# shellcheck disable=SC2016  # settings are taken as they are
+set -euo pipefail
+
+# Node rank 0 is on the first node. Two ports of the job's own, below those that the system hands out.
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+master=${hosts%%$'\n'*}
+port=$((20000 + SLURM_JOB_ID % 4500 * 2))
+# Since Slurm 22.05 srun does not take the number of cores from the job, and data loading would get one.
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
+@exports@
+# The stop request before the time limit, USR1, comes to this shell alone; srun hands USR1 on to every task.
+asked=0
+step=''
+# shellcheck disable=SC2329  # called by the traps
+on_request() {
+    asked=$((asked + 1))
+    kill -USR1 "$step" 2>/dev/null || true
+}
+@traps@
+
+# Agents end each other within seconds. --kill-on-bad-exit would kill those that still save: the first to end has ended
+# with @stopped@. Should an agent hang all the same, --wait ends it.
+srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=@wait@ --label \
+    @command@ \
+    --nnodes "$SLURM_JOB_NUM_NODES" --num_gpus @ranks@ --master_addr "$master" --master_port "$port" \
+    --grace_seconds @grace@ &
+step=$!
+# A request that came before is told as soon as srun can take it.
+[[ $asked == 0 ]] || { sleep 2; kill -USR1 "$step" 2>/dev/null || true; }
+
+# A signal interrupts `wait`: then the code is not that of srun.
+code=0
+while true; do
+    before=$asked
+    code=0
+    wait "$step" || code=$?
+    [[ $asked != "$before" ]] || break
+done
+@requeue@exit "$code"
