@@ -273,7 +273,7 @@ def test_a_checkpoint_whose_manifest_is_damaged_is_set_aside_with_the_later_ones
 
 
 def test_there_are_as_many_changes_as_the_readme_says() -> None:
-    (stated,) = re.findall(r"of (\d+) changes to the bytes", (ROOT / "README.md").read_text(encoding="utf-8"))
+    (stated,) = re.findall(r"of (\d+) changes to the bytes", (ROOT / "docs/promises.md").read_text(encoding="utf-8"))
     assert int(stated) == NUM_SEEDS * len(MUTATIONS)
 
 

@@ -8,7 +8,6 @@ repository. Warnings are errors.
 from __future__ import annotations
 
 import argparse
-import os
 import posixpath
 import re
 import shutil
@@ -35,11 +34,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         assemble(work)
-        environment = {**os.environ, "NO_COLOR": "1"}
         command = [sys.executable, "-m", "zensical", "build", "--strict", "--clean", "-f", str(work / "mkdocs.yml")]
-        done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=work, capture_output=True, text=True, check=False)
         if done.returncode:
-            sys.exit(f"{done.stdout}{done.stderr.partition('Traceback')[0]}docs: the site was not built")
+            text = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr.partition("Traceback")[0])
+            sys.exit(f"{text}docs: the site was not built")
         shutil.rmtree(out, ignore_errors=True)
         shutil.move(work / "site", out)
     print(f"docs: open {out / 'index.html'}; it needs no server and no network")
@@ -61,7 +60,10 @@ def assemble(work: Path) -> None:
 
 def decisions_page() -> str:
     """The list of decision notes, newest first."""
-    lines = ["# Decisions\n", "Why it is as it is: a short note for each decision that costs something, newest first.\n"]
+    lines = [
+        "# Decisions\n",
+        "Why it is as it is: a short note for each decision that costs something, newest first.\n",
+    ]
     for note in sorted((DOCS / "decisions").glob("[0-9]*.md"), reverse=True):
         title = note.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
         lines.append(f"- [{title}]({note.name})")
@@ -81,15 +83,15 @@ def without_outer_links(text: str, name: str) -> str:
 
 
 def with_lists(text: str) -> str:
-    """The text as Python-Markdown wants lists: a blank line before the first item, and four spaces for an inner one."""
+    """The text as Python-Markdown wants lists: a blank line before the first item."""
     lines: list[str] = []
     is_code = False
     for line in text.split("\n"):
         is_code ^= line.lstrip().startswith("```")
         before = lines[-1] if lines else ""
-        if not is_code and _LIST.match(line) and before.strip() and not before.startswith((" ", "-", "*", "#")):
-            if not re.match(r"\d+\. ", before):
-                lines.append("")
+        is_first = _LIST.match(line) and before.strip() and not before.startswith((" ", "-", "*", "#"))
+        if is_first and not is_code and not re.match(r"\d+\. ", before):
+            lines.append("")
         lines.append(line)
     return "\n".join(lines)
 

@@ -24,8 +24,14 @@ _NO_PROBLEMS: Final = frozenset(
 )
 # Kinds whose name, or whose sentence, is put together from parts when the problem is made.
 _COMPUTED: Final[dict[str, tuple[str, str]]] = {
-    "auto-resolved": ("dslint", "filled in with {value}, from Hugging Face's default; give {argument}=VALUE if yours differs"),
-    "auto-unknown": ("dslint", "it follows from the number of devices; give --num_gpus N, --hostfile FILE or world_size=N"),
+    "auto-resolved": (
+        "dslint",
+        "filled in with {value}, from Hugging Face's default; give {argument}=VALUE if yours differs",
+    ),
+    "auto-unknown": (
+        "dslint",
+        "it follows from the number of devices; give --num_gpus N, --hostfile FILE or world_size=N",
+    ),
     "data-model-mismatch": ("plan", "it reads tokens, and lenet, the model, reads images; set data.kind or model.kind"),
     "devices-differ": ("doctor", "nodes differ in it; give every host the same number and kind of devices"),
     "export-exists": ("commands", "it is there already; choose another OUT, or give --force"),
@@ -37,7 +43,10 @@ _COMPUTED: Final[dict[str, tuple[str, str]]] = {
     "model-data-mismatch": ("plan", "it reads images, and text, the data, has tokens; set model.kind or data.kind"),
     "not-expressible": ("dslint", "a run config has no such key; remove it, or train with the JSON itself"),
     "slots-differ": ("doctor", "nodes differ in it; give every host the same number and kind of devices"),
-    "stages-unknown": ("commands", "the stages are not known before the model is built; the run says it when it starts"),
+    "stages-unknown": (
+        "commands",
+        "the stages are not known before the model is built; the run says it when it starts",
+    ),
     "task-data-mismatch": ("plan", "it reads tokens, and digits, the data, has images; set task.kind or data.kind"),
     "task-model-mismatch": ("plan", "it reads tokens, and lenet, the model, reads images; set task.kind or model.kind"),
     "topology-unknown": ("launch", "nobody says how many nodes there are; give --nnodes, or set NNODES"),
@@ -240,7 +249,8 @@ def _braces(node: ast.expr) -> str:
     """A short name of a value: ``{layout.micro_size}`` is ``{micro_size}``."""
     names = [each for each in ast.walk(node) if isinstance(each, (ast.Attribute, ast.Name))]
     last = names[0] if names else None
-    return "{%s}" % (getattr(last, "attr", None) or getattr(last, "id", None) or "...").strip("_")
+    name = getattr(last, "attr", None) or getattr(last, "id", None) or "..."
+    return f"{{{name.strip('_')}}}"
 
 
 def _assigned(place: ast.AST, name: str) -> ast.expr | None:

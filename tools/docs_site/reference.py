@@ -1,4 +1,4 @@
-"""Pages of the reference, written from the code: config keys, commands, exit codes, kinds of problems, the Python API."""
+"""Pages of the reference, written from the code: config keys, commands, exit codes, problems, the Python API."""
 
 from __future__ import annotations
 
@@ -71,9 +71,11 @@ def config_page() -> str:
     """Every key with type, default, meaning and the DeepSpeed key that it becomes."""
     lines = [
         "# Config keys\n",
-        "Every key of a run config, from its JSON Schema (`python -m framework schema`). Every key may be left out, unless it",
-        "is *required*. Settings on a command line are dotted: `optimizer.lr=0.01`. The last column has the DeepSpeed keys",
-        "that a key decides; `python -m framework render FILE` prints the values.\n",
+        "Every key of a run config, from its JSON Schema (`python -m framework schema`). Every key may",
+        "be left out, unless",
+        "it is *required*. Settings on a command line are dotted: `optimizer.lr=0.01`. Behind an arrow",
+        "stand the keys of",
+        "DeepSpeed's JSON that a key decides; `python -m framework render FILE` prints their values.\n",
     ]
     theirs = _rendered()
     for title, path, schema in _sections():
@@ -82,19 +84,22 @@ def config_page() -> str:
         if path in ("model", "data", "task") and "target" in properties:
             lines.append(f"Where `{path}` names code of your own.\n")
         if properties:
-            lines += ["| key | type | default | meaning | DeepSpeed |", "|---|---|---|---|---|"]
+            lines += ["| key | type, default | meaning |", "|---|---|---|"]
         for name, field in properties.items():
             key = f"{path}.{name}".strip(".")
             default = "*required*" if name in schema.get("required", ()) else _value(field.get("default"))
-            cells = f"`{key}`", _type(field), default, _sentences(field), ", ".join(f"`{each}`" for each in theirs[key])
+            becomes = f" → {', '.join(f'`{each}`' for each in theirs[key])}" if theirs[key] else ""
+            cells = f"`{key}`", f"{_type(field)}<br>{default}", _sentences(field) + becomes
             lines.append(f"| {' | '.join(map(_cell, cells))} |")
         lines.append("")
     passed = ", ".join(f"`{name}`" for name in sorted(PASSED_THROUGH))
     lines += [
         "## deepspeed\n",
-        f"Further keys of DeepSpeed's JSON, passed through after a check: {passed}. Sections that a run config decides in part",
-        "(`zero_optimization`, `fp16`, `optimizer` ...) take their other keys here too. A key that a section above decides is",
-        "refused [section-clash]. `python -m framework schema deepspeed` has a sentence for each key.\n",
+        f"Further keys of DeepSpeed's JSON, passed through after a check: {passed}. Sections that a run",
+        "config decides in",
+        "part (`zero_optimization`, `fp16`, `optimizer` ...) take their other keys here too. A key that",
+        "a section above",
+        "decides is refused [section-clash]. `python -m framework schema deepspeed` has a sentence for each key.\n",
     ]
     return "\n".join(lines)
 
@@ -103,7 +108,7 @@ def _rendered() -> Mapping[str, list[str]]:
     """Our key -> DeepSpeed's, without DeepSpeed's other names for one."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     for their, our in TYPED.items():
-        is_alias = our.startswith("zero.stage3_") and "stage3_" not in their or "cpu_offload" in their
+        is_alias = ("zero.stage3_" in our and "stage3_" not in their) or "cpu_offload" in their
         if not is_alias and "gather_fp16" not in their:
             found[our].append(their)
     for their, our in OWNED.items():
@@ -172,8 +177,8 @@ def _value(value: Any) -> str:
 def _number(value: float) -> str:
     if isinstance(value, int) and abs(value) < 10_000:
         return str(value)
-    text = f"{value:g}"
-    return text if float(text) == value else str(value)
+    text = f"{value:g}".replace("e+0", "e")
+    return text if float(text) == value else f"{value:,}".replace(",", "_")
 
 
 def _sentences(schema: Mapping[str, Any]) -> str:
@@ -182,12 +187,13 @@ def _sentences(schema: Mapping[str, Any]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text in a table: bars would end the cell, and tags are no HTML."""
-    return text.replace("|", "\\|") if "`" in text else _plain(text)
+    """Text in a table: bars would end the cell, and tags are no HTML; code is left as it is."""
+    parts = re.split(r"(`[^`]*`|<br>|\*required\*)", text)
+    return "".join(part.replace("|", "\\|") if i % 2 else _plain(part) for i, part in enumerate(parts))
 
 
 def _plain(text: str) -> str:
-    return re.sub(r"([|*_<\[\]])", r"\\\1", text)
+    return re.sub(r"([|*_\[\]])", r"\\\1", text).replace("<", "&lt;")
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
@@ -232,8 +238,10 @@ def commands_page() -> str:
     """Every command with its options."""
     lines = [
         "# Commands\n",
-        "`python -m framework COMMAND`, installed as `dsf COMMAND`; in a checkout `./launch.sh COMMAND` sets up an environment",
-        "first (`train` there is `launch`, `node` is `launch node`). `key=value` are settings that win over the file.\n",
+        "`python -m framework COMMAND`, installed as `dsf COMMAND`; in a checkout `./launch.sh COMMAND`",
+        "sets up an environment",
+        "first (`train` there is `launch`, `node` is `launch node`). `key=value` are settings that win",
+        "over the file.\n",
     ]
     for name, parser in parsers().items():
         about = parser.description or _helps().get(name, "")
@@ -242,7 +250,9 @@ def commands_page() -> str:
         for action in parser._actions:
             if action.help == argparse.SUPPRESS or "--help" in action.option_strings:
                 continue
-            spelled = [each for each in action.option_strings if each[2:].replace("_", "-") != each[2:] or "-" not in each[2:]]
+            spelled = [
+                each for each in action.option_strings if each[2:].replace("_", "-") != each[2:] or "-" not in each[2:]
+            ]
             shown = spelled or action.option_strings
             value = "" if action.nargs == 0 else _metavar(action)
             words = " ".join(filter(None, (", ".join(shown), value))) if shown else _metavar(action)
@@ -285,13 +295,16 @@ def exit_codes_page() -> str:
     tree = ast.parse((ROOT / "framework/errors.py").read_text(encoding="utf-8"))
     from framework import errors
 
-    classes = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, errors.FrameworkError)]
+    classes = [
+        each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, errors.FrameworkError)
+    ]
     by_code: defaultdict[int, list[type]] = defaultdict(list)
     for each in classes[1:]:
         by_code[each.exit_code].append(each)
     lines = [
         "# Exit codes\n",
-        "Of `./launch.sh`, `launch`, `deepspeed` and `python`; torchrun itself ends with 1 and prints its ranks' codes. 64 and",
+        "Of `./launch.sh`, `launch`, `deepspeed` and `python`; torchrun itself ends with 1 and prints",
+        "its ranks' codes. 64 and",
         "78 never work at a second try; the others may. A process that a signal ends has 128 + its number.\n",
         "| code | name | meaning | error in Python |",
         "|---|---|---|---|",
@@ -325,8 +338,10 @@ def problems_page() -> str:
     kinds = find_kinds()
     lines = [
         "# Problems\n",
-        f"The {len(kinds)} kinds of errors, warnings and notes. The kind stands in brackets at the end of a message, and does not",
-        "change between releases; messages may. `--json` and `--format json` of `check` have it as `kind`. In a sentence",
+        f"The {len(kinds)} kinds of errors, warnings and notes. The kind stands in brackets at the end",
+        "of a message, and does not",
+        "change between releases; messages may. `--json` and `--format json` of `check` have it as",
+        "`kind`. In a sentence",
         "`{...}` is a value that only the run knows. Search this page for the kind that you see.\n",
     ]
     for room, title in _ROOMS.items():
@@ -334,7 +349,9 @@ def problems_page() -> str:
         if not found:
             continue
         lines += [f"## {title}\n", "| kind | | example |", "|---|---|---|"]
-        lines += [f'| <a id="{each.name}"></a>`{each.name}` | {each.severity} | {_plain(each.sentence)} |' for each in found]
+        lines += [
+            f'| <a id="{each.name}"></a>`{each.name}` | {each.severity} | {_cell(each.sentence)} |' for each in found
+        ]
         lines.append("")
     left = sorted({kind.room for kind in kinds.values()} - set(_ROOMS))
     assert not left, f"name these rooms in _ROOMS: {left}"
@@ -345,19 +362,23 @@ def python_page() -> str:
     """The public names of `framework` with signatures and docstrings."""
     lines = [
         "# Python API\n",
-        "`import framework` loads no torch; what needs it is imported at its first use. Everything else in the package may",
+        "`import framework` loads no torch; what needs it is imported at its first use. Everything else",
+        "in the package may",
         "change between releases.\n",
     ]
     for name in framework.__all__:
         thing = getattr(framework, name)
         lines.append(f"## framework.{name}\n")
         if name == "RunConfig":
-            lines += [f"{_first(thing.__doc__)} Its keys: [config keys](config.md). Made by `load_config`, or of nested dicts.\n"]
+            lines += [
+                f"{_first(thing.__doc__)} Its keys: [config keys](config.md). Made by `load_config`, or of",
+                "nested dicts.\n",
+            ]
         else:
             lines += [f"```python\n{_signature(name, thing)}\n```\n", *_doc(thing)]
         if isinstance(thing, type):
             for part, member in vars(thing).items():
-                if part.startswith("_") or not inspect.getdoc(member) or part in ("model_config",):
+                if part.startswith("_") or not inspect.getdoc(member) or part == "model_config":
                     continue
                 if isinstance(member, (classmethod, staticmethod)):
                     member = member.__func__
@@ -396,4 +417,3 @@ def _doc(thing: Any) -> Iterator[str]:
             names, colon, about = " ".join(item.split()).replace("``", "`").partition(": ")
             yield f"- `{names}`: {about}" if colon else f"- {names}"
         yield ""
-
