@@ -2,7 +2,8 @@
 
     python -m tests.docs.run_page docs/tutorials/first-run.md      # writes what the commands print into the page
 
-A block with a ``title`` is a file. In other blocks a line ``$ COMMAND`` is executed, and the lines below it are what it
+A block with a ``title`` is a file. Commands of a ``bash`` block are for other machines; those that train are planned
+here, and no more. In other blocks a line ``$ COMMAND`` is executed, and the lines below it are what it
 prints; ``...`` stands for any lines. Commands that train, ``python FILE.py`` among them, run on ranks that are forked
 (`tests/warm_ranks.py`), and their figures may differ; all others must print what the page shows, to the letter.
 """
@@ -27,8 +28,6 @@ from tests.warm_ranks import end_session_ranks, session_ranks
 
 _BLOCK: Final = re.compile(r"^( *)```(\w*)(?: title=\"([^\"]+)\")?\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _COMMAND: Final = re.compile(r"^\$ ((?:.*\\\n)*.*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
-# What only a cluster, a registry or a person can do.
-NOT_HERE: Final = ("kubectl", "docker", "ssh", "sbatch", "cd", "git", "source", "./launch.sh setup", "./launch.sh docs")
 _FIGURE: Final = re.compile(r"-?\d[\d,]*(\.\d+)?(e[-+]\d+)?%?")
 _PARTS: Final = re.compile(r"((data|copy|forward|backward|communication|bubble|optimizer|other|checkpoint) #(, |$))+")
 
@@ -44,14 +43,17 @@ class Page:
 
     def steps(self) -> Iterator[tuple[str, str, str]]:
         """Write its files, run its commands: each command with what the page shows and what it prints."""
-        for _, _, title, body in _BLOCK.findall(self.text):
+        for _, language, title, body in _BLOCK.findall(self.text):
             if title:
                 (self._folder / title).parent.mkdir(parents=True, exist_ok=True)
                 (self._folder / title).write_text(body, encoding="utf-8")
                 continue
             for command, shown in _COMMAND.findall(body):
-                if not command.startswith(NOT_HERE):
-                    yield command, shown, self._run(command.replace("\\\n", " "))
+                yield command, shown, self._run(command.replace("\\\n", " "))
+            for line in body.splitlines() if language == "bash" else ():
+                if (words := shlex.split(line, comments=True))[1:2] in (["train"], ["node"]):
+                    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                        assert main(["launch", *words[1 + (words[1] == "train") :], "--dry_run"]) == 0, line
 
     def _run(self, command: str) -> str:
         words, target = shlex.split(command, comments=True), ""

@@ -82,4 +82,4 @@ def _shown(answer: str) -> str:
         return f"*{found[1]}*: {answer[found.end() :]}"
     keys, _, remark = answer.partition("|")
     shown = ", ".join(f"`{key.strip()}`" for key in keys.split(","))
-    return f"{shown}: {remark.strip()}" if remark else shown
+    return f"{shown} ({remark.strip()})" if remark else shown

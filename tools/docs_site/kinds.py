@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -73,15 +74,16 @@ class Kind:
     severity: str = ""
 
 
-def find_kinds(root: Path = ROOT) -> dict[str, Kind]:
+@cache
+def find_kinds() -> dict[str, Kind]:
     """Return every kind, by name; of several places the first that has a sentence."""
     found: dict[str, Kind] = {}
-    rows = json.loads((root / "framework/dslint/tables/rules.json").read_text(encoding="utf-8"))
+    rows = json.loads((ROOT / "framework/dslint/tables/rules.json").read_text(encoding="utf-8"))
     for name, row in rows.items():
         first = {**row, **row.get("cases", [{}])[0]}
         found[name] = Kind(name, _joined(first["reason"], first["fix"]), "dslint", first.get("severity", "error"))
-    for path in sorted((root / "framework").rglob("*.py")):
-        file = path.relative_to(root).as_posix()
+    for path in sorted((ROOT / "framework").rglob("*.py")):
+        file = path.relative_to(ROOT).as_posix()
         for kind in _Module(ast.parse(path.read_text(encoding="utf-8")), file).kinds():
             if kind.name not in found or (kind.sentence and not found[kind.name].sentence):
                 found[kind.name] = kind
@@ -100,12 +102,29 @@ class _Module:
         self._tree, self._file = tree, file
         parts = file.split("/")
         self._room = parts[1] if len(parts) > 2 else "commands"
-        self._functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-        self._owner: dict[ast.AST, ast.AST] = {}
-        for function in self._functions:  # the inner ones come later and win
-            self._owner |= {node: function for node in ast.walk(function) if node is not function}
+        self._nodes: list[ast.AST] = []
+        self._owner: dict[ast.AST, ast.AST] = {}  # the function in which a node stands, or the module
+        self._given: dict[tuple[ast.AST, str], ast.expr] = {}  # the first value that a name gets there
+        self._visit(tree, tree)
+        self._functions = [node for node in self._nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
         self._patterns: dict[str, tuple[int, str, str]] = {}
         self._patterns = dict(self._find_patterns())
+
+    def _visit(self, node: ast.AST, owner: ast.AST) -> None:
+        self._nodes.append(node)
+        self._owner[node] = owner
+        for name, value in _assignments(node):
+            self._given.setdefault((owner, name), value)
+        inner = node if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else owner
+        for child in ast.iter_child_nodes(node):
+            self._visit(child, inner)
+
+    def _assigned(self, node: ast.AST, name: str) -> ast.expr | None:
+        """The first value that a name gets in the function of a node, or in one around it, or in the module."""
+        owner = self._owner.get(node, self._tree)
+        while (owner, name) not in self._given and owner is not self._tree:
+            owner = self._owner[owner]
+        return self._given.get((owner, name))
 
     def kinds(self) -> Iterator[Kind]:
         for function in self._functions:
@@ -116,7 +135,7 @@ class _Module:
             for argument, value in named:
                 if argument.arg == "kind" and isinstance(value, ast.Constant) and _is_kind(value.value):
                     yield Kind(value.value, self._first_call(function.name), self._room)
-        for node in ast.walk(self._tree):
+        for node in self._nodes:
             if isinstance(node, ast.Call):
                 yield from self._call(node)
             elif isinstance(node, ast.Tuple) and 2 <= len(node.elts) <= 4:
@@ -133,7 +152,7 @@ class _Module:
             names = [argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)]
             for call in ast.walk(function):
                 value = self._kind_argument(call) if isinstance(call, ast.Call) else None
-                if isinstance(value, ast.JoinedStr) and self._owner.get(call) is function:
+                if isinstance(value, ast.JoinedStr) and self._owner[call] is function:
                     text = self._text(value)
                     if text.count("{") == 1 and (name := text.partition("{")[2].partition("}")[0]) in names:
                         head, _, tail = text.partition(f"{{{name}}}")
@@ -205,11 +224,8 @@ class _Module:
         elif isinstance(value, ast.IfExp):
             yield from self._values(value.body, call, depth)
             yield from self._values(value.orelse, call, depth)
-        elif isinstance(value, ast.Name) and depth < 3:
-            for place in filter(None, (self._owner.get(call), self._tree)):
-                if (assigned := _assigned(place, value.id)) is not None:
-                    yield from self._values(assigned, call, depth + 1)
-                    return
+        elif isinstance(value, ast.Name) and depth < 3 and (given := self._assigned(call, value.id)) is not None:
+            yield from self._values(given, call, depth + 1)
 
     def _first_call(self, function: str) -> str:
         for node in ast.walk(self._tree):
@@ -231,9 +247,7 @@ class _Module:
         if isinstance(node, ast.IfExp):
             return self._text(node.body, depth + 1) or self._text(node.orelse, depth + 1)
         if isinstance(node, ast.Name):
-            for place in filter(None, (self._owner.get(node), self._tree)):
-                if (value := _assigned(place, node.id)) is not None:
-                    return self._text(value, depth + 1)
+            return self._text(self._assigned(node, node.id), depth + 1)
         return ""
 
 
@@ -253,17 +267,13 @@ def _braces(node: ast.expr) -> str:
     return f"{{{name.strip('_')}}}"
 
 
-def _assigned(place: ast.AST, name: str) -> ast.expr | None:
-    """The first value that a name gets in a function, or at the top of a module."""
-    nodes = place.body if isinstance(place, ast.Module) else ast.walk(place)
-    for node in nodes:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == name:
-            return node.value
-        for target in node.targets if isinstance(node, ast.Assign) else ():
-            if isinstance(target, ast.Name) and target.id == name:
-                return node.value
-            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                for each, value in zip(target.elts, node.value.elts, strict=False):
-                    if isinstance(each, ast.Name) and each.id == name:
-                        return value
-    return None
+def _assignments(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """Names that a statement gives a value."""
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+        yield node.target.id, node.value
+    for target in node.targets if isinstance(node, ast.Assign) else ():
+        if isinstance(target, ast.Name):
+            yield target.id, node.value
+        elif isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            pairs = zip(target.elts, node.value.elts, strict=False)
+            yield from ((each.id, value) for each, value in pairs if isinstance(each, ast.Name))

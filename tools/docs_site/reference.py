@@ -126,9 +126,16 @@ def _sections() -> Iterator[tuple[str, str, dict[str, Any]]]:
         references = [field, *field.get("oneOf", ()), *field.get("anyOf", ())]
         return [definitions[each["$ref"].rpartition("/")[2]] for each in references if "$ref" in each]
 
+    def union(field: Mapping[str, Any], found: list[dict[str, Any]]) -> dict[str, Any]:
+        tags = [next(_tags(member), ("", "")) for member in found]
+        kinds = {"enum": [value for _, value in tags if value], "description": "Which of the kinds below."}
+        return {"description": field["description"], "properties": {tags[0][0]: kinds}}
+
     def nested(path: str, section: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
         for name, field in section.get("properties", {}).items():
-            for member in members(field):
+            if len(found := members(field)) > 1:
+                yield f"{path}.{name}", f"{path}.{name}", union(field, found)
+            for member in found:
                 yield f"{path}.{name}{_tag(member)}", f"{path}.{name}", member
 
     for name, field in schema["properties"].items():
@@ -136,16 +143,19 @@ def _sections() -> Iterator[tuple[str, str, dict[str, Any]]]:
             continue
         found = members(field)
         if len(found) > 1:
-            yield name, name, {"description": field["description"], "properties": {}}
+            yield name, name, union(field, found)
         for member in found:
             yield f"{name}{_tag(member)}", name, member
             yield from nested(name, member)
 
 
+def _tags(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    return ((key, value["const"]) for key, value in schema.get("properties", {}).items() if "const" in value)
+
+
 def _tag(schema: Mapping[str, Any]) -> str:
     """`` kind: lenet``: what tells a member of a union from the others."""
-    tags = ((key, value["const"]) for key, value in schema.get("properties", {}).items() if "const" in value)
-    key, value = next(tags, ("", ""))
+    key, value = next(_tags(schema), ("", ""))
     own = " target" if "target" in schema.get("properties", {}) else ""
     return f" {key}: {value}" if key else own
 
@@ -178,7 +188,7 @@ def _number(value: float) -> str:
     if isinstance(value, int) and abs(value) < 10_000:
         return str(value)
     text = f"{value:g}".replace("e+0", "e")
-    return text if float(text) == value else f"{value:,}".replace(",", "_")
+    return text if float(text) == value else str(value)
 
 
 def _sentences(schema: Mapping[str, Any]) -> str:
