@@ -71,7 +71,12 @@ class Page:
         ours = words[3:] if words[:3] == ["python", "-m", "framework"] else ["launch", *words[2:]]
         if words[0] == "./launch.sh" and words[1] != "train":
             ours = ["launch", *words[1:]] if words[1] == "node" else words[1:]
-        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        own_cache = {"COLUMNS": "120", "XDG_CACHE_HOME": str(self._folder / ".cache")}  # without measured rates
+        with (
+            mock.patch.dict(os.environ, own_cache),
+            contextlib.redirect_stdout(io.StringIO()) as out,
+            contextlib.redirect_stderr(io.StringIO()) as err,
+        ):
             main(ours)
         text = f"{out.getvalue()}{err.getvalue()}"
         return text.replace(f"{sys.prefix}/bin/", "").replace(f"{ROOT}/", "")  # as in the checkout
@@ -124,8 +129,7 @@ def playing(folder: Path) -> Iterator[None]:
     before = Path.cwd()
     os.chdir(folder)
     try:
-        with mock.patch.dict(os.environ, {"COLUMNS": "120", "XDG_CACHE_HOME": str(folder / ".cache")}):
-            yield
+        yield
     finally:
         os.chdir(before)
 
