@@ -20,7 +20,7 @@ from framework import errors
 from framework.config.deepspeed_words import PASSED_THROUGH
 from tests.places import ROOT
 from tests.report.browser import PROGRAM, browser
-from tools.docs_site.__main__ import with_lists, without_outer_links
+from tools.docs_site.__main__ import with_bars, with_lists, without_outer_links
 from tools.docs_site.kinds import _COMPUTED, find_kinds
 from tools.docs_site.reference import config_keys, config_page, exit_codes_page, parsers, problems_page, python_page
 
@@ -249,6 +249,7 @@ def test_every_public_name_is_described() -> None:
 def test_lists_and_links_are_as_the_builder_wants_them() -> None:
     assert with_lists("text:\n- a\n- b") == "text:\n\n- a\n- b"
     assert with_lists("1. a\n2. b\n```\nx\n- y\n```") == "1. a\n2. b\n```\nx\n- y\n```"
+    assert with_bars("| `a\\|b` | c\\|d |\n`e\\|f`") == "| `a|b` | c\\|d |\n`e\\|f`"
     assert without_outer_links("[`cli.py`](../framework/cli.py)", "a.md") == "`framework/cli.py`"
     assert without_outer_links("[the list](../framework/)", "a.md") == "the list (`framework`)"
     assert without_outer_links("[b](../b.md#c)", "tutorials/a.md") == "[b](../b.md#c)"

@@ -55,7 +55,8 @@ def assemble(work: Path) -> None:
         path.write_text(text, encoding="utf-8")
     for path in (work / "docs").rglob("*.md"):
         name = path.relative_to(work / "docs").as_posix()
-        path.write_text(with_lists(without_outer_links(path.read_text(encoding="utf-8"), name)), encoding="utf-8")
+        text = with_bars(with_lists(without_outer_links(path.read_text(encoding="utf-8"), name)))
+        path.write_text(text, encoding="utf-8")
 
 
 def decisions_page() -> str:
@@ -80,6 +81,11 @@ def without_outer_links(text: str, name: str) -> str:
         return f"`{target}`" if link[1].strip("`") in target else f"{link[1]} (`{target}`)"
 
     return _LINK.sub(path_of, text)
+
+
+def with_bars(text: str) -> str:
+    """The text with bars in the code of tables as they are: the builder, unlike others, shows what escapes them."""
+    return re.sub(r"(?m)^\|.*$", lambda row: re.sub(r"`[^`]*`", lambda code: code[0].replace("\\|", "|"), row[0]), text)
 
 
 def with_lists(text: str) -> str:

@@ -388,7 +388,7 @@ def python_page() -> str:
             lines += [f"```python\n{_signature(name, thing)}\n```\n", *_doc(thing)]
         if isinstance(thing, type):
             for part, member in vars(thing).items():
-                if part.startswith("_") or not inspect.getdoc(member) or part == "model_config":
+                if part.startswith(("_", "model_")) or not inspect.getdoc(member):
                     continue
                 if isinstance(member, (classmethod, staticmethod)):
                     member = member.__func__
