@@ -95,7 +95,7 @@ def test_the_search_works_from_files_and_asks_nobody(site: Path, tmp_path: Path)
             assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
         tab.open(site / "index.html", width=1300)
         found = tab.evaluate(SEARCH)
-        assert any("reference/problems.html" in link for link in found), found
+        assert any("reference/problems.html" in link for link in found[:5]), found
         requests = [each["request"]["url"] for each in tab.happened("Network.requestWillBeSent")]
         assert [url for url in requests if not url.startswith(("file:", "data:", "blob:"))] == []
         assert tab.happened("Runtime.exceptionThrown") == []
