@@ -17,8 +17,9 @@ help() {
                                   one member without ssh: in a pod, under srun, by hand (`python -m framework launch node`)
 ./launch.sh check|plan|render|schema|import|inspect|report|prepare|generate|export|doctor|launch ...
                                   the same as `python -m framework check ...`: --help tells of each
+./launch.sh docs                  set up, then build the documentation: site/index.html, for a browser without a network
 ./launch.sh test [pytest options] set up, then run the tests (all of them, or what the options choose)
-./launch.sh setup [text|bench|dev ...]
+./launch.sh setup [text|bench|docs|dev ...]
                                   set up only, with these extras: the active virtualenv or conda environment if it has
                                   torch, else .venv
 ./launch.sh help                  this text
@@ -314,11 +315,16 @@ main() {
             export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
             exec "$PY" -m pytest "$@"
             ;;
+        docs)
+            set_up 'train docs'
+            cd "$ROOT"
+            exec "$PY" -m tools.docs_site "$@"
+            ;;
         setup)
             local extra
             for extra in "$@"; do
-                [[ $extra =~ ^(train|text|bench|dev)$ ]] ||
-                    { say "launch.sh setup: there is no extra '$extra'; there are text, bench and dev"; exit "$USAGE"; }
+                [[ $extra =~ ^(train|text|bench|docs|dev)$ ]] ||
+                    { say "launch.sh setup: there is no extra '$extra'; there are text, bench, docs and dev"; exit "$USAGE"; }
             done
             [[ ${1:-} != train ]] || shift
             set_up "train${*:+ $*}"

@@ -1,4 +1,4 @@
-"""What `./launch.sh` trains, to its end and as the README shows it: LeNet on digits, on two processors."""
+"""What `./launch.sh` trains, to its end and as the first tutorial shows it: LeNet on digits, on two processors."""
 
 from __future__ import annotations
 
@@ -38,8 +38,12 @@ def check_summary(text: str) -> None:
     assert float(lines[1].split()[-1]) >= 0.97
 
 
-def test_the_readme_shows_what_is_printed() -> None:
-    shown = re.search(r"```\n(quickstart: finished.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+def test_the_tutorial_shows_what_is_printed() -> None:
+    shown = re.search(
+        r"```\n(quickstart: finished.*?)```",
+        (ROOT / "docs/tutorials/first-run.md").read_text(encoding="utf-8"),
+        re.DOTALL,
+    )
     assert shown
     check_summary(shown[1])
 

@@ -128,16 +128,15 @@ def test_only_one_rank_speaks_and_the_launcher_reports_the_code(tmp_path: Path) 
     assert (done.stdout + done.stderr).count("zero.stage = 7") == 1
 
 
-def readme_examples() -> list[str]:
-    """The README's Python: the ten lines, and a task of one's own."""
-    blocks: list[str] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 2
-    return blocks
+def examples() -> dict[str, str]:
+    """The Python of the page on a model of one's own: the ten lines, and a task."""
+    page = (ROOT / "docs/tutorials/own-model.md").read_text(encoding="utf-8")
+    return dict(re.findall(r'```python title="(\w+\.py)"\n(.*?)```', page, re.DOTALL))
 
 
-def test_the_ten_lines_of_the_readme_train_a_plain_module(tmp_path: Path) -> None:
+def test_the_ten_lines_of_the_page_train_a_plain_module(tmp_path: Path) -> None:
     check = 'assert result.metrics["train/loss"] < 0.3, result\n'
-    (tmp_path / "mine.py").write_text(readme_examples()[0] + check, encoding="utf-8")
+    (tmp_path / "mine.py").write_text(examples()["mine.py"] + check, encoding="utf-8")
     env = job_environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin")
     done = subprocess.run(
         [*launcher("torchrun", 2), "mine.py"],
@@ -189,8 +188,8 @@ framework.fit(config | {"run": {"name": "failing"}}, model=net, train_data=Unrea
 """
 
 
-def test_the_task_of_the_readme_trains_and_measures(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(readme_examples()[1] + _FIT + _FAIL, encoding="utf-8")
+def test_the_task_of_the_page_trains_and_measures(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(examples()["my_tasks.py"] + _FIT + _FAIL, encoding="utf-8")
     env = job_environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin")
     done = subprocess.run(
         [sys.executable, "own.py"],

@@ -322,6 +322,7 @@ def _be_rank(rank: int, order: dict[str, Any]) -> None:
 
 def _run(script: str) -> int:
     if script:
+        sys.path.insert(0, str(Path(script).parent))  # as Python does
         runpy.run_path(script, run_name="__main__")
         return 0
     from framework.script import exit_code

@@ -22,7 +22,7 @@ def test_the_page_has_every_case_with_its_exit_codes() -> None:
 def test_the_pages_count_as_many_faults_as_there_are() -> None:
     faults = (ROOT / "docs/launch-faults.md").read_text(encoding="utf-8")
     assert f"{len(CASES)} of {len(CASES)} cases are as they must be" in faults
-    assert f"Of {len(CASES)} faults" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"Of {len(CASES)} faults" in (ROOT / "docs/promises.md").read_text(encoding="utf-8")
 
 
 def test_every_case_can_fail_on_what_is_said() -> None:

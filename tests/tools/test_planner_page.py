@@ -15,5 +15,5 @@ def test_pages_show_what_the_planner_answers() -> None:
     assert set(found) == {*PAGES, CHART}
     for name, text in found.items():
         assert (ROOT / name).read_text(encoding="utf-8") == text, f"{name}: run python -m tools.planner_page"
-    assert "best      the fastest first" in found["README.md"]
+    assert "best      the fastest first" in found["docs/index.md"]
     assert found["docs/planner.md"].count("| DeepSpeed, ZeRO 3, ") == 2

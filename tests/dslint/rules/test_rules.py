@@ -146,7 +146,7 @@ def test_every_setting_that_a_fix_names_mends_the_config() -> None:
 
 
 def test_the_readme_counts_them() -> None:
-    assert f"the keys together against {len(ALL)} rules" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"the keys together against {len(ALL)} rules" in (ROOT / "docs/check.md").read_text(encoding="utf-8")
 
 
 def test_a_plain_config_has_nothing_to_say_against_it() -> None:

@@ -1,4 +1,4 @@
-"""The README's page on starting a run: every block is a run that would start, or a manifest that is printed."""
+"""docs/start.md: every block is a run that would start, or a manifest that is printed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
 from tests.places import ROOT
 
-PAGE = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Launch\n")[2].partition("\n## ")[0]
+PAGE = (ROOT / "docs/start.md").read_text(encoding="utf-8")
 BLOCKS = "\n".join(re.findall(r"^```\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)).replace("\\\n", "")
 COMMANDS = [words for line in BLOCKS.splitlines() if (words := shlex.split(line, comments=True))]
 

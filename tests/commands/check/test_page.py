@@ -1,4 +1,4 @@
-"""The README's page on `check` shows what `check` prints: every command on it is run, and its files are made from
+"""docs/check.md shows what `check` prints: every command on it is run, and its files are made from
 it.
 """
 
@@ -14,12 +14,12 @@ import pytest
 from framework.cli import main
 from tests.places import ROOT
 
-README = ROOT / "README.md"
+PAGE = ROOT / "docs/check.md"
 
 
 def steps() -> Iterator[tuple[str, list[str]]]:
     """Every command of the page, and the lines below it."""
-    page = README.read_text(encoding="utf-8").partition("## Check any DeepSpeed config")[2].partition("\n## ")[0]
+    page = PAGE.read_text(encoding="utf-8")
     for block in re.findall(r"```\n(.*?)```", page, re.DOTALL):
         for step in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
             command, *lines = step.removesuffix("\n").split("\n")

@@ -1,0 +1,85 @@
+"""The page "where is what I know": arguments of other tools and our keys, from `coming_from.yaml`; keys of DeepSpeed's
+JSON from the tables of the framework.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+import yaml
+
+from framework.config.deepspeed_words import OWNED, PASSED_THROUGH
+from framework.plan.rules.passthrough import REMOVED, not_in_a_run
+from tools.docs_site.kinds import ROOT
+
+DATA: Final = Path(__file__).with_suffix(".yaml")
+_REASON: Final = re.compile(r"(not needed|not a key|cannot): ")
+_TITLES: Final = {
+    "Hugging Face TrainingArguments": "Every field of `transformers.TrainingArguments`.",
+    "Lightning Trainer": "Every argument of `lightning.Trainer`.",
+    "accelerate Accelerator": "Every argument of `accelerate.Accelerator`.",
+    "deepspeed.initialize": "Every argument of `deepspeed.initialize`; its JSON is below.",
+}
+_JSON: Final = "Every top-level key of its JSON; what is inside of them: [config keys](reference/config.md)."
+
+
+def answers() -> dict[str, dict[str, str]]:
+    """Tool -> argument -> answer; arguments that share an answer have it each."""
+    tables: Mapping[str, Mapping[str, str]] = yaml.safe_load(DATA.read_text(encoding="utf-8"))
+    return {
+        tool: {name.strip(): answer for names, answer in rows.items() for name in names.split(",")}
+        for tool, rows in tables.items()
+    }
+
+
+def keys_of(answer: str) -> list[str]:
+    """Our keys in an answer; none where it is a reason."""
+    return [] if _REASON.match(answer) else [key.strip() for key in answer.partition("|")[0].split(",")]
+
+
+def json_keys() -> Iterator[tuple[str, str]]:
+    """Each top-level key of DeepSpeed's JSON with its answer."""
+    schema = json.loads((ROOT / "framework/dslint/deepspeed.schema.json").read_text(encoding="utf-8"))
+    for name in sorted(set(schema["properties"]) - {"$schema"}):
+        if name in OWNED:
+            yield name, OWNED[name]
+        elif name in PASSED_THROUGH:
+            yield name, f"deepspeed.{name}"
+        elif name in REMOVED:
+            yield name, f"cannot: DeepSpeed removed it in {REMOVED[name][0]}"
+        else:
+            reason = not_in_a_run(name, True)
+            assert reason is not None, name
+            yield name, f"cannot: {reason[0]}"
+
+
+def coming_from_page() -> str:
+    """Markdown: a table for each tool."""
+    lines = [
+        "# Where is what I know\n",
+        "Arguments of other tools, and the [config keys](reference/config.md) that do the same. *Not",
+        "needed* and *cannot*",
+        "have the reason. Whole examples: [Hugging Face](tutorials/from-huggingface.md),",
+        "[Lightning](tutorials/from-lightning.md), [raw DeepSpeed](tutorials/from-deepspeed.md).\n",
+    ]
+    tables = yaml.safe_load(DATA.read_text(encoding="utf-8")) | {"Raw DeepSpeed": dict(json_keys())}
+    for tool, rows in tables.items():
+        about = _TITLES.get(tool, _JSON)
+        lines += [f"## {tool}\n", f"{about}\n", "| there | here |", "|---|---|"]
+        for names, answer in rows.items():
+            there = ", ".join(f"`{name.strip()}`" for name in names.split(","))
+            lines.append(f"| {there} | {_shown(answer)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _shown(answer: str) -> str:
+    if found := _REASON.match(answer):
+        return f"*{found[1]}*: {answer[found.end() :]}"
+    keys, _, remark = answer.partition("|")
+    shown = ", ".join(f"`{key.strip()}`" for key in keys.split(","))
+    return f"{shown} ({remark.strip()})" if remark else shown

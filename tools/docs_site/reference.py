@@ -1,0 +1,429 @@
+"""Pages of the reference, written from the code: config keys, commands, exit codes, problems, the Python API."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import inspect
+import io
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+from unittest import mock
+
+import framework
+from framework.config.deepspeed_words import OWNED, PASSED_THROUGH, TYPED
+from framework.config.schema import schema_text
+from framework.system.arguments import CommandParser
+from tools.docs_site.kinds import ROOT, find_kinds
+
+_COMMANDS: Final = (
+    *("check", "plan", "render", "schema", "import", "inspect", "report", "prepare", "generate", "export", "doctor"),
+    *("launch", "launch node", "launch k8s", "launch slurm", "train.py"),
+)
+# What a room of `framework/` reports about.
+_ROOMS: Final[Mapping[str, str]] = {
+    "config": "Run configs: keys and values",
+    "text": "Files of settings",
+    "plan": "Run configs: rules between keys",
+    "dslint": "DeepSpeed JSON",
+    "setup": "Models, data and optimizers of your own",
+    "models": "Models of your own",
+    "tasks": "Tasks",
+    "data": "Data",
+    "engine": "Training",
+    "train": "Run folder and metrics",
+    "checkpoint": "Checkpoints",
+    "launch": "Starting on hosts",
+    "doctor": "Doctor and preflight",
+    "deploy": "Kubernetes and Slurm",
+    "commands": "Commands",
+    "report": "Reports",
+    "system": "Processes",
+}
+_FOLDER_OF_ONE_KEY: Final = "deepspeed"
+
+
+def reference_pages() -> dict[str, str]:
+    """Path below `docs/` -> Markdown."""
+    return {
+        "reference/config.md": config_page(),
+        "reference/commands.md": commands_page(),
+        "reference/exit-codes.md": exit_codes_page(),
+        "reference/problems.md": problems_page(),
+        "reference/python.md": python_page(),
+    }
+
+
+def config_keys() -> dict[str, str]:
+    """Every dotted key of a run config -> its sentence; of several kinds the first."""
+    found: dict[str, str] = {}
+    for _, path, schema in _sections():
+        for name, field in schema.get("properties", {}).items():
+            found.setdefault(f"{path}.{name}".strip("."), field.get("description", ""))
+    return found
+
+
+def config_page() -> str:
+    """Every key with type, default, meaning and the DeepSpeed key that it becomes."""
+    lines = [
+        "# Config keys\n",
+        "Every key of a run config, from its JSON Schema (`python -m framework schema`). Every key may",
+        "be left out, unless",
+        "it is *required*. Settings on a command line are dotted: `optimizer.lr=0.01`. Behind an arrow",
+        "stand the keys of",
+        "DeepSpeed's JSON that a key decides; `python -m framework render FILE` prints their values.\n",
+    ]
+    theirs = _rendered()
+    for title, path, schema in _sections():
+        lines += [f"{'#' * (2 + (title.count(' ') > 0))} {title}\n", f"{_sentences(schema)}\n"]
+        properties = {name: field for name, field in schema.get("properties", {}).items() if "const" not in field}
+        if path in ("model", "data", "task") and "target" in properties:
+            lines.append(f"Where `{path}` names code of your own.\n")
+        if properties:
+            lines += ["| key | type, default | meaning |", "|---|---|---|"]
+        for name, field in properties.items():
+            key = f"{path}.{name}".strip(".")
+            default = "*required*" if name in schema.get("required", ()) else _value(field.get("default"))
+            becomes = f" → {', '.join(f'`{each}`' for each in theirs[key])}" if theirs[key] else ""
+            cells = f"`{key}`", f"{_type(field)}<br>{default}", _sentences(field) + becomes
+            lines.append(f"| {' | '.join(map(_cell, cells))} |")
+        lines.append("")
+    passed = ", ".join(f"`{name}`" for name in sorted(PASSED_THROUGH))
+    lines += [
+        "## deepspeed\n",
+        f"Further keys of DeepSpeed's JSON, passed through after a check: {passed}. Sections that a run",
+        "config decides in",
+        "part (`zero_optimization`, `fp16`, `optimizer` ...) take their other keys here too. A key that",
+        "a section above",
+        "decides is refused [section-clash]. `python -m framework schema deepspeed` has a sentence for each key.\n",
+    ]
+    return "\n".join(lines)
+
+
+def _rendered() -> Mapping[str, list[str]]:
+    """Our key -> DeepSpeed's, without DeepSpeed's other names for one."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for their, our in TYPED.items():
+        is_alias = ("zero.stage3_" in our and "stage3_" not in their) or "cpu_offload" in their
+        if not is_alias and "gather_fp16" not in their:
+            found[our].append(their)
+    for their, our in OWNED.items():
+        if "." in our:
+            found[our].append(their)
+    return found
+
+
+def _sections() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Heading, dotted path and schema of each section and of each kind of one."""
+    schema = json.loads(schema_text())
+    definitions = schema["$defs"]
+
+    def members(field: Mapping[str, Any]) -> list[dict[str, Any]]:
+        references = [field, *field.get("oneOf", ()), *field.get("anyOf", ())]
+        return [definitions[each["$ref"].rpartition("/")[2]] for each in references if "$ref" in each]
+
+    def union(field: Mapping[str, Any], found: list[dict[str, Any]]) -> dict[str, Any]:
+        tags = [next(_tags(member), ("", "")) for member in found]
+        kinds = {"enum": [value for _, value in tags if value], "description": "Which of the kinds below."}
+        return {"description": field["description"], "properties": {tags[0][0]: kinds}}
+
+    def nested(path: str, section: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        for name, field in section.get("properties", {}).items():
+            if len(found := members(field)) > 1:
+                yield f"{path}.{name}", f"{path}.{name}", union(field, found)
+            for member in found:
+                yield f"{path}.{name}{_tag(member)}", f"{path}.{name}", member
+
+    for name, field in schema["properties"].items():
+        if name in ("$schema", _FOLDER_OF_ONE_KEY):
+            continue
+        found = members(field)
+        if len(found) > 1:
+            yield name, name, union(field, found)
+        for member in found:
+            yield f"{name}{_tag(member)}", name, member
+            yield from nested(name, member)
+
+
+def _tags(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    return ((key, value["const"]) for key, value in schema.get("properties", {}).items() if "const" in value)
+
+
+def _tag(schema: Mapping[str, Any]) -> str:
+    """`` kind: lenet``: what tells a member of a union from the others."""
+    key, value = next(_tags(schema), ("", ""))
+    own = " target" if "target" in schema.get("properties", {}) else ""
+    return f" {key}: {value}" if key else own
+
+
+def _type(field: Mapping[str, Any]) -> str:
+    if "anyOf" in field or "oneOf" in field:
+        members = [*field.get("anyOf", ()), *field.get("oneOf", ())]
+        names = dict.fromkeys(_type(each) for each in members if each.get("type") != "null")
+        return "section" if set(names) == {"section"} else " or ".join(names)
+    if "$ref" in field:
+        return "section"
+    if "enum" in field:
+        return ", ".join(f"`{each}`" for each in field["enum"])
+    if "const" in field:
+        return f"`{field['const']}`"
+    words = {"integer": "whole number", "number": "number", "boolean": "`true`, `false`", "string": "text"}
+    name = words.get(field.get("type", ""), {"array": "list", "object": "section"}.get(field.get("type", ""), "any"))
+    limits = (("minimum", "≥ "), ("exclusiveMinimum", "> "), ("maximum", "≤ "), ("exclusiveMaximum", "< "))
+    return " ".join([name, *(f"{sign}{_number(field[key])}" for key, sign in limits if key in field)])
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "left out"
+    text = _number(value) if type(value) in (int, float) else json.dumps(value).replace('"', "")
+    return f"`{text}`" if text else "empty"
+
+
+def _number(value: float) -> str:
+    if isinstance(value, int) and abs(value) < 10_000:
+        return str(value)
+    text = f"{value:g}".replace("e+0", "e")
+    return text if float(text) == value else str(value)
+
+
+def _sentences(schema: Mapping[str, Any]) -> str:
+    text: str = schema.get("description", "")
+    return " ".join(text.replace("``", "`").split())
+
+
+def _cell(text: str) -> str:
+    """Text in a table: bars would end the cell, and tags are no HTML; code is left as it is."""
+    parts = re.split(r"(`[^`]*`|<br>|\*required\*)", text)
+    return "".join(part.replace("|", "\\|") if i % 2 else _plain(part) for i, part in enumerate(parts))
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"([|*_\[\]])", r"\\\1", text).replace("<", "&lt;")
+
+
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    """Command -> the parser that reads its words."""
+
+    class Asked(BaseException):
+        """The parser that a command has made."""
+
+    def take(self: CommandParser, *_: Any, **__: Any) -> Any:
+        raise Asked(self)
+
+    def made_by(call: Callable[[], object]) -> CommandParser:
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # importing DeepSpeed prints
+                call()
+        except Asked as asked:
+            return asked.args[0]  # type: ignore[no-any-return]
+        raise AssertionError("this command reads no words")
+
+    from framework import cli, script
+
+    found: dict[str, argparse.ArgumentParser] = {}
+    (commands,) = (each for each in cli._parser()._actions if isinstance(each, argparse._SubParsersAction))
+    with (
+        mock.patch.object(CommandParser, "parse_known_args", take),
+        mock.patch.object(CommandParser, "parse_args", take),
+        mock.patch.object(CommandParser, "parse_intermixed_args", take),
+        mock.patch.object(CommandParser, "parse_known_intermixed_args", take),
+    ):
+        for name in _COMMANDS:
+            if name == "train.py":
+                found[name] = script._parser()
+            elif name in commands.choices and name not in cli._ELSEWHERE:
+                found[name] = commands.choices[name]
+            else:
+                words = [*name.split(), "x"]
+                found[name] = made_by(lambda words=words: cli.main(words))  # type: ignore[misc]
+    return found
+
+
+def commands_page() -> str:
+    """Every command with its options."""
+    lines = [
+        "# Commands\n",
+        "`python -m framework COMMAND`, installed as `dsf COMMAND`; in a checkout `./launch.sh COMMAND`",
+        "sets up an environment",
+        "first (`train` there is `launch`, `node` is `launch node`). `key=value` are settings that win",
+        "over the file.\n",
+    ]
+    for name, parser in parsers().items():
+        about = parser.description or _helps().get(name, "")
+        lines += [f"## {name}\n", f"{_tidy(about)}\n", f"```\n{_usage(parser)}\n```\n"]
+        rows = []
+        for action in parser._actions:
+            if action.help == argparse.SUPPRESS or "--help" in action.option_strings:
+                continue
+            spelled = [
+                each for each in action.option_strings if each[2:].replace("_", "-") != each[2:] or "-" not in each[2:]
+            ]
+            shown = spelled or action.option_strings
+            value = "" if action.nargs == 0 else _metavar(action)
+            words = " ".join(filter(None, (", ".join(shown), value))) if shown else _metavar(action)
+            rows.append(f"| `{words.replace('|', chr(92) + '|')}` | {_cell(_tidy(_help_of(parser, action)))} |")
+        lines += ["| option | |", "|---|---|", *rows, ""] if rows else []
+    return "\n".join(lines)
+
+
+def _helps() -> dict[str, str]:
+    from framework import cli
+
+    (commands,) = (each for each in cli._parser()._actions if isinstance(each, argparse._SubParsersAction))
+    return {each.dest: each.help or "" for each in commands._choices_actions}
+
+
+def _usage(parser: argparse.ArgumentParser) -> str:
+    with mock.patch.dict("os.environ", {"COLUMNS": "110"}):
+        text = parser.format_usage().removeprefix("usage: ").rstrip()
+    # Both spellings of an option are one.
+    return re.sub(r"\n +", "\n    ", text)
+
+
+def _metavar(action: argparse.Action) -> str:
+    if action.choices is not None and action.metavar is None:
+        return "{" + ",".join(map(str, action.choices)) + "}"
+    return str(action.metavar or action.dest.upper())
+
+
+def _help_of(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    return parser._get_formatter()._expand_help(action) if action.help else ""
+
+
+def _tidy(text: str) -> str:
+    words = " ".join(text.split())
+    return words[:1].upper() + words[1:] + ("" if words.endswith((".", "?", ":")) else "." if words else "")
+
+
+def exit_codes_page() -> str:
+    """Every exit code: its name in `framework/errors.py`, and the error that ends a process with it."""
+    tree = ast.parse((ROOT / "framework/errors.py").read_text(encoding="utf-8"))
+    from framework import errors
+
+    classes = [
+        each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, errors.FrameworkError)
+    ]
+    by_code: defaultdict[int, list[type]] = defaultdict(list)
+    for each in classes[1:]:
+        by_code[each.exit_code].append(each)
+    lines = [
+        "# Exit codes\n",
+        "Of `./launch.sh`, `launch`, `deepspeed` and `python`; torchrun itself ends with 1 and prints",
+        "its ranks' codes. 64 and",
+        "78 never work at a second try; the others may. A process that a signal ends has 128 + its number.\n",
+        "| code | name | meaning | error in Python |",
+        "|---|---|---|---|",
+    ]
+    for node in tree.body:
+        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+            continue
+        if (name := node.target.id).startswith("EXIT_") and isinstance(node.value, ast.Constant):
+            code = int(str(node.value.value))
+            about = " ".join(_first(each.__doc__) for each in by_code[code]) or _CODES[code]
+            errors_ = ", ".join(f"`{each.__name__}`" for each in by_code[code])
+            lines.append(f"| {code} | `{name}` | {_cell(about)} | {errors_} |")
+    lines += ["| 130 | | Ctrl-C, where nothing was to be saved. | |", "| 128 + n | | Killed by signal n. | |", ""]
+    return "\n".join(lines)
+
+
+# Codes without an error of their own.
+_CODES: Final[Mapping[int, str]] = {
+    0: "Finished; of `check`: nothing is wrong.",
+    2: "`check` found problems.",
+    77: "No progress: a hang.",
+}
+
+
+def _first(doc: str | None) -> str:
+    return " ".join((doc or "").strip().partition("\n\n")[0].replace("``", "`").split())
+
+
+def problems_page() -> str:
+    """Every kind of problem with a sentence, by what it is about."""
+    kinds = find_kinds()
+    lines = [
+        "# Problems\n",
+        f"The {len(kinds)} kinds of errors, warnings and notes. The kind stands in brackets at the end",
+        "of a message, and does not",
+        "change between releases; messages may. `--json` and `--format json` of `check` have it as",
+        "`kind`. In a sentence",
+        "`{...}` is a value that only the run knows. Search this page for the kind that you see.\n",
+    ]
+    for room, title in _ROOMS.items():
+        found = [kind for kind in kinds.values() if kind.room == room]
+        if not found:
+            continue
+        lines += [f"## {title}\n", "| kind | | example |", "|---|---|---|"]
+        lines += [
+            f'| <a id="{each.name}"></a>`{each.name}` | {each.severity} | {_cell(each.sentence)} |' for each in found
+        ]
+        lines.append("")
+    left = sorted({kind.room for kind in kinds.values()} - set(_ROOMS))
+    assert not left, f"name these rooms in _ROOMS: {left}"
+    return "\n".join(lines)
+
+
+def python_page() -> str:
+    """The public names of `framework` with signatures and docstrings."""
+    lines = [
+        "# Python API\n",
+        "`import framework` loads no torch; what needs it is imported at its first use. Everything else",
+        "in the package may",
+        "change between releases.\n",
+    ]
+    for name in framework.__all__:
+        thing = getattr(framework, name)
+        lines.append(f"## framework.{name}\n")
+        if name == "RunConfig":
+            lines += [
+                f"{_first(thing.__doc__)} Its keys: [config keys](config.md). Made by `load_config`, or of",
+                "nested dicts.\n",
+            ]
+        else:
+            lines += [f"```python\n{_signature(name, thing)}\n```\n", *_doc(thing)]
+        if isinstance(thing, type):
+            for part, member in vars(thing).items():
+                if part.startswith(("_", "model_")) or not inspect.getdoc(member):
+                    continue
+                if isinstance(member, (classmethod, staticmethod)):
+                    member = member.__func__
+                if inspect.isfunction(member):
+                    lines += [f"### {name}.{part}\n", f"```python\n{_signature(part, member)}\n```\n", *_doc(member)]
+                elif isinstance(member, property):
+                    lines += [f"### {name}.{part}\n", *_doc(member)]
+    return "\n".join(lines)
+
+
+def _signature(name: str, thing: Any) -> str:
+    parameters = str(inspect.signature(thing)).replace("'", "")
+    text = f"{name}{parameters}"
+    if len(text) <= 100:
+        return text
+    inner, _, end = parameters[1:].rpartition(")")
+    depth, words = 0, [""]
+    for letter in inner:
+        depth += (letter in "[(") - (letter in "])")
+        if letter == "," and not depth:
+            words.append("")
+        else:
+            words[-1] += letter
+    return "\n".join([f"{name}(", *(f"    {word.strip()}," for word in words), f"){end}"])
+
+
+def _doc(thing: Any) -> Iterator[str]:
+    """A docstring as Markdown: its sections of arguments become lists."""
+    for block in re.split(r"\n\s*\n", inspect.getdoc(thing) or ""):
+        title, _, rest = block.partition("\n")
+        if not re.fullmatch(r"(Args|Raises|Returns|Attributes|Yields):", title):
+            yield f"{block.replace('``', '`')}\n"
+            continue
+        yield f"**{title[:-1]}**\n"
+        for item in re.split(r"\n {4}(?=\S)", f"\n{rest}")[1:]:
+            names, colon, about = " ".join(item.split()).replace("``", "`").partition(": ")
+            yield f"- `{names}`: {about}" if colon else f"- {names}"
+        yield ""
