@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from framework.commands.check_fix import write_file
-from framework.commands.timed_runs import config_alone, run_alone
+from framework.commands.timed_runs import INTERRUPTED, config_alone, run_alone
 from framework.errors import EXIT_OK, EXIT_TRAINING, ConfigError, UsageError, counted
 from framework.launch.hosts.devices import find_devices
 from framework.launch.hosts.hostfile import cluster_of, read_hostfile
@@ -35,7 +35,6 @@ from framework.system.arguments import CommandParser, like, whole
 from framework.system.output import visible, write
 from framework.text.document import is_setting
 
-_INTERRUPTED: Final = 130
 _MOST_BUSY: Final = 0.1  # of the cores, with other work
 
 
@@ -50,15 +49,16 @@ def bench(argv: Sequence[str]) -> int:
     asked = _parser().parse_intermixed_args(list(argv))
     every, dropped = points_of(asked.steps, asked.warmup)
     variants = _checked(asked, every)
-    if asked.dry_run:
-        for each in variants:
-            write(sys.stdout, visible(f"{each.name}: {each.plan.cluster}, {each.plan.layout}\n"))
-        return EXIT_OK
     out = _folder(asked, variants)
     num = min(asked.starts, asked.repeats)
     starts = [asked.repeats // num + (number < asked.repeats % num) for number in range(num)]
     environment, is_interrupted = _measure(asked, variants, starts, every, dropped)
-    notes = [*_doubts(variants, environment), _method(asked.steps, starts, every * dropped)]
+    notes = [
+        *_doubts(variants, environment),
+        f"Started {counted(num, 'time')} each, in turn, for {' + '.join(map(str, starts))} windows of {asked.steps} "
+        "steps "
+        f"after {every * dropped} of warm-up; medians of samples per second, means of the rest, memory of rank 0",
+    ]
     comparisons = compare(variants)
     sentences = [str(each["sentence"]) for each in comparisons]
     found = {"variants": [each.to_dict() for each in variants], "comparisons": comparisons, "notes": notes}
@@ -70,7 +70,7 @@ def bench(argv: Sequence[str]) -> int:
         lines += [] if asked.json else [f"page: {out / 'bench.html'}"]
     write(sys.stdout, "".join(f"{visible(line)}\n" for line in lines))
     has_failed = any(each.failure for each in variants)
-    return _INTERRUPTED if is_interrupted else EXIT_TRAINING if has_failed else EXIT_OK
+    return 130 if is_interrupted else EXIT_TRAINING if has_failed else EXIT_OK
 
 
 def _parser() -> CommandParser:
@@ -80,40 +80,35 @@ def _parser() -> CommandParser:
         description="Time variants of a run and compare them with the first: each is trained for real, in turn, with "
         "evaluation, checkpoints and sinks off.",
     )
+    option, numbers = bench.option, like(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", _numbers, "{}: write numbers such as 1,2")
+    count, steps = (whole(least, 1_000_000, f"{{}} is no number from {least} on") for least in (1, 0))
     words = "run configs, and settings for all variants"
     bench.add_argument("words", nargs="*", default=[], metavar="CONFIG key=value", help=words)
     terms: dict[str, Any] = {"action": "append", "nargs": "+", "dest": "variants", "default": []}
-    about = "what a variant of each config is called, and its own settings; may be given again"
-    bench.option("--variant", **terms, metavar=("NAME", "key=value"), help=about)
-    numbers = like(
-        r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", lambda text: tuple(map(int, text.split(","))), "{}: write numbers such as 1,2"
-    )
-    bench.option("--num_gpus", type=numbers, metavar="N[,M]", help="devices; several numbers: a variant with each")
+    about = "what a variant of each config is called, and its own settings"
+    option("--variant", **terms, metavar=("NAME", "key=value"), help=about)
+    option("--num_gpus", type=numbers, metavar="N[,M]", help="devices; several numbers: a variant with each")
     bench.add_argument("-H", "--hostfile", metavar="FILE", help="hosts and their devices, in DeepSpeed's format")
-    count, steps = (whole(least, 1_000_000, f"{{}} is no number from {least} on") for least in (1, 0))
-    bench.option("--steps", type=count, default=50, metavar="S", help="of a measured window; default 50")
-    about = "steps that every start drops first, at least; default 10"
-    bench.option("--warmup", type=steps, default=10, metavar="W", help=about)
-    bench.option("--repeats", type=count, default=5, metavar="R", help="windows of a variant, in all; default 5")
-    about = "starts of a variant, which share its windows; default 3"
-    bench.option("--starts", type=count, default=3, metavar="N", help=about)
-    about = "for page, charts and figures; left out: a new bench-TIME beside the runs, or none with --json"
-    bench.option("--out", metavar="DIR", help=about)
-    bench.option("--json", action="store_true", help="print the figures, with every window, as JSON")
-    bench.option("--dry_run", action="store_true", help="check and list the variants, and stop")
+    option("--steps", type=count, default=50, metavar="S", help="of a measured window; default 50")
+    option("--warmup", type=steps, default=10, metavar="W", help="first steps of a start, left out; default 10")
+    option("--repeats", type=count, default=5, metavar="R", help="windows of a variant, in all; default 5")
+    option("--starts", type=count, default=3, metavar="N", help="of a variant, which share its windows; default 3")
+    option("--out", metavar="DIR", help="for page, charts, figures; default: beside the runs, or none with --json")
+    option("--json", action="store_true", help="print all figures as JSON")
     return bench
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
 def points_of(steps: int, warmup: int) -> tuple[int, int]:
-    """Return how many steps a logged point has, as many as divide a window and are no more than the warm-up, and how
-    many points the warm-up is.
-    """
+    """Steps of a logged point, of which a window has a whole number, and points of the warm-up."""
     every = max(each for each in range(1, min(steps, warmup or steps) + 1) if steps % each == 0)
     return every, ceil(warmup / every)
 
 
 def _checked(asked: argparse.Namespace, every: int) -> list[Variant]:
-    """All variants; a ConfigError has the problems of every one."""
     settings, configs = ([word for word in asked.words if is_setting(word) is sort] for sort in (True, False))
     for label, *own in asked.variants:
         if is_setting(label) or not all(map(is_setting, own)):
@@ -156,11 +151,11 @@ def _variant(name: str, options: LaunchOptions, every: int) -> Variant:
 
 
 def _folder(asked: argparse.Namespace, variants: Sequence[Variant]) -> Path | None:
-    """See that results can be written before anything is measured; None where JSON alone is asked for."""
+    """See that results can be written, before anything is measured."""
     if asked.json and not asked.out:
         return None
-    beside = variants[0].plan.config.run.output_dir, time.strftime("bench-%Y%m%d-%H%M%S")
-    out = Path(asked.out) if asked.out else Path(*beside)
+    out = Path(asked.out or variants[0].plan.config.run.output_dir)
+    out = out if asked.out else out / time.strftime("bench-%Y%m%d-%H%M%S")
     with suppress(OSError):
         out.mkdir(parents=True, exist_ok=True)
     write_file(out / "bench.json", "{}\n", name=f"{out}/bench.json")
@@ -181,35 +176,31 @@ def _write(out: Path, text: str, page: str, chart: Chart | None) -> None:
 def _measure(
     asked: argparse.Namespace, variants: Sequence[Variant], starts: Sequence[int], every: int, dropped: int
 ) -> tuple[Mapping[str, Any], bool]:
-    """Start all in turn; what fails is left out of later rounds, and of what Ctrl-C ends whole windows are kept.
-
-    Returns:
-        the environment of a run, and whether Ctrl-C ended it.
+    """Start all in turn, but what has failed; returns a run's environment, and whether Ctrl-C ended it, of which whole
+    windows are kept.
     """
     environment: Mapping[str, Any] = {}
     for number, num_windows in enumerate(starts, start=1):
         for each in (each for each in variants if not each.failure):
             before, steps = _clocks(), every * dropped + asked.steps * num_windows
-            done = run_alone(each.plan, steps=steps, log_every=every, hostfile=asked.hostfile)
+            run, failure = run_alone(each.plan, steps=steps, log_every=every, hostfile=asked.hostfile)
             wall, busy, own = map(sub, _clocks(), before)
-            environment = environment or done.environment
-            windows = windows_of(done.points, dropped=dropped, size=asked.steps // every)
-            if done.is_interrupted or not done.failure:
+            environment = environment or run.environment
+            windows = windows_of(run, dropped=dropped, size=asked.steps // every)
+            if failure in ("", INTERRUPTED):
                 each.rounds += [windows] if windows else []
                 each.busy_cores += [max(0.0, busy - own) / (wall or 1.0)] if busy == busy else []
             else:
-                each.failure = done.failure
-            took = done.failure or ", ".join(f"{window['time/step_ms']:,.1f}" for window in windows) + " ms a step"
+                each.failure = failure
+            took = failure or ", ".join(f"{window['time/step_ms']:,.1f}" for window in windows) + " ms a step"
             write(sys.stderr, visible(f"start {number} of {len(starts)}: {each.name}: {took}\n"))
-            if done.is_interrupted:
+            if failure == INTERRUPTED:
                 return environment, True
     return environment, False
 
 
 def _clocks() -> tuple[float, float, float]:
-    """Seconds: of the wall, those that all cores have worked (NaN where that is not known), and those that they did so
-    for this process and all that it has started and waited for.
-    """
+    """Seconds: of the wall, of all cores' work (NaN: not known), and of that for this process and those it started."""
     times = os.times()
     try:
         words = Path("/proc/stat").read_text(encoding="ascii").split()[1:9]
@@ -231,14 +222,6 @@ def _doubts(variants: Sequence[Variant], environment: Mapping[str, Any]) -> Iter
         yield "Fewer ranks had more threads each; OMP_NUM_THREADS=1 makes every device one core"
     if len({each.plan.layout.global_size for each in variants}) > 1:
         yield "Steps have different numbers of samples; samples per second are compared"
-
-
-def _method(num_steps: int, starts: Sequence[int], warmup: int) -> str:
-    windows, steps = " + ".join(map(str, starts)), counted(num_steps, "step")
-    return (
-        f"{counted(len(starts), 'start')} of each in turn for {windows} windows of {steps} after {warmup} of warm-up, "
-        "without evaluation, checkpoints and sinks; medians of samples per second, means of the rest, rank 0's memory"
-    )
 
 
 def _table(variants: Sequence[Variant]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any, Final
 
 from framework.commands.strategies import unusual
-from framework.commands.timed_runs import run_alone
+from framework.commands.timed_runs import INTERRUPTED, run_alone
 from framework.errors import TrainingError, UsageError
 from framework.plan.alternatives import settings_text
 from framework.plan.plan import Plan
@@ -102,12 +102,11 @@ def measure_trials(trials: Sequence[Trial], *, note: Callable[[str], None], roun
 
 def _run(trial: Trial) -> None:
     """One run; its intervals join those of earlier ones."""
-    done = run_alone(trial.plan, steps=_STEPS, log_every=_LOG_EVERY, longest_seconds=_LONGEST_SECONDS)
-    if done.is_interrupted:
+    done, trial.failure = run_alone(trial.plan, steps=_STEPS, log_every=_LOG_EVERY, longest_seconds=_LONGEST_SECONDS)
+    if trial.failure == INTERRUPTED:
         raise KeyboardInterrupt
-    trial.failure = done.failure
-    if not done.failure:
-        trial.seconds += [point["time/step_ms"] / 1000 for point in done.points if "time/step_ms" in point][1:]
+    if not trial.failure:
+        trial.seconds += [0.001 * took for took in done.metrics["time/step_ms"].values[1:]]
 
 
 def table(trials: Sequence[Trial]) -> Iterator[str]:

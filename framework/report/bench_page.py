@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from framework.errors import show_value
 from framework.report.charts import step_bars
-from framework.report.draw import Chart, Span, bar_chart, text
+from framework.report.draw import Chart, bar_chart, text
 from framework.report.figures import number, size, time_split
 from framework.report.page import document, figures, table
 from framework.report.records import flat
@@ -21,26 +21,23 @@ def speed_chart(variants: Sequence[Variant]) -> Chart | None:
     """Draw the median of every variant that ran as a bar, with its quartiles and every window; None where none ran."""
     ran = [each for each in variants if each.windows]
     bars = [(each.name, [("median", each.quartiles[1])]) for each in ran]
-    spans = [Span(each.quartiles[0], each.quartiles[2], each.windows) for each in ran]
+    spans = [(each.quartiles[0], each.quartiles[2], each.windows) for each in ran]
     chart = bar_chart("bench", "Samples per second", "samples/s: more is better", bars, spans=spans)
     return chart and replace(chart, columns=COLUMNS, rows=rows_of(variants))
 
 
 def rows_of(variants: Sequence[Variant]) -> list[list[str]]:
     """Rows of a table with `COLUMNS`, one for each variant."""
-    return [_row(each) for each in variants]
+    return [_row(each) if each.windows else [each.name, each.failure, *[""] * 6] for each in variants]
 
 
 def _row(variant: Variant) -> list[str]:
-    if not variant.windows:
-        return [variant.name, variant.failure or "not measured", *[""] * 6]
     mean, (low, middle, high), busy = variant.means(), variant.quartiles, variant.busy_cores
-    memory = mean.get("memory/device_peak_bytes") or mean.get("memory/host_peak_bytes")
+    memory = mean.get("memory/device_peak_bytes", mean.get("memory/host_peak_bytes", 0.0))
     tokens = mean.get("throughput/tokens_per_sec")
     return [
         *(variant.name, number(middle), f"{number(low)} to {number(high)}", number(tokens) if tokens else ""),
-        *(f"{number(mean['time/step_ms'])} ms", size(memory) if memory else ""),
-        " + ".join(str(len(start)) for start in variant.rounds),
+        *(f"{number(mean['time/step_ms'])} ms", size(memory), " + ".join(str(len(start)) for start in variant.rounds)),
         f"{min(busy):.1f} to {max(busy):.1f} cores" if busy else "",
     ]
 

@@ -92,15 +92,6 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Span:
-    """Measurements behind a bar: the ends of their middle half, and each of them."""
-
-    low: float
-    high: float
-    points: Sequence[float]
-
-
-@dataclass(frozen=True)
 class Mark:
     """Something that happened at a step: ``save``, ``skip`` or ``restart``."""
 
@@ -397,7 +388,8 @@ def bar_chart(
     *,
     show: Callable[[float], str] = number,
     shown_unit: float = 1.0,
-    spans: Sequence[Span] = (),
+    spans: Sequence[tuple[float, float, Sequence[float]]] = (),
+    limit: tuple[str, float] | None = None,
 ) -> Chart | None:
     """Draw horizontal bars of parts; None where there is nothing to draw.
 
@@ -407,11 +399,15 @@ def bar_chart(
         bars: label, and parts with their values.
         show: text of a value in legend and table.
         shown_unit: what a value is divided by on the axis.
-        spans: of each bar, how far its measurements lie apart.
+        spans: of each bar the middle half of what was measured, and all of it.
+        limit: a value to stay below, and its name.
     """
     names = list(dict.fromkeys(name for _, parts in bars for name, _ in parts))
     sums = [sum(value for _, value in parts) for _, parts in bars]
-    most = max([*sums, *(value for span in spans for value in (span.high, *span.points))], default=0.0)
+    most = max(
+        [*sums, limit[1] if limit else 0, *(value for _, high, points in spans for value in (high, *points))],
+        default=0.0,
+    )
     if not most > 0:
         return None
     single = dict(bars[0][1]) if len(bars) == 1 and not spans else {}
@@ -422,6 +418,7 @@ def bar_chart(
     styles = [_STYLE_OF_PART.get(name, place % 8) for place, name in enumerate(names)]
     entries = [(labelled(name), _swatch(style)) for name, style in zip(names, styles, strict=True)]
     entries += [("middle half", _whisker(0, 18, 0)), ("one measurement", _POINT.format(9, 0))] if spans else []
+    entries += [(limit[0], '<path class="r" d="M0 0h20"/>')] if limit else []
     legend, top = _legend(entries, 400)
     height = top + 34 * len(bars) + 40
     frame = _Frame(14, top, 386, height - 36, 0, most / shown_unit, 0, 1)
@@ -431,6 +428,11 @@ def bar_chart(
         parts.append(f'<path class="g" d="M{x:.1f} {frame.top:.1f}V{frame.bottom + 4:.1f}"/>')
         parts.append(f'<text x="{x:.1f}" y="{frame.bottom + 16:.1f}" text-anchor="middle">{tick(value)}</text>')
     parts.append(f'<text x="200" y="{height - 5:.1f}" text-anchor="middle">{text(unit)}</text>')
+    drawn_limit = (
+        f'<path class="r" d="M{frame.x(limit[1] / shown_unit):.1f} {frame.top:.1f}V{frame.bottom:.1f}"/>'
+        if limit
+        else ""
+    )
     for row, ((label, values), total) in enumerate(zip(bars, sums, strict=True)):
         y, x = top + 34 * row + 14, frame.left
         short = label if len(label) <= 44 else label[:41] + "..."
@@ -442,9 +444,10 @@ def bar_chart(
             )
             parts.append(f"{part}<title>{text(name)}: {text(show(value))}</title></rect>")
             x += width
-        for span in spans[row : row + 1]:
-            parts.append(_whisker(frame.x(span.low / shown_unit), frame.x(span.high / shown_unit), y + 7))
-            parts += [_POINT.format(f"{frame.x(value / shown_unit):.1f}", f"{y + 17:.1f}") for value in span.points]
+        for low, high, points in spans[row : row + 1]:
+            parts.append(_whisker(frame.x(low / shown_unit), frame.x(high / shown_unit), y + 7))
+            parts += [_POINT.format(f"{frame.x(value / shown_unit):.1f}", f"{y + 17:.1f}") for value in points]
+    parts.append(drawn_limit)
     described = "; ".join(
         f"{label}: " + ", ".join(f"{name} {show(value)}" for name, value in values) for label, values in bars[:8]
     )

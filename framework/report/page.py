@@ -84,27 +84,14 @@ def page(runs: Sequence[Run], *, refresh_seconds: int = 0) -> str:
     charts = charts_of(runs)
     sections = [(name, figures(found)) for name, found in charts.items()]
     sections += [(name, content) for name, content in _tables(runs) if content]
-    return document(
-        title,
-        sections,
-        about="Report of training",
-        top=_top(runs),
-        lead=_figures(runs),
-        refresh_seconds=refresh_seconds,
-    )
+    parts = {"top": _top(runs), "lead": _figures(runs)}
+    return document(title, sections, about="Report of training", **parts, refresh_seconds=refresh_seconds)
 
 
 def document(
     title: str, sections: Sequence[tuple[str, str]], *, about: str, top: str, lead: str = "", refresh_seconds: int = 0
 ) -> str:
-    """Make a page of HTML from its parts.
-
-    Args:
-        title, about: heading, and the line above it.
-        sections: heading and HTML of each.
-        top, lead: HTML above and below the links to the sections.
-        refresh_seconds: as of `page`.
-    """
+    """Make a page: heading, the line above it, sections by headings, and HTML before and after the links to them."""
     links = "".join(f'<a href="#{_anchor(name)}">{name}</a>' for name, _ in sections)
     body = "".join(
         f'<section aria-labelledby="{_anchor(name)}"><h2 id="{_anchor(name)}">{name}</h2>{content}</section>'

@@ -17,7 +17,7 @@ def png_of(svg: str) -> bytes:
     """Draw a chart's SVG file in its light colours, on white where it has no ground.
 
     Raises:
-        ConfigError: resvg is not installed, or finds no font; kind ``package-missing`` or ``font-missing``.
+        ConfigError: resvg is not installed, or finds no font.
     """
     frame = '<svg xmlns="http://www.w3.org/2000/svg" width="20" height="20">{}</svg>'
     if _drawn(frame.format('<text y="15">x</text>')) == _drawn(frame.format("")):

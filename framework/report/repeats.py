@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from statistics import mean, median, quantiles
 from typing import Any, Final
 
 from framework.plan.plan import Plan
+from framework.report.records import Run
 
 _DRAWS: Final = 4000
+_MEASURED: Final = ("time/", "throughput/", "memory/")
 
 
 @dataclass
@@ -46,7 +48,7 @@ class Variant:
 
     @property
     def quartiles(self) -> list[float]:
-        """Quartiles of `windows`, of which there is one; linear between the two nearest."""
+        """Quartiles of `windows`, of which there is at least one; linear between neighbours."""
         return quantiles(self.windows, n=4, method="inclusive") if len(self.windows) > 1 else 3 * self.windows
 
     def means(self) -> dict[str, float]:
@@ -65,10 +67,10 @@ class Variant:
 
 
 def interval_of_ratio(base: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Find the 95 % interval of the ratio of two medians, of windows by start, by a bootstrap of rounds.
+    """Find the 95 % interval of the ratio of two medians, of windows by start.
 
-    A draw takes rounds, in which both had their turn, and windows within each. What was slow for both in a round stays
-    together, and is no difference (a block bootstrap: Davison and Hinkley 1997, section 3.8).
+    A bootstrap of rounds, and of windows within each: what was slow for both in a round stays together, and is no
+    difference (a block bootstrap: Davison and Hinkley 1997, section 3.8).
     """
     chance, rounds, ratios = random.Random(0), range(min(len(base), len(other))), []
     for _ in range(_DRAWS):
@@ -82,27 +84,24 @@ def interval_of_ratio(base: Sequence[Sequence[float]], other: Sequence[Sequence[
 
 
 def compare(variants: Sequence[Variant]) -> list[dict[str, Any]]:
-    """Compare every variant that ran with the first that did: ratio of samples per second, its interval where both were
-    started twice, and a sentence.
-    """
+    """Compare every variant that ran with the first that did; no interval where one was started only once."""
     found, ran = [], [each for each in variants if each.windows]
     for base, other in ((ran[0], other) for other in ran[1:]):
-        ratio, ends, names = median(other.windows) / median(base.windows), None, f"{other.name} and {base.name}"
+        ratio, ends = median(other.windows) / median(base.windows), None
         sentence = f"{other.name} is {ratio:.3g} times as fast as {base.name}"
         if min(len(base.rates), len(other.rates)) < 2:
             sentence += "; noise is not known from one start"
         else:
             ends = interval_of_ratio(base.rates, other.rates)
-            sure, is_noise = f"95 %: {ends[0]:.3g} to {ends[1]:.3g}", ends[0] <= 1 <= ends[1]
-            noise = f"{names}: no difference beyond noise (ratio {ratio:.3g}, {sure})"
-            sentence = noise if is_noise else f"{sentence} ({sure})"
+            sure = f"95 %: {ends[0]:.3g} to {ends[1]:.3g}"
+            noise = f"{other.name} and {base.name}: no difference beyond noise (ratio {ratio:.3g}, {sure})"
+            sentence = noise if ends[0] <= 1 <= ends[1] else f"{sentence} ({sure})"
         found.append({"variant": other.name, "over": base.name, "ratio": ratio, "interval": ends, "sentence": sentence})
     return found
 
 
-def windows_of(points: Sequence[Mapping[str, Any]], *, dropped: int, size: int) -> list[dict[str, float]]:
+def windows_of(run: Run, *, dropped: int, size: int) -> list[dict[str, float]]:
     """Means of every metric over windows of so many points, after those that are dropped; one cut short is left out."""
-    timed = [point for point in points if "time/step_ms" in point][dropped:]
-    windows = [timed[first : first + size] for first in range(0, len(timed) - size + 1, size)]
-    names = [name for name in (timed or [{}])[0] if name.startswith(("time/", "throughput/", "memory/"))]
-    return [{name: mean(each.get(name, 0.0) for each in window) for name in names} for window in windows]
+    found = {name: each.values[dropped:] for name, each in run.metrics.items() if name.startswith(_MEASURED)}
+    num = len(found.get("time/step_ms", ())) // size
+    return [{name: mean(each[size * n : size * (n + 1)]) for name, each in found.items()} for n in range(num)]

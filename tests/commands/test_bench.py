@@ -11,9 +11,10 @@ import pytest
 
 from framework.cli import main
 from framework.commands import bench
-from framework.commands.timed_runs import TimedRun, config_alone
+from framework.commands.timed_runs import INTERRUPTED, config_alone
 from framework.config.load import config_from_values
 from framework.plan.plan import Plan
+from framework.report.records import Run, Series
 from tests.places import ROOT
 
 Capture = pytest.CaptureFixture[str]
@@ -33,12 +34,13 @@ def answering(monkeypatch: pytest.MonkeyPatch, answer: Answer) -> list[tuple[int
     """
     started: list[tuple[int, int, int]] = []
 
-    def run(plan: Plan, *, steps: int, log_every: int, hostfile: str | None) -> TimedRun:
+    def run(plan: Plan, *, steps: int, log_every: int, hostfile: str | None) -> tuple[Run, str]:
         started.append((plan.cluster.world_size, steps, log_every))
         took, failure, is_interrupted = answer(len(started), plan)
         done = range(log_every, (steps // 2 if is_interrupted else steps) + 1, log_every)
-        points = [{"step": step, "time/step_ms": 900.0 if step == log_every else took} for step in done]
-        return TimedRun(points, {"device": "cpu"}, failure, is_interrupted)
+        found = Run(Path("run"), environment={"device": "cpu"})
+        found.metrics["time/step_ms"] = Series([*done], [900.0 if step == log_every else took for step in done])
+        return found, INTERRUPTED if is_interrupted else failure
 
     monkeypatch.setattr(bench, "run_alone", run)
     return started
@@ -84,7 +86,7 @@ def test_a_variant_that_fails_is_named_and_the_others_go_on(monkeypatch: pytest.
 
 
 def test_ctrl_c_keeps_whole_windows(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    started = answering(monkeypatch, lambda number, plan: (10.0, "interrupted" if number == 3 else "", number == 3))
+    started = answering(monkeypatch, lambda number, plan: (10.0, "", number == 3))
     words = ["--num_gpus", "1,2", "--steps", "2", "--warmup", "2", "--repeats", "8", "--starts", "2", "--json"]
     assert main(["bench", QUICKSTART, *words]) == 130
     assert len(started) == 3
