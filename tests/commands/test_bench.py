@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,3 +200,14 @@ def test_variants_are_trained_for_real(tmp_path: Path, monkeypatch: pytest.Monke
     assert [each["variant"] for each in found["comparisons"]] == ["pipelined"]
     assert found["environment"]["device"]
     assert {path.name for path in tmp_path.iterdir()} == {"out"}  # and nothing of the runs is left
+
+
+def test_the_example_of_the_page_has_equal_batches(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    page = (ROOT / "docs/bench.md").read_text(encoding="utf-8")
+    words = shlex.split(page[page.index("DS_ACCELERATOR=cpu") :].split("\n```")[0])
+    answering(monkeypatch, lambda number, plan: (10.0, "", False))
+    config = str(ROOT / words[words.index("bench") + 1])
+    assert main(["bench", config, *words[words.index("bench") + 2 :], "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["plan"]["samples"].partition(" samples")[0] for each in found["variants"]] == ["16"] * 4
+    assert not [note for note in found["notes"] if "different numbers" in note]
