@@ -404,10 +404,7 @@ def bar_chart(
     """
     names = list(dict.fromkeys(name for _, parts in bars for name, _ in parts))
     sums = [sum(value for _, value in parts) for _, parts in bars]
-    most = max(
-        [*sums, limit[1] if limit else 0, *(value for _, high, points in spans for value in (high, *points))],
-        default=0.0,
-    )
+    most = max([0.0, *sums, limit[1] if limit else 0.0, *(max(high, *points) for _, high, points in spans)])
     if not most > 0:
         return None
     single = dict(bars[0][1]) if len(bars) == 1 and not spans else {}
@@ -428,11 +425,6 @@ def bar_chart(
         parts.append(f'<path class="g" d="M{x:.1f} {frame.top:.1f}V{frame.bottom + 4:.1f}"/>')
         parts.append(f'<text x="{x:.1f}" y="{frame.bottom + 16:.1f}" text-anchor="middle">{tick(value)}</text>')
     parts.append(f'<text x="200" y="{height - 5:.1f}" text-anchor="middle">{text(unit)}</text>')
-    drawn_limit = (
-        f'<path class="r" d="M{frame.x(limit[1] / shown_unit):.1f} {frame.top:.1f}V{frame.bottom:.1f}"/>'
-        if limit
-        else ""
-    )
     for row, ((label, values), total) in enumerate(zip(bars, sums, strict=True)):
         y, x = top + 34 * row + 14, frame.left
         short = label if len(label) <= 44 else label[:41] + "..."
@@ -447,7 +439,9 @@ def bar_chart(
         for low, high, points in spans[row : row + 1]:
             parts.append(_whisker(frame.x(low / shown_unit), frame.x(high / shown_unit), y + 7))
             parts += [_POINT.format(f"{frame.x(value / shown_unit):.1f}", f"{y + 17:.1f}") for value in points]
-    parts.append(drawn_limit)
+    if limit:
+        x = frame.x(limit[1] / shown_unit)
+        parts.append(f'<path class="r" d="M{x:.1f} {frame.top:.1f}V{frame.bottom:.1f}"/>')
     described = "; ".join(
         f"{label}: " + ", ".join(f"{name} {show(value)}" for name, value in values) for label, values in bars[:8]
     )
