@@ -50,6 +50,7 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
     "generate": "print a sample of text from a checkpoint of a GPT: generate CHECKPOINT --prompt TEXT",
     "export": "write the weights of a checkpoint as safetensors: export CHECKPOINT OUT",
     "doctor": "is this machine, or are these hosts, fit to train? doctor [CONFIG] [-H HOSTFILE] [--bench]",
+    "bench": "time variants of a run: bench CONFIG... [key=value ...] [--variant NAME key=value ...] [--num_gpus 1,2]",
     "launch": "train: launch CONFIG [key=value ...] [-H HOSTFILE]; also launch node, k8s, slurm",
 }
 
@@ -89,6 +90,10 @@ def _run(words: Sequence[str]) -> int:
             from framework.launch.local import launch
 
             return launch(words[1:])
+        if words[:1] == ["bench"]:
+            from framework.commands.bench import bench
+
+            return bench(words[1:])
         if words[:1] == ["doctor"]:
             from framework.commands.doctor import doctor
 

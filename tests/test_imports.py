@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "deploy": {"load_run", "system", "text", "config", "plan", "launch", "hosts"},
     "report": {"system", "text", "config", "plan", "checkpoint", "train"},
     "commands": {"load_run", "system", "text", "config", "plan", "checkpoint", "train", "dslint", "report"},
+    "bench command": {"load_run", "system", "text", "plan", "launch", "hosts", "commands", "report"},
     "doctor command": {"system", "config", "plan", "launch", "hosts", "node checks", "doctor"},
     # ------------------------------------------------ torch line
     "models": {"system", "text", "config"},
@@ -76,6 +77,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "launch",
         "doctor",
         "doctor command",
+        "bench command",
         "deploy",
         "commands",
     },
@@ -96,6 +98,7 @@ HALVES = {
     "launch.options": "hosts",
     "launch.deepspeed_command": "hosts",
     "commands.doctor": "doctor command",
+    "commands.bench": "bench command",
     "commands.export": "torch commands",
     "commands.generate": "torch commands",
     "commands.machine_rates": "torch commands",
@@ -119,6 +122,7 @@ LIGHT = (
     "report",
     "commands",
     "doctor command",
+    "bench command",
     "cli",
     "__main__",
     "__init__",
@@ -126,7 +130,13 @@ LIGHT = (
 HEAVY = {"torch", "torchvision", "deepspeed", "numpy", "sklearn", "PIL"}
 # What a laptop has after `pip install -e .`; the rest of train's needs is imported where it is used.
 BASE_INSTALL = {"pydantic", "pydantic_core", "yaml", "rich"}
-OF_THE_TRAIN_EXTRA = {"train": {"tensorboard"}, "launch": {"psutil"}, "node checks": {"psutil"}, "doctor": {"psutil"}}
+OF_THE_TRAIN_EXTRA = {
+    "train": {"tensorboard"},
+    "launch": {"psutil"},
+    "node checks": {"psutil"},
+    "doctor": {"psutil"},
+    "report": {"resvg_py"},
+}
 
 
 def part_of(module: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,8 @@ def add_options(report: argparse.ArgumentParser) -> None:
     port = whole(0, 65536, "{} is not a port; write 0 to 65535")
     report.add_argument("runs", nargs="+", metavar="RUN", help="run folder, <run.output_dir>/<run.name>")
     report.add_argument("--out", metavar="FILE.html", help="the page; left out: report.html in the (first) run folder")
-    report.add_argument("--svg", metavar="DIR", help="also write each chart as an SVG file there")
+    for kind in ("svg", "png"):
+        report.add_argument(f"--{kind}", metavar="DIR", help=f"also write each chart as {kind.upper()} there")
     report.add_argument(
         "--json", action="store_true", help="print verdict and figures as JSON; the page with --out only"
     )
@@ -58,8 +60,7 @@ def run_report(arguments: argparse.Namespace) -> int:
         return EXIT_OK
     out = Path(arguments.out) if arguments.out else folders[0] / REPORT
     try:
-        if arguments.svg:
-            _write_charts(runs, Path(arguments.svg))
+        _write_charts(runs, svg=arguments.svg, png=arguments.png)
         if arguments.out or not arguments.json:
             out.parent.mkdir(parents=True, exist_ok=True)
             replace_text(out, page(runs))
@@ -81,11 +82,15 @@ def _lines(runs: list[Run], out: Path) -> list[str]:
     return [*(f"{run.name}: {state(run)}; {verdict_of(run).sentence}" for run in runs), f"report: {out}"]
 
 
-def _write_charts(runs: list[Run], folder: Path) -> None:
+def _write_charts(runs: list[Run], *, svg: str | None, png: str | None) -> None:
     from framework.report.charts import charts_of
+    from framework.report.png import png_of
     from framework.system.files import replace_text
 
-    folder.mkdir(parents=True, exist_ok=True)
-    for charts in charts_of(runs).values():
-        for chart in charts:
-            replace_text(folder / f"{chart.slug}.svg", chart.file())
+    for folder in filter(None, (svg, png)):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    for chart in chain(*charts_of(runs).values()) if svg or png else ():
+        if svg:
+            replace_text(Path(svg, f"{chart.slug}.svg"), chart.file())
+        if png:
+            Path(png, f"{chart.slug}.png").write_bytes(png_of(chart.file()))

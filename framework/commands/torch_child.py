@@ -10,10 +10,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Final
 
 from framework.plan.plan import Plan
+
+_LEAVE_SECONDS: Final = 20.0
 
 
 class NoAnswerError(Exception):
@@ -48,29 +51,34 @@ def ask_child(module: str, plan: Plan, *, longest_seconds: float, needs: tuple[s
 
 
 def run_child(
-    words: Sequence[str], environment: Mapping[str, str], *, longest_seconds: float, text: str = ""
+    words: Sequence[str], environment: Mapping[str, str], *, longest_seconds: float | None, text: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python with these words and wait; `text` is its stdin.
+    """Run Python with these words and wait; `text` is its stdin. After Ctrl-C it has some seconds to end by itself.
 
     Raises:
         NoAnswerError: it cannot be started, or takes longer.
     """
     command = [sys.executable, *words]
+    pipe = subprocess.PIPE
     try:
-        return subprocess.run(
-            command,
-            input=text,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            env=environment,
-            timeout=longest_seconds,
-            check=False,
+        child = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=pipe, encoding="utf-8", errors="replace", env=environment
         )
-    except subprocess.TimeoutExpired:
-        raise NoAnswerError(f"it took more than {longest_seconds:g} s") from None
     except OSError as error:
         raise NoAnswerError(f"{sys.executable} cannot be started: {error.strerror}") from error
+    with child:
+        try:
+            out, err = child.communicate(text, timeout=longest_seconds)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            raise NoAnswerError(f"it took more than {longest_seconds:g} s") from None
+        except BaseException:
+            child.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                child.communicate(timeout=_LEAVE_SECONDS)
+            child.kill()
+            raise
+    return subprocess.CompletedProcess(command, child.returncode, out, err)
 
 
 def failure_of(stderr: str) -> str:

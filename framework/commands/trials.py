@@ -1,23 +1,18 @@
 """``plan CONFIG --trials 4``: the best strategies of the search for some steps each, on the devices at hand.
 
-Each trial is a run of its own, through the launcher, in a folder that goes with it. They take turns, so that what else
-the machine does meets them alike.
+They take turns, so that what else the machine does meets them alike.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
 from framework.commands.strategies import unusual
-from framework.commands.torch_child import NoAnswerError, failure_of, run_child
+from framework.commands.timed_runs import INTERRUPTED, run_alone
 from framework.errors import TrainingError, UsageError
 from framework.plan.alternatives import settings_text
 from framework.plan.plan import Plan
@@ -28,13 +23,6 @@ _ROUNDS: Final = 2
 _STEPS: Final = 20
 _LOG_EVERY: Final = 4
 _LONGEST_SECONDS: Final = 600.0
-# What a run does beside its steps, and what would make a measurement of an earlier run's.
-_ALONE: Final[Mapping[str, Mapping[str, Any]]] = {
-    "training": {"max_steps": _STEPS, "max_epochs": None, "log_every": _LOG_EVERY},
-    "evaluation": {"every_epochs": None, "every_steps": None, "at_end": False},
-    "checkpoint": {"every_epochs": None, "every_steps": None, "at_end": False, "resume": "never", "mode": "sync"},
-    "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
-}
 
 
 @dataclass
@@ -114,26 +102,11 @@ def measure_trials(trials: Sequence[Trial], *, note: Callable[[str], None], roun
 
 def _run(trial: Trial) -> None:
     """One run; its intervals join those of earlier ones."""
-    with tempfile.TemporaryDirectory(prefix="dsf-trial-") as folder:
-        config, out = Path(folder, "trial.json"), Path(folder, "runs")
-        values = trial.plan.config.to_dict()
-        for name, section in _ALONE.items():
-            values[name] = values.get(name, {}) | section
-        values["run"] = values["run"] | {"name": "trial", "output_dir": str(out)}
-        config.write_text(json.dumps(values), encoding="utf-8")
-        ranks = str(trial.plan.cluster.devices_per_host)
-        command = ["-m", "framework", "launch", str(config), "--num_gpus", ranks]
-        try:
-            done = run_child(command, os.environ, longest_seconds=_LONGEST_SECONDS)
-        except NoAnswerError as error:
-            trial.failure = str(error)
-            return
-        if done.returncode:
-            trial.failure = f"exit code {done.returncode}: {failure_of(done.stderr)}"
-            return
-        text = Path(out, "trial", "metrics.jsonl").read_text(encoding="utf-8")
-        steps = [row["time/step_ms"] / 1000 for row in map(json.loads, text.splitlines()) if "time/step_ms" in row]
-        trial.seconds += steps[1:]
+    done, trial.failure = run_alone(trial.plan, steps=_STEPS, log_every=_LOG_EVERY, longest_seconds=_LONGEST_SECONDS)
+    if trial.failure == INTERRUPTED:
+        raise KeyboardInterrupt
+    if not trial.failure:
+        trial.seconds += [0.001 * took for took in done.metrics["time/step_ms"].values[1:]]
 
 
 def table(trials: Sequence[Trial]) -> Iterator[str]:

@@ -117,15 +117,18 @@ def _planned_step(run: Run) -> tuple[str, float] | None:
     return ("plan", 1000.0 * seconds) if isinstance(seconds, int | float) and 0 < seconds < 1e9 else None
 
 
-def _split(runs: Sequence[Run]) -> Iterator[Chart]:
-    splits = [(run.name, _named(time_split(means(run)))) for run in runs]
-    bars = [(name, list(split.items())) for name, split in splits if split]
+def step_bars(splits: Sequence[tuple[str, Mapping[str, float]]]) -> Chart | None:
+    """Draw the parts of a mean step, in milliseconds, as a bar for each name."""
+    bars = [(name, list(_named(split).items())) for name, split in splits if split]
 
     def milliseconds(value: float) -> str:
         return f"{number(value)} ms"
 
-    title = "Where the time of a mean step goes"
-    if chart := bar_chart("step-parts", title, "ms per step", bars, show=milliseconds):
+    return bar_chart("step-parts", "Where the time of a mean step goes", "ms per step", bars, show=milliseconds)
+
+
+def _split(runs: Sequence[Run]) -> Iterator[Chart]:
+    if chart := step_bars([(run.name, time_split(means(run))) for run in runs]):
         yield chart
     parts = _parts_over_time(runs[0]) if len(runs) == 1 else []
     # Of waits for data and the rest alone, the curve of the whole shows as much.

@@ -36,7 +36,8 @@ STYLE: Final = (
     + "".join(f"--l{n}:{color};" for n, color in enumerate(DARK))
     + "}}.chart text{font:11px system-ui,sans-serif;fill:var(--soft)}.chart text.t{font-size:13px;font-weight:600;"
     "fill:var(--ink)}.chart .g{stroke:var(--grid);fill:none}.chart .l{fill:none;stroke-width:1.6;stroke-linejoin:round}"
-    ".chart .a{stroke:var(--paper);stroke-width:.7}.chart .r{stroke:var(--ink);stroke-dasharray:3 3;fill:none}"
+    ".chart .a{stroke:var(--paper);stroke-width:.7}"
+    ".chart .w,.chart .r{stroke:var(--ink);fill:none}.chart .r{stroke-dasharray:3 3}"
     + "".join(
         f".chart .l{n}{{stroke:var(--l{n % 6});stroke-dasharray:{_DASHES[(n + n // 6) % 8] or 'none'}}}"
         f".chart .m{n}{{fill:var(--l{n % 6})}}.chart .p{n}{{fill:var(--p{n % 8})}}"
@@ -52,6 +53,7 @@ _STYLE_OF_PART: Final = {
     "evaluation": 2,
     "backward": 3,
     "training": 3,
+    "median": 3,
     "communication": 4,
     "between restarts": 4,
     "optimizer": 5,
@@ -386,6 +388,8 @@ def bar_chart(
     *,
     show: Callable[[float], str] = number,
     shown_unit: float = 1.0,
+    spans: Sequence[tuple[float, float, Sequence[float]]] = (),
+    limit: tuple[str, float] | None = None,
 ) -> Chart | None:
     """Draw horizontal bars of parts; None where there is nothing to draw.
 
@@ -395,19 +399,23 @@ def bar_chart(
         bars: label, and parts with their values.
         show: text of a value in legend and table.
         shown_unit: what a value is divided by on the axis.
+        spans: of each bar the middle half of what was measured, and all of it.
+        limit: a value to stay below, and its name.
     """
     names = list(dict.fromkeys(name for _, parts in bars for name, _ in parts))
     sums = [sum(value for _, value in parts) for _, parts in bars]
-    most = max(sums, default=0.0)
+    most = max([0.0, *sums, limit[1] if limit else 0.0, *(max(high, *points) for _, high, points in spans)])
     if not most > 0:
         return None
-    single = dict(bars[0][1]) if len(bars) == 1 else {}
+    single = dict(bars[0][1]) if len(bars) == 1 and not spans else {}
 
     def labelled(name: str) -> str:
         return f"{name} {show(single[name])} ({single[name] / most:.0%})" if name in single else name
 
     styles = [_STYLE_OF_PART.get(name, place % 8) for place, name in enumerate(names)]
     entries = [(labelled(name), _swatch(style)) for name, style in zip(names, styles, strict=True)]
+    entries += [("middle half", _whisker(0, 18, 0)), ("one measurement", _POINT.format(9, 0))] if spans else []
+    entries += [(limit[0], '<path class="r" d="M0 0h20"/>')] if limit else []
     legend, top = _legend(entries, 400)
     height = top + 34 * len(bars) + 40
     frame = _Frame(14, top, 386, height - 36, 0, most / shown_unit, 0, 1)
@@ -428,12 +436,25 @@ def bar_chart(
             )
             parts.append(f"{part}<title>{text(name)}: {text(show(value))}</title></rect>")
             x += width
+        for low, high, points in spans[row : row + 1]:
+            parts.append(_whisker(frame.x(low / shown_unit), frame.x(high / shown_unit), y + 7))
+            parts += [_POINT.format(f"{frame.x(value / shown_unit):.1f}", f"{y + 17:.1f}") for value in points]
+    if limit:
+        x = frame.x(limit[1] / shown_unit)
+        parts.append(f'<path class="r" d="M{x:.1f} {frame.top:.1f}V{frame.bottom:.1f}"/>')
     described = "; ".join(
         f"{label}: " + ", ".join(f"{name} {show(value)}" for name, value in values) for label, values in bars[:8]
     )
     rows = [[name, *_shares(name, bars, sums, show)] for name in names]
     columns = ["part", *(label for label, _ in bars)]
     return Chart(slug, title, _svg(slug, title, described, (400, height), parts), columns, rows)
+
+
+_POINT: Final = '<circle class="m2" cx="{}" cy="{}" r="1.6"/>'
+
+
+def _whisker(low: float, high: float, y: float) -> str:
+    return f'<path class="w" d="M{low:.1f} {y:.1f}H{high:.1f}M{low:.1f} {y - 3:.1f}v6M{high:.1f} {y - 3:.1f}v6"/>'
 
 
 def _swatch(style: int) -> str:

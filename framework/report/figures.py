@@ -114,15 +114,9 @@ def seconds(run: Run) -> float:
 
 @dataclass(frozen=True)
 class Goodput:
-    """Time of a run by what it was spent on, in the categories of ml-goodput.
-
-    Attributes:
-        parts: category -> seconds.
-        has_events: what only events know is counted; without them it is part of ``other``.
-    """
+    """Time of a run by what it was spent on, in the categories of ml-goodput: seconds of each."""
 
     parts: Mapping[str, float]
-    has_events: bool
 
     @property
     def total(self) -> float:
@@ -160,7 +154,7 @@ def goodput(run: Run) -> Goodput | None:
         begun = min(event["time_seconds"] for event in run.happened("start", "resume") if "time_seconds" in event)
         parts["start-up"] = max(0.0, clock[0][1] - spent.get(clock[0][0], 0.0) - begun)
     parts["other"] = max(0.0, wall - sum(parts.values()))
-    return Goodput({name: value for name, value in parts.items() if value > 0}, bool(run.events))
+    return Goodput({name: value for name, value in parts.items() if value > 0})
 
 
 def _within_steps(run: Run, name: str) -> float:

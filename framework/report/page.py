@@ -82,8 +82,16 @@ def page(runs: Sequence[Run], *, refresh_seconds: int = 0) -> str:
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
     title = title if len(title) <= 160 else title[:157] + "..."
     charts = charts_of(runs)
-    sections = [(name, f'<div class="charts">{"".join(map(_figure, found))}</div>') for name, found in charts.items()]
+    sections = [(name, figures(found)) for name, found in charts.items()]
     sections += [(name, content) for name, content in _tables(runs) if content]
+    parts = {"top": _top(runs), "lead": _figures(runs)}
+    return document(title, sections, about="Report of training", **parts, refresh_seconds=refresh_seconds)
+
+
+def document(
+    title: str, sections: Sequence[tuple[str, str]], *, about: str, top: str, lead: str = "", refresh_seconds: int = 0
+) -> str:
+    """Make a page: heading, the line above it, sections by headings, and HTML before and after the links to them."""
     links = "".join(f'<a href="#{_anchor(name)}">{name}</a>' for name, _ in sections)
     body = "".join(
         f'<section aria-labelledby="{_anchor(name)}"><h2 id="{_anchor(name)}">{name}</h2>{content}</section>'
@@ -95,8 +103,8 @@ def page(runs: Sequence[Run], *, refresh_seconds: int = 0) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}"><link rel="icon" href="data:,">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f'<meta name="color-scheme" content="light dark"><style>{STYLE}{_PAGE_STYLE}</style></head>\n'
-        f'<body><header><p class="soft">Report of training</p><h1>{text(title)}</h1>{_top(runs)}'
-        f'<nav aria-label="Sections">{links}</nav></header>\n<main>{_figures(runs)}{body}</main>\n'
+        f'<body><header><p class="soft">{text(about)}</p><h1>{text(title)}</h1>{top}'
+        f'<nav aria-label="Sections">{links}</nav></header>\n<main>{lead}{body}</main>\n'
         f'<footer class="soft">Written by dsf-trainer {text(framework.__version__)}, {moment(time.time())} UTC.'
         "</footer></body></html>\n"
     )
@@ -157,6 +165,11 @@ def _figures(runs: Sequence[Run]) -> str:
     labels = dict.fromkeys(label for rows in found for label, _ in rows)
     table = [[label, *(dict(rows).get(label, "") for rows in found)] for label in labels]
     return _table(["", *(run.name for run in runs)], table, label="Headline figures")
+
+
+def figures(charts: Sequence[Chart]) -> str:
+    """Charts side by side, each with its data as a table."""
+    return f'<div class="charts">{"".join(map(_figure, charts))}</div>'
 
 
 def _figure(chart: Chart) -> str:
@@ -278,6 +291,9 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, label: str,
 
     head, body = row_of(columns, "col"), "".join(row_of(row, "row") for row in rows)
     return _scroll(f"<table><thead>{head}</thead><tbody>{body}</tbody></table>", label, is_tall=is_tall)
+
+
+table: Final = _table  # for pages of other things than runs
 
 
 def _class(cell: str) -> str:

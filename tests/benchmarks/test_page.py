@@ -63,3 +63,9 @@ def test_memory_of_export() -> None:
         for name, case in results("export_memory")["cases"].items()
     ]
     assert [[row[0].replace("`", ""), *row[1:]] for row in rows("Memory of `export`")] == reported
+
+
+def test_resnet50_on_two_devices() -> None:
+    shown = [row[:2] for row in rows("ResNet-50 on two devices")]
+    middles = [(each["name"], each["quartiles"]) for each in results("resnet50_bench")["variants"]]
+    assert shown == [[name, f"{middle:.1f} ({low:.1f} - {high:.1f})"] for name, (low, middle, high) in middles]

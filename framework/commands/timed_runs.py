@@ -1,0 +1,64 @@
+"""Short training runs for their times: through the launcher, with nothing beside the steps, in a folder that goes with
+them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from framework.commands.torch_child import NoAnswerError, failure_of, run_child
+from framework.config.load import config_from_values
+from framework.config.run_config import RunConfig
+from framework.errors import ConfigError
+from framework.plan.plan import Plan
+from framework.report.records import Run, read_run
+
+_NEVER: Final = {"every_epochs": None, "every_steps": None, "at_end": False}
+_NO_SINKS: Final = {"tensorboard": False, "csv": False, "report": False, "progress": "off"}
+INTERRUPTED: Final = "interrupted"
+
+
+def config_alone(config: RunConfig, *, steps: int, log_every: int) -> RunConfig:
+    """The config for so many steps and nothing else: no evaluation, no checkpoint, no sink, no profile."""
+    values = config.to_dict()
+    values["evaluation"] |= _NEVER
+    values["checkpoint"] |= _NEVER | {"keep_best": None, "resume": "never", "mode": "sync"}
+    values["training"] |= {"max_steps": steps, "max_epochs": None, "log_every": log_every}
+    values["monitors"] = _NO_SINKS
+    values.pop("profile", None)
+    return config_from_values(values)
+
+
+def run_alone(
+    plan: Plan, *, steps: int, log_every: int, longest_seconds: float | None = None, hostfile: str | None = None
+) -> tuple[Run, str]:
+    """Train a plan for so many steps, on this machine or on hosts that share the current folder, and wait.
+
+    Returns:
+        its records, and why it did not end well: `INTERRUPTED` after Ctrl-C, nothing where it did.
+    """
+    base = Path.cwd() if hostfile else None
+    with tempfile.TemporaryDirectory(prefix="dsf-timed-", dir=base, ignore_cleanup_errors=True) as folder:
+        config, out = Path(folder, "run.json"), Path(folder, "timed")
+        values = config_alone(plan.config, steps=steps, log_every=log_every).to_dict()
+        values["run"] |= {"name": out.name, "output_dir": folder}
+        config.write_text(json.dumps(values), encoding="utf-8")
+        where = ["-H", hostfile] if hostfile else ["--num_gpus", str(plan.cluster.devices_per_host)]
+        failure = ""
+        try:
+            words = ["-m", "framework", "launch", str(config), *where]
+            done = run_child(words, os.environ, longest_seconds=longest_seconds)
+            if done.returncode:
+                failure = f"exit code {done.returncode}: {failure_of(done.stderr)}"
+        except NoAnswerError as error:
+            failure = str(error)
+        except KeyboardInterrupt:
+            failure = INTERRUPTED
+        try:
+            return read_run(out), failure
+        except ConfigError as error:
+            return Run(out), failure or str(error)

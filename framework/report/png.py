@@ -1,0 +1,40 @@
+"""Charts as PNG, for where no SVG is taken: drawn by resvg, of the extra `bench`."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from framework.errors import ConfigError, missing_package
+
+_ZOOM: Final = 2  # pixels for one of the drawing's
+_STYLE: Final = re.compile(r"(?<=<style>).*?(?=</style>)", re.DOTALL)
+_MEDIA: Final = re.compile(r"@media[^{}]*\{(?:[^{}]*\{[^{}]*\})*[^{}]*\}")
+_USE: Final = re.compile(r"var\(--([\w-]+)\)")
+
+
+def png_of(svg: str) -> bytes:
+    """Draw a chart's SVG file in its light colours, on white where it has no ground.
+
+    Raises:
+        ConfigError: resvg is not installed, or finds no font.
+    """
+    frame = '<svg xmlns="http://www.w3.org/2000/svg" width="20" height="20">{}</svg>'
+    if _drawn(frame.format('<text y="15">x</text>')) == _drawn(frame.format("")):
+        fix = "install one, such as the system's package fonts-dejavu-core, or take the SVG"
+        raise ConfigError.of("font-missing", "PNG: this machine has no font, and a chart would have no words", fix)
+    found = _STYLE.search(svg)
+    style = _MEDIA.sub("", found[0]) if found else ""
+    values = dict(re.findall(r"--([\w-]+):([^;{}]+)", style))
+    # resvg knows no variables of CSS: they stand in the style, and as the colour of the ground.
+    style = _USE.sub(lambda use: values[use[1]], style)
+    svg = re.sub(f'(?<=fill="){_USE.pattern}(?=")', lambda use: values[use[1]], svg)
+    return _drawn(_STYLE.sub(lambda _: style, svg, count=1))
+
+
+def _drawn(svg: str) -> bytes:
+    try:
+        from resvg_py import svg_to_bytes
+    except ModuleNotFoundError:
+        raise missing_package("resvg-py", what="PNG", extra="bench") from None
+    return svg_to_bytes(svg_string=svg, zoom=_ZOOM, background="#ffffff")
