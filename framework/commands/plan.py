@@ -37,6 +37,7 @@ from framework.plan.search import (
     STAGE,
     Candidate,
     Found,
+    Request,
     Target,
     find_knob,
     judge,
@@ -102,12 +103,13 @@ class _Question:
         return section is not None
 
     def search(self) -> Found:
-        where = self.run.config, self.plan.cluster, self.target
-        free, size = self.free(), self.plan.length.num_train_samples
-        if self.arguments.goal == "longest-sequence":
-            return search_longest_sequence(*where, free=free, num_train_samples=size)
-        find = search_fewest_devices if self.arguments.goal == "fewest-devices" else search
-        return find(*where, free=free, num_train_samples=size, work=self.work)
+        goals = {"longest-sequence": search_longest_sequence, "fewest-devices": search_fewest_devices}
+        return goals.get(self.arguments.goal, search)(self.request)
+
+    @property
+    def request(self) -> Request:
+        size = self.plan.length.num_train_samples
+        return Request(self.run.config, self.plan.cluster, self.target, self.free(), size, self.work)
 
 
 def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | None) -> int:
@@ -283,10 +285,10 @@ def _findings(question: _Question, planned: Candidate, found: Found) -> Iterator
 
 
 def _devices_that_fit(question: _Question, planned: Candidate) -> str:
-    config, cluster, target = question.run.config, question.plan.cluster, question.target
-    if not question.is_wide and (found := search(config, cluster, target, free=EVERYTHING, work=question.work)).ranked:
+    asked = replace(question.request, free=EVERYTHING)
+    if not question.is_wide and (found := search(asked)).ranked:
         return f"set {settings_text(found.ranked[0].changes(planned))}"
-    more = search_more_devices(config, cluster, target, work=question.work)
+    more = search_more_devices(asked)
     if more is None:
         return "use a smaller model, or devices with more memory"
     best = more.ranked[0]

@@ -26,7 +26,7 @@ from framework.plan.devices import Machine, find_device, tables
 from framework.plan.measured import measured_machine
 from framework.plan.memory import NotEstimatedError
 from framework.plan.plan import make_plan
-from framework.plan.search import ACCUMULATION, MICRO, Candidate, Target, fullest, search
+from framework.plan.search import ACCUMULATION, MICRO, Candidate, Request, Target, fullest, search
 from framework.plan.work import ModelWork
 from framework.system.output import write
 
@@ -152,7 +152,7 @@ def resolve(
         raise _refused("auto-without-device", reason, fix, key, source)
     free = config.auto | ({ACCUMULATION} if config.batch.accumulation_steps is None else set())
     try:
-        found = search(config, cluster, target, free=free, num_train_samples=num_train_samples, work=work)
+        found = search(Request(config, cluster, target, free, num_train_samples, work))
     except NotEstimatedError as error:
         reason, fix = (
             f"the memory of this run is not known: {error}",

@@ -141,11 +141,11 @@ def _bounds(
 
 def _of_layers(work: ModelWork, layers: Sequence[Part]) -> ModelWork:
     """The weights of some layers, and their part of the buffers."""
-    chosen = {name for layer in layers for name in work.names_of(layer)}
+    names = sorted({name for layer in layers for name in work.names_of(layer)}, key=work.places.__getitem__)
     trained, frozen = (
-        {name: shape for name, shape in weights.items() if name in chosen} for weights in (work.weights, work.frozen)
+        {name: weights[name] for name in names if name in weights} for weights in (work.weights, work.frozen)
     )
-    own, whole = (sum(map(prod, weights.values())) for weights in (trained, work.weights))
+    own, whole = sum(map(prod, trained.values())), work.num_params
     return replace(work, weights=trained, frozen=frozen, buffer_bytes=work.buffer_bytes * own // whole)
 
 

@@ -23,7 +23,7 @@ from framework.plan.forwards import num_layers
 from framework.plan.layout import DEFAULT_MICRO_SIZE
 from framework.plan.memory import Memory, NotEstimatedError, estimate
 from framework.plan.plan import Plan, make_plan
-from framework.plan.time import StepTime, estimate_time
+from framework.plan.time import Parallelism, StepTime, estimate_time
 from framework.plan.work import ModelWork, work_of
 
 Settings = Mapping[str, Any]
@@ -80,6 +80,28 @@ class Target:
         if limit is None or peak_bytes <= limit:
             return ""
         return f"each rank takes {size_text(peak_bytes)}, and {self.name} has {size_text(limit)} usable"
+
+
+@dataclass(frozen=True)
+class Request:
+    """Question to a search.
+
+    Attributes:
+        config: what was asked; keys that are not `free` stay as they are.
+        cluster: where it is to run.
+        target: its devices; left out: not known.
+        free: dotted keys that may be chosen. `batch.global_size` stays where the config has it; where it does not,
+            micro-batches grow as long as doubling them gains two samples in a hundred.
+        num_train_samples: size of the training data, where it is known.
+        work: of a model of the user's own, on any micro-batch.
+    """
+
+    config: RunConfig
+    cluster: Cluster
+    target: Target = Target()
+    free: Set[str] = EVERYTHING
+    num_train_samples: int | None = None
+    work: ModelWork | None = None
 
 
 @dataclass(frozen=True)
@@ -206,87 +228,60 @@ class Found:
         return f"{takes}; {size_text(limit)} are usable"
 
 
-def search(
-    config: RunConfig,
-    cluster: Cluster,
-    target: Target | None = None,
-    *,
-    free: Set[str] = EVERYTHING,
-    num_train_samples: int | None = None,
-    work: ModelWork | None = None,
-) -> Found:
+def search(asked: Request) -> Found:
     """Rank the strategies of a run on a cluster: by samples per second, or by costs where speed is not known.
-
-    Args:
-        config: what was asked; keys that are not `free` stay as they are.
-        cluster: where it is to run.
-        target: its devices; left out: not known.
-        free: dotted keys that may be chosen. `batch.global_size` stays where the config has it; where it does not,
-            micro-batches grow as long as doubling them gains two samples in a hundred.
-        num_train_samples: size of the training data, where it is known.
-        work: of a model of the user's own, on any micro-batch.
 
     Raises:
         NotEstimatedError: the model's memory is not known, so that nothing can be compared.
     """
-    judges = _Judge(cluster, target or Target(), num_train_samples, work)
-    found = [best for strategy in _strategies(config, cluster, free) if (best := judges.best(config, strategy, free))]
+    return _search(asked, is_quick=False)
+
+
+def _search(asked: Request, *, is_quick: bool) -> Found:
+    """The search; a quick one looks no further at what cannot fit, and so does not know what takes least."""
+    judges = _Judge(asked, is_quick=is_quick)
+    found = [best for strategy in _strategies(asked) if (best := judges.best(strategy))]
     smallest = min(judges.too_large, key=lambda each: each.peak_bytes, default=None)
-    if not found and smallest is None and judges.unknown is not None:
+    if not (found or smallest or is_quick) and judges.unknown is not None:
         raise judges.unknown
-    return Found(judges.target, tuple(_ranked(found)), tuple(judges.losers()), None if found else smallest)
+    return Found(asked.target, tuple(_ranked(found)), tuple(judges.losers()), None if found else smallest)
 
 
-def search_fewest_devices(
-    config: RunConfig,
-    cluster: Cluster,
-    target: Target,
-    *,
-    free: Set[str] = EVERYTHING,
-    num_train_samples: int | None = None,
-    work: ModelWork | None = None,
-) -> Found:
+def search_fewest_devices(asked: Request) -> Found:
     """The search on the smallest part of a cluster on which something fits: whole hosts, or devices of one host in
     powers of two; on the whole cluster where nothing does.
 
     Raises:
         UsageError: the device's memory is not known.
     """
-    if target.memory_bytes is None:
+    cluster = asked.cluster
+    if asked.target.memory_bytes is None:
         raise UsageError("the fewest devices take the device, as --gpu names it")
     hosts = sorted({*_powers(cluster.num_hosts), cluster.num_hosts})
     devices = sorted({*_powers(cluster.devices_per_host), cluster.devices_per_host})
     sizes = [*((1, count) for count in devices), *((count, cluster.devices_per_host) for count in hosts[1:])]
-    for num_hosts, count in sizes:
-        part = replace(cluster, num_hosts=num_hosts, devices_per_host=count)
-        found = search(config, part, target, free=free, num_train_samples=num_train_samples, work=work)
-        if found.ranked:
-            break
-    return found
+    parts = [replace(asked, cluster=replace(cluster, num_hosts=num, devices_per_host=count)) for num, count in sizes]
+    enough = (part for part in parts[:-1] if _search(part, is_quick=True).ranked)
+    return search(next(enough, parts[-1]))
 
 
-def search_longest_sequence(
-    config: RunConfig,
-    cluster: Cluster,
-    target: Target,
-    *,
-    free: Set[str] = EVERYTHING,
-    num_train_samples: int | None = None,
-) -> Found:
+def search_longest_sequence(asked: Request) -> Found:
     """The search with the longest sequence on which something fits, to an eighth of its length.
 
     Raises:
         UsageError: the length of a sequence is no key of the data, or the device's memory is not known.
     """
+    config = asked.config
     length, positions = getattr(config.data, "sequence_length", None), getattr(config.model, "max_positions", None)
-    if length is None or positions is None or target.memory_bytes is None:
-        missing = "the device, as --gpu names it" if target.memory_bytes is None else "data and a model with a length"
+    if length is None or positions is None or asked.target.memory_bytes is None:
+        missing = (
+            "the device, as --gpu names it" if asked.target.memory_bytes is None else "data and a model with a length"
+        )
         raise UsageError(f"the longest sequence takes {missing}")
 
     def at(tokens: int) -> Found:
         lengths = {LENGTH: tokens, POSITIONS: max(tokens, positions)}
-        longer = with_settings(config, lengths)
-        found = search(longer, cluster, target, free=free, num_train_samples=num_train_samples)
+        found = search(replace(asked, config=with_settings(config, lengths)))
         named = (replace(each, settings={LENGTH: tokens, **each.settings}) for each in found.ranked)
         return replace(found, ranked=tuple(named))
 
@@ -320,21 +315,23 @@ def judge(
 class _Judge:
     """Tries candidates on one cluster, and remembers why they lost."""
 
-    def __init__(self, cluster: Cluster, target: Target, num_train_samples: int | None, work: ModelWork | None) -> None:
-        self.cluster, self.target, self.num_train_samples, self.work = cluster, target, num_train_samples, work
+    def __init__(self, asked: Request, *, is_quick: bool) -> None:
+        self.asked, self.is_quick = asked, is_quick
         self.too_large: list[Candidate] = []
         self.unknown: NotEstimatedError | None = None
         self._refused: dict[str, list[Settings]] = {}
         # Strategies do not change the model, but that stage 3 has linear layers of its own.
         self._works: dict[tuple[int, bool], ModelWork | None] = {}
 
-    def best(self, config: RunConfig, strategy: Settings, free: Set[str]) -> Candidate | None:
+    def best(self, strategy: Settings) -> Candidate | None:
         """The best candidate of one strategy that fits, its micro-batches tried from the smallest on."""
         best, smallest, reasons = None, None, []
-        is_free, plain = config.batch.global_size is None, config.batch.micro_size or DEFAULT_MICRO_SIZE
-        grows = self.target.memory_bytes is not None
-        for batch in _batches(config, self.cluster, strategy, free, grows=grows):
-            tried = self.candidate(config, {**strategy, **batch})
+        batch, grows = self.asked.config.batch, self.asked.target.memory_bytes is not None
+        is_free, plain = batch.global_size is None, batch.micro_size or DEFAULT_MICRO_SIZE
+        for sizes in _batches(self.asked, strategy, grows=grows):
+            if smallest is not None and sizes.get(ACCUMULATION, 1) > (1 if self.is_quick else strategy[PIPE]):
+                continue  # larger micro-batches, as many of them in flight, and gradients are kept as well
+            tried = self.candidate({**strategy, **sizes})
             if isinstance(tried, str):
                 reasons.append(tried)
                 if tried.startswith(("batch.", _UNKNOWN)):
@@ -356,16 +353,20 @@ class _Judge:
             self._refused.setdefault(reasons[0], []).append(strategy)
         return best
 
-    def candidate(self, config: RunConfig, settings: Settings) -> Candidate | str:
+    def candidate(self, settings: Settings) -> Candidate | str:
         """The candidate, or the reason why there is none."""
+        asked = self.asked
         try:
-            changed = with_settings(config, settings)
-            plan = make_plan(changed, self.cluster, num_train_samples=self.num_train_samples)
-            micro = plan.layout.micro_size
+            changed = with_settings(asked.config, settings)
+            plan = make_plan(changed, asked.cluster, num_train_samples=asked.num_train_samples)
+            micro, work = plan.layout.micro_size, asked.work
             key = (micro, plan.config.zero.stage == 3)
             if key not in self._works:
-                self._works[key] = work_of(plan) if self.work is None else self.work.of_samples(micro)
-            return judge(plan, self.target, settings=settings, work=self._works[key])
+                self._works[key] = work_of(plan) if work is None else work.of_samples(micro)
+            found = self._works[key]
+            if self.is_quick and found and asked.target.lacking(least_bytes(plan, found)):
+                return "too large, whatever the batch"
+            return judge(plan, asked.target, settings=settings, work=found)
         except ConfigError as error:
             problem = error.problems[0]
             return f"{problem.key}: {problem.reason} [{problem.kind}]"
@@ -375,8 +376,8 @@ class _Judge:
 
     def fits(self, candidate: Candidate) -> bool:
         """Check whether the device, and the host with its other ranks, hold it."""
-        limit, host = self.target.usable_bytes, self.target.host_bytes
-        on_host = sum(candidate.memory.host.values()) * self.cluster.devices_per_host
+        limit, host = self.asked.target.usable_bytes, self.asked.target.host_bytes
+        on_host = sum(candidate.memory.host.values()) * self.asked.cluster.devices_per_host
         return (limit is None or candidate.peak_bytes <= limit) and (host is None or on_host <= host)
 
     def losers(self) -> Iterator[Loser]:
@@ -399,19 +400,23 @@ def _is_better(one: Candidate, other: Candidate, *, by: float) -> bool:
     return one.samples_per_second > by * other.samples_per_second
 
 
-def search_more_devices(
-    config: RunConfig,
-    cluster: Cluster,
-    target: Target,
-    *,
-    free: Set[str] = EVERYTHING,
-    work: ModelWork | None = None,
-    most: int = 16_384,
-) -> Found | None:
+def least_bytes(plan: Plan, work: ModelWork) -> int:
+    """Bytes that the fullest rank takes at some moment, whatever the batch: its share of weights, optimizer state, and,
+    at stages 0 and 1, gradients, which are all there at the end of a backward pass. No stage of a pipeline is the
+    fullest with less than the mean.
+    """
+    by = Parallelism.from_plan(plan)
+    each = by.weight_bytes / (by.data if by.zero_stage == 3 else 1) + (by.weight_bytes if by.zero_stage < 2 else 0)
+    if not by.is_offloaded:
+        each += by.state_bytes / (by.data if by.zero_stage else 1)
+    return int(each * work.num_params / by.pipe)
+
+
+def search_more_devices(asked: Request, *, most: int = 16_384) -> Found | None:
     """The search on the smallest cluster of twice as many hosts, or four times and so on, on which something fits."""
-    hosts = 2 * cluster.num_hosts
-    while hosts * cluster.devices_per_host <= most:
-        found = search(config, replace(cluster, num_hosts=hosts), target, free=free, work=work)
+    hosts = 2 * asked.cluster.num_hosts
+    while hosts * asked.cluster.devices_per_host <= most:
+        found = _search(replace(asked, cluster=replace(asked.cluster, num_hosts=hosts)), is_quick=True)
         if found.ranked:
             return found
         hosts *= 2
@@ -470,14 +475,15 @@ def _rank(candidate: Candidate) -> tuple[float, ...]:
     return (-speed if speed is not None else inf, *order)
 
 
-def _strategies(config: RunConfig, cluster: Cluster, free: Set[str]) -> Iterator[Settings]:
+def _strategies(asked: Request) -> Iterator[Settings]:
     """Every combination of what is free beside the batch."""
+    config, free = asked.config, asked.free
     offload, recompute = config.zero.offload_optimizer.device, config.training.recompute_every
     values: dict[str, Sequence[Any]] = {
         STAGE: range(4) if STAGE in free else [config.zero.stage],
         OFFLOAD: ["none", "cpu"] if OFFLOAD in free and offload != "nvme" else [offload],
         RECOMPUTE: sorted({0, 1, recompute}) if RECOMPUTE in free else [recompute],
-        PIPE: _pipes(config, cluster) if PIPE in free else [config.parallel.pipe],
+        PIPE: _pipes(config, asked.cluster) if PIPE in free else [config.parallel.pipe],
     }
     found: list[dict[str, Any]] = [{}]
     for key, choices in values.items():
@@ -492,18 +498,16 @@ def _pipes(config: RunConfig, cluster: Cluster) -> list[int]:
     return sorted(divisors | {config.parallel.pipe})
 
 
-def _batches(
-    config: RunConfig, cluster: Cluster, strategy: Settings, free: Set[str], *, grows: bool
-) -> Iterator[Settings]:
+def _batches(asked: Request, strategy: Settings, *, grows: bool) -> Iterator[Settings]:
     """Micro-batches and their number in a step, the smallest first; whether they divide is the layout's to judge."""
-    batch, pipe = config.batch, strategy[PIPE]
+    batch, pipe, free = asked.config.batch, strategy[PIPE], asked.free
     if MICRO not in free:
         yield {}
         return
     fixed = None if ACCUMULATION in free else batch.accumulation_steps
     given = {batch.micro_size} if batch.micro_size else set[int]()
     if batch.global_size is not None:
-        share = max(batch.global_size * pipe // cluster.world_size, 1)
+        share = max(batch.global_size * pipe // asked.cluster.world_size, 1)
         sizes = {max(share // fixed, 1)} if fixed else {share, *_powers(share), *given}
         for size in sorted(size for size in sizes if fixed or share % size == 0):
             yield {MICRO: size, ACCUMULATION: fixed or share // size}

@@ -107,6 +107,16 @@ class ModelWork:
         return replace(self, parts=tuple(map(grown, self.parts)), num_samples=count, num_tokens=tokens)
 
     @cached_property
+    def num_params(self) -> int:
+        """Trained elements."""
+        return sum(map(prod, self.weights.values()))
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """Name of a weight -> its place in the model's order, frozen ones last."""
+        return {name: place for place, name in enumerate((*self.weights, *self.frozen))}
+
+    @cached_property
     def _names(self) -> dict[str, list[str]]:
         """Layer, or any other part of a dotted name -> the weights under it."""
         found: dict[str, list[str]] = {}
