@@ -200,7 +200,7 @@ def _answer(question: _Question) -> _Answer:
     head = [*_memory_lines(planned.memory, target), *_time_lines(planned.time, target)]
     lines = [f"{'best':<10}{_order([*shown, planned], target)}; * as planned; batch: micro x steps x ranks"]
     lines += [f"          {line}" for line in table_lines(shown, planned=planned)]
-    knob = find_knob(shown[0].plan if wide and shown else plan, work=question.work)
+    knob = find_knob(shown[0].plan if wide and shown else plan, target, work=question.work)
     if target.memory_bytes is not None or wide:
         lost = list(loser_lines(found, shown=shown))
         more = [f"and {len(lost) - _MOST_LOSERS} more: --json has all"] if len(lost) > _MOST_LOSERS else []

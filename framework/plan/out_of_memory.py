@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from framework.plan.alternatives import Alternative, alternatives, size_text
+from framework.plan.alternatives import Alternative, alternatives, knobs, size_text
 from framework.plan.memory import Memory, NotEstimatedError, estimate
 from framework.plan.plan import Plan
 from framework.plan.work import ModelWork
@@ -284,11 +284,7 @@ def _choices(plan: Plan) -> Iterator[dict[str, Any]]:
     yield from ({"zero.stage": stage} for stage in range(zero.stage + 1, 4))
     yield {"zero.offload_optimizer.device": "cpu"}
     yield {"zero.offload_optimizer.device": "none"}
-    yield {"zero.reduce_bucket_size": 5_000_000}
-    yield {"zero.overlap_comm": False}
-    yield {"zero.stage3_max_live_parameters": 0, "zero.stage3_prefetch_bucket_size": 0}
-    yield {"optimizer.implementation": "deepspeed"}
-    yield {"precision.dtype": "bf16"}
+    yield from ({key: after} for key, _, after in knobs(plan))
     yield {"zero.stage": 3, "zero.offload_optimizer.device": "cpu"}
 
 

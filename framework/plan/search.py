@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 
 from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, UsageError, counted
-from framework.plan.alternatives import alternatives, settings_text, size_text, with_settings
+from framework.plan.alternatives import alternatives, knobs, settings_text, size_text, with_settings
 from framework.plan.cluster import Cluster
 from framework.plan.devices import Machine
 from framework.plan.forwards import num_layers
@@ -524,30 +524,16 @@ def _powers(most: int) -> Iterator[int]:
         size *= 2
 
 
-# Beside the strategy: what is tried to free memory, and the value that it is lowered to.
-_KNOBS: Final[Sequence[tuple[str, Any]]] = (
-    ("zero.reduce_bucket_size", 50_000_000),
-    ("zero.reduce_bucket_size", 5_000_000),
-    ("zero.overlap_comm", False),
-    ("zero.stage3_max_live_parameters", 100_000_000),
-    ("zero.stage3_prefetch_bucket_size", 5_000_000),
-    ("optimizer.implementation", "deepspeed"),
-    ("precision.dtype", "bf16"),
-)
-
-
-def find_knob(plan: Plan, *, work: ModelWork | None = None) -> Knob | None:
+def find_knob(plan: Plan, target: Target | None = None, *, work: ModelWork | None = None) -> Knob | None:
     """Find the setting beside the strategy that frees most on the fullest rank; None where none frees one part in a
     hundred.
     """
     planned, found = judge(plan, work=work).peak_bytes, []
-    for key, after in _KNOBS:
-        section, _, name = key.partition(".")
-        before = getattr(getattr(plan.config, section), name, None)
-        is_lower = before is not None and (isinstance(after, str) or before > after)
-        if is_lower:
-            freed = (planned - each.peak_bytes for each in alternatives(plan, [{key: after}], work=work))
-            found += [Knob(key, before, after, size) for size in freed]
+    machine = None if target is None else target.machine
+    has_bf16 = machine is None or "bf16" in machine.device.flops_per_second
+    for key, before, after in knobs(plan, half="bf16" if has_bf16 else "fp16"):
+        freed = (planned - each.peak_bytes for each in alternatives(plan, [{key: after}], work=work))
+        found += [Knob(key, before, after, size) for size in freed]
     best = max(found, key=lambda knob: knob.freed_bytes, default=None)
     return best if best is not None and best.freed_bytes >= planned / 100 else None
 

@@ -126,7 +126,7 @@ class _NextToken(Classification):
 
 
 def figures(part: Part) -> list[float]:
-    return [part.num_params, part.flops, part.saved_bytes, part.output_bytes, part.input_bytes]
+    return [part.num_params, part.flops, part.masked_flops, part.saved_bytes, part.output_bytes, part.input_bytes]
 
 
 class AsksForNumbers(nn.Linear):
