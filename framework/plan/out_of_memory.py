@@ -73,6 +73,7 @@ IN_WORDS: Final = {
     "backward": "in the backward pass",
     "forward": "in the forward pass",
 }
+_LIBRARIES: Final = re.compile(r"(^|/)(torch|deepspeed)/|^<")
 # Components, by names of the estimate, of the function that asked; the innermost decides.
 _COMPONENTS: Final = {
     "fp32 weights": r"_create_fp32_partitions$",
@@ -97,7 +98,7 @@ class Shortage:
             or ``killed``: a process was killed, as the kernel does for lack of host memory.
         stated: the line that says so.
         moment: a key of `IN_WORDS`, or empty.
-        place: file and function that the moment follows from.
+        place: file and function within it that asked: the innermost outside torch and deepspeed, or where it begins.
         component: of the estimate, where the function that asked shows it.
         is_stage_3: whether ZeRO's stage 3 is in the traceback.
         sizes: name -> bytes as the text has them: ``asked``, ``capacity``, ``free``, ``allocated``, ``unused`` (held by
@@ -141,15 +142,17 @@ def kind_of(message: str) -> str:
 
 def shortage_of(kind: str, message: str, frames: Frames) -> Shortage:
     """Place a message by the frames that led to it, outermost first."""
-    moment, place = next(
+    moment, own = next(
         (
-            (name, (file, function))
-            for file, function in frames
+            (name, frames[number:])
+            for number, (file, function) in enumerate(frames)
             for name, pattern in _MOMENTS.items()
             if re.search(pattern, f"{file} {function}")
         ),
-        ("", ("", "")),
+        ("", [("", "")]),
     )
+    # The model's own code, where it is there, and else what shows the moment.
+    place = next((frame for frame in reversed(own) if not _LIBRARIES.search(frame[0])), own[0])
     component = next(
         (
             name
@@ -305,8 +308,10 @@ def in_one_sentence(shortage: Shortage, plan: Plan | None, *, most: int = 3) -> 
     return f"{text}; {pieces}" if pieces else text
 
 
-def advice(shortage: Shortage) -> Iterable[str]:
-    """Explain what lies beside the config: pieces, other processes, and where the host's memory goes."""
+def advice(shortage: Shortage, plan: Plan | None = None) -> Iterable[str]:
+    """Explain what lies beside the config: pieces, other processes, and where the host's memory goes; `plan`: of the
+    run, whose settings fill the host.
+    """
     sizes = shortage.sizes or {}
     if shortage.is_fragmented:
         enough = "more than was asked for" if sizes["unused"] >= sizes.get("asked", 2**63) else "a tenth of the device"
@@ -332,6 +337,14 @@ def advice(shortage: Shortage) -> Iterable[str]:
         yield "/dev/shm is full: docker --shm-size or an emptyDir of medium Memory; fewer data.num_workers take less"
     if shortage.kind == "killed":
         yield "SIGKILL without a message is mostly the kernel's, for lack of host memory: dmesg names the process"
+    on_host = shortage.kind in ("host", "killed", "pinned")
+    if plan and on_host and plan.config.zero.offload_optimizer.device == "cpu":
+        yield (
+            "all ranks of a host hold what is offloaded: fewer of them on it and more hosts take less of each; "
+            "zero.offload_optimizer.ratio below 1 (at zero.stage: 3) leaves a part on the device"
+        )
+    if plan and on_host and plan.config.checkpoint.mode == "async":
+        yield "checkpoint.mode: async holds a copy of what is saved on the host; sync does not"
     if shortage.kind in ("host", "killed"):
         yield (
             "on the host: every rank reads the weights of a checkpoint, fills data.prefetch_batches in each of its "
