@@ -6,7 +6,7 @@ import pytest
 
 from framework.config.load import config_from_values
 from framework.plan.cluster import Cluster
-from framework.plan.out_of_memory import Shortage, advice, explain, in_one_sentence, read_shortage
+from framework.plan.out_of_memory import Shortage, advice, explain, in_one_sentence, read_shortage, shortage_of
 from framework.plan.plan import Plan, make_plan
 from framework.plan.work import work_of
 from tests.plan.out_of_memory_texts import TEXTS
