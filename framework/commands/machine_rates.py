@@ -28,6 +28,7 @@ from framework.setup.prepared import prepare
 
 _MIB: Final = 2**20
 _SECONDS: Final = 0.25  # about so long for each figure
+_STEADY_SECONDS: Final = 0.03
 _LARGEST: Final = 1.0  # seconds of one operation beyond which no larger one is tried
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TRIES: Final = 3
@@ -48,6 +49,7 @@ def measure() -> dict[str, Any]:
     """Everything, as `Machine.from_measured` reads it, with what it was made of under ``details``. Collective."""
     of_device, num_ranks = device(), len(gather(None))
     is_cpu = of_device.type == "cpu"
+    steady = _repeated()
     products = {name: _products(dtype) for name, dtype in _DTYPES.items() if not (is_cpu and name == "fp16")}
     if not is_cpu:
         torch.backends.cuda.matmul.allow_tf32 = True
@@ -57,6 +59,7 @@ def measure() -> dict[str, Any]:
     sums = list(all_reduces(sizes, of_device, seconds=_SECONDS)) if num_ranks > 1 else []
     steps = {stage: _step_overhead(stage) for stage in range(4)}
     memory = _bandwidth()
+    steady = sorted([*steady, *_repeated()])
     return {
         "is_measured": True,
         "flops_per_second": {name: max(rates.values()) for name, rates in products.items()},
@@ -68,8 +71,17 @@ def measure() -> dict[str, Any]:
         "step_overhead_by_stage": steps,
         # On processors the engine's own work takes the cores that the model computes on, so that nothing hides it.
         "hides_overhead": not is_cpu,
+        "spread": steady[len(steady) * 9 // 10] / steady[len(steady) // 10] - 1,
         "details": {"products": products, "all_reduce": sums, "environment": describe_environment()},
     }
+
+
+def _repeated() -> list[float]:
+    """Seconds of one product, ten times over: what else the machine does shows in how they differ. Collective."""
+    left = torch.randn(1024, 1024, device=device())
+    operation = partial(torch.mm, left, left, out=torch.empty_like(left))
+    once = [max(gather(_timed(operation, 1))) for _ in range(2)][1]
+    return [max(gather(_timed(operation, max(int(_STEADY_SECONDS / once), 1)))) for _ in range(10)]
 
 
 def _products(dtype: torch.dtype) -> dict[int, float]:

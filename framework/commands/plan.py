@@ -122,6 +122,10 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
         target = listed_target(arguments.gpu, devices_per_host=cluster.devices_per_host, network=arguments.network)
     elif arguments.network:
         raise UsageError("plan: --network goes with --gpu")
+    if arguments.measure:
+        print(*measure(cluster), sep="\n", file=sys.stderr if arguments.json else sys.stdout)
+    if not arguments.gpu:
+        target = measured_target(cluster) or target
     try:
         own = _own_work(run, cluster)
         run = run.chosen(cluster, target, is_proposal=True, work=own[0])
@@ -132,10 +136,6 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
         raise
     if arguments.explain_oom:
         return explain_oom(arguments.explain_oom, plan, work=own[0], as_json=arguments.json)
-    if arguments.measure:
-        print(*measure(plan), sep="\n", file=sys.stderr if arguments.json else sys.stdout)
-    if not arguments.gpu:
-        target = measured_target(cluster) or target
     question = _Question(arguments, run, plan, target, *own)
     answer = _answer(question)
     if arguments.trials:
@@ -263,7 +263,7 @@ def _time_lines(time: StepTime | None, target: Target) -> Iterator[str]:
     yield (
         f"{'time':<10}{time.total:.3g} s a step, {time.samples_per_second:,.1f} samples per second"
         f"{'' if tokens is None else f', {tokens:,.0f} tokens per second and device'}, "
-        f"model FLOPs utilization {time.mfu:.0%}; estimated for {target.name}"
+        f"model FLOPs utilization {time.mfu:.0%}; estimated for {target.text}"
     )
     parts = sorted(time.seconds.items(), key=lambda item: -item[1])
     yield f"          {', '.join(f'{name} {part:.3g} s' for name, part in parts)}"

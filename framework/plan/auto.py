@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -19,11 +20,11 @@ from typing import Any, Final
 
 from framework.config.load import Source
 from framework.config.run_config import AUTO, RunConfig
-from framework.errors import ConfigError, Problem, UsageError
+from framework.errors import ConfigError, Problem, UsageError, counted
 from framework.plan.alternatives import settings_text, size_text, with_settings
 from framework.plan.cluster import Cluster
 from framework.plan.devices import Machine, find_device, tables
-from framework.plan.measured import measured_machine
+from framework.plan.measured import measured_rates
 from framework.plan.memory import NotEstimatedError
 from framework.plan.plan import make_plan
 from framework.plan.search import ACCUMULATION, MICRO, Candidate, Request, Target, fullest, search
@@ -34,6 +35,8 @@ from framework.system.output import write
 GPU_VARIABLE: Final = "DSF_GPU"
 _PROBE_SECONDS: Final = 20
 _CLOSE: Final = 0.1
+# Of a machine at rest the same product differs by a few percent.
+MOST_SPREAD: Final = 0.25
 _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -45,7 +48,8 @@ def target_at_hand(cluster: Cluster, environment: Mapping[str, str] = os.environ
     if name := environment.get(GPU_VARIABLE):
         return listed_target(name, devices_per_host=ranks, host_bytes=host)
     if cluster.device == "cpu":
-        return Target("cpu", host // ranks)
+        measured = measured_target(cluster)
+        return measured if measured is not None and measured.name == "cpu" else Target("cpu", host // ranks)
     if cluster.device == "cuda" and (found := _ask_driver()):
         name, memory = found
         known = _listed_name(name, memory)
@@ -61,7 +65,7 @@ def peaks_at_hand(cluster: Cluster, environment: Mapping[str, str] = os.environ)
     """
     with suppress(UsageError):  # a name that is not listed
         machine = target_at_hand(cluster, environment).machine
-        return dict(machine.device.flops_per_second) if machine is not None else {}
+        return dict(machine.device.flops_per_second) if machine is not None and not machine.measured else {}
     return {}
 
 
@@ -75,8 +79,23 @@ def listed_target(
 
 def measured_target(cluster: Cluster) -> Target | None:
     """This machine by its measured rates; None for several hosts, or where none were measured with so many ranks."""
-    machine = measured_machine(cluster.world_size) if cluster.num_hosts == 1 else None
-    return None if machine is None else Target("this machine's measured rates", machine=machine)
+    ranks = cluster.world_size
+    found = measured_rates(ranks) if cluster.num_hosts == 1 else None
+    if found is None:
+        return None
+    is_cpu, machine = found["identity"]["is_cpu"], Machine.from_measured(found, devices_per_host=ranks)
+    name, memory = ("cpu", host_memory_bytes() // ranks) if is_cpu else ("this machine", None)
+    return Target(name, memory, machine=machine, rates=conditions(found))
+
+
+def conditions(found: Mapping[str, Any]) -> str:
+    """When rates were measured, and what else the machine did then, in words."""
+    if "time_seconds" not in found:
+        return "rates measured at an unknown time"
+    minutes = max(int((time.time() - found["time_seconds"]) / 60), 0)
+    age = counted(minutes // 1440, "day") if minutes >= 2880 else f"{minutes // 60} h {minutes % 60} min"
+    spread = f", unsteady: the same took up to {found['spread']:.0%} longer" if found["spread"] > MOST_SPREAD else ""
+    return f"rates measured {age} ago at a load of {found['load_average']:.1f}{spread}"
 
 
 def host_memory_bytes() -> int:
@@ -189,7 +208,7 @@ def choice_text(best: Candidate, target: Target) -> str:
     if best.samples_per_second is None:
         why = f"that of {target.name} is not listed" if target.name else "no device named"
         return f"{memory}, estimated; speed unknown: {why}, so the least traffic is taken"
-    return f"{memory}, {best.samples_per_second:,.0f} samples per second; estimated for {target.name}"
+    return f"{memory}, {best.samples_per_second:,.0f} samples per second; estimated for {target.text}"
 
 
 def _with(config: RunConfig, settings: Mapping[str, Any], source: Source) -> RunConfig:

@@ -61,12 +61,19 @@ class Target:
         memory_bytes: of one device; None: not known, so that everything fits.
         host_bytes: memory of a host, which the ranks on it share; None: not known.
         machine: rates of devices and network; None: how fast they are is not known.
+        rates: when and how they were measured, in words; empty: they are listed.
     """
 
     name: str = ""
     memory_bytes: int | None = None
     host_bytes: int | None = None
     machine: Machine | None = None
+    rates: str = ""
+
+    @property
+    def text(self) -> str:
+        """The devices and where their rates come from, in words."""
+        return ", ".join(filter(None, (self.name, self.rates)))
 
     @property
     def usable_bytes(self) -> int | None:

@@ -43,7 +43,7 @@ def test_both_are_for_one_host() -> None:
     with pytest.raises(UsageError, match="--trials runs on this machine alone"):
         run_trials([Candidate({}, hosts, estimate(PLAN))])
     with pytest.raises(UsageError, match="--measure measures this machine alone"):
-        measure(hosts)
+        measure(hosts.cluster)
 
 
 def test_where_none_runs_each_reason_is_given_and_nothing_is_left(

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
+from framework.config.load import config_from_values
+from framework.plan.auto import conditions, measured_target, peaks_at_hand, resolve, target_at_hand
+from framework.plan.cluster import Cluster
 from framework.plan.devices import Machine
 from framework.plan.measured import keep, measured_machine, measured_rates, path_of
 
@@ -71,3 +75,26 @@ def test_the_engines_own_time_grows_with_weights_and_micro_batches_by_stage() ->
 def test_where_a_device_hides_it_only_the_fixed_part_counts() -> None:
     machine = Machine.from_measured(RATES | {"hides_overhead": True}, devices_per_host=2)
     assert machine.overhead_seconds(3, sizes=[1] * 99, micro_batches=9, persistent=0) == 2e-3
+
+
+def test_what_was_measured_is_used_on_processors_and_says_when_and_under_which_load() -> None:
+    cluster = Cluster(devices_per_host=2, device="cpu")
+    assert target_at_hand(cluster, {}).machine is None
+    keep(RATES | {"time_seconds": time.time() - 3 * 3600 - 60, "load_average": 1.24, "spread": 0.1}, 2)
+    target = target_at_hand(cluster, {})
+    assert (target.name, target.text) == ("cpu", "cpu, rates measured 3 h 1 min ago at a load of 1.2")
+    assert peaks_at_hand(cluster, {}) == {}, "utilisation is of a listed peak"
+    asked = config_from_values({"zero": {"stage": "auto"}, "training": {"max_steps": 9}})
+    _, settings, line = resolve(asked, cluster, target)
+    assert settings.keys() == {"zero.stage"}
+    assert line.endswith(" samples per second; estimated for cpu, rates measured 3 h 1 min ago at a load of 1.2")
+    assert target_at_hand(Cluster(2, 1, "cpu"), {}).machine is None, "of several hosts nothing is known"
+
+
+def test_rates_of_a_machine_that_did_something_else_say_so() -> None:
+    keep(RATES | {"time_seconds": time.time() - 9 * 86_400, "load_average": 6.0, "spread": 0.6}, 1)
+    target = measured_target(Cluster(device="cpu"))
+    assert target is not None
+    assert target.rates == "rates measured 9 days ago at a load of 6.0, unsteady: the same took up to 60% longer"
+    keep(RATES, 1)
+    assert conditions(measured_rates(1) or {}) == "rates measured at an unknown time"
