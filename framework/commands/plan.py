@@ -15,7 +15,7 @@ from framework.commands.explain_oom import explain_oom
 from framework.commands.measure import measure
 from framework.commands.memory_chart import draw_chart
 from framework.commands.own_work import find_own_work
-from framework.commands.paper import paper_lines
+from framework.commands.paper import paper_lines, paper_section
 from framework.commands.stage_balance import StageBalance, find_stage_balance
 from framework.commands.strategies import loser_lines, strategies_section, table_lines, unusual, write_choice
 from framework.commands.target_search import missing_targets
@@ -122,6 +122,8 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
         target = listed_target(arguments.gpu, devices_per_host=cluster.devices_per_host, network=arguments.network)
     elif arguments.network:
         raise UsageError("plan: --network goes with --gpu")
+    if arguments.chart and not arguments.chart.lower().endswith(".svg"):
+        raise UsageError(f"plan: --chart {arguments.chart}: what is drawn is SVG; name it .svg")
     if arguments.measure:
         print(*measure(cluster), sep="\n", file=sys.stderr if arguments.json else sys.stdout)
     if not arguments.gpu:
@@ -148,7 +150,8 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
 
         findings += judge_rendered(plan, source=run.source, gpu=gpu)
     if arguments.json:
-        further = ({"pipeline": balance.pipeline} if balance.pipeline else {}) | answer.section
+        further = ({"paper": paper_section(plan)} if arguments.paper else {}) | answer.section
+        further |= {"pipeline": balance.pipeline} if balance.pipeline else {}
         print(json.dumps(plan.to_dict() | further | {"findings": [found.to_dict() for found in findings]}, indent=2))
     else:
         choice = [f"{'auto':<10}{run.choice.removeprefix('auto: ')}"] if run.choice else []

@@ -161,6 +161,7 @@ def test_bad_options_are_refused(capsys: Capture) -> None:
         (["--gpu", "h900"], "--gpu h900: not known; known are"),
         (["--gpu", "h100-80gb", "--network", "string"], "network string: not known"),
         (["--network", "infiniband-hdr"], "--network goes with --gpu"),
+        (["--chart", "memory.png"], "--chart memory.png: what is drawn is SVG; name it .svg"),
         (["--goal", "longest-sequence"], "--gpu"),
         (["--goal", "fewest-devices"], "--gpu"),
     ):
@@ -277,6 +278,12 @@ def test_paper_has_the_formulas_beside_what_deepspeed_allocates(capsys: Capture)
     assert "FSDP, 18 bytes a weight over all ranks        2.10 GiB" in paper
     assert [f"DeepSpeed, stage {stage}, as planned here" in paper for stage in range(4)] == [True] * 4
     assert "between failures of 64 devices" in paper
+    found = json.loads(plan(*GPT, "--paper", "--json", capsys=capsys))["paper"]
+    assert found["num_params"] == 8_030_261_248
+    assert found["formula_bytes"]["DDP, 20 bytes a weight"] == 20 * found["num_params"]
+    assert found["stages"]["3"]["between_bytes"] < found["stages"]["0"]["between_bytes"]
+    assert [each["save_seconds"] for each in found["goodput"]] == [10, 60, 300]
+    assert "paper" not in json.loads(plan(*GPT, "--json", capsys=capsys))
 
 
 @pytest.mark.parametrize("goal", ["fewest-devices", "longest-sequence"])

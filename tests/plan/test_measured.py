@@ -14,6 +14,12 @@ from framework.plan.cluster import Cluster
 from framework.plan.devices import Machine
 from framework.plan.measured import keep, measured_machine, measured_rates, path_of
 
+STAGE_3 = {
+    "seconds": 9e-3,
+    "seconds_per_weight": 1e-3,
+    "seconds_per_weight_again": 5e-4,
+    "seconds_per_gathered_weight": 1e-2,
+}
 RATES = {
     "flops_per_second": {"fp32": 5e10, "bf16": 2e11},
     "memory_bytes_per_second": 1e10,
@@ -23,12 +29,7 @@ RATES = {
     "hides_overhead": False,
     "step_overhead_by_stage": {
         "0": {"seconds": 2e-3, "seconds_per_weight": 1e-4, "seconds_per_weight_again": 5e-5},
-        "3": {
-            "seconds": 9e-3,
-            "seconds_per_weight": 1e-3,
-            "seconds_per_weight_again": 5e-4,
-            "seconds_per_gathered_weight": 1e-2,
-        },
+        "3": STAGE_3,
     },
 }
 
@@ -80,7 +81,8 @@ def test_where_a_device_hides_it_only_the_fixed_part_counts() -> None:
 def test_what_was_measured_is_used_on_processors_and_says_when_and_under_which_load() -> None:
     cluster = Cluster(devices_per_host=2, device="cpu")
     assert target_at_hand(cluster, {}).machine is None
-    keep(RATES | {"time_seconds": time.time() - 3 * 3600 - 60, "load_average": 1.24, "spread": 0.1}, 2)
+    stages = {"step_overhead_by_stage": {str(stage): STAGE_3 for stage in range(4)}}
+    keep(RATES | stages | {"time_seconds": time.time() - 3 * 3600 - 60, "load_average": 1.24, "spread": 0.1}, 2)
     target = target_at_hand(cluster, {})
     assert (target.name, target.text) == ("cpu", "cpu, rates measured 3 h 1 min ago at a load of 1.2")
     assert peaks_at_hand(cluster, {}) == {}, "utilisation is of a listed peak"
