@@ -77,17 +77,17 @@ def paper_section(plan: Plan) -> dict[str, Any]:
             memory = estimate(make_plan(with_settings(plan.config, settings), plan.cluster))
             between, most = memory.total("between"), memory.total(memory.peak)
             stages[str(stage)] = {"is_estimate": True, "between_bytes": between, "most_bytes": most}
-    between = 1 / (FAILURES_PER_SECOND * ranks)
+    failures = 1 / (FAILURES_PER_SECOND * ranks)
     saves = []
     for save in _SAVE_SECONDS:
-        every = best_interval_seconds(save, between)
-        share = goodput(every, save, between, _RESTART_SECONDS)
+        every = best_interval_seconds(save, failures)
+        share = goodput(every, save, failures, _RESTART_SECONDS)
         saves.append({"save_seconds": save, "interval_seconds": every, "goodput": share})
     return {
         "num_params": sum(sizes),
         "formula_bytes": dict(formula_bytes(sum(sizes), ranks, largest_layer=max(sizes))),
         "stages": stages,
-        "failure_seconds": between,
+        "failure_seconds": failures,
         "restart_seconds": _RESTART_SECONDS,
         "goodput": saves,
     }

@@ -133,7 +133,7 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
         run = run.chosen(cluster, target, is_proposal=True, work=own[0])
         plan = run.plan_with_data(cluster)
     except ConfigError as error:
-        if {problem.kind for problem in error.problems} <= _NO_LAYOUT and not run.config.auto:
+        if {problem.kind for problem in error.problems} & _NO_LAYOUT and not run.config.auto:
             _print_nearest(run, cluster)
         raise
     if arguments.explain_oom:

@@ -438,21 +438,24 @@ def nearest_plan(
     Tried in this order: another micro-batch, another global size, fewer pipeline stages, fewer devices.
     """
     batch, pipe = config.batch, config.parallel.pipe
-    ranks = max(cluster.world_size // pipe, 1)
-    tries: list[tuple[Settings, Cluster]] = [({MICRO: None, ACCUMULATION: None}, cluster)]
-    if batch.global_size is not None:
+    tries: list[tuple[Settings, Cluster]] = []
+    for stages in (pipe, *(count for count in range(pipe - 1, 0, -1) if cluster.world_size % count == 0)):
+        own = {} if stages == pipe else {PIPE: stages}
+        tries += [(own, cluster), ({**own, MICRO: None, ACCUMULATION: None}, cluster)]
+        ranks = max(cluster.world_size // stages, 1)
         unit = ranks * (batch.micro_size or 1) * (batch.accumulation_steps or 1)
-        for step in dict.fromkeys((ranks, unit)):
-            sizes = (batch.global_size // step * step or step, batch.global_size // step * step + step)
-            tries += [({GLOBAL: size, **_freed(batch.micro_size, size, ranks)}, cluster) for size in sizes]
-    tries += [({PIPE: stages}, cluster) for stages in range(pipe - 1, 0, -1) if cluster.world_size % stages == 0]
+        for step in dict.fromkeys((ranks, unit)) if batch.global_size else ():
+            below = (batch.global_size or 0) // step * step
+            sizes = (below or step, below + step)
+            tries += [({**own, GLOBAL: size, **_freed(batch.micro_size, size, ranks)}, cluster) for size in sizes]
     fewer = range(cluster.devices_per_host - 1, 0, -1)
     tries += [({}, replace(cluster, devices_per_host=count)) for count in fewer]
     for settings, where in tries:
         with suppress(ConfigError):
             changed = with_settings(config, settings)
             plan = make_plan(changed, where, num_train_samples=num_train_samples)
-            shown = {key: value for key, value in settings.items() if value is not None}
+            shown, micro = {key: value for key, value in settings.items() if value}, plan.layout.micro_size
+            shown |= {MICRO: micro} if MICRO in settings and batch.micro_size not in (None, micro) else {}
             return settings_text(shown) or (str(where) if where != cluster else str(plan.layout)), plan
     return None
 

@@ -225,7 +225,7 @@ def test_a_model_of_ones_own_is_not_searched_for() -> None:
     [
         ({"batch": {"global_size": 120}}, Cluster(devices_per_host=7), "batch.global_size: 119"),  # a prime count
         ({"batch": {"global_size": 4}}, Cluster(devices_per_host=8), "batch.global_size: 8"),  # smaller than the ranks
-        ({"batch": {"global_size": 64, "micro_size": 12}}, Cluster(devices_per_host=8), "64 samples per step = 8 x 1"),
+        ({"batch": {"global_size": 64, "micro_size": 12}}, Cluster(devices_per_host=8), "batch.micro_size: 8"),
         ({"parallel": {"pipe": 3}}, Cluster(devices_per_host=8), "parallel.pipe: 2"),
         ({"run": {"world_size": 4}}, Cluster(devices_per_host=8), "4 devices"),
     ],
