@@ -28,7 +28,6 @@ from framework.setup.prepared import prepare
 
 _MIB: Final = 2**20
 _SECONDS: Final = 0.25  # about so long for each figure
-_STEADY_SECONDS: Final = 0.03
 _LARGEST: Final = 1.0  # seconds of one operation beyond which no larger one is tried
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TRIES: Final = 3
@@ -59,7 +58,7 @@ def measure() -> dict[str, Any]:
     sums = list(all_reduces(sizes, of_device, seconds=_SECONDS)) if num_ranks > 1 else []
     steps = {stage: _step_overhead(stage) for stage in range(4)}
     memory = _bandwidth()
-    steady = sorted([*steady, *_repeated()])
+    steady += _repeated()
     return {
         "is_measured": True,
         "flops_per_second": {name: max(rates.values()) for name, rates in products.items()},
@@ -71,17 +70,15 @@ def measure() -> dict[str, Any]:
         "step_overhead_by_stage": steps,
         # On processors the engine's own work takes the cores that the model computes on, so that nothing hides it.
         "hides_overhead": not is_cpu,
-        "spread": steady[len(steady) * 9 // 10] / steady[len(steady) // 10] - 1,
+        "spread": max(steady) / min(steady) - 1,
         "details": {"products": products, "all_reduce": sums, "environment": describe_environment()},
     }
 
 
 def _repeated() -> list[float]:
-    """Seconds of one product, ten times over: what else the machine does shows in how they differ. Collective."""
+    """Seconds of the same product, five times over, which differ by what else the machine does. Collective."""
     left = torch.randn(1024, 1024, device=device())
-    operation = partial(torch.mm, left, left, out=torch.empty_like(left))
-    once = [max(gather(_timed(operation, 1))) for _ in range(2)][1]
-    return [max(gather(_timed(operation, max(int(_STEADY_SECONDS / once), 1)))) for _ in range(10)]
+    return [_slowest(partial(torch.mm, left, left, out=torch.empty_like(left))) for _ in range(5)]
 
 
 def _products(dtype: torch.dtype) -> dict[int, float]:

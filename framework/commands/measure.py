@@ -21,7 +21,6 @@ from framework.plan.cluster import Cluster
 from framework.plan.measured import keep
 
 _LONGEST_SECONDS: Final = 180.0
-_UNSTEADY: Final = ": every plan that uses them says so; measure again when the machine does nothing else"
 _OF_LAUNCHERS: Final = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
 
 
@@ -56,7 +55,7 @@ def environment_of_ranks(num_ranks: int) -> dict[str, str]:
 
 def measure_machine(num_ranks: int) -> dict[str, Any]:
     """Run the job and return what it found; a TrainingError where it failed."""
-    conditions_now = {"time_seconds": time.time(), "load_average": os.getloadavg()[0]}
+    before = {"time_seconds": time.time(), "load_average": os.getloadavg()[0]}
     job = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rates.json")
@@ -65,7 +64,7 @@ def measure_machine(num_ranks: int) -> dict[str, Any]:
             done = run_child(words, environment_of_ranks(num_ranks), longest_seconds=_LONGEST_SECONDS)
             if done.returncode == 0:
                 found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-                return found | conditions_now
+                return found | before
             reason = failure_of(done.stderr)
         except NoAnswerError as error:
             reason = str(error)
@@ -84,4 +83,4 @@ def _lines(found: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
     steps = found["step_overhead_by_stage"]
     each = ", ".join(f"{1e3 * steps[stage]['seconds']:.1f} at ZeRO {stage}" for stage in sorted(steps))
     yield f"          a step with next to no arithmetic, ms: {each}"
-    yield f"          {conditions(found)}{_UNSTEADY if found['spread'] > MOST_SPREAD else ''}"
+    yield f"          {conditions(found)}{'; measure again at rest' * (found['spread'] > MOST_SPREAD)}"

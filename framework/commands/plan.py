@@ -29,6 +29,7 @@ from framework.plan.alternatives import settings_text, size_text, with_settings
 from framework.plan.auto import listed_target, measured_target
 from framework.plan.cluster import Cluster
 from framework.plan.memory import Memory, NotEstimatedError
+from framework.plan.out_of_memory import IN_WORDS
 from framework.plan.plan import Plan, default_cluster, make_plan, rows
 from framework.plan.search import (
     EVERYTHING,
@@ -59,13 +60,7 @@ _MOST_LOSERS: Final = 10
 _NO_LAYOUT: Final = frozenset(
     {"batch-not-divisible", "pipe-not-divisible", "pipe-exceeds-layers", "dataset-smaller-than-batch"}
 )
-_MOMENTS: Final = {
-    "start": "after the start",
-    "between": "between steps",
-    "forward": "in the forward pass",
-    "backward": "in the backward pass",
-    "step": "in the optimizer's step",
-}
+_MOMENTS: Final = IN_WORDS | {"start": "after the start", "between": "between steps"}
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class Trial:
 
     @property
     def medians(self) -> list[float]:
-        """Median time of a step in each round, the quickest first."""
+        """Median of each round, the quickest first."""
         return sorted(median(seconds) for seconds in self.rounds)
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,12 +102,9 @@ def fastest(trials: Sequence[Trial]) -> int:
 
 
 def within_noise(trials: Sequence[Trial]) -> bool:
-    """Check whether the two fastest are not told apart: their medians differ by less than the rounds of one of them."""
-    two = sorted(
-        (each for each in trials if each.median_seconds), key=lambda each: each.medians[len(each.medians) // 2]
-    )
-    spread = max(each.medians[-1] - each.medians[0] for each in two[:2])
-    return len(two) > 1 and median(two[1].medians) - median(two[0].medians) <= spread
+    """Check whether the two fastest differ by no more than the rounds of one of them do."""
+    found = sorted((each.median_seconds, each.medians) for each in trials if each.median_seconds is not None)[:2]
+    return len(found) > 1 and found[1][0] - found[0][0] <= max(medians[-1] - medians[0] for _, medians in found)
 
 
 def trial_of(candidate: Candidate) -> Trial:
@@ -147,7 +144,7 @@ def _run(trial: Trial) -> None:
             return
         text = Path(out, "trial", "metrics.jsonl").read_text(encoding="utf-8")
         steps = [row["time/step_ms"] / 1000 for row in map(json.loads, text.splitlines()) if "time/step_ms" in row]
-        trial.rounds.append(steps[1:])
+        trial.rounds.append(steps[1:] or steps)
 
 
 def table(trials: Sequence[Trial]) -> Iterator[str]:

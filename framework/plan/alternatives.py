@@ -63,9 +63,7 @@ def alternatives(
 
 
 def knobs(plan: Plan, *, half: str = "bf16") -> Iterator[tuple[str, Any, Any]]:
-    """Key, value and lower value of each setting beside the strategy that may free memory; `half`: the type of half
-    width that the device has.
-    """
+    """Key, value and lower value of what may free memory; `half`: the device's type of half width."""
     for key, after in (*_KNOBS, ("precision.dtype", half)):
         section, _, name = key.partition(".")
         before = getattr(getattr(plan.config, section), name, None)

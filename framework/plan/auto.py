@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from framework.config.load import Source
 from framework.config.run_config import AUTO, RunConfig
-from framework.errors import ConfigError, Problem, UsageError, counted
+from framework.errors import ConfigError, Problem, UsageError
 from framework.plan.alternatives import settings_text, size_text, with_settings
 from framework.plan.cluster import Cluster
 from framework.plan.devices import Machine, find_device, tables
@@ -84,18 +84,17 @@ def measured_target(cluster: Cluster) -> Target | None:
     if found is None:
         return None
     is_cpu, machine = found["identity"]["is_cpu"], Machine.from_measured(found, devices_per_host=ranks)
-    name, memory = ("cpu", host_memory_bytes() // ranks) if is_cpu else ("this machine", None)
-    return Target(name, memory, machine=machine, rates=conditions(found))
+    own = Target("cpu", host_memory_bytes() // ranks) if is_cpu else Target("this machine")
+    return replace(own, machine=machine, rates=conditions(found))
 
 
 def conditions(found: Mapping[str, Any]) -> str:
     """When rates were measured, and what else the machine did then, in words."""
     if "time_seconds" not in found:
         return "rates measured at an unknown time"
-    minutes = max(int((time.time() - found["time_seconds"]) / 60), 0)
-    age = counted(minutes // 1440, "day") if minutes >= 2880 else f"{minutes // 60} h {minutes % 60} min"
+    hours = (time.time() - found["time_seconds"]) / 3600
     spread = f", unsteady: the same took up to {found['spread']:.0%} longer" if found["spread"] > MOST_SPREAD else ""
-    return f"rates measured {age} ago at a load of {found['load_average']:.1f}{spread}"
+    return f"rates measured {hours:,.1f} h ago at a load of {found['load_average']:.1f}{spread}"
 
 
 def host_memory_bytes() -> int:

@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import framework
 from framework.plan.compiled_ops import cache_folder
-from framework.plan.devices import Machine
 from framework.system.files import replace_text
 
 # Device files of drivers of accelerators: NVIDIA's, AMD's, Huawei's.
@@ -57,9 +56,3 @@ def measured_rates(num_ranks: int) -> dict[str, Any] | None:
         found: dict[str, Any] = json.loads(path_of(num_ranks).read_text(encoding="utf-8"))
         return found
     return None
-
-
-def measured_machine(num_ranks: int) -> Machine | None:
-    """Return this machine by its measured rates; None where none were measured with so many ranks."""
-    found = measured_rates(num_ranks)
-    return None if found is None else Machine.from_measured(found, devices_per_host=num_ranks)

@@ -309,9 +309,7 @@ def in_one_sentence(shortage: Shortage, plan: Plan | None, *, most: int = 3) -> 
 
 
 def advice(shortage: Shortage, plan: Plan | None = None) -> Iterable[str]:
-    """Explain what lies beside the config: pieces, other processes, and where the host's memory goes; `plan`: of the
-    run, whose settings fill the host.
-    """
+    """Explain what lies beside the config: pieces, other processes, and where the host's memory goes."""
     sizes = shortage.sizes or {}
     if shortage.is_fragmented:
         enough = "more than was asked for" if sizes["unused"] >= sizes.get("asked", 2**63) else "a tenth of the device"
@@ -340,11 +338,11 @@ def advice(shortage: Shortage, plan: Plan | None = None) -> Iterable[str]:
     on_host = shortage.kind in ("host", "killed", "pinned")
     if plan and on_host and plan.config.zero.offload_optimizer.device == "cpu":
         yield (
-            "all ranks of a host hold what is offloaded: fewer of them on it and more hosts take less of each; "
-            "zero.offload_optimizer.ratio below 1 (at zero.stage: 3) leaves a part on the device"
+            "all ranks of a host hold what is offloaded: with fewer of them on it, or a zero.offload_optimizer.ratio "
+            "below 1 (at zero.stage: 3), it holds less"
         )
     if plan and on_host and plan.config.checkpoint.mode == "async":
-        yield "checkpoint.mode: async holds a copy of what is saved on the host; sync does not"
+        yield "checkpoint.mode: async copies what is saved to the host; sync does not"
     if shortage.kind in ("host", "killed"):
         yield (
             "on the host: every rank reads the weights of a checkpoint, fills data.prefetch_batches in each of its "

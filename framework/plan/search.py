@@ -72,7 +72,7 @@ class Target:
 
     @property
     def text(self) -> str:
-        """The devices and where their rates come from, in words."""
+        """The devices, and whence their rates."""
         return ", ".join(filter(None, (self.name, self.rates)))
 
     @property
@@ -235,17 +235,13 @@ class Found:
         return f"{takes}; {size_text(limit)} are usable"
 
 
-def search(asked: Request) -> Found:
-    """Rank the strategies of a run on a cluster: by samples per second, or by costs where speed is not known.
+def search(asked: Request, *, is_quick: bool = False) -> Found:
+    """Rank the strategies of a run on a cluster: by samples per second, or by costs where speed is not known. A quick
+    search drops what cannot fit, and so does not know what takes least.
 
     Raises:
         NotEstimatedError: the model's memory is not known, so that nothing can be compared.
     """
-    return _search(asked, is_quick=False)
-
-
-def _search(asked: Request, *, is_quick: bool) -> Found:
-    """The search; a quick one looks no further at what cannot fit, and so does not know what takes least."""
     judges = _Judge(asked, is_quick=is_quick)
     found = [best for strategy in _strategies(asked) if (best := judges.best(strategy))]
     smallest = min(judges.too_large, key=lambda each: each.peak_bytes, default=None)
@@ -268,7 +264,7 @@ def search_fewest_devices(asked: Request) -> Found:
     devices = sorted({*_powers(cluster.devices_per_host), cluster.devices_per_host})
     sizes = [*((1, count) for count in devices), *((count, cluster.devices_per_host) for count in hosts[1:])]
     parts = [replace(asked, cluster=replace(cluster, num_hosts=num, devices_per_host=count)) for num, count in sizes]
-    enough = (part for part in parts[:-1] if _search(part, is_quick=True).ranked)
+    enough = (part for part in parts[:-1] if search(part, is_quick=True).ranked)
     return search(next(enough, parts[-1]))
 
 
@@ -278,12 +274,10 @@ def search_longest_sequence(asked: Request) -> Found:
     Raises:
         UsageError: the length of a sequence is no key of the data, or the device's memory is not known.
     """
-    config = asked.config
+    config, memory = asked.config, asked.target.memory_bytes
     length, positions = getattr(config.data, "sequence_length", None), getattr(config.model, "max_positions", None)
-    if length is None or positions is None or asked.target.memory_bytes is None:
-        missing = (
-            "the device, as --gpu names it" if asked.target.memory_bytes is None else "data and a model with a length"
-        )
+    if length is None or positions is None or memory is None:
+        missing = "the device, as --gpu names it" if memory is None else "data and a model with a length"
         raise UsageError(f"the longest sequence takes {missing}")
 
     def at(tokens: int) -> Found:
@@ -408,9 +402,8 @@ def _is_better(one: Candidate, other: Candidate, *, by: float) -> bool:
 
 
 def least_bytes(plan: Plan, work: ModelWork) -> int:
-    """Bytes that the fullest rank takes at some moment, whatever the batch: its share of weights, optimizer state, and,
-    at stages 0 and 1, gradients, which are all there at the end of a backward pass. No stage of a pipeline is the
-    fullest with less than the mean.
+    """Bytes that the fullest rank takes at least, whatever the batch: its share of weights, optimizer state and, at
+    stages 0 and 1, of gradients. The fullest stage of a pipeline has no less than the mean.
     """
     by = Parallelism.from_plan(plan)
     each = by.weight_bytes / (by.data if by.zero_stage == 3 else 1) + (by.weight_bytes if by.zero_stage < 2 else 0)
@@ -423,7 +416,7 @@ def search_more_devices(asked: Request, *, most: int = 16_384) -> Found | None:
     """The search on the smallest cluster of twice as many hosts, or four times and so on, on which something fits."""
     hosts = 2 * asked.cluster.num_hosts
     while hosts * asked.cluster.devices_per_host <= most:
-        found = _search(replace(asked, cluster=replace(asked.cluster, num_hosts=hosts)), is_quick=True)
+        found = search(replace(asked, cluster=replace(asked.cluster, num_hosts=hosts)), is_quick=True)
         if found.ranked:
             return found
         hosts *= 2
@@ -539,9 +532,9 @@ def find_knob(plan: Plan, target: Target | None = None, *, work: ModelWork | Non
     hundred.
     """
     planned, found = judge(plan, work=work).peak_bytes, []
-    machine = None if target is None else target.machine
-    has_bf16 = machine is None or "bf16" in machine.device.flops_per_second
-    for key, before, after in knobs(plan, half="bf16" if has_bf16 else "fp16"):
+    machine = target.machine if target else None
+    half = "bf16" if machine is None or "bf16" in machine.device.flops_per_second else "fp16"
+    for key, before, after in knobs(plan, half=half):
         freed = (planned - each.peak_bytes for each in alternatives(plan, [{key: after}], work=work))
         found += [Knob(key, before, after, size) for size in freed]
     best = max(found, key=lambda knob: knob.freed_bytes, default=None)

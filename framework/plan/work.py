@@ -117,7 +117,7 @@ class ModelWork:
 
     @cached_property
     def places(self) -> dict[str, int]:
-        """Name of a weight -> its place in the model's order, frozen ones last."""
+        """Name of a weight -> its place, frozen ones last."""
         return {name: place for place, name in enumerate((*self.weights, *self.frozen))}
 
     @cached_property

@@ -79,7 +79,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.current
 
     def count(self, flops: int, causal_length: int = 0) -> None:
-        """Add operations; `causal_length`: of the sequences of causal attention."""
+        """Add operations; `causal_length`: of sequences of causal attention."""
         self.current.figures["flops"] += flops
         self.current.figures["masked"] += masked(flops, causal_length) if causal_length else 0
 
@@ -111,10 +111,8 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count = flop_registry.get(func._overloadpacket)
         reads, tensors = _tensors((args, kwargs)), _tensors(made)
         if self.way == "forward" and count is not None:
-            flops = int(count(*args, **(kwargs or {}), out_val=made))
-            names = (argument.name for argument in func._schema.arguments)
-            given = dict(zip(names, args, strict=False)) | (kwargs or {})
-            self.count(flops, made[0].shape[-2] if given.get("is_causal") else 0)
+            is_causal = args[4:5] == (True,)  # of the fused attention of processors; no other has a truth value there
+            self.count(int(count(*args, **(kwargs or {}), out_val=made)), args[0].shape[-2] if is_causal else 0)
         elif self.way == "forward" and (func._schema.is_mutable or _is_new(tensors, reads)) and func not in _EMPTY:
             self.current.figures["moved"] += sum(map(_bytes, (*reads, *tensors)))
         for tensor in tensors:
@@ -184,7 +182,7 @@ class _AsOnGPU(TorchFunctionMode):
             if torch.is_autocast_enabled("cpu"):
                 query, key, value = (each.to(torch.get_autocast_dtype("cpu")) for each in (query, key, value))
             size = query.shape[-1]
-            is_causal = kwargs.get("is_causal", args[5] if len(args) > 5 else False)
+            is_causal = kwargs.get("is_causal", args[5:6] == (True,))
             flops = 2 * query.numel() // size * key.shape[-2] * (size + value.shape[-1])
             self._ledger.count(flops, query.shape[-2] if is_causal else 0)
             return _FusedAttention.apply(query, key, value)
