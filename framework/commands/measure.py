@@ -25,7 +25,7 @@ _OF_LAUNCHERS: Final = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WOR
 
 
 def measure(cluster: Cluster) -> list[str]:
-    """Measure this machine with as many ranks as the cluster has, keep the result, and return lines for a person.
+    """Measure this machine with a cluster's ranks, keep the result, and return lines for a person.
 
     Raises:
         UsageError: there are several hosts.

@@ -65,7 +65,7 @@ def goodput(interval_seconds: float, save_seconds: float, failure_seconds: float
 
 
 def paper_section(plan: Plan) -> dict[str, Any]:
-    """The figures as plain values, in bytes and seconds; empty for a model that is not known by name."""
+    """The figures as plain values; none of a model that is not known by name."""
     work = weights_alone(plan.config.model)
     if work is None:
         return {}
@@ -94,7 +94,7 @@ def paper_section(plan: Plan) -> dict[str, Any]:
 
 
 def paper_lines(plan: Plan) -> Iterator[str]:
-    """Lines for a person on a model known by name; one line of any other."""
+    """The same for a person."""
     found = paper_section(plan)
     if not found:
         yield "paper     the model is one of your own: its weights are not known by name"

@@ -63,6 +63,13 @@ _NO_LAYOUT: Final = frozenset(
 _MOMENTS: Final = IN_WORDS | {"start": "after the start", "between": "between steps"}
 
 
+_SEARCHES: Final = {
+    None: search,
+    "longest-sequence": search_longest_sequence,
+    "fewest-devices": search_fewest_devices,
+}
+
+
 @dataclass(frozen=True)
 class _Question:
     """The plan that was asked for, and what is asked beside it."""
@@ -80,12 +87,6 @@ class _Question:
         asked = self.arguments
         return bool(asked.search or asked.goal or asked.apply or asked.chart or asked.trials)
 
-    def free(self) -> frozenset[str]:
-        """Keys that may be chosen: beside a plan those that leave its batch as it is."""
-        if not self.is_wide:
-            return frozenset({STAGE, OFFLOAD, RECOMPUTE})
-        return frozenset(key for key in EVERYTHING if not self._is_set_here(key))
-
     def _is_set_here(self, key: str) -> bool:
         """Whether the command line gives the key a value, by itself or within its section."""
         names, section = key.split("."), self.run.config
@@ -97,32 +98,29 @@ class _Question:
             section = getattr(section, name)
         return section is not None
 
-    def search(self) -> Found:
-        goals = {"longest-sequence": search_longest_sequence, "fewest-devices": search_fewest_devices}
-        return goals.get(self.arguments.goal, search)(self.request)
-
     @property
     def request(self) -> Request:
-        size = self.plan.length.num_train_samples
-        return Request(self.run.config, self.plan.cluster, self.target, self.free(), size, self.work)
+        """What may be chosen: beside a plan what leaves its batch as it is."""
+        wide, size = {key for key in EVERYTHING if not self._is_set_here(key)}, self.plan.length.num_train_samples
+        free = wide if self.is_wide else {STAGE, OFFLOAD, RECOMPUTE}
+        return Request(self.run.config, self.plan.cluster, self.target, free, size, self.work)
 
 
 def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | None) -> int:
     """Print the plan of a run with its memory and time, its stages, and the strategies; returns the exit code."""
     cluster = cluster or default_cluster(run.config)
-    target = Target()
     if arguments.gpu and (arguments.measure or arguments.trials):
         raise UsageError("plan: --measure and --trials use the devices of this machine; leave --gpu out")
-    if arguments.gpu:
-        target = listed_target(arguments.gpu, devices_per_host=cluster.devices_per_host, network=arguments.network)
-    elif arguments.network:
+    if arguments.network and not arguments.gpu:
         raise UsageError("plan: --network goes with --gpu")
     if arguments.chart and not arguments.chart.lower().endswith(".svg"):
         raise UsageError(f"plan: --chart {arguments.chart}: what is drawn is SVG; name it .svg")
     if arguments.measure:
         print(*measure(cluster), sep="\n", file=sys.stderr if arguments.json else sys.stdout)
-    if not arguments.gpu:
-        target = measured_target(cluster) or target
+    if arguments.gpu:
+        target = listed_target(arguments.gpu, devices_per_host=cluster.devices_per_host, network=arguments.network)
+    else:
+        target = measured_target(cluster) or Target()
     try:
         own = _own_work(run, cluster)
         run = run.chosen(cluster, target, is_proposal=True, work=own[0])
@@ -189,7 +187,7 @@ class _Answer:
 def _answer(question: _Question) -> _Answer:
     plan, target, wide = question.plan, question.target, question.is_wide
     try:
-        planned, found = judge(plan, target, work=question.work), question.search()
+        planned, found = judge(plan, target, work=question.work), _SEARCHES[question.arguments.goal](question.request)
     except NotEstimatedError as error:
         reason = f"{error}{question.why and f' ({question.why})'}"
         return _Answer({"memory": {"unknown": reason}}, (f"{'memory':<10}not estimated: {reason}",))
@@ -207,7 +205,7 @@ def _answer(question: _Question) -> _Answer:
     lines += [f"{'knob':<10}{knob}"] if knob else []
     section = {"memory": planned.memory.to_dict(), "strategies": strategies_section(found, shown)}
     section |= {"time": planned.time.to_dict()} if planned.time else {}
-    section |= {"machine": target.machine.to_dict()} if target.machine else {}
+    section |= {"machine": target.machine.to_dict() | {"rates": target.rates}} if target.machine else {}
     section |= {} if knob is None else {"knob": vars(knob) | {"text": str(knob)}}
     return _Answer(
         section, tuple(head), tuple(lines), tuple(_findings(question, planned, found)), tuple(shown), planned

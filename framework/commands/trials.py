@@ -96,9 +96,8 @@ def run_trials(candidates: Sequence[Candidate]) -> list[Trial]:
 
 def fastest(trials: Sequence[Trial]) -> int:
     """Place of the trial with the shortest median step."""
-    return min((each.median_seconds, number) for number, each in enumerate(trials) if each.median_seconds is not None)[
-        1
-    ]
+    found = ((each.median_seconds, number) for number, each in enumerate(trials) if each.median_seconds is not None)
+    return min(found)[1]
 
 
 def within_noise(trials: Sequence[Trial]) -> bool:

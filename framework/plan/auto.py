@@ -174,7 +174,7 @@ def resolve(
     except NotEstimatedError as error:
         reason, fix = (
             f"the memory of this run is not known: {error}",
-            "let `plan CONFIG --apply` look at it, or write it",
+            "let `plan CONFIG --apply` look at it and write it",
         )
         raise _refused("auto-not-estimated", reason, fix, key, source) from None
     if not found.ranked:

@@ -98,7 +98,7 @@ class Shortage:
             or ``killed``: a process was killed, as the kernel does for lack of host memory.
         stated: the line that says so.
         moment: a key of `IN_WORDS`, or empty.
-        place: file and function within it that asked: the innermost outside torch and deepspeed, or where it begins.
+        place: file and function in it: the innermost outside torch and deepspeed, or where it begins.
         component: of the estimate, where the function that asked shows it.
         is_stage_3: whether ZeRO's stage 3 is in the traceback.
         sizes: name -> bytes as the text has them: ``asked``, ``capacity``, ``free``, ``allocated``, ``unused`` (held by
@@ -338,8 +338,8 @@ def advice(shortage: Shortage, plan: Plan | None = None) -> Iterable[str]:
     on_host = shortage.kind in ("host", "killed", "pinned")
     if plan and on_host and plan.config.zero.offload_optimizer.device == "cpu":
         yield (
-            "all ranks of a host hold what is offloaded: with fewer of them on it, or a zero.offload_optimizer.ratio "
-            "below 1 (at zero.stage: 3), it holds less"
+            "each rank of a host holds there what is offloaded: fewer of them take less, and so does a "
+            "zero.offload_optimizer.ratio below 1 at zero.stage: 3"
         )
     if plan and on_host and plan.config.checkpoint.mode == "async":
         yield "checkpoint.mode: async copies what is saved to the host; sync does not"

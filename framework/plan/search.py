@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from math import inf
 from typing import Any, Final, Literal
 
@@ -61,7 +62,7 @@ class Target:
         memory_bytes: of one device; None: not known, so that everything fits.
         host_bytes: memory of a host, which the ranks on it share; None: not known.
         machine: rates of devices and network; None: how fast they are is not known.
-        rates: when and how they were measured, in words; empty: they are listed.
+        rates: how they were measured, in words; empty: they are listed.
     """
 
     name: str = ""
@@ -97,8 +98,8 @@ class Request:
         config: what was asked; keys that are not `free` stay as they are.
         cluster: where it is to run.
         target: its devices; left out: not known.
-        free: dotted keys that may be chosen. `batch.global_size` stays where the config has it; where it does not,
-            micro-batches grow as long as doubling them gains two samples in a hundred.
+        free: dotted keys that may be chosen. `batch.global_size` stays where it is given; else micro-batches grow as
+            long as doubling them gains 2 %.
         num_train_samples: size of the training data, where it is known.
         work: of a model of the user's own, on any micro-batch.
     """
@@ -237,10 +238,8 @@ class Found:
 
 def search(asked: Request, *, is_quick: bool = False) -> Found:
     """Rank the strategies of a run on a cluster: by samples per second, or by costs where speed is not known. A quick
-    search drops what cannot fit, and so does not know what takes least.
-
-    Raises:
-        NotEstimatedError: the model's memory is not known, so that nothing can be compared.
+    search drops what cannot fit, and so does not know what takes least. A NotEstimatedError where the model's memory is
+    not known.
     """
     judges = _Judge(asked, is_quick=is_quick)
     found = [best for strategy in _strategies(asked) if (best := judges.best(strategy))]
@@ -252,10 +251,7 @@ def search(asked: Request, *, is_quick: bool = False) -> Found:
 
 def search_fewest_devices(asked: Request) -> Found:
     """The search on the smallest part of a cluster on which something fits: whole hosts, or devices of one host in
-    powers of two; on the whole cluster where nothing does.
-
-    Raises:
-        UsageError: the device's memory is not known.
+    powers of two; on the whole cluster where nothing does. A UsageError where the device's memory is not known.
     """
     cluster = asked.cluster
     if asked.target.memory_bytes is None:
@@ -269,10 +265,8 @@ def search_fewest_devices(asked: Request) -> Found:
 
 
 def search_longest_sequence(asked: Request) -> Found:
-    """The search with the longest sequence on which something fits, to an eighth of its length.
-
-    Raises:
-        UsageError: the length of a sequence is no key of the data, or the device's memory is not known.
+    """The search with the longest sequence on which something fits, to an eighth of its length; a UsageError where the
+    length is no key of the data, or the device's memory is not known.
     """
     config, memory = asked.config, asked.target.memory_bytes
     length, positions = getattr(config.data, "sequence_length", None), getattr(config.model, "max_positions", None)
@@ -433,14 +427,11 @@ def nearest_plan(
     batch, pipe = config.batch, config.parallel.pipe
     tries: list[tuple[Settings, Cluster]] = []
     for stages in (pipe, *(count for count in range(pipe - 1, 0, -1) if cluster.world_size % count == 0)):
+        below = (batch.global_size or 0) // (ranks := max(cluster.world_size // stages, 1)) * ranks
+        sizes = [] if batch.global_size is None else [{GLOBAL: below or ranks}, {GLOBAL: below + ranks}]
         own = {} if stages == pipe else {PIPE: stages}
-        tries += [(own, cluster), ({**own, MICRO: None, ACCUMULATION: None}, cluster)]
-        ranks = max(cluster.world_size // stages, 1)
-        unit = ranks * (batch.micro_size or 1) * (batch.accumulation_steps or 1)
-        for step in dict.fromkeys((ranks, unit)) if batch.global_size else ():
-            below = (batch.global_size or 0) // step * step
-            sizes = (below or step, below + step)
-            tries += [({**own, GLOBAL: size, **_freed(batch.micro_size, size, ranks)}, cluster) for size in sizes]
+        free = {MICRO: None, ACCUMULATION: None}
+        tries += [({**own, **size, **more}, cluster) for size in ({}, *sizes) for more in ({}, free)]
     fewer = range(cluster.devices_per_host - 1, 0, -1)
     tries += [({}, replace(cluster, devices_per_host=count)) for count in fewer]
     for settings, where in tries:
@@ -451,11 +442,6 @@ def nearest_plan(
             shown |= {MICRO: micro} if MICRO in settings and batch.micro_size not in (None, micro) else {}
             return settings_text(shown) or (str(where) if where != cluster else str(plan.layout)), plan
     return None
-
-
-def _freed(micro: int | None, size: int, ranks: int) -> Settings:
-    """Leave the micro-batch to the layout where the one that is given divides no longer."""
-    return {} if micro is None or size % (micro * ranks) == 0 else {MICRO: None, ACCUMULATION: None}
 
 
 def _ranked(found: Sequence[Candidate]) -> list[Candidate]:
@@ -488,10 +474,7 @@ def _strategies(asked: Request) -> Iterator[Settings]:
         RECOMPUTE: sorted({0, 1, recompute}) if RECOMPUTE in free else [recompute],
         PIPE: _pipes(config, asked.cluster) if PIPE in free else [config.parallel.pipe],
     }
-    found: list[dict[str, Any]] = [{}]
-    for key, choices in values.items():
-        found = [{**chosen, key: choice} for chosen in found for choice in choices]
-    yield from found
+    return (dict(zip(values, chosen, strict=True)) for chosen in product(*values.values()))
 
 
 def _pipes(config: RunConfig, cluster: Cluster) -> list[int]:

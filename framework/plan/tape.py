@@ -347,7 +347,7 @@ class Tape:
 
 
 def masked(flops: int, length: int) -> int:
-    """Those operations of causal attention that fused kernels leave out: of the scores above the diagonal."""
+    """Operations of causal attention that fused kernels leave out."""
     return flops * (length - 1) // (2 * length)
 
 

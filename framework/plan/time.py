@@ -182,8 +182,8 @@ class Rates:
     Attributes:
         plateau: share of the fastest matrix product that the products of a large model reach.
         plateau_hopper: the same since Hopper, whose clock falls under load.
-        attention: share of the fastest matrix product that attention reaches, in scores that are computed: a fused
-            kernel of causal attention leaves out those that are masked.
+        attention: share of the fastest matrix product that attention reaches, in the scores that are computed;
+            fused kernels leave masked ones out.
         attention_hopper: the same since Hopper, for whose tensor cores torch's kernels of attention were not written.
         width: half of the plateau is reached where a part's weights on one device are a square of this width, on a
             device of 1e15 FLOP/s; it grows with the root of those, as a product is divided among more units.
@@ -355,7 +355,7 @@ class _Step:
     def products(self, part: Part) -> float:
         """Seconds of its matrix products, forward.
 
-        What no weight takes part in is counted as scores of attention, of which fused kernels leave masked ones out.
+        What no weight takes part in is counted as scores of attention, without masked ones.
         """
         by, rates, tokens = self.by, self.rates, self.work.num_tokens
         weights = self.weights(part)
