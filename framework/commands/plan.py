@@ -14,7 +14,7 @@ from framework.commands.check_fix import write_file
 from framework.commands.explain_oom import explain_oom
 from framework.commands.measure import measure
 from framework.commands.memory_chart import draw_chart
-from framework.commands.own_work import find_own_work
+from framework.commands.own_work import find_own_optimizer, find_own_work
 from framework.commands.paper import paper_lines, paper_section
 from framework.commands.stage_balance import StageBalance, find_stage_balance
 from framework.commands.strategies import loser_lines, strategies_section, table_lines, unusual, write_choice
@@ -23,6 +23,7 @@ from framework.commands.torch_child import NoAnswerError
 from framework.commands.trials import fastest, run_trials, table
 from framework.commands.verdict import find_gpu
 from framework.config.base import ModelKind
+from framework.config.base import Target as TargetSection
 from framework.errors import EXIT_OK, ConfigError, Problem, UsageError
 from framework.load_run import LoadedRun
 from framework.plan.alternatives import settings_text, size_text, with_settings
@@ -159,15 +160,20 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
 
 
 def _own_work(run: LoadedRun, cluster: Cluster) -> tuple[ModelWork | None, str]:
-    """Work of a model of the user's own, or why it is not known; neither for named models."""
-    if isinstance(run.config.model, ModelKind):
+    """Work of a model of the user's own, or why it, or the memory of an optimizer, is not known; neither for named
+    ones.
+    """
+    is_named = isinstance(run.config.model, ModelKind)
+    if is_named and not isinstance(run.config.optimizer, TargetSection):
         return None, ""
     # What is to be chosen does not change the model; these are values that go with everything.
     plain = {"zero.stage": 1, "parallel.pipe": 1, "batch.micro_size": None}
     settings = {key: value for key, value in plain.items() if key in run.config.auto}
     config = with_settings(run.config, settings) if settings else run.config
+    plan = make_plan(config, cluster, source=run.source)
+    why = find_own_optimizer(plan)
     try:
-        return find_own_work(make_plan(config, cluster, source=run.source)), ""
+        return find_own_work(plan), why
     except NoAnswerError as error:
         return None, str(error)
 
@@ -242,14 +248,17 @@ def _memory_lines(memory: Memory, target: Target) -> Iterator[str]:
     peak, host = memory.peak, sum(memory.host.values())
     stage = "" if memory.stage is None else f", stage {memory.stage}, the fullest"
     lacks = f", without activations: {memory.lacks}" if memory.lacks else ""
-    of = f" of {size_text(target.usable_bytes)} usable" if target.usable_bytes else ""
+    usable = target.usable_bytes(memory)
+    of = f" of {size_text(usable)} usable" if usable else ""
     yield (
         f"{'memory':<10}{size_text(memory.total('between'))} on each rank between steps, "
         f"{size_text(memory.total(peak))} at most ({_MOMENTS[peak]}){of}"
         f"{f', {size_text(host)} on the host' if host else ''}; estimated{stage}{lacks}"
     )
-    sizes = sorted(memory.moments[peak].items(), key=lambda item: -item[1])
-    yield f"          at most: {', '.join(f'{name} {size_text(size)}' for name, size in sizes)}"
+    for label, found in (("at most", memory.moments[peak]), ("beside tensors", memory.beside), ("host", memory.host)):
+        sizes = sorted(found.items(), key=lambda item: -item[1])
+        if sizes:
+            yield f"          {label}: {', '.join(f'{name} {size_text(size)}' for name, size in sizes)}"
 
 
 def _time_lines(time: StepTime | None, target: Target) -> Iterator[str]:
@@ -268,7 +277,7 @@ def _time_lines(time: StepTime | None, target: Target) -> Iterator[str]:
 def _findings(question: _Question, planned: Candidate, found: Found) -> Iterator[Problem]:
     """A plan that does not fit, with the nearest that does."""
     target, key = question.target, "zero.stage"
-    if not (reason := target.lacking(planned.peak_bytes)):
+    if not (reason := target.lacking(planned.memory)):
         return
     if found.ranked:
         best, cluster = found.ranked[0], found.ranked[0].plan.cluster
@@ -320,6 +329,6 @@ def _act(question: _Question, answer: _Answer) -> None:
         if further := [word for word in arguments.words if word.partition("=")[0] not in settings]:
             write(out, f"note      chosen with {' '.join(further)}, which {run.config_path} does not hold\n")
     if arguments.chart:
-        limit = question.target.usable_bytes
+        limit = question.target.usable_bytes(answer.candidates[0].memory)
         chart = draw_chart(answer.candidates, limit_bytes=limit, title=question.plan.config.run.name)
         write_file(Path(arguments.chart), chart, name=arguments.chart)

@@ -202,7 +202,8 @@ def chosen_here(
 
 def choice_text(best: Candidate, target: Target) -> str:
     """Memory and speed of a choice, in words that say how far they are known."""
-    of = f" of {size_text(target.usable_bytes)}" if target.usable_bytes else ""
+    usable = target.usable_bytes(best.memory)
+    of = f" of {size_text(usable)}" if usable else ""
     memory = f"{size_text(best.peak_bytes)}{of} on each rank at most ({fullest(best.memory)})"
     if best.samples_per_second is None:
         why = f"that of {target.name} is not listed" if target.name else "no device named"

@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, UsageError, counted
 from framework.plan.alternatives import alternatives, knobs, settings_text, size_text, with_settings
+from framework.plan.beside import beside_tensors
 from framework.plan.cluster import Cluster
 from framework.plan.devices import Machine
 from framework.plan.forwards import num_layers
@@ -38,8 +39,6 @@ ACCUMULATION: Final = "batch.accumulation_steps"
 GLOBAL: Final = "batch.global_size"
 LENGTH: Final = "data.sequence_length"
 POSITIONS: Final = "model.max_positions"
-# CUDA's context and the buffers of collectives: 0.3 to 1 GiB, as the documents of the planner say.
-CONTEXT_BYTES: Final = 2**30
 STRATEGY: Final = (STAGE, OFFLOAD, RECOMPUTE, PIPE)
 EVERYTHING: Final = frozenset({*STRATEGY, MICRO, ACCUMULATION})
 _LARGEST_MICRO: Final = 4096
@@ -76,15 +75,17 @@ class Target:
         """The devices, and whence their rates."""
         return ", ".join(filter(None, (self.name, self.rates)))
 
-    @property
-    def usable_bytes(self) -> int | None:
-        """Memory that is left to a run: of a GPU without what its context takes."""
-        taken = 0 if self.name == "cpu" else CONTEXT_BYTES
-        return None if self.memory_bytes is None else max(self.memory_bytes - taken, 0)
+    def usable_bytes(self, memory: Memory) -> int | None:
+        """Memory that is left to tensors, beside what else a run takes of a GPU."""
+        return None if self.memory_bytes is None else max(self.memory_bytes - sum(memory.beside.values()), 0)
 
-    def lacking(self, peak_bytes: int) -> str:
-        """Reason why what takes so much does not fit; empty where it does, or where the memory is not known."""
-        limit = self.usable_bytes
+    def with_beside(self, memory: Memory, plan: Plan) -> Memory:
+        """A plan's memory with what it takes of these devices beside its tensors."""
+        return replace(memory, beside=beside_tensors(memory, plan, self.name))
+
+    def lacking(self, memory: Memory) -> str:
+        """Reason why a run does not fit; empty where it does, or where the memory of the devices is not known."""
+        limit, peak_bytes = self.usable_bytes(memory), memory.total(memory.peak)
         if limit is None or peak_bytes <= limit:
             return ""
         return f"each rank takes {size_text(peak_bytes)}, and {self.name} has {size_text(limit)} usable"
@@ -225,7 +226,7 @@ class Found:
         if self.smallest is None:
             return self.losers[0].why if self.losers else "there is nothing to choose from"
         found, memory = self.smallest, self.smallest.memory
-        limit, host = self.target.usable_bytes, self.target.host_bytes
+        limit, host = self.target.usable_bytes(memory), self.target.host_bytes
         if limit is None or found.peak_bytes <= limit:
             ranks, on_host = found.plan.cluster.devices_per_host, sum(memory.host.values())
             return (
@@ -301,6 +302,7 @@ def judge(
     """
     work = work_of(plan) if work is None else work.of_samples(plan.layout.micro_size)
     memory, machine, time = estimate(plan, work=work), target and target.machine, None
+    memory = target.with_beside(memory, plan) if target else memory
     if machine and work:
         with suppress(NotEstimatedError):  # a figure of the device that nobody has published
             time = estimate_time(plan, work, machine)
@@ -359,7 +361,7 @@ class _Judge:
             if key not in self._works:
                 self._works[key] = work_of(plan) if work is None else work.of_samples(micro)
             found = self._works[key]
-            if self.is_quick and found and asked.target.lacking(least_bytes(plan, found)):
+            if self.is_quick and found and least_bytes(plan, found) > (asked.target.memory_bytes or inf):
                 return "too large, whatever the batch"
             return judge(plan, asked.target, settings=settings, work=found)
         except ConfigError as error:
@@ -371,7 +373,7 @@ class _Judge:
 
     def fits(self, candidate: Candidate) -> bool:
         """Check whether the device, and the host with its other ranks, hold it."""
-        limit, host = self.asked.target.usable_bytes, self.asked.target.host_bytes
+        limit, host = self.asked.target.usable_bytes(candidate.memory), self.asked.target.host_bytes
         on_host = sum(candidate.memory.host.values()) * self.asked.cluster.devices_per_host
         return (limit is None or candidate.peak_bytes <= limit) and (host is None or on_host <= host)
 
@@ -400,8 +402,9 @@ def least_bytes(plan: Plan, work: ModelWork) -> int:
     stages 0 and 1, of gradients. The fullest stage of a pipeline has no less than the mean.
     """
     by = Parallelism.from_plan(plan)
-    each = by.weight_bytes / (by.data if by.zero_stage == 3 else 1) + (by.weight_bytes if by.zero_stage < 2 else 0)
-    if not by.is_offloaded:
+    weights = 0 if by.weights_offloaded else by.weight_bytes / (by.data if by.zero_stage == 3 else 1)
+    each = weights + (by.weight_bytes if by.zero_stage < 2 else 0)
+    if not by.is_offloaded and hasattr(plan.config.optimizer, "kind"):  # that of the user's own may have none
         each += by.state_bytes / (by.data if by.zero_stage else 1)
     return int(each * work.num_params / by.pipe)
 
