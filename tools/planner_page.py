@@ -35,7 +35,7 @@ from framework.plan.auto import listed_target
 from framework.plan.cluster import Cluster
 from framework.plan.memory import estimate
 from framework.plan.plan import make_plan
-from framework.plan.search import search
+from framework.plan.search import Request, search
 from framework.plan.work import weights_alone
 
 ROOT: Final = Path(__file__).parents[1]
@@ -133,7 +133,7 @@ def _scale() -> Iterator[Sequence[str]]:
         for gpus in (64, 512, 4096, 16_384):
             samples = max(2048, gpus)
             config = _gpt({"size": "llama-3-8b", **model}, length=8192, batch={"global_size": samples})
-            found = search(config, Cluster(gpus // 8, 8), listed_target("h100-80gb", devices_per_host=8))
+            found = search(Request(config, Cluster(gpus // 8, 8), listed_target("h100-80gb", devices_per_host=8)))
             start = name, f"{gpus:,}", f"{samples:,}"
             if not found.ranked:
                 yield *start, f"nothing fits: {found.block}", "", "", "", ""

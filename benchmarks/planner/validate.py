@@ -137,13 +137,14 @@ def work_of(point: Point, micro_size: int = 1) -> ModelWork:
 
 
 def with_scores(work: ModelWork, scores: int) -> ModelWork:
-    """The work where attention writes its scores to memory, as before FlashAttention (Dao et al. 2022): two products,
-    a fused softmax and a dropout read and write them in half precision, and three tensors of them are saved.
+    """The work where attention writes all of its scores to memory, as before FlashAttention (Dao et al. 2022): two
+    products, a fused softmax and a dropout read and write them in half precision, and three tensors of them are saved.
     """
     moved, saved = (2 + 4 + 5 + 2) * scores, 5 * scores
     parts = (
         replace(
             part,
+            masked_flops=0,
             moved_bytes=part.moved_bytes + moved,
             saved_bytes=part.saved_bytes + saved,
             split_bytes=part.split_bytes + saved,

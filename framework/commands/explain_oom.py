@@ -53,10 +53,15 @@ def explain_oom(log: str, plan: Plan, *, work: ModelWork | None, as_json: bool) 
     if as_json:
         fixes = [{"settings": dict(each.settings), "less_bytes": found.gain(each)} for each in found.fixes]
         estimate = {"is_estimate": True, "moment": found.at, "bytes": dict(found.components), "unknown": found.unknown}
-        section = {"shortage": asdict(shortage), "estimate": estimate, "fixes": fixes, "advice": list(advice(shortage))}
+        section = {
+            "shortage": asdict(shortage),
+            "estimate": estimate,
+            "fixes": fixes,
+            "advice": list(advice(shortage, plan)),
+        }
         print(json.dumps(section, indent=2))
     else:
-        print(*_lines(found, plan.config.zero.stage), sep="\n")
+        print(*_lines(found, plan), sep="\n")
     return EXIT_OK
 
 
@@ -68,7 +73,7 @@ def _read(log: str) -> str:
         raise UsageError(f"--explain-oom {log}: cannot be read: {error.strerror or error}") from error
 
 
-def _lines(found: Explanation, stage: int) -> Iterator[str]:
+def _lines(found: Explanation, plan: Plan) -> Iterator[str]:
     shortage = found.shortage
     where = f", {IN_WORDS[shortage.moment]} ({shortage.place})" if shortage.moment else ""
     yield f"lacking   {_LACKS[shortage.kind]}{where}"
@@ -87,11 +92,13 @@ def _lines(found: Explanation, stage: int) -> Iterator[str]:
         yield f"estimate  {size_text(found.total)} {moment}: {parts}"
     for label, other in zip(["fixes", *[""] * len(found.fixes)], found.fixes, strict=False):
         enough = ", enough" if found.is_enough(other) else ""
-        yield f"{label:<10}{other}: {size_text(found.gain(other))} less{enough}, by estimate"
+        device = f", and {size_text(other.peak_bytes)} at most on the device" if found.on_host else ""
+        yield f"{label:<10}{other}: {size_text(found.gain(other))} less{enough}{device}, by estimate"
     if not found.fixes:
-        yield "fixes     none of these settings takes less then: a smaller model, or more devices at zero.stage: 3"
+        more = "more devices at zero.stage: 3" if shortage.kind == "device" else "fewer ranks on this host"
+        yield f"fixes     none of these settings takes less then: a smaller model, or {more}"
     if found.beyond_bytes:
         yield f"also      torch held {size_text(found.beyond_bytes)} more than this estimate has at that moment"
-    if shortage.is_stage_3 and stage < 3:
+    if shortage.is_stage_3 and (stage := plan.config.zero.stage) < 3:
         yield f"also      the traceback is of zero.stage: 3, and the config has {stage}: name the settings of the run"
-    yield from (f"also      {line}" for line in advice(shortage))
+    yield from (f"also      {line}" for line in advice(shortage, plan))

@@ -48,6 +48,7 @@ def measure() -> dict[str, Any]:
     """Everything, as `Machine.from_measured` reads it, with what it was made of under ``details``. Collective."""
     of_device, num_ranks = device(), len(gather(None))
     is_cpu = of_device.type == "cpu"
+    steady = _repeated()
     products = {name: _products(dtype) for name, dtype in _DTYPES.items() if not (is_cpu and name == "fp16")}
     if not is_cpu:
         torch.backends.cuda.matmul.allow_tf32 = True
@@ -57,6 +58,7 @@ def measure() -> dict[str, Any]:
     sums = list(all_reduces(sizes, of_device, seconds=_SECONDS)) if num_ranks > 1 else []
     steps = {stage: _step_overhead(stage) for stage in range(4)}
     memory = _bandwidth()
+    steady += _repeated()
     return {
         "is_measured": True,
         "flops_per_second": {name: max(rates.values()) for name, rates in products.items()},
@@ -68,8 +70,15 @@ def measure() -> dict[str, Any]:
         "step_overhead_by_stage": steps,
         # On processors the engine's own work takes the cores that the model computes on, so that nothing hides it.
         "hides_overhead": not is_cpu,
+        "spread": max(steady) / min(steady) - 1,
         "details": {"products": products, "all_reduce": sums, "environment": describe_environment()},
     }
+
+
+def _repeated() -> list[float]:
+    """Seconds of the same product, five times over, which differ by what else the machine does. Collective."""
+    left = torch.randn(1024, 1024, device=device())
+    return [_slowest(partial(torch.mm, left, left, out=torch.empty_like(left))) for _ in range(5)]
 
 
 def _products(dtype: torch.dtype) -> dict[int, float]:

@@ -9,30 +9,32 @@ import importlib.util
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from framework.commands.torch_child import NoAnswerError, failure_of, run_child
 from framework.errors import TrainingError, UsageError, counted, missing_package
+from framework.plan.auto import MOST_SPREAD, conditions
+from framework.plan.cluster import Cluster
 from framework.plan.measured import keep
-from framework.plan.plan import Plan
 
 _LONGEST_SECONDS: Final = 180.0
 _OF_LAUNCHERS: Final = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
 
 
-def measure(plan: Plan) -> list[str]:
-    """Measure this machine with as many ranks as the plan has, keep the result, and return lines for a person.
+def measure(cluster: Cluster) -> list[str]:
+    """Measure this machine with a cluster's ranks, keep the result, and return lines for a person.
 
     Raises:
-        UsageError: the plan is for several hosts.
+        UsageError: there are several hosts.
         ConfigError: torch or deepspeed is not installed.
         TrainingError: the job failed.
     """
-    if plan.cluster.num_hosts > 1:
+    if cluster.num_hosts > 1:
         raise UsageError("--measure measures this machine alone; give --num_gpus N, the ranks on one host")
-    num_ranks = plan.cluster.devices_per_host
+    num_ranks = cluster.devices_per_host
     for name in ("torch", "deepspeed"):
         if importlib.util.find_spec(name) is None:
             raise missing_package(name, what="plan --measure")
@@ -53,6 +55,7 @@ def environment_of_ranks(num_ranks: int) -> dict[str, str]:
 
 def measure_machine(num_ranks: int) -> dict[str, Any]:
     """Run the job and return what it found; a TrainingError where it failed."""
+    before = {"time_seconds": time.time(), "load_average": os.getloadavg()[0]}
     job = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rates.json")
@@ -61,7 +64,7 @@ def measure_machine(num_ranks: int) -> dict[str, Any]:
             done = run_child(words, environment_of_ranks(num_ranks), longest_seconds=_LONGEST_SECONDS)
             if done.returncode == 0:
                 found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-                return found
+                return found | before
             reason = failure_of(done.stderr)
         except NoAnswerError as error:
             reason = str(error)
@@ -80,3 +83,4 @@ def _lines(found: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
     steps = found["step_overhead_by_stage"]
     each = ", ".join(f"{1e3 * steps[stage]['seconds']:.1f} at ZeRO {stage}" for stage in sorted(steps))
     yield f"          a step with next to no arithmetic, ms: {each}"
+    yield f"          {conditions(found)}{'; measure again at rest' * (found['spread'] > MOST_SPREAD)}"

@@ -1,5 +1,5 @@
-"""Work of a model of the user's own, for the command `plan`: found by a child process (`framework.setup.trace`), and
-kept in the user's cache folder until the code, the config or torch changes.
+"""Work of a model of the user's own, and memory of an optimizer, for the command `plan`: found by child processes
+(`framework.setup.trace`, `user_optimizer`), and kept in the user's cache until the code, the config or torch changes.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
-from importlib import machinery, metadata
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ import framework
 from framework.commands.torch_child import NoAnswerError, ask_child
 from framework.config.base import Object, Target
 from framework.plan.compiled_ops import cache_folder
+from framework.plan.measured import OptimizerState, code_of, keep_state, kept_state, stamps_of, state_file
 from framework.plan.plan import Plan
 from framework.plan.work import Device, ModelWork, Part
 from framework.system.files import replace_text
@@ -26,8 +27,6 @@ from framework.system.files import replace_text
 _LONGEST_SECONDS: Final = 120.0
 # Sections that the work of a micro-batch depends on.
 _SECTIONS: Final = ("model", "data", "task", "precision", "batch", "parallel")
-# More files are no project's own code, and looking at them would take longer than the pass.
-_MOST_FILES: Final = 5_000
 
 
 def find_own_work(plan: Plan) -> ModelWork | None:
@@ -59,6 +58,24 @@ def find_own_work(plan: Plan) -> ModelWork | None:
     return _work_of(reported["work"])
 
 
+def find_own_optimizer(plan: Plan) -> str:
+    """Measure the memory of an optimizer of the user's own, unless it is known; returns why it is not known then."""
+    optimizer = plan.config.optimizer
+    if isinstance(optimizer, Object):
+        return "the optimizer was handed over in Python"
+    state_file.cache_clear()  # its code may have changed
+    if not isinstance(optimizer, Target) or kept_state(optimizer) is not None:
+        return ""
+    try:
+        found = ask_child("user_optimizer", plan, longest_seconds=_LONGEST_SECONDS, needs=("torch", "deepspeed"))
+    except NoAnswerError as error:
+        return str(error)
+    if "unknown" in found:
+        return str(found["unknown"])
+    keep_state(optimizer, OptimizerState(**found))
+    return ""
+
+
 def _work_of(values: Mapping[str, Any]) -> ModelWork:
     shapes = {kind: {name: tuple(shape) for name, shape in values[kind].items()} for kind in ("weights", "frozen")}
     return ModelWork(**{**values, **shapes, "parts": tuple(Part(**part) for part in values["parts"])})
@@ -71,38 +88,11 @@ def _cache_file(plan: Plan, device: Device) -> Path | None:
         config = plan.config.to_dict()
         sections = {name: config.get(name) for name in _SECTIONS} | {"freeze": plan.config.training.freeze}
         names = [getattr(getattr(plan.config, name), "target", None) for name in ("model", "data", "task")]
-        files = [found for name in names if isinstance(name, str) for found in _code_of(name)]
+        files = [found for name in names if isinstance(name, str) for found in code_of(name)]
         own = [
-            found for room in ("setup", "plan", "models") for found in _stamps(Path(framework.__file__).parent / room)
+            found for room in ("setup", "plan", "models") for found in stamps_of(Path(framework.__file__).parent / room)
         ]
     except (OSError, LookupError, metadata.PackageNotFoundError):
         return None
     known = json.dumps([versions, sections, asdict(plan.layout), device, files, own], sort_keys=True, default=str)
     return cache_folder(os.environ) / "dsf-trainer" / "work" / f"{hashlib.sha256(known.encode()).hexdigest()}.json"
-
-
-def _code_of(target: str) -> list[tuple[str, int, int]]:
-    """Files of a target's code: of its package, or those beside a module that is in none. Nothing is imported.
-
-    Raises:
-        LookupError: it is not found, or is too much.
-    """
-    first = target.partition(":")[0].partition(".")[0]
-    spec = machinery.PathFinder.find_spec(first, [os.getcwd(), str(Path(framework.__file__).parents[1]), *sys.path])
-    if spec is None or spec.origin is None:
-        raise LookupError(first)
-    return list(_stamps(Path(spec.origin).parent))
-
-
-def _stamps(folder: Path) -> Iterator[tuple[str, int, int]]:
-    """Name, size and time of the Python files below a folder, in order of names."""
-    count = 0
-    for place, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith((".", "__pycache__")))
-        for name in sorted(files):
-            if not name.endswith(".py"):
-                continue
-            if (count := count + 1) > _MOST_FILES:
-                raise LookupError(folder)
-            found = Path(place, name).stat()
-            yield f"{place}/{name}", found.st_size, found.st_mtime_ns

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from math import prod, sqrt
-from typing import Final
+from typing import Any, Final
 
 from framework.errors import ConfigError
 from framework.plan.alternatives import size_text, with_settings
@@ -63,40 +64,57 @@ def goodput(interval_seconds: float, save_seconds: float, failure_seconds: float
     return max((1 - saves) * (1 - lost), 0.0)
 
 
-def paper_lines(plan: Plan) -> Iterator[str]:
-    """Lines for a person on a model known by name; one line of any other."""
+def paper_section(plan: Plan) -> dict[str, Any]:
+    """The figures as plain values; none of a model that is not known by name."""
     work = weights_alone(plan.config.model)
     if work is None:
-        yield "paper     the model is one of your own: its weights are not known by name"
-        return
+        return {}
     ranks, sizes = plan.cluster.world_size, [prod(shape) for shape in work.weights.values()]
-    total, largest = sum(sizes), max(sizes)
-    yield f"paper     {total:,} weights: {size_text(4 * total)} in fp32, {16 * total / 1e9:,.0f} GB to train at 16 each"
-    for name, size in formula_bytes(total, ranks, largest_layer=largest).items():
-        yield f"          {name:<40}{size_text(size):>14}"
+    stages = {}
     for stage in range(4):
         settings = {STAGE: stage, OFFLOAD: "none", PIPE: 1}
-        try:
+        with suppress(ConfigError, NotEstimatedError):
             memory = estimate(make_plan(with_settings(plan.config, settings), plan.cluster))
-        except (ConfigError, NotEstimatedError):
-            continue
-        between, most = size_text(memory.total("between")), size_text(memory.total(memory.peak))
+            between, most = memory.total("between"), memory.total(memory.peak)
+            stages[str(stage)] = {"is_estimate": True, "between_bytes": between, "most_bytes": most}
+    failures = 1 / (FAILURES_PER_SECOND * ranks)
+    saves = []
+    for save in _SAVE_SECONDS:
+        every = best_interval_seconds(save, failures)
+        share = goodput(every, save, failures, _RESTART_SECONDS)
+        saves.append({"save_seconds": save, "interval_seconds": every, "goodput": share})
+    return {
+        "num_params": sum(sizes),
+        "formula_bytes": dict(formula_bytes(sum(sizes), ranks, largest_layer=max(sizes))),
+        "stages": stages,
+        "failure_seconds": failures,
+        "restart_seconds": _RESTART_SECONDS,
+        "goodput": saves,
+    }
+
+
+def paper_lines(plan: Plan) -> Iterator[str]:
+    """The same for a person."""
+    found = paper_section(plan)
+    if not found:
+        yield "paper     the model is one of your own: its weights are not known by name"
+        return
+    total = found["num_params"]
+    yield f"paper     {total:,} weights: {size_text(4 * total)} in fp32, {16 * total / 1e9:,.0f} GB to train at 16 each"
+    for name, size in found["formula_bytes"].items():
+        yield f"          {name:<40}{size_text(size):>14}"
+    for stage, sizes in found["stages"].items():
+        between, most = size_text(sizes["between_bytes"]), size_text(sizes["most_bytes"])
         name = f"DeepSpeed, stage {stage}, as planned here"
         yield f"          {name:<40}{between:>14} between steps, {most} at most, estimated"
-    yield from goodput_lines(plan.cluster.world_size)
-
-
-def goodput_lines(num_devices: int) -> Iterator[str]:
-    """Goodput of so many devices with checkpoints at the best interval, for saves of several lengths."""
-    between = 1 / (FAILURES_PER_SECOND * num_devices)
     yield (
-        f"goodput   {counted_hours(between)} between failures of {num_devices:,} devices, as Llama 3's failed; "
-        f"{_RESTART_SECONDS:g} s to start again"
+        f"goodput   {counted_hours(found['failure_seconds'])} between failures of {plan.cluster.world_size:,} devices, "
+        f"as Llama 3's failed; {_RESTART_SECONDS:g} s to start again"
     )
-    for save in _SAVE_SECONDS:
-        every = best_interval_seconds(save, between)
-        share = goodput(every, save, between, _RESTART_SECONDS)
-        yield f"          {share:.1%} where a save stops training for {save:g} s and comes every {counted_hours(every)}"
+    for save in found["goodput"]:
+        every = counted_hours(save["interval_seconds"])
+        stops = f"a save stops training for {save['save_seconds']:g} s"
+        yield f"          {save['goodput']:.1%} where {stops} and comes every {every}"
 
 
 def counted_hours(seconds: float) -> str:

@@ -14,8 +14,8 @@ from framework.commands.check_fix import write_file
 from framework.commands.explain_oom import explain_oom
 from framework.commands.measure import measure
 from framework.commands.memory_chart import draw_chart
-from framework.commands.own_work import find_own_work
-from framework.commands.paper import paper_lines
+from framework.commands.own_work import find_own_optimizer, find_own_work
+from framework.commands.paper import paper_lines, paper_section
 from framework.commands.stage_balance import StageBalance, find_stage_balance
 from framework.commands.strategies import loser_lines, strategies_section, table_lines, unusual, write_choice
 from framework.commands.target_search import missing_targets
@@ -23,12 +23,14 @@ from framework.commands.torch_child import NoAnswerError
 from framework.commands.trials import fastest, run_trials, table
 from framework.commands.verdict import find_gpu
 from framework.config.base import ModelKind
+from framework.config.base import Target as TargetSection
 from framework.errors import EXIT_OK, ConfigError, Problem, UsageError
 from framework.load_run import LoadedRun
 from framework.plan.alternatives import settings_text, size_text, with_settings
 from framework.plan.auto import listed_target, measured_target
 from framework.plan.cluster import Cluster
 from framework.plan.memory import Memory, NotEstimatedError
+from framework.plan.out_of_memory import IN_WORDS
 from framework.plan.plan import Plan, default_cluster, make_plan, rows
 from framework.plan.search import (
     EVERYTHING,
@@ -37,6 +39,7 @@ from framework.plan.search import (
     STAGE,
     Candidate,
     Found,
+    Request,
     Target,
     find_knob,
     judge,
@@ -58,12 +61,13 @@ _MOST_LOSERS: Final = 10
 _NO_LAYOUT: Final = frozenset(
     {"batch-not-divisible", "pipe-not-divisible", "pipe-exceeds-layers", "dataset-smaller-than-batch"}
 )
-_MOMENTS: Final = {
-    "start": "after the start",
-    "between": "between steps",
-    "forward": "in the forward pass",
-    "backward": "in the backward pass",
-    "step": "in the optimizer's step",
+_MOMENTS: Final = IN_WORDS | {"start": "after the start", "between": "between steps"}
+
+
+_SEARCHES: Final = {
+    None: search,
+    "longest-sequence": search_longest_sequence,
+    "fewest-devices": search_fewest_devices,
 }
 
 
@@ -84,12 +88,6 @@ class _Question:
         asked = self.arguments
         return bool(asked.search or asked.goal or asked.apply or asked.chart or asked.trials)
 
-    def free(self) -> frozenset[str]:
-        """Keys that may be chosen: beside a plan those that leave its batch as it is."""
-        if not self.is_wide:
-            return frozenset({STAGE, OFFLOAD, RECOMPUTE})
-        return frozenset(key for key in EVERYTHING if not self._is_set_here(key))
-
     def _is_set_here(self, key: str) -> bool:
         """Whether the command line gives the key a value, by itself or within its section."""
         names, section = key.split("."), self.run.config
@@ -101,39 +99,39 @@ class _Question:
             section = getattr(section, name)
         return section is not None
 
-    def search(self) -> Found:
-        where = self.run.config, self.plan.cluster, self.target
-        free, size = self.free(), self.plan.length.num_train_samples
-        if self.arguments.goal == "longest-sequence":
-            return search_longest_sequence(*where, free=free, num_train_samples=size)
-        find = search_fewest_devices if self.arguments.goal == "fewest-devices" else search
-        return find(*where, free=free, num_train_samples=size, work=self.work)
+    @property
+    def request(self) -> Request:
+        """What may be chosen: beside a plan what leaves its batch as it is."""
+        wide, size = {key for key in EVERYTHING if not self._is_set_here(key)}, self.plan.length.num_train_samples
+        free = wide if self.is_wide else {STAGE, OFFLOAD, RECOMPUTE}
+        return Request(self.run.config, self.plan.cluster, self.target, free, size, self.work)
 
 
 def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | None) -> int:
     """Print the plan of a run with its memory and time, its stages, and the strategies; returns the exit code."""
     cluster = cluster or default_cluster(run.config)
-    target = Target()
     if arguments.gpu and (arguments.measure or arguments.trials):
         raise UsageError("plan: --measure and --trials use the devices of this machine; leave --gpu out")
+    if arguments.network and not arguments.gpu:
+        raise UsageError("plan: --network goes with --gpu")
+    if arguments.chart and not arguments.chart.lower().endswith(".svg"):
+        raise UsageError(f"plan: --chart {arguments.chart}: what is drawn is SVG; name it .svg")
+    if arguments.measure:
+        print(*measure(cluster), sep="\n", file=sys.stderr if arguments.json else sys.stdout)
     if arguments.gpu:
         target = listed_target(arguments.gpu, devices_per_host=cluster.devices_per_host, network=arguments.network)
-    elif arguments.network:
-        raise UsageError("plan: --network goes with --gpu")
+    else:
+        target = measured_target(cluster) or Target()
     try:
         own = _own_work(run, cluster)
         run = run.chosen(cluster, target, is_proposal=True, work=own[0])
         plan = run.plan_with_data(cluster)
     except ConfigError as error:
-        if {problem.kind for problem in error.problems} <= _NO_LAYOUT and not run.config.auto:
+        if {problem.kind for problem in error.problems} & _NO_LAYOUT and not run.config.auto:
             _print_nearest(run, cluster)
         raise
     if arguments.explain_oom:
         return explain_oom(arguments.explain_oom, plan, work=own[0], as_json=arguments.json)
-    if arguments.measure:
-        print(*measure(plan), sep="\n", file=sys.stderr if arguments.json else sys.stdout)
-    if not arguments.gpu:
-        target = measured_target(cluster) or target
     question = _Question(arguments, run, plan, target, *own)
     answer = _answer(question)
     if arguments.trials:
@@ -146,7 +144,8 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
 
         findings += judge_rendered(plan, source=run.source, gpu=gpu)
     if arguments.json:
-        further = ({"pipeline": balance.pipeline} if balance.pipeline else {}) | answer.section
+        further = ({"paper": paper_section(plan)} if arguments.paper else {}) | answer.section
+        further |= {"pipeline": balance.pipeline} if balance.pipeline else {}
         print(json.dumps(plan.to_dict() | further | {"findings": [found.to_dict() for found in findings]}, indent=2))
     else:
         choice = [f"{'auto':<10}{run.choice.removeprefix('auto: ')}"] if run.choice else []
@@ -161,15 +160,20 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
 
 
 def _own_work(run: LoadedRun, cluster: Cluster) -> tuple[ModelWork | None, str]:
-    """Work of a model of the user's own, or why it is not known; neither for named models."""
-    if isinstance(run.config.model, ModelKind):
+    """Work of a model of the user's own, or why it, or the memory of an optimizer, is not known; neither for named
+    ones.
+    """
+    is_named = isinstance(run.config.model, ModelKind)
+    if is_named and not isinstance(run.config.optimizer, TargetSection):
         return None, ""
     # What is to be chosen does not change the model; these are values that go with everything.
     plain = {"zero.stage": 1, "parallel.pipe": 1, "batch.micro_size": None}
     settings = {key: value for key, value in plain.items() if key in run.config.auto}
     config = with_settings(run.config, settings) if settings else run.config
+    plan = make_plan(config, cluster, source=run.source)
+    why = find_own_optimizer(plan)
     try:
-        return find_own_work(make_plan(config, cluster, source=run.source)), ""
+        return find_own_work(plan), why
     except NoAnswerError as error:
         return None, str(error)
 
@@ -189,7 +193,7 @@ class _Answer:
 def _answer(question: _Question) -> _Answer:
     plan, target, wide = question.plan, question.target, question.is_wide
     try:
-        planned, found = judge(plan, target, work=question.work), question.search()
+        planned, found = judge(plan, target, work=question.work), _SEARCHES[question.arguments.goal](question.request)
     except NotEstimatedError as error:
         reason = f"{error}{question.why and f' ({question.why})'}"
         return _Answer({"memory": {"unknown": reason}}, (f"{'memory':<10}not estimated: {reason}",))
@@ -198,7 +202,7 @@ def _answer(question: _Question) -> _Answer:
     head = [*_memory_lines(planned.memory, target), *_time_lines(planned.time, target)]
     lines = [f"{'best':<10}{_order([*shown, planned], target)}; * as planned; batch: micro x steps x ranks"]
     lines += [f"          {line}" for line in table_lines(shown, planned=planned)]
-    knob = find_knob(shown[0].plan if wide and shown else plan, work=question.work)
+    knob = find_knob(shown[0].plan if wide and shown else plan, target, work=question.work)
     if target.memory_bytes is not None or wide:
         lost = list(loser_lines(found, shown=shown))
         more = [f"and {len(lost) - _MOST_LOSERS} more: --json has all"] if len(lost) > _MOST_LOSERS else []
@@ -207,7 +211,7 @@ def _answer(question: _Question) -> _Answer:
     lines += [f"{'knob':<10}{knob}"] if knob else []
     section = {"memory": planned.memory.to_dict(), "strategies": strategies_section(found, shown)}
     section |= {"time": planned.time.to_dict()} if planned.time else {}
-    section |= {"machine": target.machine.to_dict()} if target.machine else {}
+    section |= {"machine": target.machine.to_dict() | {"rates": target.rates}} if target.machine else {}
     section |= {} if knob is None else {"knob": vars(knob) | {"text": str(knob)}}
     return _Answer(
         section, tuple(head), tuple(lines), tuple(_findings(question, planned, found)), tuple(shown), planned
@@ -244,14 +248,17 @@ def _memory_lines(memory: Memory, target: Target) -> Iterator[str]:
     peak, host = memory.peak, sum(memory.host.values())
     stage = "" if memory.stage is None else f", stage {memory.stage}, the fullest"
     lacks = f", without activations: {memory.lacks}" if memory.lacks else ""
-    of = f" of {size_text(target.usable_bytes)} usable" if target.usable_bytes else ""
+    usable = target.usable_bytes(memory)
+    of = f" of {size_text(usable)} usable" if usable else ""
     yield (
         f"{'memory':<10}{size_text(memory.total('between'))} on each rank between steps, "
         f"{size_text(memory.total(peak))} at most ({_MOMENTS[peak]}){of}"
         f"{f', {size_text(host)} on the host' if host else ''}; estimated{stage}{lacks}"
     )
-    sizes = sorted(memory.moments[peak].items(), key=lambda item: -item[1])
-    yield f"          at most: {', '.join(f'{name} {size_text(size)}' for name, size in sizes)}"
+    for label, found in (("at most", memory.moments[peak]), ("beside tensors", memory.beside), ("host", memory.host)):
+        sizes = sorted(found.items(), key=lambda item: -item[1])
+        if sizes:
+            yield f"          {label}: {', '.join(f'{name} {size_text(size)}' for name, size in sizes)}"
 
 
 def _time_lines(time: StepTime | None, target: Target) -> Iterator[str]:
@@ -261,7 +268,7 @@ def _time_lines(time: StepTime | None, target: Target) -> Iterator[str]:
     yield (
         f"{'time':<10}{time.total:.3g} s a step, {time.samples_per_second:,.1f} samples per second"
         f"{'' if tokens is None else f', {tokens:,.0f} tokens per second and device'}, "
-        f"model FLOPs utilization {time.mfu:.0%}; estimated for {target.name}"
+        f"model FLOPs utilization {time.mfu:.0%}; estimated for {target.text}"
     )
     parts = sorted(time.seconds.items(), key=lambda item: -item[1])
     yield f"          {', '.join(f'{name} {part:.3g} s' for name, part in parts)}"
@@ -270,7 +277,7 @@ def _time_lines(time: StepTime | None, target: Target) -> Iterator[str]:
 def _findings(question: _Question, planned: Candidate, found: Found) -> Iterator[Problem]:
     """A plan that does not fit, with the nearest that does."""
     target, key = question.target, "zero.stage"
-    if not (reason := target.lacking(planned.peak_bytes)):
+    if not (reason := target.lacking(planned.memory)):
         return
     if found.ranked:
         best, cluster = found.ranked[0], found.ranked[0].plan.cluster
@@ -283,10 +290,10 @@ def _findings(question: _Question, planned: Candidate, found: Found) -> Iterator
 
 
 def _devices_that_fit(question: _Question, planned: Candidate) -> str:
-    config, cluster, target = question.run.config, question.plan.cluster, question.target
-    if not question.is_wide and (found := search(config, cluster, target, free=EVERYTHING, work=question.work)).ranked:
+    asked = replace(question.request, free=EVERYTHING)
+    if not question.is_wide and (found := search(asked)).ranked:
         return f"set {settings_text(found.ranked[0].changes(planned))}"
-    more = search_more_devices(config, cluster, target, work=question.work)
+    more = search_more_devices(asked)
     if more is None:
         return "use a smaller model, or devices with more memory"
     best = more.ranked[0]
@@ -322,6 +329,6 @@ def _act(question: _Question, answer: _Answer) -> None:
         if further := [word for word in arguments.words if word.partition("=")[0] not in settings]:
             write(out, f"note      chosen with {' '.join(further)}, which {run.config_path} does not hold\n")
     if arguments.chart:
-        limit = question.target.usable_bytes
+        limit = question.target.usable_bytes(answer.candidates[0].memory)
         chart = draw_chart(answer.candidates, limit_bytes=limit, title=question.plan.config.run.name)
         write_file(Path(arguments.chart), chart, name=arguments.chart)

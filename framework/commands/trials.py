@@ -19,7 +19,7 @@ from framework.plan.plan import Plan
 from framework.plan.search import Candidate
 from framework.system.output import write
 
-_ROUNDS: Final = 2
+_ROUNDS: Final = 3
 _STEPS: Final = 20
 _LOG_EVERY: Final = 4
 _LONGEST_SECONDS: Final = 600.0
@@ -33,20 +33,25 @@ class Trial:
         name: the settings in words.
         plan: of the run.
         estimate_seconds: of a step; None where it is not known.
-        seconds: of a step, one for every few steps of each round, without the first few of a round.
+        rounds: of each run seconds of a step, one for every few steps, without the first few.
         failure: why it does not run; empty where it does.
     """
 
     name: str
     plan: Plan
     estimate_seconds: float | None = None
-    seconds: list[float] = field(default_factory=list)
+    rounds: list[list[float]] = field(default_factory=list)
     failure: str = ""
 
     @property
     def median_seconds(self) -> float | None:
-        """Median time of a step; None where it does not run."""
-        return median(self.seconds) if self.seconds and not self.failure else None
+        """Median of the rounds' medians; None where it does not run."""
+        return median(self.medians) if self.medians and not self.failure else None
+
+    @property
+    def medians(self) -> list[float]:
+        """Median of each round, the quickest first."""
+        return sorted(median(seconds) for seconds in self.rounds)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, each named as what it is."""
@@ -54,7 +59,8 @@ class Trial:
             "settings": self.name,
             "estimate_seconds": self.estimate_seconds,
             "measured_seconds": self.median_seconds,
-            "measurements": self.seconds,
+            "measurements": [seconds for one in self.rounds for seconds in one],
+            "round_seconds": self.medians,
             "failure": self.failure,
         }
 
@@ -78,9 +84,14 @@ def run_trials(candidates: Sequence[Candidate]) -> list[Trial]:
 
 def fastest(trials: Sequence[Trial]) -> int:
     """Place of the trial with the shortest median step."""
-    return min((each.median_seconds, number) for number, each in enumerate(trials) if each.median_seconds is not None)[
-        1
-    ]
+    found = ((each.median_seconds, number) for number, each in enumerate(trials) if each.median_seconds is not None)
+    return min(found)[1]
+
+
+def within_noise(trials: Sequence[Trial]) -> bool:
+    """Check whether the two fastest differ by no more than the rounds of one of them do."""
+    found = sorted((each.median_seconds, each.medians) for each in trials if each.median_seconds is not None)[:2]
+    return len(found) > 1 and found[1][0] - found[0][0] <= max(medians[-1] - medians[0] for _, medians in found)
 
 
 def trial_of(candidate: Candidate) -> Trial:
@@ -94,28 +105,29 @@ def measure_trials(trials: Sequence[Trial], *, note: Callable[[str], None], roun
     for number in range(rounds):
         for trial in trials:
             if not trial.failure:
-                before = len(trial.seconds)
                 _run(trial)
-                took = trial.failure or f"{1000 * median(trial.seconds[before:] or [0.0]):.1f} ms a step"
+                took = trial.failure or f"{1000 * median(trial.rounds[-1]):.1f} ms a step"
                 note(f"round {number + 1} of {rounds}: {trial.name}: {took}")
 
 
 def _run(trial: Trial) -> None:
-    """One run; its intervals join those of earlier ones."""
+    """One run more; its intervals are a round."""
     done, trial.failure = run_alone(trial.plan, steps=_STEPS, log_every=_LOG_EVERY, longest_seconds=_LONGEST_SECONDS)
     if trial.failure == INTERRUPTED:
         raise KeyboardInterrupt
     if not trial.failure:
-        trial.seconds += [0.001 * took for took in done.metrics["time/step_ms"].values[1:]]
+        steps = [0.001 * took for took in done.metrics["time/step_ms"].values]
+        trial.rounds.append(steps[1:] or steps)
 
 
 def table(trials: Sequence[Trial]) -> Iterator[str]:
     """Lines for a person: estimate and measurement of each, the fastest marked."""
-    best = fastest(trials)
+    best, is_noise = fastest(trials), within_noise(trials)
     yield f"{'trials':<10}step of each: median of {_ROUNDS} rounds of {_STEPS} steps, the first {_LOG_EVERY} left out"
     for number, trial in enumerate(trials):
         estimate = "not known" if trial.estimate_seconds is None else f"{1000 * trial.estimate_seconds:,.1f} ms"
         seconds = trial.median_seconds
-        measured = trial.failure if seconds is None else f"{1000 * seconds:,.1f} ms"
-        mark = "  <- fastest" if number == best else ""
+        low, *_, high = [f"{1000 * each:,.1f}" for each in trial.medians * 2 or [0.0, 0.0]]
+        measured = trial.failure if seconds is None else f"{1000 * seconds:,.1f} ms ({low} to {high})"
+        mark = f"  <- fastest{', within noise: try again, or take either of the two' * is_noise}" * (number == best)
         yield f"          {trial.name}: estimate {estimate}, measured {measured}{mark}"

@@ -159,8 +159,7 @@ def _too_large(plan: Plan, target: Target | None) -> Iterator[Problem]:
     if target is None:
         return
     with suppress(NotEstimatedError):
-        memory = estimate(plan)
-        if reason := target.lacking(memory.total(memory.peak)):
+        if reason := target.lacking(target.with_beside(estimate(plan), plan)):
             fix, stage = f"`plan --search --gpu {target.name}` finds what fits", plan.config.zero.stage
             yield Problem("memory-too-small", f"{reason}, by estimate", fix, "zero.stage", stage, severity="warning")
 

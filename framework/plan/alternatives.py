@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,6 +14,14 @@ from framework.plan.plan import Plan, make_plan
 from framework.plan.work import ModelWork
 
 _MIB: Final = 2**20
+# Beside the strategy: what may free memory, and the value that it is lowered to.
+_KNOBS: Final[Sequence[tuple[str, Any]]] = (
+    ("zero.reduce_bucket_size", 5_000_000),
+    ("zero.overlap_comm", False),
+    ("zero.stage3_max_live_parameters", 100_000_000),
+    ("zero.stage3_prefetch_bucket_size", 5_000_000),
+    ("optimizer.implementation", "deepspeed"),
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,15 @@ def alternatives(
         seen.append(config.to_dict())
         if is_new:
             yield Alternative(settings, memory)
+
+
+def knobs(plan: Plan, *, half: str = "bf16") -> Iterator[tuple[str, Any, Any]]:
+    """Key, value and lower value of what may free memory; `half`: the device's type of half width."""
+    for key, after in (*_KNOBS, ("precision.dtype", half)):
+        section, _, name = key.partition(".")
+        before = getattr(getattr(plan.config, section), name, None)
+        if before is not None and (isinstance(after, str) or before > after):
+            yield key, before, after
 
 
 def with_settings(config: RunConfig, settings: Mapping[str, Any], *, source: Source | None = None) -> RunConfig:

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -23,10 +24,10 @@ from framework.errors import ConfigError, Problem, UsageError
 from framework.plan.alternatives import settings_text, size_text, with_settings
 from framework.plan.cluster import Cluster
 from framework.plan.devices import Machine, find_device, tables
-from framework.plan.measured import measured_machine
+from framework.plan.measured import measured_rates
 from framework.plan.memory import NotEstimatedError
 from framework.plan.plan import make_plan
-from framework.plan.search import ACCUMULATION, MICRO, Candidate, Target, fullest, search
+from framework.plan.search import ACCUMULATION, MICRO, Candidate, Request, Target, fullest, search
 from framework.plan.work import ModelWork
 from framework.system.output import write
 
@@ -34,6 +35,8 @@ from framework.system.output import write
 GPU_VARIABLE: Final = "DSF_GPU"
 _PROBE_SECONDS: Final = 20
 _CLOSE: Final = 0.1
+# Of a machine at rest the same product differs by a few percent.
+MOST_SPREAD: Final = 0.25
 _CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -45,7 +48,8 @@ def target_at_hand(cluster: Cluster, environment: Mapping[str, str] = os.environ
     if name := environment.get(GPU_VARIABLE):
         return listed_target(name, devices_per_host=ranks, host_bytes=host)
     if cluster.device == "cpu":
-        return Target("cpu", host // ranks)
+        measured = measured_target(cluster)
+        return measured if measured is not None and measured.name == "cpu" else Target("cpu", host // ranks)
     if cluster.device == "cuda" and (found := _ask_driver()):
         name, memory = found
         known = _listed_name(name, memory)
@@ -61,7 +65,7 @@ def peaks_at_hand(cluster: Cluster, environment: Mapping[str, str] = os.environ)
     """
     with suppress(UsageError):  # a name that is not listed
         machine = target_at_hand(cluster, environment).machine
-        return dict(machine.device.flops_per_second) if machine is not None else {}
+        return dict(machine.device.flops_per_second) if machine is not None and not machine.measured else {}
     return {}
 
 
@@ -75,8 +79,22 @@ def listed_target(
 
 def measured_target(cluster: Cluster) -> Target | None:
     """This machine by its measured rates; None for several hosts, or where none were measured with so many ranks."""
-    machine = measured_machine(cluster.world_size) if cluster.num_hosts == 1 else None
-    return None if machine is None else Target("this machine's measured rates", machine=machine)
+    ranks = cluster.world_size
+    found = measured_rates(ranks) if cluster.num_hosts == 1 else None
+    if found is None:
+        return None
+    is_cpu, machine = found["identity"]["is_cpu"], Machine.from_measured(found, devices_per_host=ranks)
+    own = Target("cpu", host_memory_bytes() // ranks) if is_cpu else Target("this machine")
+    return replace(own, machine=machine, rates=conditions(found))
+
+
+def conditions(found: Mapping[str, Any]) -> str:
+    """When rates were measured, and what else the machine did then, in words."""
+    if "time_seconds" not in found:
+        return "rates measured at an unknown time"
+    hours = (time.time() - found["time_seconds"]) / 3600
+    spread = f", unsteady: the same took up to {found['spread']:.0%} longer" if found["spread"] > MOST_SPREAD else ""
+    return f"rates measured {hours:,.1f} h ago at a load of {found['load_average']:.1f}{spread}"
 
 
 def host_memory_bytes() -> int:
@@ -152,11 +170,11 @@ def resolve(
         raise _refused("auto-without-device", reason, fix, key, source)
     free = config.auto | ({ACCUMULATION} if config.batch.accumulation_steps is None else set())
     try:
-        found = search(config, cluster, target, free=free, num_train_samples=num_train_samples, work=work)
+        found = search(Request(config, cluster, target, free, num_train_samples, work))
     except NotEstimatedError as error:
         reason, fix = (
             f"the memory of this run is not known: {error}",
-            "let `plan CONFIG --apply` look at it, or write it",
+            "let `plan CONFIG --apply` look at it and write it",
         )
         raise _refused("auto-not-estimated", reason, fix, key, source) from None
     if not found.ranked:
@@ -184,12 +202,13 @@ def chosen_here(
 
 def choice_text(best: Candidate, target: Target) -> str:
     """Memory and speed of a choice, in words that say how far they are known."""
-    of = f" of {size_text(target.usable_bytes)}" if target.usable_bytes else ""
+    usable = target.usable_bytes(best.memory)
+    of = f" of {size_text(usable)}" if usable else ""
     memory = f"{size_text(best.peak_bytes)}{of} on each rank at most ({fullest(best.memory)})"
     if best.samples_per_second is None:
         why = f"that of {target.name} is not listed" if target.name else "no device named"
         return f"{memory}, estimated; speed unknown: {why}, so the least traffic is taken"
-    return f"{memory}, {best.samples_per_second:,.0f} samples per second; estimated for {target.name}"
+    return f"{memory}, {best.samples_per_second:,.0f} samples per second; estimated for {target.text}"
 
 
 def _with(config: RunConfig, settings: Mapping[str, Any], source: Source) -> RunConfig:

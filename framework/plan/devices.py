@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from framework.errors import UsageError
+from framework.text.typos import nearest
 
 _DTYPES: Final = ("fp32", "tf32", "bf16", "fp16", "fp8")
 
@@ -192,10 +193,7 @@ def find_device(name: str) -> Device:
     Raises:
         UsageError: it is not listed.
     """
-    listed = tables()["devices"]
-    if name.lower() not in listed:
-        raise UsageError(f"--gpu {name}: not known; known are {', '.join(listed)}")
-    figures = {key: value_of(figure) for key, figure in listed[name.lower()].items()}
+    figures = _listed("devices", "--gpu", name)
     peaks = {dtype: 1e12 * peak for dtype in _DTYPES if (peak := figures[f"tflops_{dtype}"])}
     best = figures["matmul_tflops_bf16"]
     return Device(
@@ -213,7 +211,13 @@ def find_network(name: str) -> Network:
     Raises:
         UsageError: it is not listed.
     """
-    listed = tables()["networks"]
-    if name.lower() not in listed:
-        raise UsageError(f"network {name}: not known; known are {', '.join(listed)}")
-    return Network(name.lower(), **{key: value_of(figure) for key, figure in listed[name.lower()].items()})
+    return Network(name.lower(), **_listed("networks", "network", name))
+
+
+def _listed(table: str, what: str, name: str) -> dict[str, Any]:
+    listed, wanted = tables()[table], name.lower()
+    if wanted not in listed:
+        meant = nearest(wanted, listed) or next((known for known in listed if known.startswith(wanted)), None)
+        guess = f"did you mean {meant}? " if meant else ""
+        raise UsageError(f"{what} {name}: not known; {guess}known are {', '.join(listed)}")
+    return {key: value_of(figure) for key, figure in listed[wanted].items()}

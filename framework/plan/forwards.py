@@ -149,7 +149,7 @@ def _gpt_block(model: models.GPT, tape: Tape, hidden: Value, norm: Callable[[Tap
     ]
     if model.positions == "rotary":
         heads[:2] = tape.rotate(*heads[:2])
-    mixed = tape.attention(*heads, dropout=model.dropout)
+    mixed = tape.attention(*heads, dropout=model.dropout, is_causal=True)
     if model.positions == "rotary":  # its output lies as the rotated query does, and is copied into rows
         mixed = tape.run(mixed, shape=mixed.shape)
     mixed = mixed.view(*hidden.shape)

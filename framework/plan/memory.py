@@ -7,8 +7,8 @@ tensors by `tests/plan/test_memory.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import ceil, prod
@@ -16,13 +16,15 @@ from typing import Any, Final
 
 from framework.config.base import Object, Target
 from framework.config.groups import group_values, has_groups, in_order
-from framework.config.optimizer import SGD, Adagrad, AdamW, Lamb, Lion
+from framework.config.optimizer import SGD, Adagrad, AdamW, Lamb, Lion, OptimizerSection
 from framework.config.precision import BF16, FP16
 from framework.config.run_config import RunConfig
 from framework.config.training import Parallel
 from framework.errors import Problem
 from framework.plan.activations import Moment, Passes, passes_over
 from framework.plan.balance import Bounds, LayerFacts, cut, has_two_groups
+from framework.plan.measured import OptimizerState, kept_state
+from framework.plan.offload import Shares
 from framework.plan.plan import Plan
 from framework.plan.rules.devices import sums_of
 from framework.plan.tape import Shape
@@ -49,17 +51,23 @@ class Memory:
     Attributes:
         moments: moment -> component -> bytes on the device. ``start``: after `deepspeed.initialize`; ``between``:
             between two steps; ``forward``, ``backward``, ``step``: at the fullest within.
-        host: component -> bytes of host memory that offloading takes.
+        host: component -> bytes of host memory that offloading takes, and a save in the background.
+        drive: component -> bytes on an NVMe drive.
+        saved_bytes: bytes of a checkpoint, the files of all ranks together.
         num_params: trained elements of the model; of a pipeline those of the fullest stage.
         lacks: why activations are not counted; empty where they are.
         stage: the pipeline stage that is the fullest; None without a pipeline.
+        beside: component -> bytes of the device that no tensor holds (`beside_tensors`), where they are asked for.
     """
 
     moments: Mapping[str, Bytes]
     host: Bytes
+    drive: Bytes
+    saved_bytes: int
     num_params: int
     lacks: str = ""
     stage: int | None = None
+    beside: Bytes = field(default_factory=dict)
 
     def total(self, moment: str) -> int:
         """Bytes on the device at one moment."""
@@ -81,7 +89,10 @@ class Memory:
             "peak": self.peak,
             "total_bytes": totals,
             "bytes": {moment: dict(found) for moment, found in self.moments.items()},
+            **({"beside_tensors_bytes": dict(self.beside)} if self.beside else {}),
             "host_bytes": dict(self.host),
+            **({"drive_bytes": dict(self.drive)} if self.drive else {}),
+            "checkpoint_bytes": self.saved_bytes,
         }
 
 
@@ -104,7 +115,8 @@ def estimate(plan: Plan, *, work: ModelWork | None = None) -> Memory:
     work = found
     if plan.layout.pipe_size > 1:
         stages = stage_memories(plan, work)
-        return replace(max(stages, key=lambda stage: stage.total(stage.peak)), lacks=lacks)
+        saved_bytes = sum(stage.saved_bytes for stage in stages)
+        return replace(max(stages, key=lambda stage: stage.total(stage.peak)), lacks=lacks, saved_bytes=saved_bytes)
     *layers, loss = work.layers()
     passes = passes_over(layers, loss, recompute_every=config.training.recompute_every)
     return replace(_Estimate(plan, work, passes).memory(), lacks=lacks)
@@ -126,7 +138,9 @@ def stage_memories(plan: Plan, work: ModelWork) -> list[Memory]:
         own, is_last = layers[start:stop], stop == len(layers)
         passes = passes_over(own, loss if is_last else None, recompute_every=config.training.recompute_every)
         received, sent = layers[start - 1].output_bytes if start else 0, layers[stop - 1].output_bytes
-        stage = _Stage(min(parallel.pipe - number, plan.layout.accumulation_steps), received, sent, is_last)
+        names = {layer.name for layer in own}
+        shared = sum(layer.shared_params for layer in own if layer.shares not in names)
+        stage = _Stage(min(parallel.pipe - number, plan.layout.accumulation_steps), received, sent, is_last, shared)
         memory = _Estimate(plan, _of_layers(work, own), passes, stage).memory()
         found.append(replace(memory, stage=number))
     return found
@@ -143,24 +157,25 @@ def _bounds(
 
 def _of_layers(work: ModelWork, layers: Sequence[Part]) -> ModelWork:
     """The weights of some layers, and their part of the buffers."""
-    chosen = {name for layer in layers for name in work.names_of(layer)}
+    names = sorted({name for layer in layers for name in work.names_of(layer)}, key=work.places.__getitem__)
     trained, frozen = (
-        {name: shape for name, shape in weights.items() if name in chosen} for weights in (work.weights, work.frozen)
+        {name: weights[name] for name in names if name in weights} for weights in (work.weights, work.frozen)
     )
-    own, whole = (sum(map(prod, weights.values())) for weights in (trained, work.weights))
+    own, whole = sum(map(prod, trained.values())), work.num_params
     return replace(work, weights=trained, frozen=frozen, buffer_bytes=work.buffer_bytes * own // whole)
 
 
 @dataclass(frozen=True)
 class _Stage:
     """What a pipeline adds (DeepSpeed's `runtime/pipe/engine.py`): micro-batches in flight, and bytes of what a stage
-    receives and sends for each.
+    receives and sends for each; `shared`: elements of weights that an earlier stage has too.
     """
 
     in_flight: int
     received: int
     sent: int
     is_last: bool
+    shared: int = 0
 
     def buffers(self, micro_batches: int) -> int:
         """Bytes that stay: what values and gradients are received in, and in the last stage's two slots its outputs,
@@ -184,17 +199,14 @@ def memory_section(plan: Plan, *, work: ModelWork | None = None, why: str = "") 
 
 
 def _refuse_unknown(plan: Plan) -> None:
-    config, passed, optimizer = plan.config, plan.config.deepspeed, plan.config.optimizer
+    config, passed = plan.config, plan.config.deepspeed
     zero = passed.get("zero_optimization", {})
-    is_half = isinstance(config.precision, BF16 | FP16)
     reasons = {
         "deepspeed": bool(passed.keys() - {"zero_optimization", "zero_allow_untested_optimizer", "gradient_clipping"})
         or not isinstance(zero, Mapping)
         or bool(zero.keys() - _HARMLESS),
-        "zero.offload_param": config.zero.offload_param.device != "none",
-        "zero.offload_optimizer": config.zero.offload_optimizer.device == "nvme",
-        "optimizer": isinstance(optimizer, Target | Object),
-        "a fused optimizer in half precision at stage 0": is_half and not config.zero.stage and _is_fused(optimizer),
+        "zero.offload_optimizer.ratio": getattr(config.zero.offload_optimizer, "ratio", 1.0) < 1,
+        "optimizer: its state is not measured": _state_of(config.optimizer) is None,
     }
     if found := [name for name, is_unknown in reasons.items() if is_unknown]:
         raise NotEstimatedError(f"not modelled with {', '.join(found)}")
@@ -210,7 +222,8 @@ class _Estimate:
         self.zero: dict[str, Any] = config.zero.model_dump()
         self.stage = config.zero.stage
         self.overlaps = self.zero["overlap_comm"] is True
-        self.is_offloaded = self.stage > 0 and self.zero["offload_optimizer"]["device"] == "cpu"
+        self.is_offloaded = self.stage > 0 and self.zero["offload_optimizer"]["device"] != "none"
+        self.keeps_weights = self.stage < 3 or self.zero["offload_param"]["device"] == "none"
         self.is_half = isinstance(config.precision, BF16 | FP16)
         self.width = 2 if self.is_half else _FP32
         accumulation, reduction = sums_of(config, plan.layout)
@@ -225,9 +238,11 @@ class _Estimate:
         self.share = {0: self.total, 3: sum(ceil(size / self.ranks) for size in self.sizes)}.get(
             self.stage, self.padded // self.ranks
         )
-        self.largest_share = {0: self.largest, 3: min(self.share, max(self.zero["sub_group_size"], self.largest))}.get(
-            self.stage, ceil(max(map(sum, self.groups)) / self.ranks)
+        # What the optimizer steps at once.
+        self.parts = {0: self.sizes, 3: list(self.sub_groups())}.get(
+            self.stage, [ceil(sum(group) / unit) * 2 for group in self.groups]
         )
+        self.largest_share = max(self.parts)
         self.is_cpu = plan.cluster.device == "cpu"
         # Of what is not trained there are weights only, at stage 3 spread as the others.
         self.frozen = [prod(shape) for shape in work.frozen.values()]
@@ -247,7 +262,47 @@ class _Estimate:
             "backward": self.backward(between, kept),
             "step": self.step(states),  # for which stage 3 lets go of small weights too
         }
-        return Memory({name: _positive(each) for name, each in moments.items()}, _positive(self.host()), self.total)
+        moments, shares = {name: _positive(each) for name, each in moments.items()}, self.shares()
+        host, (model, own, _) = shares.host(is_staged=self.config.checkpoint.mode == "async"), shares.saved()
+        drive, saved_bytes = _positive(shares.drive()), model + self.ranks * own
+        return Memory(moments, _positive(host), drive, saved_bytes, self.total)
+
+    def shares(self) -> Shares:
+        """The rank's shares, of which some are elsewhere than on its device."""
+        state = _state_of(self.config.optimizer)
+        assert state is not None  # refused before
+        groups = [[ceil(size / self.ranks) for size in group] for group in self.groups]
+        return Shares(
+            stage=self.stage,
+            ranks=self.ranks,
+            zero=self.zero,
+            width=self.width,
+            sum_width=self.sum_width,
+            has_copies=self.is_half or self.stage > 0,
+            state_bytes=state.bytes_per_element + _FP32 * (self.config.training.ema is not None),
+            copies=self.step_copies() * self.largest_share,
+            groups=groups if self.stage == 3 else [[part] for part in self.parts],
+            parts=self.parts,
+            weights=self.sizes,
+            touched=max(self.touched()) if self.stage in (1, 2) else 0,
+            frozen=self.frozen,
+            shared=0 if self.pipeline is None else self.pipeline.shared,
+            buffers=self.buffers,
+            pins=not self.is_cpu,
+            accumulates=self.steps > 1,
+        )
+
+    def sub_groups(self) -> Iterator[int]:
+        """Elements of a rank's parts that stage 3 steps one after the other."""
+        for group in self.groups:
+            size = 0
+            for share in (ceil(size / self.ranks) for size in group):
+                size += share
+                if size >= self.zero["sub_group_size"]:
+                    yield size
+                    size = 0
+            if size:
+                yield size
 
     @property
     def is_lazy(self) -> bool:
@@ -261,7 +316,7 @@ class _Estimate:
         has_copies = self.is_half or self.stage
         frozen = sum(ceil(size / self.ranks) if self.stage == 3 else size for size in self.frozen)
         own = {3: self.share, 0: self.total}.get(self.stage, self.padded)
-        found = {"weights": self.width * (own + frozen) + self.buffers}
+        found = {"weights": self.width * (own + frozen) * self.keeps_weights + self.buffers}
         if has_copies and not self.is_offloaded:
             found["fp32 weights"] = _FP32 * self.share
         return found
@@ -271,16 +326,16 @@ class _Estimate:
         # Adagrad makes its state where it is built, for the weights before ZeRO replaced them.
         is_twice = isinstance(self.config.optimizer, Adagrad) and self.stage in (1, 2)
         unused = self.width * self.total if is_twice else 0
-        found = {"optimizer state": self.moment_bytes * self.share + unused, "weight average": average * self.share}
+        state = int(self.moment_bytes * self.share) + unused
+        found = {"optimizer state": state, "weight average": average * self.share}
         return {} if self.is_offloaded else found
 
     @property
-    def moment_bytes(self) -> int:
+    def moment_bytes(self) -> float:
         """Bytes of optimizer state for an element."""
-        optimizer = self.config.optimizer
-        if isinstance(optimizer, SGD):
-            return _FP32 if optimizer.momentum else 0
-        return _FP32 if isinstance(optimizer, Adagrad | Lion) else 2 * _FP32
+        state = _state_of(self.config.optimizer)
+        assert state is not None  # refused before
+        return state.bytes_per_element
 
     def buckets(self) -> dict[str, int]:
         """Buffers that stay: at stage 3 gradients of its own part and one bucket, as large as configured."""
@@ -289,7 +344,7 @@ class _Estimate:
             found["gradient buffer"] = 0 if self.is_offloaded else self.sum_width * self.share
             found["reduce bucket"] = self.width * self.zero["reduce_bucket_size"]
         elif self.is_offloaded:
-            found["copy buffer"] = 2 * self.width * self.largest
+            found["copy buffer"] = self.width * self.largest
         return found
 
     def persistent(self) -> dict[str, int]:
@@ -372,7 +427,8 @@ class _Estimate:
             begin["reduce bucket"] = self.bucket
         if self.stage == 3:
             summed = dict(between) | gathered
-            summed["gradients"] = self.reduced_with(gathered.get("gathered weights", 0))
+            waiting = _FP32 * self.shares().unswapped_gradients
+            summed["gradients"] = self.reduced_with(gathered.get("gathered weights", 0)) + waiting
         else:
             summed = dict(between) | self.summed_gradients(dict(kept))
         first = begin.get("gradients", 0)
@@ -440,9 +496,10 @@ class _Estimate:
         """What the optimizer computes with: gradients in fp32 and its own copies."""
         share, copies, found = self.largest_share, self.step_copies(), dict(states)
         if self.is_offloaded:
-            return found
+            waiting = _FP32 * self.shares().unswapped_gradients
+            return found | ({"gradients": waiting} if waiting else {})
         if self.stage == 0:
-            found["gradients"] = (self.width + (_FP32 if self.is_half else 0)) * self.total
+            found["gradients"] = self.stepped_gradients()
             found["optimizer copies"] = copies * (share if self.is_cpu else self.total)
             return found
         own = max(self.touched()) if self.stage < 3 else 0
@@ -459,11 +516,32 @@ class _Estimate:
         found["optimizer copies"] = max(stepped - found["gradients"], 0)
         return found
 
+    def stepped_gradients(self) -> int:
+        """Bytes of gradients in a step without ZeRO: in half precision with fp32 copies, as FP16_UnfusedOptimizer makes
+        them, or FP16_Optimizer for DeepSpeed's fused Adam: group by group, first apart and then joined; for Lamb joined
+        as they are.
+        """
+        optimizer = self.config.optimizer
+        if not self.is_half:
+            return self.width * self.total
+        if isinstance(optimizer, Lamb):
+            return 2 * self.width * self.total
+        if not (isinstance(optimizer, AdamW) and _is_fused(optimizer)):
+            return (self.width + _FP32) * self.total
+        sizes = [sum(group) for group in self.groups]
+        joined = accumulate(sizes, initial=0)
+        return max(
+            self.width * (self.total - before) + _FP32 * before + 2 * _FP32 * size
+            for size, before in zip(sizes, joined, strict=False)
+        )
+
     def step_copies(self) -> int:
         """Bytes that the optimizer takes for each element that it steps at once. torch's loop over weights, on CPU,
         holds two copies of one weight, its `foreach` form, on GPUs, one of all; fused kernels none.
         """
         optimizer = self.config.optimizer
+        if isinstance(optimizer, Target):
+            return state.copies_per_element if (state := kept_state(optimizer)) else 0
         if _is_fused(optimizer):
             return 0
         decayed = _FP32 if optimizer.weight_decay and type(optimizer) is not AdamW else 0  # type: ignore[union-attr]
@@ -471,17 +549,14 @@ class _Estimate:
             return decayed
         return decayed + _FP32 * (2 if (self.is_cpu or self.is_offloaded) and isinstance(optimizer, AdamW) else 1)
 
-    def host(self) -> dict[str, int]:
-        if not self.is_offloaded:
-            return {}
-        average = _FP32 if self.config.training.ema is not None else 0
-        return {
-            "fp32 weights": _FP32 * self.share,
-            "gradients": _FP32 * self.share,
-            "copies of weights": self.width * self.share if self.stage < 3 else 0,
-            "optimizer state": (self.moment_bytes + average) * self.share,
-            "optimizer copies": self.step_copies() * self.largest_share,
-        }
+
+def _state_of(optimizer: OptimizerSection) -> OptimizerState | None:
+    """State of the optimizer; None where it is the user's own and not measured."""
+    if isinstance(optimizer, Target | Object):
+        return kept_state(optimizer) if isinstance(optimizer, Target) else None
+    if isinstance(optimizer, SGD):
+        return OptimizerState(_FP32 if optimizer.momentum else 0)
+    return OptimizerState(_FP32 if isinstance(optimizer, Adagrad | Lion) else 2 * _FP32)
 
 
 def _is_fused(optimizer: object) -> bool:

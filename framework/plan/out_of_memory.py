@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from framework.plan.alternatives import Alternative, alternatives, size_text
+from framework.plan.alternatives import Alternative, alternatives, knobs, size_text
 from framework.plan.memory import Memory, NotEstimatedError, estimate
 from framework.plan.plan import Plan
 from framework.plan.work import ModelWork
@@ -73,6 +73,7 @@ IN_WORDS: Final = {
     "backward": "in the backward pass",
     "forward": "in the forward pass",
 }
+_LIBRARIES: Final = re.compile(r"(^|/)(torch|deepspeed)/|^<")
 # Components, by names of the estimate, of the function that asked; the innermost decides.
 _COMPONENTS: Final = {
     "fp32 weights": r"_create_fp32_partitions$",
@@ -97,7 +98,7 @@ class Shortage:
             or ``killed``: a process was killed, as the kernel does for lack of host memory.
         stated: the line that says so.
         moment: a key of `IN_WORDS`, or empty.
-        place: file and function that the moment follows from.
+        place: file and function in it: the innermost outside torch and deepspeed, or where it begins.
         component: of the estimate, where the function that asked shows it.
         is_stage_3: whether ZeRO's stage 3 is in the traceback.
         sizes: name -> bytes as the text has them: ``asked``, ``capacity``, ``free``, ``allocated``, ``unused`` (held by
@@ -141,15 +142,17 @@ def kind_of(message: str) -> str:
 
 def shortage_of(kind: str, message: str, frames: Frames) -> Shortage:
     """Place a message by the frames that led to it, outermost first."""
-    moment, place = next(
+    moment, own = next(
         (
-            (name, (file, function))
-            for file, function in frames
+            (name, frames[number:])
+            for number, (file, function) in enumerate(frames)
             for name, pattern in _MOMENTS.items()
             if re.search(pattern, f"{file} {function}")
         ),
-        ("", ("", "")),
+        ("", [("", "")]),
     )
+    # The model's own code, where it is there, and else what shows the moment.
+    place = next((frame for frame in reversed(own) if not _LIBRARIES.search(frame[0])), own[0])
     component = next(
         (
             name
@@ -284,11 +287,7 @@ def _choices(plan: Plan) -> Iterator[dict[str, Any]]:
     yield from ({"zero.stage": stage} for stage in range(zero.stage + 1, 4))
     yield {"zero.offload_optimizer.device": "cpu"}
     yield {"zero.offload_optimizer.device": "none"}
-    yield {"zero.reduce_bucket_size": 5_000_000}
-    yield {"zero.overlap_comm": False}
-    yield {"zero.stage3_max_live_parameters": 0, "zero.stage3_prefetch_bucket_size": 0}
-    yield {"optimizer.implementation": "deepspeed"}
-    yield {"precision.dtype": "bf16"}
+    yield from ({key: after} for key, _, after in knobs(plan))
     yield {"zero.stage": 3, "zero.offload_optimizer.device": "cpu"}
 
 
@@ -309,7 +308,7 @@ def in_one_sentence(shortage: Shortage, plan: Plan | None, *, most: int = 3) -> 
     return f"{text}; {pieces}" if pieces else text
 
 
-def advice(shortage: Shortage) -> Iterable[str]:
+def advice(shortage: Shortage, plan: Plan | None = None) -> Iterable[str]:
     """Explain what lies beside the config: pieces, other processes, and where the host's memory goes."""
     sizes = shortage.sizes or {}
     if shortage.is_fragmented:
@@ -336,6 +335,14 @@ def advice(shortage: Shortage) -> Iterable[str]:
         yield "/dev/shm is full: docker --shm-size or an emptyDir of medium Memory; fewer data.num_workers take less"
     if shortage.kind == "killed":
         yield "SIGKILL without a message is mostly the kernel's, for lack of host memory: dmesg names the process"
+    on_host = shortage.kind in ("host", "killed", "pinned")
+    if plan and on_host and plan.config.zero.offload_optimizer.device == "cpu":
+        yield (
+            "each rank of a host holds there what is offloaded: fewer of them take less, and so does a "
+            "zero.offload_optimizer.ratio below 1 at zero.stage: 3"
+        )
+    if plan and on_host and plan.config.checkpoint.mode == "async":
+        yield "checkpoint.mode: async copies what is saved to the host; sync does not"
     if shortage.kind in ("host", "killed"):
         yield (
             "on the host: every rank reads the weights of a checkpoint, fills data.prefetch_batches in each of its "

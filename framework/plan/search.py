@@ -11,19 +11,21 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from math import inf
 from typing import Any, Final, Literal
 
 from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, UsageError, counted
-from framework.plan.alternatives import alternatives, settings_text, size_text, with_settings
+from framework.plan.alternatives import alternatives, knobs, settings_text, size_text, with_settings
+from framework.plan.beside import beside_tensors
 from framework.plan.cluster import Cluster
 from framework.plan.devices import Machine
 from framework.plan.forwards import num_layers
 from framework.plan.layout import DEFAULT_MICRO_SIZE
 from framework.plan.memory import Memory, NotEstimatedError, estimate
 from framework.plan.plan import Plan, make_plan
-from framework.plan.time import StepTime, estimate_time
+from framework.plan.time import Parallelism, StepTime, estimate_time
 from framework.plan.work import ModelWork, work_of
 
 Settings = Mapping[str, Any]
@@ -37,8 +39,6 @@ ACCUMULATION: Final = "batch.accumulation_steps"
 GLOBAL: Final = "batch.global_size"
 LENGTH: Final = "data.sequence_length"
 POSITIONS: Final = "model.max_positions"
-# CUDA's context and the buffers of collectives: 0.3 to 1 GiB, as the documents of the planner say.
-CONTEXT_BYTES: Final = 2**30
 STRATEGY: Final = (STAGE, OFFLOAD, RECOMPUTE, PIPE)
 EVERYTHING: Final = frozenset({*STRATEGY, MICRO, ACCUMULATION})
 _LARGEST_MICRO: Final = 4096
@@ -61,25 +61,56 @@ class Target:
         memory_bytes: of one device; None: not known, so that everything fits.
         host_bytes: memory of a host, which the ranks on it share; None: not known.
         machine: rates of devices and network; None: how fast they are is not known.
+        rates: how they were measured, in words; empty: they are listed.
     """
 
     name: str = ""
     memory_bytes: int | None = None
     host_bytes: int | None = None
     machine: Machine | None = None
+    rates: str = ""
 
     @property
-    def usable_bytes(self) -> int | None:
-        """Memory that is left to a run: of a GPU without what its context takes."""
-        taken = 0 if self.name == "cpu" else CONTEXT_BYTES
-        return None if self.memory_bytes is None else max(self.memory_bytes - taken, 0)
+    def text(self) -> str:
+        """The devices, and whence their rates."""
+        return ", ".join(filter(None, (self.name, self.rates)))
 
-    def lacking(self, peak_bytes: int) -> str:
-        """Reason why what takes so much does not fit; empty where it does, or where the memory is not known."""
-        limit = self.usable_bytes
+    def usable_bytes(self, memory: Memory) -> int | None:
+        """Memory that is left to tensors, beside what else a run takes of a GPU."""
+        return None if self.memory_bytes is None else max(self.memory_bytes - sum(memory.beside.values()), 0)
+
+    def with_beside(self, memory: Memory, plan: Plan) -> Memory:
+        """A plan's memory with what it takes of these devices beside its tensors."""
+        return replace(memory, beside=beside_tensors(memory, plan, self.name))
+
+    def lacking(self, memory: Memory) -> str:
+        """Reason why a run does not fit; empty where it does, or where the memory of the devices is not known."""
+        limit, peak_bytes = self.usable_bytes(memory), memory.total(memory.peak)
         if limit is None or peak_bytes <= limit:
             return ""
         return f"each rank takes {size_text(peak_bytes)}, and {self.name} has {size_text(limit)} usable"
+
+
+@dataclass(frozen=True)
+class Request:
+    """Question to a search.
+
+    Attributes:
+        config: what was asked; keys that are not `free` stay as they are.
+        cluster: where it is to run.
+        target: its devices; left out: not known.
+        free: dotted keys that may be chosen. `batch.global_size` stays where it is given; else micro-batches grow as
+            long as doubling them gains 2 %.
+        num_train_samples: size of the training data, where it is known.
+        work: of a model of the user's own, on any micro-batch.
+    """
+
+    config: RunConfig
+    cluster: Cluster
+    target: Target = Target()
+    free: Set[str] = EVERYTHING
+    num_train_samples: int | None = None
+    work: ModelWork | None = None
 
 
 @dataclass(frozen=True)
@@ -195,7 +226,7 @@ class Found:
         if self.smallest is None:
             return self.losers[0].why if self.losers else "there is nothing to choose from"
         found, memory = self.smallest, self.smallest.memory
-        limit, host = self.target.usable_bytes, self.target.host_bytes
+        limit, host = self.target.usable_bytes(memory), self.target.host_bytes
         if limit is None or found.peak_bytes <= limit:
             ranks, on_host = found.plan.cluster.devices_per_host, sum(memory.host.values())
             return (
@@ -206,87 +237,47 @@ class Found:
         return f"{takes}; {size_text(limit)} are usable"
 
 
-def search(
-    config: RunConfig,
-    cluster: Cluster,
-    target: Target | None = None,
-    *,
-    free: Set[str] = EVERYTHING,
-    num_train_samples: int | None = None,
-    work: ModelWork | None = None,
-) -> Found:
-    """Rank the strategies of a run on a cluster: by samples per second, or by costs where speed is not known.
-
-    Args:
-        config: what was asked; keys that are not `free` stay as they are.
-        cluster: where it is to run.
-        target: its devices; left out: not known.
-        free: dotted keys that may be chosen. `batch.global_size` stays where the config has it; where it does not,
-            micro-batches grow as long as doubling them gains two samples in a hundred.
-        num_train_samples: size of the training data, where it is known.
-        work: of a model of the user's own, on any micro-batch.
-
-    Raises:
-        NotEstimatedError: the model's memory is not known, so that nothing can be compared.
+def search(asked: Request, *, is_quick: bool = False) -> Found:
+    """Rank the strategies of a run on a cluster: by samples per second, or by costs where speed is not known. A quick
+    search drops what cannot fit, and so does not know what takes least. A NotEstimatedError where the model's memory is
+    not known.
     """
-    judges = _Judge(cluster, target or Target(), num_train_samples, work)
-    found = [best for strategy in _strategies(config, cluster, free) if (best := judges.best(config, strategy, free))]
+    judges = _Judge(asked, is_quick=is_quick)
+    found = [best for strategy in _strategies(asked) if (best := judges.best(strategy))]
     smallest = min(judges.too_large, key=lambda each: each.peak_bytes, default=None)
-    if not found and smallest is None and judges.unknown is not None:
+    if not (found or smallest or is_quick) and judges.unknown is not None:
         raise judges.unknown
-    return Found(judges.target, tuple(_ranked(found)), tuple(judges.losers()), None if found else smallest)
+    return Found(asked.target, tuple(_ranked(found)), tuple(judges.losers()), None if found else smallest)
 
 
-def search_fewest_devices(
-    config: RunConfig,
-    cluster: Cluster,
-    target: Target,
-    *,
-    free: Set[str] = EVERYTHING,
-    num_train_samples: int | None = None,
-    work: ModelWork | None = None,
-) -> Found:
+def search_fewest_devices(asked: Request) -> Found:
     """The search on the smallest part of a cluster on which something fits: whole hosts, or devices of one host in
-    powers of two; on the whole cluster where nothing does.
-
-    Raises:
-        UsageError: the device's memory is not known.
+    powers of two; on the whole cluster where nothing does. A UsageError where the device's memory is not known.
     """
-    if target.memory_bytes is None:
+    cluster = asked.cluster
+    if asked.target.memory_bytes is None:
         raise UsageError("the fewest devices take the device, as --gpu names it")
     hosts = sorted({*_powers(cluster.num_hosts), cluster.num_hosts})
     devices = sorted({*_powers(cluster.devices_per_host), cluster.devices_per_host})
     sizes = [*((1, count) for count in devices), *((count, cluster.devices_per_host) for count in hosts[1:])]
-    for num_hosts, count in sizes:
-        part = replace(cluster, num_hosts=num_hosts, devices_per_host=count)
-        found = search(config, part, target, free=free, num_train_samples=num_train_samples, work=work)
-        if found.ranked:
-            break
-    return found
+    parts = [replace(asked, cluster=replace(cluster, num_hosts=num, devices_per_host=count)) for num, count in sizes]
+    enough = (part for part in parts[:-1] if search(part, is_quick=True).ranked)
+    return search(next(enough, parts[-1]))
 
 
-def search_longest_sequence(
-    config: RunConfig,
-    cluster: Cluster,
-    target: Target,
-    *,
-    free: Set[str] = EVERYTHING,
-    num_train_samples: int | None = None,
-) -> Found:
-    """The search with the longest sequence on which something fits, to an eighth of its length.
-
-    Raises:
-        UsageError: the length of a sequence is no key of the data, or the device's memory is not known.
+def search_longest_sequence(asked: Request) -> Found:
+    """The search with the longest sequence on which something fits, to an eighth of its length; a UsageError where the
+    length is no key of the data, or the device's memory is not known.
     """
+    config, memory = asked.config, asked.target.memory_bytes
     length, positions = getattr(config.data, "sequence_length", None), getattr(config.model, "max_positions", None)
-    if length is None or positions is None or target.memory_bytes is None:
-        missing = "the device, as --gpu names it" if target.memory_bytes is None else "data and a model with a length"
+    if length is None or positions is None or memory is None:
+        missing = "the device, as --gpu names it" if memory is None else "data and a model with a length"
         raise UsageError(f"the longest sequence takes {missing}")
 
     def at(tokens: int) -> Found:
         lengths = {LENGTH: tokens, POSITIONS: max(tokens, positions)}
-        longer = with_settings(config, lengths)
-        found = search(longer, cluster, target, free=free, num_train_samples=num_train_samples)
+        found = search(replace(asked, config=with_settings(config, lengths)))
         named = (replace(each, settings={LENGTH: tokens, **each.settings}) for each in found.ranked)
         return replace(found, ranked=tuple(named))
 
@@ -311,6 +302,7 @@ def judge(
     """
     work = work_of(plan) if work is None else work.of_samples(plan.layout.micro_size)
     memory, machine, time = estimate(plan, work=work), target and target.machine, None
+    memory = target.with_beside(memory, plan) if target else memory
     if machine and work:
         with suppress(NotEstimatedError):  # a figure of the device that nobody has published
             time = estimate_time(plan, work, machine)
@@ -320,21 +312,23 @@ def judge(
 class _Judge:
     """Tries candidates on one cluster, and remembers why they lost."""
 
-    def __init__(self, cluster: Cluster, target: Target, num_train_samples: int | None, work: ModelWork | None) -> None:
-        self.cluster, self.target, self.num_train_samples, self.work = cluster, target, num_train_samples, work
+    def __init__(self, asked: Request, *, is_quick: bool) -> None:
+        self.asked, self.is_quick = asked, is_quick
         self.too_large: list[Candidate] = []
         self.unknown: NotEstimatedError | None = None
         self._refused: dict[str, list[Settings]] = {}
         # Strategies do not change the model, but that stage 3 has linear layers of its own.
         self._works: dict[tuple[int, bool], ModelWork | None] = {}
 
-    def best(self, config: RunConfig, strategy: Settings, free: Set[str]) -> Candidate | None:
+    def best(self, strategy: Settings) -> Candidate | None:
         """The best candidate of one strategy that fits, its micro-batches tried from the smallest on."""
         best, smallest, reasons = None, None, []
-        is_free, plain = config.batch.global_size is None, config.batch.micro_size or DEFAULT_MICRO_SIZE
-        grows = self.target.memory_bytes is not None
-        for batch in _batches(config, self.cluster, strategy, free, grows=grows):
-            tried = self.candidate(config, {**strategy, **batch})
+        batch, grows = self.asked.config.batch, self.asked.target.memory_bytes is not None
+        is_free, plain = batch.global_size is None, batch.micro_size or DEFAULT_MICRO_SIZE
+        for sizes in _batches(self.asked, strategy, grows=grows):
+            if smallest is not None and sizes.get(ACCUMULATION, 1) > (1 if self.is_quick else strategy[PIPE]):
+                continue  # larger micro-batches, as many of them in flight, and gradients are kept as well
+            tried = self.candidate({**strategy, **sizes})
             if isinstance(tried, str):
                 reasons.append(tried)
                 if tried.startswith(("batch.", _UNKNOWN)):
@@ -356,16 +350,20 @@ class _Judge:
             self._refused.setdefault(reasons[0], []).append(strategy)
         return best
 
-    def candidate(self, config: RunConfig, settings: Settings) -> Candidate | str:
+    def candidate(self, settings: Settings) -> Candidate | str:
         """The candidate, or the reason why there is none."""
+        asked = self.asked
         try:
-            changed = with_settings(config, settings)
-            plan = make_plan(changed, self.cluster, num_train_samples=self.num_train_samples)
-            micro = plan.layout.micro_size
+            changed = with_settings(asked.config, settings)
+            plan = make_plan(changed, asked.cluster, num_train_samples=asked.num_train_samples)
+            micro, work = plan.layout.micro_size, asked.work
             key = (micro, plan.config.zero.stage == 3)
             if key not in self._works:
-                self._works[key] = work_of(plan) if self.work is None else self.work.of_samples(micro)
-            return judge(plan, self.target, settings=settings, work=self._works[key])
+                self._works[key] = work_of(plan) if work is None else work.of_samples(micro)
+            found = self._works[key]
+            if self.is_quick and found and least_bytes(plan, found) > (asked.target.memory_bytes or inf):
+                return "too large, whatever the batch"
+            return judge(plan, asked.target, settings=settings, work=found)
         except ConfigError as error:
             problem = error.problems[0]
             return f"{problem.key}: {problem.reason} [{problem.kind}]"
@@ -375,8 +373,8 @@ class _Judge:
 
     def fits(self, candidate: Candidate) -> bool:
         """Check whether the device, and the host with its other ranks, hold it."""
-        limit, host = self.target.usable_bytes, self.target.host_bytes
-        on_host = sum(candidate.memory.host.values()) * self.cluster.devices_per_host
+        limit, host = self.asked.target.usable_bytes(candidate.memory), self.asked.target.host_bytes
+        on_host = sum(candidate.memory.host.values()) * self.asked.cluster.devices_per_host
         return (limit is None or candidate.peak_bytes <= limit) and (host is None or on_host <= host)
 
     def losers(self) -> Iterator[Loser]:
@@ -399,19 +397,23 @@ def _is_better(one: Candidate, other: Candidate, *, by: float) -> bool:
     return one.samples_per_second > by * other.samples_per_second
 
 
-def search_more_devices(
-    config: RunConfig,
-    cluster: Cluster,
-    target: Target,
-    *,
-    free: Set[str] = EVERYTHING,
-    work: ModelWork | None = None,
-    most: int = 16_384,
-) -> Found | None:
+def least_bytes(plan: Plan, work: ModelWork) -> int:
+    """Bytes that the fullest rank takes at least, whatever the batch: its share of weights, optimizer state and, at
+    stages 0 and 1, of gradients. The fullest stage of a pipeline has no less than the mean.
+    """
+    by = Parallelism.from_plan(plan)
+    weights = 0 if by.weights_offloaded else by.weight_bytes / (by.data if by.zero_stage == 3 else 1)
+    each = weights + (by.weight_bytes if by.zero_stage < 2 else 0)
+    if not by.is_offloaded and hasattr(plan.config.optimizer, "kind"):  # that of the user's own may have none
+        each += by.state_bytes / (by.data if by.zero_stage else 1)
+    return int(each * work.num_params / by.pipe)
+
+
+def search_more_devices(asked: Request, *, most: int = 16_384) -> Found | None:
     """The search on the smallest cluster of twice as many hosts, or four times and so on, on which something fits."""
-    hosts = 2 * cluster.num_hosts
-    while hosts * cluster.devices_per_host <= most:
-        found = search(config, replace(cluster, num_hosts=hosts), target, free=free, work=work)
+    hosts = 2 * asked.cluster.num_hosts
+    while hosts * asked.cluster.devices_per_host <= most:
+        found = search(replace(asked, cluster=replace(asked.cluster, num_hosts=hosts)), is_quick=True)
         if found.ranked:
             return found
         hosts *= 2
@@ -426,28 +428,23 @@ def nearest_plan(
     Tried in this order: another micro-batch, another global size, fewer pipeline stages, fewer devices.
     """
     batch, pipe = config.batch, config.parallel.pipe
-    ranks = max(cluster.world_size // pipe, 1)
-    tries: list[tuple[Settings, Cluster]] = [({MICRO: None, ACCUMULATION: None}, cluster)]
-    if batch.global_size is not None:
-        unit = ranks * (batch.micro_size or 1) * (batch.accumulation_steps or 1)
-        for step in dict.fromkeys((ranks, unit)):
-            sizes = (batch.global_size // step * step or step, batch.global_size // step * step + step)
-            tries += [({GLOBAL: size, **_freed(batch.micro_size, size, ranks)}, cluster) for size in sizes]
-    tries += [({PIPE: stages}, cluster) for stages in range(pipe - 1, 0, -1) if cluster.world_size % stages == 0]
+    tries: list[tuple[Settings, Cluster]] = []
+    for stages in (pipe, *(count for count in range(pipe - 1, 0, -1) if cluster.world_size % count == 0)):
+        below = (batch.global_size or 0) // (ranks := max(cluster.world_size // stages, 1)) * ranks
+        sizes = [] if batch.global_size is None else [{GLOBAL: below or ranks}, {GLOBAL: below + ranks}]
+        own = {} if stages == pipe else {PIPE: stages}
+        free = {MICRO: None, ACCUMULATION: None}
+        tries += [({**own, **size, **more}, cluster) for size in ({}, *sizes) for more in ({}, free)]
     fewer = range(cluster.devices_per_host - 1, 0, -1)
     tries += [({}, replace(cluster, devices_per_host=count)) for count in fewer]
     for settings, where in tries:
         with suppress(ConfigError):
             changed = with_settings(config, settings)
             plan = make_plan(changed, where, num_train_samples=num_train_samples)
-            shown = {key: value for key, value in settings.items() if value is not None}
+            shown, micro = {key: value for key, value in settings.items() if value}, plan.layout.micro_size
+            shown |= {MICRO: micro} if MICRO in settings and batch.micro_size not in (None, micro) else {}
             return settings_text(shown) or (str(where) if where != cluster else str(plan.layout)), plan
     return None
-
-
-def _freed(micro: int | None, size: int, ranks: int) -> Settings:
-    """Leave the micro-batch to the layout where the one that is given divides no longer."""
-    return {} if micro is None or size % (micro * ranks) == 0 else {MICRO: None, ACCUMULATION: None}
 
 
 def _ranked(found: Sequence[Candidate]) -> list[Candidate]:
@@ -470,19 +467,17 @@ def _rank(candidate: Candidate) -> tuple[float, ...]:
     return (-speed if speed is not None else inf, *order)
 
 
-def _strategies(config: RunConfig, cluster: Cluster, free: Set[str]) -> Iterator[Settings]:
+def _strategies(asked: Request) -> Iterator[Settings]:
     """Every combination of what is free beside the batch."""
+    config, free = asked.config, asked.free
     offload, recompute = config.zero.offload_optimizer.device, config.training.recompute_every
     values: dict[str, Sequence[Any]] = {
         STAGE: range(4) if STAGE in free else [config.zero.stage],
         OFFLOAD: ["none", "cpu"] if OFFLOAD in free and offload != "nvme" else [offload],
         RECOMPUTE: sorted({0, 1, recompute}) if RECOMPUTE in free else [recompute],
-        PIPE: _pipes(config, cluster) if PIPE in free else [config.parallel.pipe],
+        PIPE: _pipes(config, asked.cluster) if PIPE in free else [config.parallel.pipe],
     }
-    found: list[dict[str, Any]] = [{}]
-    for key, choices in values.items():
-        found = [{**chosen, key: choice} for chosen in found for choice in choices]
-    yield from found
+    return (dict(zip(values, chosen, strict=True)) for chosen in product(*values.values()))
 
 
 def _pipes(config: RunConfig, cluster: Cluster) -> list[int]:
@@ -492,18 +487,16 @@ def _pipes(config: RunConfig, cluster: Cluster) -> list[int]:
     return sorted(divisors | {config.parallel.pipe})
 
 
-def _batches(
-    config: RunConfig, cluster: Cluster, strategy: Settings, free: Set[str], *, grows: bool
-) -> Iterator[Settings]:
+def _batches(asked: Request, strategy: Settings, *, grows: bool) -> Iterator[Settings]:
     """Micro-batches and their number in a step, the smallest first; whether they divide is the layout's to judge."""
-    batch, pipe = config.batch, strategy[PIPE]
+    batch, pipe, free = asked.config.batch, strategy[PIPE], asked.free
     if MICRO not in free:
         yield {}
         return
     fixed = None if ACCUMULATION in free else batch.accumulation_steps
     given = {batch.micro_size} if batch.micro_size else set[int]()
     if batch.global_size is not None:
-        share = max(batch.global_size * pipe // cluster.world_size, 1)
+        share = max(batch.global_size * pipe // asked.cluster.world_size, 1)
         sizes = {max(share // fixed, 1)} if fixed else {share, *_powers(share), *given}
         for size in sorted(size for size in sizes if fixed or share % size == 0):
             yield {MICRO: size, ACCUMULATION: fixed or share // size}
@@ -520,30 +513,16 @@ def _powers(most: int) -> Iterator[int]:
         size *= 2
 
 
-# Beside the strategy: what is tried to free memory, and the value that it is lowered to.
-_KNOBS: Final[Sequence[tuple[str, Any]]] = (
-    ("zero.reduce_bucket_size", 50_000_000),
-    ("zero.reduce_bucket_size", 5_000_000),
-    ("zero.overlap_comm", False),
-    ("zero.stage3_max_live_parameters", 100_000_000),
-    ("zero.stage3_prefetch_bucket_size", 5_000_000),
-    ("optimizer.implementation", "deepspeed"),
-    ("precision.dtype", "bf16"),
-)
-
-
-def find_knob(plan: Plan, *, work: ModelWork | None = None) -> Knob | None:
+def find_knob(plan: Plan, target: Target | None = None, *, work: ModelWork | None = None) -> Knob | None:
     """Find the setting beside the strategy that frees most on the fullest rank; None where none frees one part in a
     hundred.
     """
     planned, found = judge(plan, work=work).peak_bytes, []
-    for key, after in _KNOBS:
-        section, _, name = key.partition(".")
-        before = getattr(getattr(plan.config, section), name, None)
-        is_lower = before is not None and (isinstance(after, str) or before > after)
-        if is_lower:
-            freed = (planned - each.peak_bytes for each in alternatives(plan, [{key: after}], work=work))
-            found += [Knob(key, before, after, size) for size in freed]
+    machine = target.machine if target else None
+    half = "bf16" if machine is None or "bf16" in machine.device.flops_per_second else "fp16"
+    for key, before, after in knobs(plan, half=half):
+        freed = (planned - each.peak_bytes for each in alternatives(plan, [{key: after}], work=work))
+        found += [Knob(key, before, after, size) for size in freed]
     best = max(found, key=lambda knob: knob.freed_bytes, default=None)
     return best if best is not None and best.freed_bytes >= planned / 100 else None
 

@@ -87,13 +87,14 @@ class Tape:
     buffer_bytes: int = 0
     prefix: str = ""
     flops: int = 0
+    masked_flops: int = 0
     moved_bytes: int = 0
     _new: list[Value] = field(default_factory=list)
     _operations: list[_Operation] = field(default_factory=list)
 
     def start(self, prefix: str) -> None:
         """Begin a part, whose weights' names begin like this."""
-        self.prefix, self.flops, self.moved_bytes = prefix, 0, 0
+        self.prefix, self.flops, self.masked_flops, self.moved_bytes = prefix, 0, 0, 0
         self._new, self._operations = [], []
 
     @property
@@ -310,12 +311,22 @@ class Tape:
         halves = [self.run(each, shape=each.shape, saves=[angles]) for each in wide]
         return [self.cast(self.run(each, shape=each.shape), heads[0].width) for each in halves]
 
-    def attention(self, query: Value, key: Value, value: Value, *, dropout: float, mask: Value | None = None) -> Value:
+    def attention(
+        self,
+        query: Value,
+        key: Value,
+        value: Value,
+        *,
+        dropout: float,
+        mask: Value | None = None,
+        is_causal: bool = False,
+    ) -> Value:
         """(batch, heads, sequence, head size), with fewer heads of key and value, to the shape of the query."""
         batch, heads, length, size = query.shape
         flops, saves = 4 * batch * heads * length * length * size, [query, key, value]
         bias = [] if mask is None else [Value(mask.shape, query.width, has_gradient=False)]
         if self.device == "cuda" or not dropout:  # fused: keeps its output, and a sum for each row
+            self.masked_flops += masked(flops, length) if is_causal else 0
             sums = Value((batch, heads, length), _FP32, has_gradient=False)
             made = self.run(*saves, shape=query.shape, saves=[*saves, sums, *bias], flops=flops)
             return self.save_output(made)
@@ -333,6 +344,11 @@ class Tape:
     def cross_entropy(self, logits: Value, targets: Value) -> Value:
         """Logits (samples, classes) and class numbers to a sum, in fp32."""
         return self.run(self.relu(self.cast(logits, _FP32)), shape=(), saves=[targets])
+
+
+def masked(flops: int, length: int) -> int:
+    """Operations of causal attention that fused kernels leave out."""
+    return flops * (length - 1) // (2 * length)
 
 
 def convolved(sizes: Shape, kernel: int, stride: int, padding: int) -> Shape:

@@ -12,7 +12,7 @@ from math import ceil, log2, prod, sqrt
 from typing import Any, Final
 
 from framework.config.optimizer import SGD, Adagrad, Lion
-from framework.config.precision import BF16, FP16, FP32
+from framework.config.precision import BF16, FP16, FP32, Autocast
 from framework.plan.devices import Device, Machine
 from framework.plan.memory import NotEstimatedError
 from framework.plan.plan import Plan
@@ -106,7 +106,7 @@ class Parallelism:
             zero_stage=stage,
             accumulation=layout.accumulation_steps,
             micro_size=layout.micro_size,
-            dtype=dtype if dtype != "autocast" else "bf16",
+            dtype=precision.compute_dtype if isinstance(precision, Autocast) else dtype,
             weight_bytes=2 if is_half else 4,
             gradient_bytes=2 if is_half and not reduction else 4,
             state_bytes=4 * moments + (4 if is_half or stage else 0),
@@ -182,7 +182,8 @@ class Rates:
     Attributes:
         plateau: share of the fastest matrix product that the products of a large model reach.
         plateau_hopper: the same since Hopper, whose clock falls under load.
-        attention: share of the fastest matrix product that attention reaches, all scores counted, masked ones too.
+        attention: share of the fastest matrix product that attention reaches, in the scores that are computed;
+            fused kernels leave masked ones out.
         attention_hopper: the same since Hopper, for whose tensor cores torch's kernels of attention were not written.
         width: half of the plateau is reached where a part's weights on one device are a square of this width, on a
             device of 1e15 FLOP/s; it grows with the root of those, as a product is divided among more units.
@@ -201,8 +202,8 @@ class Rates:
 
     plateau: float = 0.91
     plateau_hopper: float = 0.822
-    attention: float = 0.646
-    attention_hopper: float = 0.399
+    attention: float = 0.323
+    attention_hopper: float = 0.2
     width: float = 2270.0
     memory: float = 0.612
     overlap: float = 0.5
@@ -216,7 +217,14 @@ RATES: Final = Rates()
 # Of processors, whose engine was measured: the ranks share the cores, so that nothing hides behind anything, products
 # of every size reach what was measured, and the host's own time is the engine's.
 OF_PROCESSORS: Final = Rates(
-    plateau=1.0, width=0.0, memory=1.0, network=1.0, overlap=0.0, launch_seconds=0.0, weight_seconds=0.0
+    plateau=1.0,
+    attention=0.646,
+    width=0.0,
+    memory=1.0,
+    network=1.0,
+    overlap=0.0,
+    launch_seconds=0.0,
+    weight_seconds=0.0,
 )
 
 
@@ -347,20 +355,21 @@ class _Step:
     def products(self, part: Part) -> float:
         """Seconds of its matrix products, forward.
 
-        What no weight takes part in is counted as scores of attention.
+        What no weight takes part in is counted as scores of attention, without masked ones.
         """
         by, rates, tokens = self.by, self.rates, self.work.num_tokens
         weights = self.weights(part)
         if not part.flops:
             return 0.0
-        flops = part.flops if tokens is None else min(2 * tokens * weights, part.flops)
+        most = part.flops - part.masked_flops
+        flops = most if tokens is None else min(2 * tokens * weights, most)
         flops = flops if weights else 0.0
         is_hopper = (self.machine.device.capability or (0, 0)) >= (9, 0)
         plateau, attention = (
             (rates.plateau_hopper, rates.attention_hopper) if is_hopper else (rates.plateau, rates.attention)
         )
         reached = plateau / (1 + rates.width * sqrt(self.fastest / 1e15 * by.tensor / max(weights, 1)))
-        work = flops / reached + (part.flops - flops) / attention
+        work = flops / reached + (most - flops) / attention
         return self.samples * work / by.tensor / by.sequence / self.fastest
 
     def part(self, part: Part, *, is_loss: bool) -> tuple[Seconds, Seconds]:

@@ -44,6 +44,7 @@ class Part:
         shared_params: trained elements that it shares with an earlier part.
         shares: name of that part.
         may_start_stage: whether a pipeline may be cut before it.
+        masked_flops: those of `flops` that fused kernels of causal attention leave out.
     """
 
     name: str
@@ -61,10 +62,13 @@ class Part:
     shared_params: int = 0
     shares: str = ""
     may_start_stage: bool = True
+    masked_flops: int = 0
 
 
 # What grows with the samples of a micro-batch: all but weights.
-_GROWS: Final = frozenset({"flops", *(name for name in Part.__dataclass_fields__ if name.endswith("_bytes"))})
+_GROWS: Final = frozenset(
+    {"flops", "masked_flops", *(name for name in Part.__dataclass_fields__ if name.endswith("_bytes"))}
+)
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,16 @@ class ModelWork:
 
         tokens = None if self.num_tokens is None else self.num_tokens * count // self.num_samples
         return replace(self, parts=tuple(map(grown, self.parts)), num_samples=count, num_tokens=tokens)
+
+    @cached_property
+    def num_params(self) -> int:
+        """Trained elements."""
+        return sum(map(prod, self.weights.values()))
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """Name of a weight -> its place, frozen ones last."""
+        return {name: place for place, name in enumerate((*self.weights, *self.frozen))}
 
     @cached_property
     def _names(self) -> dict[str, list[str]]:
@@ -276,5 +290,6 @@ def _part(tape: Tape, name: str, run: Run, value: Any) -> tuple[Part, Any]:
         shared_params=prod(tape.weights[shared]) if shares and tape.is_trained(shared) else 0,
         shares=shares,
         may_start_stage=not isinstance(value, tuple),
+        masked_flops=tape.masked_flops,
     )
     return part, made

@@ -68,7 +68,7 @@ def gather_parts(config: RunConfig, objects: Objects) -> Parts:
         make_optimizer: MakeOptimizer | None = _given_optimizer(objects.optimizer)
         key, value = "optimizer", type_name(objects.optimizer)
     else:
-        make_optimizer = _optimizer_maker(config)
+        make_optimizer = optimizer_maker(config)
         key, value = "optimizer.target", getattr(config.optimizer, "target", "")
     if make_optimizer is not None:
         check_optimizer(make_optimizer, stage=config.zero.stage, key=key, value=value)
@@ -195,7 +195,7 @@ def _as_module(model: Any) -> torch.nn.Module:
     return LayeredModel(as_layers(model))
 
 
-def _optimizer_maker(config: RunConfig) -> MakeOptimizer | None:
+def optimizer_maker(config: RunConfig) -> MakeOptimizer | None:
     section = config.optimizer
     if not isinstance(section, Target):
         return None

@@ -32,6 +32,7 @@ from framework.models.adapt import freeze
 from framework.models.layers import as_layers
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
+from framework.plan.tape import masked
 from framework.plan.work import Device, ModelWork, Part
 from framework.setup.objects import Objects
 from framework.setup.parts import Parts, gather_parts
@@ -77,6 +78,11 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.records.append(self.current)
         return self.current
 
+    def count(self, flops: int, causal_length: int = 0) -> None:
+        """Add operations; `causal_length`: of sequences of causal attention."""
+        self.current.figures["flops"] += flops
+        self.current.figures["masked"] += masked(flops, causal_length) if causal_length else 0
+
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         number, size = storage._cdata, storage.nbytes()
@@ -105,7 +111,8 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count = flop_registry.get(func._overloadpacket)
         reads, tensors = _tensors((args, kwargs)), _tensors(made)
         if self.way == "forward" and count is not None:
-            self.current.figures["flops"] += int(count(*args, **(kwargs or {}), out_val=made))
+            is_causal = args[4:5] == (True,)  # of the fused attention of processors; no other has a truth value there
+            self.count(int(count(*args, **(kwargs or {}), out_val=made)), args[0].shape[-2] if is_causal else 0)
         elif self.way == "forward" and (func._schema.is_mutable or _is_new(tensors, reads)) and func not in _EMPTY:
             self.current.figures["moved"] += sum(map(_bytes, (*reads, *tensors)))
         for tensor in tensors:
@@ -175,9 +182,9 @@ class _AsOnGPU(TorchFunctionMode):
             if torch.is_autocast_enabled("cpu"):
                 query, key, value = (each.to(torch.get_autocast_dtype("cpu")) for each in (query, key, value))
             size = query.shape[-1]
-            self._ledger.current.figures["flops"] += (
-                2 * query.numel() // size * key.shape[-2] * (size + value.shape[-1])
-            )
+            is_causal = kwargs.get("is_causal", args[5:6] == (True,))
+            flops = 2 * query.numel() // size * key.shape[-2] * (size + value.shape[-1])
+            self._ledger.count(flops, query.shape[-2] if is_causal else 0)
             return _FusedAttention.apply(query, key, value)
         if func is functional.dropout:
             given = inspect.signature(func).bind(*args, **kwargs).arguments
@@ -344,6 +351,7 @@ def _parts(ledger: _Ledger, model: nn.Module) -> Iterator[Part]:
             name,
             num_params=sum(weights[each] for each in own if each not in first_of),
             flops=record.figures["flops"],
+            masked_flops=record.figures["masked"],
             moved_bytes=record.figures["moved"],
             saved_bytes=record.figures["saved"],
             split_bytes=0,

@@ -1,23 +1,35 @@
-"""The user's own optimizer: what its parameter groups hold, and a probe whether ZeRO may step it."""
+"""The user's own optimizer: what its parameter groups hold, a probe whether ZeRO may step it, and its memory.
+
+Also started by itself (``python -m framework.setup.user_optimizer``) by the command `plan`, which does not import
+torch: see `framework.commands.own_work`.
+"""
 
 from __future__ import annotations
 
 import inspect
 import io
-from collections.abc import Sequence
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any, Final
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from framework.config.load import config_from_values
 from framework.engine.initialize import MakeOptimizer
-from framework.errors import ConfigError
+from framework.errors import ConfigError, in_one_line
+from framework.plan.measured import OptimizerState
 from framework.setup.objects import type_name
 
 _SHAPES: Final = ((4, 6), (3, 5))
 _NUM_STEPS: Final = 3  # a first step may be the sign of the gradient alone
 _SHARE: Final = 17  # no weight ends there
+_MEASURED: Final = 1 << 16  # elements of the weight that memory is counted for
 _TOLERANCE: Final = 1e-4  # of the largest change; kernels for vectors and for matrices differ in the last bits
 
 
@@ -184,3 +196,66 @@ def _numbers(shape: tuple[int, ...], *, seed: int) -> torch.Tensor:
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def measure_optimizer(question: Mapping[str, Any]) -> dict[str, Any]:
+    """Measure the memory of a run's own optimizer, of one flat weight on processors; `unknown`: the reason why not."""
+    config = config_from_values(question["config"])
+    from framework.setup.parts import optimizer_maker  # which imports this module
+
+    try:
+        make = optimizer_maker(config)
+        assert make is not None
+        return asdict(_memory_of(make))
+    except (ConfigError, _NotJudgedError) as error:
+        return {"unknown": f"its optimizer cannot be stepped here: {in_one_line(error)}"}
+
+
+def _memory_of(make: MakeOptimizer) -> OptimizerState:
+    """Count bytes of what an optimizer keeps after a step, and makes beside that within the next one."""
+    weight = torch.nn.Parameter(torch.zeros(_MEASURED))
+    optimizer = _made(make, [weight])
+    counter = _NewBytes()  # type: ignore[no-untyped-call]
+    try:
+        for _ in range(2):
+            weight.grad = torch.ones(_MEASURED)
+            with counter:
+                optimizer.step()
+    except Exception as error:
+        raise _not_judged(error) from error
+    kept = {
+        value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
+        for value in tree_leaves(list(optimizer.state.values()))
+        if isinstance(value, torch.Tensor) and value.numel() > 1
+    }
+    return OptimizerState(sum(kept.values()) / _MEASURED, round(counter.most / _MEASURED))
+
+
+class _NewBytes(TorchDispatchMode):
+    """Bytes of storages that operations make and let go of, at most, of the last step."""
+
+    def __enter__(self) -> Any:
+        self.now = self.most = 0
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {
+            leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        }
+        made = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, torch.Tensor) and (storage := leaf.untyped_storage())._cdata not in known:
+                known.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._gone, storage.nbytes()).atexit = False
+        return made
+
+    def _gone(self, size: int) -> None:
+        self.now -= size
+
+
+if __name__ == "__main__":
+    from framework.setup.stages import answer
+
+    sys.exit(answer(measure_optimizer))

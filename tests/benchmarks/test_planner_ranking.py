@@ -58,7 +58,7 @@ def test_a_measured_machine_ranks_what_trials_measure(tmp_path: Path, monkeypatc
     slow, fast = (trial.median_seconds for trial in trials[:2])
     assert slow is not None
     assert fast is not None
-    assert all(len(trial.seconds) == 4 for trial in trials[:2])
+    assert all([len(one) for one in trial.rounds] == [4] for trial in trials[:2])
     assert fastest(trials) == 1
     assert slow > fast
     assert (trials[0].estimate_seconds or 0) > (trials[1].estimate_seconds or 0)

@@ -146,6 +146,11 @@ def test_nothing_fits_names_the_constraint_and_the_devices(capsys: Capture) -> N
             "batch-not-divisible",
         ),
         (["--num_gpus", "8", "parallel.pipe=3"], "nearest   parallel.pipe: 2: ", "pipe-not-divisible"),
+        (
+            ["--num_gpus", "13", "parallel.pipe=7", "batch.micro_size=8"],
+            "nearest   parallel.pipe: 1, batch.global_size: 117, batch.micro_size: 9: 117 samples per step = 9 x 1",
+            "pipe-not-divisible",
+        ),
         (["--num_gpus", "40", "parallel.pipe=40"], "nearest   parallel.pipe: ", "pipe-exceeds-layers"),
     ],
 )
@@ -159,8 +164,11 @@ def test_bad_input_gets_the_nearest_plan(words: list[str], nearest: str, kind: s
 def test_bad_options_are_refused(capsys: Capture) -> None:
     for words, reason in (
         (["--gpu", "h900"], "--gpu h900: not known; known are"),
+        (["--gpu", "h100"], "--gpu h100: not known; did you mean h100-80gb? known are"),
+        (["--gpu", "h100-80gb", "--network", "infinband-hdr"], "not known; did you mean infiniband-hdr? known are"),
         (["--gpu", "h100-80gb", "--network", "string"], "network string: not known"),
         (["--network", "infiniband-hdr"], "--network goes with --gpu"),
+        (["--chart", "memory.png"], "--chart memory.png: what is drawn is SVG; name it .svg"),
         (["--goal", "longest-sequence"], "--gpu"),
         (["--goal", "fewest-devices"], "--gpu"),
     ):
@@ -277,6 +285,12 @@ def test_paper_has_the_formulas_beside_what_deepspeed_allocates(capsys: Capture)
     assert "FSDP, 18 bytes a weight over all ranks        2.10 GiB" in paper
     assert [f"DeepSpeed, stage {stage}, as planned here" in paper for stage in range(4)] == [True] * 4
     assert "between failures of 64 devices" in paper
+    found = json.loads(plan(*GPT, "--paper", "--json", capsys=capsys))["paper"]
+    assert found["num_params"] == 8_030_261_248
+    assert found["formula_bytes"]["DDP, 20 bytes a weight"] == 20 * found["num_params"]
+    assert found["stages"]["3"]["between_bytes"] < found["stages"]["0"]["between_bytes"]
+    assert [each["save_seconds"] for each in found["goodput"]] == [10, 60, 300]
+    assert "paper" not in json.loads(plan(*GPT, "--json", capsys=capsys))
 
 
 @pytest.mark.parametrize("goal", ["fewest-devices", "longest-sequence"])

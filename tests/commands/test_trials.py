@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from framework.commands.measure import environment_of_ranks, measure
-from framework.commands.trials import Trial, fastest, run_trials, table
+from framework.commands.trials import Trial, fastest, run_trials, table, within_noise
 from framework.config.load import config_from_values
 from framework.errors import TrainingError, UsageError
 from framework.plan.cluster import Cluster
@@ -25,17 +25,22 @@ PLAN = make_plan(CONFIG, Cluster(device="cpu"))
 
 def test_the_fastest_is_that_of_the_median_and_what_failed_is_listed() -> None:
     trials = [
-        Trial("a", PLAN, None, [0.3, 0.1, 0.2]),
-        Trial("b", PLAN, 0.05, [0.15, 9.0, 0.14]),
-        Trial("c", PLAN, 0.01, [0.01], "exit code 70: no memory [out-of-memory]"),
+        Trial("a", PLAN, None, [[0.3, 0.1, 0.2], [0.21], [0.2]]),
+        Trial("b", PLAN, 0.05, [[0.15, 9.0, 0.14], [0.155], [0.14]]),
+        Trial("c", PLAN, 0.01, [[0.01]], "exit code 70: no memory [out-of-memory]"),
     ]
     assert fastest(trials) == 1
     assert list(table(trials))[1:] == [
-        "          a: estimate not known, measured 200.0 ms",
-        "          b: estimate 50.0 ms, measured 150.0 ms  <- fastest",
+        "          a: estimate not known, measured 200.0 ms (200.0 to 210.0)",
+        "          b: estimate 50.0 ms, measured 150.0 ms (140.0 to 155.0)  <- fastest",
         "          c: estimate 10.0 ms, measured exit code 70: no memory [out-of-memory]",
     ]
     assert trials[2].to_dict()["measured_seconds"] is None
+    assert not within_noise(trials)
+    trials[0].rounds = [[0.16], [0.16], [0.145]]
+    assert within_noise(trials)
+    assert list(table(trials))[2].endswith("<- fastest, within noise: try again, or take either of the two")
+    assert not within_noise(trials[1:])
 
 
 def test_both_are_for_one_host() -> None:
@@ -43,7 +48,7 @@ def test_both_are_for_one_host() -> None:
     with pytest.raises(UsageError, match="--trials runs on this machine alone"):
         run_trials([Candidate({}, hosts, estimate(PLAN))])
     with pytest.raises(UsageError, match="--measure measures this machine alone"):
-        measure(hosts)
+        measure(hosts.cluster)
 
 
 def test_where_none_runs_each_reason_is_given_and_nothing_is_left(

@@ -1,5 +1,6 @@
 """Counts the bytes of a rank's live tensors at five moments of a run, for each config of a list: live_bytes.py
-CASES.json OUT.json. OUT has a list for each config: the most of all ranks at each moment, and what autograd saved.
+CASES.json OUT.json. OUT has a list for each config: the most of all ranks at each moment, what autograd saved, and the
+bytes of checkpoints.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from framework.checkpoint.save_stream import StagedFiles
 from framework.config.load import config_from_values
 from framework.engine.distributed import gather, process_group, rank
 from framework.setup.assemble import assemble_engine
@@ -127,8 +129,7 @@ def measure(case: Mapping[str, Any]) -> list[int]:
     if prepared.cut is not None:  # a stage is told by a schedule when to run: one figure for the whole step
         with ledger:
             engine.train_step(iter([batch] * steps))
-        engine.close()
-        return [start, quiet, *[between + ledger.cut()] * 3, 0]
+        return [start, quiet, *[between + ledger.cut()] * 3, 0, *ended(engine)]
 
     def counted(run: Callable[..., Any], name: str) -> Callable[..., Any]:
         def within(*values: Any, **named: Any) -> Any:
@@ -151,8 +152,18 @@ def measure(case: Mapping[str, Any]) -> list[int]:
     with saved.hooks:
         inputs, targets = task.split(batch)
         task.loss(task.forward(deepspeed_engine, inputs), targets)
+    return [start, quiet, *(between + each for each in most.values()), saved.total, *ended(engine)]
+
+
+def ended(engine: Any) -> tuple[int, int]:
+    """Bytes of the files that this rank saves, staged in memory, and of those of all ranks; the engine is closed."""
+    staged = StagedFiles()
+    engine.save(Path("saved"), "global_step3", {"step": 3}, open_file=staged.open)
+    own = sum(one.num_bytes for one in staged.files)
+    staged.close()
+    total = sum(gather(own))
     engine.close()
-    return [start, quiet, *(between + each for each in most.values()), saved.total]
+    return own, total
 
 
 def settle(ledger: Ledger) -> None:

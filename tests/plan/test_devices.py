@@ -56,7 +56,7 @@ def test_the_kinds_of_the_command_are_those_of_the_table() -> None:
 
 
 def test_what_is_not_known_is_not_guessed() -> None:
-    with pytest.raises(UsageError, match=r"h100-81gb: not known; known are .*h100-80gb"):
+    with pytest.raises(UsageError, match=r"h100-81gb: not known; did you mean h100-80gb\? known are .*h100-80gb"):
         find_device("h100-81gb")
     with pytest.raises(UsageError, match=r"network tin-can: not known"):
         Machine.listed("h100-80gb", network="tin-can")

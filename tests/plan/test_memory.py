@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.planner.published import read_points
-from framework.commands.own_work import find_own_work
+from framework.commands.own_work import find_own_optimizer, find_own_work
 from framework.config.load import config_from_values
 from framework.plan.cluster import Cluster
 from framework.plan.memory import Memory, NotEstimatedError, estimate, stage_memories
@@ -77,6 +77,18 @@ def cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
     for stage in (1, 2):
         zero = {"stage": stage, "reduce_bucket_size": 600_000, "offload_optimizer": {"device": "cpu"}}
         yield f"z{stage}-offload", config_of(zero=zero, precision=half), TOKENS
+    batch = {"micro_size": 1, "accumulation_steps": 4}
+    yield "z2-offload-sums", config_of(zero=zero, precision=half, batch=batch), TOKENS
+    zero = {"stage": 3, "reduce_bucket_size": 600_000, "offload_param": {"device": "cpu"}}
+    yield "z3-offload-weights", config_of(zero=zero, precision=half), TOKENS
+    for dtype in ("fp32", "bf16"):
+        both = zero | {"offload_optimizer": {"device": "cpu"}}
+        yield f"z3-offload-{dtype}", config_of(zero=both, precision={"dtype": dtype}), TOKENS
+    own = {"target": "torch.optim:RMSprop", "args": {"lr": 0.001, "centered": True}}
+    for stage in (0, 1):
+        yield f"z{stage}-own-optimizer", config_of(zero={"stage": stage}, precision=half, optimizer=own), TOKENS
+    fused = {"kind": "adamw", "implementation": "deepspeed", "weight_decay_on": "matrices"}
+    yield "z0-fused", config_of(precision=half, optimizer=fused), TOKENS
     digits = {"data": {"kind": "digits"}, "task": {"kind": "classification"}}
     models = (
         ({"kind": "lenet"}, 28),
@@ -173,12 +185,31 @@ def test_estimate_is_what_ranks_hold(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     ranks, found = measured
     wrong = []
-    for name, (*counted, saved) in found.items():
+    own = (CASES[name][0] for name in found if name.endswith("own-optimizer"))
+    for plan in (
+        make_plan(config_from_values(values), Cluster(devices_per_host=ranks, device="cpu")) for values in own
+    ):
+        assert find_own_optimizer(plan) == ""
+    for name, (*counted, saved, staged, on_disk) in found.items():
+        wrong += wrong_files(name, ranks, staged, on_disk)
         for moment, each, told in zip(MOMENTS, counted, expected(name, ranks, saved), strict=True):
             bound = 0.03 * each if moment in ("start", "between") else 0.05 * each + OPERATION
             if told != pytest.approx(each, abs=bound):
                 wrong.append(f"{name}, {moment}: {told} instead of {each} ({told / each - 1:+.1%})")
     assert not wrong
+
+
+def wrong_files(name: str, ranks: int, staged: int, on_disk: int) -> Iterator[str]:
+    """Bytes of a checkpoint that are not those of its files: on disk, and in memory where a process writes them."""
+    values = CASES[name][0] | {"checkpoint": {"mode": "async"}}
+    plan = make_plan(config_from_values(values), Cluster(devices_per_host=ranks, device="cpu"))
+    work = find_own_work(plan) or named_work(plan.config, plan.layout.micro_size, device="cpu")
+    memory = estimate(plan, work=work or weights_alone(plan.config.model))
+    every = [memory] if plan.layout.pipe_size == 1 or work is None else stage_memories(plan, work)
+    most = max(each.host["checkpoint on its way to disk"] for each in every)
+    for what, told, counted in (("staged", most, staged), ("on disk", memory.saved_bytes, on_disk)):
+        if told != pytest.approx(counted, rel=0.03):
+            yield f"{name}, {what}: {told} instead of {counted} ({told / counted - 1:+.1%})"
 
 
 def expected(name: str, ranks: int, saved: int) -> list[int]:
@@ -266,10 +297,10 @@ def test_states_are_those_that_deepspeed_publishes() -> None:
     ("sections", "reason"),
     [
         ({"model": {"target": "my_pkg.nets:Net"}}, "one of your own"),
-        ({"optimizer": {"target": "my_pkg.nets:Optimizer"}}, "optimizer"),
+        ({"optimizer": {"target": "my_pkg.nets:Optimizer"}}, "optimizer: its state is not measured"),
         ({"parallel": {"pipe": 2, "partition": "type:Block"}}, "layers of the stages"),
         ({"deepspeed": {"zero_optimization": {"zero_quantized_weights": True}}}, "deepspeed"),
-        ({"zero": {"stage": 3, "offload_param": {"device": "cpu"}}}, "zero.offload_param"),
+        ({"zero": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "zero.offload_optimizer.ratio"),
     ],
 )
 def test_what_is_not_modelled_is_not_estimated(sections: dict[str, Any], reason: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from framework.config.load import config_from_values
 from framework.plan.cluster import Cluster
-from framework.plan.out_of_memory import Shortage, advice, explain, in_one_sentence, read_shortage
+from framework.plan.out_of_memory import Shortage, advice, explain, in_one_sentence, read_shortage, shortage_of
 from framework.plan.plan import Plan, make_plan
 from framework.plan.work import work_of
 from tests.plan.out_of_memory_texts import TEXTS
@@ -197,3 +197,19 @@ def test_a_model_of_ones_own_is_explained_by_its_traced_work() -> None:
     fixes = list(map(str, found.fixes))
     assert "batch.micro_size: 2, batch.accumulation_steps: 2" in fixes
     assert "precision.dtype: bf16" not in fixes, "in another type it would be other work"
+
+
+def test_the_place_is_the_models_own_code() -> None:
+    packages = "/opt/lib/python3.11/site-packages"
+    frames = [
+        ("/home/me/train.py", "main"),
+        (f"{packages}/deepspeed/runtime/engine.py", "forward"),
+        (f"{packages}/torch/nn/modules/module.py", "_wrapped_call_impl"),
+        ("/home/me/project/nets.py", "forward"),
+        (f"{packages}/torch/nn/modules/linear.py", "forward"),
+        (f"{packages}/torch/nn/functional.py", "linear"),
+    ]
+    found = shortage_of("device", "CUDA out of memory", frames)
+    assert (found.moment, found.place) == ("forward", "me/project/nets.py: forward")
+    alone = shortage_of("device", "CUDA out of memory", frames[:3])
+    assert alone.place == "deepspeed/runtime/engine.py: forward"

@@ -182,6 +182,10 @@ def test_what_no_weight_takes_part_in_has_the_rate_of_attention() -> None:
         found = step_time(replace(WORK, parts=own), Parallelism(), MACHINE, rates).seconds["compute"]
         slower = more * 2e11 if more else 1e11
         assert found == pytest.approx(seconds(rates=rates)["compute"] + 3 * slower / 1e14)
+    half = replace(scores, masked_flops=10**11 // 2)
+    found = step_time(replace(WORK, parts=(half, HEAD, LOSS)), Parallelism(), MACHINE, rates)
+    assert found.seconds["compute"] == pytest.approx(seconds(rates=rates)["compute"] + 3 * 8 * 1e11 / 1e14)
+    assert found.model_flops == 3 * (8 * scores.flops + HEAD.flops), "utilisation counts masked ones"
     tied = replace(HEAD, num_params=0, shared_params=HEAD.num_params)
     found = step_time(replace(WORK, parts=(BLOCK, tied, LOSS)), Parallelism(), MACHINE, rates).seconds["compute"]
     assert found == pytest.approx(seconds(rates=rates)["compute"])
@@ -307,6 +311,7 @@ def test_precisions_of_a_plan() -> None:
     )
     assert (wide.dtype, wide.weight_bytes, wide.gradient_bytes, wide.state_bytes) == ("fp32", 4, 4, 8)
     assert (tf32.dtype, cast.dtype, cast.weight_bytes) == ("tf32", "bf16", 4)
+    assert planned(precision={"dtype": "autocast", "compute_dtype": "fp16"})[1].dtype == "fp16"
     assert not planned(zero={"stage": 1})[1].overlaps
     assert planned(zero={"stage": 0})[1].overlaps
     assert planned(16, zero={"stage": 1})[1].gradient_bytes == 4  # sums over more than 8 ranks are in fp32

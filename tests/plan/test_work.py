@@ -160,3 +160,7 @@ def test_a_block_keeps_what_the_literature_says() -> None:
     assert block.saved_bytes / unit == pytest.approx(34, rel=0.01)
     assert block.split_bytes / unit == pytest.approx(24, rel=0.01)
     assert block.flops == 24 * unit * 1600 + 4 * unit * 1024
+    assert block.masked_flops == 2 * unit * 1023  # above the diagonal, which fused attention leaves out
+    unfused = model_work(model.model_copy(update={"dropout": 0.1}), micro_size=4, sequence_length=1024, device="cpu")
+    assert unfused is not None
+    assert sum(part.masked_flops for part in unfused.parts) == 0

@@ -126,7 +126,7 @@ class _NextToken(Classification):
 
 
 def figures(part: Part) -> list[float]:
-    return [part.num_params, part.flops, part.saved_bytes, part.output_bytes, part.input_bytes]
+    return [part.num_params, part.flops, part.masked_flops, part.saved_bytes, part.output_bytes, part.input_bytes]
 
 
 class AsksForNumbers(nn.Linear):
@@ -162,3 +162,13 @@ def test_seven_billion_weights_are_not_allocated() -> None:
     assert time.perf_counter() - start < 30
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < 3 * 2**30
     assert sum(part["num_params"] for part in work["parts"]) == 6_738_415_616
+
+
+def test_fused_attention_of_processors_leaves_masked_scores_out_too() -> None:
+    model = config_from_values({"model": {"kind": "gpt", **SMALL, "dropout": 0.0}, "task": {"kind": "causal_lm"}}).model
+    closed = model_work(model, micro_size=MICRO, arithmetic="fp32", device="cpu")
+    values = {name: value for name, value in model.model_dump().items() if name not in ("kind", "size")}
+    work = traced(lambda: GPT.of(**values), TOKENS, _NextToken(), device="cpu")
+    assert closed is not None
+    found = [sum(part.masked_flops for part in each.layers()) for each in (work, closed)]
+    assert found[0] == found[1] > 0

@@ -78,7 +78,7 @@ def bf16_emulated(facts: Facts) -> Found:
     gpu = facts.topology.gpu
     if gpu and not gpu.bf16:
         reason = f"{gpu.name} has no bf16 units: it is accepted and computed slowly by emulation"
-        yield "bf16.enabled", reason, "set bf16.enabled: false"
+        yield "bf16.enabled", reason, f"set bf16.enabled: false{' and fp16.enabled: true' if gpu.fp16 else ''}"
 
 
 @rule()
