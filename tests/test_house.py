@@ -20,7 +20,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "system": (54, 12),
     "text": (64, 6),
     "config": (101, 14),
-    "plan": (281, 30),
+    "plan": (283, 30),
     "checkpoint": (167, 17),
     "train": (74, 12),
     "launch": (200, 23),
