@@ -21,6 +21,7 @@ from benchmarks.planner.published import read_points, tokens_per_second_per_gpu
 from benchmarks.records import RESULTS, ROOT
 from framework.config.load import config_from_values
 from framework.config.model import GPT
+from framework.plan.beside import beside_tensors
 from framework.plan.cluster import Cluster
 from framework.plan.devices import Machine, find_network
 from framework.plan.memory import NotEstimatedError, estimate
@@ -303,9 +304,23 @@ def memory_of(point: Point) -> float:
     work = work_of(point, micro_size=by.micro_size)
     found = estimate(plan_of(point), work=of_one_rank(work, by.tensor))
     moment = "between" if point["memory_kind"] == "live_allocated" else found.peak
-    # The context of CUDA, which is no tensor, by the source that read nvidia-smi: 1573 MiB.
-    context = 1573 / 1024 if point["memory_kind"] == "nvidia_smi" else 0.0
-    return found.total(moment) / 2**30 + context
+    # nvidia-smi shows what no tensor holds too; torch's own figure of what it reserves only its unused pieces.
+    beside = beside_tensors(found, plan_of(point), _DEVICES[point["device"]])
+    kinds = {"nvidia_smi": {*beside}, "peak_reserved": {"fragmentation"}}.get(point["memory_kind"], set())
+    return (found.total(moment) + sum(size for name, size in beside.items() if name in kinds)) / 2**30
+
+
+def unused_share() -> float:
+    """Fit the `unused_share` of devices.json: what torch reserves beyond its tensors, as a share of what grows with the
+    micro-batch, on the points of the fit half that print both for DeepSpeed.
+    """
+    pairs = []
+    for point in read_points("fit"):
+        printed = re.search(r"DeepSpeed;.* ([\d.]+) GiB reserved", point["note"] or "")
+        if printed and point["memory_kind"] == "peak_allocated":
+            pairs.append((point["micro_batch"], point["memory_gib"], float(printed[1])))
+    slope = statistics.linear_regression([pair[0] for pair in pairs], [pair[1] for pair in pairs]).slope
+    return statistics.median((reserved - allocated) / (slope * micro) for micro, allocated, reserved in pairs)
 
 
 # Fitted; the others of `Rates` have a source of their own, or nothing in the points shows them.
@@ -429,7 +444,7 @@ def main() -> None:
     """Fit, or write the results and the page's table."""
     if "--fit" in sys.argv[1:]:
         rates, loss = fit()
-        print(f"{rates}\nroot of the mean square of log ratios: {loss:.4f}")
+        print(f"{rates}\nroot of the mean square of log ratios: {loss:.4f}\nunused share: {unused_share():.4f}")
         return
     found = results()
     (RESULTS / "planner.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

@@ -1,5 +1,5 @@
-"""Work of a model of the user's own, and memory of an optimizer, for the command `plan`: found by child processes
-(`framework.setup.trace`, `user_optimizer`), and kept in the user's cache until the code, the config or torch changes.
+"""Work of a model of the user's own, and memory of an optimizer, for the command `plan`: found by a child process
+(`framework.setup.trace`), and kept in the user's cache until the code, the config or torch changes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def find_own_optimizer(plan: Plan) -> str:
     if not isinstance(optimizer, Target) or kept_state(optimizer) is not None:
         return ""
     try:
-        found = ask_child("user_optimizer", plan, longest_seconds=_LONGEST_SECONDS, needs=("torch", "deepspeed"))
+        found = ask_child("trace", plan, longest_seconds=_LONGEST_SECONDS, needs=("torch", "deepspeed"), optimizer=True)
     except NoAnswerError as error:
         return str(error)
     if "unknown" in found:

@@ -199,7 +199,10 @@ def _answer(question: _Question) -> _Answer:
         return _Answer({"memory": {"unknown": reason}}, (f"{'memory':<10}not estimated: {reason}",))
     shown = [each for each in found.ranked if wide or _is_alternative(each, planned)]
     shown = shown[: question.arguments.top or _TOP]
-    head = [*_memory_lines(planned.memory, target), *_time_lines(planned.time, target)]
+    head = [
+        *_memory_lines(planned.memory, target, kept=plan.config.checkpoint.keep_last),
+        *_time_lines(planned.time, target),
+    ]
     lines = [f"{'best':<10}{_order([*shown, planned], target)}; * as planned; batch: micro x steps x ranks"]
     lines += [f"          {line}" for line in table_lines(shown, planned=planned)]
     knob = find_knob(shown[0].plan if wide and shown else plan, target, work=question.work)
@@ -244,7 +247,7 @@ def _order(shown: Sequence[Candidate], target: Target) -> str:
     return f"the least traffic first, speed unknown: {why}"
 
 
-def _memory_lines(memory: Memory, target: Target) -> Iterator[str]:
+def _memory_lines(memory: Memory, target: Target, *, kept: int) -> Iterator[str]:
     peak, host = memory.peak, sum(memory.host.values())
     stage = "" if memory.stage is None else f", stage {memory.stage}, the fullest"
     lacks = f", without activations: {memory.lacks}" if memory.lacks else ""
@@ -255,10 +258,17 @@ def _memory_lines(memory: Memory, target: Target) -> Iterator[str]:
         f"{size_text(memory.total(peak))} at most ({_MOMENTS[peak]}){of}"
         f"{f', {size_text(host)} on the host' if host else ''}; estimated{stage}{lacks}"
     )
-    for label, found in (("at most", memory.moments[peak]), ("beside tensors", memory.beside), ("host", memory.host)):
+    for label, found in (
+        ("at most", memory.moments[peak]),
+        ("beside tensors", memory.beside),
+        ("host", memory.host),
+        ("drive", memory.drive),
+    ):
         sizes = sorted(found.items(), key=lambda item: -item[1])
         if sizes:
             yield f"          {label}: {', '.join(f'{name} {size_text(size)}' for name, size in sizes)}"
+    one, most = size_text(memory.saved_bytes), size_text((kept + 1) * memory.saved_bytes)
+    yield f"          on disk: {one} a checkpoint, {most} for {kept} kept and one being written"
 
 
 def _time_lines(time: StepTime | None, target: Target) -> Iterator[str]:

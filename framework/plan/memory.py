@@ -205,7 +205,6 @@ def _refuse_unknown(plan: Plan) -> None:
         "deepspeed": bool(passed.keys() - {"zero_optimization", "zero_allow_untested_optimizer", "gradient_clipping"})
         or not isinstance(zero, Mapping)
         or bool(zero.keys() - _HARMLESS),
-        "zero.offload_optimizer.ratio": getattr(config.zero.offload_optimizer, "ratio", 1.0) < 1,
         "optimizer: its state is not measured": _state_of(config.optimizer) is None,
     }
     if found := [name for name, is_unknown in reasons.items() if is_unknown]:

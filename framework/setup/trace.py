@@ -35,8 +35,9 @@ from framework.plan.plan import make_plan
 from framework.plan.tape import masked
 from framework.plan.work import Device, ModelWork, Part
 from framework.setup.objects import Objects
-from framework.setup.parts import Parts, gather_parts
+from framework.setup.parts import Parts, gather_parts, optimizer_maker
 from framework.setup.stages import answer, first_batch
+from framework.setup.user_optimizer import measure_optimizer
 
 # A module with more of the weights than this is not one part: the modules in it are.
 _LARGEST_SHARE = 0.5
@@ -376,6 +377,13 @@ def describe(asked: Mapping[str, Any]) -> dict[str, Any]:
         ``work`` as plain values, or ``unknown``, the reason why it is not known.
     """
     config, cluster = config_from_values(asked["config"]), Cluster(**asked["cluster"])
+    if asked.get("optimizer"):
+        try:
+            make = optimizer_maker(config)
+        except ConfigError as error:
+            return {"unknown": str(error.problems[0])}
+        found = "it is a named one" if make is None else measure_optimizer(make)
+        return {"unknown": found} if isinstance(found, str) else asdict(found)
     try:
         parts = gather_parts(config, Objects())
         plan = make_plan(config, cluster, num_train_samples=len(parts.splits.train))

@@ -1,17 +1,11 @@
-"""The user's own optimizer: what its parameter groups hold, a probe whether ZeRO may step it, and its memory.
-
-Also started by itself (``python -m framework.setup.user_optimizer``) by the command `plan`, which does not import
-torch: see `framework.commands.own_work`.
-"""
+"""The user's own optimizer: what its parameter groups hold, a probe whether ZeRO may step it, and its memory."""
 
 from __future__ import annotations
 
 import inspect
 import io
-import sys
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -20,7 +14,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from framework.config.load import config_from_values
 from framework.engine.initialize import MakeOptimizer
 from framework.errors import ConfigError, in_one_line
 from framework.plan.measured import OptimizerState
@@ -198,21 +191,15 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
-def measure_optimizer(question: Mapping[str, Any]) -> dict[str, Any]:
-    """Measure the memory of a run's own optimizer, of one flat weight on processors; `unknown`: the reason why not."""
-    config = config_from_values(question["config"])
-    from framework.setup.parts import optimizer_maker  # which imports this module
-
+def measure_optimizer(make: MakeOptimizer) -> OptimizerState | str:
+    """Measure what an optimizer keeps after a step, and makes within the next one, on processors; or say why not."""
     try:
-        make = optimizer_maker(config)
-        assert make is not None
-        return asdict(_memory_of(make))
+        return _memory_of(make)
     except (ConfigError, _NotJudgedError) as error:
-        return {"unknown": f"its optimizer cannot be stepped here: {in_one_line(error)}"}
+        return f"its optimizer cannot be stepped here: {in_one_line(error)}"
 
 
 def _memory_of(make: MakeOptimizer) -> OptimizerState:
-    """Count bytes of what an optimizer keeps after a step, and makes beside that within the next one."""
     weight = torch.nn.Parameter(torch.zeros(_MEASURED))
     optimizer = _made(make, [weight])
     counter = _NewBytes()  # type: ignore[no-untyped-call]
@@ -253,9 +240,3 @@ class _NewBytes(TorchDispatchMode):
 
     def _gone(self, size: int) -> None:
         self.now -= size
-
-
-if __name__ == "__main__":
-    from framework.setup.stages import answer
-
-    sys.exit(answer(measure_optimizer))

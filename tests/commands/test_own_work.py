@@ -86,3 +86,17 @@ def test_what_has_no_work_is_not_estimated_and_says_why(capsys: pytest.CaptureFi
     reason = str(planned(capsys, "model.target=own:Asks")["unknown"])
     assert "it does not run without numbers: DataDependentOutputException" in reason
     assert "own:Missing" in str(planned(capsys, "model.target=own:Missing")["unknown"])
+
+
+def test_memory_of_an_optimizer_is_measured_once(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = "optimizer={target: 'torch.optim:RMSprop', args: {lr: 0.001, centered: true}}"
+    memory = planned(capsys, "zero.stage=1", setting)
+    assert memory["bytes"]["between"]["optimizer state"] == 8 * 2702  # type: ignore[index]
+    (kept,) = (folder / "cache/dsf-trainer/optimizers").iterdir()
+    assert json.loads(kept.read_text())["bytes_per_element"] == 8
+    monkeypatch.setattr(own_work, "ask_child", lambda *_, **__: {"unknown": "it was asked"})
+    assert planned(capsys, "zero.stage=1", setting) == memory
+    lost = planned(capsys, "zero.stage=1", "optimizer={target: 'torch.optim:RAdam', args: {lr: 0.001}}")
+    assert "optimizer: its state is not measured (it was asked)" in str(lost["unknown"])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.planner.published import read_points
-from framework.commands.own_work import find_own_optimizer, find_own_work
+from framework.commands.own_work import find_own_work
 from framework.config.load import config_from_values
 from framework.plan.cluster import Cluster
 from framework.plan.memory import Memory, NotEstimatedError, estimate, stage_memories
@@ -77,18 +77,11 @@ def cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
     for stage in (1, 2):
         zero = {"stage": stage, "reduce_bucket_size": 600_000, "offload_optimizer": {"device": "cpu"}}
         yield f"z{stage}-offload", config_of(zero=zero, precision=half), TOKENS
-    batch = {"micro_size": 1, "accumulation_steps": 4}
-    yield "z2-offload-sums", config_of(zero=zero, precision=half, batch=batch), TOKENS
     zero = {"stage": 3, "reduce_bucket_size": 600_000, "offload_param": {"device": "cpu"}}
     yield "z3-offload-weights", config_of(zero=zero, precision=half), TOKENS
     for dtype in ("fp32", "bf16"):
         both = zero | {"offload_optimizer": {"device": "cpu"}}
         yield f"z3-offload-{dtype}", config_of(zero=both, precision={"dtype": dtype}), TOKENS
-    own = {"target": "torch.optim:RMSprop", "args": {"lr": 0.001, "centered": True}}
-    for stage in (0, 1):
-        yield f"z{stage}-own-optimizer", config_of(zero={"stage": stage}, precision=half, optimizer=own), TOKENS
-    fused = {"kind": "adamw", "implementation": "deepspeed", "weight_decay_on": "matrices"}
-    yield "z0-fused", config_of(precision=half, optimizer=fused), TOKENS
     digits = {"data": {"kind": "digits"}, "task": {"kind": "classification"}}
     models = (
         ({"kind": "lenet"}, 28),
@@ -185,11 +178,6 @@ def test_estimate_is_what_ranks_hold(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     ranks, found = measured
     wrong = []
-    own = (CASES[name][0] for name in found if name.endswith("own-optimizer"))
-    for plan in (
-        make_plan(config_from_values(values), Cluster(devices_per_host=ranks, device="cpu")) for values in own
-    ):
-        assert find_own_optimizer(plan) == ""
     for name, (*counted, saved, staged, on_disk) in found.items():
         wrong += wrong_files(name, ranks, staged, on_disk)
         for moment, each, told in zip(MOMENTS, counted, expected(name, ranks, saved), strict=True):
@@ -300,7 +288,6 @@ def test_states_are_those_that_deepspeed_publishes() -> None:
         ({"optimizer": {"target": "my_pkg.nets:Optimizer"}}, "optimizer: its state is not measured"),
         ({"parallel": {"pipe": 2, "partition": "type:Block"}}, "layers of the stages"),
         ({"deepspeed": {"zero_optimization": {"zero_quantized_weights": True}}}, "deepspeed"),
-        ({"zero": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "zero.offload_optimizer.ratio"),
     ],
 )
 def test_what_is_not_modelled_is_not_estimated(sections: dict[str, Any], reason: str) -> None:
