@@ -39,7 +39,7 @@ _KEYS: Final[Mapping[Rule, str]] = {
     "irrelevant": """
         run.name run.output_dir run.world_size data.download data.num_workers data.prefetch_batches
         precision.initial_scale_power checkpoint.init_weights checkpoint.resume checkpoint.allow_unverified monitors
-        deepspeed.comms_logger deepspeed.dump_state deepspeed.flops_profiler deepspeed.log_level
+        profile deepspeed.comms_logger deepspeed.dump_state deepspeed.flops_profiler deepspeed.log_level
         deepspeed.memory_breakdown deepspeed.timers deepspeed.wall_clock_breakdown deepspeed.comet deepspeed.wandb
     """,
 }

@@ -21,6 +21,7 @@ from framework.config.training import (
     Evaluation,
     Monitors,
     Parallel,
+    Profile,
     TaskSection,
     Training,
 )
@@ -82,6 +83,8 @@ class RunConfig(Section):
     """When state is saved and where it starts from."""
     monitors: Monitors = Monitors()
     """Who is told about the metrics."""
+    profile: Profile | None = None
+    """Which steps are looked at closely; left out: none, at no cost."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)
     """Further DeepSpeed keys for the JSON; keys that a section above decides are refused here."""
 

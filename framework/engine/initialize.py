@@ -220,6 +220,10 @@ class BaseEngine:
     def close(self) -> None:
         self.engine.destroy()
 
+    def name_module(self, name: str) -> str:
+        """Name in the plain model of a module that DeepSpeed's model has under this name."""
+        return name
+
     def _halves(self, batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
         """Inputs and targets of each batch, on the device."""
         enter = self.phases.enter
