@@ -127,11 +127,11 @@ class Profile(Section):
     steps: StepRange
     """First and last step, counted from the begin of the run, as ``10-12``; or one, as ``10``."""
     modules: bool = False
-    """Time, FLOPs, parameters and kept activations of every module, with DeepSpeed's flops profiler."""
+    """Measure time, FLOPs, parameters and kept activations of every module."""
     deepspeed_timers: bool = False
-    """Take the times that DeepSpeed's wall_clock_breakdown prints."""
+    """Take the times of DeepSpeed's wall_clock_breakdown."""
     communication: bool = False
-    """Count and time what DeepSpeed sends, one operation after the other, with its comms_logger."""
+    """Time what DeepSpeed sends, one after the other, with its comms_logger."""
 
     @property
     def first(self) -> int:

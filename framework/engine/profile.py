@@ -1,4 +1,4 @@
-"""Steps that are looked at closely: a trace of all operations, and what DeepSpeed measures where it is asked to.
+"""Steps that are looked at closely: a trace of all operations, and on request what has to wait for each of them.
 
 But for a barrier, so that no rank waits within a step for one that still writes, nothing here is collective: a profile
 that fails costs itself alone.
@@ -15,17 +15,19 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from statistics import mean
 from typing import Any, Final
 
 import deepspeed
 import torch
 import torch.distributed
 from deepspeed.accelerator import get_accelerator
-from deepspeed.profiling.flops_profiler.profiler import MODULE_HOOK_MAPPING, FlopsProfiler
 from deepspeed.runtime.engine import EngineTimers
 from deepspeed.utils.timer import SynchronizedWallClockTimer
+from torch._C._autograd import DeviceType
 from torch.nn import Module
-from torch.nn import functional as functions
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from framework.config.training import Profile
 from framework.engine.initialize import BaseEngine
@@ -37,7 +39,7 @@ from framework.system.log import warn
 _MOST_OPERATIONS: Final = 15
 _MOST_MODULES: Final = 400
 _MOST_INTERVALS: Final = 20_000
-_STEP: Final = "ProfilerStep*"  # the ranges `ProfilerStep#<N>`
+_STEP: Final = "ProfilerStep#"
 _BYTES: Final = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2}
 
 Rows = list[dict[str, Any]]
@@ -145,7 +147,7 @@ class _Trace:
             self._close()
         else:
             self._step += 1
-            self._open(f"ProfilerStep#{self._step}")
+            self._open(f"{_STEP}{self._step}")
         self._marks.append((self._step, phase, self._phases.moment()))
         if phase:
             self._open(phase)
@@ -179,15 +181,16 @@ class _Trace:
             aside.unlink(missing_ok=True)
 
     def tables(self, *, has_operations: bool) -> dict[str, Any]:
-        """Return what the report shows of the steps that were taken; to read operations takes seconds."""
+        """Return what the report shows of the steps that were taken."""
         if not self._steps:
             return {}
         timeline = [interval for interval in self._timeline() if interval["step"] in self._steps][-_MOST_INTERVALS:]
         tables = {"steps": self._steps, "began_seconds": self._began, "timeline": timeline}
         if has_operations:
-            averages, num_steps = self._profiler.key_averages(), len(self._steps)
-            tables["operations"] = operations_of(averages, {phase for _, phase, _ in self._marks}, num_steps=num_steps)
-            tables["collectives"] = collectives_of(averages, self._sent, num_steps=num_steps)
+            profiler: Any = self._profiler.profiler  # whose `events()` takes seconds where these take milliseconds
+            events, num_steps = profiler.kineto_results.events(), len(self._steps)
+            tables["operations"] = operations_of(events, {phase for _, phase, _ in self._marks}, num_steps=num_steps)
+            tables["collectives"] = collectives_of(events, self._sent, num_steps=num_steps)
         return tables
 
     def _timeline(self) -> Iterator[dict[str, Any]]:
@@ -203,31 +206,64 @@ class _Trace:
                 yield {"step": step, "phase": phase, "micro_batch": counts[step, phase] - 1, **times}
 
 
-def operations_of(averages: Iterable[Any], phases: Set[str], *, num_steps: int) -> Rows:
-    """Return the 15 operations with the most time of their own, as means of a step; a phase's is what none of its
-    operations took: Python, and waiting. `averages`: torch's `key_averages`.
+def operations_of(events: Iterable[Any], phases: Set[str], *, num_steps: int) -> Rows:
+    """Add up the own time of operations on the host and of kernels on the device, as means of a step.
+
+    Args:
+        events: of kineto, whose times are in ns.
+        phases: names of the ranges that divide a step.
+        num_steps: how many steps were traced.
+
+    Returns:
+        the 15 largest of each place; a phase's is what none of its operations took: Python, and waiting.
     """
-    rows = []
-    for each in averages:
-        name = f"{each.key}: Python and waiting" if each.key in phases else each.key
-        host, device = (time / 1000 / num_steps for time in (each.self_cpu_time_total, each.self_device_time_total))
-        if name != _STEP:
-            rows.append({"name": name, "count": each.count / num_steps, "host_ms": host, "device_ms": device})
-    return sorted(rows, key=lambda row: -max(row["device_ms"], row["host_ms"]))[:_MOST_OPERATIONS]
+    threads: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
+    found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for event in events:
+        span, name = (event.start_ns(), event.end_ns()), event.name()
+        if event.device_type() != DeviceType.CPU:
+            if not event.is_user_annotation():
+                _add(found["device", name], 1, span[1] - span[0])
+        elif not event.is_async() and event.start_thread_id() == event.end_thread_id():
+            threads[event.start_thread_id()].append((span[0], -span[1], name))
+    for spans in threads.values():
+        open_ones: list[tuple[int, str]] = []
+        for start, end, name in sorted(spans):
+            while open_ones and open_ones[-1][0] <= start:
+                open_ones.pop()
+            if open_ones:  # takes its time from what it is in
+                _add(found["host", open_ones[-1][1]], 0, start - min(-end, open_ones[-1][0]))
+            _add(found["host", name], 1, -end - start)
+            open_ones.append((-end, name))
+    rows: Rows = []
+    for place in ("host", "device"):
+        own = [(name, sums) for (where, name), sums in found.items() if where == place and not name.startswith(_STEP)]
+        for name, (count, time_ns) in sorted(own, key=lambda pair: -pair[1][1])[:_MOST_OPERATIONS]:
+            label = f"{name}: Python and waiting" if name in phases else name
+            rows.append({"name": label, "place": place, "count": count / num_steps, "ms": time_ns / 1e6 / num_steps})
+    return rows
 
 
-def collectives_of(averages: Iterable[Any], sizes: Mapping[str, list[int]], *, num_steps: int) -> Rows:
-    """Return what was sent by kind, as means of a step, each from where it was handed over to its end. `sizes`: bytes
+def collectives_of(events: Iterable[Any], sizes: Mapping[str, list[int]], *, num_steps: int) -> Rows:
+    """Add up what was sent by kind, as means of a step, each from where it was handed over to its end. `sizes`: bytes
     of each by its name in torch's flight recorder.
     """
+    found: dict[tuple[str, bool], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for event in events:
+        if event.name().startswith(("gloo:", "nccl:", "hccl:", "xccl:")):
+            on_host = event.device_type() == DeviceType.CPU
+            _add(found[event.name(), on_host], 1, event.end_ns() - event.start_ns())
     rows = []
-    for each in averages:
-        if each.key.startswith(("gloo:", "nccl:", "hccl:", "xccl:")):
-            count, known = each.count / num_steps, sizes.get(each.key, [])
+    for (name, on_host), (count, time_ns) in found.items():
+        if not on_host or (name, False) not in found:  # the device's own times are the true ones
+            known, count = sizes.get(name, []), count / num_steps
             num_bytes = sum(known) / len(known) * count if known else None
-            milliseconds = (each.device_time_total or each.cpu_time_total) / 1000 / num_steps
-            rows.append(_row_of_sent(each.key.partition(":")[2], count, num_bytes, milliseconds))
+            rows.append(_row_of_sent(name.partition(":")[2], count, num_bytes, time_ns / 1e6 / num_steps))
     return sorted(rows, key=lambda row: -row["ms"])
+
+
+def _add(sums: list[float], *values: float) -> None:
+    sums[:] = map(sum, zip(sums, values, strict=True))
 
 
 def _row_of_sent(name: str, count: float, num_bytes: float | None, milliseconds: float) -> dict[str, Any]:
@@ -247,7 +283,7 @@ def _sizes_sent(span: tuple[float, float]) -> Mapping[str, list[int]]:
 
 
 class _Instruments:
-    """What DeepSpeed measures in one step by waiting for each operation."""
+    """What is measured in one step by waiting for each operation."""
 
     def __init__(self, engine: BaseEngine, asked: Profile) -> None:
         self._undo, self._tables = ExitStack(), dict[str, Any](measured_step=asked.last)
@@ -258,7 +294,7 @@ class _Instruments:
             if asked.communication:
                 self._log_communication()
             if asked.modules:
-                self._count_modules(engine)
+                self._watch_modules(engine)
         except BaseException:
             self._undo.close()
             raise
@@ -297,85 +333,102 @@ class _Instruments:
             of each operation to that of the next one of its kind (0.19.8, `timed_op`).
             """
             comm.timers(name).reset()
-            found[raw_name][:] = map(sum, zip(found[raw_name], (1, num_bytes, milliseconds), strict=True))
+            _add(found[raw_name], 1, num_bytes, milliseconds)
 
         self._put(comm.comms_logger, enabled=True, prof_all=True, verbose=False, debug=False, append=append)
         self._reads.append(("communication", lambda: [_row_of_sent(name, *sums) for name, sums in found.items()]))
 
-    def _count_modules(self, engine: BaseEngine) -> None:
-        module, linear = engine.engine.module, functions.linear
-        flops, kept = FlopsProfiler(module), KeptActivations(module, engine.phases)
-        self._undo.callback(flops.end_profile)
-        flops.start_profile()
-        if linear.__module__.startswith("deepspeed."):  # that of stage 3, whose product is counted by itself
-            self._put(functions, linear=linear)
-        self._undo.enter_context(kept)
-        self._reads.append(("modules", lambda: modules_of(module, kept, engine.name_module)))
+    def _watch_modules(self, engine: BaseEngine) -> None:
+        watch = self._undo.enter_context(ModuleWatch(engine.engine.module, engine.phases))
+        self._reads.append(("modules", lambda: watch.rows(engine.name_module)))
 
 
 class _Timers(SynchronizedWallClockTimer):  # type: ignore[misc]
     def log(self, *names: Any, **options: Any) -> None: ...
 
 
-class KeptActivations:
-    """Bytes that forward passes keep for the backward pass, by module; weights, and what is kept twice, do not count.
+class ModuleWatch:
+    """Times, FLOPs and kept activations of the modules of a model, by hooks.
 
-    Attributes:
-        num_bytes: of each module with all that is in it, in all of its calls.
-        calls: forward passes of each module.
+    FLOPs, two for each multiplication with an addition, are counted by torch's formulas as operations arrive:
+    DeepSpeed's flops profiler (0.19.8) misses a function that was imported by its name, and counts products of stage 3
+    twice. What is kept is what autograd saves, without weights, and each piece of memory once. Both take time, and are
+    taken of a step's first forward pass, whose times count only where it is the only one.
     """
 
     def __init__(self, module: Module, phases: Phases) -> None:
         self._module, self._phases, self._undo = module, phases, ExitStack()
-        self._seen: set[int] = set()
-        self._inside: list[Module] = []
-        self.num_bytes, self.calls = Counter[Module](), Counter[Module]()
+        self._first = ExitStack()  # forward pass
+        self._flops, self._seen = _Flops(), set[int]()  # type: ignore[no-untyped-call]
+        self._inside: list[tuple[Module, float, int]] = []
+        self._seconds: list[dict[Module, float]] = []  # of each pass
+        self._counted, self._kept = Counter[Module](), Counter[Module]()
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> ModuleWatch:
         for module in self._module.modules():
             self._undo.callback(module.register_forward_pre_hook(self._enter, prepend=True).remove)
             self._undo.callback(module.register_forward_hook(self._leave).remove)
-        self._undo.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor))
+        return self
 
     def __exit__(self, *error: object) -> None:
+        self._first.close()
         self._undo.close()
 
     def _enter(self, module: Module, inputs: Any) -> None:
-        if not self._inside:  # another micro-batch may lie in the same place
+        if self._phases.current != "forward":  # it runs again, for the backward pass
+            return
+        if not self._seconds:
             self._seen = {weight.untyped_storage().data_ptr() for weight in self._module.parameters()}
-        self._inside.append(module)
-        self.calls[module] += self._phases.current == "forward"
+            self._first.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor))
+            self._first.enter_context(self._flops)
+        if not self._inside:
+            self._seconds.append(defaultdict(float))
+        get_accelerator().synchronize()
+        self._inside.append((module, time.perf_counter(), self._flops.total))
 
     def _leave(self, module: Module, inputs: Any, output: Any) -> None:
-        self._inside.pop()
+        if self._phases.current != "forward":
+            return
+        get_accelerator().synchronize()
+        _, began, flops = self._inside.pop()
+        self._seconds[-1][module] += time.perf_counter() - began
+        self._counted[module] += self._flops.total - flops
+        if not self._inside:
+            self._first.close()
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._phases.current == "forward" and self._inside:  # not what the backward pass computes again
-            storage = tensor.untyped_storage()
-            gathered = {weight.untyped_storage().data_ptr() for weight in self._inside[-1].parameters(recurse=False)}
-            if storage.data_ptr() not in self._seen | gathered:
-                self._seen.add(storage.data_ptr())
-                self.num_bytes.update(dict.fromkeys(self._inside, storage.nbytes()))
+        storage = tensor.untyped_storage()
+        modules = [module for module, *_ in self._inside]
+        gathered = {weight.untyped_storage().data_ptr() for weight in modules[-1].parameters(recurse=False)}
+        if storage.data_ptr() not in self._seen | gathered:
+            self._seen.add(storage.data_ptr())
+            self._kept.update(dict.fromkeys(modules, storage.nbytes()))
         return tensor
 
+    def rows(self, name_module: Callable[[str], str]) -> Rows:
+        """Return a row for each module that was called, with all that is in it: milliseconds, FLOPs and kept bytes of a
+        forward pass, and parameters.
+        """
+        rows = []
+        for name, module in self._module.named_modules():
+            if times := [1000 * each[module] for each in self._seconds if module in each]:
+                row = {"name": name_module(name), "kind": type(module).__name__, "depth": name.count(".") + bool(name)}
+                row |= {
+                    "ms": mean(times[1:] or times),
+                    "flops": self._counted[module],
+                    "kept_bytes": self._kept[module],
+                }
+                weights = sum(getattr(weight, "ds_numel", weight.numel()) for weight in module.parameters())
+                rows.append(row | {"params": weights})
+        return rows[:_MOST_MODULES]
 
-def modules_of(module: Module, kept: KeptActivations, name_module: Callable[[str], str]) -> Rows:
-    """Return a row for each module that was called, with all that is in it: parameters; time, FLOPs and kept bytes of a
-    forward pass. Call it before DeepSpeed's profiler ends.
 
-    FLOPs are two for each of DeepSpeed's multiply-accumulates, as in the metrics.
-    """
+class _Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """FLOPs of what is called meanwhile."""
 
-    def flops(part: Any) -> int:
-        # Of recurrent layers it knows the FLOPs alone.
-        own = 2 * part.__macs__ or (part.__flops__ if type(part) in MODULE_HOOK_MAPPING else 0)
-        return int(own) + sum(map(flops, part.children()))
+    total = 0
 
-    rows, part = [], Any
-    for name, part in module.named_modules():
-        if calls := kept.calls[part]:
-            row = {"name": name_module(name), "kind": type(part).__name__, "depth": name.count(".") + bool(name)}
-            row |= {"calls": calls, "ms": 1000 * part.__duration__ / calls, "flops": flops(part) / calls}
-            row |= {"params": sum(getattr(weight, "ds_numel", weight.numel()) for weight in part.parameters())}
-            rows.append(row | {"kept_bytes": kept.num_bytes[part] / calls})
-    return rows[:_MOST_MODULES]
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, count = call(*args, **(kwargs or {})), flop_registry.get(call.overloadpacket)
+        self.total += count(*args, **(kwargs or {}), out_val=result) if count is not None else 0
+        return result

@@ -57,15 +57,12 @@ def profile_steps(config: RunConfig, cluster: Cluster) -> Found:
         yield "profile.steps", reason, f"write {first}-{first + 1}"
     for ours, theirs in _INSTRUMENTS.items():
         if getattr(profile, ours) and (value := config.deepspeed.get(theirs)):
-            reason = f"profile.{ours} has DeepSpeed measure the same, in one step"
+            reason = f"profile.{ours} has DeepSpeed measure it in one step, and this in all"
             yield Problem("section-clash", reason, f"remove it here, or profile.{ours}", f"deepspeed.{theirs}", value)
 
 
-_INSTRUMENTS: Final = {
-    "modules": "flops_profiler",
-    "deepspeed_timers": "wall_clock_breakdown",
-    "communication": "comms_logger",
-}
+# Of `profile`: the key of DeepSpeed's that has it measured in every step.
+_INSTRUMENTS: Final = {"deepspeed_timers": "wall_clock_breakdown", "communication": "comms_logger"}
 
 
 def length_for_schedule(config: RunConfig, total_steps: int | None) -> Iterator[Problem]:
