@@ -191,7 +191,7 @@ class PipelineEngine(BaseEngine):
         # DeepSpeed has averaged it over micro-batches and pipelines, and sent it to every stage.
         loss = loss.detach().clone()
         self.phases.end()
-        return Step(self, partial(float, loss), lr, may_have_been_skipped(self.engine))
+        return Step(self, lambda: loss, lr, may_have_been_skipped(self.engine))
 
     def name_module(self, name: str) -> str:
         is_layer = name.removeprefix("tied_modules.").partition(".")[0] not in ("", "tied_modules")
