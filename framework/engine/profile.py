@@ -7,10 +7,11 @@ that fails costs itself alone.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
@@ -129,6 +130,7 @@ class _Trace:
         self._phases, self._path, self._step = phases, path, before - 1
         self._steps, self._ranges = list[int](), list[Any]()
         self._sent: Mapping[str, list[int]] = {}
+        self._spans: list[tuple[float, float]] = []  # Unix times of the steps
         activity = torch.profiler.ProfilerActivity
         on_gpu = [activity.CUDA] if get_accelerator()._name == "cuda" else []
         self._marks: list[tuple[int, str, Any]] = []
@@ -148,11 +150,13 @@ class _Trace:
         else:
             self._step += 1
             self._open(f"{_STEP}{self._step}")
+            self._spans.append((time.time(), math.inf))
         self._marks.append((self._step, phase, self._phases.moment()))
         if phase:
             self._open(phase)
         else:
             self._close()
+            self._spans[-1] = (self._spans[-1][0], time.time())
             self._steps.append(self._step)
 
     def _open(self, name: str) -> None:
@@ -171,7 +175,7 @@ class _Trace:
         while self._ranges:  # of a step that has failed
             self._close()
         get_accelerator().synchronize()
-        self._sent = _sizes_sent((self._began, time.time()))
+        self._sent = _sizes_sent(self._spans)
         self._profiler.stop_trace()
         aside = path.with_name(f".{os.getpid()}.{path.name}")
         try:
@@ -248,9 +252,11 @@ def collectives_of(events: Iterable[Any], sizes: Mapping[str, list[int]], *, num
     """Add up what was sent by kind, as means of a step, each from where it was handed over to its end. `sizes`: bytes
     of each by its name in torch's flight recorder.
     """
-    found: dict[tuple[str, bool], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    events, found = list(events), defaultdict[tuple[str, bool], list[float]](lambda: [0.0, 0.0])
+    steps = [(event.start_ns(), event.end_ns()) for event in events if event.name().startswith(_STEP)]
     for event in events:
-        if event.name().startswith(("gloo:", "nccl:", "hccl:", "xccl:")):
+        is_in_step = any(start <= event.start_ns() < end for start, end in steps)  # and not of a save
+        if is_in_step and event.name().startswith(("gloo:", "nccl:", "hccl:", "xccl:")):
             on_host = event.device_type() == DeviceType.CPU
             _add(found[event.name(), on_host], 1, event.end_ns() - event.start_ns())
     rows = []
@@ -271,11 +277,11 @@ def _row_of_sent(name: str, count: float, num_bytes: float | None, milliseconds:
     return {"name": name, "count": count, "bytes": num_bytes, "ms": milliseconds, "bytes_per_second": rate}
 
 
-def _sizes_sent(span: tuple[float, float]) -> Mapping[str, list[int]]:
-    """Bytes of what was sent between two Unix times, of the larger side, as nccl-tests count them."""
+def _sizes_sent(spans: Sequence[tuple[float, float]]) -> Mapping[str, list[int]]:
+    """Bytes of what was sent within some Unix times, of the larger side, as nccl-tests count them."""
     dump, found = torch._C._distributed_c10d._dump_fr_trace_json, defaultdict[str, list[int]](list)
     for entry in json.loads(dump(backend=torch.distributed.get_backend())).get("entries", []):
-        if span[0] <= entry["time_created_ns"] / 1e9 <= span[1]:
+        if any(begin <= entry["time_created_ns"] / 1e9 <= end for begin, end in spans):
             sides = [zip(entry[f"{side}_dtypes"], entry[f"{side}_sizes"], strict=False) for side in ("input", "output")]
             sums = (sum(_BYTES.get(dtype, 1) * torch.Size(size).numel() for dtype, size in side) for side in sides)
             found[entry["profiling_name"]].append(max(sums))

@@ -20,6 +20,7 @@ SECTIONS: Final = ", ".join(
         "evaluation",
         "checkpoint",
         "monitors",
+        "profile",
         "deepspeed",
     )
 )

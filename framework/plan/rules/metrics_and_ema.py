@@ -39,6 +39,8 @@ LOGGED: Final = (
     "time/other_ms",
     "time/checkpoint_ms",
     "data/stalls",
+    "ranks/slowest",
+    "ranks/slowest_factor",
     "run/restarts",
     "memory/host_peak_bytes",
     "memory/device_peak_bytes",
