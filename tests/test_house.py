@@ -19,7 +19,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "(doors)": (44, 9),
     "system": (54, 12),
     "text": (64, 6),
-    "config": (102.1, 14),
+    "config": (102.2, 14),
     "plan": (265.9, 28),
     "checkpoint": (167, 17),
     "train": (75, 12),

@@ -119,7 +119,10 @@ class RunConfig(Section):
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved config, every default written out, as plain lists, dicts, strings and numbers."""
-        return self._with_auto(self.model_dump(mode="json", fallback=_stable_repr))
+        values = self.model_dump(mode="json", fallback=_stable_repr)
+        if self.profile is None:  # manifests of checkpoints hold sections alone
+            del values["profile"]
+        return self._with_auto(values)
 
     def written(self) -> dict[str, Any]:
         """The config as it was written, without the defaults of what was left out."""
