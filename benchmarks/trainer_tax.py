@@ -33,7 +33,7 @@ from framework.config.load import config_from_values
 from framework.data.digits import build
 from framework.engine import random_state
 from framework.engine.distributed import barrier, describe_environment, process_group, rank
-from framework.engine.metrics import mean_over_ranks
+from framework.engine.metrics import over_ranks
 from framework.engine.plain_engine import build_engine
 from framework.engine.stop_agreement import agreed_stops
 from framework.setup.assemble import make_monitors, make_schedule
@@ -205,7 +205,7 @@ class Bare:
 
     def loss(self, step: int) -> float:
         """Mean over ranks. Collective."""
-        return mean_over_ranks(self._losses[step - 1])
+        return over_ranks({"train/loss": float(self._losses[step - 1])})["train/loss"]
 
     def ready(self, start: int) -> None:
         """Nothing to do."""

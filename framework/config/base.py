@@ -35,6 +35,11 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _as_text(value: Any) -> Any:
+    """Let 10 be a range of one step."""
+    return str(value) if type(value) is int else value
+
+
 Count = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
 PositiveCount = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
 # Limits stand before the validator: pydantic shows those behind it to nobody, the JSON Schema included.
@@ -48,9 +53,12 @@ Positive = Annotated[float, Field(gt=0.0)]
 _IMPORT_PATH: Final = (
     r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$"
 )
+_STEP_RANGE: Final = r"^[1-9][0-9]{0,14}(-[1-9][0-9]{0,14})?$"
 _RUN_NAME: Final = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,99}$"
 ImportPath = Annotated[str, StringConstraints(pattern=_IMPORT_PATH)]
 RunName = Annotated[str, StringConstraints(pattern=_RUN_NAME)]
+_Steps = Annotated[str, StringConstraints(pattern=_STEP_RANGE)]
+StepRange = Annotated[_Steps, BeforeValidator(_as_text, json_schema_input_type=Annotated[int, Field(ge=1)] | _Steps)]
 
 
 def _suggest_import_path(text: str) -> str:
@@ -67,6 +75,7 @@ def _suggest_run_name(text: str) -> str:
 # Pattern -> what it means in words, and a fix for a text that does not match it.
 WORDS_OF_PATTERNS: Final[dict[str, tuple[str, Callable[[str], str]]]] = {
     _IMPORT_PATH: ("not an import path", _suggest_import_path),
+    _STEP_RANGE: ("not a range of steps", lambda text: "write 10-12, or 10 for one step; the first step is 1"),
     _RUN_NAME: ("a name is 1 to 100 letters, digits, _, - and ., with no . or - first", _suggest_run_name),
 }
 # The keys that tell the members of a union apart: of those that are known by name, and of one's own code.

@@ -22,6 +22,7 @@ from framework.config.training import (
     Evaluation,
     Monitors,
     Parallel,
+    Profile,
     TaskSection,
     Training,
 )
@@ -86,6 +87,8 @@ class RunConfig(Section):
     callbacks: list[CallbackSection] = []
     """What happens at the events of the run: early_stopping, reduce_on_plateau, or your own by ``target``, any object
     with some of on_start, on_step, on_log, on_evaluation, on_save, on_end (docs/callbacks.md)."""
+    profile: Profile | None = None
+    """Which steps are looked at closely; left out: none, at no cost."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)
     """Further DeepSpeed keys for the JSON; keys that a section above decides are refused here."""
 
@@ -120,7 +123,10 @@ class RunConfig(Section):
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved config, every default written out, as plain lists, dicts, strings and numbers."""
-        return self._with_auto(self.model_dump(mode="json", fallback=_stable_repr))
+        values = self.model_dump(mode="json", fallback=_stable_repr)
+        if self.profile is None:  # manifests of checkpoints hold sections alone
+            del values["profile"]
+        return self._with_auto(values)
 
     def written(self) -> dict[str, Any]:
         """The config as it was written, without the defaults of what was left out."""

@@ -22,6 +22,7 @@ from framework.config.base import (
     Positive,
     PositiveCount,
     Section,
+    StepRange,
     Target,
 )
 
@@ -118,6 +119,34 @@ class Checkpoint(Section):
     allow_unverified: bool = False
     """Let `resume` and `init_weights` name a checkpoint that DeepSpeed wrote by itself: it has no manifest, so nothing
     tells whether its files are whole. They are read as weights only, as all are."""
+
+
+class Profile(Section):
+    """Steps that are looked at closely: a trace of all operations, and on request what has to wait for each of them."""
+
+    steps: StepRange
+    """First and last step, counted from the begin of the run, as ``10-12``; or one, as ``10``."""
+    modules: bool = False
+    """Measure time, FLOPs, parameters and kept activations of every module."""
+    deepspeed_timers: bool = False
+    """Take the times of DeepSpeed's wall_clock_breakdown."""
+    communication: bool = False
+    """Time what DeepSpeed sends, one after the other, with its comms_logger."""
+
+    @property
+    def first(self) -> int:
+        """First step that is profiled."""
+        return int(self.steps.partition("-")[0])
+
+    @property
+    def last(self) -> int:
+        """Last step that is profiled."""
+        return int(self.steps.rpartition("-")[2])
+
+    @property
+    def waits(self) -> bool:
+        """Check whether anything is measured that waits: it takes the last step for itself, which is not traced."""
+        return self.modules or self.deepspeed_timers or self.communication
 
 
 class Sink(Section):

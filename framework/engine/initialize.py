@@ -22,7 +22,7 @@ from framework.config.optimizer import Cosine
 from framework.engine.checkpoint_bytes import load_bytes, move_in, save_bytes
 from framework.engine.distributed import collective_timeout, device
 from framework.engine.ema import WeightAverage
-from framework.engine.metrics import engine_metrics
+from framework.engine.metrics import engine_metrics, memory_metrics, over_ranks
 from framework.engine.phases import phases_of
 from framework.engine.step_batches import HALF, DeviceBatches, place
 from framework.engine.workarounds.fp32_sums import taking_zero_optimizer
@@ -191,17 +191,17 @@ def _sending_scalars() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Step:
-    """Result of one step, taken at rate `lr`; its loss is still on the device, and `read_loss` is collective."""
+    """Result of one step, taken at rate `lr`; its loss on this rank is still on the device."""
 
     engine: BaseEngine
-    read_loss: Callable[[], float]
+    read_loss: Callable[[], torch.Tensor]
     lr: float
     may_be_skipped: bool
 
     def read(self) -> Mapping[str, float]:
-        loss = {"train/loss": self.read_loss(), "train/lr": self.lr}
-        # The loss first: by it the device has been waited for.
-        return loss | engine_metrics(self.engine.engine, self.engine.kept_norm) | self.engine.phases.read()
+        loss = {"train/loss": float(self.read_loss())}  # first: by it the device has been waited for
+        shared = over_ranks(loss | self.engine.phases.read() | memory_metrics())
+        return shared | {"train/lr": self.lr} | engine_metrics(self.engine.engine, self.engine.kept_norm)
 
 
 class BaseEngine:
@@ -249,6 +249,10 @@ class BaseEngine:
 
     def close(self) -> None:
         self.engine.destroy()
+
+    def name_module(self, name: str) -> str:
+        """Name in the plain model of a module that DeepSpeed's model has under this name."""
+        return name
 
     def _halves(self, batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
         """Inputs and targets of each batch, on the device."""

@@ -25,11 +25,32 @@ _WARM_UPS: Final = 2
 _REPEATS: Final = 5
 
 
-def mean_over_ranks(value: torch.Tensor) -> float:
-    """Mean of a 0-d tensor over all ranks. Collective."""
-    total = value.detach().float().clone()
-    torch.distributed.all_reduce(total)
-    return float(total) / torch.distributed.get_world_size()
+# Of a step's parts, those in which a rank does work of its own: the others wait for the slowest.
+_WORK: Final = tuple(f"time/{part}_ms" for part in ("data", "copy", "forward", "backward", "optimizer"))
+_TIMES: Final = (*_WORK, "time/communication_ms", "time/bubble_ms")
+_MEMORY: Final = ("memory/host_peak_bytes", "memory/device_peak_bytes")
+
+
+def over_ranks(own: Mapping[str, float]) -> dict[str, float]:
+    """Return loss and times as means over all ranks, memory as the most of any; which rank works longest, and how many
+    times the median of the others. Collective: one small gather.
+
+    `own` are this rank's; stages of a pipeline may have others.
+    """
+    names, ranks = ("train/loss", *_TIMES, *_MEMORY), torch.distributed.get_world_size()
+    row = torch.tensor([own.get(name, -1.0) for name in names], dtype=torch.float64, device=device())
+    rows = row.new_empty(ranks * len(names))
+    torch.distributed.all_gather_into_tensor(rows, row)
+    columns = dict(zip(names, rows.view(ranks, -1).T.tolist(), strict=True))
+    found = {"train/loss": sum(columns.pop("train/loss")) / ranks}
+    for name, values in columns.items():
+        if max(values) >= 0:  # some rank has it
+            found[name] = max(values) if name in _MEMORY else sum(max(0.0, value) for value in values) / ranks
+    work = [sum(max(0.0, columns[name][rank]) for name in _WORK) for rank in range(ranks)]
+    slowest = work.index(max(work))
+    if ranks > 1 and (others := median(work[:slowest] + work[slowest + 1 :])):
+        found |= {"ranks/slowest": float(slowest), "ranks/slowest_factor": work[slowest] / others}
+    return found
 
 
 def engine_metrics(engine: deepspeed.DeepSpeedEngine, kept_norm: KeptNorm | None) -> dict[str, float]:
@@ -38,7 +59,7 @@ def engine_metrics(engine: deepspeed.DeepSpeedEngine, kept_norm: KeptNorm | None
     metrics = {} if norm is None else {"train/grad_norm": float(norm)}
     if engine.fp16_enabled():
         metrics["train/loss_scale"] = float(engine.optimizer.loss_scale)
-    return metrics | {"train/skipped_steps": float(engine.skipped_steps)} | memory_metrics()
+    return metrics | {"train/skipped_steps": float(engine.skipped_steps)}
 
 
 def memory_metrics() -> dict[str, float]:

@@ -29,12 +29,16 @@ _MOST_EVENTS: Final = 2000
 
 
 class Phases:
-    """Seconds of each phase since the last reading, by the host's clock."""
+    """Seconds of each phase since the last reading, by the host's clock.
+
+    Attributes:
+        current: phase of this moment; empty outside of a step.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock, self._since = clock, 0.0
         self._seconds: dict[str, float] = defaultdict(float)
-        self._current, self._steps = "", 0
+        self.current, self._steps = "", 0
 
     def begin(self) -> None:
         """Begin a step."""
@@ -47,7 +51,7 @@ class Phases:
 
     def enter(self, phase: str) -> str:
         """Begin a phase, and return the one that ends by it, to go back to it. Outside of a step nothing happens."""
-        before = self._current
+        before = self.current
         if before and phase != before:
             self._mark(phase)
         return before
@@ -69,11 +73,33 @@ class Phases:
         self._seconds.clear()
         return found
 
+    def watch(self, note: Callable[[str], object]) -> None:
+        """Call `note` with every phase that begins, and with an empty one where a step ends, until `unwatch`."""
+        mark = self._mark
+
+        def watched(phase: str) -> None:
+            note(phase)
+            mark(phase)
+
+        self._mark = watched  # type: ignore[method-assign]  # as it was outside of these steps, without a question
+
+    def unwatch(self) -> None:
+        """End what `watch` began."""
+        vars(self).pop("_mark", None)
+
+    def moment(self) -> Any:
+        """Note this moment of the device, for `between`."""
+        return self._clock()
+
+    def between(self, begin: Any, end: Any) -> float:
+        """Seconds between two moments, once the device has been waited for."""
+        return float(end - begin)
+
     def _mark(self, phase: str) -> None:
         now = self._clock()
-        if self._current:
-            self._seconds[self._current] += now - self._since
-        self._current, self._since = phase, now
+        if self.current:
+            self._seconds[self.current] += now - self._since
+        self.current, self._since = phase, now
 
     def _collect(self) -> None:
         """Nothing is left to be read."""
@@ -94,11 +120,17 @@ class EventPhases(Phases):
             self._collect(is_passed=lambda event: event.query())
         super().begin()
 
-    def _mark(self, phase: str) -> None:
+    def moment(self) -> Any:
         event = self._free.pop() if self._free else self._make_event()
         event.record()
-        self._marks.append((phase, event))
-        self._current = phase
+        return event
+
+    def between(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end)) / 1000
+
+    def _mark(self, phase: str) -> None:
+        self._marks.append((phase, self.moment()))
+        self.current = phase
 
     def _collect(self, is_passed: Callable[[Any], bool] = lambda event: True) -> None:
         while len(self._marks) > 1 and is_passed(self._marks[1][1]):

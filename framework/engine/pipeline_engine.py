@@ -88,8 +88,12 @@ class StagesModule(PipelineModule):  # type: ignore[misc]
 
     def plain_names(self) -> Names:
         """Names in the plain module of what this stage holds."""
+        return names_of(self, self.plain_name)
+
+    def plain_name(self, name: str) -> str:
+        """Name in the plain module of a weight of this one."""
         first = {layer.tied: layer.name for layer in reversed(self._layers) if layer.tied}
-        return names_of(self, partial(plain_name, layers=[layer.name for layer in self._layers], tied_keys=first))
+        return plain_name(name, layers=[layer.name for layer in self._layers], tied_keys=first)
 
     def _partition_layers(self, method: str = "") -> None:
         self.parts = self._given_bounds
@@ -194,7 +198,12 @@ class PipelineEngine(BaseEngine):
         # DeepSpeed has averaged it over micro-batches and pipelines, and sent it to every stage.
         loss = loss.detach().clone()
         self.phases.end()
-        return Step(self, partial(float, loss), lr, may_have_been_skipped(self.engine))
+        return Step(self, lambda: loss, lr, may_have_been_skipped(self.engine))
+
+    def name_module(self, name: str) -> str:
+        is_layer = name.removeprefix("tied_modules.").partition(".")[0] not in ("", "tied_modules")
+        plain: str = self.engine.module.plain_name(f"{name}.") if is_layer else name
+        return plain.removesuffix(".")
 
     def evaluate(
         self, batches: Iterable[tuple[Any, bool]], *, is_stopping: Callable[[], bool] = lambda: False

@@ -15,7 +15,7 @@ from framework.checkpoint.state.optimizer_shards import names_of
 from framework.engine.distributed import device
 from framework.engine.gradient_sums import sum_gradients
 from framework.engine.initialize import BaseEngine, MakeOptimizer, Step, initialize
-from framework.engine.metrics import EvalSums, mean_over_ranks
+from framework.engine.metrics import EvalSums
 from framework.engine.step_batches import StepLoss
 from framework.engine.workarounds.grad_scaler import explaining_overflow, may_have_been_skipped, scale_fp16_loss
 from framework.engine.workarounds.module_buffers import share_buffers
@@ -75,7 +75,7 @@ class PlainEngine(BaseEngine):
         assert total is not None
         mean = self._loss.mean(total)
         phases.end()
-        return Step(self, lambda: mean_over_ranks(mean()), lr, may_have_been_skipped(engine))
+        return Step(self, mean, lr, may_have_been_skipped(engine))
 
     def evaluate(
         self, batches: Iterable[tuple[Any, bool]], *, is_stopping: Callable[[], bool] = lambda: False

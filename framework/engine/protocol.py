@@ -82,3 +82,24 @@ class Engine(Protocol):
     def close(self) -> None:
         """Release what the engine holds on the device."""
         ...
+
+
+class StepProfile(Protocol):
+    """A close look at some steps; nothing in it is collective, and a failure costs the profile alone."""
+
+    @property
+    def is_over(self) -> bool:
+        """Check whether nothing is left to be profiled."""
+        ...
+
+    def begin(self, step: int) -> None:
+        """Begin what is due before a step, counted from 1 over all starts of the run."""
+        ...
+
+    def end(self, step: int) -> None:
+        """End what is due after a step, and write it."""
+        ...
+
+    def close(self) -> None:
+        """Write what there is."""
+        ...

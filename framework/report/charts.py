@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from framework.report.draw import Chart, Line, Mark, area_chart, bar_chart, line_chart
 from framework.report.figures import PHASE_NAMES, duration, goodput, means, number, size, time_split
+from framework.report.profile import timeline_of
 from framework.report.records import Run, Series
 from framework.report.verdict import PHASES
 
@@ -32,6 +33,7 @@ def charts_of(runs: Sequence[Run]) -> dict[str, list[Chart]]:
     sections = {
         "Curves": [*_loss(runs), *_curves(runs), *_evaluations(runs)],
         "Speed": [*_rates(runs), *_split(runs)],
+        "Timeline": [*_timelines(runs)],
         "Memory": [*_memory(runs)],
         "Goodput": [*_goodput(runs)],
         "Other metrics": [*_others(runs)],
@@ -156,6 +158,13 @@ def _parts_over_time(run: Run) -> list[tuple[str, Series]]:
     if sum(value for value in rest if isfinite(value)) > 0.02 * sum(value for value in step.values if isfinite(value)):
         parts["not timed"] = rest
     return [(PHASE_NAMES.get(phase, phase), Series(step.steps, values)) for phase, values in parts.items()]
+
+
+def _timelines(runs: Sequence[Run]) -> Iterator[Chart]:
+    for index, run in enumerate(runs):
+        name = f"{run.name}: " if len(runs) > 1 else ""
+        if chart := timeline_of(run.profile, slug=f"timeline-{index}", run=name):
+            yield chart
 
 
 def _memory(runs: Sequence[Run]) -> Iterator[Chart]:

@@ -511,3 +511,47 @@ def _bins(series: Sequence[Series], most: int) -> Iterator[tuple[int, int, list[
         parts = [[value for value in each.values[start : start + stride] if math.isfinite(value)] for each in series]
         yield begin, end, [max(0.0, sum(part) / len(part)) if part else 0.0 for part in parts]
         begin = end
+
+
+_INK_ON_PART: Final = {"forward": "#000", "backward": "#fff"}
+
+
+def timeline_chart(slug: str, title: str, rows: Sequence[tuple[str, Sequence[tuple[float, float, str, int]]]]) -> Chart:
+    """Draw who does what when, a row for each; of each part begin and length in ms, name and number."""
+    begin = min((at for _, parts in rows for at, *_ in parts), default=0.0)
+    length = max((at + each for _, parts in rows for at, each, *_ in parts), default=1.0) - begin
+    names = list(dict.fromkeys(name for _, parts in rows for *_, name, _ in parts))
+    styles = {name: _STYLE_OF_PART.get(name, place % 8) for place, name in enumerate(names)}
+    sums = [{name: sum(each for _, each, own, _ in parts if own == name) for name in names} for _, parts in rows]
+    described = "; ".join(
+        f"{label}: " + ", ".join(f"{name} {number(value)} ms" for name, value in each.items())
+        for (label, _), each in zip(rows[:8], sums, strict=False)
+    )
+
+    def drawn(width: float) -> str:
+        legend, top = _legend([(name, _swatch(style)) for name, style in styles.items()], width)
+        height = top + 34 * len(rows) + 40
+        frame = _Frame(14, top, width - 14, height - 36, 0, length, 0, 1)
+        svg = [legend]
+        for value in ticks(0, length):
+            x = frame.x(value)
+            svg.append(f'<path class="g" d="M{x:.1f} {frame.top:.1f}V{frame.bottom + 4:.1f}"/>')
+            svg.append(f'<text x="{x:.1f}" y="{frame.bottom + 16:.1f}" text-anchor="middle">{tick(value)}</text>')
+        svg.append(f'<text x="{width / 2:.0f}" y="{height - 5:.1f}" text-anchor="middle">ms</text>')
+        for row, (label, parts) in enumerate(rows):
+            y = top + 34 * row + 14
+            svg.append(f'<text x="14" y="{y - 3:.1f}">{text(label)}</text>')
+            for at, each, name, place in parts:
+                x, wide = frame.x(at - begin), each / (length or 1) * (frame.right - frame.left)
+                if wide >= 0.15:
+                    shape = f'x="{x:.2f}" y="{y:.1f}" width="{wide:.2f}" height="14"'
+                    about = f"<title>{text(name)} {place}: {number(each)} ms</title>"
+                    svg.append(f'<rect class="p{styles[name]}" {shape}>{about}</rect>')
+                if (ink := _INK_ON_PART.get(name)) and wide >= 4 + _CHARACTER * len(str(place)):
+                    middle = f'x="{x + wide / 2:.1f}" y="{y + 11:.1f}" text-anchor="middle"'
+                    svg.append(f'<text {middle} style="fill:{ink}">{place}</text>')
+        return _svg(slug, title, described, (width, height), svg)
+
+    columns = ["", *(f"{name} (ms)" for name in names)]
+    table = [[label, *map(number, each.values())] for (label, _), each in zip(rows, sums, strict=True)]
+    return Chart(slug, title, drawn(400), columns, table, drawn(980))

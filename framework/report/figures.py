@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from framework.report.records import Run, Series
-from framework.report.verdict import PHASES, Verdict, judge
+from framework.report.verdict import PHASES, SLOW_RANK, Verdict, judge
 
 PHASE_NAMES: Final[Mapping[str, str]] = {
     "data": "waiting for data",
@@ -33,7 +33,7 @@ def means(run: Run) -> Mapping[str, float]:
         return run.means
     found = run.means
     for name, series in run.metrics.items():
-        if name.startswith(("time/", "throughput/")):
+        if name.startswith(("time/", "throughput/", "ranks/")):
             pairs = list(zip(weights(series), series.values, strict=True))
             pairs = [(weight, value) for weight, value in pairs[1:] or pairs if math.isfinite(value)]
             if total := sum(weight for weight, _ in pairs):
@@ -203,6 +203,8 @@ def headline(run: Run) -> list[tuple[str, str]]:
         rows.append(("MFU", f"{mean['throughput/mfu']:.1%}"))
     if "time/step_ms" in mean:
         rows.append(("mean step", f"{number(mean['time/step_ms'])} ms"))
+    if (factor := mean.get("ranks/slowest_factor", 0.0)) >= SLOW_RANK:
+        rows.append(("slowest rank", f"{last['ranks/slowest'][1]:.0f} works {factor:.2f} times as long"))
     for name, label in (("memory/device_peak_bytes", "device memory"), ("memory/host_peak_bytes", "host memory")):
         if name in mean:
             rows.append((f"peak {label}", size(mean[name])))

@@ -12,6 +12,7 @@ from framework.errors import show_value
 from framework.report.charts import charts_of, marks_of
 from framework.report.draw import STYLE, Chart, text
 from framework.report.figures import best, headline, moment, number, state, verdict_of
+from framework.report.profile import tables_of
 from framework.report.records import Run, flat, read_run
 from framework.system.files import read_regular, replace_text
 
@@ -186,6 +187,7 @@ def _figure(chart: Chart) -> str:
 
 def _tables(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
     """Sections without charts."""
+    yield "Profile", "".join(_heading(run, runs) + found for run in runs if (found := _profile(run)))
     yield "Evaluation", "".join(_heading(run, runs) + found for run in runs if (found := _evaluation(run)))
     yield "Events", "".join(_heading(run, runs) + found for run in runs if (found := _events(run)))
     yield "Config", (_differences(runs) if len(runs) > 1 else "") + "".join(map(_config, runs))
@@ -198,6 +200,13 @@ def _tables(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
 
 def _heading(run: Run, runs: Sequence[Run]) -> str:
     return f"<h3>{text(run.name)}</h3>" if len(runs) > 1 else ""
+
+
+def _profile(run: Run) -> str:
+    tables = tables_of(run.profile)
+    return "".join(
+        f"<h3>{text(title)}</h3>{_table(cols, rows, label=title, is_tall=True)}" for title, cols, rows in tables
+    )
 
 
 def _evaluation(run: Run) -> str:

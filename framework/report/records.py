@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +26,8 @@ _LARGEST_STEP: Final = 10**15
 _MOST_EVENTS: Final = 100_000
 _MOST_METRICS: Final = 400
 _MOST_LOGS: Final = 64
+_MOST_RANKS: Final = 16
+_LARGEST_PROFILE: Final = 16 << 20
 _MOST_ENTRIES: Final = 2_000
 _DEEPEST: Final = 12
 _LOGGED: Final = re.compile(r"^\S+ \S+ (WARNING|ERROR) dsf-trainer: (.*)$", re.MULTILINE)
@@ -64,6 +67,7 @@ class Run:
         warnings: what ranks logged as warnings, each once.
         last_error: the last line that rank 0 logged as an error; empty where there is none.
         notes: what was missing or damaged.
+        profile: tables of the steps that were profiled, by rank (`framework.report.profile`).
         means: of every metric, once they were asked for (`framework.report.figures.means`).
     """
 
@@ -79,6 +83,7 @@ class Run:
     warnings: list[str] = field(default_factory=list)
     last_error: str = ""
     notes: list[str] = field(default_factory=list)
+    profile: list[Mapping[str, Any]] = field(default_factory=list)
     means: dict[str, float] = field(default_factory=dict)
 
     @cached_property
@@ -128,6 +133,8 @@ def read_run(folder: Path, *, most_points: int | None = None) -> Run:
     run.environment = _mapping(run, "environment.json", json.loads)
     run.saved_steps = sorted(_saved_steps(folder / CHECKPOINTS))
     _read_logs(run)
+    if "profile" in found:
+        run.profile = list(_profile(folder / "profile"))
     return run
 
 
@@ -240,6 +247,18 @@ def _mapping(run: Run, name: str, read: Callable[[str], Any]) -> Mapping[str, An
 
 def _yaml(text: str) -> Any:
     return parse_document(text, name="config.yaml").value
+
+
+def _profile(folder: Path) -> Iterator[Mapping[str, Any]]:
+    """Read what the first ranks have written of the profiled steps; nothing of a start with another number of ranks."""
+    world_size = None
+    for rank in range(_MOST_RANKS):
+        with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+            content = read_regular(folder / f"tables{rank}.json", num_bytes=_LARGEST_PROFILE) or b"null"
+            tables = json.loads(content)
+            world_size = world_size or tables["world_size"]
+            if tables["world_size"] == world_size:
+                yield tables
 
 
 def _saved_steps(folder: Path) -> Iterator[int]:

@@ -37,6 +37,8 @@ FIXED_SHARE: Final = 0.50
 IDLE_MFU: Final = 0.10
 # Only what is not hidden behind arithmetic counts. Its remedies change layout or batch, which takes up to 1.33 times.
 COMMUNICATION_SHARE: Final = 0.25
+# Times the median of the other ranks: what they wait for is the one, and not what is sent.
+SLOW_RANK: Final = 1.2
 # (p - 1) / (m + p - 1) of p stages and m micro-batches; a fifth is m = 4 (p - 1), the usual advice for pipelines.
 BUBBLE_SHARE: Final = 0.20
 # The allocator needs the rest: beyond it fragments end a run sooner than arithmetic on paper does.
@@ -97,10 +99,11 @@ def judge(
         for phase in PHASES
         if math.isfinite(metrics.get(f"time/{phase}_ms", math.nan))
     }
+    factor = metrics.get("ranks/slowest_factor", 1.0)
     reached = [
         (excess, verdict)
         for excess, verdict in (
-            *_causes(shares, step, pipe_size=pipe_size, micro_batches=accumulation_steps),
+            *_causes(shares, step, pipe_size=pipe_size, micro_batches=accumulation_steps, factor=factor),
             _saving(saving_share),
         )
         if excess >= 1
@@ -117,7 +120,7 @@ def _saving(share: float) -> tuple[float, Verdict]:
 
 
 def _causes(
-    shares: Mapping[str, float], step_ms: float, *, pipe_size: int, micro_batches: int
+    shares: Mapping[str, float], step_ms: float, *, pipe_size: int, micro_batches: int, factor: float
 ) -> Iterator[tuple[float, Verdict]]:
     """Everything but arithmetic that a step can wait for, with its share in units of its threshold."""
 
@@ -136,6 +139,9 @@ def _causes(
         "zero.overlap_comm: true, or keep what talks most on one host"
     )
     text = f"communication that nothing hides takes {part(sent)}"
+    if pipe_size == 1 and factor >= SLOW_RANK:
+        text += f", and the slowest rank works {factor:.2f} times as long as the others, which wait for it"
+        advice = "look for what slows that rank (ranks/slowest): its device, its processor, its disk; then " + advice
     yield cause("communication-bound", sent, COMMUNICATION_SHARE, text, advice)
     bubble = (pipe_size - 1) / (micro_batches + pipe_size - 1)
     wanted = 4 * (pipe_size - 1)

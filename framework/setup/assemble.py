@@ -24,9 +24,11 @@ from framework.data.splits import Splits
 from framework.engine import random_state
 from framework.engine.distributed import from_rank0, gather, gather_from_disks, rank
 from framework.engine.failures import ExplainedData
+from framework.engine.initialize import BaseEngine
 from framework.engine.model_build import build_model
 from framework.engine.pipeline_engine import build_pipeline
 from framework.engine.plain_engine import PlainEngine, build_engine
+from framework.engine.profile import Profiler
 from framework.engine.protocol import Engine
 from framework.engine.weights import put_layer_weights, put_weights
 from framework.models.adapt import prepare_model
@@ -184,6 +186,7 @@ def build_trainer(
         stop=stop,
         look=look,
         constants={"run/restarts": float(restarts)},
+        profile=make_profiler(engine, plan, folder, start_step=start_step),
         record=events[0] if events else None,
         callbacks=callbacks or None,
     )
@@ -198,6 +201,15 @@ def make_callbacks(engine: Engine, prepared: Prepared) -> Callbacks:
             group["lr"] *= factor
 
     return Callbacks(prepared.parts.callbacks, gather=gather, is_main=rank() == 0, model=of.module, scale_lr=scale_lr)
+
+
+def make_profiler(engine: Engine, plan: Plan, folder: RunFolder, *, start_step: int) -> Profiler | None:
+    """Build what profiles the steps that the config names; None where all of them were taken before."""
+    asked = plan.config.profile
+    if asked is None or start_step >= asked.last:
+        return None
+    assert isinstance(engine, BaseEngine)
+    return Profiler(engine, asked, folder.path, stage=plan.layout.stage_of(rank()))
 
 
 def show_weights(engine: Engine, plan: Plan, board: Monitor | None, step: int) -> None:

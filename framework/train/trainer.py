@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from framework.checkpoint.names import CHECKPOINTS, tag_of
-from framework.engine.protocol import Engine, StepResult
+from framework.engine.protocol import Engine, StepProfile, StepResult
 from framework.errors import StorageError, TrainingError
 from framework.system.log import warn
 from framework.train.callbacks import Callbacks
@@ -119,6 +120,7 @@ class Trainer:
         look: tuple[Every, Callable[[int], object]] | None = None,
         record: Callable[..., object] | None = None,
         callbacks: Callbacks | None = None,
+        profile: StepProfile | None = None,
         constants: Mapping[str, float] = MappingProxyType({}),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -138,10 +140,12 @@ class Trainer:
             look: at the weights, and when; collective, its time is not the steps'.
             record: notes an event by kind and step (`train.events.Events`); None: nobody does.
             callbacks: called at the events of the run; None: nobody is.
+            profile: looks at some steps closely; None: at none.
             constants: metrics that are the same at every logged point.
             clock: seconds, for throughput.
         """
-        self._engine, self._agenda = engine, agenda
+        self._engine, self._agenda, self._profile = engine, agenda, profile
+        self._train_step = engine.train_step if profile is None else partial(self._profiled_step, profile)
         self._train_data, self._eval_data = train_data, eval_data
         self._monitors, self._save, self._stop = list(monitors), save, stop
         self._evaluates_first, self._look = evaluates_first, look
@@ -178,6 +182,8 @@ class Trainer:
         with ExitStack() as ending:
             ending.callback(self._close_monitors)
             ending.push(self._record_end)
+            if self._profile is not None:
+                ending.callback(self._profile.close)
             stream = self._train_data.stream(outcome.step)
             ending.callback(getattr(stream, "close", lambda: None))
             micro_batches = self._unending(stream)
@@ -190,7 +196,7 @@ class Trainer:
                 outcome.stopped = self._stop(outcome.step)
                 if outcome.stopped:
                     break
-                result = self._engine.train_step(micro_batches)
+                result = self._train_step(micro_batches)
                 outcome.step += 1
                 self._stopwatch.step()
                 self._do_what_is_due(result)
@@ -202,6 +208,21 @@ class Trainer:
         outcome.samples_per_sec = self._stopwatch.samples_per_second()
         outcome.tokens_per_sec = self._stopwatch.tokens_per_second()
         return outcome
+
+    def _profiled_step(self, profile: StepProfile, micro_batches: Iterator[Any]) -> StepResult:
+        """Take a step that may be profiled: what begins before it and ends after it is no part of its time. After the
+        last of them steps are as they are without a profile.
+        """
+        step = self._outcome.step + 1
+        with self._stopwatch.excluded():
+            profile.begin(step)
+        result = self._engine.train_step(micro_batches)
+        with self._stopwatch.excluded():
+            profile.end(step)
+        if profile.is_over:
+            self._train_step = self._engine.train_step
+            self._record("profile", step, seconds=self._stopwatch.excluded_seconds)
+        return result
 
     def _record_end(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:

@@ -21,6 +21,7 @@ SECTIONS: Final = ", ".join(
         "checkpoint",
         "monitors",
         "callbacks",
+        "profile",
         "deepspeed",
     )
 )

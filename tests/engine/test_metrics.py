@@ -15,7 +15,8 @@ import torch
 import torch.distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from framework.engine.metrics import EvalSums, mean_over_ranks, memory_metrics
+from framework.engine import metrics
+from framework.engine.metrics import EvalSums, memory_metrics, over_ranks
 from framework.errors import ConfigError
 from framework.tasks.task import Ratio, Task
 
@@ -107,16 +108,53 @@ def test_a_metric_that_only_one_rank_has_met_is_not_added_to_another(monkeypatch
     assert sums.over_ranks() == {"accuracy": 0.5, "f1": 0.75, "loss": 2.0}
 
 
-def test_the_mean_over_ranks_leaves_its_argument_alone() -> None:
-    value = torch.tensor(1.5, dtype=torch.bfloat16, requires_grad=True)
-    assert mean_over_ranks(value) == 1.5
-    assert value.dtype == torch.bfloat16
-    assert float(value.detach()) == 1.5
+def with_others(monkeypatch: pytest.MonkeyPatch, *others: dict[str, float]) -> None:
+    """Pretend further ranks; each is given as it differs from this one, and -1 is a metric that it has not."""
+    names = ["train/loss", *metrics._TIMES, *metrics._MEMORY]
+
+    def gather(rows: torch.Tensor, row: torch.Tensor) -> None:
+        table = rows.view(-1, len(row))
+        table[:] = row
+        for rank, values in enumerate(others, start=1):
+            for name, value in values.items():
+                table[rank, names.index(name)] = value
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1 + len(others))
+    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", gather)
+
+
+OWN = {"train/loss": 1.0, "time/forward_ms": 10.0, "time/communication_ms": 40.0, "memory/host_peak_bytes": 5e9}
+
+
+def test_times_are_means_over_ranks_and_memory_is_the_most_of_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    second = {"train/loss": 2.0, "time/forward_ms": 30.0, "time/communication_ms": 20.0, "memory/host_peak_bytes": 6e9}
+    with_others(monkeypatch, second)
+    expected = {"train/loss": 1.5, "time/forward_ms": 20.0, "time/communication_ms": 30.0}
+    expected |= {"memory/host_peak_bytes": 6e9, "ranks/slowest": 1.0, "ranks/slowest_factor": 3.0}
+    assert over_ranks(OWN) == expected
+
+
+def test_a_part_that_one_stage_has_is_shared_and_the_slowest_is_held_against_the_median(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_others(monkeypatch, {"time/data_ms": 3.0}, {"time/forward_ms": 8.0}, {"time/forward_ms": 26.0})
+    found = over_ranks(OWN)
+    assert found["time/data_ms"] == 0.75
+    assert (found["ranks/slowest"], found["ranks/slowest_factor"]) == (3.0, 2.6)
+    assert "time/bubble_ms" not in found
+
+
+def test_one_loss_that_is_no_number_is_seen_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_others(monkeypatch, {"train/loss": math.nan})
+    assert math.isnan(over_ranks(OWN)["train/loss"])
+
+
+def test_a_rank_alone_has_no_slowest() -> None:
+    assert over_ranks(OWN) == OWN
 
 
 def test_memory_is_in_bytes() -> None:
-    metrics = memory_metrics()
-    assert 10e6 < metrics["memory/host_peak_bytes"] < 1e12
+    assert 10e6 < memory_metrics()["memory/host_peak_bytes"] < 1e12
 
 
 class Operators(TorchDispatchMode):

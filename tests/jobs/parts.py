@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from framework.data.digits import build
+from framework.tasks.classification import Classification
 
 
 class NoisyDigits(Dataset[tuple[torch.Tensor, int]]):
@@ -121,3 +125,17 @@ def steep_pairs() -> tuple[TensorDataset, TensorDataset]:
 def sparse_words() -> torch.nn.Sequential:
     """Next-token logits from an embedding whose gradients are sparse."""
     return torch.nn.Sequential(torch.nn.Embedding(50, 8, sparse=True), torch.nn.Linear(8, 50))
+
+
+class StopsItself(Classification):
+    """Asks its rank to stop in the forward pass of a step, one micro-batch each."""
+
+    def __init__(self, in_step: int) -> None:
+        super().__init__()
+        self._left = in_step
+
+    def forward(self, model: Any, inputs: Any) -> Any:
+        self._left -= 1
+        if not self._left:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().forward(model, inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from framework.config.load import Source
 from framework.config.optimizer import OneCycle, WarmupLR, optimizer_lr
@@ -42,12 +43,38 @@ def cycle_order(config: RunConfig, cluster: Cluster) -> Found:
             yield f"scheduler.min_{name}", f"it is above scheduler.max_{name} = {highest}", "exchange the two"
 
 
+@rule("profile-range")
+def profile_steps(config: RunConfig, cluster: Cluster) -> Found:
+    """What is profiled needs steps, and one place where it is asked for."""
+    profile = config.profile
+    if profile is None:
+        return
+    first, last = profile.first, profile.last
+    if first > last:
+        yield "profile.steps", "it ends before it begins", f"write {last}-{first}"
+    elif profile.waits and first == last:
+        reason = "what waits for every operation has the last step for itself, and none is left to be traced"
+        yield "profile.steps", reason, f"write {first}-{first + 1}"
+    for ours, theirs in _INSTRUMENTS.items():
+        if getattr(profile, ours) and (value := config.deepspeed.get(theirs)):
+            reason = f"profile.{ours} has DeepSpeed measure it in one step, and this in all"
+            yield Problem("section-clash", reason, f"remove it here, or profile.{ours}", f"deepspeed.{theirs}", value)
+
+
+# Of `profile`: the key of DeepSpeed's that has it measured in every step.
+_INSTRUMENTS: Final = {"deepspeed_timers": "wall_clock_breakdown", "communication": "comms_logger"}
+
+
 def length_for_schedule(config: RunConfig, total_steps: int | None) -> Iterator[Problem]:
-    """A run that ends on the way up, or before the rate is down again."""
+    """A run that ends on the way up, before the rate is down again, or before what is to be profiled."""
     scheduler, warmup = config.scheduler, getattr(config.scheduler, "warmup_steps", 0)
     if not total_steps:
         return
-    run = f"the run has {total_steps} steps"
+    run, profile = f"the run has {total_steps} steps", config.profile
+    if profile is not None and profile.last > total_steps:
+        reason = f"{run} and never reaches {'them' if profile.first > total_steps else 'the last of them'}"
+        fix = f"profile steps up to {total_steps}"
+        yield Problem("profile-beyond-run", reason, fix, "profile.steps", profile.steps, severity="warning")
     if isinstance(scheduler, OneCycle):
         first = scheduler.first_steps
         whole = first + (scheduler.second_steps or first)

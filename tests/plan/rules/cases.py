@@ -345,6 +345,21 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"checkpoint": {"keep_best": "eval/loss"}}, "cuda", "largest-is-best"),
         ({"checkpoint": {"keep_best": "eval/loss", "best_is": "min"}}, "cuda", None),
     ],
+    "profile_steps": [
+        ({"profile": {"steps": "12-10"}}, "cuda", "profile-range"),
+        ({"profile": {"steps": 10, "modules": True}}, "cuda", "profile-range"),
+        (
+            {"profile": {"steps": "1-2", "communication": True}, "deepspeed": {"comms_logger": {"enabled": True}}},
+            "cuda",
+            "section-clash",
+        ),
+        (
+            {"profile": {"steps": "1-2", "modules": True}, "deepspeed": {"comms_logger": {"enabled": True}}},
+            "cuda",
+            None,
+        ),
+        ({"profile": {"steps": 10}}, "cuda", None),
+    ],
     "cycle_order": [
         ({"scheduler": {"kind": "one_cycle", "min_lr": 1.0, "max_lr": 0.1}}, "cuda", "cycle-upside-down"),
         ({"scheduler": {"kind": "one_cycle", "min_lr": 0.1, "max_lr": 1.0}}, "cuda", None),

@@ -1,4 +1,6 @@
-"""A cycle of the learning rate that stands on its head, or that the run is too short for."""
+"""A cycle of the learning rate that stands on its head, or that the run is too short for; and a profile that it is too
+short for.
+"""
 
 from __future__ import annotations
 
@@ -54,3 +56,12 @@ def test_what_is_level_or_not_used_is_fine(cycle: dict[str, Any]) -> None:
 )
 def test_a_run_that_ends_within_the_cycle_is_warned_of(steps: int, cycle: dict[str, Any], fix: str | None) -> None:
     assert findings(steps=steps, **cycle) == ([("cycle-too-long", fix)] if fix else [])
+
+
+@pytest.mark.parametrize(("steps", "reason"), [("45-50", "never reaches them"), ("40-45", "never reaches the last of")])
+def test_a_profile_beyond_the_run_is_seen(steps: str, reason: str) -> None:
+    values = {"profile": {"steps": steps}, "training": {"max_steps": 44}}
+    (finding,) = make_plan(config_from_values(values), Cluster()).findings
+    assert (finding.kind, finding.severity, finding.key) == ("profile-beyond-run", "warning", "profile.steps")
+    assert reason in finding.reason
+    assert make_plan(config_from_values(values | {"profile": {"steps": "44"}}), Cluster()).findings == ()

@@ -1,0 +1,440 @@
+"""Steps that are looked at closely: a trace of all operations, and on request what has to wait for each of them.
+
+But for a barrier, so that no rank waits within a step for one that still writes, nothing here is collective: a profile
+that fails costs itself alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+from typing import Any, Final
+
+import deepspeed
+import torch
+import torch.distributed
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine import EngineTimers
+from deepspeed.utils.timer import SynchronizedWallClockTimer
+from torch._C._autograd import DeviceType
+from torch.nn import Module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from framework.config.training import Profile
+from framework.engine.initialize import BaseEngine
+from framework.engine.phases import Phases
+from framework.errors import in_one_line
+from framework.system.files import make_own_folder, replace_text
+from framework.system.log import warn
+
+_MOST_OPERATIONS: Final = 15
+_MOST_MODULES: Final = 400
+_MOST_INTERVALS: Final = 20_000
+_STEP: Final = "ProfilerStep#"
+_BYTES: Final = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2}
+
+Rows = list[dict[str, Any]]
+
+
+class Profiler:
+    """Writes ``profile/rank<N>.json.gz``, a trace for Perfetto, and ``tables<N>.json`` for the report.
+
+    Attributes:
+        is_over: nothing is left to be profiled.
+    """
+
+    def __init__(self, engine: BaseEngine, asked: Profile, folder: Path, *, stage: int) -> None:
+        """`folder` is the run's own, `stage` the one of a pipeline which this rank runs."""
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes lines for itself
+        self._engine, self._asked, self._folder = engine, asked, folder / "profile"
+        self._rank, self.is_over = torch.distributed.get_rank(), False
+        self._last_traced = asked.last - asked.waits
+        self._trace: _Trace | None = None
+        self._instruments: _Instruments | None = None
+        self._has_begun = False
+        self._tables: dict[str, Any] = {"rank": self._rank, "stage": stage}
+        self._tables["world_size"] = torch.distributed.get_world_size()
+
+    def begin(self, step: int) -> None:
+        """Begin what is due before a step. Collective."""
+        if not self._has_begun and self._asked.first <= step <= self._last_traced:
+            self._has_begun = True
+            self._guard(self._make_trace, step)
+            torch.distributed.barrier()
+            self._guard(self._begin_trace)
+        elif self._asked.waits and step == self._asked.last:
+            torch.distributed.barrier()
+            self._guard(self._begin_instruments)
+
+    def end(self, step: int) -> None:
+        """End what is due after a step."""
+        if step >= self._asked.last:
+            self.close()
+        elif step == self._last_traced:
+            self._guard(self._end_trace)
+
+    def close(self) -> None:
+        """Write what there is, also of a run that stops between two profiled steps."""
+        if not self.is_over:
+            self.is_over = True
+            for end in (self._end_trace, self._end_instruments, self._write):
+                self._guard(end)
+
+    def _make_trace(self, step: int) -> None:
+        make_own_folder(self._folder)
+        self._trace = _Trace(self._engine.phases, self._folder / f"rank{self._rank}.json.gz", before=step)
+
+    def _begin_trace(self) -> None:
+        if self._trace is not None:
+            self._trace.begin()
+
+    def _begin_instruments(self) -> None:
+        self._instruments = _Instruments(self._engine, self._asked)
+
+    def _end_trace(self) -> None:
+        if self._trace is not None:
+            self._trace.end()
+
+    def _end_instruments(self) -> None:
+        if self._instruments is not None:
+            self._tables |= self._instruments.end()
+
+    def _write(self) -> None:
+        if self._trace is not None:
+            self._tables |= self._trace.tables(has_operations=self._rank == 0)
+        if {"steps", "measured_step"} & self._tables.keys():
+            make_own_folder(self._folder)
+            replace_text(self._folder / f"tables{self._rank}.json", json.dumps(self._tables))
+
+    def _guard(self, call: Callable[..., object], *arguments: Any) -> None:
+        try:
+            call(*arguments)
+        except Exception as error:
+            warn(f"the profile is not complete ({in_one_line(error)}); training goes on [profile-failed]")
+
+
+class _Trace:
+    """Torch's profiler over some steps, with a range for each of them and for each of its phases."""
+
+    def __init__(self, phases: Phases, path: Path, *, before: int) -> None:
+        self._phases, self._path, self._step = phases, path, before - 1
+        self._steps, self._ranges = list[int](), list[Any]()
+        self._sent: Mapping[str, list[int]] = {}
+        self._spans: list[tuple[float, float]] = []  # Unix times of the steps
+        activity = torch.profiler.ProfilerActivity
+        on_gpu = [activity.CUDA] if get_accelerator()._name == "cuda" else []
+        self._marks: list[tuple[int, str, Any]] = []
+        self._profiler = torch.profiler.profile(activities=[activity.CPU, *on_gpu])
+        self._profiler.prepare_trace()
+
+    def begin(self) -> None:
+        """Begin with the next step."""
+        self._profiler.start_trace()
+        get_accelerator().synchronize()
+        self._began, self._base = time.time(), self._phases.moment()
+        self._phases.watch(self._note)
+
+    def _note(self, phase: str) -> None:
+        if self._marks and self._marks[-1][1]:
+            self._close()
+        else:
+            self._step += 1
+            self._open(f"{_STEP}{self._step}")
+            self._spans.append((time.time(), math.inf))
+        self._marks.append((self._step, phase, self._phases.moment()))
+        if phase:
+            self._open(phase)
+        else:
+            self._close()
+            self._spans[-1] = (self._spans[-1][0], time.time())
+            self._steps.append(self._step)
+
+    def _open(self, name: str) -> None:
+        self._ranges.append(torch.profiler.record_function(name))
+        self._ranges[-1].__enter__()
+
+    def _close(self) -> None:
+        self._ranges.pop().__exit__(None, None, None)
+
+    def end(self) -> None:
+        """Write the trace, whole or not at all; once."""
+        if not self._path.name:
+            return
+        path, self._path = self._path, Path()
+        self._phases.unwatch()
+        while self._ranges:  # of a step that has failed
+            self._close()
+        get_accelerator().synchronize()
+        self._sent = _sizes_sent(self._spans)
+        self._profiler.stop_trace()
+        aside = path.with_name(f".{os.getpid()}.{path.name}")
+        try:
+            self._profiler.export_chrome_trace(str(aside))
+            os.replace(aside, path)
+        finally:
+            aside.unlink(missing_ok=True)
+
+    def tables(self, *, has_operations: bool) -> dict[str, Any]:
+        """Return what the report shows of the steps that were taken."""
+        if not self._steps:
+            return {}
+        timeline = [interval for interval in self._timeline() if interval["step"] in self._steps][-_MOST_INTERVALS:]
+        tables = {"steps": self._steps, "began_seconds": self._began, "timeline": timeline}
+        if has_operations:
+            profiler: Any = self._profiler.profiler  # whose `events()` takes seconds where these take milliseconds
+            events, num_steps = profiler.kineto_results.events(), len(self._steps)
+            tables["operations"] = operations_of(events, {phase for _, phase, _ in self._marks}, num_steps=num_steps)
+            tables["collectives"] = collectives_of(events, self._sent, num_steps=num_steps)
+        return tables
+
+    def _timeline(self) -> Iterator[dict[str, Any]]:
+        """Each phase that was entered: of which step and which of its micro-batches, begin and length."""
+        counts: dict[tuple[int, str], int] = defaultdict(int)
+        names = ["", "", *(phase for _, phase, _ in self._marks)]
+        for number, ((step, phase, begin), (_, _, end)) in enumerate(pairwise(self._marks)):
+            if phase:
+                # The end of a backward pass, after the sums that it waits for, is a part of it.
+                counts[step, phase] += names[number : number + 2] != [phase, "communication"]
+                at, length = self._phases.between(self._base, begin), self._phases.between(begin, end)
+                times = {"at_ms": round(1000 * at, 4), "ms": round(1000 * length, 4)}
+                yield {"step": step, "phase": phase, "micro_batch": counts[step, phase] - 1, **times}
+
+
+def operations_of(events: Iterable[Any], phases: Set[str], *, num_steps: int) -> Rows:
+    """Add up the own time of operations on the host and of kernels on the device, as means of a step.
+
+    Args:
+        events: of kineto, whose times are in ns.
+        phases: names of the ranges that divide a step.
+        num_steps: how many steps were traced.
+
+    Returns:
+        the 15 largest of each place; a phase's is what none of its operations took: Python, and waiting.
+    """
+    threads: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
+    found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for event in events:
+        span, name = (event.start_ns(), event.end_ns()), event.name()
+        if event.device_type() != DeviceType.CPU:
+            if not event.is_user_annotation():
+                _add(found["device", name], 1, span[1] - span[0])
+        elif not event.is_async() and event.start_thread_id() == event.end_thread_id():
+            threads[event.start_thread_id()].append((span[0], -span[1], name))
+    for spans in threads.values():
+        open_ones: list[tuple[int, str]] = []
+        for start, end, name in sorted(spans):
+            while open_ones and open_ones[-1][0] <= start:
+                open_ones.pop()
+            if open_ones:  # takes its time from what it is in
+                _add(found["host", open_ones[-1][1]], 0, start - min(-end, open_ones[-1][0]))
+            _add(found["host", name], 1, -end - start)
+            open_ones.append((-end, name))
+    rows: Rows = []
+    for place in ("host", "device"):
+        own = [(name, sums) for (where, name), sums in found.items() if where == place and not name.startswith(_STEP)]
+        for name, (count, time_ns) in sorted(own, key=lambda pair: -pair[1][1])[:_MOST_OPERATIONS]:
+            label = f"{name}: Python and waiting" if name in phases else name
+            rows.append({"name": label, "place": place, "count": count / num_steps, "ms": time_ns / 1e6 / num_steps})
+    return rows
+
+
+def collectives_of(events: Iterable[Any], sizes: Mapping[str, list[int]], *, num_steps: int) -> Rows:
+    """Add up what was sent by kind, as means of a step, each from where it was handed over to its end. `sizes`: bytes
+    of each by its name in torch's flight recorder.
+    """
+    events, found = list(events), defaultdict[tuple[str, bool], list[float]](lambda: [0.0, 0.0])
+    steps = [(event.start_ns(), event.end_ns()) for event in events if event.name().startswith(_STEP)]
+    for event in events:
+        is_in_step = any(start <= event.start_ns() < end for start, end in steps)  # and not of a save
+        if is_in_step and event.name().startswith(("gloo:", "nccl:", "hccl:", "xccl:")):
+            on_host = event.device_type() == DeviceType.CPU
+            _add(found[event.name(), on_host], 1, event.end_ns() - event.start_ns())
+    rows = []
+    for (name, on_host), (count, time_ns) in found.items():
+        if not on_host or (name, False) not in found:  # the device's own times are the true ones
+            known, count = sizes.get(name, []), count / num_steps
+            num_bytes = sum(known) / len(known) * count if known else None
+            rows.append(_row_of_sent(name.partition(":")[2], count, num_bytes, time_ns / 1e6 / num_steps))
+    return sorted(rows, key=lambda row: -row["ms"])
+
+
+def _add(sums: list[float], *values: float) -> None:
+    sums[:] = map(sum, zip(sums, values, strict=True))
+
+
+def _row_of_sent(name: str, count: float, num_bytes: float | None, milliseconds: float) -> dict[str, Any]:
+    rate = 1000 * num_bytes / milliseconds if num_bytes and milliseconds else None
+    return {"name": name, "count": count, "bytes": num_bytes, "ms": milliseconds, "bytes_per_second": rate}
+
+
+def _sizes_sent(spans: Sequence[tuple[float, float]]) -> Mapping[str, list[int]]:
+    """Bytes of what was sent within some Unix times, of the larger side, as nccl-tests count them."""
+    dump, found = torch._C._distributed_c10d._dump_fr_trace_json, defaultdict[str, list[int]](list)
+    for entry in json.loads(dump(backend=torch.distributed.get_backend())).get("entries", []):
+        if any(begin <= entry["time_created_ns"] / 1e9 <= end for begin, end in spans):
+            sides = [zip(entry[f"{side}_dtypes"], entry[f"{side}_sizes"], strict=False) for side in ("input", "output")]
+            sums = (sum(_BYTES.get(dtype, 1) * torch.Size(size).numel() for dtype, size in side) for side in sides)
+            found[entry["profiling_name"]].append(max(sums))
+    return found
+
+
+class _Instruments:
+    """What is measured in one step by waiting for each operation."""
+
+    def __init__(self, engine: BaseEngine, asked: Profile) -> None:
+        self._undo, self._tables = ExitStack(), dict[str, Any](measured_step=asked.last)
+        self._reads: list[tuple[str, Callable[[], Any]]] = []
+        try:
+            if asked.deepspeed_timers:
+                self._time(engine.engine)
+            if asked.communication:
+                self._log_communication()
+            if asked.modules:
+                self._watch_modules(engine)
+        except BaseException:
+            self._undo.close()
+            raise
+
+    def end(self) -> Mapping[str, Any]:
+        """Put everything back, and return what was measured."""
+        with self._undo:
+            return self._tables | {name: read() for name, read in self._reads}
+
+    def _put(self, owner: Any, **values: Any) -> None:
+        """Replace attributes of an object until the step has ended."""
+        own = vars(owner)
+        for name, value in values.items():
+            self._undo.callback(partial(own.__setitem__, name, own[name]) if name in own else partial(own.pop, name))
+            own[name] = value
+
+    def _time(self, engine: deepspeed.DeepSpeedEngine) -> None:
+        timers, named = _Timers(), EngineTimers(enable_micro_timers=False, enable_global_timers=True)
+        if isinstance(engine, deepspeed.PipelineEngine):
+            self._put(engine._config, wall_clock_breakdown=True)
+            if not engine.is_last_stage():  # it starts these itself, and may not twice
+                named.backward_timers = named.backward_inner_timers = named.backward_reduce_timers = []
+        self._put(engine, timers=timers, engine_timers=named)
+        for name in ("_start_timers", "_stop_timers"):  # left out, as an idle measurement
+            self._put(engine, **{name: partial(getattr(type(engine), name), engine)})
+        if hasattr(engine.optimizer, "timers"):
+            self._put(engine.optimizer, timers=timers)
+        read = timers.get_timers
+        self._reads.append(("timers", lambda: {name: timer.elapsed(reset=False) for name, timer in read().items()}))
+
+    def _log_communication(self) -> None:
+        comm, found = deepspeed.comm.comm, defaultdict[str, list[float]](lambda: [0.0, 0.0, 0.0])
+
+        def append(raw_name: str, name: str, milliseconds: float, num_bytes: int) -> None:
+            """Stand in for DeepSpeed's, which ends the process at an operation that it does not know, and adds the time
+            of each operation to that of the next one of its kind (0.19.8, `timed_op`).
+            """
+            comm.timers(name).reset()
+            _add(found[raw_name], 1, num_bytes, milliseconds)
+
+        self._put(comm.comms_logger, enabled=True, prof_all=True, verbose=False, debug=False, append=append)
+        self._reads.append(("communication", lambda: [_row_of_sent(name, *sums) for name, sums in found.items()]))
+
+    def _watch_modules(self, engine: BaseEngine) -> None:
+        watch = self._undo.enter_context(ModuleWatch(engine.engine.module, engine.phases))
+        self._reads.append(("modules", lambda: watch.rows(engine.name_module)))
+
+
+class _Timers(SynchronizedWallClockTimer):  # type: ignore[misc]
+    def log(self, *names: Any, **options: Any) -> None: ...
+
+
+class ModuleWatch:
+    """Times, FLOPs and kept activations of the modules of a model, by hooks.
+
+    FLOPs, two for each multiplication with an addition, are counted by torch's formulas as operations arrive:
+    DeepSpeed's flops profiler (0.19.8) misses a function that was imported by its name, and counts products of stage 3
+    twice. What is kept is what autograd saves, without weights, and each piece of memory once. Both take time, and are
+    taken of a step's first forward pass, whose times count only where it is the only one.
+    """
+
+    def __init__(self, module: Module, phases: Phases) -> None:
+        self._module, self._phases, self._undo = module, phases, ExitStack()
+        self._first = ExitStack()  # forward pass
+        self._flops, self._seen = _Flops(), set[int]()  # type: ignore[no-untyped-call]
+        self._inside: list[tuple[Module, float, int]] = []
+        self._seconds: list[dict[Module, float]] = []  # of each pass
+        self._counted, self._kept = Counter[Module](), Counter[Module]()
+
+    def __enter__(self) -> ModuleWatch:
+        for module in self._module.modules():
+            self._undo.callback(module.register_forward_pre_hook(self._enter, prepend=True).remove)
+            self._undo.callback(module.register_forward_hook(self._leave).remove)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._first.close()
+        self._undo.close()
+
+    def _enter(self, module: Module, inputs: Any) -> None:
+        if self._phases.current != "forward":  # it runs again, for the backward pass
+            return
+        if not self._seconds:
+            self._seen = {weight.untyped_storage().data_ptr() for weight in self._module.parameters()}
+            self._first.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor))
+            self._first.enter_context(self._flops)
+        if not self._inside:
+            self._seconds.append(defaultdict(float))
+        get_accelerator().synchronize()
+        self._inside.append((module, time.perf_counter(), self._flops.total))
+
+    def _leave(self, module: Module, inputs: Any, output: Any) -> None:
+        if self._phases.current != "forward":
+            return
+        get_accelerator().synchronize()
+        _, began, flops = self._inside.pop()
+        self._seconds[-1][module] += time.perf_counter() - began
+        self._counted[module] += self._flops.total - flops
+        if not self._inside:
+            self._first.close()
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        modules = [module for module, *_ in self._inside]
+        gathered = {weight.untyped_storage().data_ptr() for weight in modules[-1].parameters(recurse=False)}
+        if storage.data_ptr() not in self._seen | gathered:
+            self._seen.add(storage.data_ptr())
+            self._kept.update(dict.fromkeys(modules, storage.nbytes()))
+        return tensor
+
+    def rows(self, name_module: Callable[[str], str]) -> Rows:
+        """Return a row for each module that was called, with all that is in it: milliseconds, FLOPs and kept bytes of a
+        forward pass, and parameters.
+        """
+        rows = []
+        for name, module in self._module.named_modules():
+            if times := [1000 * each[module] for each in self._seconds if module in each]:
+                row = {"name": name_module(name), "kind": type(module).__name__, "depth": name.count(".") + bool(name)}
+                row |= {
+                    "ms": mean(times[1:] or times),
+                    "flops": self._counted[module],
+                    "kept_bytes": self._kept[module],
+                }
+                weights = sum(getattr(weight, "ds_numel", weight.numel()) for weight in module.parameters())
+                rows.append(row | {"params": weights})
+        return rows[:_MOST_MODULES]
+
+
+class _Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """FLOPs of what is called meanwhile."""
+
+    total = 0
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, count = call(*args, **(kwargs or {})), flop_registry.get(call.overloadpacket)
+        self.total += count(*args, **(kwargs or {}), out_val=result) if count is not None else 0
+        return result

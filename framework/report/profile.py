@@ -1,0 +1,100 @@
+"""Profiled steps of a run: what its ranks have measured, as a timeline and as tables of the page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from framework.report.draw import Chart, timeline_chart
+from framework.report.figures import PHASE_NAMES, number, size
+
+# Raised by what a file of this form does not hold.
+_DAMAGED: Final = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
+_MOST_INTERVALS: Final = 3000
+_MOST_ROWS: Final = 60
+
+Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
+"""Title, columns and rows."""
+
+
+def timeline_of(ranks: Sequence[Mapping[str, Any]], *, slug: str, run: str) -> Chart | None:
+    """Draw the last step that all ranks have traced, a row for each; None where there is none. `slug` is the name of
+    its file, and its title begins with `run`.
+    """
+    try:
+        rows, step = _timeline(ranks)
+    except _DAMAGED:
+        return None
+    title = f"{run}Where the time of step {step} goes, by rank and micro-batch"
+    return timeline_chart(slug, title, rows) if rows else None
+
+
+def _timeline(ranks: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, list[Any]]], int]:
+    steps = set.intersection(*(set(rank.get("steps", ())) for rank in ranks)) if ranks else set()
+    step, rows = max(steps, default=0), list[tuple[str, list[Any]]]()
+    for rank in ranks if steps else ():
+        began = 1000.0 * rank["began_seconds"]
+        parts = [part for part in rank["timeline"] if part["step"] == step]
+        stage = f", stage {rank['stage']}" if any(each["stage"] for each in ranks) else ""
+        bars = [
+            (began + part["at_ms"], part["ms"], PHASE_NAMES.get(part["phase"], part["phase"]), part["micro_batch"])
+            for part in parts[: _MOST_INTERVALS // len(ranks)]
+        ]
+        rows.append((f"rank {rank['rank']}{stage}", bars))
+    return rows, step
+
+
+def tables_of(ranks: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """Make the tables of the profiled steps: of rank 0, and the modules of every stage."""
+    try:
+        return list(_tables(ranks)) if ranks else []
+    except _DAMAGED:
+        return [("Damaged", ["file"], [["profile/tables*.json"]])]
+
+
+def _tables(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
+    first = ranks[0]
+    steps = ", ".join(map(str, first.get("steps", ())))
+    measured = first.get("measured_step")
+    if rows := _rows(first.get("operations"), name=str, place=str, count=number, ms=_ms):
+        title = f"Operations by their own time, per step (rank 0, steps {steps})"
+        yield title, ["operation", "where", "calls", "time"], rows
+    for name, title in (
+        ("collectives", f"Sent, per step (steps {steps})"),
+        ("communication", _LOGGED.format(measured)),
+    ):
+        if rows := _rows(first.get(name), name=str, count=number, bytes=size, ms=_ms, bytes_per_second=_rate):
+            yield f"{title}, rank 0", ["kind", "count", "bytes", "time", "bandwidth"], rows
+    for rank in ranks:
+        is_new_stage = all(rank is each or rank["stage"] != each["stage"] for each in ranks[: ranks.index(rank)])
+        modules = sorted(rank.get("modules", ()), key=lambda row: row["depth"])[:_MOST_ROWS]
+        modules = [row for row in rank.get("modules", ()) if row in modules] if is_new_stage else []
+        if rows := _rows(modules, name=str, kind=str, ms=_ms, flops=number, params=number, kept_bytes=size):
+            rows = [[row[0] or "(all)", *row[1:]] for row in rows]
+            columns = ["module", "kind", "time", "FLOPs", "parameters", "kept for backward"]
+            yield (
+                f"Modules, per forward pass (rank {rank['rank']}, stage {rank['stage']}, step {measured})",
+                columns,
+                rows,
+            )
+    if timers := first.get("timers"):
+        rows = [[name, _ms(value)] for name, value in timers.items()]
+        yield f"DeepSpeed's timers (rank 0, step {measured})", ["timer", "time"], rows
+
+
+_LOGGED: Final = "Sent by DeepSpeed, which waits for each (step {})"
+
+
+def _rows(found: Any, **columns: Callable[[Any], str]) -> list[list[str]]:
+    return [
+        ["unknown" if row.get(name) is None else show(row[name]) for name, show in columns.items()]
+        for row in found or ()
+    ]
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.3f} ms"
+
+
+def _rate(value: float) -> str:
+    return f"{size(value)}/s"
