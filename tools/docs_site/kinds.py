@@ -78,10 +78,11 @@ class Kind:
 def find_kinds() -> dict[str, Kind]:
     """Return every kind, by name; of several places the first that has a sentence."""
     found: dict[str, Kind] = {}
-    rows = json.loads((ROOT / "framework/dslint/tables/rules.json").read_text(encoding="utf-8"))
-    for name, row in rows.items():
-        first = {**row, **row.get("cases", [{}])[0]}
-        found[name] = Kind(name, _joined(first["reason"], first["fix"]), "dslint", first.get("severity", "error"))
+    for room, file in (("dslint", "tables"), ("plan", "rules")):
+        rows = json.loads((ROOT / f"framework/{room}/{file}/rules.json").read_text(encoding="utf-8"))
+        for name, row in rows.items():
+            first = {**row, **row.get("cases", [{}])[0]}
+            found[name] = Kind(name, _joined(first["reason"], first["fix"]), room, first.get("severity", "error"))
     for path in sorted((ROOT / "framework").rglob("*.py")):
         file = path.relative_to(ROOT).as_posix()
         for kind in _Module(ast.parse(path.read_text(encoding="utf-8")), file).kinds():
@@ -104,7 +105,7 @@ class _Module:
         self._room = parts[1] if len(parts) > 2 else "commands"
         self._nodes: list[ast.AST] = []
         self._owner: dict[ast.AST, ast.AST] = {}  # the function in which a node stands, or the module
-        self._given: dict[tuple[ast.AST, str], ast.expr] = {}  # the first value that a name gets there
+        self._given: dict[tuple[ast.AST, str], list[ast.expr]] = {}  # the values that a name gets there
         self._visit(tree, tree)
         self._functions = [node for node in self._nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
         self._patterns: dict[str, tuple[int, str, str]] = {}
@@ -114,17 +115,18 @@ class _Module:
         self._nodes.append(node)
         self._owner[node] = owner
         for name, value in _assignments(node):
-            self._given.setdefault((owner, name), value)
+            self._given.setdefault((owner, name), []).append(value)
         inner = node if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else owner
         for child in ast.iter_child_nodes(node):
             self._visit(child, inner)
 
     def _assigned(self, node: ast.AST, name: str) -> ast.expr | None:
-        """The first value that a name gets in the function of a node, or in one around it, or in the module."""
+        """The last value before a node that a name gets in its function, or in one around it, or in the module."""
         owner = self._owner.get(node, self._tree)
         while (owner, name) not in self._given and owner is not self._tree:
             owner = self._owner[owner]
-        return self._given.get((owner, name))
+        values, line = self._given.get((owner, name), []), getattr(node, "lineno", 0)
+        return next((each for each in reversed(values) if each.lineno <= line), values[0] if values else None)
 
     def kinds(self) -> Iterator[Kind]:
         for function in self._functions:
@@ -169,6 +171,9 @@ class _Module:
 
     def _rules(self, function: Any) -> Iterator[Kind]:
         for decorator in function.decorator_list:
+            if isinstance(decorator, ast.Name) and decorator.id == "rule":  # of Kubernetes' manifests
+                purpose = " ".join((ast.get_docstring(function) or "").split())
+                yield self._kind(f"k8s-{function.name.replace('_', '-')}", purpose, "")
             if not (isinstance(decorator, ast.Call) and _name(decorator) == "rule"):
                 continue
             texts = [arg.value for arg in decorator.args if isinstance(arg, ast.Constant)]

@@ -21,7 +21,20 @@ from framework.system.arguments import CommandParser
 from tools.docs_site.kinds import ROOT, find_kinds
 
 _COMMANDS: Final = (
-    *("check", "plan", "render", "schema", "import", "inspect", "report", "prepare", "generate", "export", "doctor"),
+    *(
+        "check",
+        "plan",
+        "render",
+        "schema",
+        "import",
+        "inspect",
+        "report",
+        "prepare",
+        "generate",
+        "export",
+        "bench",
+        "doctor",
+    ),
     *("launch", "launch node", "launch k8s", "launch slurm", "train.py"),
 )
 # What a room of `framework/` reports about.
@@ -78,7 +91,7 @@ def config_page() -> str:
         "DeepSpeed's JSON that a key decides; `python -m framework render FILE` prints their values.\n",
     ]
     theirs = _rendered()
-    for title, path, schema in _sections():
+    for title, path, schema in {title: (title, path, schema) for title, path, schema in _sections()}.values():
         lines += [f"{'#' * (2 + (title.count(' ') > 0))} {title}\n", f"{_sentences(schema)}\n"]
         properties = {name: field for name, field in schema.get("properties", {}).items() if "const" not in field}
         if path in ("model", "data", "task") and "target" in properties:
@@ -123,7 +136,8 @@ def _sections() -> Iterator[tuple[str, str, dict[str, Any]]]:
     definitions = schema["$defs"]
 
     def members(field: Mapping[str, Any]) -> list[dict[str, Any]]:
-        references = [field, *field.get("oneOf", ()), *field.get("anyOf", ())]
+        each = field.get("items", field)  # of a list its items
+        references = [each, *each.get("oneOf", ()), *each.get("anyOf", ())]
         return [definitions[each["$ref"].rpartition("/")[2]] for each in references if "$ref" in each]
 
     def union(field: Mapping[str, Any], found: list[dict[str, Any]]) -> dict[str, Any]:
