@@ -257,7 +257,7 @@ _TYPES: Final[Mapping[str, Callable[[Any], bool]]] = {
     "files": _are_records,
     **{f"layout.{name}": _is_count for name in _LAYOUT},
     "layout.*": lambda value: _is_count(value) and value > 0,
-    "config.*": lambda value: isinstance(value, (Mapping, list)),
+    "config": lambda sections: all(_is_mapping(each) or name == "callbacks" for name, each in sections.items()),
     "config.run.name": _is_text,
     "config.zero.stage": lambda value: _is_count(value) and value <= 3,
     "config.zero.offload_optimizer?": _or_null(_is_mapping),

@@ -163,7 +163,21 @@ _FROM_ACCELERATE: Final = (
 IN_BOTH: Final = frozenset({"optimizer", "scheduler", "checkpoint"})
 # Sections that only a run config has. A test holds them against RunConfig.
 OURS: Final = frozenset(
-    ("run", "model", "data", "task", "batch", "precision", "zero", "parallel", "training", "evaluation", "monitors")
+    (
+        "run",
+        "model",
+        "data",
+        "task",
+        "batch",
+        "precision",
+        "zero",
+        "parallel",
+        "training",
+        "evaluation",
+        "monitors",
+        "callbacks",
+        "profile",
+    )
 ) | {"deepspeed"}
 
 

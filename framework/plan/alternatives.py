@@ -21,6 +21,7 @@ _KNOBS: Final[Sequence[tuple[str, Any]]] = (
     ("zero.stage3_max_live_parameters", 100_000_000),
     ("zero.stage3_prefetch_bucket_size", 5_000_000),
     ("optimizer.implementation", "deepspeed"),
+    ("checkpoint.mode", "sync"),
 )
 
 

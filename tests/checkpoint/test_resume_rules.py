@@ -25,7 +25,7 @@ from tests.places import ROOT
 
 # Sections whose rule holds for whatever they have or will have: what they decide is restored from the checkpoint, or
 # moved.
-WHOLE = {"model", "data", "task", "optimizer", "scheduler", "deepspeed", "zero", "monitors", "training.ema"}
+WHOLE = {"model", "data", "task", "optimizer", "scheduler", "deepspeed", "zero", "monitors", "profile", "training.ema"}
 PAGE = ROOT / "docs" / "checkpoints.md"
 FP16 = {"dtype": "fp16"}
 

@@ -62,7 +62,7 @@ def test_a_kill_is_explained_by_what_lies_on_the_host(tmp_path: Path, capsys: Ca
     assert "\nalso      each rank of a host holds there what is offloaded: fewer of them take less, " in out
     assert "checkpoint.mode" not in out
     out = explained(tmp_path, "killed-deepspeed", "zero.stage=1", "checkpoint.mode=async", capsys=capsys)
-    assert "\nfixes     none of these settings takes less then: a smaller model, or fewer ranks on this host\n" in out
+    assert re.search(r"\nfixes     checkpoint.mode: sync: (.*) less, and .* at most on the device, by estimate\n", out)
     assert "\nalso      checkpoint.mode: async copies what" in out
 
 
