@@ -525,7 +525,7 @@ class _Estimate:
             return self.width * self.total
         if isinstance(optimizer, Lamb):
             return 2 * self.width * self.total
-        if not (isinstance(optimizer, AdamW) and _is_fused(optimizer)):
+        if getattr(optimizer, "implementation", "") != "deepspeed":
             return (self.width + _FP32) * self.total
         sizes = [sum(group) for group in self.groups]
         joined = accumulate(sizes, initial=0)

@@ -113,7 +113,7 @@ class Shares:
             else:
                 largest = max(self.weights)
                 found["copies of weights"] = self.width * (kept + largest)
-                found["gradients"] += self.width * self.touched * self.accumulates
+                found["sums of gradients"] = self.width * self.touched * self.accumulates
                 pinned += [width * part for part in self.parts for width in (_FP32, _FP32, self.width)]
                 pinned.append(self.width * largest)
             if swapped:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.planner.published import read_points
-from framework.commands.own_work import find_own_work
+from framework.commands.own_work import find_own_optimizer, find_own_work
 from framework.config.load import config_from_values
 from framework.plan.cluster import Cluster
 from framework.plan.memory import Memory, NotEstimatedError, estimate, stage_memories
@@ -77,6 +77,16 @@ def cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
     for stage in (1, 2):
         zero = {"stage": stage, "reduce_bucket_size": 600_000, "offload_optimizer": {"device": "cpu"}}
         yield f"z{stage}-offload", config_of(zero=zero, precision=half), TOKENS
+    batch = {"micro_size": 1, "accumulation_steps": 4}
+    yield "z2-offload-sums", config_of(zero=zero, precision=half, batch=batch), TOKENS
+    own = {"target": "torch.optim:RMSprop", "args": {"lr": 0.001, "centered": True}}
+    for stage in (0, 1):
+        yield f"z{stage}-own-optimizer", config_of(zero={"stage": stage}, precision=half, optimizer=own), TOKENS
+    for name in ("fused", "deepspeed"):
+        fused = {"kind": "adamw", "implementation": name, "weight_decay_on": "matrices"}
+        for stage in (0, 2):
+            zero = {"stage": stage, "reduce_bucket_size": 600_000} if stage else {}
+            yield f"z{stage}-{name}", config_of(zero=zero, precision=half, optimizer=fused), TOKENS
     zero = {"stage": 3, "reduce_bucket_size": 600_000, "offload_param": {"device": "cpu"}}
     yield "z3-offload-weights", config_of(zero=zero, precision=half), TOKENS
     for dtype in ("fp32", "bf16"):
@@ -177,6 +187,9 @@ def test_estimate_is_what_ranks_hold(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     ranks, found = measured
+    for values in (CASES[name][0] for name in found if name.endswith("own-optimizer")):
+        plan = make_plan(config_from_values(values), Cluster(devices_per_host=ranks, device="cpu"))
+        assert find_own_optimizer(plan) == ""
     wrong = []
     for name, (*counted, saved, staged, on_disk) in found.items():
         wrong += wrong_files(name, ranks, staged, on_disk)
@@ -221,7 +234,9 @@ def expected(name: str, ranks: int, saved: int) -> list[int]:
 
 def on_host(memory: Memory, moment: str) -> int:
     """Bytes in host memory at one moment: on CPU all tensors are there."""
-    absent = {"start": {"optimizer state", "optimizer copies"}, "step": set()}.get(moment, {"optimizer copies"})
+    absent = {"start": {"optimizer state", "optimizer copies", "sums of gradients"}, "step": set()}.get(
+        moment, {"optimizer copies"}
+    )
     return sum(size for name, size in memory.host.items() if name not in absent)
 
 
