@@ -92,6 +92,11 @@ def descend(loc: Sequence[str | int], model: type[BaseModel]) -> tuple[KeyPath, 
         members = members_of(annotation)
         if part in members:
             annotation = members[str(part)]
+        elif isinstance(part, int) and get_args(annotation):  # an item of a list
+            path.append(part)
+            owner, annotation = annotation, get_args(annotation)[0]
+            while not members_of(annotation) and get_args(annotation):
+                annotation = get_args(annotation)[0]
         elif part != "[key]":
             path.append(part)
             field = fields_of(annotation).get(str(part))

@@ -10,7 +10,7 @@ from framework.checkpoint.manifest import list_checkpoints
 
 # What differs between two runs of the same steps: the clock, what is measured with it, and what counts starts or begins
 # anew at each.
-_MEASURED = ("time", "throughput/", "time/", "memory/", "data/", "run/", "train/spike_score")
+_MEASURED = ("time", "throughput/", "time/", "memory/", "data/", "run/", "ranks/", "train/spike_score")
 
 
 def left_behind(checkpoints: Path) -> str:

@@ -130,12 +130,13 @@ def sparse_words() -> torch.nn.Sequential:
 class StopsItself(Classification):
     """Asks its rank to stop in the forward pass of a step, one micro-batch each."""
 
-    def __init__(self, in_step: int) -> None:
+    def __init__(self, in_step: int, seconds: float = 0.0) -> None:
         super().__init__()
-        self._left = in_step
+        self._left, self._seconds = in_step, seconds
 
     def forward(self, model: Any, inputs: Any) -> Any:
         self._left -= 1
         if not self._left:
             os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(self._seconds)
         return super().forward(model, inputs)

@@ -209,7 +209,7 @@ def wrong_files(name: str, ranks: int, staged: int, on_disk: int) -> Iterator[st
     every = [memory] if plan.layout.pipe_size == 1 or work is None else stage_memories(plan, work)
     most = max(each.host["checkpoint on its way to disk"] for each in every)
     for what, told, counted in (("staged", most, staged), ("on disk", memory.saved_bytes, on_disk)):
-        if told != pytest.approx(counted, rel=0.03):
+        if told != pytest.approx(counted, rel=0.03, abs=32 * 1024):  # names, and what lies between tensors
             yield f"{name}, {what}: {told} instead of {counted} ({told / counted - 1:+.1%})"
 
 
