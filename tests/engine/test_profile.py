@@ -30,7 +30,8 @@ LENET = {"kind": "lenet", "image_size": 28}
 DIGITS = {"kind": "digits", "image_size": 28}
 ALL = {"modules": True, "deepspeed_timers": True, "communication": True}
 BASE: dict[str, Any] = {"model": LENET, "data": DIGITS, "training": {"max_steps": 9, "log_every": 3}}
-# Ranks look for a request four times a second: steps are slow enough for it to come before the end; the resumed run has fewer.
+# Ranks look for a request four times a second: steps are slow enough for it to come before the end, and the resumed
+# run has fewer.
 STOPS = {
     "task": {"target": "tests.jobs.parts:StopsItself", "args": {"in_step": 14, "seconds": 0.1}},
     "training": {"max_steps": 25, "log_every": 5},
