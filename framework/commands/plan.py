@@ -10,17 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from framework.commands.check_fix import write_file
-from framework.commands.explain_oom import explain_oom
-from framework.commands.measure import measure
-from framework.commands.memory_chart import draw_chart
 from framework.commands.own_work import find_own_optimizer, find_own_work
 from framework.commands.paper import paper_lines, paper_section
 from framework.commands.stage_balance import StageBalance, find_stage_balance
 from framework.commands.strategies import loser_lines, strategies_section, table_lines, unusual, write_choice
 from framework.commands.target_search import missing_targets
 from framework.commands.torch_child import NoAnswerError
-from framework.commands.trials import fastest, run_trials, table
 from framework.commands.verdict import find_gpu
 from framework.config.base import ModelKind
 from framework.config.base import Target as TargetSection
@@ -117,6 +112,8 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
     if arguments.chart and not arguments.chart.lower().endswith(".svg"):
         raise UsageError(f"plan: --chart {arguments.chart}: what is drawn is SVG; name it .svg")
     if arguments.measure:
+        from framework.commands.measure import measure  # as others below: loaded where it is asked for
+
         print(*measure(cluster), sep="\n", file=sys.stderr if arguments.json else sys.stdout)
     if arguments.gpu:
         target = listed_target(arguments.gpu, devices_per_host=cluster.devices_per_host, network=arguments.network)
@@ -131,6 +128,8 @@ def run_plan(arguments: argparse.Namespace, run: LoadedRun, cluster: Cluster | N
             _print_nearest(run, cluster)
         raise
     if arguments.explain_oom:
+        from framework.commands.explain_oom import explain_oom
+
         return explain_oom(arguments.explain_oom, plan, work=own[0], as_json=arguments.json)
     question = _Question(arguments, run, plan, target, *own)
     answer = _answer(question)
@@ -223,6 +222,8 @@ def _answer(question: _Question) -> _Answer:
 
 def _tried(answer: _Answer, count: int) -> _Answer:
     """The answer with its best strategies, and the plan as it stands, in the order in which they were measured."""
+    from framework.commands.trials import fastest, run_trials, table
+
     tried, planned = list(answer.candidates[:count]), answer.planned
     if planned is not None and all(each.choice != planned.choice for each in tried):
         tried.append(planned)
@@ -340,5 +341,8 @@ def _act(question: _Question, answer: _Answer) -> None:
             write(out, f"note      chosen with {' '.join(further)}, which {run.config_path} does not hold\n")
     if arguments.chart:
         limit = question.target.usable_bytes(answer.candidates[0].memory)
+        from framework.commands.check_fix import write_file
+        from framework.commands.memory_chart import draw_chart
+
         chart = draw_chart(answer.candidates, limit_bytes=limit, title=question.plan.config.run.name)
         write_file(Path(arguments.chart), chart, name=arguments.chart)
