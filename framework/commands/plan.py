@@ -340,9 +340,9 @@ def _act(question: _Question, answer: _Answer) -> None:
         if further := [word for word in arguments.words if word.partition("=")[0] not in settings]:
             write(out, f"note      chosen with {' '.join(further)}, which {run.config_path} does not hold\n")
     if arguments.chart:
-        limit = question.target.usable_bytes(answer.candidates[0].memory)
         from framework.commands.check_fix import write_file
         from framework.commands.memory_chart import draw_chart
 
+        limit = question.target.usable_bytes(answer.candidates[0].memory)
         chart = draw_chart(answer.candidates, limit_bytes=limit, title=question.plan.config.run.name)
         write_file(Path(arguments.chart), chart, name=arguments.chart)
