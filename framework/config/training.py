@@ -324,11 +324,19 @@ class Parallel(Section):
     pipe: PositiveCount = 1
     """Pipeline stages, each on a device of its own; every other device count is data parallel. 1: no pipeline;
     ``auto``: as the devices allow."""
+    tensor: PositiveCount = 1
+    """Ranks that share every large matrix, each with a part of its rows or columns. Best on one host."""
+    sequence: PositiveCount = 1
+    """Ranks that share every sequence, each with a part of its positions (Ulysses)."""
     partition: Annotated[str, StringConstraints(pattern=_PARTITION)] = "parameters"
     """What the stages share evenly: ``parameters`` (trainable ones), ``uniform`` (number of layers), ``type:<regex>``
     (layers whose class name matches), ``measured`` (seconds per layer, timed on rank 0 before the run)."""
     stages: list[Count] | None = None
     """The stage of every layer, one number per layer in order; left out: `partition` decides."""
+
+    def sizes(self) -> dict[str, int]:
+        """Ranks that train on the same samples, by direction, as `framework.plan.layout.make_layout` takes them."""
+        return {"pipe_size": self.pipe, "tensor_size": self.tensor, "sequence_size": self.sequence}
 
 
 # `task`: what a batch means, that is its loss and its metrics (`framework/tasks/`).
