@@ -36,7 +36,7 @@ from framework.models.adapt import LR_RATIO, parameter_groups
 from framework.plan.plan import Plan
 from framework.plan.render import schedule_steps
 from framework.system.files import FileRecord, NewFile
-from framework.tasks.task import Task
+from framework.tasks.task import Positions, Task
 
 # The cosine schedule. DeepSpeed's own WarmupCosineLR spends the first step at learning rate zero; this one does not.
 
@@ -204,6 +204,12 @@ class Step:
         return shared | {"train/lr": self.lr} | engine_metrics(self.engine.engine, self.engine.kept_norm)
 
 
+def positions_of(plan: Plan) -> Positions | None:
+    """This rank's part of every sequence; None where it has all positions."""
+    size = plan.layout.sequence_size
+    return Positions(plan.layout.sequence_rank(torch.distributed.get_rank()), size) if size > 1 else None
+
+
 class BaseEngine:
     """One of DeepSpeed's engines, the task that says what a batch means, and the files of its checkpoints."""
 
@@ -220,7 +226,7 @@ class BaseEngine:
         place(task, device())
         self.engine, self._task, self._names = engine, task, names
         self._batches = DeviceBatches(
-            device(), HALF.get(plan.config.precision.dtype), plan.config.training.channels_last
+            device(), HALF.get(plan.config.precision.dtype), plan.config.training.channels_last, positions_of(plan)
         )
         self._average = WeightAverage(engine, plan.config)
         self._files = use_atomic_files(engine)

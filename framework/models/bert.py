@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, linear, scaled_dot_product_attention
+from torch.nn.functional import gelu, linear
 
 from framework.models.hf_names import hf_names
 from framework.models.initialized import DEFAULT_STD, DrawnEmbedding, DrawnLinear, draw, positions_of, split_heads
 from framework.models.layers import Layer, LayeredModel
+from framework.models.sequence import attend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,9 @@ class OtherEmbeddings(nn.Module):
 
 class MaskedAttention(nn.Module):
     """Self-attention in which no position sees padding: hidden (batch, sequence, hidden), mask (batch, sequence) with 0
-    for padding, to (batch, sequence, hidden)."""
+    for padding, to (batch, sequence, hidden). Of sequences that ranks share the mask has all positions."""
+
+    shares_sequences = True
 
     def __init__(self, shape: BERTShape) -> None:
         super().__init__()
@@ -89,7 +92,7 @@ class MaskedAttention(nn.Module):
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
         head_size = hidden.shape[-1] // self.num_heads
         query, key, value = (split_heads(matrix(hidden), head_size) for matrix in (self.query, self.key, self.value))
-        mixed = scaled_dot_product_attention(
+        mixed = attend(
             query, key, value, attn_mask=(mask != 0)[:, None, None, :], dropout_p=self.dropout if self.training else 0.0
         )
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))

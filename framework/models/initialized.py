@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from framework.models.sequence import first_position
+
 DEFAULT_STD = 0.02
 
 
@@ -57,15 +59,15 @@ def split_heads(projected: Tensor, head_size: int) -> Tensor:
 
 
 def positions_of(embedded: Tensor, positions: Tensor) -> Tensor:
-    """Learned vectors (max_positions, hidden) of the positions of a sequence (batch, sequence, hidden).
+    """Learned vectors (max_positions, hidden) of the positions of (batch, sequence, hidden), or of this rank's part.
 
     Raises:
         ValueError: the sequence is too long.
     """
-    length, most = embedded.shape[1], positions.shape[0]
-    if length > most:
-        raise ValueError(f"a sequence of {length} tokens; the model has {most} positions")
-    return positions[:length]
+    first, most = first_position(embedded.shape[1]), positions.shape[0]
+    if (end := first + embedded.shape[1]) > most:
+        raise ValueError(f"a sequence of {end} tokens; the model has {most} positions")
+    return positions[first:end]
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from typing import Final
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from framework.tasks.task import Ratio, Task
+from framework.tasks.task import Positions, Ratio, Task
 
 # exp of more than this is no float any more.
 _LARGEST_EXPONENT: Final = 709.0
@@ -32,6 +32,10 @@ class CausalLM(Task):
     """
 
     ignore_index = -100
+
+    def share(self, inputs: Tensor, targets: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+        """Both have positions; those that are added at the end are seen by none before them."""
+        return positions.of(inputs, fill=0), positions.of(targets, fill=self.ignore_index)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Ratio:
         """Cross-entropy in nats per position with a target."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from framework.errors import ConfigError
 from framework.tasks.causal_lm import class_loss, perplexity_of, token_sums
-from framework.tasks.task import Ratio, Task
+from framework.tasks.task import Positions, Ratio, Task
 
 _NUM_INPUTS = 3
 _FIELDS = "(input_ids, token_type_ids, attention_mask, mlm_labels, nsp_label)"
@@ -39,6 +40,15 @@ class MaskedLM(Task):
             fix = "set data: {kind: text_pairs}, or yield these five"
             raise ConfigError.of("task-batch", reason, fix, "task", "masked_lm")
         return tuple(batch[:_NUM_INPUTS]), tuple(batch[_NUM_INPUTS:])
+
+    def share(self, inputs: Any, targets: Any, positions: Positions) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """All but the pair's label have positions. The label counts where the first one, [CLS], is; attention reads the
+        whole mask.
+        """
+        (ids, types, mask), (labels, nsp_label) = inputs, targets
+        shared = positions.of(ids, fill=0), positions.of(types, fill=0), positions.whole(mask, fill=0)
+        own_label = nsp_label if positions.rank == 0 else torch.full_like(nsp_label, self.ignore_index)
+        return shared, (positions.of(labels, fill=self.ignore_index), own_label)
 
     def loss(self, outputs: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor]) -> tuple[Ratio, Ratio]:
         """Cross-entropy in nats per predicted token, and per pair."""

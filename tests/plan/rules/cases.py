@@ -39,6 +39,23 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"run": {"world_size": 3}}, "cuda", "world-size-differs"),
         ({"run": {"world_size": 2}}, "cuda", None),
     ],
+    "sequence_with_other_sizes": [
+        (GPT | {"parallel": {"sequence": 2, "tensor": 2}}, "cpu", "sequence-with-other-sizes"),
+        (GPT | piped() | {"parallel": {"sequence": 2, "pipe": 2}}, "cpu", "sequence-with-other-sizes"),
+        (GPT | {"parallel": {"sequence": 2}}, "cpu", None),
+    ],
+    "sequences_are_shared": [
+        ({"parallel": {"sequence": 2}}, "cpu", "sequence-not-shared"),
+        (GPT | {"parallel": {"sequence": 2}, "model": {"kind": "gpt", "num_heads": 3}}, "cpu", "sequence-not-shared"),
+        (
+            BERT | {"parallel": {"sequence": 2}, "data": {"kind": "text_pairs", "sequence_length": 33}},
+            "cpu",
+            "sequence-not-shared",
+        ),
+        (GPT | {"parallel": {"sequence": 2}}, "cpu", None),
+        (BERT | {"parallel": {"sequence": 4}}, "cpu", None),
+        ({"model": TARGET, "task": TARGET, "parallel": {"sequence": 2}}, "cpu", None),
+    ],
     "fp16_on_cpu": [
         ({"precision": {"dtype": "fp16"}}, "cpu", "fp16-on-cpu"),
         ({"precision": {"dtype": "fp16"}}, "cuda", None),
