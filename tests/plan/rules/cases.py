@@ -46,7 +46,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     ],
     "sequences_are_shared": [
         ({"parallel": {"sequence": 2}}, "cpu", "sequence-not-shared"),
-        (GPT | {"parallel": {"sequence": 2}, "model": {"kind": "gpt", "num_heads": 3}}, "cpu", "sequence-not-shared"),
+        (GPT | {"parallel": {"sequence": 8}}, "cpu", "sequence-not-shared"),
         (
             BERT | {"parallel": {"sequence": 2}, "data": {"kind": "text_pairs", "sequence_length": 33}},
             "cpu",
