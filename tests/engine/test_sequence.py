@@ -80,6 +80,13 @@ def values(name: str, case: tuple[str, int, dict[str, Any]], folder: Path, text:
     return base | {name: base.get(name, {}) | section for name, section in sections.items()}
 
 
+# What changes how a step is computed -> by how much it may change losses.
+VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
+    "recompute": ({"training": {"recompute_every": 1}}, 1e-5),
+    "autocast": ({"precision": {"dtype": "autocast"}}, 0.02),
+    "bf16": ({"precision": {"dtype": "bf16"}}, 0.05),
+    "ema": ({"training": {"ema": {"decay": 0.5}}}, 1e-5),
+}
 DROPPED = {"model": _SMALL | {"dropout": 0.2}, "checkpoint": {"at_end": True}}
 MOVED = ("to-one", "to-data")
 
@@ -88,6 +95,7 @@ MOVED = ("to-one", "to-data")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     folder = tmp_path_factory.mktemp("sequence-2")
     cases = [values(name, case, folder, text) for name, case in TWO_RANKS.items()]
+    cases += [values(name, TWO_RANKS["gqa-z3"], folder, text, **VARIANTS[name][0]) for name in VARIANTS]
     shorter = {"training": {"max_steps": STOP}}
     cases += [values(f"{name}-whole", TWO_RANKS[name], folder, text, **DROPPED) for name in ("gpt-z0", "bert-z2")]
     for sections in (shorter, {"checkpoint": {"at_end": True, "resume": "auto"}}):
@@ -150,6 +158,12 @@ def test_four_ranks_equal_plain_pytorch(four_ranks: Path, text: Path, name: str)
     hold(four_ranks, name, FOUR_RANKS[name], text, global_size=16)
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_other_arithmetic_stays_close(two_ranks: Path, name: str) -> None:
+    plain, found = (series(two_ranks / run, "train/loss") for run in ("gqa-z3", name))
+    assert found == {step: pytest.approx(loss, abs=VARIANTS[name][1]) for step, loss in plain.items()}
+
+
 @pytest.mark.parametrize("name", ["gpt-z0", "bert-z2"])
 def test_a_resumed_run_is_the_unbroken_one(two_ranks: Path, name: str) -> None:
     """With dropout, whose masks differ between the ranks that share a sequence."""
@@ -171,3 +185,46 @@ def test_a_move_to_whole_sequences_goes_on(two_ranks: Path, name: str) -> None:
 )
 def test_what_nobody_can_share_is_refused(two_ranks: Path, name: str, kind: str) -> None:
     assert f"[{kind}]" in (two_ranks / f"{name}.error").read_text(encoding="utf-8")
+
+
+LONG, SHORT = 32_768, 64
+PEAK = "memory/host_peak_bytes"
+
+
+def long_case(length: int, size: int, folder: Path) -> dict[str, Any]:
+    """A perceptron much wider than attention, so that memory is what it keeps for each position."""
+    shape = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "mlp_size": 2048, "vocab_size": 64, "dropout": 0.0}
+    return {
+        "run": {"name": f"{length}-over-{size}", "output_dir": str(folder)},
+        "model": {"kind": "gpt", **shape, "num_kv_heads": 2, "positions": "rotary", "max_positions": LONG},
+        "data": {"target": "tests.jobs.sequence_parts:long_text", "args": {"length": length}},
+        "task": {"kind": "causal_lm"},
+        "batch": {"global_size": 1},
+        "parallel": {"sequence": size},
+        "optimizer": SGD,
+        "training": {"max_steps": 1, "log_every": 1},
+        "checkpoint": {"at_end": False},
+        "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
+    }
+
+
+@pytest.fixture(scope="module")
+def long_sequences(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("long")
+    for size in (1, 2):  # the short one first: what a process has taken at most never falls
+        train_cases([long_case(length, size, folder) for length in (SHORT, LONG)], num_ranks=size, folder=folder)
+    return folder
+
+
+def test_two_ranks_keep_half_of_a_long_sequence_each(long_sequences: Path) -> None:
+    for name in ("train/loss", "train/grad_norm"):
+        one, two = (series(long_sequences / f"{LONG}-over-{size}", name) for size in (1, 2))
+        assert two == {1: pytest.approx(one[1], rel=1e-5)}
+    taken = [
+        max(series(long_sequences / f"{LONG}-over-{size}", PEAK).values())
+        - max(series(long_sequences / f"{SHORT}-over-{size}", PEAK).values())
+        for size in (1, 2)
+    ]
+    print("bytes for one sequence:", taken)
+    assert taken[0] > 5e8
+    assert 0.4 < taken[1] / taken[0] < 0.6

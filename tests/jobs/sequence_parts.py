@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from framework.tasks.causal_lm import CausalLM
 from framework.tasks.task import Positions
@@ -44,6 +45,12 @@ class RaggedLM(CausalLM):
     def forward(self, model: nn.Module, inputs: Any) -> Tensor:
         logits: Tensor = super().forward(model, inputs).logits
         return logits
+
+
+def long_text(length: int) -> TensorDataset:
+    """One sample of so many tokens, each of which the one before it decides."""
+    ids = torch.arange(length + 1).square() % 61
+    return TensorDataset(ids[None, :-1], ids[None, 1:])
 
 
 class NoKnownAttention(nn.Module):

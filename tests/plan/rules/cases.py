@@ -53,7 +53,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
             "sequence-not-shared",
         ),
         (GPT | {"parallel": {"sequence": 2}}, "cpu", None),
-        (BERT | {"parallel": {"sequence": 4}}, "cpu", None),
+        (BERT | {"parallel": {"sequence": 2}}, "cpu", None),
         ({"model": TARGET, "task": TARGET, "parallel": {"sequence": 2}}, "cpu", None),
     ],
     "fp16_on_cpu": [
