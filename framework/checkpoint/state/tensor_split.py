@@ -40,3 +40,11 @@ class Split:
             for rank, part in enumerate(parts)
         ]
         return torch.cat([piece for pieces in zip(*cut, strict=True) for piece in pieces], dim=self.dim)
+
+
+def whole_shape(weight: torch.Tensor) -> torch.Size:
+    """Return the shape of a weight before a tensor group (its attribute `split`) and ZeRO-3 took their parts."""
+    shape, split = getattr(weight, "ds_shape", weight.shape), vars(weight).get("split")
+    if split is None:
+        return torch.Size(shape)
+    return torch.Size((*shape[: split.dim], sum(split.sections), *shape[split.dim + 1 :]))
