@@ -1,4 +1,4 @@
-"""A tensor group must train like plain PyTorch in one process: 20 fp32 steps, each loss and gradient norm within 1e-5."""
+"""A tensor group must train like plain PyTorch in one process: 20 fp32 steps, losses and gradient norms within 1e-5."""
 
 from __future__ import annotations
 

@@ -40,7 +40,13 @@ def vit() -> Logits:
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
     }
-    rest: dict[str, Any] = {"image_size": 28, "patch_size": 7, "num_channels": 1, "num_labels": 10}
+    rest: dict[str, Any] = {
+        "image_size": 28,
+        "patch_size": 7,
+        "num_channels": 1,
+        "num_labels": 10,
+        "initializer_range": 0.2,
+    }
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return Logits(ViTForImageClassification(ViTConfig(**sizes, **rest, **dropout)))
 
