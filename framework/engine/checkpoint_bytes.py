@@ -56,7 +56,8 @@ def save_bytes(
     scalers = [] if own_scaler is None else gather(own_scaler)
     random_states: Any = {torch.distributed.get_rank(): own_random}
     if engine.zero_optimization_stage() < 3:
-        random_states = _rows_of_ranks(own_random, everywhere=isinstance(engine.module, PipelineModule))
+        many_write = isinstance(engine.module, PipelineModule) or engine.mpu is not None
+        random_states = _rows_of_ranks(own_random, everywhere=many_write)
     # One key of our own: DeepSpeed merges client state into its own dict, where `module` would overwrite the weights.
     # At stage 0 the optimizer only numbers what it steps.
     own = [group for group in stepped_groups(engine.optimizer) if all(parameter in names for parameter in group)]
