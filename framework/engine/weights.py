@@ -16,8 +16,10 @@ import torch.distributed
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.resume_point import explaining_storage_errors, newest_at
 from framework.checkpoint.state.reader import MergedWeights
+from framework.checkpoint.state.tensor_split import whole_shape
 from framework.checkpoint.state.weight_files import PICKLED, LazyWeights, is_exported, read_exported, shapes_of
 from framework.errors import ConfigError, StorageError, in_one_line, show_value
+from framework.models.split import TensorPart
 from framework.models.survey import Surveyed
 
 _KEY: Final = "checkpoint.init_weights"
@@ -65,26 +67,27 @@ def checkpoint_weights(
     return LazyWeights(shapes, {name: partial(found.__getitem__, first) for name, first in names.items()})
 
 
-def put_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], *, source: str) -> None:
-    """Load weights into a whole model, partitioned by ZeRO-3 or not. Collective.
+def put_weights(
+    model: torch.nn.Module, weights: Mapping[str, torch.Tensor], *, source: str, part: TensorPart | None = None
+) -> None:
+    """Load weights into a whole model, partitioned by ZeRO-3 or not, or into this rank's `part` of one. Collective.
 
     Raises:
         ConfigError: names or shapes differ; nothing was changed.
     """
-    # ZeRO-3 keeps the whole shape beside each part, and its rank 0 spreads what it reads.
-    is_main = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    shapes = {
-        name: getattr(tensor, "ds_shape", tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()
-    }
+    shapes = {name: whole_shape(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
     _refuse_differences(shapes, weights, source=source)
     for module_name, module in model.named_modules():
         gathered = [tensor for _, tensor in _own_tensors(module) if hasattr(tensor, "ds_id")]
         # Module by module: no more than one module's weights are ever whole on a device.
         with deepspeed.zero.GatheredParameters(gathered, modifier_rank=0, enabled=bool(gathered)), torch.no_grad():
             for name, tensor in _own_tensors(module):
-                if hasattr(tensor, "ds_id") and not is_main:
+                # The first of those that share a weight by ZeRO-3 spreads what it reads.
+                sharing = getattr(tensor, "ds_process_group", None)
+                if sharing is not None and torch.distributed.get_rank(sharing):
                     continue
-                tensor.copy_(weights[f"{module_name}.{name}".lstrip(".")])
+                whole, split = weights[f"{module_name}.{name}".lstrip(".")], vars(tensor).get("split")
+                tensor.copy_(whole if split is None or part is None else split.part(whole, part.rank, part.size))
 
 
 def refuse_other_layers(weights: Mapping[str, torch.Tensor], layers: Sequence[Surveyed], *, source: str) -> None:

@@ -97,14 +97,15 @@ def assemble_engine(prepared: Prepared) -> Engine:
             weights.let_go()  # `Prepared` would hold them to the end of the run
         return stage
     is_ours = not isinstance(plan.config.model, (Target, Object))  # whose modules draw in their own constructors
-    build, groups = parts.build_model, None
+    build, groups, part = parts.build_model, None, None
     if plan.layout.tensor_size > 1:
         groups = make_groups(plan.layout)
-        build = TensorCut(groups.tensor, plan.config.parallel.tensor_plan, parts.task).after(build)
+        cut_tensors = TensorCut(groups.tensor, plan.config.parallel.tensor_plan, parts.task)
+        build, part = cut_tensors.after(build), cut_tensors.part
     model = build_model(build, ds_config=ds_config, draws_in_pieces=is_ours, groups=groups)
     model = prepare_model(model, plan.config.training)
     if weights is not None:
-        put_weights(model, weights, source=str(plan.config.checkpoint.init_weights))
+        put_weights(model, weights, source=str(plan.config.checkpoint.init_weights), part=part)
         weights.let_go()
     own_optimizer = parts.make_optimizer
     return build_engine(
