@@ -7,7 +7,7 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import deepspeed
 import torch
@@ -71,8 +71,7 @@ def put_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], *, 
     Raises:
         ConfigError: names or shapes differ; nothing was changed.
     """
-    # ZeRO-3 keeps the whole shape beside each part, and its rank 0 spreads what it reads.
-    is_main = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    # ZeRO-3 keeps the whole shape beside each part.
     shapes = {
         name: getattr(tensor, "ds_shape", tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()
     }
@@ -82,9 +81,16 @@ def put_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], *, 
         # Module by module: no more than one module's weights are ever whole on a device.
         with deepspeed.zero.GatheredParameters(gathered, modifier_rank=0, enabled=bool(gathered)), torch.no_grad():
             for name, tensor in _own_tensors(module):
-                if hasattr(tensor, "ds_id") and not is_main:
+                if not gives(tensor):
                     continue
                 tensor.copy_(weights[f"{module_name}.{name}".lstrip(".")])
+
+
+def gives(tensor: Any) -> bool:
+    """Check whether what this rank writes into a weight counts: of those that ZeRO-3 has cut up, the first rank of the
+    group spreads what it holds (`deepspeed.zero.GatheredParameters`, `modifier_rank` 0).
+    """
+    return not hasattr(tensor, "ds_id") or torch.distributed.get_rank(tensor.ds_process_group) == 0
 
 
 def refuse_other_layers(weights: Mapping[str, torch.Tensor], layers: Sequence[Surveyed], *, source: str) -> None:

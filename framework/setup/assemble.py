@@ -26,7 +26,7 @@ from framework.engine.distributed import from_rank0, gather, gather_from_disks, 
 from framework.engine.failures import ExplainedData
 from framework.engine.initialize import BaseEngine
 from framework.engine.model_build import build_model
-from framework.engine.pipeline_engine import build_pipeline
+from framework.engine.pipeline_engine import PipelineEngine, build_pipeline
 from framework.engine.plain_engine import PlainEngine, build_engine
 from framework.engine.profile import Profiler
 from framework.engine.protocol import Engine
@@ -61,7 +61,7 @@ from framework.train.trainer import Every, Schedule, Trainer
 _IN_FP16: Final = 4
 
 
-def assemble_engine(prepared: Prepared) -> Engine:
+def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
     """The model with its optimizer, plain or as this rank's stage of a pipeline. Collective."""
     plan, parts, cut, ds_config = prepared.plan, prepared.parts, prepared.cut, prepared.ds_config
     random_state.seed_everything(plan.config.run.seed)  # the same weights on every rank
