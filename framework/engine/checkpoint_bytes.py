@@ -20,7 +20,7 @@ from framework.checkpoint.state.checkpoint_engine import AtomicCheckpointEngine,
 from framework.checkpoint.state.optimizer_shards import Names, OptimizerViews, opened, stepped_groups
 from framework.checkpoint.state.reader import StoredState
 from framework.checkpoint.state.shard_map import STATE_KEY
-from framework.checkpoint.state.tensor_split import Division, splits_of
+from framework.checkpoint.state.tensor_split import Division, splits_of, whole_shape
 from framework.engine import random_state
 from framework.engine.distributed import claims_error_report, device, gather, rank
 from framework.engine.failures import known_failure
@@ -245,8 +245,7 @@ def _has_same_ranks(layout: Layout, checkpoint: SavedCheckpoint) -> bool:
 def _refuse_other_model(engine: deepspeed.DeepSpeedEngine, stored: StoredState, names: Names) -> None:
     """Before a number is changed. Every rank sees the whole model; in a pipeline the other stages have the rest."""
     for tensor, name in names.items():
-        # Stage 3 has cut them up: what is left is empty, or one rank's piece.
-        stored.refuse_other_shape(name, getattr(tensor, "ds_shape", tensor.shape))
+        stored.refuse_other_shape(name, whole_shape(tensor))
     if not isinstance(engine.module, PipelineModule):
         stored.refuse_others(engine.module.state_dict(keep_vars=True))  # of what is shared, all names
 

@@ -25,6 +25,7 @@ from framework.engine.distributed import collective_timeout, device, gather
 from framework.engine.ema import WeightAverage
 from framework.engine.metrics import engine_metrics, memory_metrics, over_ranks
 from framework.engine.phases import phases_of
+from framework.engine.rank_groups import RankGroups
 from framework.engine.step_batches import HALF, DeviceBatches, place
 from framework.engine.workarounds.fp32_sums import taking_zero_optimizer
 from framework.engine.workarounds.grad_norm import keep_norm
@@ -102,23 +103,27 @@ def initialize(
     make_optimizer: MakeOptimizer | None,
     names: Names,
     layers: Sequence[str] | None = None,
+    groups: RankGroups | None = None,
 ) -> deepspeed.DeepSpeedEngine:
     """Wrap a model, or a stage of it, with `deepspeed.initialize`. Collective.
 
-    `names` are the plain names of its weights, and `layers` those of all layers, where it is a stage.
+    `names` are the plain names of its weights, and `layers` those of all layers, where it is a stage; `groups` those
+    of the ranks, where a tensor group divides weights.
     """
     _refuse_number_types(plan, model)
     forget_autocast()
+    deepspeed.utils.groups.mpu = None  # DeepSpeed keeps that of an earlier engine of the process
     named = {names[parameter]: parameter for parameter in model.parameters()}
-    groups = parameter_groups(named, plan.config.optimizer, layers=layers)
+    stepped = parameter_groups(named, plan.config.optimizer, layers=layers)
     with refusing_scalars(), _sending_scalars(), taking_zero_optimizer():
         engine, _, _, _ = deepspeed.initialize(
             model=model,
-            model_parameters=groups,
+            model_parameters=stepped,
             optimizer=make_optimizer,
             lr_scheduler=client_schedule(plan),
             dist_init_required=False,
-            config=_with_group_rates(ds_config, groups),
+            config=_with_group_rates(ds_config, stepped),
+            mpu=groups,
         )
     leave_out_measurements(engine)
     keep_gradient_order(engine)

@@ -114,17 +114,18 @@ class StoredState:
                 yield from stored.pieces(first, first + num)
 
     def weight(self, name: str, shape: torch.Size) -> torch.Tensor:
-        """What this rank has of a weight or buffer: the fp32 copy where there is one, otherwise as the model had it."""
-        self.refuse_other_shape(name, shape)
+        """What this rank has, in this shape, of a weight or buffer: the fp32 copy where there is one, otherwise as the
+        model had it.
+        """
+        split = self._division.splits.get(name)
+        self.refuse_other_shape(name, shape if split is None else split.whole_shape(shape))
         with self._reading():
             return self._files.joined(self._pieces(name, 0, shape.numel()), shape, self._of(name).dtype)
 
     def refuse_other_shape(self, name: str, shape: torch.Size) -> None:
         """Numbers of another shape would come to stand in wrong places where a tensor is read as flat."""
-        split, stored = self._division.splits.get(name), self._of(name)
-        whole = shape if split is None else split.whole_shape(shape)
-        if stored.shape != whole:
-            raise self._lacks(name, f"shape {tuple(stored.shape)}, and the run has {tuple(whole)}")
+        if (stored := self._of(name)).shape != shape:
+            raise self._lacks(name, f"shape {tuple(stored.shape)}, and the run has {tuple(shape)}")
 
     def refuse_others(self, names: Iterable[str]) -> None:
         """Refuse what holds more than these names, which are all of the run's model: the rest would be dropped."""

@@ -118,7 +118,20 @@ class Division:
     size: int = 1
 
 
+def split_of(weight: torch.Tensor) -> Split | None:
+    """Return how a tensor group shares a weight: its attribute `split`, where it has one; otherwise that is a method of
+    torch's.
+    """
+    return vars(weight).get("split")
+
+
 def splits_of(names: Mapping[torch.Tensor, str]) -> dict[str, Split]:
-    """Return the splits that tensors carry in their attribute `split`, where they have one, by name."""
-    found = {name: getattr(tensor, "split", None) for tensor, name in names.items()}
-    return {name: split for name, split in found.items() if isinstance(split, Split)}  # otherwise torch's method
+    """Return the splits of tensors by name, of those that have one."""
+    found = {name: split_of(tensor) for tensor, name in names.items()}
+    return {name: split for name, split in found.items() if split is not None}
+
+
+def whole_shape(weight: torch.Tensor) -> torch.Size:
+    """Return the shape of a weight before a tensor group (its attribute `split`) and ZeRO-3 took their parts."""
+    shape, split = torch.Size(getattr(weight, "ds_shape", weight.shape)), split_of(weight)
+    return shape if split is None else split.whole_shape(shape)
