@@ -23,7 +23,8 @@ def parts_are_equal(config: RunConfig, cluster: Cluster) -> Found:
         return
     for key in ("num_heads", "num_kv_heads", "mlp_size"):
         count = getattr(model, key, None)
-        if count is not None and count % size:
+        is_same = key == "num_kv_heads" and count == model.num_heads
+        if count is not None and count % size and not is_same:
             fix = f"set model.{key} to a multiple of {size}, or another parallel.tensor"
             yield f"model.{key}", f"{size} ranks of a tensor group cannot share them evenly", fix
 
