@@ -119,7 +119,7 @@ def _train(
     first = rank() - plan.layout.tensor_rank(rank())
     seed_ranks(plan.config.run.seed, rank=first, step=start.step if start else 0)
     best = BestSoFar(of_checkpoint.keep_best, best_is=of_checkpoint.best_is)
-    described = prepared.description(order=order_of(start))
+    described = prepared.description(order=order_of(start)) | engine.description()
     callbacks = make_callbacks(engine, prepared)
     start_step = start_point.load_start(engine, start, (best, callbacks), described)
     if rank() == 0:

@@ -7,7 +7,7 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import deepspeed
 import torch
@@ -16,10 +16,9 @@ import torch.distributed
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.resume_point import explaining_storage_errors, newest_at
 from framework.checkpoint.state.reader import MergedWeights
-from framework.checkpoint.state.tensor_split import whole_shape
+from framework.checkpoint.state.tensor_split import split_of, whole_shape
 from framework.checkpoint.state.weight_files import PICKLED, LazyWeights, is_exported, read_exported, shapes_of
 from framework.errors import ConfigError, StorageError, in_one_line, show_value
-from framework.models.split import TensorPart
 from framework.models.survey import Surveyed
 
 _KEY: Final = "checkpoint.init_weights"
@@ -68,9 +67,10 @@ def checkpoint_weights(
 
 
 def put_weights(
-    model: torch.nn.Module, weights: Mapping[str, torch.Tensor], *, source: str, part: TensorPart | None = None
+    model: torch.nn.Module, weights: Mapping[str, torch.Tensor], *, source: str, tensor_group: Any = None
 ) -> None:
-    """Load weights into a whole model, partitioned by ZeRO-3 or not, or into this rank's `part` of one. Collective.
+    """Load weights into a whole model, partitioned by ZeRO-3 or not; into a model that a tensor group shares, each
+    rank's parts of them. Collective.
 
     Raises:
         ConfigError: names or shapes differ; nothing was changed.
@@ -82,12 +82,20 @@ def put_weights(
         # Module by module: no more than one module's weights are ever whole on a device.
         with deepspeed.zero.GatheredParameters(gathered, modifier_rank=0, enabled=bool(gathered)), torch.no_grad():
             for name, tensor in _own_tensors(module):
-                # The first of those that share a weight by ZeRO-3 spreads what it reads.
-                sharing = getattr(tensor, "ds_process_group", None)
-                if sharing is not None and torch.distributed.get_rank(sharing):
+                if not gives(tensor):
                     continue
-                whole, split = weights[f"{module_name}.{name}".lstrip(".")], vars(tensor).get("split")
-                tensor.copy_(whole if split is None or part is None else split.part(whole, part.rank, part.size))
+                own = weights[f"{module_name}.{name}".lstrip(".")]
+                if split := split_of(tensor):
+                    place = torch.distributed.get_rank(tensor_group), torch.distributed.get_world_size(tensor_group)
+                    own = split.part(own, *place)
+                tensor.copy_(own)
+
+
+def gives(tensor: Any) -> bool:
+    """Check whether what this rank writes into a weight counts: of those that ZeRO-3 has cut up, the first rank of the
+    group spreads what it holds (`deepspeed.zero.GatheredParameters`, `modifier_rank` 0).
+    """
+    return not hasattr(tensor, "ds_id") or torch.distributed.get_rank(tensor.ds_process_group) == 0
 
 
 def refuse_other_layers(weights: Mapping[str, torch.Tensor], layers: Sequence[Surveyed], *, source: str) -> None:

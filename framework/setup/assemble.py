@@ -27,7 +27,7 @@ from framework.engine.distributed import from_rank0, gather, gather_from_disks, 
 from framework.engine.failures import ExplainedData
 from framework.engine.initialize import BaseEngine
 from framework.engine.model_build import build_model
-from framework.engine.pipeline_engine import build_pipeline
+from framework.engine.pipeline_engine import PipelineEngine, build_pipeline
 from framework.engine.plain_engine import PlainEngine, build_engine
 from framework.engine.profile import Profiler
 from framework.engine.protocol import Engine
@@ -64,7 +64,7 @@ from framework.train.trainer import Every, Schedule, Trainer
 _IN_FP16: Final = 4
 
 
-def assemble_engine(prepared: Prepared) -> Engine:
+def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
     """The model with its optimizer, plain or as this rank's stage of a pipeline. Collective."""
     plan, parts, cut, ds_config = prepared.plan, prepared.parts, prepared.cut, prepared.ds_config
     random_state.seed_everything(plan.config.run.seed)  # the same weights on every rank
@@ -97,15 +97,15 @@ def assemble_engine(prepared: Prepared) -> Engine:
             weights.let_go()  # `Prepared` would hold them to the end of the run
         return stage
     is_ours = not isinstance(plan.config.model, (Target, Object))  # whose modules draw in their own constructors
-    build, groups, part = parts.build_model, None, None
+    build, groups = parts.build_model, None
     if plan.layout.tensor_size > 1:
         groups = make_groups(plan.layout)
-        cut_tensors = TensorCut(groups.tensor, plan.config.parallel.tensor_plan, parts.task)
-        build, part = cut_tensors.after(build), cut_tensors.part
+        build = TensorCut(groups.tensor, plan.config.parallel.tensor_plan, parts.task).after(build)
     model = build_model(build, ds_config=ds_config, draws_in_pieces=is_ours, groups=groups)
     model = prepare_model(model, plan.config.training)
     if weights is not None:
-        put_weights(model, weights, source=str(plan.config.checkpoint.init_weights), part=part)
+        source, group = str(plan.config.checkpoint.init_weights), None if groups is None else groups.tensor
+        put_weights(model, weights, source=source, tensor_group=group)
         weights.let_go()
     own_optimizer = parts.make_optimizer
     return build_engine(

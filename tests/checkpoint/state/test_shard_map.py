@@ -10,14 +10,12 @@ import pytest
 import torch
 
 from framework.checkpoint.state.shard_map import ShardMap, map_checkpoint
-from tests.engine.saved_runs import PIPED, PLAIN, saved, truth
+from tests.engine.saved_runs import RUNS, saved, truth
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(
-    params=[*(("plain_runs", name) for name in PLAIN), *(("piped_runs", name) for name in PIPED)], ids="-".join
-)
+@pytest.fixture(params=RUNS, ids="-".join)
 def run(request: pytest.FixtureRequest) -> Path:
     fixture, name = request.param
     folder: Path = request.getfixturevalue(fixture)
