@@ -21,7 +21,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "text": (65, 6),
     "config": (111, 15),
     "plan": (288, 32),
-    "checkpoint": (168, 18),
+    "checkpoint": (177, 18),
     "train": (87, 13),
     "launch": (200, 23),
     "doctor": (97, 12),

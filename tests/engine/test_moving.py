@@ -50,7 +50,7 @@ class Layout:
 
 PLAIN = [Layout(ranks, stage) for ranks in (1, 2, 4) for stage in (0, 1, 2, 3)]
 PIPED = [Layout(2, 0, 2), Layout(2, 1, 2), Layout(4, 1, 2), Layout(4, 0, 2)]
-DIVIDED = [Layout(2, 0, tensor=2), Layout(2, 3, tensor=2), Layout(4, 1, tensor=2), Layout(4, 2, tensor=4)]
+DIVIDED = [Layout(2, 0, tensor=2), Layout(2, 3, tensor=2), Layout(4, 2, tensor=4)]
 # Half precision, and optimizer state in host memory.
 HALF = [
     Layout(2, 0, dtype="bf16"),

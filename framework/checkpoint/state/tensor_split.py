@@ -7,7 +7,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from functools import lru_cache
 
 import torch
 
@@ -56,28 +56,18 @@ class Split:
     def _with_width(self, shape: Sequence[int], width: int) -> torch.Size:
         return torch.Size((*shape[: self.dim], width, *shape[self.dim + 1 :]))
 
-    def to_parts(self, shape: Sequence[int], size: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    def to_parts(self, shape: torch.Size, size: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield where numbers `start` to `stop` of the whole weight lie: rank, first number in its part, how many."""
-        spans = self._spans(shape, size)
-        rows = [self.part_shape(shape, rank, size)[self.dim :].numel() for rank in range(size)]
+        spans, rows = _spans(self, shape, size)
         for row, span, within, num in _follow([span.whole for span in spans], spans, start, stop):
             yield span.rank, row * rows[span.rank] + span.part + within, num
 
-    def to_whole(self, shape: Sequence[int], rank: int, size: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    def to_whole(self, shape: torch.Size, rank: int, size: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield where numbers `start` to `stop` of a rank's part lie in the whole weight: first number, how many."""
-        spans = [span for span in self._spans(shape, size) if span.rank == rank]
-        width = self.whole_shape(shape)[self.dim :].numel()
-        for row, span, within, num in _follow([span.part for span in spans], spans, start, stop):
+        spans, rows = _spans(self, shape, size)
+        own, width = [span for span in spans if span.rank == rank], sum(rows)
+        for row, span, within, num in _follow([span.part for span in own], own, start, stop):
             yield row * width + span.whole + within, num
-
-    def _spans(self, shape: Sequence[int], size: int) -> list[_Span]:
-        """What lies side by side in a row of the weight: its numbers from the divided dimension on."""
-        inner, widths, spans = prod(shape[self.dim + 1 :]), [0] * size, []
-        for shares in zip(*(self.bounds(rank, size) for rank in range(size)), strict=True):
-            for rank, (begin, end) in enumerate(shares):
-                spans.append(_Span(rank, begin * inner, widths[rank] * inner, (end - begin) * inner))
-                widths[rank] += end - begin
-        return spans
 
 
 @dataclass(frozen=True)
@@ -93,6 +83,19 @@ class _Span:
     whole: int
     part: int
     num: int
+
+
+@lru_cache(maxsize=64)  # asked for every row of a weight that is divided along another dimension than the first
+def _spans(split: Split, shape: torch.Size, size: int) -> tuple[list[_Span], list[int]]:
+    """Return what lies side by side in a row of a weight (its numbers from the divided dimension on), and how many
+    numbers each rank has of a row.
+    """
+    inner, rows, spans = shape[split.dim + 1 :].numel(), [0] * size, []
+    for shares in zip(*(split.bounds(rank, size) for rank in range(size)), strict=True):
+        for rank, (begin, end) in enumerate(shares):
+            spans.append(_Span(rank, begin * inner, rows[rank], (end - begin) * inner))
+            rows[rank] += spans[-1].num
+    return spans, rows
 
 
 def _follow(

@@ -12,6 +12,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from framework.checkpoint.manifest import SavedCheckpoint
+from framework.checkpoint.state.optimizer_shards import EMA_KEY
 from framework.checkpoint.state.shard_map import STATE_KEY
 from framework.checkpoint.state.tensor_split import Split
 
@@ -34,10 +35,12 @@ def simulate(
     shapes: dict[str, torch.Size],
     splits: dict[str, Split] | None = None,
     tensor_size: int = 1,
+    averages: bool = False,
 ) -> SavedCheckpoint:
     """Write a checkpoint of a plain run at ZeRO stage 2 or 3, in fp32, without padding between parameters.
 
-    Of `num_ranks` data-parallel ranks times `tensor_size`, which share the weights of `splits`.
+    Of `num_ranks` data-parallel ranks times `tensor_size`, which share the weights of `splits`. The moving averages of
+    weights are twice the weights.
     """
     place = folder / "global_step1"
     place.mkdir(parents=True)
@@ -47,15 +50,20 @@ def simulate(
             name: values_of(number, 0, shape.numel()).view(shape) for number, (name, shape) in enumerate(shapes.items())
         }
         own |= {name: split.part(own[name], tensor_rank, tensor_size) for name, split in splits.items()}
-        _write(place, own, stage=stage, num_ranks=num_ranks, model_rank=f"mp_rank_{tensor_rank:02d}")
+        model_rank = f"mp_rank_{tensor_rank:02d}"
+        _write(place, own, stage=stage, num_ranks=num_ranks, model_rank=model_rank, averages=averages)
     layout = {"world_size": num_ranks * tensor_size} | ({"tensor_size": tensor_size} if splits else {})
     manifest: dict[str, Any] = {"step": 1, "files": {}, "config": {"zero": {"stage": stage}}, "layout": layout}
+    if averages:
+        manifest["config"]["training"] = {"ema": {"decay": 0.5}}
     if splits:
         manifest["tensor"] = {name: [split.dim, list(split.sections)] for name, split in splits.items()}
     return SavedCheckpoint(folder, place.name, manifest)
 
 
-def _write(place: Path, own: dict[str, torch.Tensor], *, stage: int, num_ranks: int, model_rank: str) -> None:
+def _write(
+    place: Path, own: dict[str, torch.Tensor], *, stage: int, num_ranks: int, model_rank: str, averages: bool
+) -> None:
     whole = torch.cat([tensor.flatten() for tensor in own.values()])
     part = -(-whole.numel() // num_ranks)
     padded = torch.nn.functional.pad(whole, (0, part * num_ranks - whole.numel()))
@@ -78,7 +86,8 @@ def _write(place: Path, own: dict[str, torch.Tensor], *, stage: int, num_ranks: 
             flat = torch.cat([_share(tensor.flatten(), rank, num_ranks) for tensor in own.values()])
         else:
             flat = padded[rank * part : (rank + 1) * part].clone()
-        inner = {"state": {0: {"step": torch.tensor(1.0), "exp_avg": -flat}}, "param_groups": [{"params": [0]}]}
+        state = {"step": torch.tensor(1.0), "exp_avg": -flat} | ({EMA_KEY: 2 * flat} if averages else {})
+        inner = {"state": {0: state}, "param_groups": [{"params": [0]}]}
         held: dict[str, Any] = {"zero_stage": ZeroStageEnum(stage), "param_alignment_paddings": [[0] * len(own)]}
         if stage == 3:
             held |= {"fp32_flat_groups": [flat], "optimizer_state_dict": inner}

@@ -103,13 +103,13 @@ def test_a_part_is_read_from_the_parts_of_another_run(
                 assert torch.equal(stored.read(name, "exp_avg", start, stop - start), -expected.flatten()[start:stop])
 
 
-def test_weights_alone_are_whole(tmp_path: Path) -> None:
-    found = MergedWeights(
-        simulate(tmp_path, stage=3, num_ranks=2, shapes=SHAPES, splits=SPLITS, tensor_size=2), damage=[]
-    )
+@pytest.mark.parametrize("average", [False, True])
+def test_weights_alone_are_whole(average: bool, tmp_path: Path) -> None:
+    checkpoint = simulate(tmp_path, stage=3, num_ranks=2, shapes=SHAPES, splits=SPLITS, tensor_size=2, averages=average)
+    found = MergedWeights(checkpoint, average=average, damage=[])
     assert {name: stored.shape for name, stored in found.stored.items()} == SHAPES
     for number, (name, shape) in enumerate(SHAPES.items()):
-        assert torch.equal(found[name], values_of(number, 0, shape.numel()).view(shape))
+        assert torch.equal(found[name], (1 + average) * values_of(number, 0, shape.numel()).view(shape))
 
 
 def test_files_that_are_split_otherwise_than_the_manifest_says_are_refused(tmp_path: Path) -> None:
