@@ -16,7 +16,7 @@ from framework.engine.distributed import device
 from framework.engine.gradient_sums import sum_gradients
 from framework.engine.initialize import BaseEngine, MakeOptimizer, Step, initialize
 from framework.engine.metrics import EvalSums
-from framework.engine.rank_groups import make_groups
+from framework.engine.rank_groups import RankGroups, make_groups
 from framework.engine.step_batches import StepLoss
 from framework.engine.workarounds.grad_scaler import explaining_overflow, may_have_been_skipped, scale_fp16_loss
 from framework.engine.workarounds.module_buffers import share_buffers
@@ -32,11 +32,13 @@ def build_engine(
     model: torch.nn.Module,
     task: Task,
     make_optimizer: MakeOptimizer | None = None,
+    groups: RankGroups | None = None,
 ) -> PlainEngine:
-    """Wrap a model with `deepspeed.initialize`. Collective."""
+    """Wrap a model with `deepspeed.initialize`; `groups` where its weights are divided. Collective."""
     if plan.layout.sequence_size > 1:
         share_attention(model)
-    engine = initialize(plan, model, ds_config=ds_config, make_optimizer=make_optimizer, names=names_of(model))
+    names = names_of(model)
+    engine = initialize(plan, model, ds_config=ds_config, make_optimizer=make_optimizer, names=names, groups=groups)
     scale_fp16_loss(engine)
     return PlainEngine(engine, plan, task)
 

@@ -26,6 +26,26 @@ class RankGroups:
     sequence: Any
     data: Any
 
+    # What DeepSpeed asks of its argument `mpu`, under Megatron-LM's names (deepspeed/utils/groups.py).
+
+    def get_data_parallel_group(self) -> Any:
+        return self.data
+
+    def get_data_parallel_rank(self) -> int:
+        return torch.distributed.get_rank(self.data)
+
+    def get_data_parallel_world_size(self) -> int:
+        return torch.distributed.get_world_size(self.data)
+
+    def get_model_parallel_group(self) -> Any:
+        return self.tensor
+
+    def get_model_parallel_rank(self) -> int:
+        return torch.distributed.get_rank(self.tensor)
+
+    def get_model_parallel_world_size(self) -> int:
+        return torch.distributed.get_world_size(self.tensor)
+
 
 def make_groups(layout: Layout) -> RankGroups:
     """Make the groups of a layout, with the time limit of the default group. Collective."""

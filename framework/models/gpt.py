@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import sqrt
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -183,6 +184,20 @@ class GPT(LayeredModel):
     Weights start from N(0, 0.02^2), those that add to the residual stream from N(0, 0.02^2 / (2 num_layers)), biases
     from zero (Radford et al. 2018, section 4.1; 2019, section 2.3).
     """
+
+    tensor_plan: ClassVar[Mapping[str, str]] = {
+        "embed": "vocabulary",
+        "head": "vocabulary",
+        "blocks.*.attention": "shared_input",
+        "blocks.*.attention.query": "column",
+        "blocks.*.attention.key": "column",
+        "blocks.*.attention.value": "column",
+        "blocks.*.attention.output": "row",
+        "blocks.*.mlp": "shared_input",
+        "blocks.*.mlp.gate": "column",
+        "blocks.*.mlp.up": "column",
+        "blocks.*.mlp.down": "row",
+    }
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__(list(gpt_layers(shape)))

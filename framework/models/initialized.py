@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from framework.models.sequence import first_position
+from framework.models.split import VocabularyPart
 
 DEFAULT_STD = 0.02
 
@@ -40,11 +41,20 @@ class DrawnEmbedding(_Drawn, nn.Embedding):
 class TokenEmbedding(DrawnEmbedding):
     """Tokens (..., ) int64 to vectors (..., hidden); `as_head`: vectors (..., hidden) to logits (..., vocabulary).
 
-    One forward for both, because ZeRO-3 gathers weights when a module is called, and only then.
+    One forward for both, because ZeRO-3 gathers weights when a module is called, and only then. `vocabulary` is this
+    rank's part, where the ranks of a tensor group share the weight.
     """
 
+    vocabulary: VocabularyPart | None = None
+
     def forward(self, value: Tensor, *, as_head: bool = False) -> Tensor:
-        return linear(value, self.weight) if as_head else super().forward(value)
+        return self.logits(value) if as_head else self.look_up(value)
+
+    def look_up(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) if self.vocabulary is None else self.vocabulary.look_up(tokens, self.weight)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return linear(hidden, self.weight) if self.vocabulary is None else self.vocabulary.logits(hidden, self.weight)
 
 
 def as_head(module: nn.Module, value: Tensor) -> Tensor:
