@@ -115,9 +115,11 @@ def _train(
 ) -> tuple[RunResult, str]:
     plan, of_checkpoint = prepared.plan, prepared.plan.config.checkpoint
     engine = assemble_engine(prepared)
-    seed_ranks(plan.config.run.seed, rank=rank(), step=start.step if start else 0)
+    # Ranks of a tensor group draw alike; where their layers are divided, `models.split.TensorPart` sees to it.
+    first = rank() - plan.layout.tensor_rank(rank())
+    seed_ranks(plan.config.run.seed, rank=first, step=start.step if start else 0)
     best = BestSoFar(of_checkpoint.keep_best, best_is=of_checkpoint.best_is)
-    described = prepared.description(order=order_of(start))
+    described = prepared.description(order=order_of(start)) | engine.description()
     callbacks = make_callbacks(engine, prepared)
     start_step = start_point.load_start(engine, start, (best, callbacks), described)
     if rank() == 0:

@@ -141,7 +141,7 @@ def plain_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs on three ranks, trained once for all tests that read their checkpoints."""
     from tests.engine.saved_runs import PLAIN, train  # here, because it imports torch
 
-    return train(PLAIN, tmp_path_factory.mktemp("plain-runs"), pipe=1, num_ranks=3)
+    return train(PLAIN, tmp_path_factory.mktemp("plain-runs"), num_ranks=3)
 
 
 @pytest.fixture(scope="session")
@@ -150,3 +150,11 @@ def piped_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.engine.saved_runs import PIPED, train
 
     return train(PIPED, tmp_path_factory.mktemp("piped-runs"), pipe=2, num_ranks=4)
+
+
+@pytest.fixture(scope="session")
+def divided_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of two tensor ranks times two data-parallel ones."""
+    from tests.engine.saved_runs import DIVIDED, train
+
+    return train(DIVIDED, tmp_path_factory.mktemp("divided-runs"), tensor=2, num_ranks=4)

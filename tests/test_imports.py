@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # ------------------------------------------------ torch line
     "models": {"system", "text", "config"},
     "data": {"system", "config", "token files"},
-    "tasks": {"system", "config"},
+    "tasks": {"system", "config", "models"},
     "checkpoint state": {"system", "checkpoint", "models"},
     "engine": {"system", "config", "plan", "checkpoint", "checkpoint state", "models", "tasks", "data"},
     "setup": {

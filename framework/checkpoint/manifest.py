@@ -51,6 +51,11 @@ class SavedCheckpoint:
         return int(self.manifest["step"])
 
     @property
+    def tensor_size(self) -> int:
+        """Ranks that shared the weights listed under ``tensor``."""
+        return int(self.manifest.get("layout", {}).get("tensor_size", 1))
+
+    @property
     def path(self) -> Path:
         """The checkpoint's own folder."""
         return self.folder / self.tag
@@ -247,6 +252,11 @@ def _is_pipeline(pipeline: Mapping[str, Any]) -> bool:
     )
 
 
+def _is_split(split: Any) -> bool:
+    """A dimension, and the sizes of what lies side by side along it (`checkpoint.state.tensor_split.Split`)."""
+    return len(split) == 2 and _is_count(split[0]) and isinstance(split[1], list) and all(map(_is_count, split[1]))
+
+
 _COUNTS: Final = ("steps_per_epoch", "total_steps", "num_train_samples", "epoch", "step_in_epoch", "samples")
 _LAYOUT: Final = ("world_size", "data_parallel_size", "pipe_size", "global_size", "micro_size", "accumulation_steps")
 _TYPES: Final[Mapping[str, Callable[[Any], bool]]] = {
@@ -270,6 +280,8 @@ _TYPES: Final[Mapping[str, Callable[[Any], bool]]] = {
     "config.parallel?.partition?": _or_null(_is_text),
     "pipeline?": _is_pipeline,
     "pipeline?.layers.*": _is_text,
+    "tensor?": _is_mapping,
+    "tensor?.*": _is_split,
     "metrics?": _is_mapping,
     "metrics?.*": lambda value: _is_number(value) or value in ("inf", "-inf", "nan"),  # JSON has no number for these
     "best?.metric": _is_text,

@@ -54,14 +54,14 @@ def replaced_names(tag: str) -> list[str]:
     return [f"{tag}.replaced{suffix}" for suffix in ("", *(f"-{number}" for number in range(1, 1000)))]
 
 
-def layer_file(number: int) -> str:
-    """Return the file that holds the weights of a pipeline's layer."""
-    return f"layer_{number:02d}-model_states.pt"
+def layer_file(number: int, tensor_rank: int | None = None) -> str:
+    """Return the file that holds the weights of a pipeline's layer, or a tensor rank's part of them."""
+    return f"layer_{number:02d}{'' if tensor_rank is None else f'-model_{tensor_rank:02d}'}-model_states.pt"
 
 
-def model_file_of(rank: int) -> str:
+def model_file_of(rank: int, *, tensor_size: int = 1) -> str:
     """Return the file of a rank's model states at stage 3."""
-    return f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+    return f"zero_pp_rank_{rank // tensor_size}_mp_rank_{rank % tensor_size:02d}_model_states.pt"
 
 
 def own_names(path: Path) -> tuple[Path, Path]:

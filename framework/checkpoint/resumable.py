@@ -214,7 +214,8 @@ def needs_resharding(checkpoint: SavedCheckpoint, *, description: Mapping[str, A
     DeepSpeed reads its own files back where nothing has changed that decides which numbers lie in which file; otherwise
     every parameter is looked up by its name (`framework.checkpoint.state.reader`).
     """
-    return not checkpoint.verified or _arrangement(checkpoint.manifest) != _arrangement(description)
+    before, now = _arrangement(checkpoint.manifest), _arrangement(description)
+    return not checkpoint.verified or before != now or _are_split_otherwise(checkpoint, description)
 
 
 def describe_resharding(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]) -> str:
@@ -223,9 +224,16 @@ def describe_resharding(checkpoint: SavedCheckpoint, *, description: Mapping[str
     if not checkpoint.verified:
         return f"{before['ranks']} ranks, ZeRO {before['zero.stage']}, {before['precision.dtype']}"
     both = (key for key in before if None not in (before[key], now.get(key)))  # what only one has goes with the rest
-    return ", ".join(
-        f"{key}: {show_value(before[key])} -> {show_value(now[key])}" for key in both if before[key] != now[key]
-    )
+    stated = [f"{key}: {show_value(before[key])} -> {show_value(now[key])}" for key in both if before[key] != now[key]]
+    return ", ".join([*stated, *(["other parts of weights"] if _are_split_otherwise(checkpoint, description) else [])])
+
+
+def _are_split_otherwise(checkpoint: SavedCheckpoint, description: Mapping[str, Any]) -> bool:
+    """Check whether as many tensor ranks have other parts; a description from before the model is built says nothing of
+    them.
+    """
+    before, now = checkpoint.manifest.get("tensor"), description.get("tensor")
+    return None not in (before, now) and before != now
 
 
 def check_movable(checkpoint: SavedCheckpoint, *, description: Mapping[str, Any]) -> None:
@@ -259,6 +267,9 @@ def _arrangement(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "ranks": layout["world_size"],
         "pipeline stages": layout["pipe_size"],
+        # Older checkpoints know of neither.
+        "tensor-parallel ranks": layout.get("tensor_size", 1),
+        "sequence-parallel ranks": layout.get("sequence_size", 1),
         "cut": None if bounds is None else list(bounds),
         "precision.dtype": (config.get("precision") or {}).get("dtype"),
         **{f"zero.{key}": value for key, value in _spread(config.get("zero") or {}).items()},

@@ -34,6 +34,7 @@ from framework.errors import EXIT_OK, EXIT_STORAGE, ConfigError, StorageError, c
 from framework.train.best import best_in
 
 _PACKAGES: Final = ("dsf-trainer", "deepspeed", "torch", "python")  # their versions decide who can read a checkpoint
+_SIZES: Final = {"pipe_size": "pipeline stages", "tensor_size": "tensor-parallel", "sequence_size": "sequence-parallel"}
 
 
 class Inspected(NamedTuple):
@@ -176,9 +177,10 @@ def _place(manifest: Mapping[str, Any]) -> str:
 
 def _layout(manifest: Mapping[str, Any]) -> str:
     config, layout = manifest["config"], manifest.get("layout", {})
-    ranks, stages = layout.get("world_size"), layout.get("pipe_size", 1)
+    ranks = layout.get("world_size")
     stated = [counted(ranks, "rank")] if ranks else []
-    stated += [f"{stages} pipeline stages x {layout['data_parallel_size']} data-parallel"] if stages > 1 else []
+    sizes = [f"{layout[name]} {noun}" for name, noun in _SIZES.items() if layout.get(name, 1) > 1]
+    stated += [" x ".join([*sizes, f"{layout['data_parallel_size']} data-parallel"])] if sizes else []
     stated += [f"ZeRO stage {config['zero']['stage']}", str(config["precision"]["dtype"])]
     if layout:
         stated.append(

@@ -318,17 +318,51 @@ WORDS_OF_PATTERNS[_PARTITION] = (
 )
 
 
+class TensorSplit(Section):
+    """How a layer is divided over a tensor group; alone, `split` may be written without a section."""
+
+    split: Literal["column", "row", "vocabulary", "column_gathered", "summed", "shared_input", "replicated"] = (
+        "replicated"
+    )
+    """``column``: by outputs, up to the next row layer; ``row``: by inputs; ``vocabulary``: an embedding or output head
+    by tokens; ``column_gathered``: an output layer whose parts are joined; ``summed``: whole, between column and row,
+    where each rank sees a part of its gradient; ``shared_input``: a module only whose column layers read its first
+    input, which is then copied once; ``replicated``: whole."""
+    sections: PositiveCount = 1
+    """Equal matrices that a column layer holds side by side: 3 where query, key and value are one."""
+    divide: list[str] = Field(default_factory=list)
+    """Attributes of the module that count what a rank has a part of, such as ``num_heads``."""
+
+
+def _as_split(value: Any) -> Any:
+    return {"split": value} if isinstance(value, str) else value
+
+
+_Split = Annotated[TensorSplit, BeforeValidator(_as_split, json_schema_input_type=str | TensorSplit)]
+
+
 class Parallel(Section):
     """Parallelism of the model itself over devices."""
 
     pipe: PositiveCount = 1
     """Pipeline stages, each on a device of its own; every other device count is data parallel. 1: no pipeline;
     ``auto``: as the devices allow."""
+    tensor: PositiveCount = 1
+    """Ranks that share every large matrix, each with a part of its rows or columns. Best on one host."""
+    tensor_plan: dict[str, _Split] | None = None
+    """Name of a layer, with * for any part between dots, to how it is divided; left out: gpt, bert and the models of
+    transformers bring their own."""
+    sequence: PositiveCount = 1
+    """Ranks that share every sequence, each with a part of its positions (Ulysses)."""
     partition: Annotated[str, StringConstraints(pattern=_PARTITION)] = "parameters"
     """What the stages share evenly: ``parameters`` (trainable ones), ``uniform`` (number of layers), ``type:<regex>``
     (layers whose class name matches), ``measured`` (seconds per layer, timed on rank 0 before the run)."""
     stages: list[Count] | None = None
     """The stage of every layer, one number per layer in order; left out: `partition` decides."""
+
+    def sizes(self) -> dict[str, int]:
+        """Ranks that train on the same samples, by direction, as `framework.plan.layout.make_layout` takes them."""
+        return {"pipe_size": self.pipe, "tensor_size": self.tensor, "sequence_size": self.sequence}
 
 
 # `task`: what a batch means, that is its loss and its metrics (`framework/tasks/`).

@@ -44,12 +44,16 @@ def judge_rendered(
     Raises:
         UsageError: there is no table of that release.
     """
-    config, topology = plan.config, Topology.from_cluster(plan.cluster, gpu)
+    config, of_cluster = plan.config, Topology.from_cluster(plan.cluster, gpu)
+    # DeepSpeed's ranks are those that hold the same part of the weights.
+    topology = replace(of_cluster, world_size=plan.layout.world_size // plan.layout.tensor_size)
     found = lint(Document("", _rendering(plan)), release=release, topology=topology)
     wanted = [problem for problem in found if not _is_off_anyway(problem)]
     if any(problem.severity != "error" for problem in wanted):
         plain = replace(plan, config=config.model_copy(update={"deepspeed": {}}))
-        on_purpose = lint(Document("", _rendering(plain)), topology=Topology.from_cluster(plan.cluster))
+        on_purpose = lint(
+            Document("", _rendering(plain)), topology=replace(topology, gpu=None, device=plan.cluster.device)
+        )
         known = {(problem.kind, problem.key) for problem in on_purpose}
         wanted = [p for p in wanted if p.severity == "error" or (p.kind, p.key) not in known]
     reported = [_in_its_words(problem, config) for problem in wanted]

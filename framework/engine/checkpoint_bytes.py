@@ -20,13 +20,16 @@ from framework.checkpoint.state.checkpoint_engine import AtomicCheckpointEngine,
 from framework.checkpoint.state.optimizer_shards import Names, OptimizerViews, opened, stepped_groups
 from framework.checkpoint.state.reader import StoredState
 from framework.checkpoint.state.shard_map import STATE_KEY
+from framework.checkpoint.state.tensor_split import Division, splits_of, whole_shape
 from framework.engine import random_state
-from framework.engine.distributed import claims_error_report, device, gather
+from framework.engine.distributed import claims_error_report, device, gather, rank
 from framework.engine.failures import known_failure
 from framework.engine.rendezvous import lost_peer
+from framework.engine.weights import gives
 from framework.engine.workarounds.grad_scaler import restore_scaler, scaler_state
 from framework.engine.workarounds.nvme_state import complete_nvme_state
 from framework.errors import StorageError, explaining, in_one_line, show_value
+from framework.plan.layout import Layout
 from framework.system.files import FileRecord, NewFile
 from framework.system.log import warn
 
@@ -51,12 +54,13 @@ def save_bytes(
     Raises:
         OSError: the file system refused, on this rank.
     """
-    # At stage 3 every rank writes a file of its own. Elsewhere one serves many ranks, and holds the states of all.
+    # At stage 3 every rank writes a file of its own. Elsewhere one serves many ranks, and holds the states of all; each
+    # pipeline stage and tensor rank has one.
     own_random, own_scaler = random_state.capture(), scaler_state(engine)
     scalers = [] if own_scaler is None else gather(own_scaler)
-    random_states: Any = {torch.distributed.get_rank(): own_random}
+    random_states: Any = {rank(): own_random}
     if engine.zero_optimization_stage() < 3:
-        random_states = _rows_of_ranks(own_random, everywhere=isinstance(engine.module, PipelineModule))
+        random_states = _rows_of_ranks(own_random, everywhere=engine.mp_world_size > 1)
     # One key of our own: DeepSpeed merges client state into its own dict, where `module` would overwrite the weights.
     # At stage 0 the optimizer only numbers what it steps.
     own = [group for group in stepped_groups(engine.optimizer) if all(parameter in names for parameter in group)]
@@ -72,7 +76,7 @@ def save_bytes(
 def _rows_of_ranks(own: torch.Tensor, *, everywhere: bool) -> torch.Tensor | None:
     """Every rank's bytes, (ranks, bytes) uint8, on rank 0, which writes the model, or on all. Collective."""
     num_ranks, on_device = torch.distributed.get_world_size(), own.to(device())
-    is_writer = torch.distributed.get_rank() == 0
+    is_writer = rank() == 0
     rows = torch.empty(num_ranks if everywhere or is_writer else 0, len(own), dtype=torch.uint8, device=device())
     if everywhere:
         torch.distributed.all_gather(list(rows.unbind()), on_device)
@@ -94,7 +98,7 @@ def load_bytes(engine: deepspeed.DeepSpeedEngine, folder: Path, tag: str) -> Map
         complete_nvme_state(engine, folder, tag)
         _leave_file(engine.optimizer)
         saved = client_state[STATE_KEY]
-    random_state.restore(saved["random_states"][torch.distributed.get_rank()])
+    random_state.restore(saved["random_states"][rank()])
     restore_scaler(engine, saved.get("grad_scalers", ()))
     return dict(saved["state"])
 
@@ -171,9 +175,11 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
 
 
-def move_in(engine: deepspeed.DeepSpeedEngine, checkpoint: SavedCheckpoint, *, names: Names) -> Mapping[str, Any]:
-    """Fill an engine from a checkpoint of another layout: other ranks, another ZeRO stage, other pipeline stages.
-    Collective.
+def move_in(
+    engine: deepspeed.DeepSpeedEngine, checkpoint: SavedCheckpoint, *, names: Names, layout: Layout
+) -> Mapping[str, Any]:
+    """Fill an engine, whose run has this layout, from a checkpoint of another one: other ranks, another ZeRO stage,
+    other pipeline stages or tensor ranks. Collective.
 
     Every rank reads what it holds. Returns the state that was saved. Random generators go on where they were if the
     ranks mean the same; otherwise as they were seeded, because their states belonged to other ranks.
@@ -182,14 +188,18 @@ def move_in(engine: deepspeed.DeepSpeedEngine, checkpoint: SavedCheckpoint, *, n
         StorageError: the files do not hold what the model needs.
     """
     try:
-        return _move_in(engine, checkpoint, names=names)
+        return _move_in(engine, checkpoint, names=names, layout=layout)
     except StorageError as error:
         error.is_of_one_rank = claims_error_report(str(error))
         raise
 
 
-def _move_in(engine: deepspeed.DeepSpeedEngine, checkpoint: SavedCheckpoint, *, names: Names) -> Mapping[str, Any]:
-    stored = StoredState(checkpoint)
+def _move_in(
+    engine: deepspeed.DeepSpeedEngine, checkpoint: SavedCheckpoint, *, names: Names, layout: Layout
+) -> Mapping[str, Any]:
+    splits = splits_of(names)
+    division = Division(splits, layout.tensor_rank(rank()), layout.tensor_size) if splits else Division()
+    stored = StoredState(checkpoint, division=division)
     _refuse_other_model(engine, stored, names)
     views = OptimizerViews(engine, names)
     if not checkpoint.verified:
@@ -219,26 +229,23 @@ def _move_in(engine: deepspeed.DeepSpeedEngine, checkpoint: SavedCheckpoint, *, 
         if (place := getattr(schedule, "last_batch_iteration", -1)) >= 0:
             schedule.step(place)
     saved = common[STATE_KEY]
-    if _has_same_ranks(engine, checkpoint) and (own := stored.random_state(torch.distributed.get_rank())) is not None:
+    if _has_same_ranks(layout, checkpoint) and (own := stored.random_state(rank())) is not None:
         random_state.restore(own)
     restore_scaler(engine, saved.get("grad_scalers", ()))
     return dict(saved["state"])
 
 
-def _has_same_ranks(engine: deepspeed.DeepSpeedEngine, checkpoint: SavedCheckpoint) -> bool:
-    """Check whether ranks stand for the same shares of the data and the same stages as where it was written."""
-    layout, module = checkpoint.manifest.get("layout"), engine.module
-    if layout is None:  # DeepSpeed's own
-        return False
-    pipe_size = module.num_stages if isinstance(module, PipelineModule) else 1
-    return (layout["world_size"], layout["pipe_size"]) == (torch.distributed.get_world_size(), pipe_size)
+def _has_same_ranks(layout: Layout, checkpoint: SavedCheckpoint) -> bool:
+    """Check whether ranks stand for the same shares of the data, stages and parts as where it was written."""
+    written_by = checkpoint.manifest.get("layout")
+    sizes = ("world_size", "pipe_size", "tensor_size", "sequence_size")
+    return written_by is not None and all(written_by.get(size, 1) == getattr(layout, size) for size in sizes)
 
 
 def _refuse_other_model(engine: deepspeed.DeepSpeedEngine, stored: StoredState, names: Names) -> None:
     """Before a number is changed. Every rank sees the whole model; in a pipeline the other stages have the rest."""
     for tensor, name in names.items():
-        # Stage 3 has cut them up: what is left is empty, or one rank's piece.
-        stored.refuse_other_shape(name, getattr(tensor, "ds_shape", tensor.shape))
+        stored.refuse_other_shape(name, whole_shape(tensor))
     if not isinstance(engine.module, PipelineModule):
         stored.refuse_others(engine.module.state_dict(keep_vars=True))  # of what is shared, all names
 
@@ -269,5 +276,5 @@ def _fill_weights(names: Names, stored: StoredState) -> None:
                 tensor.copy_(stored.weight(name, tensor.shape))
             elif not tensor.requires_grad:
                 with deepspeed.zero.GatheredParameters([tensor], modifier_rank=0):
-                    if torch.distributed.get_rank() == 0:  # whose numbers all ranks get
+                    if gives(tensor):
                         tensor.copy_(stored.weight(name, tensor.shape))

@@ -17,13 +17,15 @@ from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.save_stream import OpenFile
 from framework.checkpoint.state.checkpoint_engine import use_atomic_files
 from framework.checkpoint.state.optimizer_shards import Names
+from framework.checkpoint.state.tensor_split import splits_of
 from framework.config.deepspeed_words import SCHEDULES
 from framework.config.optimizer import Cosine
 from framework.engine.checkpoint_bytes import load_bytes, move_in, save_bytes
-from framework.engine.distributed import collective_timeout, device
+from framework.engine.distributed import collective_timeout, device, gather
 from framework.engine.ema import WeightAverage
 from framework.engine.metrics import engine_metrics, memory_metrics, over_ranks
 from framework.engine.phases import phases_of
+from framework.engine.rank_groups import RankGroups
 from framework.engine.step_batches import HALF, DeviceBatches, place
 from framework.engine.workarounds.fp32_sums import taking_zero_optimizer
 from framework.engine.workarounds.grad_norm import keep_norm
@@ -36,7 +38,7 @@ from framework.models.adapt import LR_RATIO, parameter_groups
 from framework.plan.plan import Plan
 from framework.plan.render import schedule_steps
 from framework.system.files import FileRecord, NewFile
-from framework.tasks.task import Task
+from framework.tasks.task import Positions, Task
 
 # The cosine schedule. DeepSpeed's own WarmupCosineLR spends the first step at learning rate zero; this one does not.
 
@@ -101,23 +103,27 @@ def initialize(
     make_optimizer: MakeOptimizer | None,
     names: Names,
     layers: Sequence[str] | None = None,
+    groups: RankGroups | None = None,
 ) -> deepspeed.DeepSpeedEngine:
     """Wrap a model, or a stage of it, with `deepspeed.initialize`. Collective.
 
-    `names` are the plain names of its weights, and `layers` those of all layers, where it is a stage.
+    `names` are the plain names of its weights, and `layers` those of all layers, where it is a stage; `groups` those
+    of the ranks, where a tensor group divides weights.
     """
     _refuse_number_types(plan, model)
     forget_autocast()
+    deepspeed.utils.groups.mpu = None  # DeepSpeed keeps that of an earlier engine of the process
     named = {names[parameter]: parameter for parameter in model.parameters()}
-    groups = parameter_groups(named, plan.config.optimizer, layers=layers)
+    stepped = parameter_groups(named, plan.config.optimizer, layers=layers)
     with refusing_scalars(), _sending_scalars(), taking_zero_optimizer():
         engine, _, _, _ = deepspeed.initialize(
             model=model,
-            model_parameters=groups,
+            model_parameters=stepped,
             optimizer=make_optimizer,
             lr_scheduler=client_schedule(plan),
             dist_init_required=False,
-            config=_with_group_rates(ds_config, groups),
+            config=_with_group_rates(ds_config, stepped),
+            mpu=groups,
         )
     leave_out_measurements(engine)
     keep_gradient_order(engine)
@@ -204,6 +210,12 @@ class Step:
         return shared | {"train/lr": self.lr} | engine_metrics(self.engine.engine, self.engine.kept_norm)
 
 
+def positions_of(plan: Plan) -> Positions | None:
+    """This rank's part of every sequence; None where it has all positions."""
+    size = plan.layout.sequence_size
+    return Positions(plan.layout.sequence_rank(torch.distributed.get_rank()), size) if size > 1 else None
+
+
 class BaseEngine:
     """One of DeepSpeed's engines, the task that says what a batch means, and the files of its checkpoints."""
 
@@ -218,9 +230,9 @@ class BaseEngine:
     ) -> None:
         """`names` tells the plain names of what the engine holds, `stages` is a pipeline's process group."""
         place(task, device())
-        self.engine, self._task, self._names = engine, task, names
+        self.engine, self._task, self._names, self._layout = engine, task, names, plan.layout
         self._batches = DeviceBatches(
-            device(), HALF.get(plan.config.precision.dtype), plan.config.training.channels_last
+            device(), HALF.get(plan.config.precision.dtype), plan.config.training.channels_last, positions_of(plan)
         )
         self._average = WeightAverage(engine, plan.config)
         self._files = use_atomic_files(engine)
@@ -236,11 +248,18 @@ class BaseEngine:
 
     def load(self, checkpoint: SavedCheckpoint, *, moved: bool) -> Mapping[str, Any]:
         if moved:
-            state = move_in(self.engine, checkpoint, names=self._names())
+            state = move_in(self.engine, checkpoint, names=self._names(), layout=self._layout)
         else:
             state = load_bytes(self.engine, checkpoint.folder, checkpoint.tag)
         self._average.after_load()
         return state
+
+    def description(self) -> dict[str, Any]:
+        """Describe for the manifest of its checkpoints how tensor ranks share weights. Collective."""
+        layout, own = self._layout, splits_of(self._names())
+        everyone = gather(own) if layout.tensor_size > 1 and layout.pipe_size > 1 else [own]  # stages have others
+        found = {name: [one.dim, list(one.sections)] for splits in everyone for name, one in splits.items()}
+        return {"tensor": found} if found else {}
 
     def lr(self) -> float:
         """`optimizer.lr` as the schedule has it now: where the first group has a share of it, what it is a share of."""

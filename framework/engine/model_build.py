@@ -26,9 +26,10 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from framework.engine.distributed import barrier, device, gather, rank
+from framework.engine.distributed import barrier, device, gather
 from framework.engine.initialize import refusing_scalars
 from framework.engine.random_state import capture, restore
+from framework.engine.rank_groups import RankGroups
 from framework.engine.step_batches import HALF
 from framework.errors import ConfigError
 from framework.system.limits import room
@@ -54,7 +55,12 @@ class _NotThisWay(BaseException):
 
 
 def build_model(
-    build: Build, *, ds_config: Mapping[str, Any], draws_in_pieces: bool = False, host_bytes: int | None = None
+    build: Build,
+    *,
+    ds_config: Mapping[str, Any],
+    draws_in_pieces: bool = False,
+    host_bytes: int | None = None,
+    groups: RankGroups | None = None,
 ) -> torch.nn.Module:
     """Build a model; at ZeRO stage 3 its weights are partitioned. Collective.
 
@@ -64,6 +70,7 @@ def build_model(
         draws_in_pieces: whether its modules are known to draw their weights in their own constructors, so that no rank
             has to hold the whole model.
         host_bytes: memory of this host that the ranks on it may take for weights; found out by default.
+        groups: where `build` leaves each rank of a tensor group with a part of the weights.
 
     Raises:
         ConfigError: kind ``init-lost-at-stage-3``: it does not fit into host memory as a whole, and its constructors
@@ -74,11 +81,13 @@ def build_model(
         return build()
     if host_bytes is None and (free := room()) is not None:
         host_bytes = int(free.num_bytes * _SHARE_FOR_WEIGHTS)
-    ways = [_build_whole, _build_in_pieces, _build_in_turn]
+    data_group = groups.data if groups is not None else None
+    in_turn = partial(_build_in_turn, is_cut=is_cut, group=data_group)
+    ways: list[Callable[..., torch.nn.Module]] = [_build_whole, _build_in_pieces, in_turn]
     if draws_in_pieces:
         ways[:2] = reversed(ways[:2])
-    if not is_cut:  # and one alone is tried however large it is
-        ways = [_build_whole, partial(_build_in_turn, is_cut=False)]
+    if not is_cut or groups is not None:  # and one alone is tried however large it is; a part is one of the whole
+        ways = [_build_whole, in_turn]
     reason, random_state = "", capture()
     with refusing_scalars():
         for way in ways:
@@ -90,7 +99,7 @@ def build_model(
                 reason = str(error) or reason
             if all(gather(model is not None)):
                 assert model is not None
-                return _partition(model, ds_config) if is_cut else model
+                return _partition(model, ds_config, groups) if is_cut else model
     raise ConfigError.of(
         kind="init-lost-at-stage-3",
         key="zero.stage",
@@ -108,9 +117,11 @@ def _build_whole(build: Build, ds_config: Mapping[str, Any], host_bytes: int | N
 
 
 def _build_in_turn(
-    build: Build, ds_config: Mapping[str, Any], host_bytes: int | None, *, is_cut: bool = True
+    build: Build, ds_config: Mapping[str, Any], host_bytes: int | None, *, is_cut: bool = True, group: Any = None
 ) -> torch.nn.Module:
-    """Build on one rank of a host after the other; only rank 0, its host's last, keeps its weights. Collective."""
+    """Build on one rank of a host after the other; only rank 0 of `group`, the data-parallel ranks or all, keeps its
+    weights. Collective.
+    """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     model: torch.nn.Module | None = None
     half = next((dtype for key, dtype in HALF.items() if ds_config.get(key, {}).get("enabled")), None)
@@ -118,7 +129,7 @@ def _build_in_turn(
         if turn == local_rank:
             with suppress(_NotThisWay), _limited(host_bytes if is_cut else None):
                 model = build()
-            for parameter in model.parameters() if model is not None and rank() != 0 else ():
+            for parameter in model.parameters() if model is not None and torch.distributed.get_rank(group) else ():
                 if is_cut:
                     parameter.data = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
                 else:  # room for what DeepSpeed will send, as it will cast it
@@ -168,11 +179,12 @@ def _limited(num_bytes: int | None) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _partition(model: torch.nn.Module, ds_config: Mapping[str, Any]) -> torch.nn.Module:
+def _partition(model: torch.nn.Module, ds_config: Mapping[str, Any], rank_groups: RankGroups | None) -> torch.nn.Module:
     """Partition what rank 0 has weight by weight; buffers go to the device, as the engine does at other stages."""
     whole = [parameter for parameter in model.parameters() if not is_zero_param(parameter)]
     # A second one would delete what the first one has swapped to NVMe.
-    init = deepspeed.zero.Init(module=torch.nn.Module(), **_arguments(ds_config)) if whole else None
+    where = {} if rank_groups is None else {"data_parallel_group": rank_groups.data, "mpu": rank_groups}
+    init = deepspeed.zero.Init(module=torch.nn.Module(), **_arguments(ds_config), **where) if whole else None
     for parameter in whole:
         assert init is not None
         if parameter.is_floating_point():

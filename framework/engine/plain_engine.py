@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,9 +16,11 @@ from framework.engine.distributed import device
 from framework.engine.gradient_sums import sum_gradients
 from framework.engine.initialize import BaseEngine, MakeOptimizer, Step, initialize
 from framework.engine.metrics import EvalSums
+from framework.engine.rank_groups import RankGroups, make_groups
 from framework.engine.step_batches import StepLoss
 from framework.engine.workarounds.grad_scaler import explaining_overflow, may_have_been_skipped, scale_fp16_loss
 from framework.engine.workarounds.module_buffers import share_buffers
+from framework.models.sequence import SequenceGroup, share_attention
 from framework.plan.plan import Plan
 from framework.tasks.task import Task
 
@@ -30,9 +32,13 @@ def build_engine(
     model: torch.nn.Module,
     task: Task,
     make_optimizer: MakeOptimizer | None = None,
+    groups: RankGroups | None = None,
 ) -> PlainEngine:
-    """Wrap a model with `deepspeed.initialize`. Collective."""
-    engine = initialize(plan, model, ds_config=ds_config, make_optimizer=make_optimizer, names=names_of(model))
+    """Wrap a model with `deepspeed.initialize`; `groups` where its weights are divided. Collective."""
+    if plan.layout.sequence_size > 1:
+        share_attention(model)
+    names = names_of(model)
+    engine = initialize(plan, model, ds_config=ds_config, make_optimizer=make_optimizer, names=names, groups=groups)
     scale_fp16_loss(engine)
     return PlainEngine(engine, plan, task)
 
@@ -50,6 +56,10 @@ class PlainEngine(BaseEngine):
         self._sums = sums = sum_gradients(engine)
         divider = sums if sums is not None and sums.divides else None
         self._loss = StepLoss(task, micro_batches=engine.gradient_accumulation_steps(), sums=divider)
+        self._sharing: Callable[[], AbstractContextManager[None]] = nullcontext
+        if (positions := self._batches.positions) is not None:
+            group = make_groups(plan.layout).sequence
+            self._sharing = SequenceGroup(positions.rank, positions.size, group).shared
 
     def close(self) -> None:
         if self._sums is not None:
@@ -63,7 +73,7 @@ class PlainEngine(BaseEngine):
         lr = self.lr()  # before the step: DeepSpeed moves the schedule on at its end
         total: torch.Tensor | None = None
         is_divided = engine.gradient_accumulation_steps() > 1  # by 1 takes two kernels
-        with explaining_overflow(engine):
+        with explaining_overflow(engine), self._sharing():
             for inputs, targets in self._loss.weighted(self._halves(micro_batches)):
                 phases.enter("forward")
                 loss = self._loss(task.forward(engine, inputs), targets)
@@ -85,7 +95,7 @@ class PlainEngine(BaseEngine):
         modes = [(module, module.training) for module in self.engine.module.modules()]
         self.engine.eval()
         try:
-            with torch.no_grad(), self._average.in_evaluation():
+            with torch.no_grad(), self._average.in_evaluation(), self._sharing():
                 for batch, counts in batches:
                     if is_stopping():
                         return {}

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from framework.engine.gradient_sums import GradientSums
 from framework.errors import ConfigError
 from framework.models.adapt import channels_last
-from framework.tasks.task import Ratio, Task
+from framework.tasks.task import Positions, Ratio, Task
 
 _IMAGE_DIMENSIONS: Final = 4
 _TENSORS: Final = (torch.Tensor, PackedSequence)
@@ -33,11 +33,13 @@ class DeviceBatches:
         device: where to.
         half: dtype of the weights if it is not float32; floating tensors that the model reads are converted to it.
         channels_last: store images (4-d floating tensors) that the model reads channel by channel last.
+        positions: this rank's part of every sequence, where ranks share them.
     """
 
     device: torch.device
     half: torch.dtype | None = None
     channels_last: bool = False
+    positions: Positions | None = None
 
     def split(self, task: Task, batch: Any) -> tuple[Any, Any]:
         """Split a batch into the model's inputs and the targets, both on the device.
@@ -45,6 +47,8 @@ class DeviceBatches:
         A target keeps its digits: in half precision 300,123 would be 301,056, or infinite, in loss and metrics.
         """
         inputs, targets = task.split(self.move(batch))
+        if self.positions is not None:
+            inputs, targets = task.share(inputs, targets, self.positions)
         return self.as_read(inputs), targets
 
     def move(self, value: Any) -> Any:

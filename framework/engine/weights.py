@@ -7,7 +7,7 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import deepspeed
 import torch
@@ -16,6 +16,7 @@ import torch.distributed
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.resume_point import explaining_storage_errors, newest_at
 from framework.checkpoint.state.reader import MergedWeights
+from framework.checkpoint.state.tensor_split import split_of, whole_shape
 from framework.checkpoint.state.weight_files import PICKLED, LazyWeights, is_exported, read_exported, shapes_of
 from framework.errors import ConfigError, StorageError, in_one_line, show_value
 from framework.models.survey import Surveyed
@@ -65,26 +66,36 @@ def checkpoint_weights(
     return LazyWeights(shapes, {name: partial(found.__getitem__, first) for name, first in names.items()})
 
 
-def put_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], *, source: str) -> None:
-    """Load weights into a whole model, partitioned by ZeRO-3 or not. Collective.
+def put_weights(
+    model: torch.nn.Module, weights: Mapping[str, torch.Tensor], *, source: str, tensor_group: Any = None
+) -> None:
+    """Load weights into a whole model, partitioned by ZeRO-3 or not; into a model that a tensor group shares, each
+    rank's parts of them. Collective.
 
     Raises:
         ConfigError: names or shapes differ; nothing was changed.
     """
-    # ZeRO-3 keeps the whole shape beside each part, and its rank 0 spreads what it reads.
-    is_main = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    shapes = {
-        name: getattr(tensor, "ds_shape", tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()
-    }
+    shapes = {name: whole_shape(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
     _refuse_differences(shapes, weights, source=source)
     for module_name, module in model.named_modules():
         gathered = [tensor for _, tensor in _own_tensors(module) if hasattr(tensor, "ds_id")]
         # Module by module: no more than one module's weights are ever whole on a device.
         with deepspeed.zero.GatheredParameters(gathered, modifier_rank=0, enabled=bool(gathered)), torch.no_grad():
             for name, tensor in _own_tensors(module):
-                if hasattr(tensor, "ds_id") and not is_main:
+                if not gives(tensor):
                     continue
-                tensor.copy_(weights[f"{module_name}.{name}".lstrip(".")])
+                own = weights[f"{module_name}.{name}".lstrip(".")]
+                if split := split_of(tensor):
+                    place = torch.distributed.get_rank(tensor_group), torch.distributed.get_world_size(tensor_group)
+                    own = split.part(own, *place)
+                tensor.copy_(own)
+
+
+def gives(tensor: Any) -> bool:
+    """Check whether what this rank writes into a weight counts: of those that ZeRO-3 has cut up, the first rank of the
+    group spreads what it holds (`deepspeed.zero.GatheredParameters`, `modifier_rank` 0).
+    """
+    return not hasattr(tensor, "ds_id") or torch.distributed.get_rank(tensor.ds_process_group) == 0
 
 
 def refuse_other_layers(weights: Mapping[str, torch.Tensor], layers: Sequence[Surveyed], *, source: str) -> None:

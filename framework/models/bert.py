@@ -8,17 +8,27 @@ which is tied to the embedding, must not hold itself.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, linear, scaled_dot_product_attention
+from torch.nn.functional import gelu
 
 from framework.models.hf_names import hf_names
-from framework.models.initialized import DEFAULT_STD, DrawnEmbedding, DrawnLinear, draw, positions_of, split_heads
+from framework.models.initialized import (
+    DEFAULT_STD,
+    DrawnEmbedding,
+    DrawnLinear,
+    TokenEmbedding,
+    draw,
+    positions_of,
+    split_heads,
+)
 from framework.models.layers import Layer, LayeredModel
+from framework.models.sequence import attend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,18 +56,18 @@ class BERTShape:
         return nn.LayerNorm(self.hidden_size, eps=self.norm_eps)
 
 
-class TiedTokenEmbedding(DrawnEmbedding):
+class TiedTokenEmbedding(TokenEmbedding):
     """First layer and decoder.
 
     First: (tokens, types, mask), each (batch, sequence) int64, to (vectors (batch, sequence, hidden), types, mask).
     Decoder: (batch, sequence + 1, hidden) to (logits (batch, sequence, vocabulary) without bias, the last position).
     """
 
-    def forward(self, value: Any, *, as_decoder: bool = False) -> Any:
+    def forward(self, value: Any, *, as_decoder: bool = False) -> Any:  # type: ignore[override]
         if as_decoder:
-            return linear(value[:, :-1], self.weight), value[:, -1]
+            return self.logits(value[:, :-1]), value[:, -1]
         tokens, types, mask = value
-        return super().forward(tokens), types, mask
+        return self.look_up(tokens), types, mask
 
 
 class OtherEmbeddings(nn.Module):
@@ -79,17 +89,20 @@ class OtherEmbeddings(nn.Module):
 
 class MaskedAttention(nn.Module):
     """Self-attention in which no position sees padding: hidden (batch, sequence, hidden), mask (batch, sequence) with 0
-    for padding, to (batch, sequence, hidden)."""
+    for padding, to (batch, sequence, hidden). Of sequences that ranks share the mask has all positions."""
+
+    shares_sequences = True
 
     def __init__(self, shape: BERTShape) -> None:
         super().__init__()
-        self.num_heads, self.dropout, size = shape.num_heads, shape.dropout, shape.hidden_size
+        self.head_size, self.dropout, size = shape.hidden_size // shape.num_heads, shape.dropout, shape.hidden_size
         self.query, self.key, self.value, self.output = (shape.linear(size, size) for _ in range(4))
 
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        head_size = hidden.shape[-1] // self.num_heads
-        query, key, value = (split_heads(matrix(hidden), head_size) for matrix in (self.query, self.key, self.value))
-        mixed = scaled_dot_product_attention(
+        query, key, value = (
+            split_heads(matrix(hidden), self.head_size) for matrix in (self.query, self.key, self.value)
+        )
+        mixed = attend(
             query, key, value, attn_mask=(mask != 0)[:, None, None, :], dropout_p=self.dropout if self.training else 0.0
         )
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
@@ -155,6 +168,18 @@ class BERT(LayeredModel):
 
     Weights start from N(0, 0.02^2) cut off at two standard deviations, biases from zero, as in the paper's code.
     """
+
+    tensor_plan: ClassVar[Mapping[str, str]] = {
+        "embed": "vocabulary",
+        "outputs.bias": "vocabulary",
+        "blocks.*.attention": "shared_input",
+        "blocks.*.attention.query": "column",
+        "blocks.*.attention.key": "column",
+        "blocks.*.attention.value": "column",
+        "blocks.*.attention.output": "row",
+        "blocks.*.up": "column",
+        "blocks.*.down": "row",
+    }
 
     def __init__(self, shape: BERTShape) -> None:
         super().__init__(bert_layers(shape))

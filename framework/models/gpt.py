@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import sqrt
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, scaled_dot_product_attention, silu
+from torch.nn.functional import gelu, silu
 
 from framework.models.hf_names import hf_names
 from framework.models.initialized import (
@@ -22,6 +23,7 @@ from framework.models.initialized import (
     split_heads,
 )
 from framework.models.layers import Layer, LayeredModel
+from framework.models.sequence import attend, first_position
 
 
 def rotate(*heads: Tensor, theta: float) -> tuple[Tensor, ...]:
@@ -36,7 +38,8 @@ def rotate(*heads: Tensor, theta: float) -> tuple[Tensor, ...]:
     some = heads[0]
     dtype, width = torch.promote_types(some.dtype, torch.float32), some.shape[-1]
     pairs = torch.arange(0, width, 2, device=some.device).to(dtype)
-    positions = torch.arange(some.shape[-2], device=some.device).to(dtype)
+    first = first_position(some.shape[-2])
+    positions = torch.arange(first, first + some.shape[-2], device=some.device).to(dtype)
     angles = torch.outer(positions, theta ** (-pairs / width))
     cos, sin = angles.cos(), angles.sin()
     halves = (one.to(dtype).chunk(2, dim=-1) for one in heads)
@@ -118,6 +121,8 @@ class LearnedPositions(nn.Module):
 class CausalAttention(nn.Module):
     """Self-attention in which a position sees itself and what stands before: (batch, sequence, hidden) to the same."""
 
+    shares_sequences = True
+
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.shape, kv_size = shape, shape.num_kv_heads * shape.head_size
@@ -133,14 +138,7 @@ class CausalAttention(nn.Module):
         )
         if shape.positions == "rotary":
             query, key = rotate(query, key, theta=shape.rope_theta)
-        mixed = scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            is_causal=True,
-            dropout_p=shape.dropout if self.training else 0.0,
-            enable_gqa=shape.num_kv_heads < shape.num_heads,
-        )
+        mixed = attend(query, key, value, is_causal=True, dropout_p=shape.dropout if self.training else 0.0)
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return output
 
@@ -186,6 +184,20 @@ class GPT(LayeredModel):
     Weights start from N(0, 0.02^2), those that add to the residual stream from N(0, 0.02^2 / (2 num_layers)), biases
     from zero (Radford et al. 2018, section 4.1; 2019, section 2.3).
     """
+
+    tensor_plan: ClassVar[Mapping[str, str]] = {
+        "embed": "vocabulary",
+        "head": "vocabulary",
+        "blocks.*.attention": "shared_input",
+        "blocks.*.attention.query": "column",
+        "blocks.*.attention.key": "column",
+        "blocks.*.attention.value": "column",
+        "blocks.*.attention.output": "row",
+        "blocks.*.mlp": "shared_input",
+        "blocks.*.mlp.gate": "column",
+        "blocks.*.mlp.up": "column",
+        "blocks.*.mlp.down": "row",
+    }
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__(list(gpt_layers(shape)))

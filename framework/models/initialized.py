@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from framework.models.sequence import first_position
+from framework.models.split import VocabularyPart
+
 DEFAULT_STD = 0.02
 
 
@@ -38,11 +41,20 @@ class DrawnEmbedding(_Drawn, nn.Embedding):
 class TokenEmbedding(DrawnEmbedding):
     """Tokens (..., ) int64 to vectors (..., hidden); `as_head`: vectors (..., hidden) to logits (..., vocabulary).
 
-    One forward for both, because ZeRO-3 gathers weights when a module is called, and only then.
+    One forward for both, because ZeRO-3 gathers weights when a module is called, and only then. `vocabulary` is this
+    rank's part, where the ranks of a tensor group share the weight.
     """
 
+    vocabulary: VocabularyPart | None = None
+
     def forward(self, value: Tensor, *, as_head: bool = False) -> Tensor:
-        return linear(value, self.weight) if as_head else super().forward(value)
+        return self.logits(value) if as_head else self.look_up(value)
+
+    def look_up(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) if self.vocabulary is None else self.vocabulary.look_up(tokens, self.weight)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return linear(hidden, self.weight) if self.vocabulary is None else self.vocabulary.logits(hidden, self.weight)
 
 
 def as_head(module: nn.Module, value: Tensor) -> Tensor:
@@ -57,15 +69,15 @@ def split_heads(projected: Tensor, head_size: int) -> Tensor:
 
 
 def positions_of(embedded: Tensor, positions: Tensor) -> Tensor:
-    """Learned vectors (max_positions, hidden) of the positions of a sequence (batch, sequence, hidden).
+    """Learned vectors (max_positions, hidden) of the positions of (batch, sequence, hidden), or of this rank's part.
 
     Raises:
         ValueError: the sequence is too long.
     """
-    length, most = embedded.shape[1], positions.shape[0]
-    if length > most:
-        raise ValueError(f"a sequence of {length} tokens; the model has {most} positions")
-    return positions[:length]
+    first, most = first_position(embedded.shape[1]), positions.shape[0]
+    if (end := first + embedded.shape[1]) > most:
+        raise ValueError(f"a sequence of {end} tokens; the model has {most} positions")
+    return positions[first:end]
 
 
 @torch.no_grad()

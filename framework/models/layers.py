@@ -145,7 +145,7 @@ class LayeredModel(nn.Module):
             return
         seed = torch.initial_seed()
         for number, layer in enumerate(self.recipes):
-            if self._place(layer) == layer.name:
+            if self.place_of(layer) == layer.name:
                 _register(self, layer.name, layer.make(number, seed=seed))
 
     def layers(self) -> list[Layer]:
@@ -153,7 +153,8 @@ class LayeredModel(nn.Module):
         if not any(True for _ in self.children()):
             return list(self.recipes)
         return [
-            replace(layer, build=_get(self.get_submodule(self._place(layer))), is_built=True) for layer in self.recipes
+            replace(layer, build=_get(self.get_submodule(self.place_of(layer))), is_built=True)
+            for layer in self.recipes
         ]
 
     def forward(self, *inputs: Any) -> Any:
@@ -168,10 +169,10 @@ class LayeredModel(nn.Module):
 
     def _run(self, value: Any, start: int, stop: int) -> Any:
         for layer in self.recipes[start:stop]:
-            value = layer.apply(self.get_submodule(self._place(layer)), value)
+            value = layer.apply(self.get_submodule(self.place_of(layer)), value)
         return value
 
-    def _place(self, layer: Layer) -> str:
+    def place_of(self, layer: Layer) -> str:
         """Return the name under which the layer's module is registered: that of the first that is tied to it."""
         return next(first.name for first in self.recipes if first.tied == layer.tied) if layer.tied else layer.name
 

@@ -48,4 +48,4 @@ def num_communicators(plan: Plan) -> int:
         return 0
     if layout.pipe_size == 1:
         return 2
-    return 3 + min(layout.pipe_size - 1, 2) + (layout.data_parallel_size > 1)
+    return 3 + min(layout.pipe_size - 1, 2) + (layout.num_replicas > 1)

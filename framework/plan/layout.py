@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Final
 
 from framework.config.training import Batch
@@ -22,6 +24,8 @@ class Layout:
         micro_size: samples per forward pass of a rank.
         accumulation_steps: forward passes of a rank per optimizer step; with a pipeline its micro-batches per step.
         pipe_size: pipeline stages.
+        tensor_size: ranks that share every split weight of one stage, and see the same samples.
+        sequence_size: ranks that share the positions of the same samples.
     """
 
     world_size: int
@@ -30,22 +34,39 @@ class Layout:
     micro_size: int
     accumulation_steps: int
     pipe_size: int = 1
+    tensor_size: int = 1
+    sequence_size: int = 1
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that hold the same weights: DeepSpeed's data-parallel ones, over which it averages gradients."""
+        return self.data_parallel_size * self.sequence_size
 
     def data_parallel_rank(self, rank: int) -> int:
-        """Return the data-parallel rank, which decides the samples that a rank sees. Ranks are ordered (stage, data),
-        as in DeepSpeed's PipeDataParallelTopology.
+        """Return the data-parallel rank, which decides the samples that a rank sees. Ranks are ordered (stage, data,
+        sequence, tensor), as in DeepSpeed's PipeModelDataParallelTopology: what talks most stands closest.
         """
-        return rank % self.data_parallel_size
+        return rank // (self.sequence_size * self.tensor_size) % self.data_parallel_size
 
     def stage_of(self, rank: int) -> int:
         """The pipeline stage that a rank runs."""
-        return rank // self.data_parallel_size
+        return rank // (self.world_size // self.pipe_size)
+
+    def sequence_rank(self, rank: int) -> int:
+        """The part of every sequence that a rank sees."""
+        return rank // self.tensor_size % self.sequence_size
+
+    def tensor_rank(self, rank: int) -> int:
+        """The part of every split weight that a rank holds."""
+        return rank % self.tensor_size
 
     def __str__(self) -> str:
         return (
             f"{self.global_size} samples per step = {self.micro_size} x {self.accumulation_steps} accumulation "
             f"x {self.data_parallel_size} data-parallel"
             + (f", {self.pipe_size} pipeline stages" if self.pipe_size > 1 else "")
+            + (f", {self.tensor_size} tensor-parallel" if self.tensor_size > 1 else "")
+            + (f", {self.sequence_size} sequence-parallel" if self.sequence_size > 1 else "")
         )
 
 
@@ -65,21 +86,19 @@ def largest_global_size(batch: Batch, *, parallel: int, at_most: int) -> int:
     return at_most // unit * unit
 
 
-def make_layout(batch: Batch, *, world_size: int, pipe_size: int = 1) -> Layout | Problem:
+def make_layout(
+    batch: Batch, *, world_size: int, pipe_size: int = 1, tensor_size: int = 1, sequence_size: int = 1
+) -> Layout | Problem:
     """Fill in the numbers that were left out, or say why they cannot fit."""
-    parallel, remainder = divmod(world_size, pipe_size)
+    together = pipe_size * tensor_size * sequence_size  # ranks that train on the same samples
+    parallel, remainder = divmod(world_size, together)
+    sizes = {"pipe_size": pipe_size, "tensor_size": tensor_size, "sequence_size": sequence_size}
     if remainder:
-        below = parallel * pipe_size
-        counts = f"{below} or {below + pipe_size}" if below else str(pipe_size)
-        pipelines = f"pipelines of {counted(pipe_size, 'stage')}"
-        reason = f"{counted(world_size, 'device')} cannot be split into {pipelines}"
-        return Problem(
-            "pipe-not-divisible", reason, f"use {counts} devices, or other stages", "parallel.pipe", pipe_size
-        )
+        return _devices_do_not_divide(world_size, sizes)
     given_global, micro, accumulation = batch.global_size, batch.micro_size, batch.accumulation_steps
     if given_global is None:
         micro, accumulation = micro or DEFAULT_MICRO_SIZE, accumulation or 1
-        return Layout(world_size, parallel, micro * accumulation * parallel, micro, accumulation, pipe_size)
+        return Layout(world_size, parallel, micro * accumulation * parallel, micro, accumulation, **sizes)
     samples, devices = counted(given_global, "sample"), counted(parallel, "device")
     if given_global % parallel:
         return _does_not_divide(batch, parallel, f"{samples} cannot be split evenly over {devices}")
@@ -95,7 +114,24 @@ def make_layout(batch: Batch, *, world_size: int, pipe_size: int = 1) -> Layout 
         reason = f"{given_global} is not micro_size {micro} x accumulation_steps {accumulation} x {devices}"
     if remainder or not micro or not accumulation:
         return _does_not_divide(batch, parallel, reason)
-    return Layout(world_size, parallel, given_global, micro, accumulation, pipe_size)
+    return Layout(world_size, parallel, given_global, micro, accumulation, **sizes)
+
+
+def _devices_do_not_divide(world_size: int, sizes: Mapping[str, int]) -> Problem:
+    together = prod(sizes.values())
+    below = world_size // together * together
+    counts = f"{below} or {below + together}" if below else str(together)
+    pipe, tensor, sequence = sizes.values()
+    parts = f"pipelines of {counted(pipe, 'stage')}" if pipe > 1 else "groups"
+    parts += f" of {tensor} tensor-parallel" if tensor > 1 else ""
+    parts += f"{' x' if tensor > 1 else ' of'} {sequence} sequence-parallel" if sequence > 1 else ""
+    parts += " ranks" if tensor * sequence > 1 else ""
+    reason = f"{counted(world_size, 'device')} cannot be split into {parts}"
+    if tensor * sequence == 1:
+        return Problem("pipe-not-divisible", reason, f"use {counts} devices, or other stages", "parallel.pipe", pipe)
+    name, size = ("tensor", tensor) if tensor > 1 else ("sequence", sequence)
+    fix = f"use {counts} devices, or smaller groups"
+    return Problem("parallel-not-divisible", reason, fix, f"parallel.{name}", size)
 
 
 def _does_not_divide(batch: Batch, parallel: int, reason: str) -> Problem:

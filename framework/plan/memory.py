@@ -112,7 +112,8 @@ def estimate(plan: Plan, *, work: ModelWork | None = None) -> Memory:
         found, lacks = weights_alone(config.model, config.training.freeze), "the size of the images is not known"
     if found is None:
         raise NotEstimatedError("the model is one of your own")
-    work = found
+    # A part of the positions takes as much as so many samples fewer, in attention of all positions and fewer heads.
+    work = replace(found, num_samples=found.num_samples * plan.layout.sequence_size).of_samples(found.num_samples)
     if plan.layout.pipe_size > 1:
         stages = stage_memories(plan, work)
         saved_bytes = sum(stage.saved_bytes for stage in stages)
@@ -212,12 +213,12 @@ def _refuse_unknown(plan: Plan) -> None:
 
 
 class _Estimate:
-    """Sizes that the components follow from. Elements are numbers of a weight, `ranks` see different samples."""
+    """Sizes that the components follow from. Elements are numbers of a weight, `ranks` hold the same weights."""
 
     def __init__(self, plan: Plan, work: ModelWork, passes: Passes, stage: _Stage | None = None) -> None:
         config = plan.config
         self.config, self.passes, self.buffers, self.pipeline = config, passes, work.buffer_bytes, stage
-        self.ranks, self.steps = plan.layout.data_parallel_size, plan.layout.accumulation_steps
+        self.ranks, self.steps = plan.layout.num_replicas, plan.layout.accumulation_steps
         self.zero: dict[str, Any] = config.zero.model_dump()
         self.stage = config.zero.stage
         self.overlaps = self.zero["overlap_comm"] is True

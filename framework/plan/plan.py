@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -88,8 +89,8 @@ class Plan:
 
 def default_cluster(config: RunConfig) -> Cluster:
     """The smallest cluster that the config alone allows: what it says it is meant for, or what its batch implies."""
-    pipelines = implied_data_parallel_size(config.batch) or 1
-    return Cluster(devices_per_host=config.run.world_size or pipelines * config.parallel.pipe)
+    parallel = implied_data_parallel_size(config.batch) or 1
+    return Cluster(devices_per_host=config.run.world_size or parallel * prod(config.parallel.sizes().values()))
 
 
 def make_plan(
@@ -118,7 +119,7 @@ def make_plan(
         found = [Problem("auto-not-chosen", reason, fix, key, AUTO) for key in sorted(config.auto)]
         raise ConfigError(map(source.locate, found))
     findings = [*rules.apply_rules(config, cluster), *overruled(config, source)]
-    layout = make_layout(config.batch, world_size=cluster.world_size, pipe_size=config.parallel.pipe)
+    layout = make_layout(config.batch, world_size=cluster.world_size, **config.parallel.sizes())
     if isinstance(layout, Problem):
         raise ConfigError(_errors([layout, *findings, *further], source))
     if num_train_samples is None:
@@ -145,7 +146,7 @@ def errors_of_known(config: RunConfig, unknown: Set[str], cluster: Cluster | Non
         where = cluster or default_cluster(known)
 
     def layout_problem() -> Iterator[Problem]:
-        layout = make_layout(known.batch, world_size=where.world_size, pipe_size=known.parallel.pipe)
+        layout = make_layout(known.batch, world_size=where.world_size, **known.parallel.sizes())
         if isinstance(layout, Problem):
             yield layout
 
@@ -213,7 +214,7 @@ def _zero(plan: Plan) -> str:
         "optimizer state and gradients are spread",
         "optimizer state, gradients and weights are spread",
     )
-    over = f" over {counted(plan.layout.data_parallel_size, 'rank')}" if zero.stage else ""
+    over = f" over {counted(plan.layout.num_replicas, 'rank')}" if zero.stage else ""
     offloads = [
         f"{what} on {device}"
         for what, device in (("optimizer", zero.offload_optimizer.device), ("weights", zero.offload_param.device))

@@ -33,7 +33,8 @@ def render(plan: Plan) -> Json:
     """
     config, layout, every = plan.config, plan.layout, plan.config.training.recompute_every
     decided: Json = {
-        "train_batch_size": layout.global_size,
+        # DeepSpeed takes the ranks of a sequence for data-parallel ones, whose samples it counts.
+        "train_batch_size": layout.global_size * layout.sequence_size,
         "train_micro_batch_size_per_gpu": layout.micro_size,
         "gradient_accumulation_steps": layout.accumulation_steps,
         "gradient_clipping": float(config.training.clip_grad_norm),

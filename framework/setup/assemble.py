@@ -15,6 +15,7 @@ import torch
 from framework.checkpoint.async_checkpointer import AsyncCheckpointer
 from framework.checkpoint.checkpointer import Checkpointer, Retention
 from framework.checkpoint.manifest import SavedCheckpoint
+from framework.checkpoint.state.tensor_split import whole_shape
 from framework.config.base import Object, Target
 from framework.config.precision import FP16, Autocast
 from framework.config.run_config import RunConfig
@@ -26,10 +27,12 @@ from framework.engine.distributed import from_rank0, gather, gather_from_disks, 
 from framework.engine.failures import ExplainedData
 from framework.engine.initialize import BaseEngine
 from framework.engine.model_build import build_model
-from framework.engine.pipeline_engine import build_pipeline
+from framework.engine.pipeline_engine import PipelineEngine, build_pipeline
 from framework.engine.plain_engine import PlainEngine, build_engine
 from framework.engine.profile import Profiler
 from framework.engine.protocol import Engine
+from framework.engine.rank_groups import make_groups
+from framework.engine.tensor_cut import TensorCut
 from framework.engine.weights import put_layer_weights, put_weights
 from framework.models.adapt import prepare_model
 from framework.models.sync_batch_norm import with_sync_batch_norm
@@ -61,7 +64,7 @@ from framework.train.trainer import Every, Schedule, Trainer
 _IN_FP16: Final = 4
 
 
-def assemble_engine(prepared: Prepared) -> Engine:
+def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
     """The model with its optimizer, plain or as this rank's stage of a pipeline. Collective."""
     plan, parts, cut, ds_config = prepared.plan, prepared.parts, prepared.cut, prepared.ds_config
     random_state.seed_everything(plan.config.run.seed)  # the same weights on every rank
@@ -94,12 +97,20 @@ def assemble_engine(prepared: Prepared) -> Engine:
             weights.let_go()  # `Prepared` would hold them to the end of the run
         return stage
     is_ours = not isinstance(plan.config.model, (Target, Object))  # whose modules draw in their own constructors
-    model = build_model(parts.build_model, ds_config=ds_config, draws_in_pieces=is_ours)
+    build, groups = parts.build_model, None
+    if plan.layout.tensor_size > 1:
+        groups = make_groups(plan.layout)
+        build = TensorCut(groups.tensor, plan.config.parallel.tensor_plan, parts.task).after(build)
+    model = build_model(build, ds_config=ds_config, draws_in_pieces=is_ours, groups=groups)
     model = prepare_model(model, plan.config.training)
     if weights is not None:
-        put_weights(model, weights, source=str(plan.config.checkpoint.init_weights))
+        source, group = str(plan.config.checkpoint.init_weights), None if groups is None else groups.tensor
+        put_weights(model, weights, source=source, tensor_group=group)
         weights.let_go()
-    return build_engine(plan, ds_config=ds_config, model=model, task=parts.task, make_optimizer=parts.make_optimizer)
+    own_optimizer = parts.make_optimizer
+    return build_engine(
+        plan, ds_config=ds_config, model=model, task=parts.task, make_optimizer=own_optimizer, groups=groups
+    )
 
 
 def _watch(
@@ -122,11 +133,11 @@ def _watch(
 
 
 def count_parameters(engine: Engine, stages: StageTable | None) -> int:
-    """Count the parameters of the whole model: of all stages, and at ZeRO stage 3 of all shares."""
+    """Count the parameters of the whole model: of all stages, and of all shares that ranks have of weights."""
     if stages is not None:
         return sum(stage.num_params for stage in stages.stages())
     module = engine.engine.module  # type: ignore[attr-defined]
-    return sum(getattr(weight, "ds_numel", weight.numel()) for weight in module.parameters())
+    return sum(whole_shape(weight).numel() for weight in module.parameters())
 
 
 def build_trainer(

@@ -71,7 +71,8 @@ def gather_parts(config: RunConfig, objects: Objects) -> Parts:
         make_optimizer = optimizer_maker(config)
         key, value = "optimizer.target", getattr(config.optimizer, "target", "")
     if make_optimizer is not None:
-        check_optimizer(make_optimizer, stage=config.zero.stage, key=key, value=value)
+        size = config.parallel.tensor
+        check_optimizer(make_optimizer, stage=config.zero.stage, key=key, value=value, tensor=size)
     return Parts(_model_builder(config, objects.model), splits, task, make_optimizer, _callbacks(config, objects))
 
 

@@ -68,9 +68,9 @@ def _comes_back(value: Any) -> bool:
     return True
 
 
-def check_optimizer(make: MakeOptimizer, *, stage: int, key: str, value: str) -> None:
-    """Refuse an optimizer that cannot be stepped by DeepSpeed, or not at this ZeRO stage: it is stepped on two small
-    matrices.
+def check_optimizer(make: MakeOptimizer, *, stage: int, key: str, value: str, tensor: int = 1) -> None:
+    """Refuse an optimizer that cannot be stepped by DeepSpeed, or not at this ZeRO stage or in a tensor group of this
+    size: it is stepped on two small matrices.
 
     At stages 1 to 3 DeepSpeed joins the weights of a group end to end and gives every rank a share. An optimizer that
     looks at one number at a time takes the same step there; one that looks at rows and columns (Adafactor, Muon,
@@ -89,7 +89,7 @@ def check_optimizer(make: MakeOptimizer, *, stage: int, key: str, value: str) ->
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         try:
             whole = _joined(changes(weights, gradients))
-            if not stage or not torch.equal(whole, _joined(changes(weights, gradients))):
+            if (not stage and tensor == 1) or not torch.equal(whole, _joined(changes(weights, gradients))):
                 return  # the latter draws random numbers
         except _NotJudgedError:
             return
@@ -104,8 +104,10 @@ def check_optimizer(make: MakeOptimizer, *, stage: int, key: str, value: str) ->
                 return
         except _NotJudgedError as error:
             reason = f"it takes no weight that is a flat vector ({error})"
-    reason += f", and at zero.stage {stage} it sees shares of one flat vector of all weights"
-    fix = "set zero.stage: 0, or take an optimizer that works number by number, such as AdamW, Lion or SGD"
+    reason += f", and at zero.stage {stage} it sees shares of one flat vector of all weights" if stage else ""
+    reason += f", and of parallel.tensor: {tensor} each rank has a part of it" if tensor > 1 else ""
+    instead = "parallel.tensor: 1" if tensor > 1 else "zero.stage: 0"
+    fix = f"set {instead}, or take an optimizer that works number by number, such as AdamW, Lion or SGD"
     raise ConfigError.of("optimizer-sees-shape", reason, fix, key, value)
 
 

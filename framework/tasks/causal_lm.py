@@ -9,7 +9,8 @@ from typing import Final
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from framework.tasks.task import Ratio, Task
+from framework.models.split import VocabularyPart
+from framework.tasks.task import Positions, Ratio, Task
 
 # exp of more than this is no float any more.
 _LARGEST_EXPONENT: Final = 709.0
@@ -32,10 +33,16 @@ class CausalLM(Task):
     """
 
     ignore_index = -100
+    vocabulary: VocabularyPart | None = None
+    """This rank's part of the logits, where a tensor group shares them."""
+
+    def share(self, inputs: Tensor, targets: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+        """Both have positions; those that are added at the end are seen by none before them."""
+        return positions.of(inputs, fill=0), positions.of(targets, fill=self.ignore_index)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Ratio:
         """Cross-entropy in nats per position with a target."""
-        return class_loss(outputs.flatten(0, -2), targets.flatten(), ignore_index=self.ignore_index)
+        return token_loss(outputs, targets, ignore_index=self.ignore_index, vocabulary=self.vocabulary)
 
     def count(self, targets: Tensor) -> Tensor:
         """Number of positions with a target."""
@@ -43,7 +50,7 @@ class CausalLM(Task):
 
     def measure(self, outputs: Tensor, targets: Tensor) -> dict[str, Ratio]:
         """``loss``: nats per token; ``accuracy``: share of tokens whose logit is the largest."""
-        nats, correct, count = token_sums(outputs, targets, ignore_index=self.ignore_index)
+        nats, correct, count = token_sums(outputs, targets, ignore_index=self.ignore_index, vocabulary=self.vocabulary)
         return {"loss": Ratio(nats, count), "accuracy": Ratio(correct, count)}
 
     def derive(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -62,14 +69,33 @@ def class_loss(logits: Tensor, targets: Tensor, *, ignore_index: int, label_smoo
     return Ratio(nats, (targets != ignore_index).sum())
 
 
-def token_sums(logits: Tensor, targets: Tensor, *, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums over the positions whose target (...,) is not `ignore_index`, of logits (..., vocabulary).
+def token_loss(
+    logits: Tensor, targets: Tensor, *, ignore_index: int, vocabulary: VocabularyPart | None = None
+) -> Ratio:
+    """`class_loss` of logits (..., vocabulary), or this rank's part of them, and targets (...,)."""
+    logits, targets = logits.flatten(0, -2), targets.flatten()
+    if vocabulary is None:
+        return class_loss(logits, targets, ignore_index=ignore_index)
+    nats = vocabulary.nats(logits, targets, ignore_index=ignore_index)
+    return Ratio(nats.sum(), (targets != ignore_index).sum())
+
+
+def token_sums(
+    logits: Tensor, targets: Tensor, *, ignore_index: int, vocabulary: VocabularyPart | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums over the positions whose target (...,) is not `ignore_index`, of logits (..., vocabulary), or this rank's
+    part of them.
 
     Returns:
         Cross-entropy in nats, number of right guesses, number of positions: 0-d float64, on the logits' device.
     """
     logits, targets = logits.flatten(0, -2), targets.flatten()
-    nats = cross_entropy(logits.float(), targets, ignore_index=ignore_index, reduction="none").detach().double().sum()
-    counts = targets != ignore_index
-    correct = (logits.argmax(dim=-1) == targets).logical_and(counts).double().sum()
+    if vocabulary is None:
+        nats = cross_entropy(logits.float(), targets, ignore_index=ignore_index, reduction="none")
+        guesses = logits.argmax(dim=-1)
+    else:
+        nats = vocabulary.nats(logits, targets, ignore_index=ignore_index)
+        guesses = vocabulary.guesses(logits)
+    nats, counts = nats.detach().double().sum(), targets != ignore_index
+    correct = (guesses == targets).logical_and(counts).double().sum()
     return nats, correct, counts.double().sum()

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from framework.errors import ConfigError
-from framework.tasks.causal_lm import class_loss, perplexity_of, token_sums
-from framework.tasks.task import Ratio, Task
+from framework.models.split import VocabularyPart
+from framework.tasks.causal_lm import class_loss, perplexity_of, token_loss, token_sums
+from framework.tasks.task import Positions, Ratio, Task
 
 _NUM_INPUTS = 3
 _FIELDS = "(input_ids, token_type_ids, attention_mask, mlm_labels, nsp_label)"
@@ -26,6 +28,8 @@ class MaskedLM(Task):
     """
 
     ignore_index = -100
+    vocabulary: VocabularyPart | None = None
+    """This rank's part of the tokens' logits, where a tensor group shares them."""
 
     def split(self, batch: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """((input_ids, token_type_ids, attention_mask), (mlm_labels, nsp_label)).
@@ -40,11 +44,20 @@ class MaskedLM(Task):
             raise ConfigError.of("task-batch", reason, fix, "task", "masked_lm")
         return tuple(batch[:_NUM_INPUTS]), tuple(batch[_NUM_INPUTS:])
 
+    def share(self, inputs: Any, targets: Any, positions: Positions) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """All but the pair's label have positions. The label counts where the first one, [CLS], is; attention reads the
+        whole mask.
+        """
+        (ids, types, mask), (labels, nsp_label) = inputs, targets
+        shared = positions.of(ids, fill=0), positions.of(types, fill=0), positions.whole(mask, fill=0)
+        own_label = nsp_label if positions.rank == 0 else torch.full_like(nsp_label, self.ignore_index)
+        return shared, (positions.of(labels, fill=self.ignore_index), own_label)
+
     def loss(self, outputs: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor]) -> tuple[Ratio, Ratio]:
         """Cross-entropy in nats per predicted token, and per pair."""
         (mlm_logits, nsp_logits), (mlm_labels, nsp_label) = outputs, targets
         return (
-            class_loss(mlm_logits.flatten(0, -2), mlm_labels.flatten(), ignore_index=self.ignore_index),
+            token_loss(mlm_logits, mlm_labels, ignore_index=self.ignore_index, vocabulary=self.vocabulary),
             class_loss(nsp_logits, nsp_label, ignore_index=self.ignore_index),
         )
 
@@ -55,7 +68,9 @@ class MaskedLM(Task):
     def measure(self, outputs: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor]) -> dict[str, Ratio]:
         """``mlm_loss`` and ``accuracy`` per predicted token, ``nsp_loss`` and ``nsp_accuracy`` per pair."""
         (mlm_logits, nsp_logits), (mlm_labels, nsp_label) = outputs, targets
-        nats, correct, num_predicted = token_sums(mlm_logits, mlm_labels, ignore_index=self.ignore_index)
+        nats, correct, num_predicted = token_sums(
+            mlm_logits, mlm_labels, ignore_index=self.ignore_index, vocabulary=self.vocabulary
+        )
         nsp_nats, nsp_correct, num_pairs = token_sums(nsp_logits, nsp_label, ignore_index=self.ignore_index)
         return {  # the loss, a sum of two quotients, is no ratio of sums: `derive` makes it of those over all batches
             "mlm_loss": Ratio(nats, num_predicted),

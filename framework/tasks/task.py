@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -32,6 +33,34 @@ class Ratio:
     def value(self) -> Tensor:
         """The quotient; NaN where nothing counts."""
         return self.total / self.count
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Part of every sequence that this rank sees, with ``parallel.sequence``: `rank` of `size` equal ones, in order."""
+
+    rank: int
+    size: int
+
+    def of(self, tensor: Tensor, *, fill: int | None = None, dim: int = 1) -> Tensor:
+        """Take this part of a tensor that all ranks have alike, along `dim`; made longer by `whole` to divide."""
+        return self.whole(tensor, fill=fill, dim=dim).chunk(self.size, dim)[self.rank]
+
+    def whole(self, tensor: Tensor, *, fill: int | None = None, dim: int = 1) -> Tensor:
+        """Add as many positions of the value `fill` at the end as it takes to divide.
+
+        Raises:
+            ConfigError: kind ``sequence-not-divisible``, where there is no such value.
+        """
+        length, shape = tensor.shape[dim], list(tensor.shape)
+        if not (missing := -length % self.size):
+            return tensor
+        if fill is None:
+            reason = f"sequences of {length} positions cannot be shared evenly"
+            fix = f"pad them to a multiple of {self.size}, or give Positions.of a value to fill up with"
+            raise ConfigError.of("sequence-not-divisible", reason, fix, "parallel.sequence", self.size)
+        shape[dim] = missing
+        return torch.cat((tensor, tensor.new_full(shape, fill)), dim)
 
 
 class Task(ABC):
@@ -72,6 +101,28 @@ class Task(ABC):
         if isinstance(inputs, Mapping):
             return model(**inputs)
         return model(inputs)
+
+    def share(self, inputs: Any, targets: Any, positions: Positions) -> tuple[Any, Any]:
+        """Take this rank's part of the positions of a batch, where ranks share every sequence (``parallel.sequence``).
+
+        A mask that attention reads stays whole; targets that belong to no position count on one rank only. The loss has
+        to be a `Ratio`, where ranks count differently many positions.
+
+        Args:
+            inputs: the first part of `split`, of whole sequences.
+            targets: the second part.
+            positions: whose `of` takes the part of a tensor.
+
+        Raises:
+            ConfigError: kind ``task-has-no-positions``, unless a subclass overrides it.
+        """
+        raise ConfigError.of(
+            "task-has-no-positions",
+            "nobody knows which dimension of its batches are positions",
+            "override Task.share(inputs, targets, positions), or set parallel.sequence: 1",
+            "task",
+            type(self).__name__,
+        )
 
     @abstractmethod
     def loss(self, outputs: Any, targets: Any) -> Tensor | Ratio | tuple[Ratio, ...]:

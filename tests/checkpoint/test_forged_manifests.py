@@ -59,6 +59,13 @@ FORGED: dict[str, dict[str, Any]] = {
     "order-is-null": {"order": None},
     "pipeline-is-text": {"pipeline": "2"},
     "pipeline-without-layers": {"pipeline": {}},
+    "splits-are-a-list": {"tensor": [0, [4]]},
+    "split-is-null": {"tensor": {"weight": None}},
+    "split-lacks-its-sections": {"tensor": {"weight": [0]}},
+    "split-along-a-text": {"tensor": {"weight": ["0", [4]]}},
+    "sections-are-a-number": {"tensor": {"weight": [0, 4]}},
+    "section-is-negative": {"tensor": {"weight": [0, [4, -4]]}},
+    "tensor-size-is-zero": {"layout": LAYOUT | {"tensor_size": 0}},
     "layout-is-text": {"layout": "2x2"},
     "layout-is-null": {"layout": None},
     "layout-lacks-its-size": {"layout": {"world_size": 1, "pipe_size": 1}},
@@ -80,7 +87,8 @@ def test_a_forged_manifest_is_no_checkpoint(forged: Path, case: str) -> None:
 
 
 def test_the_same_manifest_unforged_is_one(forged: Path) -> None:
-    (forged / "global_step20" / "manifest.json").write_text(seal(manifest_of(forged)))
+    tensor = {"layout": LAYOUT | {"tensor_size": 2}, "tensor": {"weight": [1, [8, 8, 16]]}}
+    (forged / "global_step20" / "manifest.json").write_text(seal(manifest_of(forged) | tensor))
     assert [checkpoint.step for checkpoint in list_checkpoints(forged)] == [10, 20]
 
 

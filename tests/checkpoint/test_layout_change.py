@@ -23,6 +23,9 @@ class TestMoving:
             ({}, {"zero": {"stage": 0, "reduce_bucket_size": 1000}}, None, False),
             ({}, {"precision": {"dtype": "autocast"}}, None, True),
             ({"pipe_size": 2, "data_parallel_size": 1}, {}, PIPELINE, True),
+            ({"tensor_size": 1, "sequence_size": 1}, {}, None, False),
+            ({"tensor_size": 2, "data_parallel_size": 1}, {}, None, True),
+            ({"sequence_size": 2, "data_parallel_size": 1}, {}, None, True),
         ],
     )
     def test_a_checkpoint_of_another_layout_has_moved(
@@ -78,3 +81,13 @@ class TestMoving:
         here = {"layout": LAYOUT, "config": full(), "pipeline": {**self.PIPELINE, "bounds": (0, 2, 4)}}
         assert not needs_resharding(before, description=here)
         assert needs_resharding(before, description={**here, "pipeline": {**self.PIPELINE, "bounds": (0, 1, 4)}})
+
+    def test_so_has_one_whose_weights_are_split_otherwise(self) -> None:
+        layout, config = LAYOUT | {"tensor_size": 2, "data_parallel_size": 1}, full()
+        before = saved(config, layout=layout, tensor={"weight": [0, [4]]})
+        now = {"layout": layout, "config": config}
+        assert not needs_resharding(before, description=now)  # before the model is built
+        assert not needs_resharding(before, description={**now, "tensor": {"weight": [0, [4]]}})
+        other = {**now, "tensor": {"weight": [0, [2, 2]]}}
+        assert needs_resharding(before, description=other)
+        assert describe_resharding(before, description=other) == "other parts of weights"

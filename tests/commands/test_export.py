@@ -19,14 +19,14 @@ from safetensors.torch import load_file, save_file
 
 from framework.checkpoint.state.weight_files import INDEX, TIES, read_exported
 from framework.commands.export import export, main
+from framework.commands.generate import load_gpt
+from framework.config.load import config_from_values
 from framework.engine.weights import put_weights
 from framework.errors import ConfigError, FrameworkError, StorageError, UsageError, show_value
-from tests.engine.saved_runs import PIPED, PLAIN, read_weights, run_config, saved, truth, write_tokens
+from tests.engine.saved_runs import RUNS, read_weights, run_config, saved, truth, write_tokens
 from tests.engine.test_pipeline import GPT
 from tests.jobs.tied_net import TiedNet
 from tests.launched import job_environment, series, train_cases
-
-RUNS = [*(("plain_runs", name) for name in PLAIN), *(("piped_runs", name) for name in PIPED)]
 
 
 @pytest.fixture(params=RUNS, ids="-".join)
@@ -72,6 +72,34 @@ class TestRealCheckpoints:
         once = {name: tensor for name, tensor in expected.items() if name != "there.weight"}
         assert same(load_file(tmp_path / "whole" / "model.safetensors"), once)
         assert same(read_shards(tmp_path / "shards"), once)
+
+    def test_transformers_computes_with_an_export_of_two_tensor_ranks(self, divided_runs: Path, tmp_path: Path) -> None:
+        """As our own model does with the same weights, which the ranks have never seen whole."""
+        transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+        source = divided_runs / "llama-fp32-z3"
+        export(str(source), tmp_path / "out", hf=True)
+        checkpoint = saved(source)
+        ours = load_gpt(checkpoint, config_from_values(checkpoint.manifest["config"]))
+        shape = ours.shape
+        theirs = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                vocab_size=shape.vocab_size,
+                hidden_size=shape.hidden_size,
+                intermediate_size=shape.mlp_size,
+                num_hidden_layers=shape.num_layers,
+                num_attention_heads=shape.num_heads,
+                num_key_value_heads=shape.num_kv_heads,
+                max_position_embeddings=shape.max_positions,
+                rms_norm_eps=shape.norm_eps,
+                attention_bias=shape.bias,
+                mlp_bias=shape.bias,
+                tie_word_embeddings=False,
+            )
+        ).eval()
+        theirs.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
+        tokens = torch.randint(shape.vocab_size, (2, 20), generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            assert torch.allclose(theirs(tokens).logits, ours(tokens), atol=1e-5)
 
     @pytest.mark.parametrize(("dtype", "kind"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
     def test_half_precision_is_rounded_from_the_fp32_copies(
@@ -193,12 +221,13 @@ class TestRealCheckpoints:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pipe", "stage"), [(1, 3), (2, 1)])
+@pytest.mark.parametrize(("pipe", "tensor", "stage"), [(1, 1, 3), (2, 1, 1), (1, 2, 3)])
 def test_runs_start_from_an_export_as_from_the_checkpoint(
-    pipe: int, stage: int, plain_runs: Path, tmp_path: Path
+    pipe: int, tensor: int, stage: int, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     """One step each: its loss is that of the weights it started from."""
-    source = plain_runs / "gpt-bf16-z3"
+    fixture, name = ("plain_runs", "gpt-bf16-z3") if tensor == 1 else ("divided_runs", "frozen-z3")
+    source = request.getfixturevalue(fixture) / name
     export(str(source), tmp_path / "whole")
     export(str(source), tmp_path / "shards", shard_bytes=20_000)
     tokens, once = write_tokens(tmp_path), {"training": {"max_steps": 1, "log_every": 1}}
@@ -210,6 +239,8 @@ def test_runs_start_from_an_export_as_from_the_checkpoint(
         "shards": str(tmp_path / "shards"),
         "fresh": None,
     }
+    if tensor > 1:
+        starts["undivided"] = str(whole)
     train_cases(
         [
             run_config(
@@ -219,8 +250,9 @@ def test_runs_start_from_an_export_as_from_the_checkpoint(
                 once | {"checkpoint": {"init_weights": start}},
                 tmp_path,
                 tokens,
-                pipe=pipe,
                 num_ranks=2,
+                pipe=pipe,
+                tensor=1 if name == "undivided" else tensor,
             )
             for name, start in starts.items()
         ],
@@ -230,6 +262,7 @@ def test_runs_start_from_an_export_as_from_the_checkpoint(
     losses = {name: series(tmp_path / f"from-{name}", "train/loss")[1] for name in starts}
     assert losses["file"] == losses["folder"] == losses["shards"] == losses["checkpoint"]
     assert abs(losses["fresh"] - losses["checkpoint"]) > 1e-3
+    assert losses.get("undivided", losses["checkpoint"]) == pytest.approx(losses["checkpoint"], abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,15 @@ def test_the_best_so_far_and_the_average(tmp_path: Path, capsys: pytest.CaptureF
     assert "best       eval/loss 0.2500 at step 900\naverage    of the weights, decay 0.999\n" in stated
 
 
+def test_the_ranks_that_share_weights_and_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (checkpoint,) = write(tmp_path, 10)
+    sizes = {"world_size": 8, "data_parallel_size": 2, "tensor_size": 2, "sequence_size": 2}
+    reseal(checkpoint, layout=checkpoint.manifest["layout"] | sizes, tensor={"weight": [0, [4]]})
+    code, stated = inspect(capsys, checkpoint.path)
+    assert code == 0
+    assert "layout     8 ranks, 2 tensor-parallel x 2 sequence-parallel x 2 data-parallel, ZeRO stage 0" in stated
+
+
 def test_metrics_that_are_not_finite_are_no_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpointer(tmp_path).save(10, {"train/loss": 0.5, "eval/perplexity": math.inf, "eval/loss": math.nan})
     expected = "train/loss 0.5, eval/perplexity inf, eval/loss nan"

@@ -28,12 +28,18 @@ _OPTIMIZERS: dict[str, Callable[[Any, Any], torch.optim.Optimizer]] = {
 
 
 def plain_run(
-    values: Mapping[str, Any], *, micro_size: int, num_steps: int, together: int = 1, ranks: int = 1
+    values: Mapping[str, Any],
+    *,
+    micro_size: int,
+    num_steps: int,
+    together: int = 1,
+    ranks: int = 1,
+    norms: list[float] | None = None,
 ) -> tuple[list[float], dict[str, float], nn.Module]:
     """Losses of all steps, metrics over the evaluation data, and the trained model.
 
     `together`: as many data-parallel ranks whose micro-batches batch norm sees as one. `ranks`: as many that see their
-    own, and of which the first one's running statistics are those of the model.
+    own, and of which the first one's running statistics are those of the model. `norms` gets those of the gradients.
     """
     config = config_from_values(values)
     splits = as_splits(call_factory(config.data.factory(), key="data"))
@@ -55,8 +61,10 @@ def plain_run(
             results.append(task.loss(task.forward(model, inputs), targets))
         loss = value_of_step(results)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), config.training.clip_grad_norm)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), config.training.clip_grad_norm)
         optimizer.step()
+        if norms is not None:
+            norms.append(norm.item())
         losses.append(loss.item())
     return losses, _evaluate(model, task, splits.evaluation), model
 

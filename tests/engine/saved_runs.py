@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from framework.checkpoint.manifest import SavedCheckpoint, list_checkpoints
+from framework.checkpoint.state.tensor_split import Split
 from framework.checkpoint.state.weight_files import LazyWeights
 from framework.data.prepare import prepare
 from framework.engine.weights import checkpoint_weights, find_weights
-from tests.engine.test_pipeline import BERT, GPT, RESNET
+from tests.engine.test_pipeline import BERT, GPT, LLAMA, RESNET
 from tests.launched import ROOT, run_ranks
 
 BF16 = {"precision": {"dtype": "bf16"}}
@@ -41,6 +42,18 @@ PIPED: Cases = {
     "resnet-fp32-z0": (RESNET, 0, {}),
     "resnet-fp32-z1": (RESNET, 1, {}),
 }
+# Two tensor ranks, which share 261 tokens and what lies between.
+DIVIDED: Cases = {
+    "gpt-fp32-z0": (GPT, 0, GROUPS),
+    "bert-bf16-z2": (BERT, 2, BF16 | GROUPS),
+    **{f"frozen-z{stage}": (GPT, stage, BF16 | GROUPS | FROZEN) for stage in (1, 3)},
+    "llama-fp32-z3": (LLAMA | {"model": LLAMA["model"] | {"num_kv_heads": 2}}, 3, GROUPS),
+}
+RUNS = [
+    (fixture, name)
+    for fixture, cases in (("plain_runs", PLAIN), ("piped_runs", PIPED), ("divided_runs", DIVIDED))
+    for name in cases
+]
 
 
 def write_tokens(folder: Path) -> Path:
@@ -52,10 +65,11 @@ def write_tokens(folder: Path) -> Path:
     return folder / "tokens"
 
 
-def train(cases: Cases, folder: Path, *, pipe: int, num_ranks: int) -> Path:
+def train(cases: Cases, folder: Path, *, num_ranks: int, pipe: int = 1, tensor: int = 1) -> Path:
     """Train all cases in one job."""
     tokens = write_tokens(folder)
-    configs = [run_config(name, *case, folder, tokens, pipe=pipe, num_ranks=num_ranks) for name, case in cases.items()]
+    sizes = {"pipe": pipe, "tensor": tensor}
+    configs = [run_config(name, *case, folder, tokens, num_ranks=num_ranks, **sizes) for name, case in cases.items()]
     file = folder / "cases.json"
     file.write_text(json.dumps([{"config": config} for config in configs]), encoding="utf-8")
     run_ranks(ROOT / "tests/jobs/save_truth.py", str(file), num_ranks=num_ranks, cwd=folder)
@@ -71,14 +85,15 @@ def run_config(
     folder: Path,
     tokens: Path,
     *,
-    pipe: int,
     num_ranks: int,
+    pipe: int = 1,
+    tensor: int = 1,
 ) -> dict[str, Any]:
     """Two steps of a model; `sections` replace those given here."""
     base = {
         "run": {"name": name, "output_dir": str(folder)},
         "batch": {"global_size": 8 * num_ranks // pipe, "micro_size": 4},
-        "parallel": {"pipe": pipe},
+        "parallel": {"pipe": pipe, "tensor": tensor},
         "zero": {"stage": stage},
         "training": {"max_steps": 2},
         "evaluation": {"at_end": False},
@@ -103,12 +118,19 @@ def read_weights(path: str) -> LazyWeights:
 
 
 def truth(run: Path) -> dict[str, torch.Tensor]:
-    """What the engines held, under plain names; of what several ranks hold, the first rank's."""
-    pipeline = saved(run).manifest.get("pipeline")
+    """What the engines held, under plain names; of what several ranks hold, the first rank's. What was divided is put
+    together.
+    """
+    manifest = saved(run).manifest
     found: dict[str, torch.Tensor] = {}
-    for path in sorted(run.glob("truth-rank*.pt")):
-        for name, tensor in torch.load(path, weights_only=True).items():
-            found.setdefault(plain_name(name, pipeline), tensor)
+    ranks = [torch.load(path, weights_only=True) for path in sorted(run.glob("truth-rank*.pt"))]
+    for rank in ranks:
+        for name, tensor in rank.items():
+            found.setdefault(plain_name(name, manifest.get("pipeline")), tensor)
+    size = manifest["layout"]["tensor_size"]
+    assert (size > 1) == ("tensor" in manifest)
+    for name, (dim, sections) in manifest.get("tensor", {}).items():
+        found[name] = Split(dim, tuple(sections)).whole([rank[name] for rank in ranks[:size]])
     return found
 
 

@@ -17,9 +17,13 @@ from tests.launched import read_metrics, train_cases
 pytestmark = pytest.mark.slow
 
 TOTAL, STOP, EVERY = 16, 9, 5
+# Dropout between the two layers, where each rank draws for its own part.
+TENSOR = {"tensor": 2, "tensor_plan": {"fc1": "column", "fc2": "row"}}
 PLAIN: dict[str, dict[str, Any]] = {
     **{f"z{stage}": {"zero": {"stage": stage}} for stage in (0, 1, 2)},
     "z3-bf16": {"zero": {"stage": 3}, "precision": {"dtype": "bf16"}},
+    **{f"tensor-z{stage}": {"zero": {"stage": stage}, "parallel": TENSOR} for stage in (0, 2)},
+    "tensor-z3-bf16": {"zero": {"stage": 3}, "precision": {"dtype": "bf16"}, "parallel": TENSOR},
 }
 CASES = {**PLAIN, "pipe2": {"parallel": {"pipe": 2}}}
 

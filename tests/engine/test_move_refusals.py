@@ -18,6 +18,7 @@ from framework.checkpoint.state.optimizer_shards import names_of
 from framework.checkpoint.state.shard_map import STATE_KEY
 from framework.engine.checkpoint_bytes import move_in
 from framework.errors import StorageError
+from framework.plan.layout import Layout
 
 
 class Cached(torch.nn.Module):
@@ -49,7 +50,7 @@ def move(checkpoint: SavedCheckpoint, model: torch.nn.Module) -> Any:
     engine: Any = SimpleNamespace(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), lr_scheduler=None
     )
-    return move_in(engine, checkpoint, names=names_of(model))
+    return move_in(engine, checkpoint, names=names_of(model), layout=Layout(1, 1, 8, 8, 1))
 
 
 def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:

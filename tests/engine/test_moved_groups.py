@@ -19,6 +19,7 @@ from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.state.optimizer_shards import names_of
 from framework.checkpoint.state.shard_map import STATE_KEY
 from framework.engine.checkpoint_bytes import move_in
+from framework.plan.layout import Layout
 
 Schedule = Callable[[torch.optim.Optimizer], Any]
 SCHEDULES: dict[str, Schedule] = {
@@ -61,7 +62,7 @@ def write(model: torch.nn.Module, optimizer: torch.optim.Optimizer, schedule: An
 
 def move(checkpoint: SavedCheckpoint, model: torch.nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
     engine: Any = SimpleNamespace(module=model, optimizer=optimizer, lr_scheduler=schedule)
-    move_in(engine, checkpoint, names=names_of(model))
+    move_in(engine, checkpoint, names=names_of(model), layout=Layout(1, 1, 8, 8, 1))
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)

@@ -31,6 +31,7 @@ class Layout:
     ranks: int
     stage: int
     pipe: int = 1
+    tensor: int = 1
     dtype: str = "fp32"
     more: str = ""
 
@@ -40,6 +41,7 @@ class Layout:
             f"r{self.ranks}",
             f"z{self.stage}",
             f"p{self.pipe}" if self.pipe > 1 else "",
+            f"t{self.tensor}" if self.tensor > 1 else "",
             self.dtype if self.dtype != "fp32" else "",
             self.more,
         ]
@@ -48,6 +50,7 @@ class Layout:
 
 PLAIN = [Layout(ranks, stage) for ranks in (1, 2, 4) for stage in (0, 1, 2, 3)]
 PIPED = [Layout(2, 0, 2), Layout(2, 1, 2), Layout(4, 1, 2), Layout(4, 0, 2)]
+DIVIDED = [Layout(2, 0, tensor=2), Layout(2, 3, tensor=2), Layout(4, 2, tensor=4)]
 # Half precision, and optimizer state in host memory.
 HALF = [
     Layout(2, 0, dtype="bf16"),
@@ -59,9 +62,11 @@ HALF = [
     Layout(2, 0, 2, dtype="fp16"),
     Layout(2, 2, more="offload"),
     Layout(2, 3, dtype="bf16", more="offload"),
+    Layout(2, 2, tensor=2, dtype="bf16"),
+    Layout(4, 3, tensor=2, dtype="bf16"),
 ]
 MEETS_HALF = [Layout(1, 2), Layout(2, 0), Layout(2, 3), Layout(2, 1, 2), *HALF]
-LAYOUTS = [*PLAIN, *PIPED, *HALF]
+LAYOUTS = [*PLAIN, *PIPED, *DIVIDED, *HALF]
 MORE = {
     "": {},
     "fused": {"optimizer": {"kind": "adamw", "implementation": "deepspeed"}},
@@ -75,7 +80,7 @@ def meet(source: Layout, target: Layout, *, exhaustive: bool) -> bool:
     """Whether a checkpoint of the one is moved into the other: three, of a plain one with ``--exhaustive`` all."""
     if {source, target}.isdisjoint(HALF):
         distance = LAYOUTS.index(target) - LAYOUTS.index(source)
-        return source != target and (exhaustive or distance % (len(PLAIN) + len(PIPED)) in (1, 6, 11))
+        return source != target and (exhaustive or distance % (len(LAYOUTS) - len(HALF)) in (1, 6, 11))
     if source not in MEETS_HALF or target not in MEETS_HALF:
         return False
     distance = MEETS_HALF.index(target) - MEETS_HALF.index(source)
@@ -86,7 +91,11 @@ def config(layout: Layout, folder: Path, text: Path, **sections: Any) -> dict[st
     return {
         "run": {"name": layout.name, "output_dir": str(folder)},
         **GPT,
-        "model": {**GPT["model"], "num_layers": 2},  # few weights: reading each of them back is a collective
+        "model": {
+            **GPT["model"],
+            "num_layers": 2,
+            "num_heads": 4,
+        },  # few weights: reading each of them back is a collective
         "data": {**GPT["data"], "path": str(text)},
         "precision": {"dtype": layout.dtype} | (LOSS_SCALE if layout.dtype == "fp16" else {}),
         "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "weight_decay_on": "matrices"}
@@ -94,7 +103,7 @@ def config(layout: Layout, folder: Path, text: Path, **sections: Any) -> dict[st
         "scheduler": {"kind": "warmup", "warmup_steps": 4, "curve": "linear"},
         "batch": {"global_size": 8, "micro_size": 1},
         "zero": {"stage": layout.stage} | MORE[layout.more].get("zero", {}),
-        "parallel": {"pipe": layout.pipe},
+        "parallel": {"pipe": layout.pipe, "tensor": layout.tensor},
         "training": {"max_steps": NUM_STEPS, "log_every": 1},
         "evaluation": {"at_end": False},
         "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
@@ -196,6 +205,9 @@ GOES_ON = [
     (Layout(4, 3), Layout(2, 0)),
     (Layout(4, 1, 2), Layout(1, 1)),
     (Layout(2, 0), Layout(2, 0, 2)),
+    (Layout(2, 3, tensor=2), Layout(1, 0)),
+    (Layout(2, 2), Layout(2, 0, tensor=2)),
+    (Layout(2, 0, 2), Layout(2, 3, tensor=2)),
 ]
 
 

@@ -23,6 +23,7 @@ import framework
 from framework.checkpoint.resume_point import find_checkpoint
 from framework.checkpoint.state.optimizer_shards import OptimizerViews, names_of
 from framework.checkpoint.state.raw import describe_raw
+from framework.checkpoint.state.tensor_split import splits_of
 from framework.config.load import config_from_values
 from framework.engine.distributed import process_group
 from framework.setup.assemble import assemble_engine
@@ -91,7 +92,12 @@ def whole_state(engine: Any) -> dict[str, torch.Tensor]:
             own |= {f"{name} {key}": state[key].clone() for key in KEYS}
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, own)
-    return {name: value for part in everyone for name, value in part.items()}
+    whole = {name: value for part in everyone for name, value in part.items()}
+    for name, split in splits_of(names).items():  # without a pipeline, so that every rank has them
+        size = engine.engine.mp_world_size
+        for key in [f"{name} {what}" for what in ("model", "fp32", *KEYS) if f"{name} {what}" in whole]:
+            whole[key] = split.whole([part[key] for part in everyone[:size]])
+    return whole
 
 
 def copies_of(optimizer: Any) -> dict[torch.Tensor, tuple[torch.Tensor, dict[str, torch.Tensor]]]:

@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
+from framework.errors import ConfigError
 from framework.tasks.causal_lm import CausalLM
+from framework.tasks.task import Positions
 
 TASK = CausalLM()
 
@@ -71,3 +73,15 @@ def test_a_batch_counts_its_sequences() -> None:
     logits, targets = batch()
     assert TASK.num_samples(targets) == 3
     assert TASK.split((logits, targets)) == (logits, targets)
+
+
+def test_shared_positions_are_all_of_them_once() -> None:
+    """Seven positions over two ranks: the eighth counts nowhere."""
+    ids, targets = torch.arange(14).view(2, 7), torch.arange(14).view(2, 7) + 1
+    parts = [CausalLM().share(ids, targets, Positions(rank, 2)) for rank in (0, 1)]
+    torch.testing.assert_close(torch.cat([part for part, _ in parts], dim=1)[:, :7], ids)
+    joined = torch.cat([part for _, part in parts], dim=1)
+    torch.testing.assert_close(joined[:, :7], targets)
+    assert joined[:, 7].tolist() == [-100, -100]
+    with pytest.raises(ConfigError, match=r"of 7 positions cannot be shared evenly.*\[sequence-not-divisible\]"):
+        Positions(0, 2).of(ids)

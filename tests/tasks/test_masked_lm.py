@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from framework.errors import ConfigError
 from framework.tasks.masked_lm import MaskedLM
+from framework.tasks.task import Positions
 from tests.tasks.value import value_of
 
 TASK = MaskedLM()
@@ -80,3 +81,14 @@ def test_the_loss_over_uneven_batches_is_exact() -> None:
     assert metrics["loss"] == pytest.approx(whole, rel=1e-6)
     assert metrics["perplexity"] == pytest.approx(math.exp(metrics["mlm_loss"]))
     assert TASK.derive({}) == {}
+
+
+def test_shared_pairs_count_once() -> None:
+    """The label where [CLS] is; all ranks read the whole mask."""
+    ids = torch.arange(16).view(2, 8)
+    inputs, targets = (ids, ids % 2, ids.clamp(max=1)), (ids, torch.tensor([0, 1]))
+    parts = [MaskedLM().share(inputs, targets, Positions(rank, 2)) for rank in (0, 1)]
+    assert [part[0][2].shape for part in parts] == [(2, 8)] * 2
+    assert [part[1][1].tolist() for part in parts] == [[0, 1], [-100, -100]]
+    counts = [MaskedLM().count(part[1]) for part in parts]
+    assert [int(sum(each)) for each in zip(*counts, strict=True)] == [16, 2]

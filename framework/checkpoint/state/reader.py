@@ -19,7 +19,8 @@ from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.names import MODEL_FILE, model_file_of
 from framework.checkpoint.state.optimizer_shards import EMA_KEY, FP32
 from framework.checkpoint.state.raw import describe_raw, warn_of
-from framework.checkpoint.state.shard_map import STATE_KEY, CheckpointFiles, Place, Stored, map_checkpoint
+from framework.checkpoint.state.shard_map import STATE_KEY, CheckpointFiles, Piece, Place, Stored, map_checkpoint
+from framework.checkpoint.state.tensor_split import Division
 from framework.errors import ConfigError, StorageError, in_one_line
 
 _STEP: Final = "step"
@@ -27,15 +28,16 @@ _LOSS_SCALE: Final = ("cur_scale", "cur_iter", "cur_hysteresis", "last_overflow_
 
 
 class StoredState:
-    """The state in one checkpoint; every method raises StorageError where it is not there as DeepSpeed 0.19.8 lays it.
+    """The state in one checkpoint, of which a rank of the run reads its own parts where the run splits weights; every
+    method raises StorageError where it is not there as DeepSpeed 0.19.8 lays it.
 
     Attributes:
         common: what DeepSpeed saves beside weights: schedule, counters, our own state under `STATE_KEY`.
     """
 
-    def __init__(self, checkpoint: SavedCheckpoint) -> None:
-        """Open its files, whose checksums have been verified."""
-        self._path = checkpoint.path
+    def __init__(self, checkpoint: SavedCheckpoint, *, division: Division = Division()) -> None:  # noqa: B008
+        """Open its files, whose checksums have been verified, for a rank of this place in the run's tensor group."""
+        self._path, self._division, self._tensor_size = checkpoint.path, division, checkpoint.tensor_size
         with self._reading():
             self._map = map_checkpoint(checkpoint)
             self._files = self._map.files
@@ -84,25 +86,41 @@ class StoredState:
         with self._reading():
             states = self.common[STATE_KEY].get("random_states", ())
             if isinstance(states, Mapping) and rank not in states:
-                states = self._files[model_file_of(rank)][STATE_KEY]["random_states"]
+                own = model_file_of(rank, tensor_size=self._tensor_size)
+                states = self._files[own][STATE_KEY]["random_states"]
             return states[rank] if len(states) else None
 
     def read(self, name: str, key: str, start: int, count: int) -> torch.Tensor:
-        """Numbers of a flattened tensor from `start` on, float32, one-dimensional."""
-        stored, result, found = self._of(name), torch.empty(count, dtype=torch.float32), 0
-        for piece in stored.pieces(start, start + count):
+        """Numbers of this rank's flattened tensor from `start` on, float32, one-dimensional."""
+        result, found = torch.empty(count, dtype=torch.float32), 0
+        for piece in self._pieces(name, start, start + count):
             with self._reading():
                 result[found : found + piece.num] = self._files.numbers(piece, state="" if key == FP32 else key)
             found += piece.num
         if found != count:
-            raise self._lacks(name, f"{stored.shape.numel():,} numbers of it, and the run has more")
+            raise self._lacks(name, f"{self._of(name).shape.numel():,} numbers of it, and the run has more")
         return result
 
+    def _pieces(self, name: str, start: int, stop: int) -> Iterator[Piece]:
+        """The stretches that together are these numbers of what this rank has of a weight."""
+        stored, own = self._of(name), self._division
+        split = own.splits.get(name)
+        if split is None:
+            yield from stored.pieces(start, stop)
+        elif (split, own.size) == (stored.split, len(stored.parts)):
+            yield from stored.parts[own.rank].pieces(start, stop)
+        else:
+            for first, num in split.to_whole(stored.shape, own.rank, own.size, start, stop):
+                yield from stored.pieces(first, first + num)
+
     def weight(self, name: str, shape: torch.Size) -> torch.Tensor:
-        """A whole weight or buffer: the fp32 copy where there is one, otherwise as the model had it."""
-        self.refuse_other_shape(name, shape)
+        """What this rank has, in this shape, of a weight or buffer: the fp32 copy where there is one, otherwise as the
+        model had it.
+        """
+        split = self._division.splits.get(name)
+        self.refuse_other_shape(name, shape if split is None else split.whole_shape(shape))
         with self._reading():
-            return self._files.whole(self._of(name))
+            return self._files.joined(self._pieces(name, 0, shape.numel()), shape, self._of(name).dtype)
 
     def refuse_other_shape(self, name: str, shape: torch.Size) -> None:
         """Numbers of another shape would come to stand in wrong places where a tensor is read as flat."""
@@ -190,7 +208,8 @@ class MergedWeights(Mapping[str, torch.Tensor]):
         """Put a weight together; raises StorageError, kind ``weights-not-read``, where a file holds something else."""
         stored = self.stored[name]
         try:
-            return self._files.whole(self._averaged(stored) if self._average else stored)
+            pieces = (self._averaged(stored) if self._average else stored).pieces()
+            return self._files.joined(pieces, stored.shape, stored.dtype)
         except Exception as error:
             raise self._not_read(in_one_line(error)) from error
 
@@ -198,6 +217,9 @@ class MergedWeights(Mapping[str, torch.Tensor]):
         """The same stretches of the average, which is laid out as the weight is. A weight without gradients has
         none.
         """
+        if stored.parts:
+            parts = tuple(map(self._averaged, stored.parts))
+            return stored if parts == stored.parts else replace(stored, parts=parts)
         place = stored.first_state
         if place is None or stored.state is None or EMA_KEY not in self._files.value(place):
             return stored

@@ -8,7 +8,9 @@ DeepSpeed flattens, pads and cuts in a way that depends on ZeRO stage, ranks and
   `param_slice_mappings` names what lies where in each, and a parameter goes on in the partition of the next rank;
 - stage 3: every parameter cut into equal pieces, one per rank, the last one padded; a rank lays its pieces in a row
   over all its groups, in the order of `param_shapes`;
-- pipelines: weights in ``layer_*``, by number of the layer; the partitions as above, once for every stage.
+- pipelines: weights in ``layer_*``, by number of the layer; the partitions as above, once for every stage;
+- tensor parallelism: all of it once for every tensor rank. What the manifest lists under ``tensor`` is put together
+  from the parts of all of them; the rest they have alike, and it is read from the first.
 
 Where a number lies follows from the shapes and from the first rank's files, so that a rank of a thousand opens only the
 files that hold what it reads; each is held against what it notes of itself when it is opened. Files are mapped into
@@ -30,6 +32,7 @@ import torch
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.names import MODEL_FILE, OPTIMIZER_FILE, SWAPPED, layer_file
 from framework.checkpoint.state.checkpoint_engine import read_file
+from framework.checkpoint.state.tensor_split import Split
 
 # The project's former name: a part of the file format, which releases before and after the change of name share.
 STATE_KEY: Final = "dsframework"
@@ -87,6 +90,7 @@ class Stored:
         start: where the row begins in each tensor.
         state: the way to the optimizer's state in each of them; None where it keeps none.
         state_file: the one file that has the state, where it is another one.
+        split, parts: of a weight that tensor ranks share: how, and the part of each. Files and keys are the first's.
     """
 
     shape: torch.Size
@@ -98,10 +102,16 @@ class Stored:
     start: int = 0
     state: tuple[str | int, ...] | None = None
     state_file: str = ""
+    split: Split | None = None
+    parts: tuple[Stored, ...] = ()
 
     def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[Piece]:
         """The stretches that together are numbers `start` to `stop` of the flattened tensor, in order."""
         stop = self.shape.numel() if stop is None else min(stop, self.shape.numel())
+        if self.split is not None:
+            for rank, first, num in self.split.to_parts(self.shape, len(self.parts), start, stop):
+                yield from self.parts[rank].pieces(first, first + num)
+            return
         while start < stop:
             rank, within = divmod(self.offset + start, self.size)
             count, file = min(self.size - within, stop - start), self.files[rank]
@@ -152,10 +162,10 @@ class CheckpointFiles:
         flat: torch.Tensor = self.value(place)
         return flat.reshape(-1).narrow(0, piece.start, piece.num)
 
-    def whole(self, stored: Stored) -> torch.Tensor:
-        """A weight or buffer put together, in its shape; still in the file where it lies in one piece."""
-        pieces = [self.numbers(piece) for piece in stored.pieces()] or [torch.empty(0, dtype=stored.dtype)]
-        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).detach().view(stored.shape)
+    def joined(self, pieces: Iterable[Piece], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """A weight or buffer put together; still in the file where it lies in one piece."""
+        found = [self.numbers(piece) for piece in pieces] or [torch.empty(0, dtype=dtype)]
+        return (found[0] if len(found) == 1 else torch.cat(found)).detach().view(shape)
 
     def named(self, pattern: re.Pattern[str]) -> dict[tuple[int, int], str]:
         """Files of one kind: (data-parallel rank, model-parallel rank, which counts pipeline stages) -> name."""
@@ -184,9 +194,35 @@ def map_checkpoint(checkpoint: SavedCheckpoint) -> ShardMap:
     files, manifest = CheckpointFiles(checkpoint.path), checkpoint.manifest
     if (checkpoint.path / SWAPPED).is_dir():
         raise ValueError("its state lies in the files of DeepSpeed's NVMe swapper, which nobody else reads")
-    models, optimizers = files.named(MODEL_FILE), files.named(OPTIMIZER_FILE)
+    size = checkpoint.tensor_size
+    stored, ties = _map_of_rank(files, manifest, 0, size)
+    if splits := manifest.get("tensor"):
+        ranks = [stored, *(_map_of_rank(files, manifest, rank, size)[0] for rank in range(1, size))]
+        for name, (dim, sections) in splits.items():
+            own = ties.get(name, name)
+            stored[own] = _joined(name, Split(dim, tuple(sections)), [of_rank[own] for of_rank in ranks])
+    return ShardMap(files, stored, ties)
+
+
+def _joined(name: str, split: Split, parts: Sequence[Stored]) -> Stored:
+    whole = split.whole_shape(parts[0].shape)
+    for rank, part in enumerate(parts):
+        if part.shape != split.part_shape(whole, rank, len(parts)):
+            raise ValueError(f"tensor rank {rank} has another part of {name} than the manifest says")
+    return replace(parts[0], shape=whole, split=split, parts=tuple(parts))
+
+
+def _map_of_rank(
+    files: CheckpointFiles, manifest: Mapping[str, Any], rank: int, size: int
+) -> tuple[dict[str, Stored], dict[str, str]]:
+    """Find what one of so many tensor ranks has, and further names. Model-parallel ranks are (stage, tensor rank)."""
+    models, optimizers = (
+        {(data, of // size): name for (data, of), name in files.named(pattern).items() if of % size == rank}
+        for pattern in (MODEL_FILE, OPTIMIZER_FILE)
+    )
     pipeline = manifest.get("pipeline")
-    wholes = _of_layers(files, pipeline) if pipeline else _of_dict(files, models[0, 0], "module")
+    of_layers = _of_layers(files, pipeline, None if size == 1 else rank) if pipeline else None
+    wholes = of_layers or _of_dict(files, models[0, 0], "module")
     stored, ties = _each_once(wholes)
     if not optimizers:
         seen: set[str] = set()  # a tied weight has the same state on every stage that has it
@@ -203,7 +239,7 @@ def map_checkpoint(checkpoint: SavedCheckpoint) -> ShardMap:
     for name, one in stored.items():
         if one.offset + one.shape.numel() > len(one.files) * one.size:
             raise ValueError(f"the files do not hold all of {name}")
-    return ShardMap(files, stored, ties)
+    return stored, ties
 
 
 def _of_dict(files: CheckpointFiles, file: str, *keys: str, prefix: str = "") -> Iterator[_Whole]:
@@ -211,9 +247,9 @@ def _of_dict(files: CheckpointFiles, file: str, *keys: str, prefix: str = "") ->
         yield prefix + name, tensor, Place(file, (*keys, name))
 
 
-def _of_layers(files: CheckpointFiles, pipeline: Mapping[str, Any]) -> Iterator[_Whole]:
+def _of_layers(files: CheckpointFiles, pipeline: Mapping[str, Any], rank: int | None) -> Iterator[_Whole]:
     for number, layer in enumerate(pipeline["layers"]):
-        file = layer_file(number)  # there is none for a layer without weights
+        file = layer_file(number, rank)  # there is none for a layer without weights
         if layer not in pipeline["tied"] and (files.folder / file).exists():
             yield from _of_dict(files, file, prefix=f"{layer}.")
 

@@ -4,7 +4,7 @@ DeepSpeed 0.19.8's function (runtime/utils.py `clip_grad_norm_`) also takes two 
 ranks a norm that is the same on all, refuses sparse gradients and waits for the device twice in every step.
 
 With a pipeline it counts the gradients of the first stage only and clips all stages by them; here every stage is
-counted, and weights that several stages share are counted once.
+counted, and weights that several stages share are counted once. So are those that a tensor group does not divide.
 """
 
 from __future__ import annotations
@@ -19,27 +19,34 @@ import torch.distributed
 class KeptNorm:
     """Stands in for `DeepSpeedEngine.clip_fp32_gradients`, and remembers the norm before clipping."""
 
-    def __init__(self, engine: deepspeed.DeepSpeedEngine, *, stages: Any = None) -> None:
-        self._engine, self._stages, self._parameters = engine, stages, list(engine.module.parameters())
+    def __init__(self, engine: deepspeed.DeepSpeedEngine, *, others: Any = None, counts_whole: bool = True) -> None:
+        self._counts_whole = counts_whole
+        self._engine, self._others, self._parameters = engine, others, list(engine.module.parameters())
         self.norm: torch.Tensor | None = None
 
     def __call__(self) -> None:
-        """Clip the gradients in place to the engine's limit. Collective in a pipeline."""
+        """Clip the gradients in place to the engine's limit. Collective where others have other weights."""
         parameters = [parameter for parameter in self._parameters if parameter.grad is not None]
         gradients = [_dense(parameter) for parameter in parameters]
-        if self._stages is None:
+        if self._others is None:
             norm = _norm(gradients, device=self._engine.device)
         else:
             pairs = zip(parameters, gradients, strict=True)
-            once = [gradient for parameter, gradient in pairs if not getattr(parameter, "ds_pipe_replicated", False)]
+            once = [gradient for parameter, gradient in pairs if self._counts(parameter)]
             square = _norm(once, device=self._engine.device).square()
-            torch.distributed.all_reduce(square, group=self._stages)
+            torch.distributed.all_reduce(square, group=self._others)
             norm = square.sqrt()
         self.norm = norm
         # A number divided by a tensor would be rounded twice: torch takes the reciprocal. `full` fills on the device.
         limit = torch.full((), self._engine.gradient_clipping(), device=norm.device)
         if gradients:
             torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
+
+    def _counts(self, parameter: torch.nn.Parameter) -> bool:
+        """Return whether this rank counts a weight: not what another stage, or the first of a tensor group, counts."""
+        if getattr(parameter, "ds_pipe_replicated", False):
+            return False
+        return self._counts_whole or "split" in vars(parameter)
 
     def forget_gradients(self) -> None:
         """Stand in for `DeepSpeedEngine.zero_grad`, which walks through all modules in every step."""
@@ -69,6 +76,9 @@ def keep_norm(engine: deepspeed.DeepSpeedEngine, *, stages: Any = None) -> KeptN
     """
     if engine.zero_optimization_stage() != 0 or engine.fp16_enabled() or engine.bfloat16_enabled():
         return None
-    kept = KeptNorm(engine, stages=stages)
+    kept = KeptNorm(engine, others=stages)
+    if stages is None and engine.mpu is not None:
+        group = engine.mpu.get_model_parallel_group()
+        kept = KeptNorm(engine, others=group, counts_whole=torch.distributed.get_rank(group) == 0)
     engine.clip_fp32_gradients, engine.zero_grad = kept, kept.forget_gradients
     return kept

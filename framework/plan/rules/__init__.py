@@ -12,7 +12,7 @@ from typing import Final
 from framework.config.run_config import RunConfig
 from framework.errors import Problem
 from framework.plan.cluster import Cluster
-from framework.plan.rules import devices, metrics_and_ema, model, passthrough, schedule  # noqa: F401
+from framework.plan.rules import devices, metrics_and_ema, model, passthrough, schedule, tensor  # noqa: F401
 from framework.plan.rules.base import LISTED, Rule, list_rows
 
 list_rows()

@@ -123,6 +123,24 @@ def heads_divide(config: RunConfig, cluster: Cluster) -> Found:
         yield Problem("odd-rotary-heads", reason, fix, key, heads)
 
 
+@rule("sequence-not-shared")
+def sequences_are_shared(config: RunConfig, cluster: Cluster) -> Found:
+    """Ranks that share sequences have a part of the heads in attention, and equal parts of the positions elsewhere."""
+    model, key, size = config.model, "parallel.sequence", config.parallel.sequence
+    if size == 1 or isinstance(model, (Target, Object)):
+        return
+    length = getattr(config.data, "sequence_length", None)
+    if not isinstance(model, (GPT, BERT)):
+        yield key, f"{model.kind} reads no sequences", f"set {key}: 1"
+    elif model.num_heads % size:
+        shared = _divisor(model.num_heads, near=size)
+        reason = f"the {model.num_heads} heads of attention cannot be shared evenly"
+        yield key, reason, f"set {key}: {shared} or model.num_heads to a multiple of {size}"
+    elif isinstance(length, int) and length % size:
+        near = max(1, length // size) * size
+        yield key, f"sequences of {length} positions cannot be shared evenly", f"set data.sequence_length: {near}"
+
+
 def _divisor(number: int, *, near: int) -> int:
     """The divisor that is nearest."""
     near = min(near, number)

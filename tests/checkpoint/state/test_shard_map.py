@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from framework.checkpoint.state.reader import StoredState
 from framework.checkpoint.state.shard_map import ShardMap, map_checkpoint
-from tests.engine.saved_runs import PIPED, PLAIN, saved, truth
+from tests.engine.saved_runs import RUNS, saved, truth
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(
-    params=[*(("plain_runs", name) for name in PLAIN), *(("piped_runs", name) for name in PIPED)], ids="-".join
-)
+@pytest.fixture(params=RUNS, ids="-".join)
 def run(request: pytest.FixtureRequest) -> Path:
     fixture, name = request.param
     folder: Path = request.getfixturevalue(fixture)
@@ -41,3 +40,13 @@ def test_a_weight_of_two_names_is_stored_once(run: Path) -> None:
     found = map_checkpoint(saved(run))
     assert found.ties == ({"there.weight": "here.weight"} if run.name.startswith("tied") else {})
     assert not found.ties.keys() & found.stored.keys()
+
+
+@pytest.mark.parametrize("name", ["gpt-fp32-z0", "llama-fp32-z3"])
+def test_every_rank_of_tensor_groups_finds_its_random_state(name: str, divided_runs: Path) -> None:
+    """At stage 3 in a file of its own; the ranks of a group draw alike, and groups do not."""
+    stored = StoredState(saved(divided_runs / name))
+    first, second, *other = (stored.random_state(rank) for rank in range(4))
+    assert torch.equal(first, second)
+    assert torch.equal(*other)
+    assert not torch.equal(first, other[0])

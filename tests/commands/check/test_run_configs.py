@@ -125,3 +125,14 @@ def test_accelerates_config_is_one_problem(tmp_path: Path, capsys: Capture) -> N
     text = "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n"
     code, (line,) = reported(tmp_path, text, capsys)
     assert (code, "[accelerate-config]" in line) == (2, True)
+
+
+def test_the_batch_of_a_tensor_group_is_counted_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.yaml"
+    plan = "{fc1: column, fc2: row, fc3: column_gathered}"
+    path.write_text(f"parallel: {{tensor: 2, tensor_plan: {plan}}}\nbatch: {{global_size: 64, micro_size: 16}}\n")
+    assert main(["check", str(path), "--num_gpus", "4"]) == 0
+    assert "64 samples per step = 16 x 2 accumulation x 2 data-parallel, 2 tensor-parallel" in capsys.readouterr().out
+    assert main(["check", str(path), "--num_gpus", "4", "parallel.tensor=4"]) == 0
+    assert main(["check", str(path), "--num_gpus", "3"]) == 2
+    assert "[parallel-not-divisible]" in capsys.readouterr().err

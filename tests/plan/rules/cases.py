@@ -29,6 +29,10 @@ def piped(pipe: int = 2, partition: str | None = None, **sections: Any) -> dict[
     return {"parallel": parallel, "batch": {"accumulation_steps": 64}} | sections
 
 
+def divided(**sections: Any) -> dict[str, Any]:
+    return {"parallel": {"tensor": 2}} | GPT | sections
+
+
 def cut_at(stages: list[int], **sections: Any) -> dict[str, Any]:
     return {"parallel": {"pipe": 2, "stages": stages}, "batch": {"accumulation_steps": 64}} | sections
 
@@ -38,6 +42,22 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     "world_size_differs": [
         ({"run": {"world_size": 3}}, "cuda", "world-size-differs"),
         ({"run": {"world_size": 2}}, "cuda", None),
+    ],
+    "sequence_with_pipeline": [
+        (GPT | piped() | {"parallel": {"sequence": 2, "pipe": 2}}, "cpu", "sequence-with-pipeline"),
+        (GPT | {"parallel": {"sequence": 2}}, "cpu", None),
+    ],
+    "sequences_are_shared": [
+        ({"parallel": {"sequence": 2}}, "cpu", "sequence-not-shared"),
+        (GPT | {"parallel": {"sequence": 8}}, "cpu", "sequence-not-shared"),
+        (
+            BERT | {"parallel": {"sequence": 2}, "data": {"kind": "text_pairs", "sequence_length": 33}},
+            "cpu",
+            "sequence-not-shared",
+        ),
+        (GPT | {"parallel": {"sequence": 2}}, "cpu", None),
+        (BERT | {"parallel": {"sequence": 2}}, "cpu", None),
+        ({"model": TARGET, "task": TARGET, "parallel": {"sequence": 2}}, "cpu", None),
     ],
     "fp16_on_cpu": [
         ({"precision": {"dtype": "fp16"}}, "cpu", "fp16-on-cpu"),
@@ -75,6 +95,37 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     "optimizer_sees_shape": [
         *((LAMB | {"zero": {"stage": stage}}, "cuda", "optimizer-sees-shape") for stage in (1, 2, 3)),
         (LAMB | {"precision": {"dtype": "fp16"}}, "cuda", None),
+    ],
+    "not_with_tensor": [
+        (divided(**LAMB), "cuda", "not-with-tensor"),
+        (divided(precision={"dtype": "bf16"}), "cuda", "not-with-tensor"),
+        (divided(parallel={"tensor": 2, "sequence": 2}), "cuda", "not-with-tensor"),
+        (divided(parallel={"tensor": 2, "pipe": 2}, batch={"accumulation_steps": 8}), "cuda", "not-with-tensor"),
+        (divided(**offload(3, **NVME) | LION), "cuda", "not-with-tensor"),
+        (divided(zero={"stage": 3, "offload_param": NVME}), "cuda", "not-with-tensor"),
+        (divided(monitors={"tensorboard": {"histograms_every_steps": 5}}), "cuda", "not-with-tensor"),
+        (divided(monitors={"tensorboard": {"samples": 5}}), "cuda", "not-with-tensor"),
+        (divided(precision={"dtype": "bf16"}, zero={"stage": 1}), "cuda", None),
+        (divided(**offload(3) | LION), "cuda", None),
+    ],
+    "parts_are_equal": [
+        (divided(model={"kind": "gpt", "num_heads": 3, "hidden_size": 48}), "cuda", "tensor-not-divisible"),
+        (divided(model={"kind": "gpt", "num_heads": 4, "num_kv_heads": 1}), "cuda", "tensor-not-divisible"),
+        (divided(model={"kind": "gpt", "mlp_size": 63}), "cuda", "tensor-not-divisible"),
+        (BERT | {"parallel": {"tensor": 2}, "model": {"kind": "bert", "mlp_size": 63}}, "cuda", "tensor-not-divisible"),
+        (divided(model={"kind": "gpt", "vocab_size": 261}), "cuda", None),
+        (BERT | {"parallel": {"tensor": 2}}, "cuda", None),
+    ],
+    "other_parts": [
+        ({"parallel": {"tensor": 2}}, "cuda", "tensor-plan"),
+        (divided(parallel={"tensor": 4}), "cuda", "tensor-over-hosts"),
+        (
+            divided(deepspeed={"zero_optimization": {"mics_shard_size": 2}}, zero={"stage": 3}),
+            "cuda",
+            "not-with-tensor",
+        ),
+        ({"parallel": {"tensor": 2, "tensor_plan": {"fc1": "column", "fc2": "row"}}}, "cuda", None),
+        ({"parallel": {"tensor": 2}, "model": TARGET}, "cuda", None),
     ],
     "inert_stage3_keys": [
         ({"zero": {"stage": 2, "stage3_prefetch_bucket_size": 5}}, "cuda", "inert-at-stage"),

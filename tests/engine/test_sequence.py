@@ -1,0 +1,230 @@
+"""Ranks that share sequences must train like plain PyTorch in one process: 20 fp32 steps, losses, gradient norms and
+metrics; and go on where they were, on as many ranks or on fewer.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from framework.data.prepare import prepare
+from tests.engine.pipe_oracle import plain_run
+from tests.engine.test_resume import bits
+from tests.launched import read_metrics, series, train_cases
+
+pytestmark = pytest.mark.slow
+
+NUM_STEPS, STOP = 20, 7
+CLIP = 0.5
+_SMALL = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_positions": 32, "dropout": 0.0}
+TEXT = {"data": {"kind": "text", "sequence_length": 32}, "task": {"kind": "causal_lm"}}
+RAGGED = TEXT | {"task": {"target": "tests.jobs.sequence_parts:RaggedLM"}}
+# Three heads of keys for twelve of queries: two ranks get more of them than there are.
+_LLAMA = {"positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu", "num_heads": 12, "num_kv_heads": 3}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": TEXT | {"model": {"kind": "gpt", **_SMALL}},
+    "gqa": TEXT | {"model": {"kind": "gpt", **_SMALL, **_LLAMA, "hidden_size": 48, "tie_embeddings": False}},
+    "bert": {
+        "model": {"kind": "bert", "vocab_size": 261, **_SMALL},
+        "data": {"kind": "text_pairs", "sequence_length": 32},
+        "task": {"kind": "masked_lm"},
+    },
+    "llama": RAGGED | {"model": {"target": "tests.jobs.sequence_parts:tiny_llama"}},
+    "window": RAGGED | {"model": {"target": "tests.jobs.sequence_parts:window_llama"}},
+}
+SGD = {"kind": "sgd", "lr": 0.05, "momentum": 0.9}
+ADAMW = {"kind": "adamw", "lr": 1e-3}
+# Name -> model, ZeRO stage, optimizer.
+Cases = dict[str, tuple[str, int, dict[str, Any]]]
+TWO_RANKS: Cases = {
+    **{f"{model}-z{stage}": (model, stage, SGD) for model in ("gpt", "gqa", "bert", "llama") for stage in range(4)},
+    **{f"{model}-adamw": (model, stage, ADAMW) for stage, model in enumerate(("gpt", "bert", "llama", "gqa"))},
+    "window": ("window", 2, SGD),
+}
+FOUR_RANKS: Cases = {f"{model}-2x2": (model, stage, SGD) for stage, model in enumerate(("gpt", "llama", "bert", "gqa"))}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Token folder of pieces of a module, many of them shorter than a sequence: what BERT reads is padded."""
+    folder = tmp_path_factory.mktemp("text")
+    source = Path(textwrap.__file__).read_text(encoding="utf-8")
+    start = 0
+    for number in range(120):
+        length = 12 + 7 * number % 71
+        (folder / f"{number:03}.txt").write_text(source[start : start + length], encoding="utf-8")
+        start += length
+    prepare([str(path) for path in sorted(folder.glob("*.txt"))], str(folder / "tokens"))
+    return folder / "tokens"
+
+
+def values(name: str, case: tuple[str, int, dict[str, Any]], folder: Path, text: Path, **sections: Any) -> Any:
+    model, stage, optimizer = case
+    base = {
+        "run": {"name": name, "output_dir": str(folder)},
+        "batch": {"micro_size": 4, "accumulation_steps": 2},
+        "parallel": {"sequence": 2},
+        "zero": {"stage": stage},
+        "optimizer": optimizer,
+        "training": {"max_steps": NUM_STEPS, "log_every": 1, "clip_grad_norm": CLIP},
+        "evaluation": {"at_end": True, "batch_size": 5},
+        "checkpoint": {"at_end": False},
+        "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
+        **MODELS[model],
+    }
+    base["data"] = {**base["data"], "path": str(text)}
+    return base | {name: base.get(name, {}) | section for name, section in sections.items()}
+
+
+# What changes how a step is computed -> by how much it may change losses.
+VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
+    "recompute": ({"training": {"recompute_every": 1}}, 1e-5),
+    "autocast": ({"precision": {"dtype": "autocast"}}, 0.02),
+    "bf16": ({"precision": {"dtype": "bf16"}}, 0.05),
+    "ema": ({"training": {"ema": {"decay": 0.5}}}, 1e-5),
+}
+DROPPED = {"model": _SMALL | {"dropout": 0.2}, "checkpoint": {"at_end": True}}
+MOVED = ("to-one", "to-data")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    folder = tmp_path_factory.mktemp("sequence-2")
+    cases = [values(name, case, folder, text) for name, case in TWO_RANKS.items()]
+    cases += [values(name, TWO_RANKS["gqa-z3"], folder, text, **VARIANTS[name][0]) for name in VARIANTS]
+    shorter = {"training": {"max_steps": STOP}}
+    cases += [values(f"{name}-whole", TWO_RANKS[name], folder, text, **DROPPED) for name in ("gpt-z0", "bert-z2")]
+    for sections in (shorter, {"checkpoint": {"at_end": True, "resume": "auto"}}):
+        cases += [
+            values(f"{name}-broken", TWO_RANKS[name], folder, text, **DROPPED | sections)
+            for name in ("gpt-z0", "bert-z2")
+        ]
+    cases.append(values("begun", TWO_RANKS["gqa-z2"], folder, text, **shorter, checkpoint={"at_end": True}))
+    cases.append(moved("to-data", folder, text, parallel={"sequence": 1}, batch={"micro_size": 2}))
+    unknown = TEXT | {"model": {"target": "tests.jobs.sequence_parts:NoKnownAttention"}}
+    cases.append(values("unknown", TWO_RANKS["gpt-z0"], folder, text) | {"model": unknown["model"]})
+    task = {"target": "torch.nn.functional:cross_entropy"}
+    cases.append(values("no-positions", TWO_RANKS["gpt-z0"], folder, text) | {"task": task})
+    train_cases(cases, num_ranks=2, folder=folder)
+    train_cases([moved("to-one", folder, text, parallel={"sequence": 1})], num_ranks=1, folder=folder)
+    return folder
+
+
+def moved(name: str, folder: Path, text: Path, **sections: Any) -> Any:
+    resume = {"resume": str(folder / "begun" / "checkpoints" / f"global_step{STOP}")}
+    return values(name, TWO_RANKS["gqa-z2"], folder, text, checkpoint=resume, **sections)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    folder = tmp_path_factory.mktemp("sequence-2x2")
+    train_cases([values(name, case, folder, text) for name, case in FOUR_RANKS.items()], num_ranks=4, folder=folder)
+    return folder
+
+
+_plain: dict[str, tuple[list[float], list[float], dict[str, float]]] = {}
+
+
+def hold(folder: Path, name: str, case: tuple[str, int, dict[str, Any]], text: Path, *, global_size: int) -> None:
+    key = f"{case[0]}-{case[2]['kind']}-{global_size}"
+    if key not in _plain:
+        config, norms = values(name, case, folder, text), list[float]()
+        config["batch"] = {"global_size": global_size}
+        losses, metrics, _ = plain_run(config, micro_size=4, num_steps=NUM_STEPS, norms=norms)
+        _plain[key] = losses, norms, metrics
+    losses, norms, metrics = _plain[key]
+    assert losses[-1] < losses[0] - 0.1, "the oracle itself must learn, or equality says nothing"
+    assert sum(norm > CLIP for norm in norms) > NUM_STEPS / 2, "most steps are clipped"
+    found = series(folder / name, "train/loss")
+    assert found == {step: pytest.approx(loss, abs=1e-5) for step, loss in enumerate(losses, start=1)}
+    found = series(folder / name, "train/grad_norm")
+    assert found == {step: pytest.approx(norm, rel=1e-4) for step, norm in enumerate(norms, start=1)}
+    last = read_metrics(folder / name)[-1]
+    for metric, value in metrics.items():
+        assert last[f"eval/{metric}"] == pytest.approx(value, rel=1e-5), metric
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_two_ranks_equal_plain_pytorch(two_ranks: Path, text: Path, name: str) -> None:
+    hold(two_ranks, name, TWO_RANKS[name], text, global_size=8)
+
+
+@pytest.mark.parametrize("name", FOUR_RANKS)
+def test_four_ranks_equal_plain_pytorch(four_ranks: Path, text: Path, name: str) -> None:
+    hold(four_ranks, name, FOUR_RANKS[name], text, global_size=16)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_other_arithmetic_stays_close(two_ranks: Path, name: str) -> None:
+    plain, found = (series(two_ranks / run, "train/loss") for run in ("gqa-z3", name))
+    assert found == {step: pytest.approx(loss, abs=VARIANTS[name][1]) for step, loss in plain.items()}
+
+
+@pytest.mark.parametrize("name", ["gpt-z0", "bert-z2"])
+def test_a_resumed_run_is_the_unbroken_one(two_ranks: Path, name: str) -> None:
+    """With dropout, whose masks differ between the ranks that share a sequence."""
+    whole, broken = two_ranks / f"{name}-whole", two_ranks / f"{name}-broken"
+    assert series(whole, "train/loss") == series(broken, "train/loss")
+    left, right = bits(whole, NUM_STEPS), bits(broken, NUM_STEPS)
+    assert left.keys() == right.keys()
+    assert not [path for path, tensor in left.items() if not torch.equal(tensor, right[path])]
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_move_to_whole_sequences_goes_on(two_ranks: Path, name: str) -> None:
+    whole, found = series(two_ranks / "gqa-z2", "train/loss"), series(two_ranks / name, "train/loss")
+    assert found == {step: pytest.approx(whole[step], abs=1e-5) for step in range(STOP + 1, NUM_STEPS + 1)}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("unknown", "sequence-needs-attention"), ("no-positions", "task-has-no-positions")]
+)
+def test_what_nobody_can_share_is_refused(two_ranks: Path, name: str, kind: str) -> None:
+    assert f"[{kind}]" in (two_ranks / f"{name}.error").read_text(encoding="utf-8")
+
+
+LONG, SHORT = 32_768, 64
+PEAK = "memory/host_peak_bytes"
+
+
+def long_case(length: int, size: int, folder: Path) -> dict[str, Any]:
+    """A perceptron much wider than attention, so that memory is what it keeps for each position."""
+    shape = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "mlp_size": 2048, "vocab_size": 64, "dropout": 0.0}
+    return {
+        "run": {"name": f"{length}-over-{size}", "output_dir": str(folder)},
+        "model": {"kind": "gpt", **shape, "num_kv_heads": 2, "positions": "rotary", "max_positions": LONG},
+        "data": {"target": "tests.jobs.sequence_parts:long_text", "args": {"length": length}},
+        "task": {"kind": "causal_lm"},
+        "batch": {"global_size": 1},
+        "parallel": {"sequence": size},
+        "optimizer": SGD,
+        "training": {"max_steps": 1, "log_every": 1},
+        "checkpoint": {"at_end": False},
+        "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
+    }
+
+
+@pytest.fixture(scope="module")
+def long_sequences(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("long")
+    for size in (1, 2):  # the short one first: what a process has taken at most never falls
+        train_cases([long_case(length, size, folder) for length in (SHORT, LONG)], num_ranks=size, folder=folder)
+    return folder
+
+
+def test_two_ranks_keep_half_of_a_long_sequence_each(long_sequences: Path) -> None:
+    for name in ("train/loss", "train/grad_norm"):
+        one, two = (series(long_sequences / f"{LONG}-over-{size}", name) for size in (1, 2))
+        assert two == {1: pytest.approx(one[1], rel=1e-5)}
+    taken = [
+        max(series(long_sequences / f"{LONG}-over-{size}", PEAK).values())
+        - max(series(long_sequences / f"{SHORT}-over-{size}", PEAK).values())
+        for size in (1, 2)
+    ]
+    print("bytes for one sequence:", taken)
+    assert taken[0] > 5e8
+    assert 0.4 < taken[1] / taken[0] < 0.6

@@ -1,0 +1,279 @@
+"""A tensor group must train like plain PyTorch in one process: 20 fp32 steps, losses and gradient norms within 1e-5."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from framework.config.load import config_from_values
+from framework.data.prepare import prepare
+from framework.setup.objects import call_factory
+from tests.engine.pipe_oracle import plain_run
+from tests.launched import read_metrics, series, train_cases
+
+pytestmark = pytest.mark.slow
+
+NUM_STEPS = 20
+TOLERANCE = 1e-5
+CLIP = 0.3
+
+_SMALL = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_positions": 32, "dropout": 0.0}
+GPT = {
+    "model": {"kind": "gpt", **_SMALL},
+    "data": {"kind": "text", "sequence_length": 32},
+    "task": {"kind": "causal_lm"},
+}
+_LLAMA = {"positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu", "num_kv_heads": 2, "tie_embeddings": False}
+LLAMA = {**GPT, "model": {**GPT["model"], **_LLAMA}}
+BERT = {
+    "model": {"kind": "bert", "vocab_size": 261, **_SMALL},
+    "data": {"kind": "text_pairs", "sequence_length": 32},
+    "task": {"kind": "masked_lm"},
+}
+THEIRS = {**GPT, "model": {"target": "tests.jobs.tensor_parts:llama"}}
+DIGITS = {"data": {"kind": "digits", "image_size": 28}, "task": {"kind": "classification"}}
+VIT = {**DIGITS, "model": {"target": "tests.jobs.tensor_parts:vit"}}
+FUSED = {**DIGITS, "model": {"target": "tests.jobs.tensor_parts:FusedVision"}}
+TORCH_VIT = {**DIGITS, "model": {"target": "tests.jobs.tensor_parts:torch_vit"}}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": GPT,
+    "llama": LLAMA,
+    "bert": BERT,
+    "theirs": THEIRS,
+    "tied": {**GPT, "model": {"target": "tests.jobs.tensor_parts:llama", "args": {"tie": True}}},
+    "vit": VIT,
+    "fused": FUSED,
+    "torch-vit": TORCH_VIT,
+}
+_VIT_LAYER = "model.vit.layers.*"
+PLANS: dict[str, dict[str, Any]] = {
+    "vit": {
+        f"{_VIT_LAYER}.attention": "shared_input",
+        f"{_VIT_LAYER}.attention.q_proj": "column",
+        f"{_VIT_LAYER}.attention.k_proj": "column",
+        f"{_VIT_LAYER}.attention.v_proj": "column",
+        f"{_VIT_LAYER}.attention.o_proj": "row",
+        f"{_VIT_LAYER}.mlp.fc1": "column",
+        f"{_VIT_LAYER}.mlp.fc2": "row",
+        "model.classifier": "column_gathered",
+    },
+    "fused": {
+        "blocks.*.attn": {"divide": ["num_heads"]},
+        "blocks.*.attn.qkv": {"split": "column", "sections": 3},
+        "blocks.*.attn.q_norm": "summed",
+        "blocks.*.attn.proj": "row",
+        "blocks.*.mlp.1": "column",
+        "blocks.*.mlp.3": "row",
+        "head": "column_gathered",
+    },
+    "torch-vit": {"1.encoder.layers.*.mlp.0": "column", "1.encoder.layers.*.mlp.3": "row"},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of 16 samples per step, accumulated twice, and the sections that differ from its model's."""
+
+    model: str
+    stage: int
+    kind: str = "sgd"
+    tolerance: float = TOLERANCE
+    dtype: str = "fp32"
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-z{self.stage}-{self.kind}-{self.dtype}"
+
+
+TWO_RANKS = [
+    *(Case("gpt", stage) for stage in (0, 1, 2, 3)),
+    Case("gpt", 3, "adamw"),
+    *(Case("bert", stage) for stage in (0, 3)),
+    Case("llama", 1),
+    Case("theirs", 0),
+    Case("tied", 2),
+    Case("vit", 0),
+    Case("fused", 3),
+    Case("torch-vit", 2),
+    # bf16 has 8 bits of mantissa, which the norm of small gradients shows most.
+    Case("gpt", 1, tolerance=0.05, dtype="bf16"),
+    Case("gpt", 3, tolerance=0.05, dtype="bf16"),
+    Case("gpt", 0, tolerance=0.02, dtype="autocast"),
+    Case("gpt", 2, tolerance=5e-3, dtype="fp16"),
+]
+FOUR_RANKS = [
+    *(Case("gpt", stage) for stage in (0, 1, 2, 3)),
+    *(Case("llama", stage) for stage in (1, 3)),
+    *(Case("bert", stage) for stage in (0, 2)),
+    Case("llama", 3, "adamw"),
+    Case("theirs", 3),
+    Case("vit", 2),
+    Case("fused", 1),
+]
+# Runs of a tensor group that are held against the same run without one.
+_HOST = {"device": "cpu", "pin_memory": False}
+PAIRS: dict[str, tuple[int, dict[str, Any]]] = {
+    "init-z0": (0, {"checkpoint": {"init_weights": "weights.pt", "at_end": False}}),
+    "init-z3": (3, {"checkpoint": {"init_weights": "weights.pt", "at_end": False}}),
+    "average-of-recomputed": (
+        1,
+        {"training": {"ema": {"decay": 0.9}, "recompute_every": 1}, "evaluation": {"weights": "ema"}},
+    ),
+    "offload": (2, {"zero": {"stage": 2, "offload_optimizer": _HOST}}),
+}
+HALVES = (0, 3)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Token folder of a real module."""
+    folder = tmp_path_factory.mktemp("text")
+    source = Path(textwrap.__file__).read_text(encoding="utf-8")
+    for start in range(0, 16_000, 800):
+        (folder / f"{start:05}.txt").write_text(source[start : start + 800], encoding="utf-8")
+    prepare([str(path) for path in sorted(folder.glob("*.txt"))], str(folder / "tokens"))
+    return folder / "tokens"
+
+
+def values(case: Case, folder: Path, text: Path, *, micro_size: int, **more: dict[str, Any]) -> dict[str, Any]:
+    sections = MODELS[case.model]
+    if sections["data"]["kind"].startswith("text"):
+        sections = {**sections, "data": {**sections["data"], "path": str(text)}}
+    plan = {"tensor_plan": PLANS[case.model]} if case.model in PLANS else {}
+    made: dict[str, Any] = {
+        "run": {"name": case.name, "output_dir": str(folder)},
+        "batch": {"global_size": 16, "micro_size": micro_size},
+        "parallel": {"tensor": 2, **plan},
+        "precision": {"dtype": case.dtype},
+        "zero": {"stage": case.stage},
+        "optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.9}
+        if case.kind == "sgd"
+        else {"kind": "adamw", "lr": 1e-3},
+        "training": {"max_steps": NUM_STEPS, "log_every": 1, "clip_grad_norm": CLIP},
+        "evaluation": {"at_end": True, "batch_size": 48},
+        "checkpoint": {"at_end": False},
+        "monitors": {"tensorboard": False, "csv": False, "progress": "off", "report": False},
+        **sections,
+    }
+    return made | {name: {**made.get(name, {}), **section} for name, section in more.items()}
+
+
+def pairs(folder: Path, text: Path) -> list[dict[str, Any]]:
+    """Each with a tensor group of two, and with two data-parallel ranks."""
+    torch.manual_seed(7)
+    model = call_factory(
+        config_from_values(values(Case("gpt", 0), folder, text, micro_size=8)).model.factory(), key="model"
+    )
+    torch.save(model.state_dict(), folder / "weights.pt")
+    found = []
+    for name, (stage, sections) in PAIRS.items():
+        if "init_weights" in (checkpoint := sections.get("checkpoint", {})):
+            sections = {"checkpoint": {**checkpoint, "init_weights": str(folder / "weights.pt")}}
+        for size in (2, 1):
+            own = {"run": {"name": f"{name}-{size}"}, "parallel": {"tensor": size}}
+            found.append(values(Case("gpt", stage), folder, text, micro_size=4 * size, **sections, **own))
+    return found
+
+
+def halves(folder: Path, text: Path) -> list[dict[str, Any]]:
+    """A run with dropout in a piece, and one in two."""
+    return [
+        values(
+            Case("gpt", stage),
+            folder,
+            text,
+            micro_size=8,
+            run={"name": f"{name}-{stage}"},
+            model={"dropout": 0.2},
+            training={"max_steps": steps},
+            checkpoint={"every_steps": 3, "resume": "auto"},
+        )
+        for stage in HALVES
+        for name, steps in (("whole", 6), ("halves", 3), ("halves", 6))
+    ]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two-ranks")
+    cases = [values(case, folder, text, micro_size=8) for case in TWO_RANKS]
+    train_cases([*cases, *pairs(folder, text), *halves(folder, text)], num_ranks=2, folder=folder, allow_fp16=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def four_ranks(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("four-ranks")
+    train_cases([values(case, folder, text, micro_size=4) for case in FOUR_RANKS], num_ranks=4, folder=folder)
+    return folder
+
+
+_plain: dict[str, Any] = {}
+
+
+def plain(case: Case, text: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], list[float], dict[str, float]]:
+    """Losses, gradient norms and metrics of one process; the stage makes no difference there."""
+    key = f"{case.model}-{case.kind}"
+    if key not in _plain:
+        norms: list[float] = []
+        clip = nn.utils.clip_grad_norm_
+        with monkeypatch.context() as patched:
+            patched.setattr(nn.utils, "clip_grad_norm_", lambda *args: norms.append(float(clip(*args))))
+            config = values(replace(case, dtype="fp32"), Path(), text, micro_size=8)
+            losses, metrics, _ = plain_run(config, micro_size=8, num_steps=NUM_STEPS)
+        assert min(losses) < losses[0] - 0.1, "the oracle itself must learn, or equality says nothing"
+        _plain[key] = losses, norms, metrics
+    losses, norms, metrics = _plain[key]
+    return losses, norms, metrics
+
+
+def hold(case: Case, run_folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses, norms, metrics = plain(case, text, monkeypatch)
+    assert min(norms) > CLIP, "clipping must be at work, or it is not compared"
+    for name, expected in (("train/loss", losses), ("train/grad_norm", norms)):
+        found = series(run_folder, name)
+        assert sorted(found) == list(range(1, NUM_STEPS + 1))
+        worst = max(abs(found[step] - value) / value for step, value in enumerate(expected, start=1))
+        assert worst < case.tolerance, f"{name} differs by up to {worst:.1e} of it"
+    measured = read_metrics(run_folder)[-1]
+    for name, value in metrics.items():
+        assert measured[f"eval/{name}"] == pytest.approx(value, rel=10 * case.tolerance), name
+
+
+@pytest.mark.parametrize("case", TWO_RANKS, ids=lambda case: case.name)
+def test_a_group_of_two_trains_like_plain_pytorch(
+    case: Case, two_ranks: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold(case, two_ranks / case.name, text, monkeypatch)
+
+
+@pytest.mark.parametrize("case", FOUR_RANKS, ids=lambda case: case.name)
+def test_two_groups_of_two_train_like_plain_pytorch(
+    case: Case, four_ranks: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold(case, four_ranks / case.name, text, monkeypatch)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_tensor_group_does_not_change_a_run(name: str, two_ranks: Path) -> None:
+    for metric in ("train/loss", "train/grad_norm", "eval/loss"):
+        found, expected = (series(two_ranks / f"{name}-{size}", metric) for size in (2, 1))
+        assert found == pytest.approx(expected, rel=TOLERANCE), metric
+    if name.startswith("init"):
+        losses = [series(two_ranks / run, "train/loss")[1] for run in (f"{name}-2", Case("gpt", 0).name)]
+        assert abs(losses[0] - losses[1]) > 5e-4, "other weights, another loss"
+    logs = [(two_ranks / f"{name}-{size}/logs/rank0.log").read_text(encoding="utf-8") for size in (2, 1)]
+    assert all("gpt, 34,848 parameters" in log for log in logs), "a part is counted as the whole"
+
+
+@pytest.mark.parametrize("stage", HALVES)
+def test_a_resumed_tensor_group_is_the_unbroken_one(stage: int, two_ranks: Path) -> None:
+    for name in ("train/loss", "train/grad_norm", "eval/loss"):
+        whole, halved = (series(two_ranks / f"{run}-{stage}", name) for run in ("whole", "halves"))
+        assert {step: halved[step] for step in whole} == whole

@@ -1,0 +1,212 @@
+"""What two ranks of a tensor group do inside, compared here: tensor_facts.py OUT.json, which holds what was found."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from framework.config.training import TensorSplit
+from framework.engine.distributed import gather, process_group
+from framework.engine.tensor_cut import TensorCut
+from framework.errors import ConfigError
+from framework.models import bert, gpt
+from framework.models.split import TensorPart, VocabularyPart
+from framework.tasks.causal_lm import CausalLM
+from framework.tasks.masked_lm import MaskedLM
+from framework.tasks.task import Ratio, Task
+from tests.jobs import tensor_parts
+
+_SIZES: dict[str, Any] = {"vocab_size": 37, "max_positions": 8, "hidden_size": 16, "num_heads": 4, "mlp_size": 24}
+_TOKENS = torch.arange(16).view(2, 8)
+
+
+class Mean(Task):
+    """A loss that reads all logits."""
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor | Ratio | tuple[Ratio, ...]:
+        mean: Tensor = outputs.mean()
+        return mean
+
+
+def make_gpt(num_layers: int = 1, dropout: float = 0.0, **shape: Any) -> gpt.GPT:
+    torch.manual_seed(3)
+    return gpt.GPT.of(**(_SIZES | {"num_layers": num_layers, "num_kv_heads": 4, "dropout": dropout} | shape))
+
+
+def make_bert(num_layers: int = 1) -> bert.BERT:
+    torch.manual_seed(3)
+    return bert.BERT.of(**_SIZES, num_layers=num_layers, dropout=0.0)
+
+
+def cut(model: nn.Module, task: Task, plan: dict[str, str] | None = None) -> nn.Module:
+    given = None if plan is None else {name: TensorSplit(split=word) for name, word in plan.items()}  # type: ignore[arg-type]
+    return TensorCut(None, given, task)(model)
+
+
+def count_sums(run: Callable[[], Any]) -> int:
+    """All-reduces within a call."""
+    all_reduce, sizes = torch.distributed.all_reduce, list[int]()
+
+    def counted(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        assert tensor.is_contiguous()
+        sizes.append(tensor.numel())
+        return all_reduce(tensor, *args, **options)
+
+    torch.distributed.all_reduce = counted
+    try:
+        run()
+    finally:
+        torch.distributed.all_reduce = all_reduce
+    return len(sizes)
+
+
+def per_block(make: Callable[[int], nn.Module], task: Task, inputs: tuple[Tensor, ...]) -> list[int]:
+    """All-reduces of a block in the forward and in the backward pass: three blocks less one, halved."""
+    found = []
+    for num_layers in (1, 3):
+        model, outputs = cut(make(num_layers), task), list[Any]()
+
+        def forward(model: nn.Module = model, outputs: list[Any] = outputs) -> None:
+            outputs.append(model(*inputs))
+
+        def backward(outputs: list[Any] = outputs) -> None:
+            tensors = outputs[0] if isinstance(outputs[0], tuple) else outputs
+            sum(tensor.float().square().sum() for tensor in tensors).backward()
+
+        found.append([count_sums(forward), count_sums(backward)])
+    return [(many - one) / 2 for one, many in zip(*found, strict=True)]  # type: ignore[misc]
+
+
+def weights_joined() -> bool:
+    """Parts joined are the weights of one process, to the bit; every rank's logits are a part of one process's."""
+    whole, task = make_gpt(), CausalLM()
+    model = cut(make_gpt(), task)
+    logits = torch.cat(gather(model(_TOKENS).detach()), dim=-1)
+    parts = [gather(weight.detach()) for weight in model.parameters()]
+    splits = [vars(weight).get("split") for weight in model.parameters()]
+    joined = [some[0] if split is None else split.whole(some) for some, split in zip(parts, splits, strict=True)]
+    assert sum(split is not None for split in splits) == 11  # one embedding, 4 + 2 matrices, 3 + 1 biases of columns
+    assert torch.allclose(logits, whole(_TOKENS), atol=1e-6)
+    assert task.vocabulary is not None
+    assert task.vocabulary.widths == [18, 19]
+    return all(torch.equal(one, other) for one, other in zip(joined, whole.parameters(), strict=True))
+
+
+def logits_whole() -> bool:
+    """A task that reads all logits gets all of them, and gradients are those of one process."""
+    whole, model = make_gpt(), cut(make_gpt(), Mean())
+    for one in (whole, model):
+        one(_TOKENS).square().mean().backward()
+    same = torch.allclose(whole(_TOKENS), model(_TOKENS), atol=1e-6)
+    of_norms = [dict(one.named_parameters())["norm.weight"].grad for one in (whole, model)]
+    return same and torch.allclose(*of_norms, atol=1e-7)  # type: ignore[arg-type]
+
+
+def vocabulary_loss() -> dict[str, bool]:
+    """Losses, gradients and guesses of divided logits against torch's, with ties and ignored targets."""
+    torch.manual_seed(11)
+    whole = torch.randn(12, 37).mul(30).round().div(4).requires_grad_()  # some are equal
+    whole.data[3, 5:35:3] = 99.0  # the largest, on both ranks
+    targets = torch.randint(37, (12,))
+    targets[[2, 9]] = -100
+    part = VocabularyPart(TensorPart(None), [18, 19], joins=False)
+    own = whole.detach()[:, part.first : part.first + part.size].clone().requires_grad_()
+    expected = cross_entropy(whole, targets, ignore_index=-100, reduction="none")
+    found = part.nats(own, targets, ignore_index=-100)
+    for nats in (expected, found):
+        nats.square().sum().backward()
+    assert whole.grad is not None
+    assert own.grad is not None
+    gradient = torch.cat(gather(own.grad), dim=-1)
+    return {
+        "nats": torch.allclose(expected, found, atol=1e-5),
+        "gradient": torch.allclose(gradient, whole.grad, atol=1e-5),
+        "guesses": torch.equal(part.guesses(own.detach()), whole.argmax(-1)),
+    }
+
+
+def dropouts() -> dict[str, bool]:
+    """Random numbers drawn in attention differ between ranks; those after it, and all of the next step, do not."""
+    model, drawn = cut(make_gpt(dropout=0.5), CausalLM()), dict[str, list[Tensor]]()
+    attend = gpt.scaled_dot_product_attention
+
+    def noting(*args: Any, **options: Any) -> Tensor:
+        drawn.setdefault("attention", []).append(torch.rand(4))
+        return attend(*args, **options)
+
+    gpt.scaled_dot_product_attention = noting  # type: ignore[assignment]
+    block = model.get_submodule("blocks.0")
+    block.register_forward_hook(lambda *_: drawn.setdefault("block", []).append(torch.rand(4)))
+    hidden: list[Tensor] = []
+    block.register_forward_hook(lambda module, inputs, output: hidden.append(output.detach()))
+    torch.manual_seed(5)
+    for every in (0, 1):
+        model.recompute_every = every  # type: ignore[assignment]
+        model(_TOKENS).sum().backward()
+    model.eval()
+    model(_TOKENS)
+    equal = {name: [len(set(map(str, gather(one.tolist())))) == 1 for one in some] for name, some in drawn.items()}
+    return {
+        "attention differs": equal["attention"] == [False, False, False, True],  # the last is an evaluation
+        "again": torch.equal(drawn["attention"][1], drawn["attention"][2]),  # computed anew in the backward pass
+        "block is the same": all(equal["block"]),
+        "hidden is the same": all(torch.equal(hidden[0], other) for other in gather(hidden[0])),
+    }
+
+
+def refusals() -> dict[str, str]:
+    """What a plan cannot be."""
+    tried: dict[str, tuple[Callable[[], nn.Module], dict[str, str] | None]] = {
+        "no plan": (tensor_parts.FusedVision, None),
+        "nothing": (tensor_parts.FusedVision, {"block.*.mlp.1": "column"}),
+        "no row": (tensor_parts.FusedVision, {"blocks.*.mlp.1": "column"}),
+        "no column": (tensor_parts.FusedVision, {"blocks.*.mlp.3": "row"}),
+        "no linear": (tensor_parts.FusedVision, {"blocks.*.norm": "column"}),
+        "uneven": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4)), {"0": "column", "1": "row"}),
+        "attention of torch": (
+            lambda: nn.Sequential(nn.Linear(4, 4), nn.MultiheadAttention(4, 2)),
+            {"0": "column", "1.out_proj": "row"},
+        ),
+        "tied": (lambda: tensor_parts.llama(tie=True), {"model.lm_head": "column_gathered"}),
+    }
+    found = {}
+    for name, (make, plan) in tried.items():
+        try:
+            cut(make(), Mean(), plan)
+            found[name] = "cut"
+        except ConfigError as error:
+            found[name] = str(error)
+    return found
+
+
+def main() -> None:
+    inputs = _TOKENS, torch.zeros_like(_TOKENS), torch.ones_like(_TOKENS)
+    with process_group(None):
+        swiglu = {"positions": "rotary", "mlp": "swiglu", "num_kv_heads": 2}
+        found = {
+            "gpt": per_block(make_gpt, CausalLM(), (_TOKENS,)),
+            "llama": per_block(lambda number: make_gpt(number, **swiglu), CausalLM(), (_TOKENS,)),
+            "bert": per_block(make_bert, MaskedLM(), inputs),
+            "joined": weights_joined(),
+            "whole": logits_whole(),
+            "loss": vocabulary_loss(),
+            "draws": dropouts(),
+            "refused": refusals(),
+        }
+        if all(other == found for other in gather(found)) and torch.distributed.get_rank() == 0:
+            Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,115 @@
+"""Models for tensor groups that are not ours: named by import path in test configs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Logits(nn.Module):
+    """A model of transformers that returns its logits alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.model(inputs).logits
+        return logits
+
+
+def llama(tie: bool = False) -> Logits:
+    """Llama of 2 layers, 4 heads and 2 key/value heads."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return Logits(
+        LlamaForCausalLM(LlamaConfig(vocab_size=261, num_key_value_heads=2, tie_word_embeddings=tie, **sizes))
+    )
+
+
+def vit() -> Logits:
+    """Vision transformer of 2 layers for digits of 28 pixels."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    rest: dict[str, Any] = {
+        "image_size": 28,
+        "patch_size": 7,
+        "num_channels": 1,
+        "num_labels": 10,
+        "initializer_range": 0.2,
+    }
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return Logits(ViTForImageClassification(ViTConfig(**sizes, **rest, **dropout)))
+
+
+class FusedAttention(nn.Module):
+    """As timm's: query, key and value in one matrix, and a number of heads."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_size = num_heads, width // num_heads
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.q_norm = nn.LayerNorm(self.head_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        shape = (*hidden.shape[:2], 3, self.num_heads, self.head_size)
+        query, key, value = self.qkv(hidden).reshape(shape).permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = nn.functional.scaled_dot_product_attention(self.q_norm(query), key, value)
+        output: Tensor = self.proj(mixed.transpose(1, 2).flatten(2))
+        return output
+
+
+class FusedBlock(nn.Module):
+    """Pre-norm block with a perceptron."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(width), FusedAttention(width, 4)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden + self.attn(self.norm(hidden))
+        output: Tensor = hidden + self.mlp(hidden)
+        return output
+
+
+class FusedVision(nn.Module):
+    """Rows of a picture as positions, and a mean of them as the picture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.blocks = nn.Linear(28, 32), nn.ModuleList(FusedBlock(32) for _ in range(2))
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.stem(images.squeeze(1))
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits: Tensor = self.head(hidden.mean(1))
+        return logits
+
+
+def torch_vit() -> nn.Module:
+    """torchvision's class, whose attention is `nn.MultiheadAttention`; the images are made its three channels."""
+    from torchvision.models import VisionTransformer
+
+    sizes = {"image_size": 28, "patch_size": 7, "num_layers": 2, "num_heads": 4, "hidden_dim": 32, "mlp_dim": 64}
+    return nn.Sequential(Coloured(), VisionTransformer(**sizes, num_classes=10))
+
+
+class Coloured(nn.Module):
+    """One channel as three."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.cat([images] * 3, dim=1)
