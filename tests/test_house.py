@@ -20,7 +20,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "system": (54, 12),
     "text": (65, 6),
     "config": (111, 15),
-    "plan": (286, 31),
+    "plan": (290, 31),
     "checkpoint": (168, 18),
     "train": (87, 13),
     "launch": (200, 23),

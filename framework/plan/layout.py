@@ -37,6 +37,11 @@ class Layout:
     tensor_size: int = 1
     sequence_size: int = 1
 
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that hold the same weights and sum their gradients: of other samples, or of other positions."""
+        return self.data_parallel_size * self.sequence_size
+
     def data_parallel_rank(self, rank: int) -> int:
         """Return the data-parallel rank, which decides the samples that a rank sees. Ranks are ordered (stage, data,
         sequence, tensor), as in DeepSpeed's PipeModelDataParallelTopology: what talks most stands closest.

@@ -214,7 +214,7 @@ def _zero(plan: Plan) -> str:
         "optimizer state and gradients are spread",
         "optimizer state, gradients and weights are spread",
     )
-    over = f" over {counted(plan.layout.data_parallel_size, 'rank')}" if zero.stage else ""
+    over = f" over {counted(plan.layout.num_replicas, 'rank')}" if zero.stage else ""
     offloads = [
         f"{what} on {device}"
         for what, device in (("optimizer", zero.offload_optimizer.device), ("weights", zero.offload_param.device))

@@ -38,7 +38,7 @@ def sums_of(config: RunConfig, layout: Layout) -> tuple[str, str]:
         return "", ""
     own = precision.dtype
     accumulation = precision.grad_accumulation or ("fp32" if layout.accumulation_steps > LONG_SUM else own)
-    reduction = precision.grad_reduction or ("fp32" if layout.data_parallel_size > LONG_SUM else own)
+    reduction = precision.grad_reduction or ("fp32" if layout.num_replicas > LONG_SUM else own)
     return "fp32" if accumulation == "fp32" and config.zero.stage else "", "fp32" if reduction == "fp32" else ""
 
 
