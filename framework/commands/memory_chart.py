@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from framework.commands.strategies import BUFFERS, MEMORY_GROUPS, grouped
-from framework.plan.search import OFFLOAD, PIPE, RECOMPUTE, STAGE, Candidate
+from framework.plan.search import OFFLOAD, RECOMPUTE, SIZES, STAGE, Candidate
 from framework.report.draw import bar_chart
 from framework.report.figures import size
 
@@ -31,5 +31,5 @@ def _name(candidate: Candidate) -> str:
     settings, layout = candidate.settings, candidate.plan.layout
     words = [f"ZeRO {settings.get(STAGE, candidate.plan.config.zero.stage)}"]
     words += ["host" if settings.get(OFFLOAD) == "cpu" else "", "recompute" if settings.get(RECOMPUTE) else ""]
-    words += [f"pipe {layout.pipe_size}" if settings.get(PIPE, 1) > 1 else ""]
+    words += [f"{key.rpartition('.')[2]} {settings[key]}" for key in SIZES if settings.get(key, 1) > 1]
     return ", ".join([*filter(None, words), f"{layout.micro_size} x {layout.accumulation_steps}"])

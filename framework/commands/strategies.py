@@ -13,10 +13,9 @@ from framework.plan.search import (
     ACCUMULATION,
     LENGTH,
     OFFLOAD,
-    PIPE,
-    RECOMPUTE,
     STAGE,
     STRATEGY,
+    USUAL,
     Candidate,
     Found,
     Settings,
@@ -45,6 +44,8 @@ _USUAL: Final = {
     "offload": "none",
     "recompute": "0",
     "pipe": "1",
+    "tensor": "1",
+    "sequence": "1",
     "activations": "0.00",
     "host": "0.00",
     "bubble": "0%",
@@ -97,6 +98,8 @@ def _row(candidate: Candidate, unit: str, unit_bytes: int, *, is_planned: bool, 
         "offload": config.zero.offload_optimizer.device,
         "recompute": str(config.training.recompute_every),
         "pipe": str(layout.pipe_size),
+        "tensor": str(layout.tensor_size),
+        "sequence": str(layout.sequence_size),
         "batch": f"{layout.micro_size} x {layout.accumulation_steps} x {layout.data_parallel_size}",
     }
     if has_tokens:
@@ -145,8 +148,7 @@ def _why_slower(one: Candidate, best: Candidate) -> str:
 
 def unusual(settings: Settings) -> Settings:
     """Settings of a strategy without those that are as ever."""
-    usual = {OFFLOAD: "none", RECOMPUTE: 0, PIPE: 1}
-    return {key: value for key, value in settings.items() if key in STRATEGY and usual.get(key) != value}
+    return {key: value for key, value in settings.items() if key in STRATEGY and USUAL.get(key) != value}
 
 
 def strategies_section(found: Found, candidates: Sequence[Candidate]) -> dict[str, Any]:
@@ -210,7 +212,7 @@ def _edits(values: Mapping[str, Any], key: str, value: Any) -> Iterator[Edit]:
             yield ReplaceValue(path[:depth], {path[depth]: value})
             return
         if name not in section:
-            usual = {STAGE: 0, OFFLOAD: "none", RECOMPUTE: 0, PIPE: 1, ACCUMULATION: 1}
+            usual = {**USUAL, STAGE: 0, ACCUMULATION: 1}
             if usual.get(key, 0) != value:
                 yield InsertMember(path, value)
             return

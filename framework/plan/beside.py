@@ -41,11 +41,13 @@ def num_communicators(plan: Plan) -> int:
 
     torch's group of all ranks (barriers) and DeepSpeed's own copy of it (utils/groups.py `_clone_world_group`). A
     pipeline has, beside torch's, those of its stages (losses), of a model's ranks and of each pair of neighbours
-    (runtime/pipe/{topology,p2p}.py), and where it is there more than once that of its copies.
+    (runtime/pipe/{topology,p2p}.py), and where it is there more than once that of its copies. Tensor and sequence
+    parallelism have a group each, and beside tensor parallelism the copies of a part have one.
     """
     layout = plan.layout
     if layout.world_size == 1:
         return 0
     if layout.pipe_size == 1:
-        return 2
-    return 3 + min(layout.pipe_size - 1, 2) + (layout.num_replicas > 1)
+        copies = layout.tensor_size > 1 and layout.num_replicas > 1
+        return 2 + (layout.tensor_size > 1) + copies + (layout.sequence_size > 1)
+    return 3 + min(layout.pipe_size - 1, 2) + (layout.data_parallel_size > 1)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from math import prod
+from math import ceil, prod
 from typing import Any, Final
 
 from framework.config import model as models
@@ -15,10 +16,51 @@ Run = Callable[[Tape, Any], Any]
 Layers = Iterator[tuple[str, Run, int]]
 
 
-def forward_of(model: models.ModelSection) -> Layers | None:
-    """The layers of a named model; None for a model of the user's."""
+@dataclass(frozen=True)
+class RankShare:
+    """Division of a model over ranks: of its heads, inner units and vocabulary, and of the positions of a sequence.
+
+    Attributes:
+        tensor: ranks that share every weight that is divided.
+        sequence: ranks that share every sequence.
+    """
+
+    tensor: int = 1
+    sequence: int = 1
+
+    def of(self, size: int) -> int:
+        """The largest share of a size that is divided."""
+        return ceil(size / self.tensor)
+
+    def heads(self, tape: Tape, value: Value, head_size: int) -> Value:
+        """(batch, own positions, size) to (batch, own heads, all positions, head size)."""
+        batch, length, size = value.shape
+        heads = value.view(batch, size // head_size, length, head_size)
+        return self._exchanged(tape, heads, (batch, max(heads.shape[1] // self.sequence, 1), length * self.sequence))
+
+    def rows(self, tape: Tape, heads: Value, size: int) -> Value:
+        """The way back from `heads`."""
+        batch, num_heads, length, _ = heads.shape
+        back = self._exchanged(tape, heads, (batch, num_heads * self.sequence, length // self.sequence))
+        return back.view(batch, length // self.sequence, size)
+
+    def _exchanged(self, tape: Tape, value: Value, shape: tuple[int, ...]) -> Value:
+        return value if self.sequence == 1 else tape.run(value, shape=(*shape, value.shape[-1]))
+
+
+UNDIVIDED: Final = RankShare()
+
+
+def forward_of(model: models.ModelSection, share: RankShare = UNDIVIDED) -> Layers | None:
+    """The layers of a named model, or of a rank's share of it; None for a model of the user's, and for a share of one
+    that is not divided.
+    """
+    if isinstance(model, models.GPT):
+        return _gpt(model, share)
+    if isinstance(model, models.BERT):
+        return _bert(model, share)
     found = _FORWARDS.get(type(model))
-    return None if found is None else found(model)
+    return None if found is None or share != UNDIVIDED else found(model)
 
 
 def num_layers(model: models.ModelSection) -> int | None:
@@ -106,12 +148,7 @@ def _resnet(model: models.Classifier, **shape: Any) -> Layers:
     yield "fc", _with(Tape.linear, model.num_classes), 1
 
 
-def _heads(value: Value, head_size: int) -> Value:
-    batch, length, size = value.shape
-    return value.view(batch, size // head_size, length, head_size)
-
-
-def _gpt(model: models.GPT) -> Layers:
+def _gpt(model: models.GPT, share: RankShare) -> Layers:
     def norm(tape: Tape, value: Value, name: str = "") -> Value:
         is_rms = model.norm == "rmsnorm"
         return tape.rms_norm(value, name) if is_rms else tape.layer_norm(value, name, has_bias=model.bias)
@@ -123,50 +160,58 @@ def _gpt(model: models.GPT) -> Layers:
     def head(tape: Tape, value: Value) -> Value:
         if model.tie_embeddings:
             tape.prefix = "embed"
-        return tape.linear(value, model.vocab_size, has_bias=False)
+        return tape.linear(value, share.of(model.vocab_size), has_bias=False)
 
-    yield "embed", lambda tape, tokens: tape.embedding(tokens, model.vocab_size, model.hidden_size), 1
+    yield "embed", lambda tape, tokens: tape.embedding(tokens, share.of(model.vocab_size), model.hidden_size), 1
     yield (
         ("positions", positions, 1)
         if model.positions == "learned"
         else ("dropout", _with(Tape.dropout, model.dropout), 1)
     )
-    yield "blocks.{}", lambda tape, hidden: _gpt_block(model, tape, hidden, norm), model.num_layers
+    yield "blocks.{}", lambda tape, hidden: _gpt_block(model, share, tape, hidden, norm), model.num_layers
     yield "norm", norm, 1
     yield "head", head, 1
 
 
-def _gpt_block(model: models.GPT, tape: Tape, hidden: Value, norm: Callable[[Tape, Value, str], Value]) -> Value:
-    size, head_size = model.hidden_size, model.hidden_size // model.num_heads
+def _gpt_block(
+    model: models.GPT, share: RankShare, tape: Tape, hidden: Value, norm: Callable[[Tape, Value, str], Value]
+) -> Value:
+    size, head_size, own, inner_size = (
+        model.hidden_size,
+        model.hidden_size // model.num_heads,
+        share.of(model.hidden_size),
+        share.of(model.mlp_size),
+    )
 
     def linear(value: Value, outputs: int, name: str, *, split: bool) -> Value:
         return tape.linear(value, outputs, name, has_bias=model.bias, split=split)
 
     normed = norm(tape, hidden, "attention_norm")
-    sizes = {"query": size, "key": head_size * model.num_kv_heads, "value": head_size * model.num_kv_heads}
+    kv_size = share.of(head_size * model.num_kv_heads)
     heads = [
-        _heads(linear(normed, outputs, f"attention.{name}", split=True), head_size) for name, outputs in sizes.items()
+        share.heads(tape, linear(normed, outputs, f"attention.{name}", split=True), head_size)
+        for name, outputs in {"query": own, "key": kv_size, "value": kv_size}.items()
     ]
     if model.positions == "rotary":
         heads[:2] = tape.rotate(*heads[:2])
     mixed = tape.attention(*heads, dropout=model.dropout, is_causal=True)
     if model.positions == "rotary":  # its output lies as the rotated query does, and is copied into rows
         mixed = tape.run(mixed, shape=mixed.shape)
-    mixed = mixed.view(*hidden.shape)
+    mixed = share.rows(tape, mixed, own)
     hidden = tape.add(hidden, tape.dropout(linear(mixed, size, "attention.output", split=False), model.dropout))
     normed = norm(tape, hidden, "mlp_norm")
     if model.mlp == "swiglu":  # the first of the weights, and the second that is used
-        tape.own((model.mlp_size, size), "mlp.gate", has_bias=model.bias)
-    inner = linear(normed, model.mlp_size, "mlp.up", split=True)
+        tape.own((inner_size, size), "mlp.gate", has_bias=model.bias)
+    inner = linear(normed, inner_size, "mlp.up", split=True)
     if model.mlp == "swiglu":
-        inner = tape.multiply(tape.gelu(linear(normed, model.mlp_size, "mlp.gate", split=True)), inner)
+        inner = tape.multiply(tape.gelu(linear(normed, inner_size, "mlp.gate", split=True)), inner)
     else:
         inner = tape.gelu(inner)
     return tape.add(hidden, tape.dropout(linear(inner, size, "mlp.down", split=False), model.dropout))
 
 
-def _bert(model: models.BERT) -> Layers:
-    size = model.hidden_size
+def _bert(model: models.BERT, share: RankShare) -> Layers:
+    size, vocab_size = model.hidden_size, share.of(model.vocab_size)
 
     def embeddings(tape: Tape, value: Value) -> Value:
         flows = tape.own((model.max_positions, size), weight="positions") or value.has_gradient
@@ -185,33 +230,33 @@ def _bert(model: models.BERT) -> Layers:
         batch, length, _ = value.shape
         tape.prefix = "embed"
         rows = tape.run(value, shape=(batch, length - 1, size), width=tape.product_width)
-        return tape.linear(rows, model.vocab_size, has_bias=False), value.view(batch, size)
+        return tape.linear(rows, vocab_size, has_bias=False), value.view(batch, size)
 
     def outputs(tape: Tape, values: tuple[Value, Value]) -> tuple[Value, Value]:
         logits, pooled = values
-        flows = tape.own((model.vocab_size,), weight="bias") or logits.has_gradient
+        flows = tape.own((vocab_size,), weight="bias") or logits.has_gradient
         biased = tape.run(logits, shape=logits.shape, width=tape.weight_width, passes=True, has_gradient=flows)
         return biased, tape.linear(pooled, 2, "next_sentence")
 
-    yield "embed", lambda tape, tokens: tape.embedding(tokens, model.vocab_size, size), 1
+    yield "embed", lambda tape, tokens: tape.embedding(tokens, vocab_size, size), 1
     yield "embeddings", embeddings, 1
-    yield "blocks.{}", lambda tape, hidden: _bert_block(model, tape, hidden), model.num_layers
+    yield "blocks.{}", lambda tape, hidden: _bert_block(model, share, tape, hidden), model.num_layers
     yield "heads", heads, 1
     yield "decoder", decoder, 1
     yield "outputs", outputs, 1
 
 
-def _bert_block(model: models.BERT, tape: Tape, hidden: Value) -> Value:
-    size, (batch, length, _) = model.hidden_size, hidden.shape
+def _bert_block(model: models.BERT, share: RankShare, tape: Tape, hidden: Value) -> Value:
+    size, own, (batch, length, _) = model.hidden_size, share.of(model.hidden_size), hidden.shape
     heads = [
-        _heads(tape.linear(hidden, size, f"attention.{name}", split=True), size // model.num_heads)
+        share.heads(tape, tape.linear(hidden, own, f"attention.{name}", split=True), size // model.num_heads)
         for name in ("query", "key", "value")
     ]
-    mask = Value((batch, 1, 1, length), 1, has_gradient=False)
-    mixed = tape.attention(*heads, dropout=model.dropout, mask=mask).view(*hidden.shape)
+    mask = Value((batch, 1, 1, length * share.sequence), 1, has_gradient=False)
+    mixed = share.rows(tape, tape.attention(*heads, dropout=model.dropout, mask=mask), own)
     mixed = tape.dropout(tape.linear(mixed, size, "attention.output", split=False), model.dropout)
     hidden = tape.layer_norm(tape.add(hidden, mixed), "attention_norm")
-    inner = tape.gelu(tape.linear(hidden, model.mlp_size, "up", split=True))
+    inner = tape.gelu(tape.linear(hidden, share.of(model.mlp_size), "up", split=True))
     inner = tape.dropout(tape.linear(inner, size, "down", split=False), model.dropout)
     return tape.layer_norm(tape.add(hidden, inner), "mlp_norm")
 
@@ -222,6 +267,4 @@ _FORWARDS: Final[Mapping[type, Callable[[Any], Layers]]] = {
     models.SmallResNet18: _small_resnet18,
     models.ResNet18: partial(_resnet, counts=(2, 2, 2, 2), kernels=(3, 3), expansion=1),
     models.ResNet50: partial(_resnet, counts=(3, 4, 6, 3), kernels=(1, 3, 1), expansion=4),
-    models.GPT: _gpt,
-    models.BERT: _bert,
 }

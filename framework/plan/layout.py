@@ -39,7 +39,7 @@ class Layout:
 
     @property
     def num_replicas(self) -> int:
-        """Ranks that hold the same weights: DeepSpeed's data-parallel ones, over which it averages gradients."""
+        """Ranks that hold the same weights and sum their gradients: of other samples, or of other positions."""
         return self.data_parallel_size * self.sequence_size
 
     def data_parallel_rank(self, rank: int) -> int:

@@ -28,7 +28,7 @@ from framework.plan.offload import Shares
 from framework.plan.plan import Plan
 from framework.plan.rules.devices import sums_of
 from framework.plan.tape import Shape
-from framework.plan.work import ModelWork, Part, weights_alone, work_of
+from framework.plan.work import ModelWork, Part, weights_alone, work_of, work_of_rank
 
 Bytes = Mapping[str, int]
 _FP32: Final = 4
@@ -54,7 +54,8 @@ class Memory:
         host: component -> bytes of host memory that offloading takes, and a save in the background.
         drive: component -> bytes on an NVMe drive.
         saved_bytes: bytes of a checkpoint, the files of all ranks together.
-        num_params: trained elements of the model; of a pipeline those of the fullest stage.
+        num_params: trained elements of the model; of a pipeline those of the fullest stage, with tensor parallelism
+            those of a rank.
         lacks: why activations are not counted; empty where they are.
         stage: the pipeline stage that is the fullest; None without a pipeline.
         beside: component -> bytes of the device that no tensor holds (`beside_tensors`), where they are asked for.
@@ -107,14 +108,17 @@ def estimate(plan: Plan, *, work: ModelWork | None = None) -> Memory:
         NotEstimatedError: the plan has something that is not modelled.
     """
     _refuse_unknown(plan)
-    config, found, lacks = plan.config, work or work_of(plan), ""
+    config, layout, lacks = plan.config, plan.layout, ""
+    is_shared = layout.tensor_size * layout.sequence_size > 1
+    found = work_of_rank(plan) if is_shared else work or work_of(plan)
+    if found is None and is_shared:
+        raise NotEstimatedError("a model of your own is shared by tensor or sequence parallelism")
     if found is None:
         found, lacks = weights_alone(config.model, config.training.freeze), "the size of the images is not known"
     if found is None:
         raise NotEstimatedError("the model is one of your own")
-    # A part of the positions takes as much as so many samples fewer, in attention of all positions and fewer heads.
-    work = replace(found, num_samples=found.num_samples * plan.layout.sequence_size).of_samples(found.num_samples)
-    if plan.layout.pipe_size > 1:
+    work = found
+    if layout.pipe_size > 1:
         stages = stage_memories(plan, work)
         saved_bytes = sum(stage.saved_bytes for stage in stages)
         return replace(max(stages, key=lambda stage: stage.total(stage.peak)), lacks=lacks, saved_bytes=saved_bytes)
@@ -219,6 +223,7 @@ class _Estimate:
         config = plan.config
         self.config, self.passes, self.buffers, self.pipeline = config, passes, work.buffer_bytes, stage
         self.ranks, self.steps = plan.layout.num_replicas, plan.layout.accumulation_steps
+        self.tensor_size = plan.layout.tensor_size
         self.zero: dict[str, Any] = config.zero.model_dump()
         self.stage = config.zero.stage
         self.overlaps = self.zero["overlap_comm"] is True
@@ -264,7 +269,7 @@ class _Estimate:
         }
         moments, shares = {name: _positive(each) for name, each in moments.items()}, self.shares()
         host, (model, own, _) = shares.host(is_staged=self.config.checkpoint.mode == "async"), shares.saved()
-        drive, saved_bytes = _positive(shares.drive()), model + self.ranks * own
+        drive, saved_bytes = _positive(shares.drive()), self.tensor_size * (model + self.ranks * own)
         return Memory(moments, _positive(host), drive, saved_bytes, self.total)
 
     def shares(self) -> Shares:

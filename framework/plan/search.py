@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from math import inf
+from math import inf, prod
 from typing import Any, Final, Literal
 
 from framework.config.run_config import RunConfig
@@ -29,17 +29,22 @@ from framework.plan.time import Parallelism, StepTime, estimate_time
 from framework.plan.work import ModelWork, work_of
 
 Settings = Mapping[str, Any]
-# What may be chosen: dotted keys of a run config. Tensor, sequence and expert sizes join them once they can be trained.
+# What may be chosen: dotted keys of a run config.
 STAGE: Final = "zero.stage"
 OFFLOAD: Final = "zero.offload_optimizer.device"
 RECOMPUTE: Final = "training.recompute_every"
 PIPE: Final = "parallel.pipe"
+TENSOR: Final = "parallel.tensor"
+SEQUENCE: Final = "parallel.sequence"
 MICRO: Final = "batch.micro_size"
 ACCUMULATION: Final = "batch.accumulation_steps"
 GLOBAL: Final = "batch.global_size"
 LENGTH: Final = "data.sequence_length"
 POSITIONS: Final = "model.max_positions"
-STRATEGY: Final = (STAGE, OFFLOAD, RECOMPUTE, PIPE)
+SIZES: Final = (PIPE, TENSOR, SEQUENCE)
+STRATEGY: Final = (STAGE, OFFLOAD, RECOMPUTE, *SIZES)
+USUAL: Final[Settings] = {OFFLOAD: "none", RECOMPUTE: 0, **dict.fromkeys(SIZES, 1)}
+"""The plainest value of each key of a strategy but the stage."""
 EVERYTHING: Final = frozenset({*STRATEGY, MICRO, ACCUMULATION})
 _LARGEST_MICRO: Final = 4096
 # What makes a difference: estimates are not that exact. Twice the micro-batch has to gain it, where that is free.
@@ -143,6 +148,8 @@ class Candidate:
             OFFLOAD: config.zero.offload_optimizer.device,
             RECOMPUTE: config.training.recompute_every,
             PIPE: layout.pipe_size,
+            TENSOR: layout.tensor_size,
+            SEQUENCE: layout.sequence_size,
             MICRO: layout.micro_size,
             ACCUMULATION: layout.accumulation_steps,
         }
@@ -164,7 +171,7 @@ class Candidate:
         a reduction for each.
         """
         config, layout = self.plan.config, self.plan.layout
-        if layout.data_parallel_size == 1:
+        if layout.num_replicas == 1:
             return 0.0
         steps, width = layout.accumulation_steps, 2 if config.precision.dtype in ("bf16", "fp16") else 4
         again = bool(config.training.recompute_every)
@@ -402,11 +409,12 @@ def least_bytes(plan: Plan, work: ModelWork) -> int:
     stages 0 and 1, of gradients. The fullest stage of a pipeline has no less than the mean.
     """
     by = Parallelism.from_plan(plan)
-    weights = 0 if by.weights_offloaded else by.weight_bytes / (by.data if by.zero_stage == 3 else 1)
+    ranks = by.data * by.sequence
+    weights = 0 if by.weights_offloaded else by.weight_bytes / (ranks if by.zero_stage == 3 else 1)
     each = weights + (by.weight_bytes if by.zero_stage < 2 else 0)
     if not by.is_offloaded and hasattr(plan.config.optimizer, "kind"):  # that of the user's own may have none
-        each += by.state_bytes / (by.data if by.zero_stage else 1)
-    return int(each * work.num_params / by.pipe)
+        each += by.state_bytes / (ranks if by.zero_stage else 1)
+    return int(each * work.num_params / by.pipe / by.tensor)
 
 
 def search_more_devices(asked: Request, *, most: int = 16_384) -> Found | None:
@@ -463,7 +471,8 @@ def _rank(candidate: Candidate) -> tuple[float, ...]:
     config, speed = candidate.plan.config, candidate.samples_per_second
     costs = (config.zero.offload_optimizer.device != "none", bool(config.training.recompute_every))
     layout = candidate.plan.layout
-    order = (*costs, layout.pipe_size, candidate.traffic_bytes, layout.accumulation_steps, candidate.peak_bytes)
+    together = layout.world_size // layout.data_parallel_size
+    order = (*costs, together, candidate.traffic_bytes, layout.accumulation_steps, candidate.peak_bytes)
     return (-speed if speed is not None else inf, *order)
 
 
@@ -475,9 +484,27 @@ def _strategies(asked: Request) -> Iterator[Settings]:
         STAGE: range(4) if STAGE in free else [config.zero.stage],
         OFFLOAD: ["none", "cpu"] if OFFLOAD in free and offload != "nvme" else [offload],
         RECOMPUTE: sorted({0, 1, recompute}) if RECOMPUTE in free else [recompute],
-        PIPE: _pipes(config, asked.cluster) if PIPE in free else [config.parallel.pipe],
     }
-    return (dict(zip(values, chosen, strict=True)) for chosen in product(*values.values()))
+    for chosen, sizes in product(product(*values.values()), _sizes(asked)):
+        yield dict(zip(values, chosen, strict=True)) | sizes
+
+
+def _sizes(asked: Request) -> Iterator[dict[str, int]]:
+    """Ranks that train on the same samples: in one direction at a time, or as the config has it.
+
+    Tensor and sequence groups stay on a host: what they send between is on the way of every block.
+    """
+    config, free = asked.config, asked.free
+    given = {key: getattr(config.parallel, key.rpartition(".")[2]) for key in SIZES}
+    yield given
+    plain = {key: 1 if key in free else size for key, size in given.items()}
+    heads = int(getattr(config.model, "num_kv_heads", 0) or getattr(config.model, "num_heads", 1))
+    on_host = [size for size in _powers(asked.cluster.devices_per_host) if asked.cluster.devices_per_host % size == 0]
+    choices = {PIPE: _pipes(config, asked.cluster), **dict.fromkeys((TENSOR, SEQUENCE), on_host)}
+    for key in SIZES:
+        for size in choices[key] if key in free else []:
+            if plain | {key: size} != given and (size > 1 or key == PIPE) and (key == PIPE or heads % size == 0):
+                yield plain | {key: size}
 
 
 def _pipes(config: RunConfig, cluster: Cluster) -> list[int]:
@@ -490,13 +517,14 @@ def _pipes(config: RunConfig, cluster: Cluster) -> list[int]:
 def _batches(asked: Request, strategy: Settings, *, grows: bool) -> Iterator[Settings]:
     """Micro-batches and their number in a step, the smallest first; whether they divide is the layout's to judge."""
     batch, pipe, free = asked.config.batch, strategy[PIPE], asked.free
+    together = prod(strategy[key] for key in SIZES)
     if MICRO not in free:
         yield {}
         return
     fixed = None if ACCUMULATION in free else batch.accumulation_steps
     given = {batch.micro_size} if batch.micro_size else set[int]()
     if batch.global_size is not None:
-        share = max(batch.global_size * pipe // asked.cluster.world_size, 1)
+        share = max(batch.global_size * together // asked.cluster.world_size, 1)
         sizes = {max(share // fixed, 1)} if fixed else {share, *_powers(share), *given}
         for size in sorted(size for size in sizes if fixed or share % size == 0):
             yield {MICRO: size, ACCUMULATION: fixed or share // size}

@@ -103,7 +103,9 @@ class Parallelism:
         return Parallelism(
             data=layout.data_parallel_size,
             pipe=layout.pipe_size,
+            tensor=layout.tensor_size,
             sequence=layout.sequence_size,
+            block_sums=(2, 2),
             zero_stage=stage,
             accumulation=layout.accumulation_steps,
             micro_size=layout.micro_size,

@@ -6,14 +6,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from math import prod
+from math import ceil, prod
 from typing import Any, Final, Literal
 
 from framework.config.model import ModelSection
 from framework.config.precision import BF16, FP16, Autocast
 from framework.config.run_config import RunConfig
 from framework.plan.balance import LayerFacts
-from framework.plan.forwards import Layers, Run, forward_of
+from framework.plan.forwards import UNDIVIDED, Layers, RankShare, Run, forward_of
 from framework.plan.plan import Plan
 from framework.plan.tape import Shape, Tape, Value
 
@@ -154,8 +154,10 @@ class ModelWork:
                 yield replace(part, name=name, count=1)
 
 
-def named_work(config: RunConfig, micro_size: int, *, device: Device = "cuda") -> ModelWork | None:
-    """Work of a run's model on a micro-batch of so many samples; None as `model_work`.
+def named_work(
+    config: RunConfig, micro_size: int, *, device: Device = "cuda", share: RankShare = UNDIVIDED
+) -> ModelWork | None:
+    """Work of a run's model, or of a rank's share of it, on a micro-batch of so many samples; None as `model_work`.
 
     Where only the user's own data knows the length of sequences, the model's longest is taken; a loss of the user's own
     counts as the one that belongs to the model.
@@ -172,7 +174,16 @@ def named_work(config: RunConfig, micro_size: int, *, device: Device = "cuda") -
         device=device,
         freeze=config.training.freeze,
         zero_stage=config.zero.stage,
+        share=share,
     )
+
+
+def work_of_rank(plan: Plan) -> ModelWork | None:
+    """`work_of` a rank of a tensor or sequence group; None as that, and where the model is not divided."""
+    layout, config = plan.layout, plan.config
+    device: Device = "cpu" if plan.cluster.device == "cpu" else "cuda"
+    share = RankShare(layout.tensor_size, layout.sequence_size)
+    return named_work(config, layout.micro_size, device=device, share=share)
 
 
 def work_of(plan: Plan) -> ModelWork | None:
@@ -190,6 +201,7 @@ def model_work(
     device: Device = "cuda",
     freeze: Sequence[str] = (),
     zero_stage: int = 0,
+    share: RankShare = UNDIVIDED,
 ) -> ModelWork | None:
     """Work of a named model of any shape, by its forward pass on a tape.
 
@@ -202,14 +214,16 @@ def model_work(
         device: what it runs on: attention, dropout and norms keep other things on each.
         freeze: patterns of the whole names of weights that are not trained.
         zero_stage: at 3 DeepSpeed has linear layers of its own.
+        share: how many ranks share it; of one of them is the work.
 
     Returns:
         The work; None for a model of the user's own, and for images of unknown size.
     """
-    layers = forward_of(model)
+    layers = forward_of(model, share)
     if layers is None:
         return None
     tokens = getattr(model, "max_positions", None) and (sequence_length or model.max_positions)  # type: ignore[union-attr]
+    tokens = tokens and ceil(tokens / share.sequence)
     half = 2 if arithmetic == "half" else 4
     if tokens:
         inputs = Value((micro_size, tokens), 8, has_gradient=False)

@@ -23,6 +23,7 @@ from framework.plan.search import (
     OFFLOAD,
     PIPE,
     RECOMPUTE,
+    SIZES,
     STAGE,
     Candidate,
     Found,
@@ -95,7 +96,7 @@ def test_what_deepspeed_refuses_is_not_proposed_and_says_why() -> None:
     assert "[zero-with-pipeline]" in reasons
     assert "[offload-needs-stage]" in reasons
     assert "[bf16-pipeline-without-zero]" in reasons
-    assert sum(lost.count for lost in found.losers) + len(found.ranked) == 4 * 2 * 2 * 4
+    assert sum(lost.count for lost in found.losers) + len(found.ranked) == 4 * 2 * 2 * (4 + 3 + 3)
 
 
 def test_the_global_size_stays_where_it_is_given() -> None:
@@ -110,8 +111,8 @@ def test_the_global_size_stays_where_it_is_given() -> None:
 
 def test_a_free_batch_grows_while_that_makes_a_difference() -> None:
     cluster, target = a100(hosts=8)
-    best = {tuple(each.choice.values())[:4]: each for each in search(Request(config(), cluster, target)).ranked}
-    plain = best[(3, "none", 0, 1)]
+    best = {tuple(each.choice.values())[:6]: each for each in search(Request(config(), cluster, target)).ranked}
+    plain = best[(3, "none", 0, 1, 1, 1)]
     half = {**plain.settings, MICRO: plain.choice[MICRO] // 2}
     assert plain.choice[MICRO] > 1
     slower = search(
@@ -139,9 +140,8 @@ def test_without_a_device_the_least_traffic_comes_first() -> None:
     first = found.ranked[0]
     assert first.samples_per_second is None
     plain = [each for each in found.ranked if not each.choice[RECOMPUTE] and each.choice[OFFLOAD] == "none"]
-    assert [each.traffic_bytes for each in plain if each.choice[PIPE] == 1] == sorted(
-        each.traffic_bytes for each in plain if each.choice[PIPE] == 1
-    )
+    alone = [each.traffic_bytes for each in plain if all(each.choice[key] == 1 for key in SIZES)]
+    assert alone == sorted(alone)
     assert not any(lost.kind == "too-large" for lost in found.losers)
 
 

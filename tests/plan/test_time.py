@@ -298,6 +298,7 @@ def test_a_plan_names_its_distribution() -> None:
         state_bytes=8,
         recomputed=1.0,
         bucket=10**7,
+        block_sums=(2, 2),
         is_offloaded=True,
     )
     assert found.num_tokens == 8 * 2 * 4 * 1024
