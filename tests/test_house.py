@@ -20,7 +20,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "system": (54, 12),
     "text": (65, 6),
     "config": (111, 15),
-    "plan": (291, 32),
+    "plan": (293, 32),
     "checkpoint": (177, 18),
     "train": (87, 13),
     "launch": (200, 23),

@@ -27,7 +27,7 @@ def told_of(values: dict[str, Any], cluster: Cluster | None) -> Told:
 
 def told_of_all(values: dict[str, Any], cluster: Cluster) -> Told:
     config = config_from_values(values)
-    layout = make_layout(config.batch, world_size=cluster.world_size, pipe_size=config.parallel.pipe)
+    layout = make_layout(config.batch, world_size=cluster.world_size, **config.parallel.sizes())
     found = [*apply_rules(config, cluster), *([layout] if isinstance(layout, Problem) else [])]
     return {(problem.kind, problem.key) for problem in found if problem.severity == "error"}
 
