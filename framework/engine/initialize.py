@@ -191,16 +191,17 @@ def _sending_scalars() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Step:
-    """Result of one step, taken at rate `lr`; its loss on this rank is still on the device."""
+    """Result of one step, taken at rate `lr`; its loss on this rank, and `further` means, are still on the device."""
 
     engine: BaseEngine
     read_loss: Callable[[], torch.Tensor]
     lr: float
     may_be_skipped: bool
+    further: Callable[[], dict[str, float]] = dict
 
     def read(self) -> Mapping[str, float]:
         loss = {"train/loss": float(self.read_loss())}  # first: by it the device has been waited for
-        shared = over_ranks(loss | self.engine.phases.read() | memory_metrics())
+        shared = over_ranks(loss | self.further() | self.engine.phases.read() | memory_metrics())
         return shared | {"train/lr": self.lr} | engine_metrics(self.engine.engine, self.engine.kept_norm)
 
 

@@ -131,12 +131,18 @@ def _gpt(model: models.GPT) -> Layers:
         if model.positions == "learned"
         else ("dropout", _with(Tape.dropout, model.dropout), 1)
     )
-    yield "blocks.{}", lambda tape, hidden: _gpt_block(model, tape, hidden, norm), model.num_layers
+    if model.moe is None or model.moe.every == 1:
+        yield "blocks.{}", partial(_gpt_block, model, norm, model.moe), model.num_layers
+    else:
+        for block in range(model.num_layers):
+            yield f"blocks.{block}", partial(_gpt_block, model, norm, model.moe if model.moe.is_in(block) else None), 1
     yield "norm", norm, 1
     yield "head", head, 1
 
 
-def _gpt_block(model: models.GPT, tape: Tape, hidden: Value, norm: Callable[[Tape, Value, str], Value]) -> Value:
+def _gpt_block(
+    model: models.GPT, norm: Callable[[Tape, Value, str], Value], moe: models.MoE | None, tape: Tape, hidden: Value
+) -> Value:
     size, head_size = model.hidden_size, model.hidden_size // model.num_heads
 
     def linear(value: Value, outputs: int, name: str, *, split: bool) -> Value:
@@ -155,14 +161,55 @@ def _gpt_block(model: models.GPT, tape: Tape, hidden: Value, norm: Callable[[Tap
     mixed = mixed.view(*hidden.shape)
     hidden = tape.add(hidden, tape.dropout(linear(mixed, size, "attention.output", split=False), model.dropout))
     normed = norm(tape, hidden, "mlp_norm")
+    added = _mixture(model, moe, tape, normed) if moe else _perceptron(model, tape, normed, "mlp")
+    return tape.add(hidden, tape.dropout(added, model.dropout))
+
+
+def _perceptron(model: models.GPT, tape: Tape, value: Value, name: str, *, count: int = 1) -> Value:
+    """`count` of them, each on its own rows."""
+    linear = partial(tape.linear, has_bias=model.bias, count=count)
     if model.mlp == "swiglu":  # the first of the weights, and the second that is used
-        tape.own((model.mlp_size, size), "mlp.gate", has_bias=model.bias)
-    inner = linear(normed, model.mlp_size, "mlp.up", split=True)
+        tape.own((model.mlp_size, model.hidden_size), f"{name}.gate", has_bias=model.bias)
+    inner = linear(value, model.mlp_size, f"{name}.up", split=True)
     if model.mlp == "swiglu":
-        inner = tape.multiply(tape.gelu(linear(normed, model.mlp_size, "mlp.gate", split=True)), inner)
+        inner = tape.multiply(tape.gelu(linear(value, model.mlp_size, f"{name}.gate", split=True)), inner)
     else:
         inner = tape.gelu(inner)
-    return tape.add(hidden, tape.dropout(linear(inner, size, "mlp.down", split=False), model.dropout))
+    return linear(inner, model.hidden_size, f"{name}.down", split=False)
+
+
+def _mixture(model: models.GPT, moe: models.MoE, tape: Tape, normed: Value) -> Value:
+    """Every expert computes all rows that it has room for; `flops` are those of tokens, as if each found room."""
+    size, tokens, experts = model.hidden_size, prod(normed.shape[:-1]), moe.num_experts
+    choices, rows = moe.top_k * tokens, experts * moe.capacity(tokens)
+    flat = normed.view(tokens, size)
+    wide = tape.cast(flat, 4)
+    flows = tape.own((experts, size), "mlp.router")
+    flows, work = flows or normed.has_gradient, 2 * tokens * experts * size
+    logits = tape.run(wide, shape=(tokens, experts), saves=[wide], flops=work, has_gradient=flows)
+    chosen = Value((2 if moe.top_k > 1 else 1, choices), 8, has_gradient=False)
+    weights = tape.run(tape.relu(logits), shape=(choices, 1), saves=[chosen])
+    if moe.top_k > 1:
+        weights = tape.multiply(weights, tape.save_output(weights))
+    given = tape.run(flat, shape=(rows + 1, size), saves=[Value((choices,), 8, has_gradient=False)])
+    for number in range(experts):  # in the order of the model
+        for name, shape in _matrices(model):
+            tape.own(shape, f"mlp.experts.{number}.{name}", has_bias=model.bias)
+    before = tape.flops
+    made = _perceptron(model, tape, given.view(rows, size), "mlp.experts.0", count=experts)
+    idle = (tape.flops - before) * (rows - choices) // rows
+    tape.flops, tape.masked_flops = tape.flops - idle, tape.masked_flops - idle
+    made = tape.run(tape.run(made, shape=made.shape), shape=(rows + 1, size))
+    found = tape.run(made, shape=(choices, size))
+    mixed = tape.multiply(found, tape.cast(weights, made.width))
+    return tape.run(mixed, shape=normed.shape) if moe.top_k > 1 else mixed.view(*normed.shape)
+
+
+def _matrices(model: models.GPT) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Names and shapes of a perceptron's weights, in the order of the model."""
+    wide, size = model.mlp_size, model.hidden_size
+    yield from [("gate", (wide, size))] if model.mlp == "swiglu" else []
+    yield from (("up", (wide, size)), ("down", (size, wide)))
 
 
 def _bert(model: models.BERT) -> Layers:

@@ -203,11 +203,20 @@ class Tape:
         return self.run(tokens, shape=shape, width=self.weight_width, saves=[tokens], has_gradient=flows)
 
     def linear(
-        self, value: Value, outputs: int, name: str = "", *, has_bias: bool = True, split: bool | None = None
+        self,
+        value: Value,
+        outputs: int,
+        name: str = "",
+        *,
+        has_bias: bool = True,
+        split: bool | None = None,
+        count: int = 1,
     ) -> Value:
-        """(..., inputs) to (..., outputs); `split`: whether tensor parallelism divides its outputs, or its inputs."""
-        shape = (*value.shape[:-1], outputs)
-        return self._product(value, shape, (outputs, value.shape[-1]), name, has_bias=has_bias, split=split)
+        """(..., inputs) to (..., outputs); `split`: whether tensor parallelism divides its outputs, or its inputs;
+        `count`: so many alike, each on its own rows.
+        """
+        shape, weight = (*value.shape[:-1], outputs), (outputs, value.shape[-1])
+        return self._product(value, shape, weight, name, has_bias=has_bias, split=split, count=count)
 
     def convolution(
         self,
@@ -226,7 +235,15 @@ class Tape:
         return self._product(value, (value.shape[0], outputs, *sizes), weight, name, has_bias=has_bias)
 
     def _product(
-        self, value: Value, shape: Shape, weight: Shape, name: str, *, has_bias: bool, split: bool | None = None
+        self,
+        value: Value,
+        shape: Shape,
+        weight: Shape,
+        name: str,
+        *,
+        has_bias: bool,
+        split: bool | None = None,
+        count: int = 1,
     ) -> Value:
         flows, is_trained = self.own(weight, name, has_bias=has_bias), self.is_trained(self.place(name))
         given, value = value, self.cast(value, self.product_width)
@@ -234,8 +251,8 @@ class Tape:
         if self.keeps_inputs and len(weight) == 2 and self.place(name) != "embed.weight":  # which is no linear layer
             saves = [given]
         elif self.product_width < self.weight_width:  # autograd keeps the copy of the weight
-            copy = Value(weight, self.product_width, is_split=split is not None)
-            self.moved_bytes += prod(weight) * (self.weight_width + self.product_width)
+            copy = Value((count, *weight), self.product_width, is_split=split is not None)
+            self.moved_bytes += count * prod(weight) * (self.weight_width + self.product_width)
             saves += [copy] if value.has_gradient or len(weight) > 2 else []
             temporary = copy.num_bytes
         return self.run(

@@ -123,6 +123,13 @@ def heads_divide(config: RunConfig, cluster: Cluster) -> Found:
         yield Problem("odd-rotary-heads", reason, fix, key, heads)
 
 
+@rule("no-block-of-experts")
+def blocks_have_experts(config: RunConfig, cluster: Cluster) -> Found:
+    """Of so many blocks the last has experts, and there are not so many."""
+    if (moe := getattr(config.model, "moe", None)) and moe.every > (count := config.model.num_layers):  # type: ignore[union-attr]
+        yield "model.moe.every", f"of {count} blocks none would have experts", f"write every: {count} or less"
+
+
 def _divisor(number: int, *, near: int) -> int:
     """The divisor that is nearest."""
     near = min(near, number)

@@ -11,6 +11,7 @@ LION = {"optimizer": {"kind": "lion"}}
 TARGET = {"target": "a:b"}
 GREY224 = {"kind": "synthetic_images", "channels": 1, "image_size": 28, "num_classes": 10}
 GPT = {"model": {"kind": "gpt"}, "data": {"kind": "text"}, "task": {"kind": "causal_lm"}}
+MIXED = GPT | {"model": {"kind": "gpt", "moe": {"num_experts": 4}}}
 BERT = {"model": {"kind": "bert"}, "data": {"kind": "text_pairs"}, "task": {"kind": "masked_lm"}}
 EMA = {"ema": {"decay": 0.99}}
 NVME = {"device": "nvme", "nvme_path": "/nvme"}
@@ -38,6 +39,16 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     "world_size_differs": [
         ({"run": {"world_size": 3}}, "cuda", "world-size-differs"),
         ({"run": {"world_size": 2}}, "cuda", None),
+    ],
+    "experts_with_pipeline": [
+        (piped(**MIXED), "cuda", "experts-with-pipeline"),
+        (piped(**GPT), "cuda", None),
+        (MIXED, "cuda", None),
+    ],
+    "blocks_have_experts": [
+        (GPT | {"model": {"kind": "gpt", "moe": {"num_experts": 2, "every": 5}}}, "cpu", "no-block-of-experts"),
+        (GPT | {"model": {"kind": "gpt", "moe": {"num_experts": 2, "every": 4}}}, "cpu", None),
+        (GPT, "cpu", None),
     ],
     "fp16_on_cpu": [
         ({"precision": {"dtype": "fp16"}}, "cpu", "fp16-on-cpu"),

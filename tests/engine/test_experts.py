@@ -1,0 +1,139 @@
+"""Mixtures of experts train like plain PyTorch in one process: 20 fp32 steps, losses, gradient norms and what the
+mixtures report within 1e-5, dropped tokens included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from framework.config.load import config_from_values
+from framework.data.order import epoch_order
+from framework.models.experts import collected_routings
+from framework.setup.objects import call_factory
+from tests.jobs.parts import MaskedPrompts
+from tests.launched import read_metrics, train_cases
+
+pytestmark = pytest.mark.slow
+
+NUM_STEPS, GLOBAL_SIZE = 20, 8
+MODEL = {
+    "kind": "gpt",
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 2,
+    "max_positions": 16,
+    "dropout": 0.0,
+}
+# Weights of its losses that show: in half of the cases tokens are dropped.
+TOP1 = {"num_experts": 4, "capacity_factor": 1.0, "min_capacity": 1, "every": 1, "balance_loss": 0.1}
+TOP2 = {"num_experts": 4, "top_k": 2, "balance_loss": 0.05, "z_loss": 0.01, "capacity_factor": None}
+SGD = {"kind": "sgd", "lr": 0.3, "momentum": 0.9}
+ADAMW = {"kind": "adamw", "lr": 3e-3, "weight_decay": 0.1}
+
+
+@dataclass(frozen=True)
+class Case:
+    stage: int
+    moe: dict[str, Any]
+    optimizer: dict[str, Any]
+    steps: int = 1
+    ranks: int = 2
+    recompute: int = 0
+
+    @property
+    def name(self) -> str:
+        top = self.moe.get("top_k", 1)
+        return f"r{self.ranks}-z{self.stage}-top{top}-{self.optimizer['kind']}-{self.steps}-{self.recompute}"
+
+    def config(self, folder: Path, **sections: Any) -> dict[str, Any]:
+        return {
+            "run": {"name": self.name, "output_dir": str(folder)},
+            "model": {**MODEL, "moe": self.moe},
+            "data": {"target": "tests.jobs.parts:masked_prompts"},
+            "task": {"kind": "causal_lm"},
+            "batch": {"global_size": GLOBAL_SIZE, "accumulation_steps": self.steps},
+            "zero": {"stage": self.stage},
+            "optimizer": self.optimizer,
+            "training": {
+                "max_steps": NUM_STEPS,
+                "log_every": 1,
+                "clip_grad_norm": 0.5,
+                "recompute_every": self.recompute,
+            },
+            "checkpoint": {"at_end": False},
+            "evaluation": {"at_end": False},
+            "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
+            **sections,
+        }
+
+
+TWO = [
+    *(Case(stage, TOP1, SGD, steps=2) for stage in (0, 1, 2, 3)),
+    *(Case(stage, TOP2, ADAMW) for stage in (0, 1, 2, 3)),
+    *(Case(stage, TOP2, SGD, steps=2, recompute=1) for stage in (0, 3)),
+]
+
+
+def micro_batches(case: Case) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Of each step, those of all ranks."""
+    dataset = MaskedPrompts()
+    for step in range(NUM_STEPS):
+        epoch, position = divmod(step, len(dataset) // GLOBAL_SIZE)
+        order = epoch_order(len(dataset), seed=0, epoch=epoch, shuffle=True)
+        samples = [dataset[int(n)] for n in order[position * GLOBAL_SIZE : (position + 1) * GLOBAL_SIZE]]
+        size = GLOBAL_SIZE // case.ranks // case.steps
+        groups = [samples[start : start + size] for start in range(0, GLOBAL_SIZE, size)]
+        yield [(torch.stack([x for x, _ in group]), torch.stack([y for _, y in group])) for group in groups]
+
+
+def plain_steps(case: Case) -> list[dict[str, float]]:
+    """What every step reports: the dozen lines that anyone would write."""
+    torch.manual_seed(0)
+    factory = config_from_values({"model": {**MODEL, "moe": case.moe}}).model.factory()
+    model: nn.Module = call_factory(factory, key="model")
+    kinds: dict[str, Any] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+    options = {name: value for name, value in case.optimizer.items() if name != "kind"}
+    optimizer = kinds[case.optimizer["kind"]](model.parameters(), **options)
+    found = []
+    for batches in micro_batches(case):
+        optimizer.zero_grad()
+        nats, routings = torch.zeros(()), []
+        for ids, targets in batches:
+            with collected_routings() as reported:
+                nats = nats + cross_entropy(model(ids).flatten(0, 1), targets.flatten(), reduction="sum")
+            routings += reported
+        loss = nats / sum(int((targets != -100).sum()) for _, targets in batches)
+        added = sum((one.loss for one in routings), torch.zeros(())) / len(batches)
+        (loss + added).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        found.append({"train/loss": loss.item(), "train/grad_norm": norm.item()})
+        for name in ("balance", "dropped"):
+            mean = torch.stack([getattr(one, name) for one in routings]).mean().item()
+            found[-1]["train/balance_loss" if name == "balance" else "train/dropped_tokens"] = mean
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts")
+    train_cases([case.config(folder) for case in TWO], num_ranks=2, folder=folder)
+    return folder
+
+
+@pytest.mark.parametrize("case", TWO, ids=lambda case: case.name)
+def test_trains_as_plain_pytorch(case: Case, folder: Path) -> None:
+    rows, expected = read_metrics(folder / case.name), plain_steps(case)
+    for name in expected[0]:
+        assert [row[name] for row in rows] == pytest.approx([step[name] for step in expected], abs=1e-5), name
+    drops = [step["train/dropped_tokens"] for step in expected]
+    assert max(drops) > 0.05 if case.moe is TOP1 else max(drops) == 0
