@@ -259,6 +259,7 @@ def _arrangement(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "ranks": layout["world_size"],
         "pipeline stages": layout["pipe_size"],
+        "expert-parallel ranks": layout.get("expert_size", 1),
         "cut": None if bounds is None else list(bounds),
         "precision.dtype": (config.get("precision") or {}).get("dtype"),
         **{f"zero.{key}": value for key, value in _spread(config.get("zero") or {}).items()},

@@ -328,6 +328,8 @@ class Parallel(Section):
     """Ranks that share every large matrix, each with a part of its rows or columns. Best on one host."""
     sequence: PositiveCount = 1
     """Ranks that share every sequence, each with a part of its positions (Ulysses)."""
+    expert: PositiveCount = 1
+    """Ranks of different samples that share the experts of a mixture, each with as many whole ones (`model.moe`)."""
     partition: Annotated[str, StringConstraints(pattern=_PARTITION)] = "parameters"
     """What the stages share evenly: ``parameters`` (trainable ones), ``uniform`` (number of layers), ``type:<regex>``
     (layers whose class name matches), ``measured`` (seconds per layer, timed on rank 0 before the run)."""

@@ -22,6 +22,7 @@ from framework.config.optimizer import Cosine
 from framework.engine.checkpoint_bytes import load_bytes, move_in, save_bytes
 from framework.engine.distributed import collective_timeout, device
 from framework.engine.ema import WeightAverage
+from framework.engine.expert_parallel import declaring_experts, with_expert_groups
 from framework.engine.metrics import engine_metrics, memory_metrics, over_ranks
 from framework.engine.phases import phases_of
 from framework.engine.step_batches import HALF, DeviceBatches, place
@@ -109,8 +110,8 @@ def initialize(
     _refuse_number_types(plan, model)
     forget_autocast()
     named = {names[parameter]: parameter for parameter in model.parameters()}
-    groups = parameter_groups(named, plan.config.optimizer, layers=layers)
-    with refusing_scalars(), _sending_scalars(), taking_zero_optimizer():
+    groups = with_expert_groups(model, parameter_groups(named, plan.config.optimizer, layers=layers))
+    with refusing_scalars(), _sending_scalars(), declaring_experts(model), taking_zero_optimizer():
         engine, _, _, _ = deepspeed.initialize(
             model=model,
             model_parameters=groups,

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn.functional import linear
 
 from framework.config.model import MoE
@@ -58,6 +60,46 @@ def routing_metrics(reported: Sequence[tuple[Tensor, Tensor]]) -> dict[str, floa
     return {"train/balance_loss": balance, "train/dropped_tokens": dropped}
 
 
+_group: ContextVar[Any] = ContextVar("group", default=None)
+
+
+@contextmanager
+def dividing_experts(group: Any) -> Iterator[None]:
+    """Build mixtures meanwhile that hold a rank's share of their experts, of which the ranks of `group` have all."""
+    token = _group.set(group)
+    try:
+        yield
+    finally:
+        _group.reset(token)
+
+
+def is_elsewhere(model: nn.Module) -> Callable[[str], bool]:
+    """Return what tells whether a weight's name is that of an expert which another rank holds."""
+    mixtures = ((name, one) for name, one in model.named_modules() if isinstance(one, Mixture))
+    prefixes = tuple(
+        f"{name}.experts.{number}."
+        for name, one in mixtures
+        for number in range(one.shape.num_experts)
+        if str(number) not in one.experts
+    )
+    return lambda name: name.startswith(prefixes)
+
+
+class _Exchange(Function):
+    """Sends the r-th of equal parts of the first dimension to rank r of a group, and receives one from each."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        torch.distributed.all_to_all_single(received, rows.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Exchange.forward(ctx, gradient, ctx.group), None
+
+
 class Router(DrawnLinear):
     """Tokens (tokens, hidden) to logits (tokens, experts), in float32 whatever the precision (Switch, section 2.4)."""
 
@@ -83,11 +125,20 @@ class Mixture(nn.Module):
         super().__init__()
         self.shape = shape
         self.router = Router(hidden_size, shape.num_experts, bias=False)
-        self.experts = nn.ModuleDict({str(number): make_expert() for number in range(shape.num_experts)})
+        self.group, self.size, rank = _group.get(), 1, 0
+        if self.group is not None:
+            self.size, rank = torch.distributed.get_world_size(self.group), torch.distributed.get_rank(self.group)
+        self.num_own = shape.num_experts // self.size
+        self.experts = nn.ModuleDict()
+        for number in range(shape.num_experts):
+            expert = make_expert()  # drawn by all, so that each is the same wherever it is
+            if number // self.num_own == rank:
+                self.experts[str(number)] = expert
 
     def forward(self, hidden: Tensor) -> Tensor:
         tokens, shape = hidden.flatten(0, -2), self.shape
         count, room = shape.num_experts, shape.capacity(hidden.shape[:-1].numel(), training=self.training)
+        width = self._most(room)
         logits = self.router(self._jittered(tokens))
         probabilities = logits.softmax(-1)
         weights, chosen = probabilities.topk(shape.top_k)
@@ -98,10 +149,10 @@ class Mixture(nn.Module):
         place = is_of.cumsum(0).gather(1, chosen[:, None]).squeeze(1) - 1
         fits = place < room
         # One row more takes what finds no room, and is left out again.
-        slots = torch.where(fits, chosen * room + place, count * room)
-        rows = tokens.new_zeros(count * room + 1, tokens.shape[-1])
+        slots = torch.where(fits, chosen * width + place, count * width)
+        rows = tokens.new_zeros(count * width + 1, tokens.shape[-1])
         rows = rows.index_put((slots,), tokens.expand(shape.top_k, *tokens.shape).flatten(0, 1))[:-1]
-        made = self._run(rows.view(count, room, -1)).flatten(0, 1)
+        made = self._run(rows.view(count, width, -1)).flatten(0, 1)
         made = torch.cat((made, made.new_zeros(1, made.shape[-1]))).index_select(0, slots)
         mixed: Tensor = (made * weights.T.reshape(-1, 1).to(made.dtype)).view(shape.top_k, *tokens.shape).sum(0)
         if self.training:
@@ -109,8 +160,29 @@ class Mixture(nn.Module):
         return mixed.view_as(hidden)
 
     def _run(self, rows: Tensor) -> Tensor:
-        """(experts, room, hidden) to the same, each expert its own rows."""
-        return torch.stack([expert(own) for expert, own in zip(self.experts.values(), rows, strict=True)])
+        """(experts, room, hidden) to the same, each expert its own rows; those of other ranks travel."""
+        if self.group is not None:
+            # From (ranks, own experts, room, hidden) to (own experts, ranks x room, hidden), and back.
+            rows = _Exchange.apply(rows, self.group)
+            rows = rows.view(self.size, self.num_own, *rows.shape[1:]).transpose(0, 1).flatten(1, 2)
+        made = torch.stack([expert(own) for expert, own in zip(self.experts.values(), rows, strict=True)])
+        if self.group is not None:
+            made = made.view(self.num_own, self.size, -1, made.shape[-1]).transpose(0, 1).flatten(0, 1)
+            made = _Exchange.apply(made, self.group)
+        return made
+
+    def _most(self, room: int) -> int:
+        """Return what any rank has of room: in evaluation the last batches of ranks differ by a sample."""
+        if self.group is None or self.training:
+            return room
+        most = torch.tensor(room, device=self.router.weight.device)
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=self.group)
+        return int(most)
+
+    def name_on(self, rank: int, name: str, prefix: str) -> str:
+        """The name of what is `name` on the first rank of a group, as another one has it; it begins with `prefix`."""
+        number, _, rest = name.removeprefix(prefix).partition(".")
+        return f"{prefix}{int(number) + rank * self.num_own}.{rest}"
 
     def _jittered(self, tokens: Tensor) -> Tensor:
         """Noise on what the router sees, by which it tries other experts (Switch, section 2.4)."""

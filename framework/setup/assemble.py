@@ -23,6 +23,7 @@ from framework.data.loaders import EvalLoader
 from framework.data.splits import Splits
 from framework.engine import random_state
 from framework.engine.distributed import from_rank0, gather, gather_from_disks, rank
+from framework.engine.expert_parallel import building_experts
 from framework.engine.failures import ExplainedData
 from framework.engine.initialize import BaseEngine
 from framework.engine.model_build import build_model
@@ -32,6 +33,7 @@ from framework.engine.profile import Profiler
 from framework.engine.protocol import Engine
 from framework.engine.weights import put_layer_weights, put_weights
 from framework.models.adapt import prepare_model
+from framework.models.experts import Mixture
 from framework.models.sync_batch_norm import with_sync_batch_norm
 from framework.plan.auto import peaks_at_hand
 from framework.plan.balance import StageTable
@@ -94,7 +96,9 @@ def assemble_engine(prepared: Prepared) -> Engine:
             weights.let_go()  # `Prepared` would hold them to the end of the run
         return stage
     is_ours = not isinstance(plan.config.model, (Target, Object))  # whose modules draw in their own constructors
-    model = build_model(parts.build_model, ds_config=ds_config, draws_in_pieces=is_ours)
+    with building_experts(plan) as divides:  # of which no other rank could take the place
+        build = parts.build_model
+        model = build() if divides else build_model(build, ds_config=ds_config, draws_in_pieces=is_ours)
     model = prepare_model(model, plan.config.training)
     if weights is not None:
         put_weights(model, weights, source=str(plan.config.checkpoint.init_weights))
@@ -126,7 +130,10 @@ def count_parameters(engine: Engine, stages: StageTable | None) -> int:
     if stages is not None:
         return sum(stage.num_params for stage in stages.stages())
     module = engine.engine.module  # type: ignore[attr-defined]
-    return sum(getattr(weight, "ds_numel", weight.numel()) for weight in module.parameters())
+    sizes = {weight: getattr(weight, "ds_numel", weight.numel()) for weight in module.parameters()}
+    mixtures = (one for one in module.modules() if isinstance(one, Mixture))
+    sizes |= {weight: one.size * sizes[weight] for one in mixtures for weight in one.experts.parameters()}
+    return sum(sizes.values())
 
 
 def build_trainer(

@@ -14,12 +14,14 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from framework.checkpoint.manifest import list_checkpoints
+from framework.checkpoint.state.reader import MergedWeights
 from framework.config.load import config_from_values
 from framework.data.order import epoch_order
 from framework.models.experts import collected_routings
 from framework.setup.objects import call_factory
 from tests.jobs.parts import MaskedPrompts
-from tests.launched import read_metrics, train_cases
+from tests.launched import read_metrics, series, train_cases
 
 pytestmark = pytest.mark.slow
 
@@ -48,11 +50,13 @@ class Case:
     steps: int = 1
     ranks: int = 2
     recompute: int = 0
+    expert: int = 1
 
     @property
     def name(self) -> str:
         top = self.moe.get("top_k", 1)
-        return f"r{self.ranks}-z{self.stage}-top{top}-{self.optimizer['kind']}-{self.steps}-{self.recompute}"
+        place = f"r{self.ranks}-e{self.expert}-z{self.stage}"
+        return f"{place}-top{top}-{self.optimizer['kind']}-{self.steps}-{self.recompute}"
 
     def config(self, folder: Path, **sections: Any) -> dict[str, Any]:
         return {
@@ -62,6 +66,7 @@ class Case:
             "task": {"kind": "causal_lm"},
             "batch": {"global_size": GLOBAL_SIZE, "accumulation_steps": self.steps},
             "zero": {"stage": self.stage},
+            "parallel": {"expert": self.expert},
             "optimizer": self.optimizer,
             "training": {
                 "max_steps": NUM_STEPS,
@@ -80,6 +85,8 @@ TWO = [
     *(Case(stage, TOP1, SGD, steps=2) for stage in (0, 1, 2, 3)),
     *(Case(stage, TOP2, ADAMW) for stage in (0, 1, 2, 3)),
     *(Case(stage, TOP2, SGD, steps=2, recompute=1) for stage in (0, 3)),
+    *(Case(stage, TOP1, SGD, steps=2, expert=2) for stage in (1, 2)),
+    *(Case(stage, TOP2, ADAMW, recompute=1, expert=2) for stage in (1, 2)),
 ]
 
 
@@ -130,10 +137,89 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("case", TWO, ids=lambda case: case.name)
-def test_trains_as_plain_pytorch(case: Case, folder: Path) -> None:
+def hold(case: Case, folder: Path) -> None:
+    """Compare a run with plain PyTorch; most of its steps are clipped."""
     rows, expected = read_metrics(folder / case.name), plain_steps(case)
     for name in expected[0]:
         assert [row[name] for row in rows] == pytest.approx([step[name] for step in expected], abs=1e-5), name
     drops = [step["train/dropped_tokens"] for step in expected]
     assert max(drops) > 0.05 if case.moe is TOP1 else max(drops) == 0
+    assert sum(step["train/grad_norm"] > 0.5 for step in expected) > NUM_STEPS // 2
+
+
+@pytest.mark.parametrize("case", TWO, ids=lambda case: case.name)
+def test_trains_as_plain_pytorch(case: Case, folder: Path) -> None:
+    hold(case, folder)
+
+
+FOUR = [Case(stage, moe, optimizer, ranks=4, expert=2) for stage, moe, optimizer in ((1, TOP1, SGD), (2, TOP2, ADAMW))]
+FOUR.append(Case(1, TOP2, SGD, ranks=4, expert=4))
+
+
+@pytest.fixture(scope="module")
+def on_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts-4")
+    train_cases([case.config(folder) for case in FOUR], num_ranks=4, folder=folder)
+    return folder
+
+
+@pytest.mark.parametrize("case", FOUR, ids=lambda case: case.name)
+def test_groups_of_experts_train_as_plain_pytorch(case: Case, on_four: Path) -> None:
+    hold(case, on_four)
+
+
+# Runs of 12 steps, of which the first 6 are saved: layout before -> after.
+EXPERTS_2, EXPERTS_1 = {"parallel": {"expert": 2}, "zero": {"stage": 1}}, {"zero": {"stage": 1}}
+MOVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "same": (EXPERTS_2, EXPERTS_2),
+    "together": (EXPERTS_2, {"zero": {"stage": 3}}),
+    "apart": ({"zero": {"stage": 0}}, {**EXPERTS_2, "zero": {"stage": 2}}),
+    "bf16": ({**EXPERTS_2, "precision": {"dtype": "bf16"}}, {**EXPERTS_2, "precision": {"dtype": "bf16"}}),
+}
+
+
+def saved(name: str, folder: Path, layout: dict[str, Any], *, max_steps: int) -> dict[str, Any]:
+    training = {"max_steps": max_steps, "log_every": 1, "clip_grad_norm": 0.5, "ema": {"decay": 0.8}}
+    sections = {
+        "run": {"name": name, "output_dir": str(folder)},
+        "model": {**MODEL, "dropout": 0.1 if "same" in name or "bf16" in name else 0.0, "moe": TOP2},
+        "data": {"target": "tests.jobs.parts:masked_prompts_and_seven_more"},
+        "training": training,
+        "evaluation": {"every_steps": 3, "batch_size": 2, "weights": "ema"},
+        "optimizer": ADAMW | {"weight_decay_on": "matrices"},
+        "scheduler": {"kind": "cosine", "warmup_steps": 2, "total_steps": 12},
+        "checkpoint": {"at_end": True, "resume": "auto"},
+    }
+    return Case(1, TOP2, ADAMW).config(folder, **{**sections, **layout})
+
+
+@pytest.fixture(scope="module")
+def moved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("moved-experts")
+    cases = []
+    for name, (before, after) in MOVES.items():
+        cases.append(saved(f"{name}-whole", folder, before, max_steps=12))
+        cases += [saved(name, folder, layout, max_steps=steps) for layout, steps in ((before, 6), (after, 12))]
+    train_cases(cases, num_ranks=2, folder=folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_saved_experts_go_on_where_they_were(name: str, moved: Path) -> None:
+    """In the same layout to the bit, evaluations of the average included; in others as their arithmetic has it."""
+    whole, broken = (
+        {kind: series(moved / run, kind) for kind in ("train/loss", "train/grad_norm", "eval/loss")}
+        for run in (f"{name}-whole", name)
+    )
+    for kind, values in whole.items():
+        assert broken[kind] == (values if name in ("same", "bf16") else pytest.approx(values, abs=2e-5)), kind
+
+
+def test_weights_of_a_checkpoint_are_those_of_all_experts(moved: Path) -> None:
+    ends = [list_checkpoints(moved / run / "checkpoints")[-1] for run in ("together-whole", "together")]
+    one, other = (MergedWeights(end) for end in ends)
+    assert list(one) == list(other)
+    for name, weights in one.items():
+        torch.testing.assert_close(weights, other[name], atol=1e-4, rtol=0.0)
+    model: nn.Module = call_factory(config_from_values({"model": {**MODEL, "moe": TOP2}}).model.factory(), key="model")
+    assert set(one) | set(one.ties) == set(model.state_dict())

@@ -76,6 +76,10 @@ def masked_prompts() -> MaskedPrompts:
     return MaskedPrompts()
 
 
+def masked_prompts_and_seven_more() -> tuple[Dataset[tuple[torch.Tensor, torch.Tensor]], ...]:
+    return MaskedPrompts(), torch.utils.data.Subset(MaskedPrompts(), range(7))
+
+
 def steep_samples(count: int = 1024) -> TensorDataset:
     """Vectors whose mean is five times their deviation, with a target that their loss does not read."""
     inputs = 5.0 + torch.randn(count, 16, generator=torch.Generator().manual_seed(0))

@@ -39,6 +39,7 @@ _ROWS: Final = "fp32_flat_groups"
 _INNER: Final = "optimizer_state_dict"
 _COPIES: Final = "fp32_groups"
 _FLAT: Final = "fp32_groups_flat"
+_EXPERT: Final = re.compile(r"(\.experts\.)(\d+)\.")
 _Whole = tuple[str, torch.Tensor, "Place"]
 _Found = Iterator[tuple[str, "Stored"]]
 
@@ -195,7 +196,9 @@ def map_checkpoint(checkpoint: SavedCheckpoint) -> ShardMap:
         ties |= {name: first for name, first in (files[models[0, 0]]["shared_params"] or {}).items() if name in stored}
         found = _rows(files, models, optimizers)
     else:
-        found = _slices(files, models, optimizers, pipeline)
+        moe = manifest["config"]["model"].get("moe") or {"num_experts": 1}
+        experts = _Experts(moe["num_experts"], manifest["layout"].get("expert_size", 1))
+        found = _slices(files, models, optimizers, pipeline, experts)
     for name, one in found:
         stored[ties.get(name, name)] = one
     for name in ties:
@@ -259,21 +262,51 @@ def _slices(
     models: Mapping[tuple[int, int], str],
     optimizers: Mapping[tuple[int, int], str],
     pipeline: Mapping[str, Any] | None,
+    experts: _Experts,
 ) -> _Found:
     """Stages 1 and 2: the parameters of a group lie in a row, of which every rank has an equal part."""
     stage_of: dict[str, int] = {}
     for stage in sorted({stage for _, stage in optimizers}):
         model, ranks = files[models[0, stage]], _of_ranks(optimizers, stage)
-        rows = [_sliced(files, ranks, group, shapes) for group, shapes in enumerate(model["param_shapes"])]
+        rows: list[dict[str, Stored]] = []
+        notes: dict[str, list[tuple[Mapping[str, Stored], int]]] = {file: [] for file in ranks}
+        for group, shapes in enumerate(model["param_shapes"]):
+            for own, of in experts.rows(shapes, ranks):
+                rows.append(_sliced(files, own, group, of))
+                for rank, file in enumerate(own):
+                    notes[file].append((rows[-1], rank))
         # Where gradients go round robin, DeepSpeed's notes of what lies where are of another order than its numbers.
         if not (model.get("ds_config") or {}).get("zero_optimization", {}).get("round_robin_gradients"):
-            files.expect({file: partial(_check_slices, rows, rank) for rank, file in enumerate(ranks)})
+            files.expect({file: partial(_check_slices, parts) for file, parts in notes.items()})
         for inner_name, one in chain.from_iterable(row.items() for row in rows):
             name = inner_name
             if pipeline:
                 name = plain_name(name, layers=pipeline["layers"], tied_keys=pipeline["tied_keys"])
             if stage_of.setdefault(name, stage) == stage:  # a tied weight has the same copies on all its stages
                 yield name, one
+
+
+@dataclass(frozen=True)
+class _Experts:
+    """Experts that are divided over the `size` ranks of a group: in a row of them lie those of one rank of it."""
+
+    count: int
+    size: int
+
+    def rows(
+        self, shapes: Mapping[str, torch.Size], ranks: Sequence[str]
+    ) -> Iterator[tuple[Sequence[str], Mapping[str, torch.Size]]]:
+        """The files of a group of parameters, and its shapes on the first of them, once for all ranks that differ."""
+        if self.size == 1 or not any(_EXPERT.search(name) for name in shapes):
+            yield ranks, shapes
+            return
+        for place in range(self.size):
+            first = place * self.count // self.size
+
+            def named(found: re.Match[str], first: int = first) -> str:
+                return f"{found[1]}{int(found[2]) + first}."
+
+            yield ranks[place :: self.size], {_EXPERT.sub(named, name): shape for name, shape in shapes.items()}
 
 
 def _sliced(
@@ -292,9 +325,9 @@ def _sliced(
     return row
 
 
-def _check_slices(rows: Sequence[Mapping[str, Stored]], rank: int, content: Any) -> None:
-    """Compare what a file notes of its parameters with what their shapes say."""
-    for row, noted in zip(rows, content["optimizer_state_dict"]["param_slice_mappings"], strict=True):
+def _check_slices(parts: Sequence[tuple[Mapping[str, Stored], int]], content: Any) -> None:
+    """Compare what a file notes of its parameters with what their shapes say; of each row it is a rank's part."""
+    for (row, rank), noted in zip(parts, content["optimizer_state_dict"]["param_slice_mappings"], strict=True):
         expected = {}
         for name, one in row.items():
             begin, end = one.offset - rank * one.size, one.offset + one.shape.numel() - rank * one.size
