@@ -103,6 +103,7 @@ class Parallelism:
         return Parallelism(
             data=layout.data_parallel_size,
             pipe=layout.pipe_size,
+            expert=layout.expert_size,
             zero_stage=stage,
             accumulation=layout.accumulation_steps,
             micro_size=layout.micro_size,

@@ -141,13 +141,10 @@ def experts_divide(config: RunConfig, cluster: Cluster) -> Found:
         yield Problem("expert-without-moe", "the model has no experts", "write model.moe, or remove it", key, size)
         return
     ranks = cluster.world_size // prod(config.parallel.sizes().values())
-    for count, what in ((moe.num_experts, "experts"), (ranks, "data-parallel ranks")):
-        if count % size:
-            reason, fix = (
-                f"{count} {what} cannot be split evenly over {size}",
-                f"set {key}: {_divisor(count, near=size)}",
-            )
-            yield Problem("experts-not-divisible", reason, fix, key, size)
+    counts = ((moe.num_experts, "experts"), (ranks, "data-parallel ranks"))
+    if found := next(((count, what) for count, what in counts if count % size), None):
+        reason = "{} {} cannot be split evenly over them".format(*found)
+        yield Problem("experts-not-divisible", reason, f"set {key}: {_divisor(found[0], near=size)}", key, size)
     zero = config.zero
     if zero.stage not in (1, 2):
         reason = "only the optimizer of stages 1 and 2 reduces and saves what ranks do not share"

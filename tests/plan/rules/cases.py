@@ -21,6 +21,10 @@ def offload(stage: int, device: str = "cpu", **rest: Any) -> dict[str, Any]:
     return {"zero": {"stage": stage, "offload_optimizer": {"device": device, **rest}}}
 
 
+def divided(expert: int = 2, stage: int = 1) -> dict[str, Any]:
+    return MIXED | {"parallel": {"expert": expert}, "zero": {"stage": stage}}
+
+
 MANY: dict[str, Any] = {"batch": {"accumulation_steps": 8}}  # micro-batches: no stage idles for long
 AUTOCAST_FP16: dict[str, Any] = {"precision": {"dtype": "autocast", "compute_dtype": "fp16"}}
 
@@ -49,6 +53,16 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (GPT | {"model": {"kind": "gpt", "moe": {"num_experts": 2, "every": 5}}}, "cpu", "no-block-of-experts"),
         (GPT | {"model": {"kind": "gpt", "moe": {"num_experts": 2, "every": 4}}}, "cpu", None),
         (GPT, "cpu", None),
+    ],
+    "experts_divide": [
+        (divided(), "cuda", None),
+        (divided(stage=2), "cuda", None),
+        (divided(3), "cuda", "experts-not-divisible"),
+        (divided(4), "cuda", "experts-not-divisible"),
+        *((divided(stage=stage), "cuda", "experts-need-zero") for stage in (0, 3)),
+        (GPT | {"parallel": {"expert": 2}}, "cuda", "expert-without-moe"),
+        (divided() | {"optimizer": TARGET}, "cuda", "expert-with-other"),
+        (divided() | {"zero": {"stage": 1, "round_robin_gradients": True}}, "cuda", "expert-with-other"),
     ],
     "fp16_on_cpu": [
         ({"precision": {"dtype": "fp16"}}, "cpu", "fp16-on-cpu"),
