@@ -19,6 +19,7 @@ import torch
 import torch.distributed
 from deepspeed.utils import groups
 
+from framework.config.model import EXPERT, shift_expert
 from framework.models.experts import Mixture, dividing_experts, is_elsewhere
 from framework.plan.plan import Plan
 
@@ -92,31 +93,19 @@ def declaring_experts(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _whole_state(engine: deepspeed.DeepSpeedEngine, **options: Any) -> Mapping[str, torch.Tensor]:
-    """The model's state with the experts of all ranks, on rank 0; on others their own. Collective."""
+    """The model's state, on rank 0 with the experts of all ranks, in host memory. Collective."""
     own = deepspeed.DeepSpeedEngine.module_state_dict(engine, **options)
     found: dict[str, torch.Tensor] = OrderedDict()
-    begun: set[str] = set()
-    mixtures = {f"{name}.experts.": mixture for name, mixture in _divided(engine.module).items()}
+    mixtures = {f"{name}.experts": mixture for name, mixture in _divided(engine.module).items()}
     for name, tensor in own.items():
-        prefix = next((prefix for prefix in mixtures if name.startswith(prefix)), "")
-        if not prefix:
+        mixture = mixtures.get(name[: found_at.start(2) - 1] if (found_at := EXPERT.search(name)) else "")
+        if mixture is None:
             found[name] = tensor
-        elif prefix not in begun:
-            begun.add(prefix)
-            mixture, members = mixtures[prefix], [each for each in own if each.startswith(prefix)]
-            received = {each: _gather(own[each], mixture) for each in members}
-            for rank in range(mixture.size if torch.distributed.get_rank() == 0 else 0):
-                found |= {mixture.name_on(rank, each, prefix): parts[rank] for each, parts in received.items()}
+        elif (rank := torch.distributed.get_rank()) < mixture.size:  # of the first group
+            parts = [torch.empty_like(tensor) for _ in range(mixture.size)] if rank == 0 else None
+            torch.distributed.gather(tensor.detach(), parts, dst=0, group=mixture.group)
+            found |= {shift_expert(name, at * mixture.num_own): part.cpu() for at, part in enumerate(parts or ())}
     return found
-
-
-def _gather(tensor: torch.Tensor, mixture: Mixture) -> list[torch.Tensor]:
-    """A weight of each rank of the first group, in host memory of rank 0."""
-    if torch.distributed.get_rank() >= mixture.size:
-        return []
-    parts = [torch.empty_like(tensor) for _ in range(mixture.size)] if torch.distributed.get_rank() == 0 else None
-    torch.distributed.gather(tensor.detach(), parts, dst=0, group=mixture.group)
-    return [part.cpu() for part in parts or ()]
 
 
 def _load_own(engine: deepspeed.DeepSpeedEngine, load: Any, checkpoint: Mapping[str, Any], **options: Any) -> None:

@@ -179,11 +179,6 @@ class Mixture(nn.Module):
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=self.group)
         return int(most)
 
-    def name_on(self, rank: int, name: str, prefix: str) -> str:
-        """The name of what is `name` on the first rank of a group, as another one has it; it begins with `prefix`."""
-        number, _, rest = name.removeprefix(prefix).partition(".")
-        return f"{prefix}{int(number) + rank * self.num_own}.{rest}"
-
     def _jittered(self, tokens: Tensor) -> Tensor:
         """Noise on what the router sees, by which it tries other experts (Switch, section 2.4)."""
         noise = self.shape.jitter if self.training else 0.0

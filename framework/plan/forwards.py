@@ -165,9 +165,8 @@ def _gpt_block(
     return tape.add(hidden, tape.dropout(added, model.dropout))
 
 
-def _perceptron(model: models.GPT, tape: Tape, value: Value, name: str, *, count: int = 1) -> Value:
-    """`count` of them, each on its own rows."""
-    linear = partial(tape.linear, has_bias=model.bias, count=count)
+def _perceptron(model: models.GPT, tape: Tape, value: Value, name: str) -> Value:
+    linear = partial(tape.linear, has_bias=model.bias)
     if model.mlp == "swiglu":  # the first of the weights, and the second that is used
         tape.own((model.mlp_size, model.hidden_size), f"{name}.gate", has_bias=model.bias)
     inner = linear(value, model.mlp_size, f"{name}.up", split=True)
@@ -180,36 +179,28 @@ def _perceptron(model: models.GPT, tape: Tape, value: Value, name: str, *, count
 
 def _mixture(model: models.GPT, moe: models.MoE, tape: Tape, normed: Value) -> Value:
     """Every expert computes all rows that it has room for; `flops` are those of tokens, as if each found room."""
-    size, tokens, experts = model.hidden_size, prod(normed.shape[:-1]), moe.num_experts
+    size, wide, tokens, experts = model.hidden_size, model.mlp_size, prod(normed.shape[:-1]), moe.num_experts
     choices, rows = moe.top_k * tokens, experts * moe.capacity(tokens)
     flat = normed.view(tokens, size)
-    wide = tape.cast(flat, 4)
-    flows = tape.own((experts, size), "mlp.router")
-    flows, work = flows or normed.has_gradient, 2 * tokens * experts * size
-    logits = tape.run(wide, shape=(tokens, experts), saves=[wide], flops=work, has_gradient=flows)
-    chosen = Value((2 if moe.top_k > 1 else 1, choices), 8, has_gradient=False)
+    exact = tape.cast(flat, 4)
+    flows, work = tape.own((experts, size), "mlp.router") or normed.has_gradient, 2 * tokens * experts * size
+    logits = tape.run(exact, shape=(tokens, experts), saves=[exact], flops=work, has_gradient=flows)
+    chosen = Value((moe.top_k, choices), 8, has_gradient=False)
     weights = tape.run(tape.relu(logits), shape=(choices, 1), saves=[chosen])
     if moe.top_k > 1:
         weights = tape.multiply(weights, tape.save_output(weights))
     given = tape.run(flat, shape=(rows + 1, size), saves=[Value((choices,), 8, has_gradient=False)])
+    gate = {"gate": (wide, size)} if model.mlp == "swiglu" else {}
     for number in range(experts):  # in the order of the model
-        for name, shape in _matrices(model):
+        for name, shape in {**gate, "up": (wide, size), "down": (size, wide)}.items():
             tape.own(shape, f"mlp.experts.{number}.{name}", has_bias=model.bias)
-    before = tape.flops
-    made = _perceptron(model, tape, given.view(rows, size), "mlp.experts.0", count=experts)
-    idle = (tape.flops - before) * (rows - choices) // rows
+    tape.count, before = experts, tape.flops
+    made = _perceptron(model, tape, given.view(rows, size), "mlp.experts.0")
+    tape.count, idle = 1, (tape.flops - before) * (rows - choices) // rows
     tape.flops, tape.masked_flops = tape.flops - idle, tape.masked_flops - idle
     made = tape.run(tape.run(made, shape=made.shape), shape=(rows + 1, size))
-    found = tape.run(made, shape=(choices, size))
-    mixed = tape.multiply(found, tape.cast(weights, made.width))
+    mixed = tape.multiply(tape.run(made, shape=(choices, size)), tape.cast(weights, made.width))
     return tape.run(mixed, shape=normed.shape) if moe.top_k > 1 else mixed.view(*normed.shape)
-
-
-def _matrices(model: models.GPT) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Names and shapes of a perceptron's weights, in the order of the model."""
-    wide, size = model.mlp_size, model.hidden_size
-    yield from [("gate", (wide, size))] if model.mlp == "swiglu" else []
-    yield from (("up", (wide, size)), ("down", (size, wide)))
 
 
 def _bert(model: models.BERT) -> Layers:

@@ -7,7 +7,6 @@ tensors by `tests/plan/test_memory.py`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -17,6 +16,7 @@ from typing import Any, Final
 
 from framework.config.base import Object, Target
 from framework.config.groups import group_values, has_groups, in_order
+from framework.config.model import EXPERT
 from framework.config.optimizer import SGD, Adagrad, AdamW, Lamb, Lion, OptimizerSection
 from framework.config.precision import BF16, FP16
 from framework.config.run_config import RunConfig
@@ -33,7 +33,6 @@ from framework.plan.work import ModelWork, Part, weights_alone, work_of
 
 Bytes = Mapping[str, int]
 _FP32: Final = 4
-_EXPERT: Final = re.compile(r"\.experts\.(\d+)\.")
 # Elements of the buckets of `engine/gradient_sums.py`.
 _STAGE_0_BUCKET: Final = 25 * 2**20 // 4
 # The same of DeepSpeed's pipeline (`MEMORY_OPT_ALLREDUCE_SIZE`).
@@ -133,7 +132,7 @@ def _of_rank(work: ModelWork, plan: Plan) -> ModelWork:
     count = plan.config.model.moe.num_experts // size  # type: ignore[union-attr]  # a rule has seen to it
 
     def is_own(name: str) -> bool:
-        return (found := _EXPERT.search(name)) is None or int(found[1]) < count
+        return (found := EXPERT.search(name)) is None or int(found[2]) < count
 
     return replace(work, weights={name: shape for name, shape in work.weights.items() if is_own(name)})
 
@@ -250,7 +249,7 @@ class _Estimate:
         # Experts that are divided have groups of their own, over the ranks that hold the same ones.
         kinds: dict[int, dict[str, Shape]] = {}
         for name, shape in work.weights.items():
-            over = self.ranks // (plan.layout.expert_size if _EXPERT.search(name) else 1)
+            over = self.ranks // (plan.layout.expert_size if EXPERT.search(name) else 1)
             kinds.setdefault(over, {})[name] = shape
         found = [(group, over) for over, shapes in kinds.items() for group in _groups(shapes, config)]
         self.groups, self.over = [group for group, _ in found], [over for _, over in found]

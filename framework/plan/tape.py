@@ -74,6 +74,7 @@ class Tape:
             ZeRO stage 3.
         saved: what parts up to here have saved.
         weights: name -> shape of all weights up to here, in the model's order, shared ones once.
+        count: linear layers alike that one operation stands for, each on its own rows.
         buffer_bytes: bytes of what is kept beside them: the statistics of batch norms, fp32, and their counts, int64.
     """
 
@@ -86,6 +87,7 @@ class Tape:
     weights: dict[str, Shape] = field(default_factory=dict)
     buffer_bytes: int = 0
     prefix: str = ""
+    count: int = 1
     flops: int = 0
     masked_flops: int = 0
     moved_bytes: int = 0
@@ -203,20 +205,11 @@ class Tape:
         return self.run(tokens, shape=shape, width=self.weight_width, saves=[tokens], has_gradient=flows)
 
     def linear(
-        self,
-        value: Value,
-        outputs: int,
-        name: str = "",
-        *,
-        has_bias: bool = True,
-        split: bool | None = None,
-        count: int = 1,
+        self, value: Value, outputs: int, name: str = "", *, has_bias: bool = True, split: bool | None = None
     ) -> Value:
-        """(..., inputs) to (..., outputs); `split`: whether tensor parallelism divides its outputs, or its inputs;
-        `count`: so many alike, each on its own rows.
-        """
-        shape, weight = (*value.shape[:-1], outputs), (outputs, value.shape[-1])
-        return self._product(value, shape, weight, name, has_bias=has_bias, split=split, count=count)
+        """(..., inputs) to (..., outputs); `split`: whether tensor parallelism divides its outputs, or its inputs."""
+        shape = (*value.shape[:-1], outputs)
+        return self._product(value, shape, (outputs, value.shape[-1]), name, has_bias=has_bias, split=split)
 
     def convolution(
         self,
@@ -235,15 +228,7 @@ class Tape:
         return self._product(value, (value.shape[0], outputs, *sizes), weight, name, has_bias=has_bias)
 
     def _product(
-        self,
-        value: Value,
-        shape: Shape,
-        weight: Shape,
-        name: str,
-        *,
-        has_bias: bool,
-        split: bool | None = None,
-        count: int = 1,
+        self, value: Value, shape: Shape, weight: Shape, name: str, *, has_bias: bool, split: bool | None = None
     ) -> Value:
         flows, is_trained = self.own(weight, name, has_bias=has_bias), self.is_trained(self.place(name))
         given, value = value, self.cast(value, self.product_width)
@@ -251,8 +236,8 @@ class Tape:
         if self.keeps_inputs and len(weight) == 2 and self.place(name) != "embed.weight":  # which is no linear layer
             saves = [given]
         elif self.product_width < self.weight_width:  # autograd keeps the copy of the weight
-            copy = Value((count, *weight), self.product_width, is_split=split is not None)
-            self.moved_bytes += count * prod(weight) * (self.weight_width + self.product_width)
+            copy = Value((self.count, *weight), self.product_width, is_split=split is not None)
+            self.moved_bytes += self.count * prod(weight) * (self.weight_width + self.product_width)
             saves += [copy] if value.has_gradient or len(weight) > 2 else []
             temporary = copy.num_bytes
         return self.run(

@@ -30,6 +30,7 @@ import torch
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.names import MODEL_FILE, OPTIMIZER_FILE, SWAPPED, layer_file
 from framework.checkpoint.state.checkpoint_engine import read_file
+from framework.config.model import EXPERT, shift_expert
 
 # The project's former name: a part of the file format, which releases before and after the change of name share.
 STATE_KEY: Final = "dsframework"
@@ -39,7 +40,6 @@ _ROWS: Final = "fp32_flat_groups"
 _INNER: Final = "optimizer_state_dict"
 _COPIES: Final = "fp32_groups"
 _FLAT: Final = "fp32_groups_flat"
-_EXPERT: Final = re.compile(r"(\.experts\.)(\d+)\.")
 _Whole = tuple[str, torch.Tensor, "Place"]
 _Found = Iterator[tuple[str, "Stored"]]
 
@@ -297,16 +297,12 @@ class _Experts:
         self, shapes: Mapping[str, torch.Size], ranks: Sequence[str]
     ) -> Iterator[tuple[Sequence[str], Mapping[str, torch.Size]]]:
         """The files of a group of parameters, and its shapes on the first of them, once for all ranks that differ."""
-        if self.size == 1 or not any(_EXPERT.search(name) for name in shapes):
+        if self.size == 1 or not any(EXPERT.search(name) for name in shapes):
             yield ranks, shapes
             return
         for place in range(self.size):
             first = place * self.count // self.size
-
-            def named(found: re.Match[str], first: int = first) -> str:
-                return f"{found[1]}{int(found[2]) + first}."
-
-            yield ranks[place :: self.size], {_EXPERT.sub(named, name): shape for name, shape in shapes.items()}
+            yield ranks[place :: self.size], {shift_expert(name, first): shape for name, shape in shapes.items()}
 
 
 def _sliced(

@@ -131,36 +131,16 @@ def blocks_have_experts(config: RunConfig, cluster: Cluster) -> Found:
         yield "model.moe.every", f"of {count} blocks none would have experts", f"write every: {count} or less"
 
 
-@rule()
+@rule("experts-not-divisible")
 def experts_divide(config: RunConfig, cluster: Cluster) -> Found:
-    """Experts of a mixture over ranks, as far as training, saving and loading them is held against one process."""
+    """Whole experts for every rank of a group, and whole groups."""
     size, moe, key = config.parallel.expert, getattr(config.model, "moe", None), "parallel.expert"
-    if size == 1:
-        return
-    if moe is None:
-        yield Problem("expert-without-moe", "the model has no experts", "write model.moe, or remove it", key, size)
-        return
     ranks = cluster.world_size // prod(config.parallel.sizes().values())
-    counts = ((moe.num_experts, "experts"), (ranks, "data-parallel ranks"))
-    if found := next(((count, what) for count, what in counts if count % size), None):
-        reason = "{} {} cannot be split evenly over them".format(*found)
-        yield Problem("experts-not-divisible", reason, f"set {key}: {_divisor(found[0], near=size)}", key, size)
-    zero = config.zero
-    if zero.stage not in (1, 2):
-        reason = "only the optimizer of stages 1 and 2 reduces and saves what ranks do not share"
-        yield Problem("experts-need-zero", reason, f"set zero.stage: 1 or {key}: 1", "zero.stage", zero.stage)
-    others = {
-        "zero.offload_optimizer": zero.offload_optimizer.device != "none",
-        "zero.reduce_scatter": not zero.reduce_scatter,
-        "zero.contiguous_gradients": not zero.contiguous_gradients,
-        "zero.round_robin_gradients": zero.round_robin_gradients,
-        "parallel.tensor": config.parallel.tensor > 1,
-        "parallel.sequence": config.parallel.sequence > 1,
-        "optimizer": isinstance(config.optimizer, (Target, Object)),
-    }
-    for other in (name for name, is_on in others.items() if is_on):
-        reason = f"{other} as it is has not been held against one process together with it"
-        yield Problem("expert-with-other", reason, f"set {key}: 1, or leave {other} at its default", key, size)
+    for count, what in ((moe.num_experts, "experts"), (ranks, "data-parallel ranks")) if moe else ():
+        if count % size:
+            reason = f"{count} {what} cannot be split evenly over them"
+            yield key, reason, f"set {key}: {_divisor(count, near=size)}"
+            return
 
 
 def _divisor(number: int, *, near: int) -> int:

@@ -25,6 +25,7 @@ def divided(expert: int = 2, stage: int = 1) -> dict[str, Any]:
     return MIXED | {"parallel": {"expert": expert}, "zero": {"stage": stage}}
 
 
+REDUCED = ({"round_robin_gradients": True}, {"reduce_scatter": False}, {"contiguous_gradients": False})
 MANY: dict[str, Any] = {"batch": {"accumulation_steps": 8}}  # micro-batches: no stage idles for long
 AUTOCAST_FP16: dict[str, Any] = {"precision": {"dtype": "autocast", "compute_dtype": "fp16"}}
 
@@ -59,10 +60,21 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (divided(stage=2), "cuda", None),
         (divided(3), "cuda", "experts-not-divisible"),
         (divided(4), "cuda", "experts-not-divisible"),
+    ],
+    "experts_need_zero": [
         *((divided(stage=stage), "cuda", "experts-need-zero") for stage in (0, 3)),
+        *((divided(stage=stage), "cuda", None) for stage in (1, 2)),
+        (divided(1, stage=3), "cuda", None),
+    ],
+    "expert_without_moe": [
         (GPT | {"parallel": {"expert": 2}}, "cuda", "expert-without-moe"),
+        (divided(), "cuda", None),
+    ],
+    "expert_with_other": [
         (divided() | {"optimizer": TARGET}, "cuda", "expert-with-other"),
-        (divided() | {"zero": {"stage": 1, "round_robin_gradients": True}}, "cuda", "expert-with-other"),
+        *((divided() | {"zero": {"stage": 1, **zero}}, "cuda", "expert-with-other") for zero in REDUCED),
+        (divided(), "cuda", None),
+        (divided(1) | {"optimizer": TARGET}, "cuda", None),
     ],
     "fp16_on_cpu": [
         ({"precision": {"dtype": "fp16"}}, "cpu", "fp16-on-cpu"),
