@@ -71,8 +71,7 @@ class PlainEngine(BaseEngine):
             for inputs, targets in self._loss.weighted(self._halves(micro_batches)):
                 phases.enter("forward")
                 with collected_routings() as routings:
-                    outputs = task.forward(engine, inputs)
-                loss = self._loss(outputs, targets)
+                    loss = self._loss(task.forward(engine, inputs), targets)
                 phases.enter("backward")
                 engine.backward(sum((one.loss for one in routings), loss), scale_wrt_gas=is_divided)
                 reported += [(one.balance, one.dropped) for one in routings]
