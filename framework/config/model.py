@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from math import ceil
 from types import MappingProxyType
@@ -210,15 +209,6 @@ class _LanguageModel(ModelKind):
             if name in schema["properties"]:
                 schema["properties"][name]["description"] += " Left out: as the named size has it."
         return schema
-
-
-EXPERT: Final = re.compile(r"(\.experts\.)(\d+)\.")
-"""In the name of a weight: the number of the expert that it belongs to."""
-
-
-def shift_expert(name: str, by: int) -> str:
-    """The weight's name with another expert's number: `by` more."""
-    return EXPERT.sub(lambda found: f"{found[1]}{int(found[2]) + by}.", name)
 
 
 class MoE(Section):

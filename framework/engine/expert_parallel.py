@@ -19,7 +19,7 @@ import torch
 import torch.distributed
 from deepspeed.utils import groups
 
-from framework.config.model import EXPERT, shift_expert
+from framework.checkpoint.names import EXPERT, shift_expert
 from framework.models.experts import Mixture, dividing_experts, is_elsewhere
 from framework.plan.plan import Plan
 
@@ -31,6 +31,8 @@ def building_experts(plan: Plan) -> Iterator[bool]:
     if size == 1:
         yield False
         return
+    for known in (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
+        known.pop(_name(size), None)  # of an earlier run in this process
     groups._create_expert_and_data_parallel(size)
     with dividing_experts(groups._get_expert_parallel_group(_name(size))):
         yield True

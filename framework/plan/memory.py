@@ -16,7 +16,6 @@ from typing import Any, Final
 
 from framework.config.base import Object, Target
 from framework.config.groups import group_values, has_groups, in_order
-from framework.config.model import EXPERT
 from framework.config.optimizer import SGD, Adagrad, AdamW, Lamb, Lion, OptimizerSection
 from framework.config.precision import BF16, FP16
 from framework.config.run_config import RunConfig
@@ -33,6 +32,7 @@ from framework.plan.work import ModelWork, Part, weights_alone, work_of
 
 Bytes = Mapping[str, int]
 _FP32: Final = 4
+_EXPERTS: Final = ".experts."
 # Elements of the buckets of `engine/gradient_sums.py`.
 _STAGE_0_BUCKET: Final = 25 * 2**20 // 4
 # The same of DeepSpeed's pipeline (`MEMORY_OPT_ALLREDUCE_SIZE`).
@@ -132,7 +132,7 @@ def _of_rank(work: ModelWork, plan: Plan) -> ModelWork:
     count = plan.config.model.moe.num_experts // size  # type: ignore[union-attr]  # a rule has seen to it
 
     def is_own(name: str) -> bool:
-        return (found := EXPERT.search(name)) is None or int(found[2]) < count
+        return _EXPERTS not in name or int(name.partition(_EXPERTS)[2].partition(".")[0]) < count
 
     return replace(work, weights={name: shape for name, shape in work.weights.items() if is_own(name)})
 
@@ -249,7 +249,7 @@ class _Estimate:
         # Experts that are divided have groups of their own, over the ranks that hold the same ones.
         kinds: dict[int, dict[str, Shape]] = {}
         for name, shape in work.weights.items():
-            over = self.ranks // (plan.layout.expert_size if EXPERT.search(name) else 1)
+            over = self.ranks // (plan.layout.expert_size if _EXPERTS in name else 1)
             kinds.setdefault(over, {})[name] = shape
         found = [(group, over) for over, shapes in kinds.items() for group in _groups(shapes, config)]
         self.groups, self.over = [group for group, _ in found], [over for _, over in found]

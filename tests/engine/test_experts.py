@@ -212,8 +212,17 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (before, after) in MOVES.items():
         cases.append(saved(f"{name}-whole", folder, before, max_steps=12))
         cases += [saved(name, folder, layout, max_steps=steps) for layout, steps in ((before, 6), (after, 12))]
+    begun = {"at_end": False, "init_weights": str(folder / "same-whole")}
+    for name, layout in (("begun-together", EXPERTS_1), ("begun-apart", EXPERTS_2)):
+        cases.append(saved(name, folder, {**layout, "checkpoint": begun}, max_steps=2))
     train_cases(cases, num_ranks=2, folder=folder)
     return folder
+
+
+def test_weights_of_a_checkpoint_begin_another_run(moved: Path) -> None:
+    together, apart = (series(moved / f"begun-{name}", "train/loss") for name in ("together", "apart"))
+    assert apart == pytest.approx(together, abs=1e-5)
+    assert apart[1] < series(moved / "same-whole", "train/loss")[1]
 
 
 @pytest.mark.parametrize("name", MOVES)

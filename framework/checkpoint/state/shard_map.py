@@ -28,9 +28,8 @@ from typing import Any, Final
 import torch
 
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.names import MODEL_FILE, OPTIMIZER_FILE, SWAPPED, layer_file
+from framework.checkpoint.names import EXPERT, MODEL_FILE, OPTIMIZER_FILE, SWAPPED, layer_file, shift_expert
 from framework.checkpoint.state.checkpoint_engine import read_file
-from framework.config.model import EXPERT, shift_expert
 
 # The project's former name: a part of the file format, which releases before and after the change of name share.
 STATE_KEY: Final = "dsframework"
@@ -196,8 +195,8 @@ def map_checkpoint(checkpoint: SavedCheckpoint) -> ShardMap:
         ties |= {name: first for name, first in (files[models[0, 0]]["shared_params"] or {}).items() if name in stored}
         found = _rows(files, models, optimizers)
     else:
-        moe = manifest["config"]["model"].get("moe") or {"num_experts": 1}
-        experts = _Experts(moe["num_experts"], manifest["layout"].get("expert_size", 1))
+        moe = manifest["config"].get("model", {}).get("moe") or {}
+        experts = moe.get("num_experts", 1), manifest["layout"].get("expert_size", 1)
         found = _slices(files, models, optimizers, pipeline, experts)
     for name, one in found:
         stored[ties.get(name, name)] = one
@@ -262,7 +261,7 @@ def _slices(
     models: Mapping[tuple[int, int], str],
     optimizers: Mapping[tuple[int, int], str],
     pipeline: Mapping[str, Any] | None,
-    experts: _Experts,
+    experts: tuple[int, int],
 ) -> _Found:
     """Stages 1 and 2: the parameters of a group lie in a row, of which every rank has an equal part."""
     stage_of: dict[str, int] = {}
@@ -271,7 +270,7 @@ def _slices(
         rows: list[dict[str, Stored]] = []
         notes: dict[str, list[tuple[Mapping[str, Stored], int]]] = {file: [] for file in ranks}
         for group, shapes in enumerate(model["param_shapes"]):
-            for own, of in experts.rows(shapes, ranks):
+            for own, of in _divided(shapes, ranks, *experts):
                 rows.append(_sliced(files, own, group, of))
                 for rank, file in enumerate(own):
                     notes[file].append((rows[-1], rank))
@@ -286,23 +285,14 @@ def _slices(
                 yield name, one
 
 
-@dataclass(frozen=True)
-class _Experts:
-    """Experts that are divided over the `size` ranks of a group: in a row of them lie those of one rank of it."""
-
-    count: int
-    size: int
-
-    def rows(
-        self, shapes: Mapping[str, torch.Size], ranks: Sequence[str]
-    ) -> Iterator[tuple[Sequence[str], Mapping[str, torch.Size]]]:
-        """The files of a group of parameters, and its shapes on the first of them, once for all ranks that differ."""
-        if self.size == 1 or not any(EXPERT.search(name) for name in shapes):
-            yield ranks, shapes
-            return
-        for place in range(self.size):
-            first = place * self.count // self.size
-            yield ranks[place :: self.size], {shift_expert(name, first): shape for name, shape in shapes.items()}
+def _divided(
+    shapes: Mapping[str, torch.Size], ranks: Sequence[str], count: int, size: int
+) -> Iterator[tuple[Sequence[str], Mapping[str, torch.Size]]]:
+    """The rows of a group of parameters, each with its files: of `count` experts those of every of `size` ranks."""
+    size = size if any(map(EXPERT.search, shapes)) else 1
+    for place in range(size):
+        first = place * count // size
+        yield ranks[place::size], {shift_expert(name, first): shape for name, shape in shapes.items()}
 
 
 def _sliced(
