@@ -8,7 +8,7 @@ Fedus et al. 2021, "Switch Transformers", section 2).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -37,19 +37,28 @@ class Routing(NamedTuple):
 
 
 _collected: ContextVar[list[Routing] | None] = ContextVar("collected", default=None)
+_group: ContextVar[Any] = ContextVar("group", default=None)
 
 
 @contextmanager
-def collected_routings() -> Iterator[list[Routing]]:
+def _holding(variable: ContextVar[Any], value: Any) -> Iterator[Any]:
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
+
+
+def collected_routings() -> AbstractContextManager[list[Routing]]:
     """Collect what the mixtures that run meanwhile report; activations that are computed again come later, and add
     nothing.
     """
-    found: list[Routing] = []
-    token = _collected.set(found)
-    try:
-        yield found
-    finally:
-        _collected.reset(token)
+    return _holding(_collected, [])
+
+
+def dividing_experts(group: Any) -> AbstractContextManager[Any]:
+    """Build mixtures meanwhile that hold a rank's share of their experts, of which the ranks of `group` have all."""
+    return _holding(_group, group)
 
 
 def routing_metrics(reported: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
@@ -58,19 +67,6 @@ def routing_metrics(reported: Sequence[tuple[Tensor, Tensor]]) -> dict[str, floa
         return {}
     balance, dropped = torch.stack([torch.stack(pair) for pair in reported]).mean(0).tolist()
     return {"train/balance_loss": balance, "train/dropped_tokens": dropped}
-
-
-_group: ContextVar[Any] = ContextVar("group", default=None)
-
-
-@contextmanager
-def dividing_experts(group: Any) -> Iterator[None]:
-    """Build mixtures meanwhile that hold a rank's share of their experts, of which the ranks of `group` have all."""
-    token = _group.set(group)
-    try:
-        yield
-    finally:
-        _group.reset(token)
 
 
 def is_elsewhere(model: nn.Module) -> Callable[[str], bool]:

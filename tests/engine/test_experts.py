@@ -171,7 +171,8 @@ FOUR.append(Case(1, TOP2, SGD, ranks=4, expert=4))
 @pytest.fixture(scope="module")
 def on_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts-4")
-    train_cases([case.config(folder) for case in FOUR], num_ranks=4, folder=folder)
+    saves = saved("fewer", folder, {**UNBALANCED, "parallel": {"expert": 4}, "zero": {"stage": 2}}, max_steps=6)
+    train_cases([*(case.config(folder) for case in FOUR), saves], num_ranks=4, folder=folder)
     return folder
 
 
@@ -180,6 +181,8 @@ def test_groups_of_experts_train_as_plain_pytorch(case: Case, on_four: Path) -> 
     hold(case, on_four)
 
 
+# Nothing of its loss depends on how a batch is divided.
+UNBALANCED = {"model": {**MODEL, "moe": {**TOP2, "balance_loss": 0.0}}}
 # Runs of 12 steps, of which the first 6 are saved: layout before -> after.
 EXPERTS_2, EXPERTS_1 = {"parallel": {"expert": 2}, "zero": {"stage": 1}}, {"zero": {"stage": 1}}
 MOVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -244,3 +247,11 @@ def test_weights_of_a_checkpoint_are_those_of_all_experts(moved: Path) -> None:
         torch.testing.assert_close(weights, other[name], atol=1e-4, rtol=0.0)
     model: nn.Module = call_factory(config_from_values({"model": {**MODEL, "moe": TOP2}}).model.factory(), key="model")
     assert set(one) | set(one.ties) == set(model.state_dict())
+
+
+def test_experts_of_four_ranks_go_on_on_two(on_four: Path) -> None:
+    cases = [saved("fewer", on_four, UNBALANCED | EXPERTS_2, max_steps=12)]
+    cases.append(saved("whole", on_four, UNBALANCED | EXPERTS_1, max_steps=12))
+    train_cases(cases, num_ranks=2, folder=on_four)
+    whole, broken = (series(on_four / name, "train/loss") for name in ("whole", "fewer"))
+    assert broken == pytest.approx(whole, abs=2e-5)
