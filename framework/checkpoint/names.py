@@ -190,3 +190,12 @@ def irregular(folder: Path) -> Iterator[str]:
             if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
                 kind = "a symbolic link" if stat.S_ISLNK(mode) else "not a regular file"
                 yield f"{path.relative_to(folder).as_posix()}: it is {kind}"
+
+
+EXPERT: Final = re.compile(r"(\.experts\.)(\d+)\.")
+"""In the name of a weight: the number of the expert that it belongs to."""
+
+
+def shift_expert(name: str, by: int) -> str:
+    """The weight's name with another expert's number: `by` more."""
+    return EXPERT.sub(lambda found: f"{found[1]}{int(found[2]) + by}.", name)

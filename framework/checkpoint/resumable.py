@@ -270,6 +270,7 @@ def _arrangement(manifest: Mapping[str, Any]) -> dict[str, Any]:
         # Older checkpoints know of neither.
         "tensor-parallel ranks": layout.get("tensor_size", 1),
         "sequence-parallel ranks": layout.get("sequence_size", 1),
+        "expert-parallel ranks": layout.get("expert_size", 1),
         "cut": None if bounds is None else list(bounds),
         "precision.dtype": (config.get("precision") or {}).get("dtype"),
         **{f"zero.{key}": value for key, value in _spread(config.get("zero") or {}).items()},

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import ceil
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import GetJsonSchemaHandler, model_validator
+from pydantic import Field, GetJsonSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
-from framework.config.base import Fraction, ModelKind, Object, OneOf, Positive, PositiveCount, Target
+from framework.config.base import Fraction, ModelKind, Object, OneOf, Positive, PositiveCount, Section, Target
 from framework.config.data import BYTE_VOCAB_SIZE
 
 
@@ -210,6 +211,43 @@ class _LanguageModel(ModelKind):
         return schema
 
 
+class MoE(Section):
+    """Experts: several perceptrons in a block, of which each token takes one or two (Lepikhin et al. 2020, GShard;
+    Fedus et al. 2021, Switch)."""
+
+    num_experts: Annotated[int, Field(ge=2)]
+    """Experts of a block, each as wide as the perceptron in whose place they stand."""
+    top_k: Literal[1, 2] = 1
+    """Experts that a token takes: 1 as Switch, 2 as GShard and Mixtral."""
+    capacity_factor: Positive | None = 1.25
+    """Room of an expert in training, as a multiple of what it gets where tokens spread evenly over the experts, in a
+    micro-batch of a rank; tokens beyond it pass the block by. null: room for all, and num_experts / top_k times the
+    work."""
+    eval_capacity_factor: Positive | None = 2.0
+    """The same in evaluation."""
+    min_capacity: PositiveCount = 4
+    """Tokens that an expert has room for at least."""
+    every: PositiveCount = 2
+    """Of so many blocks one after the other the last has experts; 1: all."""
+    balance_loss: Annotated[float, Field(ge=0.0)] = 0.01
+    """Weight of the loss that spreads tokens over experts; 1 times this where they are spread evenly."""
+    z_loss: Annotated[float, Field(ge=0.0)] = 0.0
+    """Weight of the loss that keeps the router's logits small (Zoph et al. 2022, ST-MoE: 0.001)."""
+    jitter: Fraction = 0.0
+    """Noise on what the router sees in training: factors between 1 - jitter and 1 + jitter (Switch: 0.01)."""
+
+    def is_in(self, block: int) -> bool:
+        """Check whether a block, counted from 0, has experts."""
+        return (block + 1) % self.every == 0
+
+    def capacity(self, num_tokens: int, *, training: bool = True) -> int:
+        """Tokens that an expert has room for, of a micro-batch of so many."""
+        factor = self.capacity_factor if training else self.eval_capacity_factor
+        if factor is None:
+            return num_tokens
+        return min(num_tokens, max(self.min_capacity, ceil(factor * self.top_k * num_tokens / self.num_experts)))
+
+
 class GPT(_LanguageModel):
     """Decoder-only transformer, from GPT-2 (Radford et al. 2019) to the shape of Llama (Touvron et al. 2023)."""
 
@@ -238,6 +276,8 @@ class GPT(_LanguageModel):
     """Whether linear layers and layernorm have a bias."""
     tie_embeddings: bool
     """Whether the output layer uses the matrix of the token embedding."""
+    moe: MoE | None = None
+    """Experts in place of the perceptrons of some blocks."""
 
 
 class BERT(_LanguageModel):

@@ -354,6 +354,8 @@ class Parallel(Section):
     transformers bring their own."""
     sequence: PositiveCount = 1
     """Ranks that share every sequence, each with a part of its positions (Ulysses)."""
+    expert: PositiveCount = 1
+    """Ranks of different samples that share the experts of a mixture, each with as many whole ones (`model.moe`)."""
     partition: Annotated[str, StringConstraints(pattern=_PARTITION)] = "parameters"
     """What the stages share evenly: ``parameters`` (trainable ones), ``uniform`` (number of layers), ``type:<regex>``
     (layers whose class name matches), ``measured`` (seconds per layer, timed on rank 0 before the run)."""

@@ -29,6 +29,7 @@ from framework.engine.weights import gives
 from framework.engine.workarounds.grad_scaler import restore_scaler, scaler_state
 from framework.engine.workarounds.nvme_state import complete_nvme_state
 from framework.errors import StorageError, explaining, in_one_line, show_value
+from framework.models.experts import is_elsewhere
 from framework.plan.layout import Layout
 from framework.system.files import FileRecord, NewFile
 from framework.system.log import warn
@@ -247,7 +248,8 @@ def _refuse_other_model(engine: deepspeed.DeepSpeedEngine, stored: StoredState, 
     for tensor, name in names.items():
         stored.refuse_other_shape(name, whole_shape(tensor))
     if not isinstance(engine.module, PipelineModule):
-        stored.refuse_others(engine.module.state_dict(keep_vars=True))  # of what is shared, all names
+        names_of_all = engine.module.state_dict(keep_vars=True)  # of what is shared, all names
+        stored.refuse_others(names_of_all, is_elsewhere=is_elsewhere(engine.module))
 
 
 def _refuse_other_optimizer(views: OptimizerViews, stored: StoredState, place: Path) -> None:

@@ -23,6 +23,7 @@ from framework.config.optimizer import Cosine
 from framework.engine.checkpoint_bytes import load_bytes, move_in, save_bytes
 from framework.engine.distributed import collective_timeout, device, gather
 from framework.engine.ema import WeightAverage
+from framework.engine.expert_parallel import declaring_experts, with_expert_groups
 from framework.engine.metrics import engine_metrics, memory_metrics, over_ranks
 from framework.engine.phases import phases_of
 from framework.engine.rank_groups import RankGroups
@@ -114,8 +115,8 @@ def initialize(
     forget_autocast()
     deepspeed.utils.groups.mpu = None  # DeepSpeed keeps that of an earlier engine of the process
     named = {names[parameter]: parameter for parameter in model.parameters()}
-    stepped = parameter_groups(named, plan.config.optimizer, layers=layers)
-    with refusing_scalars(), _sending_scalars(), taking_zero_optimizer():
+    stepped = with_expert_groups(model, parameter_groups(named, plan.config.optimizer, layers=layers))
+    with refusing_scalars(), _sending_scalars(), declaring_experts(model), taking_zero_optimizer():
         engine, _, _, _ = deepspeed.initialize(
             model=model,
             model_parameters=stepped,
@@ -197,16 +198,17 @@ def _sending_scalars() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Step:
-    """Result of one step, taken at rate `lr`; its loss on this rank is still on the device."""
+    """Result of one step, taken at rate `lr`; its loss on this rank, and `further` means, are still on the device."""
 
     engine: BaseEngine
     read_loss: Callable[[], torch.Tensor]
     lr: float
     may_be_skipped: bool
+    further: Callable[[], dict[str, float]] = dict
 
     def read(self) -> Mapping[str, float]:
         loss = {"train/loss": float(self.read_loss())}  # first: by it the device has been waited for
-        shared = over_ranks(loss | self.engine.phases.read() | memory_metrics())
+        shared = over_ranks(loss | self.further() | self.engine.phases.read() | memory_metrics())
         return shared | {"train/lr": self.lr} | engine_metrics(self.engine.engine, self.engine.kept_norm)
 
 

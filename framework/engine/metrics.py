@@ -28,6 +28,7 @@ _REPEATS: Final = 5
 # Of a step's parts, those in which a rank does work of its own: the others wait for the slowest.
 _WORK: Final = tuple(f"time/{part}_ms" for part in ("data", "copy", "forward", "backward", "optimizer"))
 _TIMES: Final = (*_WORK, "time/communication_ms", "time/bubble_ms")
+_EXPERTS: Final = ("train/balance_loss", "train/dropped_tokens")
 _MEMORY: Final = ("memory/host_peak_bytes", "memory/device_peak_bytes")
 
 
@@ -37,7 +38,7 @@ def over_ranks(own: Mapping[str, float]) -> dict[str, float]:
 
     `own` are this rank's; stages of a pipeline may have others.
     """
-    names, ranks = ("train/loss", *_TIMES, *_MEMORY), torch.distributed.get_world_size()
+    names, ranks = ("train/loss", *_TIMES, *_MEMORY, *_EXPERTS), torch.distributed.get_world_size()
     row = torch.tensor([own.get(name, -1.0) for name in names], dtype=torch.float64, device=device())
     rows = row.new_empty(ranks * len(names))
     torch.distributed.all_gather_into_tensor(rows, row)

@@ -20,6 +20,7 @@ from framework.engine.rank_groups import RankGroups, make_groups
 from framework.engine.step_batches import StepLoss
 from framework.engine.workarounds.grad_scaler import explaining_overflow, may_have_been_skipped, scale_fp16_loss
 from framework.engine.workarounds.module_buffers import share_buffers
+from framework.models.experts import Mixture, collected_routings, routing_metrics
 from framework.models.sequence import SequenceGroup, share_attention
 from framework.plan.plan import Plan
 from framework.tasks.task import Task
@@ -54,7 +55,9 @@ class PlainEngine(BaseEngine):
     def __init__(self, engine: deepspeed.DeepSpeedEngine, plan: Plan, task: Task) -> None:
         super().__init__(engine, plan, task, names=partial(names_of, engine.module))
         self._sums = sums = sum_gradients(engine)
-        divider = sums if sums is not None and sums.divides else None
+        # A mixture's losses are means, which a count of the task's must not divide.
+        is_mixed = any(isinstance(module, Mixture) for module in engine.module.modules())
+        divider = sums if sums is not None and sums.divides and not is_mixed else None
         self._loss = StepLoss(task, micro_batches=engine.gradient_accumulation_steps(), sums=divider)
         self._sharing: Callable[[], AbstractContextManager[None]] = nullcontext
         if (positions := self._batches.positions) is not None:
@@ -72,20 +75,23 @@ class PlainEngine(BaseEngine):
         phases.begin()
         lr = self.lr()  # before the step: DeepSpeed moves the schedule on at its end
         total: torch.Tensor | None = None
+        reported: list[tuple[torch.Tensor, torch.Tensor]] = []  # by mixtures of experts
         is_divided = engine.gradient_accumulation_steps() > 1  # by 1 takes two kernels
         with explaining_overflow(engine), self._sharing():
             for inputs, targets in self._loss.weighted(self._halves(micro_batches)):
                 phases.enter("forward")
-                loss = self._loss(task.forward(engine, inputs), targets)
+                with collected_routings() as routings:
+                    loss = self._loss(task.forward(engine, inputs), targets)
                 phases.enter("backward")
-                engine.backward(loss, scale_wrt_gas=is_divided)
+                engine.backward(sum((one.loss for one in routings), loss), scale_wrt_gas=is_divided)
+                reported += [(one.balance, one.dropped) for one in routings]
                 phases.enter("optimizer")
                 engine.step()
                 total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         mean = self._loss.mean(total)
         phases.end()
-        return Step(self, mean, lr, may_have_been_skipped(engine))
+        return Step(self, mean, lr, may_have_been_skipped(engine), partial(routing_metrics, reported))
 
     def evaluate(
         self, batches: Iterable[tuple[Any, bool]], *, is_stopping: Callable[[], bool] = lambda: False

@@ -19,6 +19,7 @@ from framework.checkpoint.state.reader import MergedWeights
 from framework.checkpoint.state.tensor_split import split_of, whole_shape
 from framework.checkpoint.state.weight_files import PICKLED, LazyWeights, is_exported, read_exported, shapes_of
 from framework.errors import ConfigError, StorageError, in_one_line, show_value
+from framework.models.experts import is_elsewhere
 from framework.models.survey import Surveyed
 
 _KEY: Final = "checkpoint.init_weights"
@@ -76,7 +77,9 @@ def put_weights(
         ConfigError: names or shapes differ; nothing was changed.
     """
     shapes = {name: whole_shape(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
-    _refuse_differences(shapes, weights, source=source)
+    elsewhere = is_elsewhere(model)
+    others = {name: shape for name, shape in shapes_of(weights).items() if elsewhere(name)}
+    _refuse_differences(shapes | others, weights, source=source)
     for module_name, module in model.named_modules():
         gathered = [tensor for _, tensor in _own_tensors(module) if hasattr(tensor, "ds_id")]
         # Module by module: no more than one module's weights are ever whole on a device.

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
+from framework.config.model import MoE
+from framework.models.experts import Mixture
 from framework.models.hf_names import hf_names
 from framework.models.initialized import (
     DEFAULT_STD,
@@ -74,6 +76,7 @@ class GPTShape:
     bias: bool = True
     dropout: float = 0.0
     tie_embeddings: bool = True
+    moe: MoE | None = None
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_heads or self.num_heads % self.num_kv_heads:
@@ -163,10 +166,12 @@ class MLP(nn.Module):
 class GPTBlock(nn.Module):
     """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)); (batch, sequence, hidden) to the same."""
 
-    def __init__(self, shape: GPTShape) -> None:
+    def __init__(self, shape: GPTShape, number: int = 0) -> None:
         super().__init__()
         self.attention_norm, self.attention = shape.make_norm(), CausalAttention(shape)
-        self.mlp_norm, self.mlp = shape.make_norm(), MLP(shape)
+        self.mlp_norm, make = shape.make_norm(), partial(MLP, shape)
+        moe = shape.moe if shape.moe is not None and shape.moe.is_in(number) else None
+        self.mlp = Mixture(moe, shape.hidden_size, make_expert=make) if moe is not None else make()
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -204,23 +209,23 @@ class GPT(LayeredModel):
         self.shape = shape
 
     @classmethod
-    def of(cls, **shape: Any) -> GPT:
-        """A GPT from the attributes of `GPTShape`."""
-        return cls(GPTShape(**shape))
+    def of(cls, moe: Mapping[str, Any] | None = None, **shape: Any) -> GPT:
+        """A GPT from the attributes of `GPTShape`, and of `MoE` where it has experts."""
+        return cls(GPTShape(moe=MoE(**moe) if moe else None, **shape))
 
     def hf_names(self) -> dict[str, str] | None:
         """Our names -> those of transformers' `LlamaForCausalLM`, which computes the same where positions are rotary,
         norms are rmsnorms and perceptrons SwiGLU. None otherwise: GPT-2 there has its matrices transposed and three of
         them in one."""
         shape = self.shape
-        is_llama = (shape.positions, shape.norm, shape.mlp) == ("rotary", "rmsnorm", "swiglu")
+        is_llama = (shape.positions, shape.norm, shape.mlp, shape.moe) == ("rotary", "rmsnorm", "swiglu", None)
         return hf_names("llama", shape.num_layers) if is_llama else None
 
 
 def gpt_layers(shape: GPTShape) -> list[Layer]:
     """Recipes: embedding, positions and dropout, blocks, norm, head."""
     embed = partial(TokenEmbedding, shape.vocab_size, shape.hidden_size)
-    blocks = [Layer(f"blocks.{number}", partial(GPTBlock, shape)) for number in range(shape.num_layers)]
+    blocks = [Layer(f"blocks.{number}", partial(GPTBlock, shape, number)) for number in range(shape.num_layers)]
     second = Layer("dropout", partial(nn.Dropout, shape.dropout))
     if shape.positions == "learned":
         make = partial(LearnedPositions, shape.max_positions, shape.hidden_size, dropout=shape.dropout)

@@ -168,20 +168,25 @@ def _gpt(model: models.GPT, share: RankShare) -> Layers:
         if model.positions == "learned"
         else ("dropout", _with(Tape.dropout, model.dropout), 1)
     )
-    yield "blocks.{}", lambda tape, hidden: _gpt_block(model, share, tape, hidden, norm), model.num_layers
+    if model.moe is None or model.moe.every == 1:
+        yield "blocks.{}", partial(_gpt_block, model, share, norm, model.moe), model.num_layers
+    else:
+        for block in range(model.num_layers):
+            moe = model.moe if model.moe.is_in(block) else None
+            yield f"blocks.{block}", partial(_gpt_block, model, share, norm, moe), 1
     yield "norm", norm, 1
     yield "head", head, 1
 
 
 def _gpt_block(
-    model: models.GPT, share: RankShare, tape: Tape, hidden: Value, norm: Callable[[Tape, Value, str], Value]
+    model: models.GPT,
+    share: RankShare,
+    norm: Callable[[Tape, Value, str], Value],
+    moe: models.MoE | None,
+    tape: Tape,
+    hidden: Value,
 ) -> Value:
-    size, head_size, own, inner_size = (
-        model.hidden_size,
-        model.hidden_size // model.num_heads,
-        share.of(model.hidden_size),
-        share.of(model.mlp_size),
-    )
+    size, head_size, own = model.hidden_size, model.hidden_size // model.num_heads, share.of(model.hidden_size)
 
     def linear(value: Value, outputs: int, name: str, *, split: bool) -> Value:
         return tape.linear(value, outputs, name, has_bias=model.bias, split=split)
@@ -200,14 +205,46 @@ def _gpt_block(
     mixed = share.rows(tape, mixed, own)
     hidden = tape.add(hidden, tape.dropout(linear(mixed, size, "attention.output", split=False), model.dropout))
     normed = norm(tape, hidden, "mlp_norm")
+    added = _mixture(model, moe, tape, normed) if moe else _perceptron(model, share, tape, normed, "mlp")
+    return tape.add(hidden, tape.dropout(added, model.dropout))
+
+
+def _perceptron(model: models.GPT, share: RankShare, tape: Tape, value: Value, name: str) -> Value:
+    linear, inner_size = partial(tape.linear, has_bias=model.bias), share.of(model.mlp_size)
     if model.mlp == "swiglu":  # the first of the weights, and the second that is used
-        tape.own((inner_size, size), "mlp.gate", has_bias=model.bias)
-    inner = linear(normed, inner_size, "mlp.up", split=True)
+        tape.own((inner_size, model.hidden_size), f"{name}.gate", has_bias=model.bias)
+    inner = linear(value, inner_size, f"{name}.up", split=True)
     if model.mlp == "swiglu":
-        inner = tape.multiply(tape.gelu(linear(normed, inner_size, "mlp.gate", split=True)), inner)
+        inner = tape.multiply(tape.gelu(linear(value, inner_size, f"{name}.gate", split=True)), inner)
     else:
         inner = tape.gelu(inner)
-    return tape.add(hidden, tape.dropout(linear(inner, size, "mlp.down", split=False), model.dropout))
+    return linear(inner, model.hidden_size, f"{name}.down", split=False)
+
+
+def _mixture(model: models.GPT, moe: models.MoE, tape: Tape, normed: Value) -> Value:
+    """Every expert computes all rows that it has room for; `flops` are those of tokens, as if each found room."""
+    size, wide, tokens, experts = model.hidden_size, model.mlp_size, prod(normed.shape[:-1]), moe.num_experts
+    choices, rows = moe.top_k * tokens, experts * moe.capacity(tokens)
+    flat = normed.view(tokens, size)
+    exact = tape.cast(flat, 4)
+    flows, work = tape.own((experts, size), "mlp.router") or normed.has_gradient, 2 * tokens * experts * size
+    logits = tape.run(exact, shape=(tokens, experts), saves=[exact], flops=work, has_gradient=flows)
+    chosen = Value((moe.top_k, choices), 8, has_gradient=False)
+    weights = tape.run(tape.relu(logits), shape=(choices, 1), saves=[chosen])
+    if moe.top_k > 1:
+        weights = tape.multiply(weights, tape.save_output(weights))
+    given = tape.run(flat, shape=(rows + 1, size), saves=[Value((choices,), 8, has_gradient=False)])
+    gate = {"gate": (wide, size)} if model.mlp == "swiglu" else {}
+    for number in range(experts):  # in the order of the model
+        for name, shape in {**gate, "up": (wide, size), "down": (size, wide)}.items():
+            tape.own(shape, f"mlp.experts.{number}.{name}", has_bias=model.bias)
+    tape.count, before = experts, tape.flops
+    made = _perceptron(model, RankShare(), tape, given.view(rows, size), "mlp.experts.0")
+    tape.count, idle = 1, (tape.flops - before) * (rows - choices) // rows
+    tape.flops, tape.masked_flops = tape.flops - idle, tape.masked_flops - idle
+    made = tape.run(tape.run(made, shape=made.shape), shape=(rows + 1, size))
+    mixed = tape.multiply(tape.run(made, shape=(choices, size)), tape.cast(weights, made.width))
+    return tape.run(mixed, shape=normed.shape) if moe.top_k > 1 else mixed.view(*normed.shape)
 
 
 def _bert(model: models.BERT, share: RankShare) -> Layers:

@@ -26,6 +26,7 @@ class Layout:
         pipe_size: pipeline stages.
         tensor_size: ranks that share every split weight of one stage, and see the same samples.
         sequence_size: ranks that share the positions of the same samples.
+        expert_size: data-parallel ranks, one after the other, that share the experts of mixtures.
     """
 
     world_size: int
@@ -36,6 +37,7 @@ class Layout:
     pipe_size: int = 1
     tensor_size: int = 1
     sequence_size: int = 1
+    expert_size: int = 1
 
     @property
     def num_replicas(self) -> int:
@@ -67,6 +69,7 @@ class Layout:
             + (f", {self.pipe_size} pipeline stages" if self.pipe_size > 1 else "")
             + (f", {self.tensor_size} tensor-parallel" if self.tensor_size > 1 else "")
             + (f", {self.sequence_size} sequence-parallel" if self.sequence_size > 1 else "")
+            + (f", {self.expert_size} expert-parallel" if self.expert_size > 1 else "")
         )
 
 

@@ -32,6 +32,7 @@ from framework.plan.work import ModelWork, Part, weights_alone, work_of, work_of
 
 Bytes = Mapping[str, int]
 _FP32: Final = 4
+_EXPERTS: Final = ".experts."
 # Elements of the buckets of `engine/gradient_sums.py`.
 _STAGE_0_BUCKET: Final = 25 * 2**20 // 4
 # The same of DeepSpeed's pipeline (`MEMORY_OPT_ALLREDUCE_SIZE`).
@@ -124,7 +125,21 @@ def estimate(plan: Plan, *, work: ModelWork | None = None) -> Memory:
         return replace(max(stages, key=lambda stage: stage.total(stage.peak)), lacks=lacks, saved_bytes=saved_bytes)
     *layers, loss = work.layers()
     passes = passes_over(layers, loss, recompute_every=config.training.recompute_every)
-    return replace(_Estimate(plan, work, passes).memory(), lacks=lacks)
+    own = _of_rank(work, plan)
+    memory = _Estimate(plan, own, passes, elsewhere=work.num_params - own.num_params).memory()
+    return replace(memory, lacks=lacks, num_params=work.num_params)
+
+
+def _of_rank(work: ModelWork, plan: Plan) -> ModelWork:
+    """The weights that a rank holds where experts are divided: as many as any other."""
+    if (size := plan.layout.expert_size) == 1:
+        return work
+    count = plan.config.model.moe.num_experts // size  # type: ignore[union-attr]  # a rule has seen to it
+
+    def is_own(name: str) -> bool:
+        return _EXPERTS not in name or int(name.partition(_EXPERTS)[2].partition(".")[0]) < count
+
+    return replace(work, weights={name: shape for name, shape in work.weights.items() if is_own(name)})
 
 
 def stage_memories(plan: Plan, work: ModelWork) -> list[Memory]:
@@ -219,8 +234,11 @@ def _refuse_unknown(plan: Plan) -> None:
 class _Estimate:
     """Sizes that the components follow from. Elements are numbers of a weight, `ranks` hold the same weights."""
 
-    def __init__(self, plan: Plan, work: ModelWork, passes: Passes, stage: _Stage | None = None) -> None:
-        config = plan.config
+    def __init__(
+        self, plan: Plan, work: ModelWork, passes: Passes, stage: _Stage | None = None, elsewhere: int = 0
+    ) -> None:
+        """Take what a rank has; `elsewhere`: elements of experts on other ranks, which the model's file has too."""
+        config, self.elsewhere = plan.config, elsewhere
         self.config, self.passes, self.buffers, self.pipeline = config, passes, work.buffer_bytes, stage
         self.ranks, self.steps = plan.layout.num_replicas, plan.layout.accumulation_steps
         self.tensor_size = plan.layout.tensor_size
@@ -234,19 +252,21 @@ class _Estimate:
         accumulation, reduction = sums_of(config, plan.layout)
         self.sum_width = _FP32 if accumulation else self.width
         self.reduce_width = _FP32 if reduction else self.width
-        self.groups = _groups(work.weights, config)
+        # Experts that are divided have groups of their own, over the ranks that hold the same ones.
+        kinds: dict[int, dict[str, Shape]] = {}
+        for name, shape in work.weights.items():
+            over = self.ranks // (plan.layout.expert_size if _EXPERTS in name else 1)
+            kinds.setdefault(over, {})[name] = shape
+        found = [(group, over) for over, shapes in kinds.items() for group in _groups(shapes, config)]
+        self.groups, self.over = [group for group, _ in found], [over for _, over in found]
         self.sizes = [size for group in self.groups for size in group]
         self.total, self.largest = sum(self.sizes), max(self.sizes)
         # DeepSpeed pads each group to a multiple of 2 x ranks at stages 1 and 2, each weight to one of ranks at 3.
-        unit = 2 * self.ranks
-        self.padded = sum(ceil(sum(group) / unit) * unit for group in self.groups)
-        self.share = {0: self.total, 3: sum(ceil(size / self.ranks) for size in self.sizes)}.get(
-            self.stage, self.padded // self.ranks
-        )
+        even = [ceil(sum(group) / (2 * over)) * 2 for group, over in zip(self.groups, self.over, strict=True)]
+        self.padded = sum(part * over for part, over in zip(even, self.over, strict=True))
+        self.share = {0: self.total, 3: sum(ceil(size / self.ranks) for size in self.sizes)}.get(self.stage, sum(even))
         # What the optimizer steps at once.
-        self.parts = {0: self.sizes, 3: list(self.sub_groups())}.get(
-            self.stage, [ceil(sum(group) / unit) * 2 for group in self.groups]
-        )
+        self.parts = {0: self.sizes, 3: list(self.sub_groups())}.get(self.stage, even)
         self.largest_share = max(self.parts)
         self.is_cpu = plan.cluster.device == "cpu"
         # Of what is not trained there are weights only, at stage 3 spread as the others.
@@ -292,7 +312,7 @@ class _Estimate:
             touched=max(self.touched()) if self.stage in (1, 2) else 0,
             frozen=self.frozen,
             shared=0 if self.pipeline is None else self.pipeline.shared,
-            buffers=self.buffers,
+            buffers=self.buffers + self.width * self.elsewhere,
             pins=not self.is_cpu,
             accumulates=self.steps > 1,
         )
@@ -374,14 +394,16 @@ class _Estimate:
         """Bytes of the buckets of stages 1 and 2, however small the model is; two where sums overlap."""
         return (1 + self.overlaps) * self.sum_width * int(self.zero["reduce_bucket_size"])
 
-    def touched(self) -> list[int]:
-        """For each rank the elements of the weights that have a part in its share: their gradients stay whole."""
+    def touched(self, groups: int | None = None) -> list[int]:
+        """For each rank the elements of the weights that have a part in its share: their gradients stay whole.
+        `groups`: of the first ones alone.
+        """
         totals = [0] * (self.ranks + 1)
-        for group in self.groups:
-            part = ceil(sum(group) / (2 * self.ranks)) * 2
+        for group, over in [*zip(self.groups, self.over, strict=True)][:groups]:
+            part, alike = ceil(sum(group) / (2 * over)) * 2, self.ranks // over
             for size, end in zip(group, accumulate(group), strict=True):
-                totals[(end - size) // part] += size
-                totals[(end - 1) // part + 1] -= size
+                totals[(end - size) // part * alike] += size
+                totals[((end - 1) // part + 1) * alike] -= size
         return list(accumulate(totals[:-1]))
 
     @property
@@ -509,7 +531,7 @@ class _Estimate:
             return found
         own = max(self.touched()) if self.stage < 3 else 0
         # DeepSpeed lets go of gradients that it has copied, but not of those of an earlier group.
-        stays = self.sum_width * own if len(self.groups) > 1 else 0
+        stays = self.sum_width * max(self.touched(-1)) if self.stage < 3 else 0
         if self.stage == 1 and self.steps > 1 and self.sum_width == _FP32:
             own = self.total
         flat, single = self.sum_width * share, _FP32 * share if self.sum_width < _FP32 else 0

@@ -89,7 +89,7 @@ class Plan:
 
 def default_cluster(config: RunConfig) -> Cluster:
     """The smallest cluster that the config alone allows: what it says it is meant for, or what its batch implies."""
-    parallel = implied_data_parallel_size(config.batch) or 1
+    parallel = implied_data_parallel_size(config.batch) or config.parallel.expert
     return Cluster(devices_per_host=config.run.world_size or parallel * prod(config.parallel.sizes().values()))
 
 
@@ -124,6 +124,7 @@ def make_plan(
         raise ConfigError(_errors([layout, *findings, *further], source))
     if num_train_samples is None:
         num_train_samples = config.data.num_train_samples()
+    layout = replace(layout, expert_size=config.parallel.expert)
     length = _length(config, layout, num_train_samples)
     notes = half_precision_without_zero(config, cluster, layout)
     findings = [*findings, *_length_findings(config, layout, length), *notes, *further]

@@ -74,6 +74,7 @@ class Tape:
             ZeRO stage 3.
         saved: what parts up to here have saved.
         weights: name -> shape of all weights up to here, in the model's order, shared ones once.
+        count: linear layers alike that one operation stands for, each on its own rows.
         buffer_bytes: bytes of what is kept beside them: the statistics of batch norms, fp32, and their counts, int64.
     """
 
@@ -86,6 +87,7 @@ class Tape:
     weights: dict[str, Shape] = field(default_factory=dict)
     buffer_bytes: int = 0
     prefix: str = ""
+    count: int = 1
     flops: int = 0
     masked_flops: int = 0
     moved_bytes: int = 0
@@ -234,8 +236,8 @@ class Tape:
         if self.keeps_inputs and len(weight) == 2 and self.place(name) != "embed.weight":  # which is no linear layer
             saves = [given]
         elif self.product_width < self.weight_width:  # autograd keeps the copy of the weight
-            copy = Value(weight, self.product_width, is_split=split is not None)
-            self.moved_bytes += prod(weight) * (self.weight_width + self.product_width)
+            copy = Value((self.count, *weight), self.product_width, is_split=split is not None)
+            self.moved_bytes += self.count * prod(weight) * (self.weight_width + self.product_width)
             saves += [copy] if value.has_gradient or len(weight) > 2 else []
             temporary = copy.num_bytes
         return self.run(

@@ -106,6 +106,7 @@ class Parallelism:
             tensor=layout.tensor_size,
             sequence=layout.sequence_size,
             block_sums=(2, 2),
+            expert=layout.expert_size,
             zero_stage=stage,
             accumulation=layout.accumulation_steps,
             micro_size=layout.micro_size,

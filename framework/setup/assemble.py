@@ -24,6 +24,7 @@ from framework.data.loaders import EvalLoader
 from framework.data.splits import Splits
 from framework.engine import random_state
 from framework.engine.distributed import from_rank0, gather, gather_from_disks, rank
+from framework.engine.expert_parallel import building_experts
 from framework.engine.failures import ExplainedData
 from framework.engine.initialize import BaseEngine
 from framework.engine.model_build import build_model
@@ -35,6 +36,7 @@ from framework.engine.rank_groups import make_groups
 from framework.engine.tensor_cut import TensorCut
 from framework.engine.weights import put_layer_weights, put_weights
 from framework.models.adapt import prepare_model
+from framework.models.experts import Mixture
 from framework.models.sync_batch_norm import with_sync_batch_norm
 from framework.plan.auto import peaks_at_hand
 from framework.plan.balance import StageTable
@@ -101,7 +103,9 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
     if plan.layout.tensor_size > 1:
         groups = make_groups(plan.layout)
         build = TensorCut(groups.tensor, plan.config.parallel.tensor_plan, parts.task).after(build)
-    model = build_model(build, ds_config=ds_config, draws_in_pieces=is_ours, groups=groups)
+    with building_experts(plan) as divides:  # of which no other rank could take the place
+        make = partial(build_model, build, ds_config=ds_config, draws_in_pieces=is_ours, groups=groups)
+        model = build() if divides else make()
     model = prepare_model(model, plan.config.training)
     if weights is not None:
         source, group = str(plan.config.checkpoint.init_weights), None if groups is None else groups.tensor
@@ -137,7 +141,10 @@ def count_parameters(engine: Engine, stages: StageTable | None) -> int:
     if stages is not None:
         return sum(stage.num_params for stage in stages.stages())
     module = engine.engine.module  # type: ignore[attr-defined]
-    return sum(whole_shape(weight).numel() for weight in module.parameters())
+    sizes = {weight: whole_shape(weight).numel() for weight in module.parameters()}
+    mixtures = (one for one in module.modules() if isinstance(one, Mixture))
+    sizes |= {weight: one.size * sizes[weight] for one in mixtures for weight in one.experts.parameters()}
+    return sum(sizes.values())
 
 
 def build_trainer(

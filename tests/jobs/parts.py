@@ -11,7 +11,9 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from framework.data.digits import build
+from framework.tasks.causal_lm import CausalLM
 from framework.tasks.classification import Classification
+from framework.tasks.task import Ratio
 
 
 class NoisyDigits(Dataset[tuple[torch.Tensor, int]]):
@@ -74,6 +76,10 @@ class MaskedPrompts(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 def masked_prompts() -> MaskedPrompts:
     return MaskedPrompts()
+
+
+def masked_prompts_and_seven_more() -> tuple[Dataset[tuple[torch.Tensor, torch.Tensor]], ...]:
+    return MaskedPrompts(), torch.utils.data.Subset(MaskedPrompts(), range(7))
 
 
 def steep_samples(count: int = 1024) -> TensorDataset:
@@ -140,3 +146,21 @@ class StopsItself(Classification):
             os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(self._seconds)
         return super().forward(model, inputs)
+
+
+def tiny_mixtral() -> torch.nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=50, num_key_value_heads=1, **sizes, **experts))
+
+
+class WithRouterLoss(CausalLM):
+    """The loss of transformers' routers, a mean over a micro-batch, beside that of tokens."""
+
+    def loss(self, outputs: Any, targets: torch.Tensor) -> Any:
+        return super().loss(outputs.logits, targets), Ratio(0.05 * outputs.aux_loss.float(), 1)
+
+    def count(self, targets: torch.Tensor) -> Any:
+        return super().count(targets), 1

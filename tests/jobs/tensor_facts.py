@@ -18,7 +18,7 @@ from framework.config.training import TensorSplit
 from framework.engine.distributed import gather, process_group
 from framework.engine.tensor_cut import TensorCut
 from framework.errors import ConfigError
-from framework.models import bert, gpt
+from framework.models import bert, gpt, sequence
 from framework.models.split import TensorPart, VocabularyPart
 from framework.tasks.causal_lm import CausalLM
 from framework.tasks.masked_lm import MaskedLM
@@ -137,13 +137,13 @@ def vocabulary_loss() -> dict[str, bool]:
 def dropouts() -> dict[str, bool]:
     """Random numbers drawn in attention differ between ranks; those after it, and all of the next step, do not."""
     model, drawn = cut(make_gpt(dropout=0.5), CausalLM()), dict[str, list[Tensor]]()
-    attend = gpt.scaled_dot_product_attention
+    attend = sequence.scaled_dot_product_attention
 
     def noting(*args: Any, **options: Any) -> Tensor:
         drawn.setdefault("attention", []).append(torch.rand(4))
         return attend(*args, **options)
 
-    gpt.scaled_dot_product_attention = noting  # type: ignore[assignment]
+    sequence.scaled_dot_product_attention = noting  # type: ignore[assignment]
     block = model.get_submodule("blocks.0")
     block.register_forward_hook(lambda *_: drawn.setdefault("block", []).append(torch.rand(4)))
     hidden: list[Tensor] = []

@@ -25,6 +25,8 @@ MODELS: list[dict[str, Any]] = [
     {"kind": "gpt", "bias": False},
     {"kind": "gpt", "norm": "rmsnorm", "tie_embeddings": False, "num_kv_heads": 2},
     {"kind": "gpt", "mlp": "swiglu", "positions": "rotary", "hidden_size": 96},
+    {"kind": "gpt", "moe": {"num_experts": 3}},
+    {"kind": "gpt", "mlp": "swiglu", "bias": False, "moe": {"num_experts": 2, "every": 1}},
     *({"kind": "bert", "size": size} for size in BERT_SIZES),
     {"kind": "bert", "num_types": 3, "mlp_size": 100},
 ]

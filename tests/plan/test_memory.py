@@ -134,6 +134,10 @@ def own_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
         yield f"own-z{stage}-frozen", of(zero=zero(stage), precision=half, training=frozen), tokens
     for stage in (2, 3):
         yield f"own-z{stage}-autocast", of(zero=zero(stage), precision={"dtype": "autocast"}), tokens
+    mixed = gpt | {"moe": {"num_experts": 4, "top_k": 2, "every": 1}}
+    for stage, experts, steps in ((1, 2, 1), (2, 2, 2), (3, 1, 1)):
+        section = {"parallel": {"expert": experts}, "precision": half}
+        yield f"own-z{stage}-experts-{experts}", of(model=mixed, zero=zero(stage), steps=steps, **section), tokens
     bert = {"kind": "bert", "hidden_size": 256, "num_layers": 2, "num_heads": 4, "max_positions": 64}
     pairs = {"data": {"kind": "text_pairs", "sequence_length": 64}, "task": {"kind": "masked_lm"}}
     yield "own-z2-bert", of(model=bert, zero=zero(2), precision=half, **pairs), [*tokens, *tokens, ["int64", [8]]]

@@ -14,7 +14,7 @@ from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
 from framework.models.adapt import prepare_model
 from framework.models.layers import LayeredModel
-from framework.plan.work import model_work, named_work
+from framework.plan.work import ModelWork, model_work, named_work
 from framework.setup.objects import Objects
 from framework.setup.parts import gather_parts
 from tests.jobs.live_bytes import Saved
@@ -23,6 +23,7 @@ from tests.plan.saved_bytes import saved_bytes
 TEXT = {"data": {"kind": "text", "sequence_length": 32}, "task": {"kind": "causal_lm"}}
 PAIRS = {"data": {"kind": "text_pairs", "sequence_length": 32}, "task": {"kind": "masked_lm"}}
 SMALL = {"hidden_size": 64, "num_layers": 3, "num_heads": 4, "max_positions": 32}
+EXPERTS = {"num_experts": 4, "capacity_factor": 1.0}  # rows that are all taken, if evenly: of no others are operations
 LLAMA = {"size": "llama-2-7b", "mlp_size": 160, "num_kv_heads": 2, "vocab_size": 261}
 
 
@@ -36,6 +37,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt-dropout": {"model": {"kind": "gpt", **SMALL, "dropout": 0.1}, **TEXT},
     "llama": {"model": {"kind": "gpt", **SMALL, **LLAMA}, **TEXT},
     "gpt-rotary": {"model": {"kind": "gpt", **SMALL, "positions": "rotary", "dropout": 0.1}, **TEXT},
+    "switch": {"model": {"kind": "gpt", **SMALL, "moe": EXPERTS}, **TEXT},
+    "mixtral": {"model": {"kind": "gpt", **SMALL, **LLAMA, "moe": {**EXPERTS, "top_k": 2, "every": 1}}, **TEXT},
     "bert": {"model": {"kind": "bert", **SMALL, "dropout": 0.0}, **PAIRS},
     "bert-dropout": {"model": {"kind": "bert", **SMALL, "dropout": 0.1}, **PAIRS},
     "lenet": images({"kind": "lenet"}, 28),
@@ -164,3 +167,24 @@ def test_a_block_keeps_what_the_literature_says() -> None:
     unfused = model_work(model.model_copy(update={"dropout": 0.1}), micro_size=4, sequence_length=1024, device="cpu")
     assert unfused is not None
     assert sum(part.masked_flops for part in unfused.parts) == 0
+
+
+def test_operations_of_experts_are_those_of_tokens_and_their_memory_that_of_rows() -> None:
+    """Of 8 experts a token takes 2: operations of two perceptrons, and time of all rows."""
+
+    def work(moe: dict[str, Any] | None) -> ModelWork:
+        values = {"kind": "gpt", "size": "llama-2-7b", "num_layers": 2} | ({"moe": moe} if moe else {})
+        made = named_work(config_from_values({"model": values, **TEXT}), 4)
+        assert made is not None
+        return made
+
+    dense, moe = work(None), {"num_experts": 8, "top_k": 2, "every": 1}
+    perceptron = 3 * 4096 * 11008
+    for factor, rows in ((1.0, 2), (2.0, 4), (None, 8)):
+        mixed = work({**moe, "capacity_factor": factor})
+        assert mixed.num_params - dense.num_params == 2 * (7 * perceptron + 8 * 4096)
+        router = 2 * 8 * 4096
+        assert mixed.flops - dense.flops == 2 * 128 * 2 * (perceptron + router // 2)
+        computed = mixed.flops - sum(part.masked_flops * part.count for part in mixed.parts)
+        masked = sum(part.masked_flops * part.count for part in dense.parts)
+        assert computed - (dense.flops - masked) == 2 * 128 * 2 * ((rows - 1) * perceptron + router // 2)

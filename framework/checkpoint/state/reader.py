@@ -8,7 +8,7 @@ values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
@@ -24,6 +24,7 @@ from framework.checkpoint.state.tensor_split import Division
 from framework.errors import ConfigError, StorageError, in_one_line
 
 _STEP: Final = "step"
+_OF_EXPERTS: Final = ("moe", "name")  # keys of a group that belong to the layout
 _LOSS_SCALE: Final = ("cur_scale", "cur_iter", "cur_hysteresis", "last_overflow_iter")
 
 
@@ -65,7 +66,7 @@ class StoredState:
                 return None
             groups = self._files.value(Place(place.file, (*place.keys[:-2], "param_groups")))
             own = next(group for group in groups if place.keys[-1] in group["params"])
-            return {key: value for key, value in own.items() if key != "params"}
+            return {key: value for key, value in own.items() if key not in ("params", *_OF_EXPERTS)}
 
     @property
     def loss_scale(self) -> Mapping[str, float]:
@@ -127,11 +128,15 @@ class StoredState:
         if (stored := self._of(name)).shape != shape:
             raise self._lacks(name, f"shape {tuple(stored.shape)}, and the run has {tuple(shape)}")
 
-    def refuse_others(self, names: Iterable[str]) -> None:
-        """Refuse what holds more than these names, which are all of the run's model: the rest would be dropped."""
+    def refuse_others(self, names: Iterable[str], *, is_elsewhere: Callable[[str], bool]) -> None:
+        """Refuse what holds more than these names, and what other ranks have: the rest would be dropped."""
         known = {self._map.ties.get(name, name) for name in names}
         # Stage 3 leaves empty tensors in the place of weights of a further name.
-        more = sorted(name for name, one in self._map.stored.items() if name not in known and one.shape.numel())
+        more = sorted(
+            name
+            for name, one in self._map.stored.items()
+            if name not in known and one.shape.numel() and not is_elsewhere(name)
+        )
         if more:
             also = f" (and {len(more) - 1} more)" if more[1:] else ""
             raise self._lacks(more[0] + also, "numbers, and the run's model has nothing of that name")

@@ -30,7 +30,7 @@ from typing import Any, Final
 import torch
 
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.names import MODEL_FILE, OPTIMIZER_FILE, SWAPPED, layer_file
+from framework.checkpoint.names import EXPERT, MODEL_FILE, OPTIMIZER_FILE, SWAPPED, layer_file, shift_expert
 from framework.checkpoint.state.checkpoint_engine import read_file
 from framework.checkpoint.state.tensor_split import Split
 
@@ -231,7 +231,9 @@ def _map_of_rank(
         ties |= {name: first for name, first in (files[models[0, 0]]["shared_params"] or {}).items() if name in stored}
         found = _rows(files, models, optimizers)
     else:
-        found = _slices(files, models, optimizers, pipeline)
+        moe = manifest["config"].get("model", {}).get("moe") or {}
+        experts = moe.get("num_experts", 1), manifest["layout"].get("expert_size", 1)
+        found = _slices(files, models, optimizers, pipeline, experts)
     for name, one in found:
         stored[ties.get(name, name)] = one
     for name in ties:
@@ -295,21 +297,38 @@ def _slices(
     models: Mapping[tuple[int, int], str],
     optimizers: Mapping[tuple[int, int], str],
     pipeline: Mapping[str, Any] | None,
+    experts: tuple[int, int],
 ) -> _Found:
     """Stages 1 and 2: the parameters of a group lie in a row, of which every rank has an equal part."""
     stage_of: dict[str, int] = {}
     for stage in sorted({stage for _, stage in optimizers}):
         model, ranks = files[models[0, stage]], _of_ranks(optimizers, stage)
-        rows = [_sliced(files, ranks, group, shapes) for group, shapes in enumerate(model["param_shapes"])]
+        rows: list[dict[str, Stored]] = []
+        notes: dict[str, list[tuple[Mapping[str, Stored], int]]] = {file: [] for file in ranks}
+        for group, shapes in enumerate(model["param_shapes"]):
+            for own, of in _divided(shapes, ranks, *experts):
+                rows.append(_sliced(files, own, group, of))
+                for rank, file in enumerate(own):
+                    notes[file].append((rows[-1], rank))
         # Where gradients go round robin, DeepSpeed's notes of what lies where are of another order than its numbers.
         if not (model.get("ds_config") or {}).get("zero_optimization", {}).get("round_robin_gradients"):
-            files.expect({file: partial(_check_slices, rows, rank) for rank, file in enumerate(ranks)})
+            files.expect({file: partial(_check_slices, parts) for file, parts in notes.items()})
         for inner_name, one in chain.from_iterable(row.items() for row in rows):
             name = inner_name
             if pipeline:
                 name = plain_name(name, layers=pipeline["layers"], tied_keys=pipeline["tied_keys"])
             if stage_of.setdefault(name, stage) == stage:  # a tied weight has the same copies on all its stages
                 yield name, one
+
+
+def _divided(
+    shapes: Mapping[str, torch.Size], ranks: Sequence[str], count: int, size: int
+) -> Iterator[tuple[Sequence[str], Mapping[str, torch.Size]]]:
+    """The rows of a group of parameters, each with its files: of `count` experts those of every of `size` ranks."""
+    size = size if any(map(EXPERT.search, shapes)) else 1
+    for place in range(size):
+        first = place * count // size
+        yield ranks[place::size], {shift_expert(name, first): shape for name, shape in shapes.items()}
 
 
 def _sliced(
@@ -328,9 +347,9 @@ def _sliced(
     return row
 
 
-def _check_slices(rows: Sequence[Mapping[str, Stored]], rank: int, content: Any) -> None:
-    """Compare what a file notes of its parameters with what their shapes say."""
-    for row, noted in zip(rows, content["optimizer_state_dict"]["param_slice_mappings"], strict=True):
+def _check_slices(parts: Sequence[tuple[Mapping[str, Stored], int]], content: Any) -> None:
+    """Compare what a file notes of its parameters with what their shapes say; of each row it is a rank's part."""
+    for (row, rank), noted in zip(parts, content["optimizer_state_dict"]["param_slice_mappings"], strict=True):
         expected = {}
         for name, one in row.items():
             begin, end = one.offset - rank * one.size, one.offset + one.shape.numel() - rank * one.size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -139,6 +140,25 @@ def sequences_are_shared(config: RunConfig, cluster: Cluster) -> Found:
     elif isinstance(length, int) and length % size:
         near = max(1, length // size) * size
         yield key, f"sequences of {length} positions cannot be shared evenly", f"set data.sequence_length: {near}"
+
+
+@rule("no-block-of-experts")
+def blocks_have_experts(config: RunConfig, cluster: Cluster) -> Found:
+    """Of so many blocks the last has experts, and there are not so many."""
+    if (moe := getattr(config.model, "moe", None)) and moe.every > (count := config.model.num_layers):  # type: ignore[union-attr]
+        yield "model.moe.every", f"of {count} blocks none would have experts", f"write every: {count} or less"
+
+
+@rule("experts-not-divisible")
+def experts_divide(config: RunConfig, cluster: Cluster) -> Found:
+    """Whole experts for every rank of a group, and whole groups."""
+    size, moe, key = config.parallel.expert, getattr(config.model, "moe", None), "parallel.expert"
+    ranks = cluster.world_size // prod(config.parallel.sizes().values())
+    for count, what in ((moe.num_experts, "experts"), (ranks, "data-parallel ranks")) if moe else ():
+        if count % size:
+            reason = f"{count} {what} cannot be split evenly over them"
+            yield key, reason, f"set {key}: {_divisor(count, near=size)}"
+            return
 
 
 def _divisor(number: int, *, near: int) -> int:

@@ -11,6 +11,7 @@ LION = {"optimizer": {"kind": "lion"}}
 TARGET = {"target": "a:b"}
 GREY224 = {"kind": "synthetic_images", "channels": 1, "image_size": 28, "num_classes": 10}
 GPT = {"model": {"kind": "gpt"}, "data": {"kind": "text"}, "task": {"kind": "causal_lm"}}
+MIXED = GPT | {"model": {"kind": "gpt", "moe": {"num_experts": 4}}}
 BERT = {"model": {"kind": "bert"}, "data": {"kind": "text_pairs"}, "task": {"kind": "masked_lm"}}
 EMA = {"ema": {"decay": 0.99}}
 NVME = {"device": "nvme", "nvme_path": "/nvme"}
@@ -20,6 +21,11 @@ def offload(stage: int, device: str = "cpu", **rest: Any) -> dict[str, Any]:
     return {"zero": {"stage": stage, "offload_optimizer": {"device": device, **rest}}}
 
 
+def with_experts(expert: int = 2, stage: int = 1) -> dict[str, Any]:
+    return MIXED | {"parallel": {"expert": expert}, "zero": {"stage": stage}}
+
+
+REDUCED = ({"round_robin_gradients": True}, {"reduce_scatter": False}, {"contiguous_gradients": False})
 MANY: dict[str, Any] = {"batch": {"accumulation_steps": 8}}  # micro-batches: no stage idles for long
 AUTOCAST_FP16: dict[str, Any] = {"precision": {"dtype": "autocast", "compute_dtype": "fp16"}}
 
@@ -58,6 +64,39 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (GPT | {"parallel": {"sequence": 2}}, "cpu", None),
         (BERT | {"parallel": {"sequence": 2}}, "cpu", None),
         ({"model": TARGET, "task": TARGET, "parallel": {"sequence": 2}}, "cpu", None),
+    ],
+    "not_with_experts": [
+        (piped(**MIXED), "cuda", "not-with-experts"),
+        (MIXED | {"parallel": {"tensor": 2}}, "cuda", "not-with-experts"),
+        (MIXED | {"parallel": {"sequence": 2}}, "cuda", "not-with-experts"),
+        (piped(**GPT), "cuda", None),
+        (MIXED, "cuda", None),
+    ],
+    "blocks_have_experts": [
+        (GPT | {"model": {"kind": "gpt", "moe": {"num_experts": 2, "every": 5}}}, "cpu", "no-block-of-experts"),
+        (GPT | {"model": {"kind": "gpt", "moe": {"num_experts": 2, "every": 4}}}, "cpu", None),
+        (GPT, "cpu", None),
+    ],
+    "experts_divide": [
+        (with_experts(), "cuda", None),
+        (with_experts(stage=2), "cuda", None),
+        (with_experts(3), "cuda", "experts-not-divisible"),
+        (with_experts(4), "cuda", "experts-not-divisible"),
+    ],
+    "experts_need_zero": [
+        *((with_experts(stage=stage), "cuda", "experts-need-zero") for stage in (0, 3)),
+        *((with_experts(stage=stage), "cuda", None) for stage in (1, 2)),
+        (with_experts(1, stage=3), "cuda", None),
+    ],
+    "expert_without_moe": [
+        (GPT | {"parallel": {"expert": 2}}, "cuda", "expert-without-moe"),
+        (with_experts(), "cuda", None),
+    ],
+    "expert_with_other": [
+        (with_experts() | {"optimizer": TARGET}, "cuda", "expert-with-other"),
+        *((with_experts() | {"zero": {"stage": 1, **zero}}, "cuda", "expert-with-other") for zero in REDUCED),
+        (with_experts(), "cuda", None),
+        (with_experts(1) | {"optimizer": TARGET}, "cuda", None),
     ],
     "fp16_on_cpu": [
         ({"precision": {"dtype": "fp16"}}, "cpu", "fp16-on-cpu"),

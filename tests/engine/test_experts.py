@@ -1,0 +1,257 @@
+"""Mixtures of experts train like plain PyTorch in one process: 20 fp32 steps, losses, gradient norms and what the
+mixtures report within 1e-5, dropped tokens included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from framework.checkpoint.manifest import list_checkpoints
+from framework.checkpoint.state.reader import MergedWeights
+from framework.config.load import config_from_values
+from framework.data.order import epoch_order
+from framework.models.experts import Routing, collected_routings
+from framework.setup.objects import call_factory
+from tests.jobs.parts import MaskedPrompts, tiny_mixtral
+from tests.launched import read_metrics, series, train_cases
+
+pytestmark = pytest.mark.slow
+
+NUM_STEPS, GLOBAL_SIZE = 20, 8
+MODEL = {
+    "kind": "gpt",
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 2,
+    "max_positions": 16,
+    "dropout": 0.0,
+}
+# Weights of its losses that show: in half of the cases tokens are dropped.
+TOP1 = {"num_experts": 4, "capacity_factor": 1.0, "min_capacity": 1, "every": 1, "balance_loss": 0.1}
+TOP2 = {"num_experts": 4, "top_k": 2, "balance_loss": 0.05, "z_loss": 0.01, "capacity_factor": None}
+# Of transformers, by import path, with the losses of its routers.
+MIXTRAL = {"num_experts": 4, "top_k": 2}
+OWN = {"model": {"target": "tests.jobs.parts:tiny_mixtral"}, "task": {"target": "tests.jobs.parts:WithRouterLoss"}}
+SGD = {"kind": "sgd", "lr": 0.3, "momentum": 0.9}
+ADAMW = {"kind": "adamw", "lr": 3e-3, "weight_decay": 0.1}
+
+
+@dataclass(frozen=True)
+class Case:
+    stage: int
+    moe: dict[str, Any]
+    optimizer: dict[str, Any]
+    steps: int = 1
+    ranks: int = 2
+    recompute: int = 0
+    expert: int = 1
+
+    @property
+    def name(self) -> str:
+        top = self.moe.get("top_k", 1)
+        place = f"r{self.ranks}-e{self.expert}-z{self.stage}"
+        place += "-mixtral" if self.moe is MIXTRAL else ""
+        return f"{place}-top{top}-{self.optimizer['kind']}-{self.steps}-{self.recompute}"
+
+    def config(self, folder: Path, **sections: Any) -> dict[str, Any]:
+        return {
+            "run": {"name": self.name, "output_dir": str(folder)},
+            **(
+                {"model": {**MODEL, "moe": self.moe}, "task": {"kind": "causal_lm"}} if self.moe is not MIXTRAL else OWN
+            ),
+            "data": {"target": "tests.jobs.parts:masked_prompts"},
+            "batch": {"global_size": GLOBAL_SIZE, "accumulation_steps": self.steps},
+            "zero": {"stage": self.stage},
+            "parallel": {"expert": self.expert},
+            "optimizer": self.optimizer,
+            "training": {
+                "max_steps": NUM_STEPS,
+                "log_every": 1,
+                "clip_grad_norm": 0.5,
+                "recompute_every": self.recompute,
+            },
+            "checkpoint": {"at_end": False},
+            "evaluation": {"at_end": False},
+            "monitors": {"tensorboard": False, "csv": False, "progress": "off"},
+            **sections,
+        }
+
+
+TWO = [
+    Case(0, MIXTRAL, SGD, steps=2),
+    Case(3, MIXTRAL, ADAMW),
+    *(Case(stage, TOP1, SGD, steps=2) for stage in (0, 1, 2, 3)),
+    *(Case(stage, TOP2, ADAMW) for stage in (0, 1, 2, 3)),
+    *(Case(stage, TOP2, SGD, steps=2, recompute=1) for stage in (0, 3)),
+    *(Case(stage, TOP1, SGD, steps=2, expert=2) for stage in (1, 2)),
+    *(Case(stage, TOP2, ADAMW, recompute=1, expert=2) for stage in (1, 2)),
+]
+
+
+def micro_batches(case: Case) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Of each step, those of all ranks."""
+    dataset = MaskedPrompts()
+    for step in range(NUM_STEPS):
+        epoch, position = divmod(step, len(dataset) // GLOBAL_SIZE)
+        order = epoch_order(len(dataset), seed=0, epoch=epoch, shuffle=True)
+        samples = [dataset[int(n)] for n in order[position * GLOBAL_SIZE : (position + 1) * GLOBAL_SIZE]]
+        size = GLOBAL_SIZE // case.ranks // case.steps
+        groups = [samples[start : start + size] for start in range(0, GLOBAL_SIZE, size)]
+        yield [(torch.stack([x for x, _ in group]), torch.stack([y for _, y in group])) for group in groups]
+
+
+def plain_steps(case: Case) -> list[dict[str, float]]:
+    """What every step reports: the dozen lines that anyone would write."""
+    torch.manual_seed(0)
+    factory = config_from_values({"model": {**MODEL, "moe": case.moe}}).model.factory()
+    model: nn.Module = call_factory(factory, key="model") if case.moe is not MIXTRAL else tiny_mixtral()
+    kinds: dict[str, Any] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+    options = {name: value for name, value in case.optimizer.items() if name != "kind"}
+    optimizer = kinds[case.optimizer["kind"]](model.parameters(), **options)
+    found = []
+    for batches in micro_batches(case):
+        optimizer.zero_grad()
+        nats, routings = torch.zeros(()), []
+        for ids, targets in batches:
+            with collected_routings() as reported:
+                outputs = model(ids)
+            logits = outputs if isinstance(outputs, torch.Tensor) else outputs.logits
+            nats = nats + cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+            routings += reported or [Routing(0.05 * outputs.aux_loss, torch.zeros(()), torch.zeros(()))]
+        loss = nats / sum(int((targets != -100).sum()) for _, targets in batches)
+        added = sum((one.loss for one in routings), torch.zeros(())) / len(batches)
+        (loss + added).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        found.append({"train/loss": loss.item(), "train/grad_norm": norm.item()})
+        if case.moe is MIXTRAL:  # whose task adds them
+            found[-1]["train/loss"] += added.item()
+            continue
+        for name in ("balance", "dropped"):
+            mean = torch.stack([getattr(one, name) for one in routings]).mean().item()
+            found[-1]["train/balance_loss" if name == "balance" else "train/dropped_tokens"] = mean
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts")
+    train_cases([case.config(folder) for case in TWO], num_ranks=2, folder=folder)
+    return folder
+
+
+def hold(case: Case, folder: Path) -> None:
+    """Compare a run with plain PyTorch; most of its steps are clipped."""
+    rows, expected = read_metrics(folder / case.name), plain_steps(case)
+    for name in expected[0]:
+        assert [row[name] for row in rows] == pytest.approx([step[name] for step in expected], abs=1e-5), name
+    drops = [step.get("train/dropped_tokens", 0.0) for step in expected]
+    assert max(drops) > 0.05 if case.moe is TOP1 else max(drops) == 0
+    assert sum(step["train/grad_norm"] > 0.5 for step in expected) > NUM_STEPS // 2
+
+
+@pytest.mark.parametrize("case", TWO, ids=lambda case: case.name)
+def test_trains_as_plain_pytorch(case: Case, folder: Path) -> None:
+    hold(case, folder)
+
+
+FOUR = [Case(stage, moe, optimizer, ranks=4, expert=2) for stage, moe, optimizer in ((1, TOP1, SGD), (2, TOP2, ADAMW))]
+FOUR.append(Case(1, TOP2, SGD, ranks=4, expert=4))
+
+
+@pytest.fixture(scope="module")
+def on_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts-4")
+    saves = saved("fewer", folder, {**UNBALANCED, "parallel": {"expert": 4}, "zero": {"stage": 2}}, max_steps=6)
+    train_cases([*(case.config(folder) for case in FOUR), saves], num_ranks=4, folder=folder)
+    return folder
+
+
+@pytest.mark.parametrize("case", FOUR, ids=lambda case: case.name)
+def test_groups_of_experts_train_as_plain_pytorch(case: Case, on_four: Path) -> None:
+    hold(case, on_four)
+
+
+# Nothing of its loss depends on how a batch is divided.
+UNBALANCED = {"model": {**MODEL, "moe": {**TOP2, "balance_loss": 0.0}}}
+# Runs of 12 steps, of which the first 6 are saved: layout before -> after.
+EXPERTS_2, EXPERTS_1 = {"parallel": {"expert": 2}, "zero": {"stage": 1}}, {"zero": {"stage": 1}}
+MOVES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "same": (EXPERTS_2, EXPERTS_2),
+    "together": (EXPERTS_2, {"zero": {"stage": 3}}),
+    "apart": ({"zero": {"stage": 0}}, {**EXPERTS_2, "zero": {"stage": 2}}),
+    "bf16": ({**EXPERTS_2, "precision": {"dtype": "bf16"}}, {**EXPERTS_2, "precision": {"dtype": "bf16"}}),
+}
+
+
+def saved(name: str, folder: Path, layout: dict[str, Any], *, max_steps: int) -> dict[str, Any]:
+    training = {"max_steps": max_steps, "log_every": 1, "clip_grad_norm": 0.5, "ema": {"decay": 0.8}}
+    sections = {
+        "run": {"name": name, "output_dir": str(folder)},
+        "model": {**MODEL, "dropout": 0.1 if "same" in name or "bf16" in name else 0.0, "moe": TOP2},
+        "data": {"target": "tests.jobs.parts:masked_prompts_and_seven_more"},
+        "training": training,
+        "evaluation": {"every_steps": 3, "batch_size": 2, "weights": "ema"},
+        "optimizer": ADAMW | {"weight_decay_on": "matrices"},
+        "scheduler": {"kind": "cosine", "warmup_steps": 2, "total_steps": 12},
+        "checkpoint": {"at_end": True, "resume": "auto"},
+    }
+    return Case(1, TOP2, ADAMW).config(folder, **{**sections, **layout})
+
+
+@pytest.fixture(scope="module")
+def moved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("moved-experts")
+    cases = []
+    for name, (before, after) in MOVES.items():
+        cases.append(saved(f"{name}-whole", folder, before, max_steps=12))
+        cases += [saved(name, folder, layout, max_steps=steps) for layout, steps in ((before, 6), (after, 12))]
+    begun = {"at_end": False, "init_weights": str(folder / "same-whole")}
+    for name, layout in (("begun-together", EXPERTS_1), ("begun-apart", EXPERTS_2)):
+        cases.append(saved(name, folder, {**layout, "checkpoint": begun}, max_steps=2))
+    train_cases(cases, num_ranks=2, folder=folder)
+    return folder
+
+
+def test_weights_of_a_checkpoint_begin_another_run(moved: Path) -> None:
+    together, apart = (series(moved / f"begun-{name}", "train/loss") for name in ("together", "apart"))
+    assert apart == pytest.approx(together, abs=1e-5)
+    assert apart[1] < series(moved / "same-whole", "train/loss")[1]
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_saved_experts_go_on_where_they_were(name: str, moved: Path) -> None:
+    """In the same layout to the bit, evaluations of the average included; in others as their arithmetic has it."""
+    whole, broken = (
+        {kind: series(moved / run, kind) for kind in ("train/loss", "train/grad_norm", "eval/loss")}
+        for run in (f"{name}-whole", name)
+    )
+    for kind, values in whole.items():
+        assert broken[kind] == (values if name in ("same", "bf16") else pytest.approx(values, abs=2e-5)), kind
+
+
+def test_weights_of_a_checkpoint_are_those_of_all_experts(moved: Path) -> None:
+    ends = [list_checkpoints(moved / run / "checkpoints")[-1] for run in ("together-whole", "together")]
+    one, other = (MergedWeights(end) for end in ends)
+    assert set(one) == set(other)
+    for name, weights in one.items():
+        torch.testing.assert_close(weights, other[name], atol=1e-4, rtol=0.0)
+    model: nn.Module = call_factory(config_from_values({"model": {**MODEL, "moe": TOP2}}).model.factory(), key="model")
+    assert set(one) | set(one.ties) == set(model.state_dict())
+
+
+def test_experts_of_four_ranks_go_on_on_two(on_four: Path) -> None:
+    cases = [saved("fewer", on_four, UNBALANCED | EXPERTS_2, max_steps=12)]
+    cases.append(saved("whole", on_four, UNBALANCED | EXPERTS_1, max_steps=12))
+    train_cases(cases, num_ranks=2, folder=on_four)
+    whole, broken = (series(on_four / name, "train/loss") for name in ("whole", "fewer"))
+    assert broken == pytest.approx(whole, abs=2e-5)
