@@ -117,7 +117,7 @@ def _train(
     engine = assemble_engine(prepared)
     seed_ranks(plan.config.run.seed, rank=rank(), step=start.step if start else 0)
     best = BestSoFar(of_checkpoint.keep_best, best_is=of_checkpoint.best_is)
-    described = prepared.description(order=order_of(start))
+    described = prepared.description(order=order_of(start)) | start_point.describe_frozen(engine, plan.config)
     callbacks = make_callbacks(engine, prepared)
     start_step = start_point.load_start(engine, start, (best, callbacks), described)
     if rank() == 0:

@@ -1,4 +1,6 @@
-"""Parameter groups: which weights are stepped with which learning rate and which weight decay."""
+"""Parameter groups: which weights are stepped with which learning rate and which weight decay. And which modules have
+adapters.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from framework.config.optimizer import Group
+from framework.config.training import LoRA
 from framework.errors import ConfigError, Problem
-from framework.text.typos import unmatched_pattern
+from framework.text.typos import nearest, unmatched_pattern
 
 _NUMBERED: Final = re.compile(r"(?:.*?[._])??\d+(?=\.|$)")
 
@@ -111,3 +114,45 @@ def _depth_of(name: str, depths: Mapping[str, int]) -> int:
     while name not in depths:
         name = name.rpartition(".")[0]
     return depths[name]
+
+
+# Adapters, matched as peft matches (its `check_target_module_exists`).
+
+ALL_LINEAR: Final = "all-linear"
+LORA: Final = ".lora_"
+"""Part of the names of all weights of adapters, behind the name of the module that they belong to."""
+
+
+def is_named(module: str, names: Sequence[str] | str) -> bool:
+    """Check whether a module is meant by a list of names or their ends, or by a regular expression."""
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def unmatched_modules(lora: LoRA, modules: Sequence[str]) -> list[Problem]:
+    """A problem of kind ``lora-matches-nothing`` for everything that names no module of a model."""
+    targets, known = lora.target_modules, [*{module.rpartition(".")[2]: None for module in modules}, *modules]
+    lists = {"modules_to_save": lora.modules_to_save} | (
+        {} if isinstance(targets, str) else {"target_modules": targets}
+    )
+    found = {
+        (f"{key}.{number}", name): f"did you mean {nearest(name, known) or known[0]}?"
+        for key, names in lists.items()
+        for number, name in enumerate(names)
+        if not any(is_named(module, [name]) for module in modules)
+    }
+    if isinstance(targets, str) and targets != ALL_LINEAR and not any(is_named(module, targets) for module in modules):
+        found["target_modules", targets] = unmatched_pattern(targets, modules)
+    reason = "no module of the model has such a name"
+    return [
+        Problem("lora-matches-nothing", reason, fix, f"training.lora.{key}", value)
+        for (key, value), fix in found.items()
+    ]
+
+
+def tied_problem(module: str, value: Any) -> Problem:
+    """A weight in two places would be adapted in one of them, and merged into both."""
+    reason = f"the weight of {module} is used in another place too, where no adapter would be"
+    fix = "leave it out, or train it whole: training.lora.modules_to_save"
+    return Problem("lora-tied", reason, fix, "training.lora.target_modules", value)

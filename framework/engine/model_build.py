@@ -90,7 +90,7 @@ def build_model(
                 reason = str(error) or reason
             if all(gather(model is not None)):
                 assert model is not None
-                return _partition(model, ds_config) if is_cut else model
+                return partition(model, ds_config) if is_cut else model
     raise ConfigError.of(
         kind="init-lost-at-stage-3",
         key="zero.stage",
@@ -168,8 +168,10 @@ def _limited(num_bytes: int | None) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _partition(model: torch.nn.Module, ds_config: Mapping[str, Any]) -> torch.nn.Module:
-    """Partition what rank 0 has weight by weight; buffers go to the device, as the engine does at other stages."""
+def partition(model: torch.nn.Module, ds_config: Mapping[str, Any]) -> torch.nn.Module:
+    """Partition what rank 0 has, and what is not partitioned yet, weight by weight; buffers go to the device, as the
+    engine does at other stages. Collective.
+    """
     whole = [parameter for parameter in model.parameters() if not is_zero_param(parameter)]
     # A second one would delete what the first one has swapped to NVMe.
     init = deepspeed.zero.Init(module=torch.nn.Module(), **_arguments(ds_config)) if whole else None

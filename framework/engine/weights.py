@@ -7,7 +7,7 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import deepspeed
 import torch
@@ -18,6 +18,7 @@ from framework.checkpoint.resume_point import explaining_storage_errors, newest_
 from framework.checkpoint.state.reader import MergedWeights
 from framework.checkpoint.state.weight_files import PICKLED, LazyWeights, is_exported, read_exported, shapes_of
 from framework.errors import ConfigError, StorageError, in_one_line, show_value
+from framework.models.adapters import fingerprint
 from framework.models.survey import Surveyed
 
 _KEY: Final = "checkpoint.init_weights"
@@ -56,9 +57,12 @@ def checkpoint_weights(
     `damage` is what was found where its files have been verified; otherwise they are now.
 
     Raises:
-        ConfigError: no moving average was kept.
+        ConfigError: no moving average was kept; or it holds adapters alone.
         StorageError: the files are damaged or missing, or hold more than weights.
     """
+    if (checkpoint.manifest.get("config", {}).get("training") or {}).get("lora"):
+        reason, fix = "it holds adapters, and not the weights that they belong to", "name an export of it"
+        raise ConfigError.of("weights-are-adapters", reason, fix, _KEY, str(checkpoint.path))
     found = MergedWeights(checkpoint, average=average, damage=damage)
     names = {name: name for name in found} | dict(found.ties)
     shapes = {name: found.stored[first].shape for name, first in names.items()}
@@ -85,6 +89,32 @@ def put_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], *, 
                 if hasattr(tensor, "ds_id") and not is_main:
                     continue
                 tensor.copy_(weights[f"{module_name}.{name}".lstrip(".")])
+
+
+def describe_base(model: torch.nn.Module, source: str | None) -> dict[str, Any]:
+    """Identity of the frozen weights under adapters, as manifests have it: where they came from, `source`, None where
+    they were drawn, and their fingerprint. Collective.
+    """
+
+    def gathered(weights: list[torch.nn.Parameter]) -> Any:
+        cut = [weight for weight in weights if hasattr(weight, "ds_id")]
+        return deepspeed.zero.GatheredParameters(cut, enabled=bool(cut))
+
+    return {"init_weights": source, "sha256": fingerprint(model, gathered)}
+
+
+def refuse_other_base(checkpoint: SavedCheckpoint, base: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint whose adapters were trained on other frozen weights.
+
+    Raises:
+        ConfigError: kind ``base-differs``.
+    """
+    saved = checkpoint.manifest.get("base")
+    if saved is not None and saved["sha256"] != base["sha256"]:
+        before, now = (one["init_weights"] or "weights drawn from run.seed" for one in (saved, base))
+        reason = f"the adapters in {checkpoint.path} were trained on other frozen weights ({before}), or in another"
+        fix = "name the same weights, and precision.dtype as it was"
+        raise ConfigError.of("base-differs", f"{reason} precision", fix, _KEY, now)
 
 
 def refuse_other_layers(weights: Mapping[str, torch.Tensor], layers: Sequence[Surveyed], *, source: str) -> None:

@@ -109,7 +109,10 @@ def estimate(plan: Plan, *, work: ModelWork | None = None) -> Memory:
     _refuse_unknown(plan)
     config, found, lacks = plan.config, work or work_of(plan), ""
     if found is None:
-        found, lacks = weights_alone(config.model, config.training.freeze), "the size of the images is not known"
+        found, lacks = (
+            weights_alone(config.model, config.training.freeze, config.training.lora),
+            "the size of the images is not known",
+        )
     if found is None:
         raise NotEstimatedError("the model is one of your own")
     work = found
@@ -285,6 +288,7 @@ class _Estimate:
             weights=self.sizes,
             touched=max(self.touched()) if self.stage in (1, 2) else 0,
             frozen=self.frozen,
+            saves_frozen=self.config.training.lora is None,
             shared=0 if self.pipeline is None else self.pipeline.shared,
             buffers=self.buffers,
             pins=not self.is_cpu,

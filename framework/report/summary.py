@@ -79,13 +79,13 @@ def print_start(
     start_step: int,
     stages: StageTable | None = None,
     evaluates: bool = True,
-    num_params: int | None = None,
+    num_params: tuple[int, int] | None = None,
 ) -> None:
     """The plan's warnings and notes, the balance of the stages, and what is about to happen: one line, and the sizes
     below it where they are known.
 
-    `evaluates` says whether there is evaluation data, which the plan does not know, and `num_params` the size of the
-    model.
+    `evaluates` says whether there is evaluation data, which the plan does not know, and `num_params` the parameters of
+    the model and how many of them are trained.
     """
     for finding in plan.findings:
         print_line(f"{finding.severity}: {finding}")
@@ -109,10 +109,12 @@ def print_start(
         _print_rows(_sizes(plan, num_params))
 
 
-def _sizes(plan: Plan, num_params: int) -> Iterator[tuple[str, str]]:
+def _sizes(plan: Plan, num_params: tuple[int, int]) -> Iterator[tuple[str, str]]:
     config, save = plan.config, plan.config.checkpoint
     model = next(getattr(config.model, tag) for tag in ("kind", "target", "object") if hasattr(config.model, tag))
-    yield "model", f"{model}, {num_params:,} parameters"
+    whole, trained = num_params
+    of_them = f", {trained:,} of them trained ({trained / whole:.2%})" if trained < whole else ""
+    yield "model", f"{model}, {whole:,} parameters{of_them}"
     yield "length", str(plan.length)
     with suppress(NotEstimatedError):
         memory = estimate(plan)

@@ -25,13 +25,14 @@ from framework.engine import random_state
 from framework.engine.distributed import from_rank0, gather, gather_from_disks, rank
 from framework.engine.failures import ExplainedData
 from framework.engine.initialize import BaseEngine
-from framework.engine.model_build import build_model
+from framework.engine.model_build import build_model, partition
 from framework.engine.pipeline_engine import build_pipeline
 from framework.engine.plain_engine import PlainEngine, build_engine
 from framework.engine.profile import Profiler
 from framework.engine.protocol import Engine
 from framework.engine.weights import put_layer_weights, put_weights
 from framework.models.adapt import prepare_model
+from framework.models.adapters import add_adapters
 from framework.models.sync_batch_norm import with_sync_batch_norm
 from framework.plan.auto import peaks_at_hand
 from framework.plan.balance import StageTable
@@ -99,6 +100,10 @@ def assemble_engine(prepared: Prepared) -> Engine:
     if weights is not None:
         put_weights(model, weights, source=str(plan.config.checkpoint.init_weights))
         weights.let_go()
+    if (lora := plan.config.training.lora) is not None:
+        model = add_adapters(model, lora, seed=plan.config.run.seed)
+        if plan.config.zero.stage == 3:
+            model = partition(model, ds_config)
     return build_engine(plan, ds_config=ds_config, model=model, task=parts.task, make_optimizer=parts.make_optimizer)
 
 
@@ -121,12 +126,16 @@ def _watch(
     return Every(asked.histograms_every_steps), lambda step: show_weights(engine, plan, board, step)
 
 
-def count_parameters(engine: Engine, stages: StageTable | None) -> int:
-    """Count the parameters of the whole model: of all stages, and at ZeRO stage 3 of all shares."""
+def count_parameters(engine: Engine, stages: StageTable | None) -> tuple[int, int]:
+    """Count the parameters of the whole model, and those that are trained: of all stages, and at ZeRO stage 3 of all
+    shares.
+    """
     if stages is not None:
-        return sum(stage.num_params for stage in stages.stages())
-    module = engine.engine.module  # type: ignore[attr-defined]
-    return sum(getattr(weight, "ds_numel", weight.numel()) for weight in module.parameters())
+        count = sum(stage.num_params for stage in stages.stages())
+        return count, count
+    weights = list(engine.engine.module.parameters())  # type: ignore[attr-defined]
+    sizes = [getattr(weight, "ds_numel", weight.numel()) for weight in weights]
+    return sum(sizes), sum(size for size, weight in zip(sizes, weights, strict=True) if weight.requires_grad)
 
 
 def build_trainer(
