@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 from framework.config.optimizer import Group
@@ -128,6 +129,11 @@ def is_named(module: str, names: Sequence[str] | str) -> bool:
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def is_inside(weight: str, modules: Sequence[str]) -> bool:
+    """Check whether a weight belongs to one of some modules, or to one inside them."""
+    return any(is_named(parent, modules) for parent in accumulate(weight.split(".")[:-1], "{}.{}".format))
 
 
 def unmatched_modules(lora: LoRA, modules: Sequence[str]) -> list[Problem]:

@@ -41,7 +41,8 @@ def is_adapter(name: str) -> bool:
 
 def peft_name(name: str) -> str:
     """The name of a trained weight in peft's own files."""
-    return f"base_model.model.{base_name(name).replace(_ADAPTER, '')}"
+    module, mark, rest = base_name(name).partition(LORA)
+    return f"base_model.model.{module}{mark}{rest.replace(_ADAPTER, '')}"
 
 
 def add_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Module:

@@ -6,11 +6,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from itertools import accumulate
 from math import prod
 from typing import Any, Final, Literal
 
-from framework.config.groups import LORA, is_named
+from framework.config.groups import LORA, is_inside
 from framework.config.model import ModelSection
 from framework.config.precision import BF16, FP16, Autocast
 from framework.config.run_config import RunConfig
@@ -228,9 +227,7 @@ def model_work(
     def is_trained(name: str) -> bool:
         if lora is None:
             return not any(re.fullmatch(pattern, name) for pattern in freeze)
-        # A module that is trained whole is named by itself or by one that it is in.
-        parents = accumulate(name.split(".")[:-1], "{}.{}".format)
-        return LORA in name or any(is_named(parent, lora.modules_to_save) for parent in parents)
+        return LORA in name or is_inside(name, lora.modules_to_save)
 
     tape = Tape(half, half if arithmetic != "autocast" else 2, device, is_trained, zero_stage == 3, lora)
     parts = tuple(_parts(tape, layers, inputs))
