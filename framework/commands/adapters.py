@@ -13,8 +13,9 @@ import torch
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.state.reader import MergedWeights
 from framework.checkpoint.state.weight_files import entries, write_one
-from framework.config.groups import is_inside
+from framework.config.groups import is_inside_saved
 from framework.config.run_config import RunConfig
+from framework.config.training import LoRA
 from framework.errors import ConfigError, StorageError
 from framework.models.adapters import (
     add_adapters,
@@ -61,8 +62,8 @@ def write_adapter(folder: Path, weights: MergedWeights, *, dtype: torch.dtype) -
             )
         warn(f"{places} (step {checkpoint.step}) [adapter-untrained]")
     # As peft does, without the buffers of modules that are not trained.
-    saved = lora["modules_to_save"]
-    names = {name: peft_name(name) for name in weights if is_adapter(name) or is_inside(name, saved)}
+    section = LoRA.model_validate(lora)
+    names = {name: peft_name(name) for name in weights if is_adapter(name) or is_inside_saved(name, section)}
     found = [entry for entry in entries(weights.stored, dtype=dtype, names=names) if entry.name in names]
     described: dict[str, Any] = {
         "peft_type": "LORA",
@@ -70,7 +71,7 @@ def write_adapter(folder: Path, weights: MergedWeights, *, dtype: torch.dtype) -
         "inference_mode": True,
         "bias": "none",
         **lora,
-        "modules_to_save": saved or None,
+        "modules_to_save": section.modules_to_save or None,
     }
     text = json.dumps(described, indent=2) + "\n"
     replace_text(folder / _ADAPTER_CONFIG, text)

@@ -131,22 +131,27 @@ def is_named(module: str, names: Sequence[str] | str) -> bool:
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
-def is_inside(weight: str, modules: Sequence[str]) -> bool:
-    """Check whether a weight belongs to one of some modules, or to one inside them."""
-    return any(is_named(parent, modules) for parent in accumulate(weight.split(".")[:-1], "{}.{}".format))
+def is_saved(module: str, lora: LoRA) -> bool:
+    """Check whether a module is one of `modules_to_save`: there peft compares ends wherever they begin."""
+    return module.endswith(tuple(lora.modules_to_save))
+
+
+def is_inside_saved(weight: str, lora: LoRA) -> bool:
+    """Check whether a weight belongs to one of `modules_to_save`, or to a module inside them."""
+    return any(is_saved(parent, lora) for parent in accumulate(weight.split(".")[:-1], "{}.{}".format))
 
 
 def unmatched_modules(lora: LoRA, modules: Sequence[str]) -> list[Problem]:
     """A problem of kind ``lora-matches-nothing`` for everything that names no module of a model."""
     targets, known = lora.target_modules, [*{module.rpartition(".")[2]: None for module in modules}, *modules]
-    lists = {"modules_to_save": lora.modules_to_save} | (
-        {} if isinstance(targets, str) else {"target_modules": targets}
-    )
+    listed: Sequence[str] = [] if isinstance(targets, str) else targets
+    missing = [("target_modules", name) for name in listed if not any(is_named(one, [name]) for one in modules)]
+    missing += [
+        ("modules_to_save", name) for name in lora.modules_to_save if not any(m.endswith(name) for m in modules)
+    ]
     found = {
-        (f"{key}.{number}", name): f"did you mean {nearest(name, known) or known[0]}?"
-        for key, names in lists.items()
-        for number, name in enumerate(names)
-        if not any(is_named(module, [name]) for module in modules)
+        (f"{key}.{getattr(lora, key).index(name)}", name): f"did you mean {nearest(name, known) or known[0]}?"
+        for key, name in missing
     }
     if isinstance(targets, str) and targets != ALL_LINEAR and not any(is_named(module, targets) for module in modules):
         found["target_modules", targets] = unmatched_pattern(targets, modules)

@@ -53,7 +53,8 @@ class LoRA(Section):
     lora_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Share of an adapter's inputs that is dropped in training."""
     modules_to_save: list[str] = []
-    """Modules that are trained whole beside the adapters, such as a new head: whole names, or what names end with."""
+    """Modules that are trained whole beside the adapters, such as a new head: what their names end with, wherever it
+    begins."""
 
 
 class Training(Section):

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from framework.config.groups import ALL_LINEAR, LORA, is_named, tied_problem, unmatched_modules
+from framework.config.groups import ALL_LINEAR, LORA, is_named, is_saved, tied_problem, unmatched_modules
 from framework.config.training import LoRA
 from framework.errors import ConfigError
 from framework.models.layers import LayeredModel
@@ -65,7 +65,7 @@ def add_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Module:
     if problems := unmatched_modules(lora, modules):
         raise ConfigError(problems)
     _refuse_tied(model, lora)
-    trained = [module for name, module in model.named_modules() if name and is_named(name, lora.modules_to_save)]
+    trained = [module for name, module in model.named_modules() if name and is_saved(name, lora)]
     config = LoraConfig(**lora.model_dump(exclude={"modules_to_save"}))
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of layers that store W transposed: peft sets its own switch

@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from math import prod
 from typing import Any, Final, Literal
 
-from framework.config.groups import LORA, is_inside
+from framework.config.groups import LORA, is_inside_saved
 from framework.config.model import ModelSection
 from framework.config.precision import BF16, FP16, Autocast
 from framework.config.run_config import RunConfig
@@ -227,7 +227,7 @@ def model_work(
     def is_trained(name: str) -> bool:
         if lora is None:
             return not any(re.fullmatch(pattern, name) for pattern in freeze)
-        return LORA in name or is_inside(name, lora.modules_to_save)
+        return LORA in name or is_inside_saved(name, lora)
 
     tape = Tape(half, half if arithmetic != "autocast" else 2, device, is_trained, zero_stage == 3, lora)
     parts = tuple(_parts(tape, layers, inputs))
