@@ -122,6 +122,7 @@ def _train(
     start_step = start_point.load_start(engine, start, (best, callbacks), described)
     if rank() == 0:
         stages = prepared.cut.table if prepared.cut else None
+        num_params, num_trained = count_parameters(engine, stages)
         evaluates = prepared.parts.splits.evaluation is not None
         print_start(
             plan,
@@ -129,7 +130,8 @@ def _train(
             start_step=start_step,
             stages=stages,
             evaluates=evaluates,
-            num_params=count_parameters(engine, stages),
+            num_params=num_params,
+            num_trained=num_trained,
         )
     checkpointer = make_checkpointer(
         engine,

@@ -66,6 +66,11 @@ class SavedCheckpoint:
         """Its files, as they were written."""
         return {name: FileRecord(**record) for name, record in self.manifest["files"].items()}
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether it holds adapters, and not the weights that they belong to."""
+        return bool((self.manifest.get("config", {}).get("training") or {}).get("lora"))
+
     def damage(self) -> list[str]:
         """Find files that are not as they were written, a line for each; reads every byte.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import re
@@ -26,7 +27,6 @@ from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.resume_point import absence_at, newest_at
 from framework.checkpoint.state.reader import MergedWeights
 from framework.checkpoint.state.weight_files import PICKLED, TIES, entries, split, write_pt, write_safetensors
-from framework.commands.adapters import has_adapters, merged_model, write_adapter
 from framework.config.base import Object, Target
 from framework.config.run_config import RunConfig
 from framework.errors import EXIT_OK, ConfigError, StorageError, printable
@@ -106,15 +106,8 @@ def export(
         raise ConfigError.of("hf-names-missing", reason, "leave --hf out", key=_KEY, value=value)
     merged = MergedWeights(checkpoint, average=weights == "ema")
     if adapter:
-        with _appearing_whole(out) as aside:
-            return write_adapter(aside, merged, dtype=_DTYPES[dtype])
-    whole: Mapping[str, torch.Tensor] = merged
-    stored: Mapping[str, Any] = merged.stored
-    ties = merged.ties
-    if has_adapters(merged.checkpoint):
-        config = saved_config(merged.checkpoint, trust=trust, key="training.lora", otherwise=_ALONE)
-        whole, ties = each_once(merged_model(merged, config, base=base).state_dict())
-        stored = whole
+        return _write_adapter(merged, out, dtype=_DTYPES[dtype])
+    whole, stored, ties = _plain_weights(merged, trust=trust, base=base)
     names = hf_names(merged.checkpoint, stored=stored, trust=trust) if hf else {}
     found = entries(stored, dtype=_DTYPES[dtype], names=names)
     ties = {names.get(name, name): names.get(first, first) for name, first in ties.items() if name in names or not hf}
@@ -127,6 +120,29 @@ def export(
         metadata |= {"dtype": dtype} | ({"weights": weights} if weights != "trained" else {})
         metadata |= {TIES: json.dumps(ties)} if ties else {}
         return write_safetensors(aside, whole, split(found, shard_bytes=shard_bytes), metadata=metadata)
+
+
+def _write_adapter(merged: MergedWeights, out: Path, *, dtype: torch.dtype) -> dict[str, int]:
+    if not merged.checkpoint.has_adapters:
+        reason, fix = "its run trained all weights (training.lora)", "leave --adapter out"
+        raise ConfigError.of("no-adapters", reason, fix, "--adapter", str(merged.checkpoint.path))
+    with contextlib.redirect_stdout(io.StringIO()):  # where it is imported, DeepSpeed tells which device it found
+        from framework.setup.adapters import write_adapter
+    with _appearing_whole(out) as aside:
+        return write_adapter(aside, merged, dtype=dtype)
+
+
+def _plain_weights(
+    merged: MergedWeights, *, trust: str | None, base: str | None
+) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Any], Mapping[str, str]]:
+    """The weights under plain names, their shapes and types, and further names; adapters are merged into them."""
+    if not merged.checkpoint.has_adapters:
+        return merged, merged.stored, merged.ties
+    config = saved_config(merged.checkpoint, trust=trust, key="training.lora", otherwise=_ALONE)
+    with contextlib.redirect_stdout(io.StringIO()):
+        from framework.setup.adapters import merged_model
+    whole, ties = each_once(merged_model(merged, config, base=base).state_dict())
+    return whole, whole, ties
 
 
 def find_source(path: str, *, allow_unverified: bool) -> SavedCheckpoint:

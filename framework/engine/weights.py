@@ -60,7 +60,7 @@ def checkpoint_weights(
         ConfigError: no moving average was kept; or it holds adapters alone.
         StorageError: the files are damaged or missing, or hold more than weights.
     """
-    if (checkpoint.manifest.get("config", {}).get("training") or {}).get("lora"):
+    if checkpoint.has_adapters:
         reason, fix = "it holds adapters, and not the weights that they belong to", "name an export of it"
         raise ConfigError.of("weights-are-adapters", reason, fix, _KEY, str(checkpoint.path))
     found = MergedWeights(checkpoint, average=average, damage=damage)

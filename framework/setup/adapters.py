@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +14,9 @@ from framework.checkpoint.state.weight_files import entries, write_one
 from framework.config.groups import is_inside_saved
 from framework.config.run_config import RunConfig
 from framework.config.training import LoRA
+from framework.engine.random_state import seed_everything
+from framework.engine.step_batches import HALF
+from framework.engine.weights import checkpoint_weights, describe_base, find_weights, put_weights, refuse_other_base
 from framework.errors import ConfigError, StorageError
 from framework.models.adapters import (
     add_adapters,
@@ -34,22 +35,13 @@ _ADAPTER_FILE: Final = "adapter_model.safetensors"
 _ADAPTER_CONFIG: Final = "adapter_config.json"
 
 
-def has_adapters(checkpoint: SavedCheckpoint) -> bool:
-    """Check whether a checkpoint holds adapters, and not the weights that they belong to."""
-    return bool((checkpoint.manifest["config"].get("training") or {}).get("lora"))
-
-
 def write_adapter(folder: Path, weights: MergedWeights, *, dtype: torch.dtype) -> dict[str, int]:
     """Write what `peft.PeftModel.from_pretrained` loads onto the same base; returns file -> bytes.
 
     Raises:
-        ConfigError: the checkpoint is of a run without adapters.
         StorageError: kind ``adapter-untrained``: nothing has come through any adapter.
     """
     checkpoint = weights.checkpoint
-    if not has_adapters(checkpoint):
-        reason, fix = "its run trained all weights (training.lora)", "leave --adapter out"
-        raise ConfigError.of("no-adapters", reason, fix, "--adapter", str(checkpoint.path))
     lora = checkpoint.manifest["config"]["training"]["lora"]
     untrained, adapted = [*untrained_adapters(weights)], [name for name in weights if ".lora_B." in name]
     adapted += [name for name in weights if ".lora_embedding_B." in name]
@@ -88,16 +80,6 @@ def merged_model(weights: MergedWeights, config: RunConfig, *, base: str | None 
     Raises:
         ConfigError: they are not there, or not those that the adapters were trained on.
     """
-    with contextlib.redirect_stdout(io.StringIO()):  # where it is imported, DeepSpeed tells which device it found
-        from framework.engine.random_state import seed_everything
-        from framework.engine.step_batches import HALF
-        from framework.engine.weights import (
-            checkpoint_weights,
-            describe_base,
-            find_weights,
-            put_weights,
-            refuse_other_base,
-        )
     lora, source = config.training.lora, base or config.checkpoint.init_weights
     assert lora is not None
     seed_everything(config.run.seed)
