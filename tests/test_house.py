@@ -27,7 +27,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "doctor": (97, 12),
     "report": (120, 13),
     "commands": (161, 23),
-    "models": (77, 12),
+    "models": (78, 12),
     "tasks": (21, 5),
     "data": (133, 18),
     "engine": (228, 31),

@@ -101,12 +101,17 @@ def merge_adapters(model: nn.Module) -> nn.Module:
     """Add every adapter to its weight, W + lora_alpha / r x B A, and put the plain modules back; the model, changed."""
     from peft.tuners.lora import LoraLayer
 
-    for name, module in list(model.named_modules()):
-        if isinstance(module, LoraLayer):
-            merging: Any = module
-            merging.merge(safe_merge=True)
-            parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, module.get_base_layer())
+    adapted: dict[str, Any] = {name: one for name, one in model.named_modules() if isinstance(one, LoraLayer)}
+    for name, module in adapted.items():
+        if any(name.startswith(f"{other}.") for other in adapted):  # in torch's attention, which merges it itself
+            continue
+        if hasattr(module, "unload_and_optionally_merge_module"):
+            plain = module.unload_and_optionally_merge_module(merge=True, safe_merge=True, adapter_names=None)
+        else:
+            module.merge(safe_merge=True)
+            plain = module.get_base_layer()
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, plain)
     return model
 
 
