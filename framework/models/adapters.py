@@ -76,6 +76,8 @@ def add_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Module:
             reason, fix = str(error).partition(". ")[0], "name linear layers, convolutions or embeddings"
             key = "training.lora.target_modules"
             raise ConfigError.of("lora-not-adaptable", reason, fix, key, lora.target_modules) from error
+    # torch's encoder layers would read frozen weights in evaluation themselves, past all modules and their adapters.
+    torch.backends.mha.set_fastpath_enabled(False)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
     for parameter in (parameter for module in trained for parameter in module.parameters()):
