@@ -120,10 +120,12 @@ def _train(
     seed_ranks(plan.config.run.seed, rank=first, step=start.step if start else 0)
     best = BestSoFar(of_checkpoint.keep_best, best_is=of_checkpoint.best_is)
     described = prepared.description(order=order_of(start)) | engine.description()
+    described |= start_point.describe_frozen(engine, plan.config)
     callbacks = make_callbacks(engine, prepared)
     start_step = start_point.load_start(engine, start, (best, callbacks), described)
     if rank() == 0:
         stages = prepared.cut.table if prepared.cut else None
+        num_params, num_trained = count_parameters(engine, stages)
         evaluates = prepared.parts.splits.evaluation is not None
         print_start(
             plan,
@@ -131,7 +133,8 @@ def _train(
             start_step=start_step,
             stages=stages,
             evaluates=evaluates,
-            num_params=count_parameters(engine, stages),
+            num_params=num_params,
+            num_trained=num_trained,
         )
     checkpointer = make_checkpointer(
         engine,

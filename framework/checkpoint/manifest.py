@@ -71,6 +71,11 @@ class SavedCheckpoint:
         """Its files, as they were written."""
         return {name: FileRecord(**record) for name, record in self.manifest["files"].items()}
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether it holds adapters, and not the weights that they belong to."""
+        return bool((self.manifest.get("config", {}).get("training") or {}).get("lora"))
+
     def damage(self) -> list[str]:
         """Find files that are not as they were written, a line for each; reads every byte.
 
@@ -278,6 +283,9 @@ _TYPES: Final[Mapping[str, Callable[[Any], bool]]] = {
     "config.optimizer.lr?": _or_null(_is_number),
     "config.training?.ema?.decay": _is_number,
     "config.parallel?.partition?": _or_null(_is_text),
+    "config.training?.lora?": _or_null(_is_mapping),
+    "base?.sha256": _is_text,
+    "base?.init_weights": _or_null(_is_text),
     "pipeline?": _is_pipeline,
     "pipeline?.layers.*": _is_text,
     "tensor?": _is_mapping,

@@ -1,13 +1,15 @@
 """``export CHECKPOINT OUT``: the weights of a checkpoint of any layout, for programs that know nothing of it.
 
 Names are those of the plain module, or with ``--hf`` those that the model gives for Hugging Face's loaders; fp32 copies
-are taken where the checkpoint has any. OUT is a folder, which appears when it is complete and on disk.
+are taken where the checkpoint has any. Adapters are merged into the weights that they belong to, or with ``--adapter``
+written by themselves. OUT is a folder, which appears when it is complete and on disk.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import re
@@ -36,7 +38,9 @@ from framework.system.stopping import ending_in_good_order
 _KEY: Final = "CHECKPOINT"
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _UNITS: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_OURS: Final = re.compile(r"model.*\.(safetensors|pt|json)")
+_OURS: Final = re.compile(r"(adapter_)?(model|config).*\.(safetensors|pt|json)")
+_PLAIN: Final = "leave --hf out"
+_ALONE: Final = "give --adapter, for the adapters alone"
 _SECONDS_BETWEEN_LOOKS: Final = 0.5
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
@@ -67,6 +71,8 @@ def export(
     force: bool = False,
     hf: bool = False,
     trust: str | None = None,
+    adapter: bool = False,
+    base: str | None = None,
     allow_unverified: bool = False,
 ) -> dict[str, int]:
     """Write the weights; returns file -> bytes.
@@ -79,7 +85,10 @@ def export(
         file_format: safetensors, or pt for one file that `torch.load` reads.
         force: replace `out` where it is an earlier export.
         hf: with the names that the model's own `hf_names()` gives.
-        trust: the folder of the checkpoint, where `hf` may run the code that its manifest names as ``model.target``.
+        trust: the folder of the checkpoint, where `hf`, and merging adapters, may run the code that its manifest names
+            as ``model.target``.
+        adapter: only the adapters, for peft.
+        base: where the weights are now that adapters were trained on; left out: where the run found them.
         allow_unverified: read a checkpoint that DeepSpeed wrote without a manifest.
 
     Raises:
@@ -96,20 +105,44 @@ def export(
         reason, value = "without a manifest nothing in it says which model's names these are", str(checkpoint.path)
         raise ConfigError.of("hf-names-missing", reason, "leave --hf out", key=_KEY, value=value)
     merged = MergedWeights(checkpoint, average=weights == "ema")
-    names = hf_names(merged.checkpoint, stored=merged.stored, trust=trust) if hf else {}
-    found = entries(merged, dtype=_DTYPES[dtype], names=names)
-    ties = {
-        names.get(name, name): names.get(first, first) for name, first in merged.ties.items() if name in names or not hf
-    }
+    if adapter:
+        return _write_adapter(merged, out, dtype=_DTYPES[dtype])
+    whole, stored, ties = _plain_weights(merged, trust=trust, base=base)
+    names = hf_names(merged.checkpoint, stored=stored, trust=trust) if hf else {}
+    found = entries(stored, dtype=_DTYPES[dtype], names=names)
+    ties = {names.get(name, name): names.get(first, first) for name, first in ties.items() if name in names or not hf}
     num_bytes = sum(entry.num_bytes for entry in found)
     with _appearing_whole(out) as aside, _showing_progress(aside, num_bytes):
         if file_format == "pt":
-            return {PICKLED: write_pt(aside / PICKLED, merged, found, ties=ties)}
-        config = merged.checkpoint.manifest["config"]
-        metadata = {"source": f"{config['run']['name']}/{merged.checkpoint.tag}", "step": str(merged.checkpoint.step)}
+            return {PICKLED: write_pt(aside / PICKLED, whole, found, ties=ties)}
+        run = merged.checkpoint.manifest["config"]["run"]
+        metadata = {"source": f"{run['name']}/{merged.checkpoint.tag}", "step": str(merged.checkpoint.step)}
         metadata |= {"dtype": dtype} | ({"weights": weights} if weights != "trained" else {})
         metadata |= {TIES: json.dumps(ties)} if ties else {}
-        return write_safetensors(aside, merged, split(found, shard_bytes=shard_bytes), metadata=metadata)
+        return write_safetensors(aside, whole, split(found, shard_bytes=shard_bytes), metadata=metadata)
+
+
+def _write_adapter(merged: MergedWeights, out: Path, *, dtype: torch.dtype) -> dict[str, int]:
+    if not merged.checkpoint.has_adapters:
+        reason, fix = "its run trained all weights (training.lora)", "leave --adapter out"
+        raise ConfigError.of("no-adapters", reason, fix, "--adapter", str(merged.checkpoint.path))
+    with contextlib.redirect_stdout(io.StringIO()):  # where it is imported, DeepSpeed tells which device it found
+        from framework.setup.adapters import write_adapter
+    with _appearing_whole(out) as aside:
+        return write_adapter(aside, merged, dtype=dtype)
+
+
+def _plain_weights(
+    merged: MergedWeights, *, trust: str | None, base: str | None
+) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Any], Mapping[str, str]]:
+    """The weights under plain names, their shapes and types, and further names; adapters are merged into them."""
+    if not merged.checkpoint.has_adapters:
+        return merged, merged.stored, merged.ties
+    config = saved_config(merged.checkpoint, trust=trust, key="training.lora", otherwise=_ALONE)
+    with contextlib.redirect_stdout(io.StringIO()):
+        from framework.setup.adapters import merged_model
+    whole, ties = each_once(merged_model(merged, config, base=base).state_dict())
+    return whole, whole, ties
 
 
 def find_source(path: str, *, allow_unverified: bool) -> SavedCheckpoint:
@@ -121,6 +154,14 @@ def find_source(path: str, *, allow_unverified: bool) -> SavedCheckpoint:
         fix = "name a .../global_step<N> folder or a run folder that holds one"
         raise ConfigError.of("checkpoint-not-found", absence_at(path, key=_KEY), fix, key=_KEY, value=path)
     return found
+
+
+def each_once(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors of a state dict, and further names of some of them -> the first name."""
+    first: dict[Any, str] = {}
+    places = {name: (one.data_ptr(), one.shape, one.stride()) for name, one in state.items() if one.numel()}
+    ties = {name: first[place] for name, place in places.items() if first.setdefault(place, name) != name}
+    return {name: tensor for name, tensor in state.items() if name not in ties}, ties
 
 
 @contextlib.contextmanager
@@ -219,8 +260,10 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     formats, kind = ("safetensors", "pt"), "kind of file (safetensors)"
     option("--format", choices=formats, default="safetensors", dest="file_format", help=kind)
     option("--hf", action="store_true", help="with Hugging Face's names, where the model has hf_names()")
-    trust = "the run folder or checkpoint whose model.target --hf may import and call"
+    trust = "the run folder or checkpoint whose model.target may be imported and called, for --hf or to merge adapters"
     option("--trust", metavar="FOLDER", help=trust)
+    option("--adapter", action="store_true", help="only the adapters of training.lora, as peft loads them")
+    option("--base", metavar="PATH", help="the weights that adapters were trained on (checkpoint.init_weights)")
     option("--force", action="store_true", help="replace an earlier export")
     unverified = "read what DeepSpeed wrote without a manifest: nothing tells whether its files are whole"
     option("--allow-unverified", action="store_true", help=unverified)
@@ -249,19 +292,10 @@ def hf_names(checkpoint: SavedCheckpoint, *, stored: Collection[str], trust: str
             ``hf-names-missing`` and ``hf-names-wrong``.
     """
 
-    def refused(kind: str, reason: str, fix: str = "leave --hf out") -> ConfigError:
+    def refused(kind: str, reason: str, fix: str = _PLAIN) -> ConfigError:
         return ConfigError.of(f"hf-names-{kind}", reason, fix, key="--hf", file=str(checkpoint.path))
 
-    try:
-        model = RunConfig.model_validate(checkpoint.manifest["config"]).model
-    except ValueError:  # pydantic's error is one
-        reason = "its manifest does not hold a run config of this release"
-        raise refused("missing", reason, "export with the release that wrote it, or leave --hf out") from None
-    if isinstance(model, Object):
-        reason = f"{model.object} was handed over from Python, and nobody can ask it here"
-        raise refused("missing", reason, "name the model in the config (model.target)")
-    if isinstance(model, Target):
-        _refuse_untrusted(model, checkpoint, trust)
+    model: Any = saved_config(checkpoint, trust=trust, key="--hf", otherwise=_PLAIN).model
     with torch.device("meta"):
         built: Any = call_factory(model.factory(), key="model")
     asked = getattr(built, "hf_names", None)
@@ -283,15 +317,41 @@ def hf_names(checkpoint: SavedCheckpoint, *, stored: Collection[str], trust: str
     return dict(names)
 
 
-def _refuse_untrusted(model: Target, checkpoint: SavedCheckpoint, trust: str | None) -> None:
+def saved_config(checkpoint: SavedCheckpoint, *, trust: str | None, key: str, otherwise: str) -> RunConfig:
+    """The config in a checkpoint's manifest, whose model can be built here, and may be.
+
+    Raises:
+        ConfigError: it cannot; kinds ``hf-names-missing`` and ``target-not-trusted``, at `key`. `otherwise` is what
+            can be done instead.
+    """
+
+    def refused(reason: str, fix: str) -> ConfigError:
+        return ConfigError.of("hf-names-missing", reason, fix, key=key, file=str(checkpoint.path))
+
+    try:
+        config = RunConfig.model_validate(checkpoint.manifest["config"])
+    except ValueError:  # pydantic's error is one
+        reason = "its manifest does not hold a run config of this release"
+        raise refused(reason, f"export with the release that wrote it, or {otherwise}") from None
+    if isinstance(config.model, Object):
+        reason = f"{config.model.object} was handed over from Python, and nobody can ask it here"
+        raise refused(reason, "name the model in the config (model.target)")
+    if isinstance(config.model, Target):
+        _refuse_untrusted(config.model, checkpoint, trust, key=key, otherwise=otherwise)
+    return config
+
+
+def _refuse_untrusted(
+    model: Target, checkpoint: SavedCheckpoint, trust: str | None, *, key: str, otherwise: str
+) -> None:
     places = (checkpoint.path, checkpoint.folder, checkpoint.folder.absolute().parent)
     reason = f"the manifest names code of its own, model.target = {model.target}, which export would run"
     if trust is not None:
         if Path(trust).resolve() in [place.resolve() for place in places]:
             return
         reason = f"--trust names {trust}, and this checkpoint is in another folder"
-    fix = f"if you trust whoever wrote the folder, give --trust {checkpoint.path}; or leave --hf out"
-    raise ConfigError.of("target-not-trusted", reason, fix, key="--hf", file=str(checkpoint.path))
+    fix = f"if you trust whoever wrote the folder, give --trust {checkpoint.path}; or {otherwise}"
+    raise ConfigError.of("target-not-trusted", reason, fix, key=key, file=str(checkpoint.path))
 
 
 def _wrong(names: Any, stored: Collection[str]) -> str:

@@ -23,6 +23,7 @@ import torch
 
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.resume_point import UNVERIFIED
+from framework.checkpoint.state.reader import MergedWeights
 from framework.commands.export import find_source
 from framework.config.data import Text, TextPairs
 from framework.config.load import load_config
@@ -84,8 +85,13 @@ def load_gpt(checkpoint: SavedCheckpoint, config: RunConfig, *, average: bool = 
     """The module with the checkpoint's weights, or their average, for evaluation, on a GPU where there is one."""
     with contextlib.redirect_stdout(io.StringIO()):  # where it is imported, DeepSpeed tells which device it found
         from framework.engine.weights import checkpoint_weights, put_weights
-    model: torch.nn.Module = call_factory(config.model.factory(), key="model")
-    put_weights(model, checkpoint_weights(checkpoint, average=average), source=str(checkpoint.path))
+        from framework.setup.adapters import merged_model
+    model: torch.nn.Module
+    if checkpoint.has_adapters:
+        model = merged_model(MergedWeights(checkpoint, average=average), config)
+    else:
+        model = call_factory(config.model.factory(), key="model")
+        put_weights(model, checkpoint_weights(checkpoint, average=average), source=str(checkpoint.path))
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
 

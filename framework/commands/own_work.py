@@ -86,7 +86,8 @@ def _cache_file(plan: Plan, device: Device) -> Path | None:
     try:
         versions = [metadata.version("torch"), sys.version, str(framework.__version__)]
         config = plan.config.to_dict()
-        sections = {name: config.get(name) for name in _SECTIONS} | {"freeze": plan.config.training.freeze}
+        training = config["training"]
+        sections = {name: config.get(name) for name in _SECTIONS} | {key: training[key] for key in ("freeze", "lora")}
         names = [getattr(getattr(plan.config, name), "target", None) for name in ("model", "data", "task")]
         files = [found for name in names if isinstance(name, str) for found in code_of(name)]
         own = [

@@ -1,14 +1,18 @@
-"""Parameter groups: which weights are stepped with which learning rate and which weight decay."""
+"""Parameter groups: which weights are stepped with which learning rate and which weight decay. And which modules have
+adapters.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 from framework.config.optimizer import Group
+from framework.config.training import LoRA
 from framework.errors import ConfigError, Problem
-from framework.text.typos import unmatched_pattern
+from framework.text.typos import nearest, unmatched_pattern
 
 _NUMBERED: Final = re.compile(r"(?:.*?[._])??\d+(?=\.|$)")
 
@@ -111,3 +115,55 @@ def _depth_of(name: str, depths: Mapping[str, int]) -> int:
     while name not in depths:
         name = name.rpartition(".")[0]
     return depths[name]
+
+
+# Adapters, matched as peft matches (its `check_target_module_exists`).
+
+ALL_LINEAR: Final = "all-linear"
+LORA: Final = ".lora_"
+"""Part of the names of all weights of adapters, behind the name of the module that they belong to."""
+
+
+def is_named(module: str, names: Sequence[str] | str) -> bool:
+    """Check whether a module is meant by a list of names or their ends, or by a regular expression."""
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def is_saved(module: str, lora: LoRA) -> bool:
+    """Check whether a module is one of `modules_to_save`: there peft compares ends wherever they begin."""
+    return module.endswith(tuple(lora.modules_to_save))
+
+
+def is_inside_saved(weight: str, lora: LoRA) -> bool:
+    """Check whether a weight belongs to one of `modules_to_save`, or to a module inside them."""
+    return any(is_saved(parent, lora) for parent in accumulate(weight.split(".")[:-1], "{}.{}".format))
+
+
+def unmatched_modules(lora: LoRA, modules: Sequence[str]) -> list[Problem]:
+    """A problem of kind ``lora-matches-nothing`` for everything that names no module of a model."""
+    targets, known = lora.target_modules, [*{module.rpartition(".")[2]: None for module in modules}, *modules]
+    listed: Sequence[str] = [] if isinstance(targets, str) else targets
+    missing = [("target_modules", name) for name in listed if not any(is_named(one, [name]) for one in modules)]
+    missing += [
+        ("modules_to_save", name) for name in lora.modules_to_save if not any(m.endswith(name) for m in modules)
+    ]
+    found = {
+        (f"{key}.{getattr(lora, key).index(name)}", name): f"did you mean {nearest(name, known) or known[0]}?"
+        for key, name in missing
+    }
+    if isinstance(targets, str) and targets != ALL_LINEAR and not any(is_named(module, targets) for module in modules):
+        found["target_modules", targets] = unmatched_pattern(targets, modules)
+    reason = "no module of the model has such a name"
+    return [
+        Problem("lora-matches-nothing", reason, fix, f"training.lora.{key}", value)
+        for (key, value), fix in found.items()
+    ]
+
+
+def tied_problem(module: str, value: Any) -> Problem:
+    """A weight in two places would be adapted in one of them, and merged into both."""
+    reason = f"the weight of {module} is used in another place too, where no adapter would be"
+    fix = "leave it out, or train it whole: training.lora.modules_to_save"
+    return Problem("lora-tied", reason, fix, "training.lora.target_modules", value)

@@ -38,6 +38,25 @@ class EMA(Section):
     """The average begins as the weights after this step; 0: the first weights."""
 
 
+class LoRA(Section):
+    """Low-rank adapters (Hu et al. 2021), which are trained in place of the weights: to a module's W x they add
+    lora_alpha / r x B A x, with A (r, inputs) drawn and B (outputs, r) zero at first. The keys are those of peft's
+    LoraConfig, and mean the same."""
+
+    target_modules: list[str] | str
+    """The modules that get adapters: linear layers, convolutions, embeddings. A list: whole names, or what names end
+    with behind a dot, as ``[query, value]``. Text: a regular expression for whole names, or ``all-linear``."""
+    r: PositiveCount = 8
+    """Rank: rows of every A, columns of every B."""
+    lora_alpha: PositiveCount = 8
+    """What an adapter adds is multiplied by lora_alpha / r."""
+    lora_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Share of an adapter's inputs that is dropped in training."""
+    modules_to_save: list[str] = []
+    """Modules that are trained whole beside the adapters, such as a new head: what their names end with, wherever it
+    begins."""
+
+
 class Training(Section):
     """Length of the training, and options of its steps."""
 
@@ -64,6 +83,9 @@ class Training(Section):
     """Regular expressions; parameters whose whole name matches one are not trained, for example ``embed\\..*``.
     A frozen batch norm's running statistics follow the batches all the same, unless the model keeps it in evaluation
     mode."""
+    lora: LoRA | None = None
+    """Train adapters and freeze everything else, which then is in no checkpoint: `checkpoint.init_weights` or
+    `run.seed` gives it again. Left out: all weights are trained."""
     ema: EMA | None = None
     """Keep a moving average of the weights, in fp32, spread over the ranks as the optimizer's state is; left out:
     none.

@@ -29,6 +29,7 @@ from framework.engine.weights import gives
 from framework.engine.workarounds.grad_scaler import restore_scaler, scaler_state
 from framework.engine.workarounds.nvme_state import complete_nvme_state
 from framework.errors import StorageError, explaining, in_one_line, show_value
+from framework.models.adapters import put_trained
 from framework.models.experts import is_elsewhere
 from framework.plan.layout import Layout
 from framework.system.files import FileRecord, NewFile
@@ -43,11 +44,13 @@ def save_bytes(
     state: Mapping[str, Any],
     *,
     names: Names,
+    leaves_out_frozen: bool = False,
     open_file: OpenFile = NewFile,
 ) -> Mapping[str, FileRecord]:
     """Write ``folder/tag``. Collective.
 
-    `names` are the plain names of the engine's parameters and buffers; `open_file` is where its files go.
+    `names` are the plain names of the engine's parameters and buffers; `leaves_out_frozen`: not to write weights that
+    are not trained; `open_file` is where its files go.
 
     Returns:
         What this rank wrote.
@@ -70,7 +73,13 @@ def save_bytes(
     client_state = {STATE_KEY: own_state}
     files.begin(folder / tag, open_file=open_file)
     with keeping_copies(files):
-        engine.save_checkpoint(str(folder), tag=tag, client_state=client_state, save_latest=False)
+        engine.save_checkpoint(
+            str(folder),
+            tag=tag,
+            client_state=client_state,
+            save_latest=False,
+            exclude_frozen_parameters=leaves_out_frozen,
+        )
     return files.end()
 
 
@@ -86,14 +95,17 @@ def _rows_of_ranks(own: torch.Tensor, *, everywhere: bool) -> torch.Tensor | Non
     return rows.cpu() if len(rows) else None
 
 
-def load_bytes(engine: deepspeed.DeepSpeedEngine, folder: Path, tag: str) -> Mapping[str, Any]:
+def load_bytes(engine: deepspeed.DeepSpeedEngine, folder: Path, tag: str, *, partly: bool = False) -> Mapping[str, Any]:
     """Put back weights, optimizer, schedule and this rank's random state; returns the state that was saved. Collective.
+
+    `partly`: frozen weights are not in it.
 
     Raises:
         StorageError: the files are missing or damaged.
     """
     with explaining(partial(_failed_load, folder / tag)), _reporting_restored_options(engine):
-        path, client_state = engine.load_checkpoint(str(folder), tag=tag)
+        own_way = _put_partly if partly else None
+        path, client_state = engine.load_checkpoint(str(folder), tag=tag, custom_load_fn=own_way)
         if path is None:
             raise StorageError("DeepSpeed does not find its files there")
         complete_nvme_state(engine, folder, tag)
@@ -102,6 +114,10 @@ def load_bytes(engine: deepspeed.DeepSpeedEngine, folder: Path, tag: str) -> Map
     random_state.restore(saved["random_states"][rank()])
     restore_scaler(engine, saved.get("grad_scalers", ()))
     return dict(saved["state"])
+
+
+def _put_partly(src: Mapping[str, torch.Tensor], dst: torch.nn.Module) -> None:
+    put_trained(dst, src)
 
 
 def _leave_file(optimizer: Any) -> None:

@@ -236,6 +236,7 @@ class BaseEngine:
         self._batches = DeviceBatches(
             device(), HALF.get(plan.config.precision.dtype), plan.config.training.channels_last, positions_of(plan)
         )
+        self._leaves_out_frozen = plan.config.training.lora is not None
         self._average = WeightAverage(engine, plan.config)
         self._files = use_atomic_files(engine)
         self.kept_norm = keep_norm(engine, stages=stages)
@@ -246,13 +247,29 @@ class BaseEngine:
     ) -> Mapping[str, FileRecord]:
         share_buffers(self.engine)  # so that a run that is resumed, where all have what is saved, is the unbroken one
         with collective_timeout() if open_file is NewFile else nullcontext():
-            return save_bytes(self.engine, self._files, folder, tag, state, names=self._names(), open_file=open_file)
+            return save_bytes(
+                self.engine,
+                self._files,
+                folder,
+                tag,
+                state,
+                names=self._names(),
+                leaves_out_frozen=self._leaves_out_frozen,
+                open_file=open_file,
+            )
 
     def load(self, checkpoint: SavedCheckpoint, *, moved: bool) -> Mapping[str, Any]:
+        names, partly = self._names(), self._leaves_out_frozen
         if moved:
-            state = move_in(self.engine, checkpoint, names=self._names(), layout=self._layout)
+            if partly:
+                names = {
+                    one: name
+                    for one, name in names.items()
+                    if one.requires_grad or not isinstance(one, torch.nn.Parameter)
+                }
+            state = move_in(self.engine, checkpoint, names=names, layout=self._layout)
         else:
-            state = load_bytes(self.engine, checkpoint.folder, checkpoint.tag)
+            state = load_bytes(self.engine, checkpoint.folder, checkpoint.tag, partly=partly)
         self._average.after_load()
         return state
 

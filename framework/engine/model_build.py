@@ -99,7 +99,7 @@ def build_model(
                 reason = str(error) or reason
             if all(gather(model is not None)):
                 assert model is not None
-                return _partition(model, ds_config, groups) if is_cut else model
+                return partition(model, ds_config, groups) if is_cut else model
     raise ConfigError.of(
         kind="init-lost-at-stage-3",
         key="zero.stage",
@@ -179,8 +179,12 @@ def _limited(num_bytes: int | None) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _partition(model: torch.nn.Module, ds_config: Mapping[str, Any], rank_groups: RankGroups | None) -> torch.nn.Module:
-    """Partition what rank 0 has weight by weight; buffers go to the device, as the engine does at other stages."""
+def partition(
+    model: torch.nn.Module, ds_config: Mapping[str, Any], rank_groups: RankGroups | None = None
+) -> torch.nn.Module:
+    """Partition what rank 0 has, and what is not partitioned yet, weight by weight; buffers go to the device, as the
+    engine does at other stages. Collective.
+    """
     whole = [parameter for parameter in model.parameters() if not is_zero_param(parameter)]
     # A second one would delete what the first one has swapped to NVMe.
     where = {} if rank_groups is None else {"data_parallel_group": rank_groups.data, "mpu": rank_groups}

@@ -19,6 +19,7 @@ from framework.checkpoint.state.reader import MergedWeights
 from framework.checkpoint.state.tensor_split import split_of, whole_shape
 from framework.checkpoint.state.weight_files import PICKLED, LazyWeights, is_exported, read_exported, shapes_of
 from framework.errors import ConfigError, StorageError, in_one_line, show_value
+from framework.models.adapters import fingerprint
 from framework.models.experts import is_elsewhere
 from framework.models.survey import Surveyed
 
@@ -58,9 +59,12 @@ def checkpoint_weights(
     `damage` is what was found where its files have been verified; otherwise they are now.
 
     Raises:
-        ConfigError: no moving average was kept.
+        ConfigError: no moving average was kept; or it holds adapters alone.
         StorageError: the files are damaged or missing, or hold more than weights.
     """
+    if checkpoint.has_adapters:
+        reason, fix = "it holds adapters, and not the weights that they belong to", "name an export of it"
+        raise ConfigError.of("weights-are-adapters", reason, fix, _KEY, str(checkpoint.path))
     found = MergedWeights(checkpoint, average=average, damage=damage)
     names = {name: name for name in found} | dict(found.ties)
     shapes = {name: found.stored[first].shape for name, first in names.items()}
@@ -99,6 +103,32 @@ def gives(tensor: Any) -> bool:
     group spreads what it holds (`deepspeed.zero.GatheredParameters`, `modifier_rank` 0).
     """
     return not hasattr(tensor, "ds_id") or torch.distributed.get_rank(tensor.ds_process_group) == 0
+
+
+def describe_base(model: torch.nn.Module, source: str | None) -> dict[str, Any]:
+    """Identity of the frozen weights under adapters, as manifests have it: where they came from, `source`, None where
+    they were drawn, and their fingerprint. Collective.
+    """
+
+    def gathered(weights: list[torch.nn.Parameter]) -> Any:
+        cut = [weight for weight in weights if hasattr(weight, "ds_id")]
+        return deepspeed.zero.GatheredParameters(cut, enabled=bool(cut))
+
+    return {"init_weights": source, "sha256": fingerprint(model, gathered)}
+
+
+def refuse_other_base(checkpoint: SavedCheckpoint, base: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint whose adapters were trained on other frozen weights.
+
+    Raises:
+        ConfigError: kind ``base-differs``.
+    """
+    saved = checkpoint.manifest.get("base")
+    if saved is not None and saved["sha256"] != base["sha256"]:
+        before, now = (one["init_weights"] or "weights drawn from run.seed" for one in (saved, base))
+        reason = f"the adapters in {checkpoint.path} were trained on other frozen weights ({before}), or in another"
+        fix = "name the same weights, and precision.dtype as it was"
+        raise ConfigError.of("base-differs", f"{reason} precision", fix, _KEY, now)
 
 
 def refuse_other_layers(weights: Mapping[str, torch.Tensor], layers: Sequence[Surveyed], *, source: str) -> None:

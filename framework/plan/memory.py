@@ -115,7 +115,10 @@ def estimate(plan: Plan, *, work: ModelWork | None = None) -> Memory:
     if found is None and is_shared:
         raise NotEstimatedError("a model of your own is shared by tensor or sequence parallelism")
     if found is None:
-        found, lacks = weights_alone(config.model, config.training.freeze), "the size of the images is not known"
+        found, lacks = (
+            weights_alone(config.model, config.training.freeze, config.training.lora),
+            "the size of the images is not known",
+        )
     if found is None:
         raise NotEstimatedError("the model is one of your own")
     work = found
@@ -311,6 +314,7 @@ class _Estimate:
             weights=self.sizes,
             touched=max(self.touched()) if self.stage in (1, 2) else 0,
             frozen=self.frozen,
+            saves_frozen=self.config.training.lora is None,
             shared=0 if self.pipeline is None else self.pipeline.shared,
             buffers=self.buffers + self.width * self.elsewhere,
             pins=not self.is_cpu,

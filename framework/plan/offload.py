@@ -39,6 +39,7 @@ class Shares:
         weights: each whole trained weight.
         touched: at most, of the whole weights that have a part in a rank's share.
         frozen: each whole frozen weight.
+        saves_frozen: whether they are in checkpoints.
         shared: trained elements that another pipeline stage writes into checkpoints.
         buffers: bytes beside the weights.
         pins: whether the host's memory is pinned, where the config does not ask otherwise.
@@ -58,6 +59,7 @@ class Shares:
     weights: Sequence[int]
     touched: int
     frozen: Sequence[int]
+    saves_frozen: bool
     shared: int
     buffers: int
     pins: bool
@@ -161,9 +163,10 @@ class Shares:
 
     def saved(self) -> tuple[int, int, int]:
         """Bytes of a checkpoint that one rank writes for all, that each writes beside, and of the largest tensor."""
-        of_tensors = _PER_TENSOR * (len(self.weights) + len(self.frozen))
+        kept = self.frozen if self.saves_frozen else ()
+        of_tensors = _PER_TENSOR * (len(self.weights) + len(kept))
         stepped = _FP32 * self.has_copies + self.state_bytes
-        frozen, share = sum(self.frozen), sum(self.parts)
+        frozen, share = sum(kept), sum(self.parts)
         if self.stage == 3:
             own = stepped * share + self.width * ceil(frozen / self.ranks) + self.buffers + of_tensors
             return 0, int(own), _FP32 * max(self.parts)

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Final, Literal
 
+from framework.config.groups import ALL_LINEAR, is_named
+from framework.config.training import LoRA
+
 Shape = tuple[int, ...]
 _FP32: Final = 4
 _INT64: Final = 8
@@ -75,6 +78,7 @@ class Tape:
         saved: what parts up to here have saved.
         weights: name -> shape of all weights up to here, in the model's order, shared ones once.
         count: linear layers alike that one operation stands for, each on its own rows.
+        lora: which modules have adapters; None: none have.
         buffer_bytes: bytes of what is kept beside them: the statistics of batch norms, fp32, and their counts, int64.
     """
 
@@ -83,6 +87,7 @@ class Tape:
     device: Literal["cpu", "cuda"]
     is_trained: Callable[[str], bool] = lambda name: True
     keeps_inputs: bool = False
+    lora: LoRA | None = None
     saved: set[Value] = field(default_factory=set)
     weights: dict[str, Shape] = field(default_factory=dict)
     buffer_bytes: int = 0
@@ -202,14 +207,26 @@ class Tape:
 
     def embedding(self, tokens: Value, count: int, size: int, name: str = "") -> Value:
         flows, shape = self.own((count, size), name), (*tokens.shape, size)
-        return self.run(tokens, shape=shape, width=self.weight_width, saves=[tokens], has_gradient=flows)
+        made = self.run(tokens, shape=shape, width=self.weight_width, saves=[tokens], has_gradient=flows)
+        if (lora := self._adapts(name, is_linear=False)) is None:
+            return made
+        first, second = (self.place(name, f"lora_embedding_{each}.default") for each in "AB")
+        self.weights |= {first: (lora.r, count), second: (size, lora.r)}
+        rows = self.run(tokens, shape=(*tokens.shape, lora.r), width=made.width, saves=[tokens], has_gradient=True)
+        more = self.run(rows, shape=shape, saves=[rows], flops=2 * prod(shape) * lora.r)
+        return self.add(made, self.run(more, shape=shape))
 
     def linear(
         self, value: Value, outputs: int, name: str = "", *, has_bias: bool = True, split: bool | None = None
     ) -> Value:
         """(..., inputs) to (..., outputs); `split`: whether tensor parallelism divides its outputs, or its inputs."""
         shape = (*value.shape[:-1], outputs)
-        return self._product(value, shape, (outputs, value.shape[-1]), name, has_bias=has_bias, split=split)
+        is_first, weight = self.place(name) not in self.weights, (outputs, value.shape[-1])
+        made = self._product(value, shape, weight, name, has_bias=has_bias, split=split)
+        if not is_first or (lora := self._adapts(name)) is None:  # a tied head is an embedding
+            return made
+        low = self._low(value, name, (*value.shape[:-1], lora.r), (lora.r, weight[1]))
+        return self._adapted(made, low, name, (outputs, lora.r))
 
     def convolution(
         self,
@@ -225,7 +242,28 @@ class Tape:
         """(batch, channels, height, width) to (batch, outputs, ...); `padding` left out: half of the kernel."""
         sizes = convolved(value.shape[2:], kernel, stride, kernel // 2 if padding is None else padding)
         weight = (outputs, value.shape[1], kernel, kernel)
-        return self._product(value, (value.shape[0], outputs, *sizes), weight, name, has_bias=has_bias)
+        made = self._product(value, (value.shape[0], outputs, *sizes), weight, name, has_bias=has_bias)
+        if (lora := self._adapts(name, is_linear=False)) is None:
+            return made
+        low = self._low(value, name, (value.shape[0], lora.r, *sizes), (lora.r, *weight[1:]))
+        return self._adapted(made, low, name, (outputs, lora.r, 1, 1))
+
+    def _adapts(self, name: str, *, is_linear: bool = True) -> LoRA | None:
+        """How a module of this part is adapted, if it is."""
+        if self.lora is None or self.lora.target_modules == ALL_LINEAR:
+            return self.lora if is_linear else None
+        return self.lora if is_named(self.place(name, ""), self.lora.target_modules) else None
+
+    def _low(self, value: Value, name: str, shape: Shape, weight: Shape) -> Value:
+        """What an adapter's A makes of the inputs of its module."""
+        assert self.lora is not None
+        given = self.dropout(value, self.lora.lora_dropout)
+        return self._product(given, shape, weight, f"{name}.lora_A.default".lstrip("."), has_bias=False)
+
+    def _adapted(self, made: Value, low: Value, name: str, weight: Shape) -> Value:
+        """What a module makes, with what its adapter's B adds, scaled."""
+        more = self._product(low, made.shape, weight, f"{name}.lora_B.default".lstrip("."), has_bias=False)
+        return self.add(made, self.run(more, shape=more.shape))
 
     def _product(
         self, value: Value, shape: Shape, weight: Shape, name: str, *, has_bias: bool, split: bool | None = None

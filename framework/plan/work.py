@@ -9,9 +9,11 @@ from functools import cache, cached_property
 from math import ceil, prod
 from typing import Any, Final, Literal
 
+from framework.config.groups import LORA, is_inside_saved
 from framework.config.model import ModelSection
 from framework.config.precision import BF16, FP16, Autocast
 from framework.config.run_config import RunConfig
+from framework.config.training import LoRA
 from framework.plan.balance import LayerFacts
 from framework.plan.forwards import UNDIVIDED, Layers, RankShare, Run, forward_of
 from framework.plan.plan import Plan
@@ -173,6 +175,7 @@ def named_work(
         arithmetic="autocast" if isinstance(config.precision, Autocast) else in_half,
         device=device,
         freeze=config.training.freeze,
+        lora=config.training.lora,
         zero_stage=config.zero.stage,
         share=share,
     )
@@ -200,6 +203,7 @@ def model_work(
     arithmetic: Arithmetic = "half",
     device: Device = "cuda",
     freeze: Sequence[str] = (),
+    lora: LoRA | None = None,
     zero_stage: int = 0,
     share: RankShare = UNDIVIDED,
 ) -> ModelWork | None:
@@ -213,6 +217,7 @@ def model_work(
         arithmetic: weights and values in fp32, in bf16 or fp16 (``half``), or fp32 weights under torch's autocast.
         device: what it runs on: attention, dropout and norms keep other things on each.
         freeze: patterns of the whole names of weights that are not trained.
+        lora: adapters, which are trained in place of all others.
         zero_stage: at 3 DeepSpeed has linear layers of its own.
         share: how many ranks share it; of one of them is the work.
 
@@ -231,8 +236,14 @@ def model_work(
         inputs = Value((micro_size, model.in_channels, image_size, image_size), half, has_gradient=False)  # type: ignore[union-attr]
     else:
         return None
-    is_trained = cache(lambda name: not any(re.fullmatch(pattern, name) for pattern in freeze))
-    tape = Tape(half, half if arithmetic != "autocast" else 2, device, is_trained, zero_stage == 3)
+
+    @cache
+    def is_trained(name: str) -> bool:
+        if lora is None:
+            return not any(re.fullmatch(pattern, name) for pattern in freeze)
+        return LORA in name or is_inside_saved(name, lora)
+
+    tape = Tape(half, half if arithmetic != "autocast" else 2, device, is_trained, zero_stage == 3, lora)
     parts = tuple(_parts(tape, layers, inputs))
     trained, frozen = (
         {name: shape for name, shape in tape.weights.items() if is_trained(name) is kind} for kind in (True, False)
@@ -241,9 +252,9 @@ def model_work(
     return ModelWork(trained, tape.buffer_bytes, parts, micro_size, num_tokens, frozen)
 
 
-def weights_alone(model: ModelSection, freeze: Sequence[str] = ()) -> ModelWork | None:
+def weights_alone(model: ModelSection, freeze: Sequence[str] = (), lora: LoRA | None = None) -> ModelWork | None:
     """Weights and buffers of a named model, the same for images of every size; None for a model of the user's own."""
-    work = model_work(model, micro_size=1, image_size=getattr(model, "image_size", 32), freeze=freeze)
+    work = model_work(model, micro_size=1, image_size=getattr(model, "image_size", 32), freeze=freeze, lora=lora)
     return work and replace(work, parts=(Part(""),), num_samples=0)
 
 

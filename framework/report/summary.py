@@ -80,12 +80,13 @@ def print_start(
     stages: StageTable | None = None,
     evaluates: bool = True,
     num_params: int | None = None,
+    num_trained: int | None = None,
 ) -> None:
     """The plan's warnings and notes, the balance of the stages, and what is about to happen: one line, and the sizes
     below it where they are known.
 
     `evaluates` says whether there is evaluation data, which the plan does not know, and `num_params` the size of the
-    model.
+    model, of which `num_trained` are trained.
     """
     for finding in plan.findings:
         print_line(f"{finding.severity}: {finding}")
@@ -106,13 +107,14 @@ def print_start(
         f"ZeRO {plan.config.zero.stage}, {plan.config.precision.dtype} -> {folder}"
     )
     if num_params is not None:
-        _print_rows(_sizes(plan, num_params))
+        _print_rows(_sizes(plan, num_params, num_params if num_trained is None else num_trained))
 
 
-def _sizes(plan: Plan, num_params: int) -> Iterator[tuple[str, str]]:
+def _sizes(plan: Plan, num_params: int, num_trained: int) -> Iterator[tuple[str, str]]:
     config, save = plan.config, plan.config.checkpoint
     model = next(getattr(config.model, tag) for tag in ("kind", "target", "object") if hasattr(config.model, tag))
-    yield "model", f"{model}, {num_params:,} parameters"
+    trained = f", {num_trained:,} of them trained ({num_trained / num_params:.2%})" if num_trained < num_params else ""
+    yield "model", f"{model}, {num_params:,} parameters{trained}"
     yield "length", str(plan.length)
     with suppress(NotEstimatedError):
         memory = estimate(plan)

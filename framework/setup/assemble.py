@@ -27,7 +27,7 @@ from framework.engine.distributed import from_rank0, gather, gather_from_disks, 
 from framework.engine.expert_parallel import building_experts
 from framework.engine.failures import ExplainedData
 from framework.engine.initialize import BaseEngine
-from framework.engine.model_build import build_model
+from framework.engine.model_build import build_model, partition
 from framework.engine.pipeline_engine import PipelineEngine, build_pipeline
 from framework.engine.plain_engine import PlainEngine, build_engine
 from framework.engine.profile import Profiler
@@ -36,6 +36,7 @@ from framework.engine.rank_groups import make_groups
 from framework.engine.tensor_cut import TensorCut
 from framework.engine.weights import put_layer_weights, put_weights
 from framework.models.adapt import prepare_model
+from framework.models.adapters import add_adapters
 from framework.models.experts import Mixture
 from framework.models.sync_batch_norm import with_sync_batch_norm
 from framework.plan.auto import peaks_at_hand
@@ -111,6 +112,10 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
         source, group = str(plan.config.checkpoint.init_weights), None if groups is None else groups.tensor
         put_weights(model, weights, source=source, tensor_group=group)
         weights.let_go()
+    if (lora := plan.config.training.lora) is not None:
+        model = add_adapters(model, lora, seed=plan.config.run.seed)
+        if plan.config.zero.stage == 3:
+            model = partition(model, ds_config)
     own_optimizer = parts.make_optimizer
     return build_engine(
         plan, ds_config=ds_config, model=model, task=parts.task, make_optimizer=own_optimizer, groups=groups
@@ -136,15 +141,18 @@ def _watch(
     return Every(asked.histograms_every_steps), lambda step: show_weights(engine, plan, board, step)
 
 
-def count_parameters(engine: Engine, stages: StageTable | None) -> int:
-    """Count the parameters of the whole model: of all stages, and of all shares that ranks have of weights."""
+def count_parameters(engine: Engine, stages: StageTable | None) -> tuple[int, int]:
+    """Count the parameters of the whole model, and those that are trained: of all stages, and of all shares that ranks
+    have of weights.
+    """
     if stages is not None:
-        return sum(stage.num_params for stage in stages.stages())
+        count = sum(stage.num_params for stage in stages.stages())
+        return count, count
     module = engine.engine.module  # type: ignore[attr-defined]
     sizes = {weight: whole_shape(weight).numel() for weight in module.parameters()}
     mixtures = (one for one in module.modules() if isinstance(one, Mixture))
     sizes |= {weight: one.size * sizes[weight] for one in mixtures for weight in one.experts.parameters()}
-    return sum(sizes.values())
+    return sum(sizes.values()), sum(size for weight, size in sizes.items() if weight.requires_grad)
 
 
 def build_trainer(

@@ -168,19 +168,19 @@ def _model_builder(config: RunConfig, model: ModelSource | None) -> Callable[[],
     if model is None:
         factory = config.model.factory()
         check_arguments(load_target(factory.path, key="model.target"), factory.kwargs, key="model")
-        return lambda: _as_module(call_factory(factory, key="model"))
+        return lambda: as_module(call_factory(factory, key="model"))
     if isinstance(model, (torch.nn.Module, list, tuple)):
-        return lambda: _as_module(model)
+        return lambda: as_module(model)
     if not callable(model):
         reason = "it is neither a torch.nn.Module nor a list of layers, nor a callable that builds one"
         fix = "hand over a module, or a function that returns one"
         raise ConfigError.of("model-target-result", reason, fix, "model", type_name(model))
     fix = "hand over functools.partial(...) with its arguments, or the built model"
     check_handed_over(model, key="model", call="()", fix=fix)
-    return lambda: _as_module(model())
+    return lambda: as_module(model())
 
 
-def _as_module(model: Any) -> torch.nn.Module:
+def as_module(model: Any) -> torch.nn.Module:
     """A list of layers has no forward() of its own; as a `LayeredModel` it has."""
     if isinstance(model, torch.nn.Module) and not isinstance(model, torch.nn.ModuleList):
         return model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -121,7 +122,7 @@ def prepare(
     take_device_of_rank(os.environ)
     check_device(config.precision.dtype, config.run.backend)
     with _placing(source):
-        _check_monitors(config)
+        _check_packages(config)
         RunFolder(config.run.folder).check_usable()
         resumed = _find_resumed(config)
         parts = gather_parts(config, objects)
@@ -132,7 +133,8 @@ def prepare(
         cut = cut_model(plan, parts) if plan.layout.pipe_size > 1 else None
         if cut is None:
             check_recomputed(plan, parts)
-        weights = None if resumed is not None else _first_weights(config, cut)
+        # What adapters were trained on is in no checkpoint.
+        weights = None if resumed is not None and config.training.lora is None else _first_weights(config, cut)
     return Prepared(replace(plan, findings=(*plan.findings, *problems)), ds_config, parts, cut, weights)
 
 
@@ -172,12 +174,15 @@ def _placing(source: Source) -> Iterator[None]:
         raise ConfigError([source.locate(problem) for problem in error.problems]) from error
 
 
-def _check_monitors(config: RunConfig) -> None:
+def _check_packages(config: RunConfig) -> None:
     """On every rank: found missing on rank 0 only, and later, the others would be left waiting."""
     problems = [
         Problem("package-missing", f"{name} is not installed", f"pip install {name}, or set {key}: false", key)
         for key, name in config.monitors.missing_packages()
     ]
+    if config.training.lora is not None and importlib.util.find_spec("peft") is None:
+        reason, fix = "peft, which adds adapters to models, is not installed", "pip install 'dsf-trainer[lora]'"
+        problems.append(Problem("package-missing", reason, fix, "training.lora"))
     if problems:
         raise ConfigError(problems)
     for number, other in enumerate(config.monitors.others):

@@ -28,7 +28,7 @@ from framework.engine.distributed import describe_environment, from_rank0, gathe
 from framework.engine.metrics import time_layers
 from framework.engine.protocol import Engine
 from framework.engine.rendezvous import is_lost_peer
-from framework.engine.weights import checkpoint_weights, refuse_other_layers
+from framework.engine.weights import checkpoint_weights, describe_base, refuse_other_base, refuse_other_layers
 from framework.errors import FrameworkError, StorageError, TrainingError, in_one_line
 from framework.plan.plan import Plan
 from framework.setup.prepared import Prepared
@@ -68,7 +68,7 @@ def agreed_weights(prepared: Prepared, start: SavedCheckpoint | None) -> Prepare
         StorageError: they are damaged; or not all ranks have found the same, with a code that platforms try again, for
             their hosts may yet.
     """
-    if start is not None:
+    if start is not None and prepared.plan.config.training.lora is None:
         return prepared.without_weights()
     path = str(prepared.plan.config.checkpoint.init_weights)
     everyone = gather(prepared.describe_weights())
@@ -227,6 +227,13 @@ def _changed_schedule(start: SavedCheckpoint, plan: Plan) -> Iterator[str]:
         )
 
 
+def describe_frozen(engine: Engine, config: RunConfig) -> dict[str, Any]:
+    """The weights under adapters, for checkpoints, which do not hold them; nothing without adapters. Collective."""
+    if config.training.lora is None:
+        return {}
+    return {"base": describe_base(engine.engine.module, config.checkpoint.init_weights)}  # type: ignore[attr-defined]
+
+
 def load_start(
     engine: Engine, start: SavedCheckpoint | None, kept: Sequence[BestSoFar | Callbacks], description: Mapping[str, Any]
 ) -> int:
@@ -235,6 +242,8 @@ def load_start(
     """
     if start is None:
         return 0
+    if "base" in description:
+        refuse_other_base(start, description["base"])
     moved = needs_resharding(start, description=description)
     if moved and rank() == 0:
         stated = describe_resharding(start, description=description)

@@ -29,6 +29,7 @@ from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
 from framework.errors import ConfigError, in_one_line
 from framework.models.adapt import freeze
+from framework.models.adapters import add_adapters
 from framework.models.layers import as_layers
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
@@ -218,6 +219,8 @@ def trace_work(config: RunConfig, parts: Parts, batch: tuple[Any, Any], *, devic
         with _nothing_drawn():
             model = parts.build_model()
         freeze(model, config.training.freeze)
+        if config.training.lora is not None:
+            model = add_adapters(model, config.training.lora, seed=config.run.seed)
         buffer_bytes = sum(map(_bytes, model.buffers()))
         inputs, targets = tree_map_only(Tensor, fake.from_tensor, batch)
         samples = parts.task.num_samples(targets)

@@ -25,7 +25,18 @@ from tests.places import ROOT
 
 # Sections whose rule holds for whatever they have or will have: what they decide is restored from the checkpoint, or
 # moved.
-WHOLE = {"model", "data", "task", "optimizer", "scheduler", "deepspeed", "zero", "monitors", "profile", "training.ema"}
+WHOLE = {
+    "model",
+    "data",
+    "task",
+    "optimizer",
+    "scheduler",
+    "deepspeed",
+    "zero",
+    "monitors",
+    "profile",
+    "training.ema",
+} | {"training.lora"}
 PAGE = ROOT / "docs" / "checkpoints.md"
 FP16 = {"dtype": "fp16"}
 
@@ -93,6 +104,11 @@ def refused(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
             ["scheduler.kind", "scheduler.min_ratio", "scheduler.warmup_steps"],
         ),
         ({}, {"training": {"freeze": ["fc.*"]}}, ["training.freeze"]),
+        (
+            {"training": {"lora": {"target_modules": ["fc1"]}}},
+            {"training": {"lora": {"target_modules": ["fc1"], "r": 4}}},
+            ["training.lora.r"],
+        ),
         ({"precision": FP16}, {"precision": FP16 | {"loss_scale_window": 7}}, ["precision.loss_scale_window"]),
         ({"precision": FP16}, {"precision": FP16 | {"loss_scale": 128.0}}, ["precision.loss_scale"]),
         ({"precision": FP16}, {"precision": FP16 | {"initial_scale_power": 4}}, []),

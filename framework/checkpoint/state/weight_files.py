@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from framework.checkpoint.state.reader import MergedWeights
+from framework.checkpoint.state.shard_map import Stored
 from framework.errors import ConfigError, StorageError, in_one_line
 from framework.system.files import NewFile, replace_text
 
@@ -167,14 +167,14 @@ class Entry:
         return self.shape.numel() * self.dtype.itemsize
 
 
-def entries(weights: MergedWeights, *, dtype: torch.dtype, names: Mapping[str, str]) -> list[Entry]:
+def entries(held: Mapping[str, Stored | torch.Tensor], *, dtype: torch.dtype, names: Mapping[str, str]) -> list[Entry]:
     """List the tensors to write: numbers with a point in `dtype`, others (counters) as they are; `names` win.
 
     Raises:
         ConfigError: a tensor is of a type that safetensors has not.
     """
     found = []
-    for name, stored in weights.stored.items():
+    for name, stored in held.items():
         if stored.dtype not in _NAMES:
             reason, fix = "safetensors has no such type", "export with --format pt"
             raise ConfigError.of("export-dtype", reason, fix, key=name, value=str(stored.dtype))
@@ -197,7 +197,7 @@ def split(found: list[Entry], *, shard_bytes: int) -> list[list[Entry]]:
 
 
 def write_safetensors(
-    folder: Path, weights: MergedWeights, shards: list[list[Entry]], *, metadata: Mapping[str, str]
+    folder: Path, weights: Mapping[str, torch.Tensor], shards: list[list[Entry]], *, metadata: Mapping[str, str]
 ) -> dict[str, int]:
     """Write ``model.safetensors``, or shards and their index; returns file -> bytes.
 
@@ -208,10 +208,7 @@ def write_safetensors(
     count = len(shards)
     names = [f"model-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(1, count + 1)] if count > 1 else [WHOLE]
     placed = dict(zip(names, shards, strict=True))
-    written = {
-        name: _write(folder / name, partial(_fill, weights=weights, shard=shard, metadata=metadata))
-        for name, shard in placed.items()
-    }
+    written = {name: write_one(folder / name, weights, shard, metadata=metadata) for name, shard in placed.items()}
     if count > 1:
         total = sum(entry.num_bytes for shard in shards for entry in shard)
         files = {entry.written: name for name, shard in placed.items() for entry in shard}
@@ -221,7 +218,14 @@ def write_safetensors(
     return written
 
 
-def write_pt(path: Path, weights: MergedWeights, shard: list[Entry], *, ties: Mapping[str, str]) -> int:
+def write_one(
+    path: Path, weights: Mapping[str, torch.Tensor], shard: list[Entry], *, metadata: Mapping[str, str]
+) -> int:
+    """Write one file of safetensors; returns its bytes. Errors as of `write_safetensors`."""
+    return _write(path, partial(_fill, weights=weights, shard=shard, metadata=metadata))
+
+
+def write_pt(path: Path, weights: Mapping[str, torch.Tensor], shard: list[Entry], *, ties: Mapping[str, str]) -> int:
     """Write a state dict with `torch.save`, `ties` (name -> the first one's) included; the whole model is in memory.
 
     Raises:
@@ -257,7 +261,9 @@ def _write(path: Path, fill: Callable[[NewFile], None]) -> int:
     return stream.close().num_bytes
 
 
-def _fill(stream: NewFile, *, weights: MergedWeights, shard: list[Entry], metadata: Mapping[str, str]) -> None:
+def _fill(
+    stream: NewFile, *, weights: Mapping[str, torch.Tensor], shard: list[Entry], metadata: Mapping[str, str]
+) -> None:
     # The library orders by size of the type as well: every tensor then begins at a multiple of its own.
     ordered = sorted(shard, key=lambda entry: -entry.dtype.itemsize)
     stream.write(_header(ordered, metadata))

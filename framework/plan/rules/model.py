@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import accumulate
 from math import prod
 from typing import Any, Final
 
@@ -10,6 +12,7 @@ from pydantic import ValidationError
 
 from framework.config.base import Object, Section, Target
 from framework.config.data import DataObject, DataTarget
+from framework.config.groups import ALL_LINEAR, LORA, is_named, tied_problem, unmatched_modules
 from framework.config.model import BERT, GPT, Classifier, ModelSection
 from framework.config.optimizer import optimizer_lr
 from framework.config.run_config import RunConfig
@@ -182,6 +185,41 @@ def freeze_patterns(config: RunConfig, cluster: Cluster) -> Found:
     for number, pattern in enumerate(config.training.freeze):
         fix = "write for example .*bias for all that ends so"
         yield from pattern_problem(pattern, key=f"training.freeze.{number}", value=pattern, fix=fix)
+
+
+@rule()
+def adapted_modules(config: RunConfig, cluster: Cluster) -> Found:
+    """Adapters for modules that a named model has not, that hold no matrix, or whose weight is used twice; other models
+    are looked at when they are built.
+    """
+    from framework.plan.work import model_work  # here: it imports the plan, which imports the rules
+
+    lora, key = config.training.lora, "training.lora.target_modules"
+    if lora is None:
+        return
+    pattern = lora.target_modules
+    if isinstance(pattern, str) and pattern != ALL_LINEAR:
+        wrong = [*pattern_problem(pattern, key=key, value=pattern, fix="write for example .*query, or a list of names")]
+        yield from wrong
+        if wrong:
+            return
+    size = getattr(config.model, "image_size", 32)
+    if (work := model_work(config.model, micro_size=1, image_size=size, lora=lora)) is None:
+        return
+    names = [*work.weights, *work.frozen]
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in names if LORA not in name)
+    parents = dict.fromkeys(parent for name in modules for parent in accumulate(name.split("."), "{}.{}".format))
+    problems = unmatched_modules(lora, [*parents])
+    yield from problems
+    if problems or pattern == ALL_LINEAR:
+        return
+    adapted, shared = {name.partition(LORA)[0] for name in names if LORA in name}, {part.shares for part in work.parts}
+    for module in filter(partial(is_named, names=pattern), parents):
+        if module not in adapted:
+            reason, fix = f"{module} is no linear layer, convolution or embedding", "name modules that are one"
+            yield Problem("lora-not-adaptable", reason, fix, key, pattern)
+        elif module in shared:
+            yield tied_problem(module, pattern)
 
 
 @rule()

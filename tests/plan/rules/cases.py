@@ -293,6 +293,30 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"training": {"freeze": ["conv1.*", "*.bias"]}}, "cuda", "bad-pattern"),
         ({"training": {"freeze": ["conv1.*", ".*bias"]}}, "cuda", None),
     ],
+    "adapted_modules": [
+        (GPT | {"training": {"lora": {"target_modules": ["query", "up"], "modules_to_save": ["norm"]}}}, "cuda", None),
+        (GPT | {"training": {"lora": {"target_modules": r"blocks\.\d\.mlp\..*"}}}, "cuda", None),
+        (GPT | {"training": {"lora": {"target_modules": "all-linear"}}}, "cuda", None),
+        (GPT | {"training": {"lora": {"target_modules": "*.query"}}}, "cuda", "bad-pattern"),
+        (GPT | {"training": {"lora": {"target_modules": "query"}}}, "cuda", "lora-matches-nothing"),
+        (GPT | {"training": {"lora": {"target_modules": ["query", "kee"]}}}, "cuda", "lora-matches-nothing"),
+        (GPT | {"training": {"lora": {"target_modules": ["positions"]}}}, "cuda", "lora-not-adaptable"),
+        (GPT | {"training": {"lora": {"target_modules": ["embed"]}}}, "cuda", "lora-tied"),
+    ],
+    "not_with_lora": [
+        (MIXED | {"training": {"lora": {"target_modules": ["query"]}}}, "cuda", "not-with-lora"),
+        (GPT | {"training": {"lora": {"target_modules": ["query"]}}, "zero": {"stage": 3}}, "cuda", None),
+        (
+            GPT | {"training": {"lora": {"target_modules": ["query"]}}, **piped()},
+            "cuda",
+            "not-with-lora",
+        ),
+        (
+            GPT | {"training": {"lora": {"target_modules": ["query"]}, "freeze": ["embed.*"]}},
+            "cuda",
+            "not-with-lora",
+        ),
+    ],
     "deepspeed_section": [
         ({"deepspeed": {"fp16": {"enabled": True}}}, "cuda", "section-clash"),
         ({"deepspeed": {"train_batch_size": 3}}, "cuda", "section-clash"),

@@ -1,0 +1,104 @@
+"""What `export` makes of a checkpoint with adapters: files for peft, or the plain model with the adapters merged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from framework.checkpoint.manifest import SavedCheckpoint
+from framework.checkpoint.state.reader import MergedWeights
+from framework.checkpoint.state.weight_files import entries, write_one
+from framework.config.groups import is_inside_saved
+from framework.config.run_config import RunConfig
+from framework.config.training import LoRA
+from framework.engine.random_state import seed_everything
+from framework.engine.step_batches import HALF
+from framework.engine.weights import checkpoint_weights, describe_base, find_weights, put_weights, refuse_other_base
+from framework.errors import ConfigError, StorageError
+from framework.models.adapters import (
+    add_adapters,
+    is_adapter,
+    merge_adapters,
+    peft_name,
+    put_trained,
+    untrained_adapters,
+)
+from framework.setup.objects import call_factory
+from framework.setup.parts import as_module
+from framework.system.files import replace_text
+from framework.system.log import warn
+
+_ADAPTER_FILE: Final = "adapter_model.safetensors"
+_ADAPTER_CONFIG: Final = "adapter_config.json"
+
+
+def write_adapter(folder: Path, weights: MergedWeights, *, dtype: torch.dtype) -> dict[str, int]:
+    """Write what `peft.PeftModel.from_pretrained` loads onto the same base; returns file -> bytes.
+
+    Raises:
+        StorageError: kind ``adapter-untrained``: nothing has come through any adapter.
+    """
+    checkpoint = weights.checkpoint
+    lora = checkpoint.manifest["config"]["training"]["lora"]
+    untrained, adapted = [*untrained_adapters(weights)], [name for name in weights if ".lora_B." in name]
+    adapted += [name for name in weights if ".lora_embedding_B." in name]
+    if untrained:
+        places = f"{len(untrained)} of {len(adapted)} adapters have a B of zeros and add nothing, {untrained[0]} first"
+        if checkpoint.step and len(untrained) == len(adapted):
+            raise StorageError(
+                f"{checkpoint.path}: {places}, after {checkpoint.step} steps: what the model computes does not go "
+                "through these modules; name others [adapter-untrained]"
+            )
+        warn(f"{places} (step {checkpoint.step}) [adapter-untrained]")
+    # As peft does, without the buffers of modules that are not trained.
+    section = LoRA.model_validate(lora)
+    names = {name: peft_name(name) for name in weights if is_adapter(name) or is_inside_saved(name, section)}
+    found = [entry for entry in entries(weights.stored, dtype=dtype, names=names) if entry.name in names]
+    described: dict[str, Any] = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": (checkpoint.manifest.get("base") or {}).get("init_weights"),
+        "inference_mode": True,
+        "bias": "none",
+        **lora,
+        "modules_to_save": section.modules_to_save or None,
+    }
+    text = json.dumps(described, indent=2) + "\n"
+    replace_text(folder / _ADAPTER_CONFIG, text)
+    num_bytes = write_one(folder / _ADAPTER_FILE, weights, found, metadata={"format": "pt"})
+    return {_ADAPTER_FILE: num_bytes, _ADAPTER_CONFIG: len(text.encode())}
+
+
+def merged_model(weights: MergedWeights, config: RunConfig, *, base: str | None = None) -> torch.nn.Module:
+    """The model of a checkpoint with adapters, on the CPU in fp32, each adapter added to its weight.
+
+    The frozen weights are found as the run found them: read from `base`, left out from the run's own
+    `checkpoint.init_weights`, or drawn under its seed; and rounded as the run rounded them.
+
+    Raises:
+        ConfigError: they are not there, or not those that the adapters were trained on.
+    """
+    lora, source = config.training.lora, base or config.checkpoint.init_weights
+    assert lora is not None
+    seed_everything(config.run.seed)
+    model = as_module(call_factory(config.model.factory(), key="model"))
+    if source is not None:
+        try:
+            found = find_weights(source, allow_unverified=config.checkpoint.allow_unverified)
+        except ConfigError as error:
+            reason = f"{error.problems[0].reason}, and the adapters were trained on the weights there"
+            raise ConfigError.of(
+                "weights-not-found", reason, "give --base PATH: where they are", "--base", source
+            ) from error
+        put_weights(model, checkpoint_weights(found) if isinstance(found, SavedCheckpoint) else found, source=source)
+    model = add_adapters(model, lora, seed=config.run.seed)
+    half = HALF.get(config.precision.dtype)
+    for parameter in model.parameters() if half is not None else ():
+        parameter.data = parameter.data.to(half if parameter.is_floating_point() else parameter.dtype)
+    refuse_other_base(weights.checkpoint, describe_base(model, source))
+    for parameter in model.parameters() if half is not None else ():
+        parameter.data = parameter.data.float() if parameter.dtype == half else parameter.data
+    put_trained(model, weights)
+    return merge_adapters(model)

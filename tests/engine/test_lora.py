@@ -1,0 +1,256 @@
+"""Adapters: 20 fp32 steps at every ZeRO stage against plain PyTorch with peft in one process, resumed to the bit, moved
+between stages, merged, and loaded by peft.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from framework.checkpoint.manifest import list_checkpoints
+from framework.checkpoint.state.reader import MergedWeights
+from framework.commands.export import export
+from framework.config.load import config_from_values
+from framework.config.training import LoRA
+from framework.data.order import epoch_order
+from framework.errors import ConfigError, StorageError
+from framework.models.adapters import is_adapter
+from framework.setup.objects import call_factory
+from tests.engine.saved_runs import write_tokens
+from tests.engine.test_pipeline import GPT
+from tests.launched import series, train_cases
+
+pytestmark = pytest.mark.slow
+peft = pytest.importorskip("peft", reason="peft comes with the lora extra")
+
+NUM_STEPS, HALF_WAY, BATCH, CLIP = 20, 10, 8, 0.01
+NUM_BLOCKS = GPT["model"]["num_layers"]
+MODELS = {
+    "gpt": {"kind": "gpt"},
+    "llama": {"target": "tests.jobs.llama:Llama"},
+}
+ADAPTED = {
+    "gpt": {"target_modules": ["query", "value", "up"], "modules_to_save": ["norm"]},
+    "llama": {"target_modules": r".*\.(q|v|down)_proj"},
+}
+LR = {"gpt": 10.0, "llama": 2.0}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"kind": "sgd", "momentum": 0.9, "weight_decay": 1e-4},
+    "adamw": {"kind": "adamw", "lr": 1e-2, "weight_decay": 0.1},
+}
+TOLERANCES = {"sgd": 1e-5, "adamw": 1e-4}
+STAGES = (0, 1, 2, 3)
+MOVES = ((0, 3), (3, 1), (2, 0))
+
+
+def config(folder: Path, model: str, optimizer: str, stage: int, start: int | None = None) -> dict[str, Any]:
+    """A run; with `start`, one that goes on from the middle of the one at that stage."""
+    own = f"{model}-{optimizer}-z{stage}"
+    source = folder / f"{model}-{optimizer}-z{start}" / "checkpoints" / f"global_step{HALF_WAY}"
+    begin = {} if start is None else {"resume": str(source)}
+    return {
+        "run": {"name": own if start is None else f"{own}-from-z{start}", "output_dir": str(folder)},
+        "model": GPT["model"] if model == "gpt" else MODELS[model],
+        "data": GPT["data"] | {"path": str(folder / "tokens")},
+        "task": {"kind": "causal_lm"},
+        "batch": {"global_size": BATCH},
+        "zero": {"stage": stage},
+        "optimizer": ({"lr": LR[model]} if optimizer == "sgd" else {}) | OPTIMIZERS[optimizer],
+        "training": {
+            "max_steps": NUM_STEPS,
+            "log_every": 1,
+            "clip_grad_norm": CLIP,
+            "lora": ADAPTED[model] | {"r": 4, "lora_alpha": 8},
+            **({"ema": {"decay": 0.9}} if optimizer == "adamw" else {}),
+        },
+        "checkpoint": {"every_steps": HALF_WAY, **begin},
+        "evaluation": {"at_end": False},
+        "monitors": {"tensorboard": False, "csv": False, "progress": "off", "report": False},
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lora")
+    write_tokens(folder)
+    first = [config(folder, model, name, stage) for model in MODELS for name in OPTIMIZERS for stage in STAGES]
+    again = [config(folder, "gpt", "adamw", stage, stage) for stage in STAGES]
+    moved = [config(folder, "gpt", "adamw", now, before) for before, now in MOVES]
+    other = config(folder, "gpt", "adamw", 0, 0)  # on other frozen weights
+    torch.save(build(config(folder, "gpt", "adamw", 0), seed=5).state_dict(), folder / "other.pt")
+    other["run"]["name"], other["checkpoint"]["init_weights"] = "other-base", str(folder / "other.pt")
+    train_cases([*first, *again, *moved, other], num_ranks=2, folder=folder)
+    return folder
+
+
+def build(values: dict[str, Any], *, seed: int = 0) -> Any:
+    """The base as a run has it."""
+    torch.manual_seed(seed)
+    return call_factory(config_from_values(values).model.factory(), key="model")
+
+
+@pytest.fixture(scope="module")
+def plain_losses(runs: Path) -> dict[tuple[str, str], tuple[list[float], float]]:
+    return {(model, name): plain(config(runs, model, name, 0)) for model in MODELS for name in OPTIMIZERS}
+
+
+def plain(values: dict[str, Any]) -> tuple[list[float], float]:
+    """PyTorch and peft's own functions, one process; and what the base makes of the last batch."""
+    samples = call_factory(config_from_values(values).data.factory(), key="data").train
+    model = build(values)
+    lora = values["training"]["lora"]
+    torch.manual_seed(1)
+    saved = [module for name, module in model.named_modules() if name.endswith(tuple(lora.get("modules_to_save", ())))]
+    given = {name: value for name, value in lora.items() if name != "modules_to_save"}
+    peft.inject_adapter_in_model(peft.LoraConfig(**given), model)
+    for parameter in (parameter for module in saved for parameter in module.parameters()):
+        parameter.requires_grad_(True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    section = dict(values["optimizer"])
+    make: Any = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[section.pop("kind")]
+    optimizer, losses = make(trained, **section), []
+    order, model = epoch_order(len(samples), seed=0, epoch=0, shuffle=True), model.train()
+    for step in range(NUM_STEPS):
+        batch = [samples[int(index)] for index in order[step * BATCH : (step + 1) * BATCH]]
+        tokens, targets = (torch.stack([torch.as_tensor(sample[part]) for sample in batch]) for part in (0, 1))
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        assert float(nn.utils.clip_grad_norm_(trained, CLIP)) > CLIP  # it is always at work
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, nn.functional.cross_entropy(build(values)(tokens).flatten(0, 1), targets.flatten()).item()
+
+
+def weights(run: Path, step: int = NUM_STEPS, **options: Any) -> MergedWeights:
+    (found,) = [one for one in list_checkpoints(run / "checkpoints") if one.step == step]
+    return MergedWeights(found, **options)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("model", MODELS)
+def test_twenty_steps_are_those_of_peft_in_one_process(
+    runs: Path, plain_losses: Any, model: str, optimizer: str, stage: int
+) -> None:
+    expected, untrained = plain_losses[model, optimizer]
+    found = [*series(runs / f"{model}-{optimizer}-z{stage}", "train/loss").values()]
+    assert untrained - expected[-1] > 0.01  # that something was learned
+    difference = max(abs(one - other) for one, other in zip(found, expected, strict=True))
+    print(f"{model} {optimizer} z{stage}: {difference:.1e}")
+    assert difference < TOLERANCES[optimizer]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_resumed_run_is_the_unbroken_one_to_the_bit(runs: Path, stage: int) -> None:
+    for average in (False, True):
+        whole, again = (
+            weights(runs / name, average=average)
+            for name in (f"gpt-adamw-z{stage}", f"gpt-adamw-z{stage}-from-z{stage}")
+        )
+        assert [*whole] == [*again]
+        assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+@pytest.mark.parametrize(("before", "now"), MOVES)
+def test_a_run_moves_between_stages(runs: Path, before: int, now: int) -> None:
+    whole, moved = weights(runs / f"gpt-adamw-z{before}"), weights(runs / f"gpt-adamw-z{now}-from-z{before}")
+    assert set(whole) == set(moved)
+    assert max(float((whole[name] - moved[name]).abs().max()) for name in whole) < 1e-5
+
+
+def test_other_frozen_weights_are_refused(runs: Path) -> None:
+    stated = (runs / "other-base.error").read_text(encoding="utf-8")
+    assert "trained on other frozen weights (weights drawn from run.seed)" in stated
+    assert "[base-differs]" in stated
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_checkpoints_hold_no_frozen_weight(runs: Path, stage: int) -> None:
+    run = runs / f"gpt-adamw-z{stage}"
+    held = weights(run)
+    assert {name for name in held if not is_adapter(name)} == {
+        f"{place}norm.{name}"
+        for place in (
+            "",
+            *(f"blocks.{number}.{norm}_" for number in range(NUM_BLOCKS) for norm in ("attention", "mlp")),
+        )
+        for name in ("weight", "bias")
+    }
+    # fp32 weights, two moments, the average: 16 bytes; at ZeRO 1 and 2 the module's own weights beside them.
+    numbers = sum(tensor.numel() for tensor in held.values())
+    files = sum(path.stat().st_size for path in held.checkpoint.path.glob("*.pt"))
+    base = 4 * sum(parameter.numel() for parameter in build(config(runs, "gpt", "adamw", 0)).parameters())
+    print(f"z{stage}: {files} bytes, {numbers} trained numbers, base {base} bytes")
+    assert 16 * numbers <= files < 20 * numbers + 110_000  # names, random states: measured
+    assert len({json.dumps(weights(runs / f"gpt-adamw-z{one}").checkpoint.manifest["base"]) for one in STAGES}) == 1
+
+
+@pytest.mark.parametrize(("model", "stage"), [("gpt", 0), ("gpt", 2), ("gpt", 3), ("llama", 1), ("llama", 3)])
+def test_exports_compute_what_the_trained_model_does(runs: Path, tmp_path: Path, model: str, stage: int) -> None:
+    run, values = runs / f"{model}-sgd-z{stage}", config(runs, model, "sgd", stage)
+    if model == "llama":
+        with pytest.raises(ConfigError, match=r"or give --adapter, .* \[target-not-trusted\]"):
+            export(str(run), tmp_path / "none")
+    written = export(str(run), tmp_path / "adapter", adapter=True)
+    export(str(run), tmp_path / "merged", trust=str(run))
+    assert 0 < written["adapter_model.safetensors"] < 4 * sum(one.numel() for one in weights(run).values()) + 8000
+    tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
+    # The trained model: the base with the checkpoint's own tensors put into modules that peft made.
+    trained = build(values)
+    lora = {name: value for name, value in values["training"]["lora"].items() if name != "modules_to_save"}
+    peft.inject_adapter_in_model(peft.LoraConfig(**lora), trained)
+    held = weights(run)
+    assert not trained.load_state_dict(dict(held), strict=False).unexpected_keys
+    logits = trained.eval()(tokens)
+    loaded = peft.PeftModel.from_pretrained(build(values), str(tmp_path / "adapter")).eval()
+    assert float((loaded(tokens) - logits).abs().max()) < 1e-6
+    merged = build(values, seed=9)
+    from safetensors.torch import load_file
+
+    merged.load_state_dict(load_file(tmp_path / "merged" / "model.safetensors"))
+    difference = float((merged.eval()(tokens) - logits).abs().max())
+    print(f"{model} z{stage}: merged {difference:.1e}, adapter {written['adapter_model.safetensors']} bytes")
+    assert difference < 1e-5
+    assert float((build(values).eval()(tokens) - logits).abs().max()) > 1e-2
+
+
+def test_adapters_that_nothing_went_through_are_not_exported(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = MergedWeights.__getitem__
+    zeros = lambda self, name: read(self, name) * (0.0 if "lora_B" in name else 1.0)  # noqa: E731
+    monkeypatch.setattr(MergedWeights, "__getitem__", zeros)
+    with pytest.raises(StorageError, match=r"9 of 9 adapters have a B of zeros .* after 20 steps.* \[adapter-unt"):
+        export(str(runs / "gpt-sgd-z0"), tmp_path / "out", adapter=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_adapters_are_no_weights_to_start_from(runs: Path) -> None:
+    from framework.engine.weights import checkpoint_weights
+
+    with pytest.raises(ConfigError, match=r"it holds adapters, .* name an export of it \[weights-are-adapters\]"):
+        checkpoint_weights(weights(runs / "gpt-sgd-z0").checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("lora", "kind"),
+    [
+        ({"target_modules": ["querry"]}, "did you mean query.*lora-matches-nothing"),
+        ({"target_modules": ["query"], "modules_to_save": ["norms"]}, "did you mean norm.*lora-matches-nothing"),
+        ({"target_modules": ["embed"]}, "lora-tied"),
+        ({"target_modules": ["norm"]}, "lora-not-adaptable"),
+    ],
+)
+def test_modules_that_cannot_be_adapted_are_refused(tmp_path: Path, lora: dict[str, Any], kind: str) -> None:
+    from framework.models.adapters import add_adapters
+
+    refused = partial(pytest.raises, ConfigError, match=kind)
+    with refused():
+        add_adapters(build(config(tmp_path, "gpt", "sgd", 0)), LoRA(**lora), seed=0)
