@@ -118,7 +118,7 @@ def refuse_unmatched_groups(shapes: Mapping[str, Sequence[int]], optimizer: Any)
         if not any(re.fullmatch(pattern, name) for name in names)
     ]
     muon = optimizer if isinstance(optimizer, Muon) and not problems else None
-    if muon and not any(stepped_by_muon(name, shape, muon) for name, shape in shapes.items()):
+    if muon and not sum(stepped_by_muon(name, shape, muon) for name, shape in shapes.items()):
         reason = "no trained matrix of the model is in a layer inside a numbered block, such as blocks.3.mlp.up.weight"
         fix = "name the weights that Muon steps, or use adamw"
         problems = [Problem("muon-needs-matrices", reason, fix, "optimizer.matrices", muon.matrices)]

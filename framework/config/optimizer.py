@@ -153,7 +153,7 @@ class Muon(_Optimizer):
     """
 
     kind: Literal["muon"] = "muon"
-    lr: NonNegative = 0.02
+    lr: Positive = 0.02
     """Learning rate of the matrices; a scheduler changes it over time, and `adam_lr` by the same share."""
     weight_decay: NonNegative = 0.1
     matrices: list[str] = []
