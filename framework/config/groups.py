@@ -9,11 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
-from framework.config.optimizer import Group
+from framework.config.optimizer import Group, Muon
 from framework.config.training import LoRA
 from framework.errors import ConfigError, Problem
 from framework.text.typos import nearest, unmatched_pattern
 
+# A weight of a layer inside a numbered block; the layers of a plain sequence are not inside anything.
+_INSIDE_BLOCK: Final = re.compile(r"(.*[._])?\d+(\.\w+){2,}")
 _NUMBERED: Final = re.compile(r"(?:.*?[._])??\d+(?=\.|$)")
 
 
@@ -23,10 +25,12 @@ class GroupValues(NamedTuple):
     Attributes:
         lr_ratio: learning rate as a share of `optimizer.lr`.
         weight_decay: as torch's optimizers take it.
+        by_muon: whether Muon steps them.
     """
 
     lr_ratio: float
     weight_decay: float
+    by_muon: bool = False
 
 
 def is_matrix(shape: Sequence[int]) -> bool:
@@ -37,7 +41,12 @@ def is_matrix(shape: Sequence[int]) -> bool:
 def has_groups(optimizer: Any) -> bool:
     """Check whether weights may have values of their own: not where all are stepped alike."""
     decays_some = getattr(optimizer, "weight_decay_on", "all") != "all" and bool(optimizer.weight_decay)
-    return decays_some or bool(getattr(optimizer, "groups", ())) or getattr(optimizer, "layer_decay", 1.0) != 1.0
+    return (
+        isinstance(optimizer, Muon)
+        or decays_some
+        or bool(getattr(optimizer, "groups", ()))
+        or getattr(optimizer, "layer_decay", 1.0) != 1.0
+    )
 
 
 def group_values(
@@ -59,37 +68,64 @@ def group_values(
     found = {}
     for name, shape in shapes.items():
         group = next((group for group in groups if re.fullmatch(group.match, name)), None)
-        ratio = 1.0 if group is None or group.lr is None else group.lr / base
+        by_muon = isinstance(optimizer, Muon) and stepped_by_muon(name, shape, optimizer)
+        rate = optimizer.adam_lr if isinstance(optimizer, Muon) and not by_muon else base
+        ratio = (rate if group is None or group.lr is None else group.lr) / base
         if depths:
             ratio *= each_layer ** (most - _depth_of(name, depths))
         own = decay if on_all or is_matrix(shape) else 0.0
-        found[name] = GroupValues(ratio, own if group is None or group.weight_decay is None else group.weight_decay)
+        own = own if group is None or group.weight_decay is None else group.weight_decay
+        found[name] = GroupValues(ratio, own, by_muon)
     return found
+
+
+def stepped_by_muon(name: str, shape: Sequence[int], optimizer: Muon) -> bool:
+    """Check whether Muon steps a weight of this name.
+
+    Raises:
+        ConfigError: kind ``muon-needs-matrices``: a pattern names it, and it has not two dimensions.
+    """
+    named = next((at for at, pattern in enumerate(optimizer.matrices) if re.fullmatch(pattern, name)), None)
+    if named is not None and len(shape) != 2:
+        reason, key = f"{name} has the shape {tuple(shape)}, and Muon steps matrices", f"optimizer.matrices.{named}"
+        fix = "leave it out, for example with .*weight, or name single weights"
+        raise ConfigError.of("muon-needs-matrices", reason, fix, key, optimizer.matrices[named])
+    is_inside = not optimizer.matrices and len(shape) == 2 and _INSIDE_BLOCK.fullmatch(name) is not None
+    return named is not None or is_inside
 
 
 def in_order(values: Iterable[GroupValues]) -> list[GroupValues]:
     """The different ones, in the order of the optimizer's groups: those at its own learning rate first."""
-    return sorted(set(values), key=lambda each: (each.lr_ratio != 1.0, each.lr_ratio, -each.weight_decay))
+    return sorted(
+        set(values), key=lambda each: (each.lr_ratio != 1.0, each.lr_ratio, -each.weight_decay, not each.by_muon)
+    )
 
 
-def refuse_unmatched_groups(names: Iterable[str], optimizer: Any) -> None:
-    """Refuse groups that have no weight.
+def refuse_unmatched_groups(shapes: Mapping[str, Sequence[int]], optimizer: Any) -> None:
+    """Refuse groups that have none of the weights of these names and shapes.
 
     Raises:
-        ConfigError: kind ``group-matches-nothing``, for each of them.
+        ConfigError: kind ``group-matches-nothing``, for each of them, or ``muon-needs-matrices``.
     """
-    names = list(names)
+    names = list(shapes)
+    patterns = {f"groups.{number}.match": group.match for number, group in enumerate(getattr(optimizer, "groups", ()))}
+    patterns |= {f"matrices.{number}": pattern for number, pattern in enumerate(getattr(optimizer, "matrices", ()))}
     problems = [
         Problem(
             "group-matches-nothing",
             "no trained parameter of the model has such a name",
-            unmatched_pattern(group.match, names),
-            f"optimizer.groups.{number}.match",
-            group.match,
+            unmatched_pattern(pattern, names),
+            f"optimizer.{key}",
+            pattern,
         )
-        for number, group in enumerate(getattr(optimizer, "groups", ()))
-        if not any(re.fullmatch(group.match, name) for name in names)
+        for key, pattern in patterns.items()
+        if not any(re.fullmatch(pattern, name) for name in names)
     ]
+    muon = optimizer if isinstance(optimizer, Muon) and not problems else None
+    if muon and not sum(stepped_by_muon(name, shape, muon) for name, shape in shapes.items()):
+        reason = "no trained matrix of the model is in a layer inside a numbered block, such as blocks.3.mlp.up.weight"
+        fix = "name the weights that Muon steps, or use adamw"
+        problems = [Problem("muon-needs-matrices", reason, fix, "optimizer.matrices", muon.matrices)]
     if problems:
         raise ConfigError(problems)
 

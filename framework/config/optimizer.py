@@ -132,6 +132,52 @@ class Lamb(_Optimizer):
     """Lower bound of the layer-wise ratio."""
 
 
+class Adafactor(_Optimizer):
+    """Adafactor (Shazeer & Stern 2018) as torch has it: of a matrix it keeps the means of rows and columns alone. Each
+    step is a share of the weight's own size.
+    """
+
+    kind: Literal["adafactor"] = "adafactor"
+    lr: NonNegative = 1e-2
+    beta2_decay: Annotated[float, Field(le=0.0)] = -0.8
+    """Power of the step by which the mean of squares changes less and less."""
+    eps: Annotated[list[Positive], Field(min_length=2, max_length=2)] = [1.1920928955078125e-07, 1e-3]
+    """Least root of the mean square, of the gradient and of a weight."""
+    d: Annotated[float, Field(ge=1.0)] = 1.0
+    """Most that an update may be, as a root mean square, before it is scaled down."""
+
+
+class Muon(_Optimizer):
+    """Muon (Jordan et al. 2024) for the matrices of hidden layers, whose momentum it makes orthogonal, and AdamW for
+    all other weights; both are torch's.
+    """
+
+    kind: Literal["muon"] = "muon"
+    lr: Positive = 0.02
+    """Learning rate of the matrices; a scheduler changes it over time, and `adam_lr` by the same share."""
+    weight_decay: NonNegative = 0.1
+    matrices: list[str] = []
+    """Regular expressions for whole names: the weights that Muon steps, each with two dimensions. Left out: those of
+    layers inside a numbered block, such as ``blocks.3.mlp.up.weight``; not embeddings, positions and head.
+    """
+    momentum: Fraction = 0.95
+    """Share of the mean of gradients carried over."""
+    nesterov: bool = True
+    """Look ahead along the momentum."""
+    ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
+    """Newton-Schulz iterations of a step."""
+    adjust_lr: Literal["original", "match_rms_adamw"] = "original"
+    """How the rate follows the shape (rows, columns). ``original``: times sqrt(max(1, rows / columns)).
+    ``match_rms_adamw``: times 0.2 sqrt(max(rows, columns)), for rates and weight decay of AdamW (Liu et al. 2025).
+    """
+    adam_lr: NonNegative = 3e-4
+    """Learning rate of the other weights."""
+    betas: _Betas = [0.9, 0.95]
+    """AdamW's decay of the running means of the gradient and of its square."""
+    eps: Positive = 1e-8
+    """AdamW's, added to the root of the second mean."""
+
+
 class OptimizerObject(Object):
     """An optimizer factory that was handed over from Python."""
 
@@ -141,7 +187,9 @@ class OptimizerObject(Object):
     """Its other keyword arguments, where it says them and they are plain values."""
 
 
-OptimizerSection = Annotated[AdamW | Adam | SGD | Adagrad | Lion | Lamb | Target | OptimizerObject, OneOf()]
+OptimizerSection = Annotated[
+    AdamW | Adam | SGD | Adagrad | Lion | Lamb | Adafactor | Muon | Target | OptimizerObject, OneOf()
+]
 
 
 def optimizer_lr(optimizer: OptimizerSection) -> float | None:

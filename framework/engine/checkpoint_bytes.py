@@ -222,7 +222,7 @@ def _move_in(
     if not checkpoint.verified:
         _refuse_other_optimizer(views, stored, checkpoint.path)
     with opened(engine.optimizer):
-        for view in views.views(stored.keys):
+        for view in views.views(stored.keys, keys_of=stored.keys_of):
             view.values.copy_(stored.read(view.name, view.key, view.start, view.values.numel()))
         views.set_step(stored.step)
         if checkpoint.verified:

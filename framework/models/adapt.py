@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from framework.config.groups import group_values, has_groups, in_order, refuse_unmatched_groups
+from framework.config.optimizer import Muon
 from framework.config.training import Training
 from framework.errors import ConfigError, Problem
 from framework.models.layers import LayeredModel, as_layers
@@ -18,6 +20,8 @@ from framework.text.typos import unmatched_pattern
 
 LR_RATIO: Final = "lr_ratio"
 """Key of a parameter group with a learning rate of its own: the rate as a share of the optimizer's."""
+BY_MUON: Final = "by_muon"
+"""Key of a parameter group of `MuonWithAdamW`: whether Muon steps it."""
 
 
 def prepare_model(model: nn.Module, training: Training) -> nn.Module:
@@ -132,18 +136,46 @@ def parameter_groups(
         ConfigError: kind ``group-matches-nothing``.
     """
     trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-    if layers is None:
-        refuse_unmatched_groups(trained, optimizer)
-    if not has_groups(optimizer):
-        return list(trained.values())
     # ZeRO-3 leaves a flat, empty tensor, and notes its shape.
     shapes = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in trained.items()}
+    if layers is None:
+        refuse_unmatched_groups(shapes, optimizer)
+    if not has_groups(optimizer):
+        return list(trained.values())
     values = group_values(shapes, optimizer, layers=layers or ())
     each = in_order(values.values())
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": one.weight_decay} for one in each]
     for one, group in zip(each, groups, strict=True):
+        if isinstance(optimizer, Muon):
+            group[BY_MUON] = one.by_muon
         if one.lr_ratio != 1.0:
             group |= {"lr": optimizer.lr * one.lr_ratio, LR_RATIO: one.lr_ratio}
     for name, parameter in trained.items():
         groups[each.index(values[name])]["params"].append(parameter)
     return groups
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """One optimizer for DeepSpeed: torch's Muon for the groups marked `BY_MUON`, torch's AdamW for the others.
+
+    Both step the same groups and keep the same state as this one, so that schedules, checkpoints and the fp32 copies of
+    half precision see one optimizer.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], section: Muon) -> None:
+        super().__init__(groups, {"lr": section.lr, "weight_decay": section.weight_decay})
+        names, (first, second) = {"momentum", "nesterov", "ns_steps"}, section.betas
+        makers: dict[bool, Callable[..., torch.optim.Optimizer]] = {
+            True: partial(torch.optim.Muon, adjust_lr_fn=section.adjust_lr, **section.model_dump(include=names)),
+            False: partial(torch.optim.AdamW, betas=(first, second), eps=section.eps),
+        }
+        # They write their options into the groups; a pipeline's stage may have weights of one kind only.
+        self._inner = {kind: make(self._groups(kind)) for kind, make in makers.items() if self._groups(kind)}
+
+    def _groups(self, by_muon: bool) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if group[BY_MUON] is by_muon]
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for by_muon, inner in self._inner.items():
+            inner.state, inner.param_groups = self.state, self._groups(by_muon)  # loading has replaced them
+            inner.step()

@@ -15,8 +15,8 @@ from math import ceil, prod
 from typing import Any, Final
 
 from framework.config.base import Object, Target
-from framework.config.groups import group_values, has_groups, in_order
-from framework.config.optimizer import SGD, Adagrad, AdamW, Lamb, Lion, OptimizerSection
+from framework.config.groups import group_values, has_groups, in_order, stepped_by_muon
+from framework.config.optimizer import SGD, Adafactor, Adagrad, AdamW, Lamb, Lion, Muon, OptimizerSection
 from framework.config.precision import BF16, FP16
 from framework.config.run_config import RunConfig
 from framework.config.training import Parallel
@@ -228,7 +228,7 @@ def _refuse_unknown(plan: Plan) -> None:
         "deepspeed": bool(passed.keys() - {"zero_optimization", "zero_allow_untested_optimizer", "gradient_clipping"})
         or not isinstance(zero, Mapping)
         or bool(zero.keys() - _HARMLESS),
-        "optimizer: its state is not measured": _state_of(config.optimizer) is None,
+        "optimizer: its state is not measured": _state_of(config.optimizer, {}) is None,
     }
     if found := [name for name, is_unknown in reasons.items() if is_unknown]:
         raise NotEstimatedError(f"not modelled with {', '.join(found)}")
@@ -255,6 +255,9 @@ class _Estimate:
         accumulation, reduction = sums_of(config, plan.layout)
         self.sum_width = _FP32 if accumulation else self.width
         self.reduce_width = _FP32 if reduction else self.width
+        state = _state_of(config.optimizer, work.weights)
+        assert state is not None  # refused before
+        self.moment_bytes, self.weights_of = state.bytes_per_element, work.weights
         # Experts that are divided have groups of their own, over the ranks that hold the same ones.
         kinds: dict[int, dict[str, Shape]] = {}
         for name, shape in work.weights.items():
@@ -297,8 +300,6 @@ class _Estimate:
 
     def shares(self) -> Shares:
         """The rank's shares, of which some are elsewhere than on its device."""
-        state = _state_of(self.config.optimizer)
-        assert state is not None  # refused before
         groups = [[ceil(size / self.ranks) for size in group] for group in self.groups]
         return Shares(
             stage=self.stage,
@@ -307,7 +308,7 @@ class _Estimate:
             width=self.width,
             sum_width=self.sum_width,
             has_copies=self.is_half or self.stage > 0,
-            state_bytes=state.bytes_per_element + _FP32 * (self.config.training.ema is not None),
+            state_bytes=self.moment_bytes + _FP32 * (self.config.training.ema is not None),
             copies=self.step_copies() * self.largest_share,
             groups=groups if self.stage == 3 else [[part] for part in self.parts],
             parts=self.parts,
@@ -358,13 +359,6 @@ class _Estimate:
         state = int(self.moment_bytes * self.share) + unused
         found = {"optimizer state": state, "weight average": average * self.share}
         return {} if self.is_offloaded else found
-
-    @property
-    def moment_bytes(self) -> float:
-        """Bytes of optimizer state for an element."""
-        state = _state_of(self.config.optimizer)
-        assert state is not None  # refused before
-        return state.bytes_per_element
 
     def buckets(self) -> dict[str, int]:
         """Buffers that stay: at stage 3 gradients of its own part and one bucket, as large as configured."""
@@ -532,6 +526,8 @@ class _Estimate:
         if self.stage == 0:
             found["gradients"] = self.stepped_gradients()
             found["optimizer copies"] = copies * (share if self.is_cpu else self.total)
+            if isinstance(optimizer := self.config.optimizer, Muon):
+                found["optimizer copies"] = self.muon_copies(optimizer)
             return found
         own = max(self.touched()) if self.stage < 3 else 0
         # DeepSpeed lets go of gradients that it has copied, but not of those of an earlier group.
@@ -546,6 +542,15 @@ class _Estimate:
         found["gradients"] = max(copied, stepped - copies * share)
         found["optimizer copies"] = max(stepped - found["gradients"], 0)
         return found
+
+    def muon_copies(self, muon: Muon) -> int:
+        """Bytes of copies of a matrix in fp32 and twice in bf16, with two of its products with itself; of the other
+        weights as AdamW.
+        """
+        weights = self.weights_of.items()
+        rest = [prod(shape) for name, shape in weights if not stepped_by_muon(name, shape, muon)] or [0]
+        own = [8 * prod(shape) + 4 * min(shape) ** 2 for name, shape in weights if stepped_by_muon(name, shape, muon)]
+        return max(*own, 2 * _FP32 * max(rest) if self.is_cpu else _FP32 * sum(rest))
 
     def stepped_gradients(self) -> int:
         """Bytes of gradients in a step without ZeRO: in half precision with fp32 copies, as FP16_UnfusedOptimizer makes
@@ -575,19 +580,31 @@ class _Estimate:
             return state.copies_per_element if (state := kept_state(optimizer)) else 0
         if _is_fused(optimizer):
             return 0
-        decayed = _FP32 if optimizer.weight_decay and type(optimizer) is not AdamW else 0  # type: ignore[union-attr]
+        decayed = _FP32 if optimizer.weight_decay and type(optimizer) not in (AdamW, Adafactor) else 0  # type: ignore[union-attr]
         if isinstance(optimizer, SGD):
             return decayed
         return decayed + _FP32 * (2 if (self.is_cpu or self.is_offloaded) and isinstance(optimizer, AdamW) else 1)
 
 
-def _state_of(optimizer: OptimizerSection) -> OptimizerState | None:
-    """State of the optimizer; None where it is the user's own and not measured."""
+def _state_of(optimizer: OptimizerSection, shapes: Mapping[str, Shape]) -> OptimizerState | None:
+    """State of the optimizer for an element, of these weights in the mean; None where it is the user's own and not
+    measured.
+    """
     if isinstance(optimizer, Target | Object):
         return kept_state(optimizer) if isinstance(optimizer, Target) else None
     if isinstance(optimizer, SGD):
         return OptimizerState(_FP32 if optimizer.momentum else 0)
+    if isinstance(optimizer, Muon | Adafactor) and shapes:
+        numbers = sum(_state_numbers(name, shape, optimizer) for name, shape in shapes.items())
+        return OptimizerState(_FP32 * numbers / sum(map(prod, shapes.values())))
     return OptimizerState(_FP32 if isinstance(optimizer, Adagrad | Lion) else 2 * _FP32)
+
+
+def _state_numbers(name: str, shape: Shape, optimizer: Muon | Adafactor) -> int:
+    """Numbers that it keeps of a weight: Adafactor of a matrix the means of rows and of columns."""
+    if isinstance(optimizer, Muon):
+        return prod(shape) * (1 if stepped_by_muon(name, shape, optimizer) else 2)
+    return prod(shape) if len(shape) < 2 else prod(shape[:-1]) + prod(shape[:-2]) * shape[-1]
 
 
 def _is_fused(optimizer: object) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from framework.config.base import Object, Target
 from framework.config.deepspeed_words import SCHEDULES, SHARED
-from framework.config.optimizer import GROUP_KEYS, AdamW, Constant, Cosine, OneCycle, optimizer_lr
+from framework.config.optimizer import GROUP_KEYS, AdamW, Constant, Cosine, Muon, OneCycle, optimizer_lr
 from framework.config.precision import FP32, Autocast
 from framework.config.zero import STAGE3_KEYS, Zero
 from framework.errors import ConfigError
@@ -104,7 +104,7 @@ def _zero(zero: Zero) -> Json:
 
 def _optimizer(plan: Plan) -> Json:
     optimizer, offloaded = plan.config.optimizer, plan.config.zero.offload_optimizer.device != "none"
-    if isinstance(optimizer, (Target, Object)):
+    if isinstance(optimizer, (Target, Object, Muon)):
         # Built by us and handed to deepspeed.initialize; the two flags only let ZeRO accept it.
         return {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": not offloaded}
     params: Json = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}

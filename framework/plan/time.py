@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil, log2, prod, sqrt
 from typing import Any, Final
 
-from framework.config.optimizer import SGD, Adagrad, Lion
+from framework.config.optimizer import SGD, Adafactor, Adagrad, Lion, Muon
 from framework.config.precision import BF16, FP16, FP32, Autocast
 from framework.plan.devices import Device, Machine
 from framework.plan.memory import NotEstimatedError
@@ -97,8 +97,10 @@ class Parallelism:
         moments = 2
         if isinstance(optimizer, SGD):
             moments = 1 if optimizer.momentum else 0
-        elif isinstance(optimizer, Adagrad | Lion):
+        elif isinstance(optimizer, Adagrad | Lion | Muon):  # of Muon the most have one
             moments = 1
+        elif isinstance(optimizer, Adafactor):
+            moments = 0
         stage, overlap = zero.stage, zero.overlap_comm
         return Parallelism(
             data=layout.data_parallel_size,

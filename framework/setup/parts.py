@@ -16,11 +16,13 @@ from typing import Any, Final
 import torch
 
 from framework.config.base import Object, Target
+from framework.config.optimizer import Muon
 from framework.config.run_config import RunConfig
 from framework.data.loaders import TrainLoader
 from framework.data.order import LATEST_ORDER
 from framework.data.splits import Splits, as_splits
 from framework.errors import ConfigError, Problem
+from framework.models.adapt import MuonWithAdamW
 from framework.models.layers import Layer, LayeredModel, as_layers
 from framework.plan.plan import Plan
 from framework.plan.rules.model import vocabulary_problem
@@ -70,7 +72,7 @@ def gather_parts(config: RunConfig, objects: Objects) -> Parts:
     else:
         make_optimizer = optimizer_maker(config)
         key, value = "optimizer.target", getattr(config.optimizer, "target", "")
-    if make_optimizer is not None:
+    if make_optimizer is not None and not isinstance(config.optimizer, Muon):
         size = config.parallel.tensor
         check_optimizer(make_optimizer, stage=config.zero.stage, key=key, value=value, tensor=size)
     return Parts(_model_builder(config, objects.model), splits, task, make_optimizer, _callbacks(config, objects))
@@ -198,6 +200,8 @@ def as_module(model: Any) -> torch.nn.Module:
 
 def optimizer_maker(config: RunConfig) -> MakeOptimizer | None:
     section = config.optimizer
+    if isinstance(section, Muon):
+        return partial(MuonWithAdamW, section=section)
     if not isinstance(section, Target):
         return None
     make = load_target(section.target, key="optimizer.target")

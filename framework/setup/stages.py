@@ -93,9 +93,10 @@ def cut_model(plan: Plan, parts: Parts) -> CutModel:
     in_half = config.precision.dtype in ("bf16", "fp16")
     look = partial(survey, layers, inputs, seed=seed, float_bytes=2 if in_half else 4)
     surveyed = tuple(look())
-    names = {f"{layer.place}.{name}": None for layer in surveyed for name in layer.params}
-    frozen = frozenset(frozen_names(names, config.training.freeze))
-    refuse_unmatched_groups(names.keys() - frozen, config.optimizer)
+    shapes = {f"{layer.place}.{name}": shape for layer in surveyed for name, shape in layer.params.items()}
+    frozen = frozenset(frozen_names(shapes, config.training.freeze))
+    trained = {name: shape for name, shape in shapes.items() if name not in frozen}
+    refuse_unmatched_groups(trained, config.optimizer)
     if frozen:  # once more, now that the names are known: no gradient flows through what is frozen
         surveyed = tuple(look(frozen=frozen))
     if lists_layers(model) and not isinstance(config.model, ModelKind):  # those of our own are tested

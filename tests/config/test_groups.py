@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from framework.config.groups import group_values, has_groups, in_order, layer_depths, refuse_unmatched_groups
+from framework.config.groups import (
+    GroupValues,
+    group_values,
+    has_groups,
+    in_order,
+    layer_depths,
+    refuse_unmatched_groups,
+)
 from framework.config.load import config_from_values
 from framework.errors import ConfigError
 
@@ -70,7 +77,7 @@ def test_the_first_group_that_matches_has_the_weight_and_what_it_leaves_out_is_t
         {"match": ".*(weight|bias)", "lr": 0.2, "weight_decay": 0.0},
     ]
     found = group_values(SHAPES, section(groups=groups, weight_decay_on="matrices"))
-    assert {name: tuple(each) for name, each in found.items()} == {
+    assert {name: tuple(each[:2]) for name, each in found.items()} == {
         "embed.weight": (pytest.approx(0.1), 0.5),
         "blocks.0.norm.weight": (1.0, 0.25),
         "blocks.0.mlp.weight": (2.0, 0.0),
@@ -85,7 +92,7 @@ def test_the_first_group_that_matches_has_the_weight_and_what_it_leaves_out_is_t
 def test_decay_on_matrices_is_two_groups_the_one_with_decay_first() -> None:
     """As checkpoints of earlier versions have them."""
     found = group_values(SHAPES, section(weight_decay_on="matrices"))
-    assert [tuple(each) for each in in_order(found.values())] == [(1.0, 0.5), (1.0, 0.0)]
+    assert [tuple(each[:2]) for each in in_order(found.values())] == [(1.0, 0.5), (1.0, 0.0)]
 
 
 @pytest.mark.parametrize(
@@ -116,3 +123,49 @@ def test_a_group_without_weights_is_refused_by_name() -> None:
         ("group-matches-nothing", "optimizer.groups.2.match"),
     ]
     assert "write norm.* or .*norm.*" in str(refused.value)
+
+
+IN_BLOCKS = {
+    "blocks.0.mlp.up.weight": (8, 8),
+    "blocks.0.mlp.up.bias": (8,),
+    "h_1.conv.weight": (8, 8, 3, 3),
+    "layers.0.weight": (8, 8),
+    "embed.weight": (50, 8),
+}
+
+
+def test_muon_has_the_matrices_inside_blocks_and_adam_the_rest() -> None:
+    groups = [{"match": "embed.*", "lr": 0.5}]
+    found = group_values(
+        IN_BLOCKS, section(kind="muon", lr=0.1, adam_lr=0.01, weight_decay_on="matrices", groups=groups)
+    )
+    assert list(found.values()) == [
+        GroupValues(1.0, 0.5, by_muon=True),
+        GroupValues(0.1, 0.0),
+        GroupValues(0.1, 0.5),
+        GroupValues(0.1, 0.5),
+        GroupValues(5.0, 0.5),
+    ]
+    assert in_order(found.values())[0].by_muon
+
+
+def test_patterns_say_what_muon_has() -> None:
+    found = group_values(IN_BLOCKS, section(kind="muon", matrices=[r"layers\..*", "embed.weight"]))
+    assert [name for name, each in found.items() if each.by_muon] == ["layers.0.weight", "embed.weight"]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "matrices", "stated"),
+    [
+        (
+            IN_BLOCKS,
+            ["blocks.*"],
+            r"optimizer.matrices.0 = blocks.\*: blocks.0.mlp.up.bias has the shape \(8,\).*muon-ne",
+        ),
+        (IN_BLOCKS, ["nowhere"], r"optimizer.matrices.0 = nowhere: no trained parameter.*group-matches-nothing"),
+        ({"layers.0.weight": (8, 8)}, [], r"optimizer.matrices = \[\]: no trained matrix .*muon-needs-matrices"),
+    ],
+)
+def test_what_muon_cannot_step_is_refused(shapes: Any, matrices: list[str], stated: str) -> None:
+    with pytest.raises(ConfigError, match=stated):
+        refuse_unmatched_groups(shapes, section(kind="muon", matrices=matrices))

@@ -18,7 +18,9 @@ from deepspeed.runtime.lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.state.optimizer_shards import names_of
 from framework.checkpoint.state.shard_map import STATE_KEY
+from framework.config.optimizer import Muon
 from framework.engine.checkpoint_bytes import move_in
+from framework.models.adapt import MuonWithAdamW, parameter_groups
 from framework.plan.layout import Layout
 
 Schedule = Callable[[torch.optim.Optimizer], Any]
@@ -113,6 +115,36 @@ def test_groups_are_told_by_their_weights(names: tuple[str, ...], tmp_path: Path
         assert group["weight_decay"] == {"matrices": 0.5, "others": 0.0}[name]
         assert group.get("own") == {"matrices": None, "others": 3}[name]
         assert group["lr"] == optimizer.param_groups[0]["lr"]
+
+
+def muon(model: torch.nn.Module) -> torch.optim.Optimizer:
+    section = Muon(matrices=["0.weight"], adam_lr=0.01)
+    return MuonWithAdamW(parameter_groups(dict(model.named_parameters()), section), section)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [muon, lambda model: torch.optim.Adafactor(model.parameters(), lr=0.1)])
+def test_state_that_differs_between_weights_moves_bit_for_bit(make: Any, tmp_path: Path) -> None:
+    """Muon keeps one tensor of a matrix and AdamW two of a vector; Adafactor's are smaller than the weight."""
+    model, other = build(), build()
+    optimizer, again = make(model), make(other)
+    schedule, following = SCHEDULES["warmup"](optimizer), SCHEDULES["warmup"](again)
+    for _ in range(5):
+        step(model, optimizer, schedule)
+    move(write(model, optimizer, schedule, tmp_path), other, again, following)
+    kept = {id(parameter): name for name, parameter in (*model.named_parameters(), *other.named_parameters())}
+    states = [
+        {kept[id(parameter)]: {key: value.tolist() for key, value in state.items()} for parameter, state in one}
+        for one in (optimizer.state.items(), again.state.items())
+    ]
+    for state in states[1].values():
+        assert state.pop("step") == 5
+    assert states[1] == {
+        name: {key: value for key, value in state.items() if key != "step"} for name, state in states[0].items()
+    }
+    for _ in range(3):
+        step(model, optimizer, schedule)
+        step(other, again, following)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), other.parameters(), strict=True))
 
 
 def test_what_a_function_gave_the_optimizer_and_the_checkpoint_overrides_is_told(

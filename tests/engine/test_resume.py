@@ -66,6 +66,8 @@ CASES: dict[str, dict[str, Any]] = {
         "zero": {"stage": 1},
     },
     "fp16-z0": {"precision": FP16},
+    "muon-bf16": {"optimizer": {"kind": "muon", "matrices": [r"fc1\.weight"]}, "precision": BF16},
+    "adafactor-bf16": {"optimizer": {"kind": "adafactor"}, "precision": BF16},
     "fp16-z2": {"zero": {"stage": 2}, "precision": FP16},
     # The loss scale of torch's GradScaler falls for some steps, and would fall again.
     "autocast-fp16": {

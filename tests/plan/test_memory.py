@@ -66,6 +66,9 @@ def cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
         yield f"z{stage}-groups", config_of(zero=zero, precision=half, optimizer=groups), TOKENS
     for optimizer in ({"kind": "sgd", "momentum": 0.9}, {"kind": "adam", "weight_decay": 0.1}, {"kind": "adagrad"}):
         yield f"z2-{optimizer['kind']}", config_of(zero=small, precision=half, optimizer=optimizer), TOKENS
+    for kind, dtype in product(("adafactor", "muon"), ("fp32", "bf16")):
+        precision = {"dtype": dtype}
+        yield f"z0-{kind}-{dtype}", config_of(precision=precision, optimizer={"kind": kind}), TOKENS
     training = {"max_steps": 10, "ema": {"decay": 0.9}}
     yield "z2-ema", config_of(zero=small, precision=half, training=training), TOKENS
     yield "z2-autocast", config_of(zero=small, precision={"dtype": "autocast"}), TOKENS

@@ -33,6 +33,8 @@ _KEYS: Final[Mapping[str, set[str]]] = {
     "FusedLion": {"exp_avg"},
     "DeepSpeedCPULion": {"exp_avg"},
 }
+# Adafactor's: the dimension that is one, of a weight that is stepped whole.
+_FACTORED: Final = {"row_var": -1, "col_var": -2}
 Names = Mapping[torch.Tensor, str]
 """Parameters and saved buffers of a rank's modules -> their names in the plain module."""
 
@@ -49,6 +51,13 @@ def stepped_groups(optimizer: Any) -> list[list[torch.nn.Parameter]]:
     if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):  # and of bf16: its groups hold copies
         return [list(group) for group in optimizer.fp16_groups]
     return [list(group["params"]) for group in getattr(optimizer, "param_groups", [])]
+
+
+def _shape_of_state(key: str, shape: torch.Size) -> list[int]:
+    found = list(shape)
+    if key in _FACTORED:
+        found[_FACTORED[key]] = 1
+    return found
 
 
 @contextmanager
@@ -98,16 +107,26 @@ class OptimizerViews:
             return None
         return _KEYS.get(type(self._base).__name__)
 
-    def views(self, keys: Sequence[str]) -> Iterator[View]:
-        """All pieces of this rank: ``fp32``, and `keys` of the optimizer's state, made of zeros where it has none."""
+    def views(self, keys: Sequence[str], *, keys_of: Callable[[str], Sequence[str]] | None = None) -> Iterator[View]:
+        """All pieces of this rank: ``fp32``, and `keys` of the optimizer's state, made of zeros where it has none; of
+        each parameter those that `keys_of` its name returns.
+        """
+        pieces = list(self._pieces())
+        own = {each: keys if keys_of is None else keys_of(self._names[each]) for each, *_ in pieces}
+        needed: dict[torch.Tensor, list[str]] = {}
+        for parameter, stepped, *_ in pieces:
+            needed.setdefault(stepped, []).extend(own[parameter])
         for stepped, _ in self._stepped():
-            for key in keys:
-                if key not in self._base.state[stepped]:
-                    self._base.state[stepped][key] = torch.zeros_like(stepped.data)
-        for parameter, stepped, start, offset, count in self._pieces():
-            for key in (FP32, *keys):
-                whole = stepped.data if key == FP32 else self._base.state[stepped][key]
-                yield View(self._names[parameter], key, start, whole.view(-1).narrow(0, offset, count))
+            state = self._base.state[stepped]
+            for key in needed.get(stepped, keys):  # nothing but padding is stepped with all
+                if key not in state:
+                    state[key] = stepped.data.new_zeros(_shape_of_state(key, stepped.shape))
+        for parameter, stepped, start, offset, count in pieces:
+            name = self._names[parameter]
+            yield View(name, FP32, start, stepped.data.view(-1).narrow(0, offset, count))
+            for key in own[parameter]:
+                held = self._base.state[stepped][key].view(-1)
+                yield View(name, key, start, held if key in _FACTORED else held.narrow(0, offset, count))
 
     def _pieces(self) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter, int, int, int]]:
         """A parameter, the tensor that is stepped for it, where this rank's piece begins in either, and its length."""
@@ -150,7 +169,7 @@ class OptimizerViews:
             state = self._base.state[parameter]
             known = state.get("step")
             as_tensor = isinstance(known, torch.Tensor) or (
-                known is None and type(self._base).__module__.startswith("torch.")
+                known is None and type(self._base).__module__.startswith(("torch.", "framework."))
             )
             # As torch makes it: these two read it in kernels, where a tensor of the host is an illegal address.
             is_on_device = options.get("fused") or options.get("capturable")

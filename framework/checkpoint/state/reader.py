@@ -53,6 +53,13 @@ class StoredState:
         pairs = (pair for state in self._states for pair in state.items())
         return sorted({key for key, value in pairs if key != _STEP and torch.is_tensor(value) and value.ndim > 0})
 
+    def keys_of(self, name: str) -> list[str]:
+        """Those of `keys` that one parameter has: Muon and Adafactor keep other state of matrices than of vectors."""
+        with self._reading():
+            place = self._of(name).first_state
+            state = self._files.value(place) if place else {}
+            return [key for key in self.keys if key in state]
+
     @property
     def step(self) -> float:
         """Steps that the optimizer has taken."""

@@ -137,6 +137,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     ],
     "not_with_tensor": [
         (divided(**LAMB), "cuda", "not-with-tensor"),
+        (divided(optimizer={"kind": "muon"}), "cuda", "not-with-tensor"),
         (divided(precision={"dtype": "bf16"}), "cuda", "not-with-tensor"),
         (divided(parallel={"tensor": 2, "sequence": 2}), "cuda", "not-with-tensor"),
         (divided(parallel={"tensor": 2, "pipe": 2}, batch={"accumulation_steps": 8}), "cuda", "not-with-tensor"),
