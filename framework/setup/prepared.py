@@ -181,7 +181,7 @@ def _check_packages(config: RunConfig) -> None:
         for key, name in config.monitors.missing_packages()
     ]
     if config.training.lora is not None and importlib.util.find_spec("peft") is None:
-        reason, fix = "peft, which adds adapters to models, is not installed", "pip install 'dsf-trainer[lora]'"
+        reason, fix = "peft, which adds adapters to models, is not installed", "pip install peft"
         problems.append(Problem("package-missing", reason, fix, "training.lora"))
     if problems:
         raise ConfigError(problems)

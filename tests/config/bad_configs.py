@@ -26,7 +26,7 @@ SECTIONS: Final = ", ".join(
     )
 )
 NO_KIND: Final = "the section does not say which kind it is; add"
-OPTIMIZERS: Final = "adamw, adam, sgd, adagrad, lion, lamb, or target: package.module:name"
+OPTIMIZERS: Final = "adamw, adam, sgd, adagrad, lion, lamb, adafactor, muon, or target: package.module:name"
 MODELS: Final = "lenet, small_resnet18, resnet18, resnet50, mlp, gpt, bert, or target: package.module:name"
 DATA: Final = (
     "digits, fashion_mnist, cifar10, image_folder, synthetic_images, text, text_pairs, or target: package.module:name"
@@ -52,7 +52,7 @@ YAML: Final[dict[str, tuple[str | bytes, list[str]]]] = {
     "key of another kind": (
         "optimizer: {kind: adamw, momentum: 0.9}",
         [
-            ":1: optimizer.momentum = 0.9: there is no such key here; it exists as optimizer.momentum of sgd "
+            ":1: optimizer.momentum = 0.9: there is no such key here; it exists as optimizer.momentum of sgd, muon "
             "[unknown-key]"
         ],
     ),
