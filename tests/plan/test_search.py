@@ -307,7 +307,7 @@ def test_no_estimate_is_below_the_bound_by_which_a_search_for_more_devices_drops
 
 def test_nothing_fits_is_found_fast_however_many_devices() -> None:
     """9 to 36 s were measured before strategies that cannot fit were dropped by a bound: the processor's time now is
-    1.2 s.
+    2.5 s, half of it for sizes of tensor and sequence parallelism.
     """
     model = {"num_layers": 126, "hidden_size": 16384, "num_heads": 128, "num_kv_heads": 8, "mlp_size": 53248}
     asked = config(model=LLAMA["model"] | model, batch={"global_size": 16384})
@@ -318,4 +318,4 @@ def test_nothing_fits_is_found_fast_however_many_devices() -> None:
     assert found.smallest is not None
     assert found.smallest.choice[MICRO] == 1
     assert search_more_devices(request) is None
-    assert process_time() - before < 3
+    assert process_time() - before < 6
