@@ -17,6 +17,46 @@ from framework.models.small_nets import LeNet
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
+class MuonWithAdam:
+    """torch's Muon for some weights, its AdamW for the others: two optimizers by hand."""
+
+    def __init__(self, muon: torch.optim.Muon, adam: torch.optim.AdamW) -> None:
+        self.both = (muon, adam)
+        self.param_groups = [*muon.param_groups, *adam.param_groups]
+
+    @staticmethod
+    def for_blocks(model: nn.Module, *, lr: float, adam_lr: float) -> MuonWithAdam:
+        """Muon for the matrices of what is called blocks, with the values that a config has by default."""
+        parts: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+        for name, weight in model.named_parameters():
+            parts[not (name.startswith("blocks.") and weight.ndim == 2)].append(weight)
+        adam = torch.optim.AdamW(parts[1], lr=adam_lr, weight_decay=0.1, betas=(0.9, 0.95))
+        return MuonWithAdam(torch.optim.Muon(parts[0], lr=lr, weight_decay=0.1), adam)
+
+    def zero_grad(self) -> None:
+        for one in self.both:
+            one.zero_grad()
+
+    def step(self) -> None:
+        for one in self.both:
+            one.step()
+
+
+class Average:
+    """Moving average of a model's trained weights since it was made."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._model, self._decay = model, decay
+        self.weights = {name: one.detach().clone() for name, one in model.named_parameters() if one.requires_grad}
+
+    def step(self) -> None:
+        """Follow the weights."""
+        for name, weight in self._model.named_parameters():
+            if name in self.weights:
+                mean = self.weights[name]
+                self.weights[name] = self._decay * mean + (1 - self._decay) * weight.detach()
+
+
 def digit_batches(*, global_size: int, num_steps: int, seed: int = 0) -> list[Batch]:
     """Whole global batches of the digits in the order of the first epochs."""
     train = build(28).train

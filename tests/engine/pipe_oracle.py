@@ -19,9 +19,11 @@ from framework.data.order import epoch_order
 from framework.data.splits import as_splits
 from framework.setup.objects import call_factory, load_target
 from framework.tasks.task import as_task
+from tests.engine.oracle import Average, MuonWithAdam
 from tests.tasks.value import value_of_step
 
 _OPTIMIZERS: dict[str, Callable[[Any, Any], torch.optim.Optimizer]] = {
+    "adafactor": lambda parameters, section: torch.optim.Adafactor(parameters, section.lr),
     "adamw": lambda parameters, section: torch.optim.AdamW(parameters, section.lr, weight_decay=section.weight_decay),
     "sgd": lambda parameters, section: torch.optim.SGD(parameters, section.lr, momentum=section.momentum),
 }
@@ -49,8 +51,8 @@ def plain_run(
     model: nn.Module = nn.Sequential(*made) if isinstance(made, list) else made
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(re.fullmatch(pattern, name) for pattern in config.training.freeze))
-    optimizer = _optimizer(model, config.optimizer)
-    losses = []
+    optimizer, losses = _optimizer(model, config.optimizer), list[float]()
+    average = Average(model, config.training.ema.decay) if config.training.ema else None
     for step in range(num_steps):
         micro_batches = _micro_batches(config, splits.train, step, micro_size, together)
         optimizer.zero_grad()
@@ -63,9 +65,13 @@ def plain_run(
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), config.training.clip_grad_norm)
         optimizer.step()
+        if average is not None:
+            average.step()
         if norms is not None:
             norms.append(norm.item())
         losses.append(loss.item())
+    if average is not None and config.evaluation.weights == "ema":
+        model.load_state_dict(average.weights, strict=False)
     return losses, _evaluate(model, task, splits.evaluation), model
 
 
@@ -76,7 +82,9 @@ def _keep_statistics(model: nn.Module, *, changing: bool) -> None:
             module.momentum = 0.1 if changing else 0.0
 
 
-def _optimizer(model: nn.Module, section: Any) -> torch.optim.Optimizer:
+def _optimizer(model: nn.Module, section: Any) -> torch.optim.Optimizer | MuonWithAdam:
+    if section.kind == "muon":
+        return MuonWithAdam.for_blocks(model, lr=section.lr, adam_lr=section.adam_lr)
     if isinstance(section, Target):
         made: torch.optim.Optimizer = load_target(section.target, key="optimizer")(
             list(model.parameters()), **section.args

@@ -17,7 +17,7 @@ import torch
 
 from framework.data.digits import build
 from framework.models.small_nets import LeNet
-from tests.engine.oracle import digit_batches, plain_losses
+from tests.engine.oracle import MuonWithAdam, digit_batches, plain_losses
 from tests.launched import ROOT, hold_parts, read_metrics, series, train_cases
 from tests.train.monitors.sinks import check_all_sinks_agree, histograms_of, sinks
 
@@ -135,25 +135,14 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], Callable[[Any], torch.optim.Optimize
 }
 
 
-class Both:
-    """Muon for LeNet's first two linear layers, AdamW for the rest: two optimizers of torch, by hand."""
-
-    def __init__(self, weights: Iterable[Any]) -> None:
-        everything = list(weights)
-        matrices = [everything[4], everything[6]]
-        rest = [weight for weight in everything[2:] if all(weight is not one for one in matrices)]
-        groups = [{"params": rest}, {"params": everything[:2], "lr": 1e-3}]
-        self.muon = torch.optim.Muon(matrices, lr=2e-3, weight_decay=0.1)
-        self.adam = torch.optim.AdamW(groups, lr=2e-3, weight_decay=0.1, betas=(0.9, 0.95))
-        self.param_groups = [*self.muon.param_groups, *self.adam.param_groups]
-
-    def zero_grad(self) -> None:
-        self.muon.zero_grad()
-        self.adam.zero_grad()
-
-    def step(self) -> None:
-        self.muon.step()
-        self.adam.step()
+def both(weights: Iterable[Any]) -> MuonWithAdam:
+    """Muon for LeNet's first two linear layers, AdamW for the rest."""
+    everything = list(weights)
+    matrices = [everything[4], everything[6]]
+    rest = [weight for weight in everything[2:] if all(weight is not one for one in matrices)]
+    groups = [{"params": rest}, {"params": everything[:2], "lr": 1e-3}]
+    muon = torch.optim.Muon(matrices, lr=2e-3, weight_decay=0.1)
+    return MuonWithAdam(muon, torch.optim.AdamW(groups, lr=2e-3, weight_decay=0.1, betas=(0.9, 0.95)))
 
 
 MUON = {"kind": "muon", "lr": 2e-3, "adam_lr": 2e-3, "matrices": [r"fc[12]\.weight"]}
@@ -165,9 +154,9 @@ WHOLE: dict[str, tuple[dict[str, Any], Callable[[Any], Any], str]] = {
         partial(torch.optim.Adafactor, lr=1e-2, weight_decay=0.01),
         "constant",
     ),
-    "muon": (MUON, Both, "constant"),
-    "muon-cosine": (MUON, Both, "cosine"),
-    "muon-warmup": (MUON, Both, "warmup-linear"),
+    "muon": (MUON, both, "constant"),
+    "muon-cosine": (MUON, both, "cosine"),
+    "muon-warmup": (MUON, both, "warmup-linear"),
 }
 CLIP = 0.1
 # Muon computes in bf16: a last bit of a sum of gradients may move a number by 2**-8 of it. Plain PyTorch differs from

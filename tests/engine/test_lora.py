@@ -22,6 +22,7 @@ from framework.data.order import epoch_order
 from framework.errors import ConfigError, StorageError
 from framework.models.adapters import is_adapter
 from framework.setup.objects import call_factory
+from tests.engine.oracle import Average
 from tests.engine.saved_runs import write_tokens
 from tests.engine.test_pipeline import GPT
 from tests.launched import series, train_cases
@@ -45,8 +46,25 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"kind": "adamw", "lr": 1e-2, "weight_decay": 0.1},
 }
 TOLERANCES = {"sgd": 1e-5, "adamw": 1e-4}
+# What changes how a step is computed -> of which run, and by how much it may change losses.
+VARIANTS: dict[str, tuple[tuple[str, str, int], dict[str, Any], float]] = {
+    "accumulation": (("gpt", "sgd", 2), {"batch": {"accumulation_steps": 2}}, 1e-5),
+    "recompute": (("gpt", "sgd", 3), {"training": {"recompute_every": 1}}, 1e-5),
+    "offload": (("gpt", "adamw", 2), {"zero": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}}, 1e-4),
+    "autocast": (("gpt", "adamw", 3), {"precision": {"dtype": "autocast"}}, 0.02),
+    "bf16": (("gpt", "adamw", 3), {"precision": {"dtype": "bf16"}}, 0.05),
+    "fp16": (("gpt", "adamw", 2), {"precision": {"dtype": "fp16"}}, 0.02),
+}
 STAGES = (0, 1, 2, 3)
 MOVES = ((0, 3), (3, 1), (2, 0))
+
+
+def varied(folder: Path, name: str) -> dict[str, Any]:
+    """The run of a variant."""
+    (model, optimizer, stage), sections, _ = VARIANTS[name]
+    made = config(folder, model, optimizer, stage) | {"checkpoint": {"at_end": False}}
+    made["run"] = {**made["run"], "name": name}
+    return made | {key: {**made.get(key, {}), **section} for key, section in sections.items()}
 
 
 def config(folder: Path, model: str, optimizer: str, stage: int, start: int | None = None) -> dict[str, Any]:
@@ -75,17 +93,23 @@ def config(folder: Path, model: str, optimizer: str, stage: int, start: int | No
     }
 
 
+def held_cases(folder: Path) -> list[dict[str, Any]]:
+    """Those that are held against plain PyTorch."""
+    whole = [config(folder, model, name, stage) for model in MODELS for name in OPTIMIZERS for stage in STAGES]
+    return [*whole, *(varied(folder, name) for name in VARIANTS)]
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lora")
     write_tokens(folder)
-    first = [config(folder, model, name, stage) for model in MODELS for name in OPTIMIZERS for stage in STAGES]
+    first = held_cases(folder)
     again = [config(folder, "gpt", "adamw", stage, stage) for stage in STAGES]
     moved = [config(folder, "gpt", "adamw", now, before) for before, now in MOVES]
     other = config(folder, "gpt", "adamw", 0, 0)  # on other frozen weights
     torch.save(build(config(folder, "gpt", "adamw", 0), seed=5).state_dict(), folder / "other.pt")
     other["run"]["name"], other["checkpoint"]["init_weights"] = "other-base", str(folder / "other.pt")
-    train_cases([*first, *again, *moved, other], num_ranks=2, folder=folder)
+    train_cases([*first, *again, *moved, other], num_ranks=2, folder=folder, allow_fp16=True)
     return folder
 
 
@@ -96,12 +120,12 @@ def build(values: dict[str, Any], *, seed: int = 0) -> Any:
 
 
 @pytest.fixture(scope="module")
-def plain_losses(runs: Path) -> dict[tuple[str, str], tuple[list[float], float]]:
+def plain_losses(runs: Path) -> dict[tuple[str, str], tuple[list[float], float, Average]]:
     return {(model, name): plain(config(runs, model, name, 0)) for model in MODELS for name in OPTIMIZERS}
 
 
-def plain(values: dict[str, Any]) -> tuple[list[float], float]:
-    """PyTorch and peft's own functions, one process; and what the base makes of the last batch."""
+def plain(values: dict[str, Any]) -> tuple[list[float], float, Average]:
+    """PyTorch and peft's own functions, one process; what the base makes of the last batch; and the moving average."""
     samples = call_factory(config_from_values(values).data.factory(), key="data").train
     model = build(values)
     lora = values["training"]["lora"]
@@ -116,6 +140,7 @@ def plain(values: dict[str, Any]) -> tuple[list[float], float]:
     make: Any = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[section.pop("kind")]
     optimizer, losses = make(trained, **section), []
     order, model = epoch_order(len(samples), seed=0, epoch=0, shuffle=True), model.train()
+    average = Average(model, 0.9)
     for step in range(NUM_STEPS):
         batch = [samples[int(index)] for index in order[step * BATCH : (step + 1) * BATCH]]
         tokens, targets = (torch.stack([torch.as_tensor(sample[part]) for sample in batch]) for part in (0, 1))
@@ -124,8 +149,10 @@ def plain(values: dict[str, Any]) -> tuple[list[float], float]:
         loss.backward()
         assert float(nn.utils.clip_grad_norm_(trained, CLIP)) > CLIP  # it is always at work
         optimizer.step()
+        average.step()
         losses.append(loss.item())
-    return losses, nn.functional.cross_entropy(build(values)(tokens).flatten(0, 1), targets.flatten()).item()
+    untrained = nn.functional.cross_entropy(build(values)(tokens).flatten(0, 1), targets.flatten()).item()
+    return losses, untrained, average
 
 
 def weights(run: Path, step: int = NUM_STEPS, **options: Any) -> MergedWeights:
@@ -139,12 +166,27 @@ def weights(run: Path, step: int = NUM_STEPS, **options: Any) -> MergedWeights:
 def test_twenty_steps_are_those_of_peft_in_one_process(
     runs: Path, plain_losses: Any, model: str, optimizer: str, stage: int
 ) -> None:
-    expected, untrained = plain_losses[model, optimizer]
+    expected, untrained, _ = plain_losses[model, optimizer]
     found = [*series(runs / f"{model}-{optimizer}-z{stage}", "train/loss").values()]
     assert untrained - expected[-1] > 0.01  # that something was learned
     difference = max(abs(one - other) for one, other in zip(found, expected, strict=True))
     print(f"{model} {optimizer} z{stage}: {difference:.1e}")
     assert difference < TOLERANCES[optimizer]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_other_arithmetic_stays_close(runs: Path, plain_losses: Any, name: str) -> None:
+    (model, optimizer, _), _, within = VARIANTS[name]
+    found = [*series(runs / name, "train/loss").values()]
+    assert found == pytest.approx(plain_losses[model, optimizer][0], abs=within)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_average_is_that_of_plain_pytorch(runs: Path, plain_losses: Any, stage: int) -> None:
+    found, expected = weights(runs / f"gpt-adamw-z{stage}", average=True), plain_losses["gpt", "adamw"][2].weights
+    assert set(found) == set(expected)
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, atol=2e-4, rtol=0.0, check_dtype=False)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -102,6 +102,15 @@ TWO_RANKS = [
     Case("gpt-frozen", "gpt", training={"freeze": ["blocks\\.[01]\\..*", "positions.*"]}),
     Case("gpt-autocast", "gpt", sections={"precision": {"dtype": "autocast"}}, tolerance=0.02),
     Case("gpt-bf16", "gpt", sections={"precision": {"dtype": "bf16"}, "zero": {"stage": 1}}, tolerance=0.02),
+    Case(
+        "gpt-fp16",
+        "gpt",
+        sections={"precision": {"dtype": "fp16"}, "zero": {"stage": 1}},
+        tolerance=0.02,
+    ),
+    Case("gpt-adafactor", "gpt", sections={"optimizer": {"kind": "adafactor"}}),
+    # It computes in bf16, where a last bit of a gradient may move a number by 2**-8 of it.
+    Case("gpt-muon", "gpt", sections={"optimizer": {"kind": "muon", "lr": 0.005}}, tolerance=2e-3),
     Case("gpt-uniform", "gpt", parallel={"partition": "uniform"}),
     Case("gpt-clipped", "gpt", clip=0.05),
     Case("gpt-zero1", "gpt", sections={"zero": {"stage": 1}}, clip=0.05),
@@ -155,7 +164,7 @@ def train(cases: list[Case], text: Path, folder: Path, *, num_ranks: int) -> Pat
     for config in configs:
         if config["run"]["name"] == WATCHED:
             config["monitors"] = sinks(tensorboard={"histograms_every_steps": NUM_STEPS})
-    train_cases(configs, num_ranks=num_ranks, folder=folder)
+    train_cases(configs, num_ranks=num_ranks, folder=folder, allow_fp16=True)
     return folder
 
 

@@ -43,6 +43,9 @@ Cases = dict[str, tuple[str, int, dict[str, Any]]]
 TWO_RANKS: Cases = {
     **{f"{model}-z{stage}": (model, stage, SGD) for model in ("gpt", "gqa", "bert", "llama") for stage in range(4)},
     **{f"{model}-adamw": (model, stage, ADAMW) for stage, model in enumerate(("gpt", "bert", "llama", "gqa"))},
+    "gpt-muon": ("gpt", 0, {"kind": "muon"}),
+    "gpt-adafactor": ("gpt", 0, {"kind": "adafactor"}),
+    "gpt-ema": ("gpt", 1, SGD),
     "window": ("window", 2, SGD),
 }
 FOUR_RANKS: Cases = {f"{model}-2x2": (model, stage, SGD) for stage, model in enumerate(("gpt", "llama", "bert", "gqa"))}
@@ -64,6 +67,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def values(name: str, case: tuple[str, int, dict[str, Any]], folder: Path, text: Path, **sections: Any) -> Any:
     model, stage, optimizer = case
+    if name == "gpt-ema":
+        sections = {"training": {"ema": {"decay": 0.8}}, "evaluation": {"weights": "ema"}} | sections
     base = {
         "run": {"name": name, "output_dir": str(folder)},
         "batch": {"micro_size": 4, "accumulation_steps": 2},
@@ -80,12 +85,13 @@ def values(name: str, case: tuple[str, int, dict[str, Any]], folder: Path, text:
     return base | {name: base.get(name, {}) | section for name, section in sections.items()}
 
 
-# What changes how a step is computed -> by how much it may change losses.
-VARIANTS: dict[str, tuple[dict[str, Any], float]] = {
-    "recompute": ({"training": {"recompute_every": 1}}, 1e-5),
-    "autocast": ({"precision": {"dtype": "autocast"}}, 0.02),
-    "bf16": ({"precision": {"dtype": "bf16"}}, 0.05),
-    "ema": ({"training": {"ema": {"decay": 0.5}}}, 1e-5),
+# What changes how a step is computed -> of which run, and by how much it may change losses.
+VARIANTS: dict[str, tuple[str, dict[str, Any], float]] = {
+    "recompute": ("gqa-z3", {"training": {"recompute_every": 1}}, 1e-5),
+    "autocast": ("gqa-z3", {"precision": {"dtype": "autocast"}}, 0.02),
+    "bf16": ("gqa-z3", {"precision": {"dtype": "bf16"}}, 0.05),
+    "fp16": ("gqa-z2", {"precision": {"dtype": "fp16"}}, 0.02),
+    "offload": ("gqa-z2", {"zero": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}}, 1e-5),
 }
 DROPPED = {"model": _SMALL | {"dropout": 0.2}, "checkpoint": {"at_end": True}}
 MOVED = ("to-one", "to-data")
@@ -95,7 +101,7 @@ MOVED = ("to-one", "to-data")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     folder = tmp_path_factory.mktemp("sequence-2")
     cases = [values(name, case, folder, text) for name, case in TWO_RANKS.items()]
-    cases += [values(name, TWO_RANKS["gqa-z3"], folder, text, **VARIANTS[name][0]) for name in VARIANTS]
+    cases += [values(name, TWO_RANKS[of], folder, text, **sections) for name, (of, sections, _) in VARIANTS.items()]
     shorter = {"training": {"max_steps": STOP}}
     cases += [values(f"{name}-whole", TWO_RANKS[name], folder, text, **DROPPED) for name in ("gpt-z0", "bert-z2")]
     for sections in (shorter, {"checkpoint": {"at_end": True, "resume": "auto"}}):
@@ -109,7 +115,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     cases.append(values("unknown", TWO_RANKS["gpt-z0"], folder, text) | {"model": unknown["model"]})
     task = {"target": "torch.nn.functional:cross_entropy"}
     cases.append(values("no-positions", TWO_RANKS["gpt-z0"], folder, text) | {"task": task})
-    train_cases(cases, num_ranks=2, folder=folder)
+    train_cases(cases, num_ranks=2, folder=folder, allow_fp16=True)
     train_cases([moved("to-one", folder, text, parallel={"sequence": 1})], num_ranks=1, folder=folder)
     return folder
 
@@ -130,7 +136,9 @@ _plain: dict[str, tuple[list[float], list[float], dict[str, float]]] = {}
 
 
 def hold(folder: Path, name: str, case: tuple[str, int, dict[str, Any]], text: Path, *, global_size: int) -> None:
-    key = f"{case[0]}-{case[2]['kind']}-{global_size}"
+    key = f"{case[0]}-{case[2]['kind']}-{global_size}-{'ema' in name}"
+    # Muon computes in bf16, where a last bit of a gradient may move a number by 2**-8 of it.
+    finer = 100 if case[2]["kind"] == "muon" else 1
     if key not in _plain:
         config, norms = values(name, case, folder, text), list[float]()
         config["batch"] = {"global_size": global_size}
@@ -140,12 +148,12 @@ def hold(folder: Path, name: str, case: tuple[str, int, dict[str, Any]], text: P
     assert losses[-1] < losses[0] - 0.1, "the oracle itself must learn, or equality says nothing"
     assert sum(norm > CLIP for norm in norms) > NUM_STEPS / 2, "most steps are clipped"
     found = series(folder / name, "train/loss")
-    assert found == {step: pytest.approx(loss, abs=1e-5) for step, loss in enumerate(losses, start=1)}
+    assert found == {step: pytest.approx(loss, abs=finer * 1e-5) for step, loss in enumerate(losses, start=1)}
     found = series(folder / name, "train/grad_norm")
-    assert found == {step: pytest.approx(norm, rel=1e-4) for step, norm in enumerate(norms, start=1)}
+    assert found == {step: pytest.approx(norm, rel=finer * 1e-4) for step, norm in enumerate(norms, start=1)}
     last = read_metrics(folder / name)[-1]
     for metric, value in metrics.items():
-        assert last[f"eval/{metric}"] == pytest.approx(value, rel=1e-5), metric
+        assert last[f"eval/{metric}"] == pytest.approx(value, rel=finer * 1e-5), metric
 
 
 @pytest.mark.parametrize("name", TWO_RANKS)
@@ -160,8 +168,9 @@ def test_four_ranks_equal_plain_pytorch(four_ranks: Path, text: Path, name: str)
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_other_arithmetic_stays_close(two_ranks: Path, name: str) -> None:
-    plain, found = (series(two_ranks / run, "train/loss") for run in ("gqa-z3", name))
-    assert found == {step: pytest.approx(loss, abs=VARIANTS[name][1]) for step, loss in plain.items()}
+    of, _, within = VARIANTS[name]
+    plain, found = (series(two_ranks / run, "train/loss") for run in (of, name))
+    assert found == {step: pytest.approx(loss, abs=within) for step, loss in plain.items()}
 
 
 @pytest.mark.parametrize("name", ["gpt-z0", "bert-z2"])

@@ -72,6 +72,14 @@ def evaluated(name: str, folder: Path, **sections: Any) -> dict[str, Any]:
     return config(name, folder, **{**changes, **sections})
 
 
+FP16 = {"dtype": "fp16", "initial_scale_power": 8}  # at which no step is skipped
+# What changes how a step is computed, and by how much it may change losses.
+VARIED: dict[str, tuple[int, dict[str, Any], float]] = {
+    "recompute": (3, {"training": {"max_steps": NUM_STEPS, "log_every": 1, "recompute_every": 1}}, 1e-5),
+    **{f"autocast-z{stage}": (stage, {"precision": {"dtype": "autocast"}}, 0.02) for stage in (0, 2)},
+    **{f"bf16-z{stage}": (stage, {"precision": {"dtype": "bf16"}}, 0.05) for stage in (0, 2)},
+    **{f"fp16-z{stage}": (stage, {"precision": FP16}, 0.02) for stage in (1, 3)},
+}
 PLAIN = [(stage, steps) for stage in (0, 1, 2, 3) for steps in (1, 4)]
 PIPELINES = [("pipe", {"pipe": 2}, 4), ("pipe-micro2", {"pipe": 2}, 2)]
 
@@ -106,25 +114,33 @@ def one_batch(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]
     return losses
 
 
+def plain_cases(folder: Path) -> list[dict[str, Any]]:
+    return [
+        config(f"z{stage}-acc{steps}", folder, zero={"stage": stage}, batch={"accumulation_steps": steps})
+        for stage, steps in PLAIN
+    ] + [config(name, folder, zero={"stage": stage}, **sections) for name, (stage, sections, _) in VARIED.items()]
+
+
+def pipe_cases(folder: Path) -> list[dict[str, Any]]:
+    return [
+        config(name, folder, parallel=parallel, batch={"accumulation_steps": steps})
+        for name, parallel, steps in PIPELINES
+    ]
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plain")
-    cases = [
-        config(f"z{stage}-acc{steps}", folder, zero={"stage": stage}, batch={"accumulation_steps": steps})
-        for stage, steps in PLAIN
-    ]
+    cases = plain_cases(folder)
     cases += [config("sparse", folder, **SPARSE), evaluated("evaluated", folder, zero={"stage": 3})]
-    train_cases(cases, num_ranks=2, folder=folder)
+    train_cases(cases, num_ranks=2, folder=folder, allow_fp16=True)
     return folder
 
 
 @pytest.fixture(scope="module")
 def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pipelines")
-    cases = [
-        config(name, folder, parallel=parallel, batch={"accumulation_steps": steps})
-        for name, parallel, steps in PIPELINES
-    ]
+    cases = pipe_cases(folder)
     cases += [evaluated("evaluated", folder, parallel={"pipe": 2, "stages": [0, 1]})]
     train_cases(cases, num_ranks=2, folder=folder)
     return folder
@@ -147,6 +163,12 @@ def test_the_oracle_has_every_kind_of_step() -> None:
 @pytest.mark.parametrize(("stage", "steps"), PLAIN)
 def test_ragged_targets_train_like_one_batch(plain: Path, oracle: list[float], stage: int, steps: int) -> None:
     assert furthest(plain / f"z{stage}-acc{steps}", oracle) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIED)
+def test_other_arithmetic_stays_close(plain: Path, oracle: list[float], name: str) -> None:
+    assert furthest(plain / name, oracle) < VARIED[name][2]
 
 
 @pytest.mark.slow

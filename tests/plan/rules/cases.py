@@ -305,6 +305,11 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (GPT | {"training": {"lora": {"target_modules": ["embed"]}}}, "cuda", "lora-tied"),
     ],
     "not_with_lora": [
+        (
+            GPT | {"training": {"lora": {"target_modules": ["query"]}}, "optimizer": {"kind": "muon"}},
+            "cuda",
+            "not-with-lora",
+        ),
         (MIXED | {"training": {"lora": {"target_modules": ["query"]}}}, "cuda", "not-with-lora"),
         (GPT | {"training": {"lora": {"target_modules": ["query"]}}, "zero": {"stage": 3}}, "cuda", None),
         (
