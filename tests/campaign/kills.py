@@ -39,9 +39,18 @@ from tests.campaign.traces import differences, left_behind
 from tests.torchrun_ranks import TorchrunJob, TorchrunRanks
 from tests.warm_ranks import Job, WarmRanks
 
+_SHAPE = {"vocab_size": 50, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "max_positions": 16, "dropout": 0.3}
+_TEXT = {
+    "model": {"kind": "gpt", **_SHAPE},
+    "data": {"target": "tests.jobs.parts:masked_prompts_and_seven_more"},
+    "task": {"kind": "causal_lm"},
+    "batch": {"global_size": 8},
+}
 CASES: dict[str, dict[str, Any]] = {
     **{f"zero{stage}": {"zero": {"stage": stage}} for stage in (0, 1, 2, 3)},
     "pipe2": {"parallel": {"pipe": 2}},
+    "tensor2": {**_TEXT, "parallel": {"tensor": 2}, "zero": {"stage": 1}},
+    "sequence2": {**_TEXT, "parallel": {"sequence": 2}, "zero": {"stage": 2}},
     "zero2-async": {"zero": {"stage": 2}, "checkpoint": {"mode": "async"}},
 }
 TOTAL_STEPS, SAVE_EVERY, EVALUATE_EVERY = 48, 4, 10

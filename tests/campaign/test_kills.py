@@ -11,7 +11,7 @@ from tests.warm_ranks import WarmRanks
 
 pytestmark = pytest.mark.slow
 
-SLICE = {"zero2": 8, "pipe2": 8, "zero2-async": 4}
+SLICE = {"zero2": 5, "pipe2": 5, "zero2-async": 4, "tensor2": 3, "sequence2": 3}
 
 
 def test_killed_runs_end_as_the_unbroken_one(warm: WarmRanks, tmp_path: Path) -> None:
