@@ -43,12 +43,16 @@ _BELOW_THE_LINE: Final[Mapping[str, str]] = {
     "prepare": "framework.data.prepare",
     "generate": "framework.commands.generate",
     "export": "framework.commands.export",
+    "evaluate": "framework.commands.evaluate",
+    "predict": "framework.commands.predict",
 }
 # Commands that read their own words, as the list of all commands tells them.
 _ELSEWHERE: Final[Mapping[str, str]] = {
     "prepare": "turn text into numbered tokens: prepare INPUT... OUT_DIR",
     "generate": "print a sample of text from a checkpoint of a GPT: generate CHECKPOINT --prompt TEXT",
     "export": "write the weights of a checkpoint as safetensors: export CHECKPOINT OUT",
+    "evaluate": "measure a checkpoint: evaluate CHECKPOINT [key=value ...] [--num_gpus N]",
+    "predict": "what a trained model makes of new inputs: predict CHECKPOINT INPUT... --out FILE [--num_gpus N]",
     "doctor": "is this machine, or are these hosts, fit to train? doctor [CONFIG] [-H HOSTFILE] [--bench]",
     "bench": "time variants of a run: bench CONFIG... [key=value ...] [--variant NAME key=value ...] [--num_gpus 1,2]",
     "launch": "train: launch CONFIG [key=value ...] [-H HOSTFILE]; also launch node, k8s, slurm",
@@ -98,6 +102,11 @@ def _run(words: Sequence[str]) -> int:
             from framework.commands.doctor import doctor
 
             return doctor(words[1:])
+        if words[:1] in (["evaluate"], ["predict"]):
+            from framework.launch.local import launch_command
+
+            if (code := launch_command(words)) is not None:
+                return code
         if words and words[0] in _BELOW_THE_LINE:
             return _run_below_the_line(*words)
         if not words:

@@ -1,4 +1,5 @@
-"""Entry of train.py on every rank: reads its command line, trains, and turns every end into an exit code.
+"""Entry of train.py on every rank: reads its command line, trains, and turns every end into an exit code. With the
+name of a command of `AFTER_TRAINING` in front it runs that one, as a rank of it.
 
 Torch is imported when everything has been checked that can be without it, and requests to stop are heard before that.
 """
@@ -6,10 +7,13 @@ Torch is imported when everything has been checked that can be without it, and r
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
+import re
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final, NoReturn
@@ -21,6 +25,8 @@ from framework.system.output import write
 from framework.system.parent_watch import AGENT_VARIABLE, report_end, watch_parent
 from framework.system.stopping import StopRequest
 
+AFTER_TRAINING: Final = (["evaluate"], ["predict"])
+_OF_DEEPSPEED: Final = re.compile(r"--local[_-]rank=\d+$")
 _OF_TRAINING: Final = ("torch", "deepspeed", "numpy", "pydantic", "yaml")
 
 
@@ -34,6 +40,11 @@ def _parser() -> CommandParser:
     add_log_level(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
     return parser
+
+
+def _run_command(words: Sequence[str]) -> int:
+    code: int = importlib.import_module(f"framework.commands.{words[0]}").main(words[1:])
+    return code
 
 
 def _train(request: StopRequest, arguments: argparse.Namespace) -> None:
@@ -57,13 +68,16 @@ def _train(request: StopRequest, arguments: argparse.Namespace) -> None:
 
 def exit_code() -> int:
     """Train; returns what the process ends with."""
-    request = StopRequest()
-    request.listen()
+    request, words = StopRequest(), [word for word in sys.argv[1:] if not _OF_DEEPSPEED.match(word)]
+    is_command = words[:1] in AFTER_TRAINING
+    if not is_command:  # which has nothing to save: a signal ends it
+        request.listen()
     try:
         watch_parent(os.environ, is_stopping=lambda: bool(request.signal), is_over=lambda: request.is_over)
-        arguments = _parser().parse_args()
         with refusing_exits():
-            _train(request, arguments)
+            if is_command:
+                return _run_command(words)
+            _train(request, _parser().parse_args())
         return EXIT_OK
     except FrameworkError as error:
         report(error, wait=partial(_let_the_other_report, request))

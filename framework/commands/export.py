@@ -22,18 +22,17 @@ from typing import Any, Final
 import torch
 
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.resume_point import absence_at, newest_at
 from framework.checkpoint.state.reader import MergedWeights
 from framework.checkpoint.state.weight_files import PICKLED, TIES, entries, split, write_pt, write_safetensors
 from framework.config.base import Object, Target
 from framework.config.run_config import RunConfig
 from framework.errors import EXIT_OK, ConfigError, StorageError, printable
 from framework.setup.objects import call_factory
+from framework.setup.trained import KEY, find_source, refuse_untrusted
 from framework.system.arguments import CommandParser
 from framework.system.files import sync_folder
 from framework.system.stopping import ending_in_good_order
 
-_KEY: Final = "CHECKPOINT"
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _UNITS: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _OURS: Final = re.compile(r"model.*\.(safetensors|pt|json)")
@@ -94,7 +93,7 @@ def export(
         raise _taken(out, reason, "name a folder elsewhere")
     if hf and not checkpoint.verified:
         reason, value = "without a manifest nothing in it says which model's names these are", str(checkpoint.path)
-        raise ConfigError.of("hf-names-missing", reason, "leave --hf out", key=_KEY, value=value)
+        raise ConfigError.of("hf-names-missing", reason, "leave --hf out", key=KEY, value=value)
     merged = MergedWeights(checkpoint, average=weights == "ema")
     names = hf_names(merged.checkpoint, stored=merged.stored, trust=trust) if hf else {}
     found = entries(merged, dtype=_DTYPES[dtype], names=names)
@@ -110,17 +109,6 @@ def export(
         metadata |= {"dtype": dtype} | ({"weights": weights} if weights != "trained" else {})
         metadata |= {TIES: json.dumps(ties)} if ties else {}
         return write_safetensors(aside, merged, split(found, shard_bytes=shard_bytes), metadata=metadata)
-
-
-def find_source(path: str, *, allow_unverified: bool) -> SavedCheckpoint:
-    """The checkpoint that a path names, or the newest one of the run that it names; a ConfigError of kind
-    ``checkpoint-not-found`` or ``checkpoint-unverified`` where there is none.
-    """
-    found = newest_at(path, key=_KEY, allow_unverified=allow_unverified)
-    if found is None:
-        fix = "name a .../global_step<N> folder or a run folder that holds one"
-        raise ConfigError.of("checkpoint-not-found", absence_at(path, key=_KEY), fix, key=_KEY, value=path)
-    return found
 
 
 @contextlib.contextmanager
@@ -261,7 +249,7 @@ def hf_names(checkpoint: SavedCheckpoint, *, stored: Collection[str], trust: str
         reason = f"{model.object} was handed over from Python, and nobody can ask it here"
         raise refused("missing", reason, "name the model in the config (model.target)")
     if isinstance(model, Target):
-        _refuse_untrusted(model, checkpoint, trust)
+        refuse_untrusted(model, checkpoint, trust, key="--hf", or_else="; or leave --hf out")
     with torch.device("meta"):
         built: Any = call_factory(model.factory(), key="model")
     asked = getattr(built, "hf_names", None)
@@ -281,17 +269,6 @@ def hf_names(checkpoint: SavedCheckpoint, *, stored: Collection[str], trust: str
     elif wrong:
         raise refused("wrong", f"the names of model.kind {model.kind} {wrong}")
     return dict(names)
-
-
-def _refuse_untrusted(model: Target, checkpoint: SavedCheckpoint, trust: str | None) -> None:
-    places = (checkpoint.path, checkpoint.folder, checkpoint.folder.absolute().parent)
-    reason = f"the manifest names code of its own, model.target = {model.target}, which export would run"
-    if trust is not None:
-        if Path(trust).resolve() in [place.resolve() for place in places]:
-            return
-        reason = f"--trust names {trust}, and this checkpoint is in another folder"
-    fix = f"if you trust whoever wrote the folder, give --trust {checkpoint.path}; or leave --hf out"
-    raise ConfigError.of("target-not-trusted", reason, fix, key="--hf", file=str(checkpoint.path))
 
 
 def _wrong(names: Any, stored: Collection[str]) -> str:

@@ -1,15 +1,14 @@
-"""``generate CHECKPOINT``: a sample of text from a checkpoint of a GPT, of whatever layout.
+"""``generate CHECKPOINT``: samples of text from a checkpoint of a GPT, of whatever layout.
 
-The model is the one that the checkpoint's manifest names, the tokenizer that which the run has kept. No keys and values
-are kept between tokens: each costs one forward pass over the window, which is short for a look at a model and long for
-serving one.
+The model is the one that the checkpoint's manifest names, the tokenizer that which the run has kept. Keys and values
+are kept between tokens, up to as many tokens as the model was trained to see at once; behind them its window moves,
+every token gets another position, and each costs a forward pass over the window.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import math
 import os
 import sys
@@ -23,7 +22,6 @@ import torch
 
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.resume_point import UNVERIFIED
-from framework.commands.export import find_source
 from framework.config.data import Text, TextPairs
 from framework.config.load import load_config
 from framework.config.model import GPT
@@ -31,7 +29,8 @@ from framework.config.run_config import RunConfig
 from framework.data.token_files import KEPT_TOKENIZER, META_FILE, TOKENIZER_FILE, read_meta
 from framework.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from framework.errors import EXIT_OK, ConfigError
-from framework.setup.objects import call_factory
+from framework.models.gpt import Past, remembering
+from framework.setup.trained import find_source, module_of
 from framework.system.arguments import CommandParser, whole
 from framework.system.output import visible
 
@@ -82,14 +81,10 @@ def main(words: Sequence[str]) -> int:
 
 def load_gpt(checkpoint: SavedCheckpoint, config: RunConfig, *, average: bool = False) -> torch.nn.Module:
     """The module with the checkpoint's weights, or their average, for evaluation, on a GPU where there is one."""
-    with contextlib.redirect_stdout(io.StringIO()):  # where it is imported, DeepSpeed tells which device it found
-        from framework.engine.weights import checkpoint_weights, put_weights
-    model: torch.nn.Module = call_factory(config.model.factory(), key="model")
-    put_weights(model, checkpoint_weights(checkpoint, average=average), source=str(checkpoint.path))
-    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+    model = module_of(checkpoint, config, average=average)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@torch.no_grad()
 def sample(
     model: torch.nn.Module,
     ids: Sequence[int],
@@ -113,23 +108,84 @@ def sample(
         vocab_size: of the tokenizer: the model may have more, which stand for nothing.
         end: the token that ends a document, and with it the sample; it is not yielded.
     """
-    generator = torch.Generator().manual_seed(seed)  # on the CPU, so that a sample does not depend on the device
-    device = next(model.parameters()).device
-    tokens = list(ids)
-    for _ in range(max_new_tokens):
-        seen = torch.tensor([tokens[-window:]], device=device)
-        logits = model(seen)[0, -1, :vocab_size].float().cpu()
-        best, numbers = torch.topk(logits, min(top_k or len(logits), len(logits)))
-        if temperature == 0.0:
-            token = int(logits.argmax())
-        else:
-            # Less the largest first: divided by a small temperature it would overflow.
-            shares = torch.softmax((best - best[0]).double() / temperature, dim=0)
-            token = int(numbers[torch.multinomial(shares, 1, generator=generator)])
-        if token == end:
-            return
-        tokens.append(token)
-        yield token
+    rows = sample_rows(
+        model,
+        [ids],
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+        window=window,
+        vocab_size=vocab_size,
+        end=end,
+    )
+    yield from (token for (token,) in rows if token is not None)
+
+
+@torch.no_grad()
+def sample_rows(
+    model: torch.nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    seed: int,
+    window: int,
+    vocab_size: int,
+    end: int,
+    remembers: bool = True,
+) -> Iterator[list[int | None]]:
+    """Draw the next token of every prompt at once, each from what the model makes of those before it in its row.
+
+    Arguments are those of `sample`; row r draws with seed + r. `remembers`: keep keys and values between tokens, where
+    the model is a GPT.
+
+    Yields:
+        A token for each prompt; None for one that has ended.
+    """
+    # On the CPU, so that a sample does not depend on the device.
+    generators = [torch.Generator().manual_seed(seed + row) for row in range(len(prompts))]
+    rows, ended = [list(prompt) for prompt in prompts], [False] * len(prompts)
+    with remembering(model, window) if remembers else contextlib.nullcontext() as past:
+        for _ in range(max_new_tokens):
+            logits = _next_logits(model, rows, past, window=window)[:, :vocab_size].float().cpu()
+            drawn = [
+                _draw(*pair, temperature=temperature, top_k=top_k) for pair in zip(logits, generators, strict=True)
+            ]
+            ended = [was or token == end for was, token in zip(ended, drawn, strict=True)]
+            if all(ended):
+                return
+            for row, token, is_over in zip(rows, drawn, ended, strict=True):
+                row += [] if is_over else [token]
+            yield [None if is_over else token for token, is_over in zip(drawn, ended, strict=True)]
+
+
+def _next_logits(
+    model: torch.nn.Module, rows: Sequence[Sequence[int]], past: Past | None, *, window: int
+) -> torch.Tensor:
+    """Logits (rows, vocabulary) of what follows each row: from its last token, where the others are remembered."""
+    device, fits = next(model.parameters()).device, max(map(len, rows)) <= window
+    if past is not None and not fits:
+        past.end()
+    if past is not None and not past.is_empty:
+        past.go_to([len(row) - 1 for row in rows], device)
+        logits: torch.Tensor = model(torch.tensor([[row[-1]] for row in rows], device=device))
+        return logits[:, 0]
+    seen = [row[-window:] for row in rows]
+    longest = max(map(len, seen))
+    padded = torch.tensor([[*row, *[row[-1]] * (longest - len(row))] for row in seen], device=device)
+    logits = model(padded)
+    return logits[torch.arange(len(seen)), torch.tensor([len(row) - 1 for row in seen])]
+
+
+def _draw(logits: torch.Tensor, generator: torch.Generator, *, temperature: float, top_k: int | None) -> int:
+    best, numbers = torch.topk(logits, min(top_k or len(logits), len(logits)))
+    if temperature == 0.0:
+        return int(logits.argmax())
+    # Less the largest first: divided by a small temperature it would overflow.
+    shares = torch.softmax((best - best[0]).double() / temperature, dim=0)
+    return int(numbers[torch.multinomial(shares, 1, generator=generator)])
 
 
 def as_text(tokens: Iterator[int], decode: Callable[[Sequence[int]], str], *, after: Sequence[int]) -> Iterator[str]:

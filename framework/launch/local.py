@@ -27,9 +27,11 @@ from framework.launch.job import refuse_too_few, show_settings
 from framework.launch.node import NodeOptions, grace_seconds, read_token, require_deepspeed, run_node
 from framework.launch.node import main as be_a_node
 from framework.launch.options import LaunchOptions, parse
+from framework.launch.options import count as devices_asked
 from framework.launch.stop_requests import StopRequests
 from framework.load_run import LoadedRun, load_run
 from framework.plan.cluster import Cluster
+from framework.system.arguments import CommandParser
 from framework.system.log import print_problem
 from framework.system.output import write
 
@@ -51,6 +53,27 @@ def launch(argv: Sequence[str]) -> int:
         return launch_over_ssh(options)
     with StopRequests().handling_signals() as requests:
         return _launch_here(options, requests, alone=alone)
+
+
+def launch_command(words: Sequence[str]) -> int | None:
+    """Run a command on the ranks of this machine that its ``--num_gpus`` asks for, and return its exit code; None where
+    it does not, or where this process is a rank already.
+    """
+    parser = CommandParser(prog=f"python -m framework {words[0]}", allow_abbrev=False, add_help=False)
+    parser.option("--num_gpus", type=devices_asked, metavar="N")
+    found, rest = parser.parse_known_args(list(words))
+    num_ranks: int | None = found.num_gpus
+    if num_ranks is None or "LOCAL_RANK" in os.environ:
+        return None
+    require_deepspeed()
+    devices, port = find_devices(os.environ), usable_port(None)
+    environment = {**os.environ, **added_environment(os.environ, device=devices.kind, num_ranks=num_ranks)}
+    script, terms = str(find_train_script()), NodeOptions(grace_seconds=grace_seconds(None))
+    topology = Topology(1, num_ranks, 0, "127.0.0.1", port)
+    with StopRequests().handling_signals() as requests:
+        return run_node(
+            topology, [script, *rest], devices=devices, environment=environment, requests=requests, terms=terms
+        )
 
 
 def _alone_in_hostfile(options: LaunchOptions) -> Chosen | None:

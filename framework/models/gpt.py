@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import sqrt
@@ -24,11 +26,12 @@ from framework.models.initialized import (
 from framework.models.layers import Layer, LayeredModel
 
 
-def rotate(*heads: Tensor, theta: float) -> tuple[Tensor, ...]:
+def rotate(*heads: Tensor, theta: float, positions: Tensor | None = None) -> tuple[Tensor, ...]:
     """Turn the pair (i, i + d/2) of the vector at position p by the angle p * theta^(-2i/d).
 
     Rotary positions (Su et al. 2021, "RoFormer"), in the half-split order of Llama's released weights, of queries and
     keys (batch, heads, sequence, d) of one length, d and dtype, d even; the result has the same shapes and dtype.
+    `positions` (batch, sequence) are those of the vectors; left out: 0, 1, 2, ...
 
     The angles are computed anew in float32 (float64 for such input) and never kept in a buffer: ZeRO-3's constructor
     patch and half-precision casts would round them, and a checkpoint would hold what is no weight.
@@ -36,8 +39,8 @@ def rotate(*heads: Tensor, theta: float) -> tuple[Tensor, ...]:
     some = heads[0]
     dtype, width = torch.promote_types(some.dtype, torch.float32), some.shape[-1]
     pairs = torch.arange(0, width, 2, device=some.device).to(dtype)
-    positions = torch.arange(some.shape[-2], device=some.device).to(dtype)
-    angles = torch.outer(positions, theta ** (-pairs / width))
+    numbers = torch.arange(some.shape[-2], device=some.device) if positions is None else positions[:, None]
+    angles = numbers.to(dtype)[..., None] * theta ** (-pairs / width)
     cos, sin = angles.cos(), angles.sin()
     halves = (one.to(dtype).chunk(2, dim=-1) for one in heads)
     return tuple(
@@ -100,8 +103,77 @@ class GPTShape:
         return nn.LayerNorm(self.hidden_size, eps=self.norm_eps, bias=self.bias)
 
 
+class Past:
+    """Keys and values of what a GPT has read, so that each further token costs a forward pass over itself alone.
+
+    The first call reads prompts (batch, sequence), padded on the right: what stands there is seen by nothing before it,
+    and overwritten by what follows. Every later one reads a token of each row (batch, 1), at the place that `go_to` has
+    named.
+
+    Attributes:
+        positions: (batch, 1) int64, of the tokens that are read now; None while it is the prompts.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """Hold `capacity` tokens of each row at most; memory is taken when the prompts are read."""
+        self._capacity = capacity
+        self.positions: Tensor | None = None
+        self._visible: Tensor | None = None
+        self._held: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Check whether nothing has been read."""
+        return not self._held
+
+    def end(self) -> None:
+        """Forget everything; what is read from now on is not kept."""
+        self._capacity, self.positions = 0, None
+        self._held.clear()
+
+    def go_to(self, places: Sequence[int], device: torch.device) -> None:
+        """Name the place of each row's next token."""
+        self.positions = torch.tensor(places, device=device)[:, None]
+        seen = torch.arange(max(places) + 1, device=device) <= self.positions
+        self._visible = seen[:, None, None, :]
+
+    def extend(self, attention: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values of an attention so far, those at hand (batch, heads, sequence, d) included; and which of them
+        each row sees, (batch, 1, 1, sequence): None where each token sees what stands before it.
+        """
+        if self.positions is None:
+            if self._capacity:
+                batch, heads, length, width = key.shape
+                held = key.new_zeros(2, batch, heads, self._capacity, width)
+                held[0, :, :, :length], held[1, :, :, :length] = key, value
+                self._held[attention] = held[0], held[1]
+            return key, value, None
+        assert self._visible is not None
+        keys, values = self._held[attention]
+        rows, places = torch.arange(len(key), device=key.device), self.positions[:, 0]
+        keys[rows, :, places], values[rows, :, places] = key[:, :, 0], value[:, :, 0]
+        longest = self._visible.shape[-1]
+        return keys[:, :, :longest], values[:, :, :longest], self._visible
+
+
+@contextmanager
+def remembering(model: nn.Module, capacity: int) -> Iterator[Past | None]:
+    """Let a GPT keep keys and values of `capacity` tokens within the block; None where the model is another one."""
+    places = [module for module in model.modules() if isinstance(module, (CausalAttention, LearnedPositions))]
+    past = Past(capacity) if places else None
+    for module in places:
+        module.past = past
+    try:
+        yield past
+    finally:
+        for module in places:
+            module.past = None
+
+
 class LearnedPositions(nn.Module):
     """Adds a learned vector for each position: (batch, sequence, hidden) to the same, then dropout."""
+
+    past: Past | None = None
 
     def __init__(self, max_positions: int, hidden_size: int, *, dropout: float) -> None:
         super().__init__()
@@ -111,12 +183,17 @@ class LearnedPositions(nn.Module):
 
     def forward(self, embedded: Tensor) -> Tensor:
         """Shapes as in the class docstring; ValueError for a sequence that is too long."""
-        dropped: Tensor = self.dropout(embedded + positions_of(embedded, self.weight))
+        at = None if self.past is None else self.past.positions
+        dropped: Tensor = self.dropout(
+            embedded + (positions_of(embedded, self.weight) if at is None else self.weight[at])
+        )
         return dropped
 
 
 class CausalAttention(nn.Module):
     """Self-attention in which a position sees itself and what stands before: (batch, sequence, hidden) to the same."""
+
+    past: Past | None = None
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
@@ -127,17 +204,20 @@ class CausalAttention(nn.Module):
         self.output = shape.linear(shape.hidden_size, shape.hidden_size, std=shape.residual_std)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        shape = self.shape
+        shape, past, visible = self.shape, self.past, None
         query, key, value = (
             split_heads(matrix(hidden), shape.head_size) for matrix in (self.query, self.key, self.value)
         )
         if shape.positions == "rotary":
-            query, key = rotate(query, key, theta=shape.rope_theta)
+            query, key = rotate(query, key, theta=shape.rope_theta, positions=None if past is None else past.positions)
+        if past is not None:
+            key, value, visible = past.extend(self, key, value)
         mixed = scaled_dot_product_attention(
             query,
             key,
             value,
-            is_causal=True,
+            attn_mask=visible,
+            is_causal=visible is None,
             dropout_p=shape.dropout if self.training else 0.0,
             enable_gqa=shape.num_kv_heads < shape.num_heads,
         )

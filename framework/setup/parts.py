@@ -72,7 +72,7 @@ def gather_parts(config: RunConfig, objects: Objects) -> Parts:
         key, value = "optimizer.target", getattr(config.optimizer, "target", "")
     if make_optimizer is not None:
         check_optimizer(make_optimizer, stage=config.zero.stage, key=key, value=value)
-    return Parts(_model_builder(config, objects.model), splits, task, make_optimizer, _callbacks(config, objects))
+    return Parts(model_builder(config, objects.model), splits, task, make_optimizer, _callbacks(config, objects))
 
 
 def _callbacks(config: RunConfig, objects: Objects) -> tuple[Any, ...]:
@@ -163,7 +163,8 @@ def _given_task(task: Any) -> Task:
     return as_task(task, handed_over=True)
 
 
-def _model_builder(config: RunConfig, model: ModelSource | None) -> Callable[[], torch.nn.Module]:
+def model_builder(config: RunConfig, model: ModelSource | None) -> Callable[[], torch.nn.Module]:
+    """Return what builds the model that was handed over, or the one that the config names."""
     if model is None:
         factory = config.model.factory()
         check_arguments(load_target(factory.path, key="model.target"), factory.kwargs, key="model")
