@@ -3,7 +3,7 @@
 The model is assembled as its run assembled it, in the same precision and ZeRO stage and with the same forward pass, so
 that the same number of ranks measures what training has logged, to the bit. The optimizer is one without state, and
 sizes of `parallel` that do not divide the ranks at hand become 1: weights are read out of any layout. Nothing is
-written but the file that ``--out`` names.
+written.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from framework.config.run_config import RunConfig
 from framework.engine.distributed import process_group, rank, refuse_different_ranks
 from framework.engine.failures import ExplainedData, explaining_failures
 from framework.engine.plain_engine import arithmetic_of
-from framework.errors import EXIT_OK, ConfigError, StorageError, printable
+from framework.errors import EXIT_OK, ConfigError, printable
 from framework.setup.assemble import assemble_engine, make_eval_loader
 from framework.setup.prepared import prepare
 from framework.setup.start_point import agreed_weights, measure_cut
 from framework.setup.trained import KEY, config_in, find_source, refuse_untrusted
 from framework.system.arguments import CommandParser
-from framework.system.files import replace_text
 
 _NO_SINKS: Final = {"tensorboard": False, "csv": False, "report": False, "progress": "off"}
 
@@ -57,14 +56,6 @@ def main(words: Sequence[str]) -> int:
         return EXIT_OK
     found = {"checkpoint": str(checkpoint.path), "step": checkpoint.step, "weights": weights, "metrics": metrics}
     text = json.dumps(found, indent=2)
-    if arguments.out is not None:
-        try:
-            replace_text(Path(arguments.out), f"{text}\n")
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise StorageError(
-                f"--out = {arguments.out}: it cannot be written: {reason} [evaluation-not-written]"
-            ) from error
     print(text if arguments.json else "\n".join(_table(found)))
     return EXIT_OK
 
@@ -143,7 +134,6 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     which = "as trained, or their moving average; left out: what the run evaluated"
     option("--weights", choices=("trained", "ema"), help=which)
     option("--json", action="store_true", help="print it as JSON")
-    option("--out", metavar="FILE", help="write it as JSON to this file, too")
     trust = "the run folder or checkpoint whose model, data and task targets may be imported and called"
     option("--trust", metavar="FOLDER", help=trust)
     about = "on so many devices of this machine; left out: on one. Under torchrun or srun: train.py evaluate ..."

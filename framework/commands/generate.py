@@ -14,7 +14,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, takewhile, tee
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,34 +50,43 @@ def main(words: Sequence[str]) -> int:
     checkpoint = find_gpt(arguments.checkpoint, allow_unverified=arguments.allow_unverified)
     config = _config_of(checkpoint, arguments.config)
     assert isinstance(config.model, GPT)
-    tokenizer = _tokenizer_of(config, checkpoint, asked=arguments.tokenizer)
-    prompt = os.fsencode(arguments.prompt)
+    tokenizer = tokenizer_of(config, checkpoint, asked=arguments.tokenizer)
+    prompts = [_tokens_of(prompt, tokenizer) for prompt in arguments.prompt or [""]]
+    model = load_gpt(checkpoint, config, average=arguments.weights == "ema")
+    asked = {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "seed")}
+    terms: dict[str, Any] = {
+        "window": window_of(config),
+        "vocab_size": tokenizer.vocab_size,
+        "end": tokenizer.special.end,
+    }
+    copies = tee(sample(model, prompts, **asked, **terms), len(prompts))
+    is_terminal = sys.stdout.isatty()
+    for row, drawn in enumerate(copies):  # the first one as it comes; what the others have meanwhile is kept
+        tokens = takewhile(lambda token: token is not None, map(itemgetter(row), drawn))
+        texts = as_text(tokens, tokenizer.decode, after=prompts[row])
+        for text in chain((arguments.prompt or [""])[row : row + 1], texts):
+            # A model may draw the codes that move a terminal's cursor, or worse.
+            print(visible(text) if is_terminal else text, end="", flush=is_terminal)
+        print(end="\n\n" if row + 1 < len(copies) else "\n")
+    return EXIT_OK
+
+
+def _tokens_of(text: str, tokenizer: Tokenizer) -> list[int]:
+    """A document begins behind the end of the one before: so does a sample without a prompt."""
+    prompt = os.fsencode(text)
     try:
         if tokenizer.needs_utf8:
             prompt.decode()
     except UnicodeDecodeError as error:
-        shown, reason = ascii(arguments.prompt), "this tokenizer takes UTF-8 only"
+        shown, reason = ascii(text), "this tokenizer takes UTF-8 only"
         raise ConfigError.of("prompt-not-utf8", reason, "write it in UTF-8", "--prompt", shown) from error
-    # A document begins behind the end of the one before: so does a sample without a prompt.
-    ids = tokenizer.encode([prompt])[0].tolist() or [tokenizer.special.end]
-    model = load_gpt(checkpoint, config, average=arguments.weights == "ema")
-    positions = config.model.max_positions
-    asked = {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "seed")}
-    tokens = sample(
-        model,
-        ids,
-        **asked,
-        # As many as it was trained to see at once: further positions it has, and has never met.
-        window=min(positions, getattr(config.data, "sequence_length", positions)),
-        vocab_size=tokenizer.vocab_size,
-        end=tokenizer.special.end,
-    )
-    is_terminal = sys.stdout.isatty()
-    for text in chain([arguments.prompt], as_text(tokens, tokenizer.decode, after=ids)):
-        # A model may draw the codes that move a terminal's cursor, or worse.
-        print(visible(text) if is_terminal else text, end="", flush=is_terminal)
-    print()
-    return EXIT_OK
+    return tokenizer.encode([prompt])[0].tolist() or [tokenizer.special.end]
+
+
+def window_of(config: RunConfig) -> int:
+    """As many tokens as a run's model was trained to see at once: further positions it has, and has never met."""
+    found = (getattr(config.model, "max_positions", None), getattr(config.data, "sequence_length", None))
+    return min((size for size in found if size is not None), default=sys.maxsize)
 
 
 def load_gpt(checkpoint: SavedCheckpoint, config: RunConfig, *, average: bool = False) -> torch.nn.Module:
@@ -85,45 +95,8 @@ def load_gpt(checkpoint: SavedCheckpoint, config: RunConfig, *, average: bool = 
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def sample(
-    model: torch.nn.Module,
-    ids: Sequence[int],
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    seed: int,
-    window: int,
-    vocab_size: int,
-    end: int,
-) -> Iterator[int]:
-    """Draw one token after the other, each from what the model makes of those before.
-
-    Args:
-        model: tokens (1, sequence) to logits (1, sequence, vocabulary), in evaluation mode.
-        ids: tokens to go on from, at least one.
-        temperature: divides the logits; 0 always takes the most likely token.
-        top_k: draw from this many of the most likely tokens only.
-        window: of more tokens the model sees the last ones only.
-        vocab_size: of the tokenizer: the model may have more, which stand for nothing.
-        end: the token that ends a document, and with it the sample; it is not yielded.
-    """
-    rows = sample_rows(
-        model,
-        [ids],
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        seed=seed,
-        window=window,
-        vocab_size=vocab_size,
-        end=end,
-    )
-    yield from (token for (token,) in rows if token is not None)
-
-
 @torch.no_grad()
-def sample_rows(
+def sample(
     model: torch.nn.Module,
     prompts: Sequence[Sequence[int]],
     *,
@@ -138,8 +111,16 @@ def sample_rows(
 ) -> Iterator[list[int | None]]:
     """Draw the next token of every prompt at once, each from what the model makes of those before it in its row.
 
-    Arguments are those of `sample`; row r draws with seed + r. `remembers`: keep keys and values between tokens, where
-    the model is a GPT.
+    Args:
+        model: tokens (rows, sequence) to logits (rows, sequence, vocabulary), in evaluation mode.
+        prompts: tokens to go on from, at least one each.
+        temperature: divides the logits; 0 always takes the most likely token.
+        top_k: draw from this many of the most likely tokens only.
+        seed: of the first row; the next one draws with the next.
+        window: of more tokens the model sees the last ones only.
+        vocab_size: of the tokenizer: the model may have more, which stand for nothing.
+        end: the token that ends a document, and with it the sample; it is not yielded.
+        remembers: keep keys and values between tokens, where the model is a GPT.
 
     Yields:
         A token for each prompt; None for one that has ended.
@@ -239,9 +220,8 @@ def _refuse_other_models(model: Mapping[str, Any], *, file: str) -> None:
         raise ConfigError.of("not-a-gpt", reason, fix, key="model.kind", value=kind, file=file)
 
 
-def _tokenizer_of(config: RunConfig, checkpoint: SavedCheckpoint, *, asked: str | None) -> Tokenizer:
+def tokenizer_of(config: RunConfig, checkpoint: SavedCheckpoint, *, asked: str | None) -> Tokenizer:
     """The one asked for; what the run has kept beside its checkpoints; or that of the folder that it was trained on."""
-    assert isinstance(config.model, GPT)
     kept = checkpoint.folder.absolute().parent / KEPT_TOKENIZER  # a relative path may end at the folder
     key, path = "data.path", getattr(config.data, "path", None)
     if asked is not None:
@@ -253,8 +233,9 @@ def _tokenizer_of(config: RunConfig, checkpoint: SavedCheckpoint, *, asked: str 
     elif path is not None and (kept / META_FILE).is_file():
         path = str(kept)
     tokenizer = _read_tokenizer(path, key)
-    if tokenizer.vocab_size > config.model.vocab_size:
-        reason = f"its tokenizer has {tokenizer.vocab_size} tokens and the model {config.model.vocab_size}"
+    most = getattr(config.model, "vocab_size", tokenizer.vocab_size)
+    if tokenizer.vocab_size > most:
+        reason = f"its tokenizer has {tokenizer.vocab_size} tokens and the model {most}"
         fix, file = "name the tokenizer that the model was trained with", str(checkpoint.path)
         raise ConfigError.of("model-data-vocab-size", reason, fix, key=key, value=path, file=file)
     return tokenizer
@@ -284,21 +265,33 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         prog="python -m framework generate", description="Print a sample of text from a checkpoint of a GPT."
     )
     count = whole(1, 10**9, "'{}' is not a number from 1 to 999999999")
-    from_0 = whole(0, 10**18, "'{}' is not a whole number from 0 up")
     option = parser.add_argument
     option("checkpoint", metavar="CHECKPOINT", help="run folder (its newest checkpoint) or .../global_step<N>")
-    option("--prompt", default="", metavar="TEXT", help="what to go on from; left out: a new document")
-    option("--max-new-tokens", type=count, default=200, metavar="N", help="tokens at most (200)")
+    several = "what to go on from, several times for several samples at once; left out: a new document"
+    option("--prompt", action="append", metavar="TEXT", help=several)
+    add_sampling(parser, count, max_new_tokens=200, help_of_length="tokens at most (200)")
+    as_trained = "as trained, or their moving average (trained)"
+    option("--weights", choices=("trained", "ema"), default="trained", help=as_trained)
+    option("--allow-unverified", action="store_true", help="read what DeepSpeed wrote without a manifest")
+    option("--config", metavar="FILE", help="run config with the model and the data of such a checkpoint")
+    return parser.parse_args(words)
+
+
+def add_sampling(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup,
+    count: Callable[[str], int],
+    *,
+    max_new_tokens: int,
+    help_of_length: str,
+) -> None:
+    """Add the options of text that a model writes."""
+    option, from_0 = parser.add_argument, whole(0, 10**18, "'{}' is not a whole number from 0 up")
+    option("--max-new-tokens", type=count, default=max_new_tokens, metavar="N", help=help_of_length)
     likelier = "below 1: likelier tokens still likelier; 0: always the likeliest (0.8)"
     option("--temperature", type=_temperature, default=0.8, metavar="T", help=likelier)
     option("--top-k", type=count, metavar="K", help="draw from the K likeliest tokens only")
     option("--seed", type=from_0, default=0, metavar="S", help="another seed, another sample (0)")
-    as_trained = "as trained, or their moving average (trained)"
-    option("--weights", choices=("trained", "ema"), default="trained", help=as_trained)
     option("--tokenizer", metavar="PATH|bytes", help="a tokenizer.json or a folder with one; left out: the run's own")
-    option("--allow-unverified", action="store_true", help="read what DeepSpeed wrote without a manifest")
-    option("--config", metavar="FILE", help="run config with the model and the data of such a checkpoint")
-    return parser.parse_args(words)
 
 
 def _temperature(text: str) -> float:

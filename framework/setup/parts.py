@@ -62,7 +62,7 @@ def gather_parts(config: RunConfig, objects: Objects) -> Parts:
     """
     _refuse_objects_from_files(config, objects)
     splits = objects.splits or as_splits(call_factory(config.data.factory(), key="data"))
-    task = as_task(_load_task(config)) if objects.task is None else _given_task(objects.task)
+    task = as_task(load_task(config)) if objects.task is None else _given_task(objects.task)
     _check_labels_and_tokens(config, splits)
     if objects.optimizer is not None:
         make_optimizer: MakeOptimizer | None = _given_optimizer(objects.optimizer)
@@ -136,9 +136,9 @@ def _check_labels_and_tokens(config: RunConfig, splits: Splits) -> None:
         raise ConfigError(problems)
 
 
-def _load_task(config: RunConfig) -> Any:
-    """A task target is a loss function ``loss(outputs, targets, **args)``, or a class or function to call with the
-    args. A function that would do as either is a loss where there are no args.
+def load_task(config: RunConfig) -> Any:
+    """Load what `as_task` takes. A target is a loss function ``loss(outputs, targets, **args)``, or a class or function
+    to call with the args. A function that would do as either is a loss where there are no args.
     """
     section = config.task
     if not isinstance(section, Target):

@@ -56,7 +56,7 @@ def drawn(model: torch.nn.Module, **changes: Any) -> list[int]:
         "vocab_size": 50,
         "end": -1,
     } | changes
-    return list(sample(model, [1, 2, 3], **options))
+    return [token for (token,) in sample(model, [[1, 2, 3]], **options)]
 
 
 def test_greedy_is_the_likeliest_token_of_the_window_step_by_step(model: torch.nn.Module) -> None:
