@@ -37,7 +37,7 @@ class Results:
         try:
             found = self._read() if path.exists() else []
             pairs = [(row["input"], row["checkpoint"]) for row in found]
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # a damaged archive fails in a dozen ways
             raise self._not_written(error) from error
         for number, pair in enumerate(pairs):
             here = (inputs[number] if number < len(inputs) else "", checkpoint)

@@ -99,6 +99,31 @@ def test_the_end_token_ends_it_and_what_stands_for_nothing_is_never_drawn(model:
     assert max(drawn(model, temperature=5.0, max_new_tokens=200, vocab_size=7)) < 7
 
 
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_what_is_remembered_changes_no_token(positions: str, kv_heads: int) -> None:
+    """Prompts of several lengths at once, past the window, with rows that end: each as alone, and as without memory."""
+    torch.manual_seed(3)
+    shape = SHAPE | {"num_heads": 4, "num_kv_heads": kv_heads, "positions": positions, "max_positions": 20}
+    model = GPT.of(**shape).eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(8.0)
+    calls: list[int] = []
+    model.register_forward_pre_hook(lambda _, inputs: calls.append(inputs[0].numel()))
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
+    for temperature in (0.0, 1.0):
+        asked: dict[str, Any] = {"max_new_tokens": 30, "temperature": temperature, "top_k": None, "seed": 5}
+        terms: dict[str, Any] = {"window": 20, "vocab_size": 50, "end": 7}
+        calls.clear()
+        rows = list(sample(model, prompts, **asked, **terms))
+        assert calls[:14] == [21, *[3] * 13]  # the prompts, then one token of each row
+        assert rows == list(sample(model, prompts, **asked, **terms, remembers=False))
+        for row, prompt in enumerate(prompts):
+            alone = sample(model, [prompt], **asked | {"seed": 5 + row}, **terms)
+            assert [token for (token,) in alone] == [tokens[row] for tokens in rows if tokens[row] is not None]
+    assert not any(getattr(module, "past", None) for module in model.modules())
+
+
 def test_text_comes_in_whole_characters() -> None:
     tokenizer = ByteTokenizer()
     text = "a€\N{GRINNING FACE}b".encode()
