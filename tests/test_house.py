@@ -16,22 +16,22 @@ from tests.places import ROOT
 
 # kB of Python source and number of files per room; what a room no longer needs is taken away here as well.
 CAPS: dict[str, tuple[float, int]] = {
-    "(doors)": (45, 9),
+    "(doors)": (46, 9),
     "system": (54, 12),
     "text": (65, 6),
     "config": (111, 15),
     "plan": (286, 31),
     "checkpoint": (168, 18),
     "train": (87, 13),
-    "launch": (200, 23),
+    "launch": (201, 23),
     "doctor": (97, 12),
     "report": (120, 13),
-    "commands": (158, 23),
-    "models": (70, 11),
+    "commands": (185, 26),
+    "models": (74, 11),
     "tasks": (21, 5),
-    "data": (133, 18),
+    "data": (139, 19),
     "engine": (226, 31),
-    "setup": (112, 10),
+    "setup": (117, 11),
     "dslint": (206, 21),
     "deploy": (96, 9),
 }

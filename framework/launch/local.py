@@ -7,6 +7,7 @@ refused.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -59,12 +60,12 @@ def launch_command(words: Sequence[str]) -> int | None:
     """Run a command on the ranks of this machine that its ``--num_gpus`` asks for, and return its exit code; None where
     it does not, or where this process is a rank already.
     """
+    if "LOCAL_RANK" in os.environ or not any(re.match("--num[_-]gpus", word) for word in words):
+        return None
     parser = CommandParser(prog=f"python -m framework {words[0]}", allow_abbrev=False, add_help=False)
     parser.option("--num_gpus", type=devices_asked, metavar="N")
     found, rest = parser.parse_known_args(list(words))
-    num_ranks: int | None = found.num_gpus
-    if num_ranks is None or "LOCAL_RANK" in os.environ:
-        return None
+    num_ranks: int = found.num_gpus
     require_deepspeed()
     devices, port = find_devices(os.environ), usable_port(None)
     environment = {**os.environ, **added_environment(os.environ, device=devices.kind, num_ranks=num_ranks)}
