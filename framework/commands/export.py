@@ -20,22 +20,29 @@ from threading import Event, Thread
 from typing import Any, Final
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.state.reader import MergedWeights
 from framework.checkpoint.state.weight_files import PICKLED, TIES, entries, split, write_pt, write_safetensors
 from framework.config.base import Object, Target
 from framework.config.run_config import RunConfig
-from framework.errors import EXIT_OK, ConfigError, StorageError, printable
+from framework.data.loaders import EvalLoader
+from framework.data.splits import as_splits
+from framework.errors import EXIT_OK, ConfigError, FrameworkError, StorageError, in_one_line, printable
 from framework.setup.objects import call_factory
-from framework.setup.trained import KEY, find_source, refuse_untrusted
+from framework.setup.parts import load_task
+from framework.setup.trained import KEY, config_in, find_source, module_of, refuse_untrusted
 from framework.system.arguments import CommandParser
 from framework.system.files import sync_folder
 from framework.system.stopping import ending_in_good_order
+from framework.tasks.task import as_task
 
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _UNITS: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_OURS: Final = re.compile(r"model.*\.(safetensors|pt|json)")
+_OURS: Final = re.compile(r"model.*\.(safetensors|pt2?|json)")
+PROGRAM_FORMAT: Final = "torch_export"
+_PROGRAM: Final = "model.pt2"
 _SECONDS_BETWEEN_LOOKS: Final = 0.5
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 
@@ -75,10 +82,11 @@ def export(
         weights: trained, or ema for their moving average.
         dtype: fp32, bf16 or fp16, of everything with a point.
         shard_bytes: largest size of a file.
-        file_format: safetensors, or pt for one file that `torch.load` reads.
+        file_format: safetensors; pt for one file that `torch.load` reads; or torch_export for the model as a program,
+            which `torch.export.load` reads where nothing of its code is installed.
         force: replace `out` where it is an earlier export.
         hf: with the names that the model's own `hf_names()` gives.
-        trust: the folder of the checkpoint, where `hf` may run the code that its manifest names as ``model.target``.
+        trust: the folder of the checkpoint, where `hf` or a program may run the code that its manifest names.
         allow_unverified: read a checkpoint that DeepSpeed wrote without a manifest.
 
     Raises:
@@ -94,6 +102,15 @@ def export(
     if hf and not checkpoint.verified:
         reason, value = "without a manifest nothing in it says which model's names these are", str(checkpoint.path)
         raise ConfigError.of("hf-names-missing", reason, "leave --hf out", key=KEY, value=value)
+    if file_format == PROGRAM_FORMAT:
+        if hf:
+            raise ConfigError.of(
+                "hf-names-missing", "a program keeps the names of its module", "leave --hf out", "--hf"
+            )
+        program = _program(checkpoint, average=weights == "ema", dtype=_DTYPES[dtype], trust=trust)
+        with _appearing_whole(out) as aside:
+            torch.export.save(program, aside / _PROGRAM)
+            return {_PROGRAM: (aside / _PROGRAM).stat().st_size}
     merged = MergedWeights(checkpoint, average=weights == "ema")
     names = hf_names(merged.checkpoint, stored=merged.stored, trust=trust) if hf else {}
     found = entries(merged, dtype=_DTYPES[dtype], names=names)
@@ -109,6 +126,46 @@ def export(
         metadata |= {"dtype": dtype} | ({"weights": weights} if weights != "trained" else {})
         metadata |= {TIES: json.dumps(ties)} if ties else {}
         return write_safetensors(aside, merged, split(found, shard_bytes=shard_bytes), metadata=metadata)
+
+
+def _program(
+    checkpoint: SavedCheckpoint, *, average: bool, dtype: torch.dtype, trust: str | None
+) -> torch.export.ExportedProgram:
+    """The forward pass in evaluation mode as a graph, traced on two samples of the run's training data; the first
+    dimension of every input may have any size.
+    """
+    config = config_in(checkpoint, key=KEY, fix="name another one")
+    if isinstance(config.model, Object):
+        reason, fix = "it was handed over from Python and exists only there", "export framework.load(..., model=...)"
+        raise ConfigError.of("object-not-given", reason, fix, "model.object", config.model.object)
+    for name in ("model", "data", "task"):
+        refuse_untrusted(getattr(config, name), checkpoint, trust, key=f"{name}.target")
+    model = module_of(checkpoint, config, average=average).to(dtype)
+    try:
+        placed, named, shapes = _call_of(config, dtype, model)
+        return torch.export.export(model, placed, named, dynamic_shapes=shapes, strict=False)
+    except FrameworkError:
+        raise
+    except Exception as error:  # whatever is not a graph: a branch on values, a type that torch does not know
+        reason = f"torch.export cannot trace it: {in_one_line(error, longest=300)}"
+        raise ConfigError.of(
+            "program-not-traced", reason, "export its weights instead", "--format", PROGRAM_FORMAT
+        ) from error
+
+
+def _call_of(config: RunConfig, dtype: torch.dtype, model: torch.nn.Module) -> tuple[Any, Any, Any]:
+    """Positional and keyword arguments of a call of the model, and which of their sizes vary."""
+    data = as_splits(call_factory(config.data.factory(), key="data")).train
+    ((batch, _),) = EvalLoader(data, batch_size=2, rank=0, world_size=1, max_samples=2)
+    inputs, _ = as_task(load_task(config)).split(batch)
+    inputs = tree_map_only(torch.Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, inputs)
+    named = dict(inputs) if isinstance(inputs, Mapping) else {}
+    placed = () if named else inputs if isinstance(inputs, tuple) else (inputs,)
+    shapes: Any = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
+    for tensor in tree_leaves((placed, named)):
+        if isinstance(tensor, torch.Tensor):
+            shapes[tensor] = {0: torch.export.Dim.DYNAMIC}
+    return placed, named, shapes.dynamic_shapes(model, placed, named)
 
 
 @contextlib.contextmanager
@@ -204,7 +261,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     option("--weights", choices=("trained", "ema"), default="trained", help=as_trained)
     option("--dtype", choices=tuple(_DTYPES), default="fp32", help="type of the numbers (fp32)")
     option("--shard-size", dest="shard_bytes", type=_size, default=5 * 10**9, metavar="SIZE", help=size)
-    formats, kind = ("safetensors", "pt"), "kind of file (safetensors)"
+    formats, kind = ("safetensors", "pt", PROGRAM_FORMAT), "kind of file; torch_export: the model too (safetensors)"
     option("--format", choices=formats, default="safetensors", dest="file_format", help=kind)
     option("--hf", action="store_true", help="with Hugging Face's names, where the model has hf_names()")
     trust = "the run folder or checkpoint whose model.target --hf may import and call"

@@ -117,6 +117,19 @@ def test_a_loaded_module_measures_the_same(runs: Path) -> None:
 
 
 @pytest.mark.slow
+def test_an_exported_program_computes_the_same(runs: Path, capsys: Capture) -> None:
+    """Of a batch of another size than it was traced with."""
+    inputs = {"z0": torch.randn(5, 1, 28, 28), "pipe": torch.randint(261, (5, 24))}
+    for name, some in inputs.items():
+        assert main(["export", str(runs / name), str(runs / f"{name}-program"), "--format", "torch_export"]) == 0
+        program = torch.export.load(runs / f"{name}-program/model.pt2").module()
+        with torch.no_grad():
+            assert torch.equal(program(some), framework.load(runs / name)(some))
+    assert main(["export", str(runs / "z0"), str(runs / "x"), "--format", "torch_export", "--hf"]) == 78
+    assert "leave --hf out" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_predictions_are_the_modules_and_go_on(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     """On two ranks, behind what a command that was killed in the middle of a row has left."""
     monkeypatch.chdir(runs)

@@ -56,6 +56,7 @@ def test_no_command_calls_what_a_manifest_names(section: str, tmp_path: Path) ->
         ["inspect", "--json"],
         ["export", "--hf"],
         ["export"],
+        *([] if section == "optimizer" else [["export", "--format", "torch_export"]]),
         ["generate", "--tokenizer", "bytes"],
         ["predict", str(tmp_path / "in.txt"), "--out", str(tmp_path / "out.csv")],
         *([] if section == "optimizer" else [["evaluate"]]),  # which takes one of its own, and would measure
