@@ -67,6 +67,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "run": {"system", "token files", "config", "plan", "checkpoint", "train", "report", "data", "engine", "setup"},
     "torch commands": {
         "system",
+        "text",
         "config",
         "token files",
         "checkpoint",

@@ -30,8 +30,9 @@ from framework.errors import EXIT_OK, ConfigError, printable
 from framework.setup.assemble import assemble_engine, make_eval_loader
 from framework.setup.prepared import prepare
 from framework.setup.start_point import agreed_weights, measure_cut
-from framework.setup.trained import KEY, config_in, find_source, refuse_untrusted
+from framework.setup.trained import config_in, find_source, refuse_untrusted
 from framework.system.arguments import CommandParser
+from framework.text.document import COMMAND_LINE
 
 _NO_SINKS: Final = {"tensorboard": False, "csv": False, "report": False, "progress": "off"}
 
@@ -48,9 +49,9 @@ def main(words: Sequence[str]) -> int:
         checkpoint, arguments.settings, num_ranks=int(os.environ.get("WORLD_SIZE", "1"))
     )
     for name in ("model", "data", "task"):
-        if not source.is_override((name, "target")):
+        if source.place((name, "target"))[0] != COMMAND_LINE:
             refuse_untrusted(getattr(config, name), checkpoint, arguments.trust, key=f"{name}.target")
-    weights = arguments.weights or config_in(checkpoint, key=KEY, fix="name another one").evaluation.weights
+    weights = arguments.weights or config_in(checkpoint).evaluation.weights
     metrics = evaluate(checkpoint, config, source, average=weights == "ema")
     if metrics is None:  # not rank 0
         return EXIT_OK
@@ -69,7 +70,7 @@ def config_to_evaluate(
         ConfigError: the manifest holds no config of this release, or parts that were handed over from Python, or a
             setting is wrong.
     """
-    config_in(checkpoint, key=KEY, fix="name another one")
+    config_in(checkpoint)
     values = deepcopy(checkpoint.manifest["config"])
     layout, parallel = checkpoint.manifest.get("layout", {}), values.get("parallel", {})
     sizes = [name for name in ("pipe", "tensor", "sequence") if parallel.get(name, 1) > 1]

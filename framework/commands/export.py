@@ -32,13 +32,13 @@ from framework.data.splits import as_splits
 from framework.errors import EXIT_OK, ConfigError, FrameworkError, StorageError, in_one_line, printable
 from framework.setup.objects import call_factory
 from framework.setup.parts import load_task
-from framework.setup.trained import KEY, config_in, find_source, module_of, refuse_untrusted
+from framework.setup.trained import KEY, config_to_build, find_source, module_of, refuse_untrusted
 from framework.system.arguments import CommandParser
 from framework.system.files import sync_folder
 from framework.system.stopping import ending_in_good_order
 from framework.tasks.task import as_task
 
-_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _UNITS: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _OURS: Final = re.compile(r"model.*\.(safetensors|pt2?|json)")
 PROGRAM_FORMAT: Final = "torch_export"
@@ -107,13 +107,13 @@ def export(
             raise ConfigError.of(
                 "hf-names-missing", "a program keeps the names of its module", "leave --hf out", "--hf"
             )
-        program = _program(checkpoint, average=weights == "ema", dtype=_DTYPES[dtype], trust=trust)
+        program = _program(checkpoint, average=weights == "ema", dtype=DTYPES[dtype], trust=trust)
         with _appearing_whole(out) as aside:
             torch.export.save(program, aside / _PROGRAM)
             return {_PROGRAM: (aside / _PROGRAM).stat().st_size}
     merged = MergedWeights(checkpoint, average=weights == "ema")
     names = hf_names(merged.checkpoint, stored=merged.stored, trust=trust) if hf else {}
-    found = entries(merged, dtype=_DTYPES[dtype], names=names)
+    found = entries(merged, dtype=DTYPES[dtype], names=names)
     ties = {
         names.get(name, name): names.get(first, first) for name, first in merged.ties.items() if name in names or not hf
     }
@@ -134,12 +134,7 @@ def _program(
     """The forward pass in evaluation mode as a graph, traced on two samples of the run's training data; the first
     dimension of every input may have any size.
     """
-    config = config_in(checkpoint, key=KEY, fix="name another one")
-    if isinstance(config.model, Object):
-        reason, fix = "it was handed over from Python and exists only there", "export framework.load(..., model=...)"
-        raise ConfigError.of("object-not-given", reason, fix, "model.object", config.model.object)
-    for name in ("model", "data", "task"):
-        refuse_untrusted(getattr(config, name), checkpoint, trust, key=f"{name}.target")
+    config = config_to_build(checkpoint, trust, "model", "data", "task")
     model = module_of(checkpoint, config, average=average).to(dtype)
     try:
         placed, named, shapes = _call_of(config, dtype, model)
@@ -259,7 +254,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     option("out", metavar="OUT", help="folder to be made")
     as_trained = "as trained, or their moving average, training.ema (trained)"
     option("--weights", choices=("trained", "ema"), default="trained", help=as_trained)
-    option("--dtype", choices=tuple(_DTYPES), default="fp32", help="type of the numbers (fp32)")
+    option("--dtype", choices=tuple(DTYPES), default="fp32", help="type of the numbers (fp32)")
     option("--shard-size", dest="shard_bytes", type=_size, default=5 * 10**9, metavar="SIZE", help=size)
     formats, kind = ("safetensors", "pt", PROGRAM_FORMAT), "kind of file; torch_export: the model too (safetensors)"
     option("--format", choices=formats, default="safetensors", dest="file_format", help=kind)

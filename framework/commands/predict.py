@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map_only
 
 from framework.checkpoint.manifest import SavedCheckpoint
+from framework.commands.export import DTYPES
 from framework.commands.generate import add_sampling, sample, tokenizer_of, window_of
 from framework.commands.results import SUFFIXES, Results, Row
 from framework.config.base import Object
@@ -34,11 +35,10 @@ from framework.engine.distributed import gather, process_group, rank
 from framework.errors import EXIT_OK, ConfigError, FrameworkError, TrainingError, UsageError, in_one_line
 from framework.setup.objects import load_target
 from framework.setup.parts import load_task
-from framework.setup.trained import KEY, config_in, find_source, module_of, refuse_untrusted
+from framework.setup.trained import config_to_build, find_source, module_of
 from framework.system.arguments import CommandParser, whole
 from framework.tasks.task import as_task
 
-_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Predict = Callable[[range], list[Row]]
 
 
@@ -53,12 +53,7 @@ def main(words: Sequence[str]) -> int:
     if Path(arguments.out).suffix not in SUFFIXES:
         raise UsageError(f"predict: --out {arguments.out}: name a file that ends in {', '.join(SUFFIXES)}")
     checkpoint = find_source(arguments.checkpoint, allow_unverified=False)
-    config = config_in(checkpoint, key=KEY, fix="name another one")
-    if isinstance(config.model, Object):
-        reason, fix = "it was handed over from Python and exists only there", "call framework.load(..., model=...)"
-        raise ConfigError.of("object-not-given", reason, fix, "model.object", config.model.object)
-    for name in ("model", "task"):
-        refuse_untrusted(getattr(config, name), checkpoint, arguments.trust, key=f"{name}.target")
+    config = config_to_build(checkpoint, arguments.trust, "model", "task")
     own = load_target(arguments.reader, key="--reader") if arguments.reader else None
     inputs = find_inputs(arguments.inputs, read_image=_image_reader(config), read_file=own)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -129,7 +124,7 @@ def _predictor(
     if inputs.kind == "text" and not isinstance(config.task, CausalLM):
         reason, fix = "only a causal language model reads lines of text", "name images, rows, or --reader"
         raise ConfigError.of("input-not-read", reason, fix, "INPUT", inputs.names[0])
-    model = module_of(checkpoint, config, average=arguments.weights == "ema").to(_DTYPES[arguments.dtype])
+    model = module_of(checkpoint, config, average=arguments.weights == "ema").to(DTYPES[arguments.dtype])
     if torch.cuda.is_available():
         model = model.cuda(int(os.environ.get("LOCAL_RANK", "0")))
     if inputs.kind == "text":
@@ -250,7 +245,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     option("--out", required=True, metavar="FILE", help="a .jsonl, .csv or .npz file; rows that it has are kept")
     option("--weights", choices=("trained", "ema"), default="trained", help="or their moving average (trained)")
     parser.option("--batch_size", type=count, default=32, metavar="N", help="inputs per forward pass (32)")
-    option("--dtype", choices=tuple(_DTYPES), default="fp32", help="number format of weights and inputs (fp32)")
+    option("--dtype", choices=tuple(DTYPES), default="fp32", help="number format of weights and inputs (fp32)")
     option("--reader", metavar="MODULE:NAME", help="a function from the path of a file to a sample")
     option("--trust", metavar="FOLDER", help="the run folder or checkpoint whose targets may be imported and called")
     parser.option("--num_gpus", metavar="N", help="on so many devices of this machine; left out: on one")

@@ -45,13 +45,8 @@ def load(
     """
     checkpoint = find_source(str(source), key="load", allow_unverified=allow_unverified)
     if model is None:
-        fix = "hand it over: load(..., model=...)"
-        config = config_in(checkpoint, key="load", fix=fix)
-        if isinstance(config.model, Object):
-            reason = f"{config.model.object} was handed over from Python and exists only there"
-            raise ConfigError.of("object-not-given", reason, fix, "model.object", config.model.object)
-        if not trust:
-            refuse_untrusted(config.model, checkpoint, None, key="load", fix="hand over model=..., or trust=True")
+        trusted = str(checkpoint.path) if trust else None
+        config = config_to_build(checkpoint, trusted, "model", fix="hand over model=..., or trust=True")
     else:
         config = RunConfig()
     return module_of(checkpoint, config, model, average=weights == "ema")
@@ -80,16 +75,33 @@ def find_source(path: str, *, allow_unverified: bool, key: str = KEY) -> SavedCh
     return found
 
 
-def config_in(checkpoint: SavedCheckpoint, *, key: str, fix: str) -> RunConfig:
+def config_in(checkpoint: SavedCheckpoint) -> RunConfig:
     """The run config that a checkpoint's manifest holds; a ConfigError where there is none of this release."""
-    refused = partial(ConfigError.of, key=key, value=str(checkpoint.path))
+    refused = partial(ConfigError.of, key=KEY, value=str(checkpoint.path))
     if not checkpoint.verified:
-        raise refused(UNVERIFIED, "without a manifest nothing in it says what model it is of", fix)
+        reason = "without a manifest nothing in it says what model it is of"
+        raise refused(UNVERIFIED, reason, "name another one, or call framework.load(..., model=...)")
     try:
         return RunConfig.model_validate(checkpoint.manifest["config"])
     except ValueError:  # pydantic's error is one
         reason = "its manifest does not hold a run config of this release"
-        raise refused("manifest-config", reason, f"use the release that wrote it, or {fix}") from None
+        raise refused("manifest-config", reason, "use the release that wrote it") from None
+
+
+def config_to_build(checkpoint: SavedCheckpoint, trust: str | None, *sections: str, fix: str = "") -> RunConfig:
+    """The checkpoint's config, of which `sections` may be built; `trust` and `fix` as for `refuse_untrusted`.
+
+    Raises:
+        ConfigError: kinds ``object-not-given``, ``target-not-trusted``, and those of `config_in`.
+    """
+    config = config_in(checkpoint)
+    if isinstance(config.model, Object):
+        reason, handed = "it was handed over from Python and exists only there", config.model.object
+        fix = "hand it over again: framework.load(..., model=...)"
+        raise ConfigError.of("object-not-given", reason, fix, "model.object", handed)
+    for name in sections:
+        refuse_untrusted(getattr(config, name), checkpoint, trust, key=f"{name}.target", fix=fix)
+    return config
 
 
 def refuse_untrusted(
