@@ -55,7 +55,7 @@ def main(words: Sequence[str]) -> int:
     checkpoint = find_source(arguments.checkpoint, allow_unverified=False)
     config = config_to_build(checkpoint, arguments.trust, "model", "task")
     own = load_target(arguments.reader, key="--reader") if arguments.reader else None
-    inputs = find_inputs(arguments.inputs, read_image=_image_reader(config), read_file=own)
+    inputs = find_inputs(arguments.inputs, read_image=image_reader(config), read_file=own)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         _predict(checkpoint, config, inputs, arguments)
     else:
@@ -64,8 +64,8 @@ def main(words: Sequence[str]) -> int:
     return EXIT_OK
 
 
-def _image_reader(config: RunConfig) -> Callable[[str], Tensor] | None:
-    """What reads an image as the run's evaluation did; None where only the data's own code knows."""
+def image_reader(config: RunConfig) -> Callable[[str], Tensor] | None:
+    """Return what reads an image as the run's evaluation did; None where only the data's own code knows."""
     if not isinstance(config.data, ImageFolder):
         return None
     from framework.data.image_sets import read_image, transform  # which take torchvision

@@ -14,7 +14,7 @@ import torch
 
 from framework.errors import ConfigError, in_one_line
 
-_IMAGES: Final = frozenset([".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"])
+_IMAGES: Final = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 _KINDS: Final = dict.fromkeys(_IMAGES, "image") | {".txt": "text", ".jsonl": "text", ".csv": "row", ".npz": "row"}
 _refused = partial(ConfigError.of, "input-not-read", key="INPUT")
 

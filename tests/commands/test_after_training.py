@@ -16,7 +16,9 @@ from PIL import Image
 import framework
 from framework.cli import main
 from framework.commands.evaluate import config_to_evaluate
+from framework.commands.predict import image_reader
 from framework.commands.results import Results
+from framework.config.load import config_from_values
 from framework.data.inputs import find_inputs, stacked
 from framework.errors import ConfigError, FrameworkError, StorageError
 from framework.setup.objects import call_factory
@@ -223,6 +225,18 @@ class TestInputs:
         found = find_inputs([str(tmp_path)], read_image=lambda path: path)
         assert [found.read(number) for number in range(3)] == list(found.names)
         assert [Path(name).name for name in found.names] == ["3.png", "1.png", "2.png"]
+
+    def test_an_image_is_read_as_the_evaluation_reads_it(self, tmp_path: Path) -> None:
+        for part in ("train", "val"):
+            (tmp_path / part / "red").mkdir(parents=True)
+            Image.effect_noise((50, 40), 80).save(tmp_path / part / "red/1.png")
+        config = config_from_values({"data": {"kind": "image_folder", "root": str(tmp_path), "image_size": 32}})
+        found = find_inputs([str(tmp_path / "val")], read_image=image_reader(config))
+        data = call_factory(config.data.factory(), key="data").evaluation
+        assert torch.equal(found.read(0), data[0][0])
+        (tmp_path / "val/red/1.png").write_bytes(b"no image")
+        with pytest.raises(FrameworkError, match=r"val/red/1.png: cannot be read as an image"):
+            found.read(0)
 
     def test_rows_of_tables_and_arrays(self, tmp_path: Path) -> None:
         for head in ("", "height,width\n"):
