@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from framework.plan.plan import make_plan
     from framework.plan.render import render
     from framework.run import fit
+    from framework.setup.trained import load
     from framework.tasks.task import Ratio, Task
     from framework.train.callbacks import State
     from framework.train.monitors.base import Monitor, Point
@@ -33,6 +34,7 @@ __all__ = [
     "Task",
     "fit",
     "import_deepspeed",
+    "load",
     "load_config",
     "make_plan",
     "render",
@@ -49,6 +51,7 @@ _HOME = {
     "Task": "framework.tasks.task",
     "fit": "framework.run",
     "import_deepspeed": "framework.dslint.import_run",
+    "load": "framework.setup.trained",
     "load_config": "framework.config.load",
     "make_plan": "framework.plan.plan",
     "render": "framework.plan.render",

@@ -1,6 +1,4 @@
-"""The command line. What needs more than the base install (`prepare`, `generate`, `export`) is imported when it is
-asked for.
-"""
+"""The command line. What needs more than the base install is imported when it is asked for."""
 
 from __future__ import annotations
 
@@ -43,12 +41,16 @@ _BELOW_THE_LINE: Final[Mapping[str, str]] = {
     "prepare": "framework.data.prepare",
     "generate": "framework.commands.generate",
     "export": "framework.commands.export",
+    "evaluate": "framework.commands.evaluate",
+    "predict": "framework.commands.predict",
 }
 # Commands that read their own words, as the list of all commands tells them.
 _ELSEWHERE: Final[Mapping[str, str]] = {
     "prepare": "turn text into numbered tokens: prepare INPUT... OUT_DIR",
     "generate": "print a sample of text from a checkpoint of a GPT: generate CHECKPOINT --prompt TEXT",
     "export": "write the weights of a checkpoint as safetensors: export CHECKPOINT OUT",
+    "evaluate": "measure a checkpoint: evaluate CHECKPOINT [key=value ...]",
+    "predict": "write what a model makes of inputs: predict CHECKPOINT INPUT... --out FILE",
     "doctor": "is this machine, or are these hosts, fit to train? doctor [CONFIG] [-H HOSTFILE] [--bench]",
     "bench": "time variants of a run: bench CONFIG... [key=value ...] [--variant NAME key=value ...] [--num_gpus 1,2]",
     "launch": "train: launch CONFIG [key=value ...] [-H HOSTFILE]; also launch node, k8s, slurm",

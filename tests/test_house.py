@@ -16,7 +16,7 @@ from tests.places import ROOT
 
 # kB of Python source and number of files per room; what a room no longer needs is taken away here as well.
 CAPS: dict[str, tuple[float, int]] = {
-    "(doors)": (45, 9),
+    "(doors)": (46, 9),
     "system": (54, 12),
     "text": (65, 6),
     "config": (122, 15),
@@ -26,12 +26,12 @@ CAPS: dict[str, tuple[float, int]] = {
     "launch": (200, 23),
     "doctor": (97, 12),
     "report": (120, 13),
-    "commands": (161, 23),
-    "models": (111, 15),
+    "commands": (175, 25),
+    "models": (113, 15),
     "tasks": (25, 5),
     "data": (133, 18),
     "engine": (252, 33),
-    "setup": (120, 11),
+    "setup": (125, 12),
     "dslint": (206, 21),
     "deploy": (96, 9),
 }

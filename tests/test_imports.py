@@ -65,7 +65,19 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engine protocol",
     },
     "run": {"system", "token files", "config", "plan", "checkpoint", "train", "report", "data", "engine", "setup"},
-    "torch commands": {"system", "config", "token files", "checkpoint", "checkpoint state", "data", "engine", "setup"},
+    "torch commands": {
+        "system",
+        "text",
+        "config",
+        "token files",
+        "checkpoint",
+        "checkpoint state",
+        "models",
+        "data",
+        "tasks",
+        "engine",
+        "setup",
+    },
     # ------------------------------------------------ on top
     "cli": {
         "load_run",
@@ -99,9 +111,11 @@ HALVES = {
     "launch.deepspeed_command": "hosts",
     "commands.doctor": "doctor command",
     "commands.bench": "bench command",
+    "commands.evaluate": "torch commands",
     "commands.export": "torch commands",
     "commands.generate": "torch commands",
     "commands.machine_rates": "torch commands",
+    "commands.predict": "torch commands",
 }
 LIGHT = (
     "system",

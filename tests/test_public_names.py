@@ -20,11 +20,12 @@ NAMES = [
     "Task",
     "fit",
     "import_deepspeed",
+    "load",
     "load_config",
     "make_plan",
     "render",
 ]
-NEED_TORCH = {"Ratio", "Task", "fit"}
+NEED_TORCH = {"Ratio", "Task", "fit", "load"}
 
 
 def test_the_list_is_frozen() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import json
 import os
 import re
@@ -24,18 +23,17 @@ from typing import Any, Final
 import torch
 
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.resume_point import absence_at, newest_at
 from framework.checkpoint.state.reader import MergedWeights
 from framework.checkpoint.state.weight_files import PICKLED, TIES, entries, split, write_pt, write_safetensors
-from framework.config.base import Object, Target
-from framework.config.run_config import RunConfig
+from framework.config.base import Target
 from framework.errors import EXIT_OK, ConfigError, StorageError, printable
+from framework.setup.adapters import write_adapter
 from framework.setup.objects import call_factory
+from framework.setup.trained import find_source, module_of, saved_config
 from framework.system.arguments import CommandParser
 from framework.system.files import sync_folder
 from framework.system.stopping import ending_in_good_order
 
-_KEY: Final = "CHECKPOINT"
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _UNITS: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _OURS: Final = re.compile(r"(adapter_)?(model|config).*\.(safetensors|pt|json)")
@@ -101,13 +99,10 @@ def export(
     if checkpoint.path.resolve() in (out.resolve(), *out.resolve().parents):
         reason = "it lies in the checkpoint, where every further file counts as damage"
         raise _taken(out, reason, "name a folder elsewhere")
-    if hf and not checkpoint.verified:
-        reason, value = "without a manifest nothing in it says which model's names these are", str(checkpoint.path)
-        raise ConfigError.of("hf-names-missing", reason, "leave --hf out", key=_KEY, value=value)
     merged = MergedWeights(checkpoint, average=weights == "ema")
     if adapter:
         return _write_adapter(merged, out, dtype=_DTYPES[dtype])
-    whole, stored, ties = _plain_weights(merged, trust=trust, base=base)
+    whole, stored, ties = _plain_weights(merged, average=weights == "ema", trust=trust, base=base)
     names = hf_names(merged.checkpoint, stored=stored, trust=trust) if hf else {}
     found = entries(stored, dtype=_DTYPES[dtype], names=names)
     ties = {names.get(name, name): names.get(first, first) for name, first in ties.items() if name in names or not hf}
@@ -126,34 +121,19 @@ def _write_adapter(merged: MergedWeights, out: Path, *, dtype: torch.dtype) -> d
     if not merged.checkpoint.has_adapters:
         reason, fix = "its run trained all weights (training.lora)", "leave --adapter out"
         raise ConfigError.of("no-adapters", reason, fix, "--adapter", str(merged.checkpoint.path))
-    with contextlib.redirect_stdout(io.StringIO()):  # where it is imported, DeepSpeed tells which device it found
-        from framework.setup.adapters import write_adapter
     with _appearing_whole(out) as aside:
         return write_adapter(aside, merged, dtype=dtype)
 
 
 def _plain_weights(
-    merged: MergedWeights, *, trust: str | None, base: str | None
+    merged: MergedWeights, *, average: bool, trust: str | None, base: str | None
 ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Any], Mapping[str, str]]:
     """The weights under plain names, their shapes and types, and further names; adapters are merged into them."""
     if not merged.checkpoint.has_adapters:
         return merged, merged.stored, merged.ties
-    config = saved_config(merged.checkpoint, trust=trust, key="training.lora", otherwise=_ALONE)
-    with contextlib.redirect_stdout(io.StringIO()):
-        from framework.setup.adapters import merged_model
-    whole, ties = each_once(merged_model(merged, config, base=base).state_dict())
+    config = saved_config(merged.checkpoint, "model", trust=trust, key="training.lora", otherwise=_ALONE)
+    whole, ties = each_once(module_of(merged.checkpoint, config, average=average, base=base).state_dict())
     return whole, whole, ties
-
-
-def find_source(path: str, *, allow_unverified: bool) -> SavedCheckpoint:
-    """The checkpoint that a path names, or the newest one of the run that it names; a ConfigError of kind
-    ``checkpoint-not-found`` or ``checkpoint-unverified`` where there is none.
-    """
-    found = newest_at(path, key=_KEY, allow_unverified=allow_unverified)
-    if found is None:
-        fix = "name a .../global_step<N> folder or a run folder that holds one"
-        raise ConfigError.of("checkpoint-not-found", absence_at(path, key=_KEY), fix, key=_KEY, value=path)
-    return found
 
 
 def each_once(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -279,13 +259,8 @@ def _size(text: str) -> int:
 
 
 def hf_names(checkpoint: SavedCheckpoint, *, stored: Collection[str], trust: str | None = None) -> dict[str, str]:
-    """Our name -> Hugging Face's, for everything that is stored, and for further names of it; of a checkpoint with a
-    manifest. Its model is built on torch's meta device, where it takes no memory, and asked for them.
-
-    Args:
-        checkpoint: whoever wrote its manifest must not choose what is called here: of itself it names a built-in model
-            only.
-        trust: the folder whose manifest may name any code, as the user gave it.
+    """Our name -> Hugging Face's, for everything that is stored, and for further names of it. The model is built on
+    torch's meta device, where it takes no memory, and asked for them; `trust` as for `saved_config`.
 
     Raises:
         ConfigError: it cannot be built, has no such method, or its names are not whole; kinds ``target-not-trusted``,
@@ -295,7 +270,8 @@ def hf_names(checkpoint: SavedCheckpoint, *, stored: Collection[str], trust: str
     def refused(kind: str, reason: str, fix: str = _PLAIN) -> ConfigError:
         return ConfigError.of(f"hf-names-{kind}", reason, fix, key="--hf", file=str(checkpoint.path))
 
-    model: Any = saved_config(checkpoint, trust=trust, key="--hf", otherwise=_PLAIN).model
+    kind = "hf-names-missing"
+    model: Any = saved_config(checkpoint, "model", trust=trust, key="--hf", otherwise=_PLAIN, kind=kind).model
     with torch.device("meta"):
         built: Any = call_factory(model.factory(), key="model")
     asked = getattr(built, "hf_names", None)
@@ -315,43 +291,6 @@ def hf_names(checkpoint: SavedCheckpoint, *, stored: Collection[str], trust: str
     elif wrong:
         raise refused("wrong", f"the names of model.kind {model.kind} {wrong}")
     return dict(names)
-
-
-def saved_config(checkpoint: SavedCheckpoint, *, trust: str | None, key: str, otherwise: str) -> RunConfig:
-    """The config in a checkpoint's manifest, whose model can be built here, and may be.
-
-    Raises:
-        ConfigError: it cannot; kinds ``hf-names-missing`` and ``target-not-trusted``, at `key`. `otherwise` is what
-            can be done instead.
-    """
-
-    def refused(reason: str, fix: str) -> ConfigError:
-        return ConfigError.of("hf-names-missing", reason, fix, key=key, file=str(checkpoint.path))
-
-    try:
-        config = RunConfig.model_validate(checkpoint.manifest["config"])
-    except ValueError:  # pydantic's error is one
-        reason = "its manifest does not hold a run config of this release"
-        raise refused(reason, f"export with the release that wrote it, or {otherwise}") from None
-    if isinstance(config.model, Object):
-        reason = f"{config.model.object} was handed over from Python, and nobody can ask it here"
-        raise refused(reason, "name the model in the config (model.target)")
-    if isinstance(config.model, Target):
-        _refuse_untrusted(config.model, checkpoint, trust, key=key, otherwise=otherwise)
-    return config
-
-
-def _refuse_untrusted(
-    model: Target, checkpoint: SavedCheckpoint, trust: str | None, *, key: str, otherwise: str
-) -> None:
-    places = (checkpoint.path, checkpoint.folder, checkpoint.folder.absolute().parent)
-    reason = f"the manifest names code of its own, model.target = {model.target}, which export would run"
-    if trust is not None:
-        if Path(trust).resolve() in [place.resolve() for place in places]:
-            return
-        reason = f"--trust names {trust}, and this checkpoint is in another folder"
-    fix = f"if you trust whoever wrote the folder, give --trust {checkpoint.path}; or {otherwise}"
-    raise ConfigError.of("target-not-trusted", reason, fix, key=key, file=str(checkpoint.path))
 
 
 def _wrong(names: Any, stored: Collection[str]) -> str:

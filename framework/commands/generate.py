@@ -1,30 +1,27 @@
-"""``generate CHECKPOINT``: a sample of text from a checkpoint of a GPT, of whatever layout.
+"""``generate CHECKPOINT``: samples of text from a checkpoint of a GPT, of whatever layout.
 
-The model is the one that the checkpoint's manifest names, the tokenizer that which the run has kept. No keys and values
-are kept between tokens: each costs one forward pass over the window, which is short for a look at a model and long for
-serving one.
+The model is the one that the checkpoint's manifest names, the tokenizer that which the run has kept. Behind as many
+tokens as the model was trained to see at once its window moves, and each costs a forward pass over the window.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, takewhile, tee
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from framework.checkpoint.manifest import SavedCheckpoint
-from framework.checkpoint.resume_point import UNVERIFIED
-from framework.checkpoint.state.reader import MergedWeights
-from framework.commands.export import find_source
 from framework.config.data import Text, TextPairs
 from framework.config.load import load_config
 from framework.config.model import GPT
@@ -32,11 +29,11 @@ from framework.config.run_config import RunConfig
 from framework.data.token_files import KEPT_TOKENIZER, META_FILE, TOKENIZER_FILE, read_meta
 from framework.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from framework.errors import EXIT_OK, ConfigError
-from framework.setup.objects import call_factory
+from framework.models.gpt import Past
+from framework.setup.trained import find_source, module_to_ask, saved_config
 from framework.system.arguments import CommandParser, whole
 from framework.system.output import visible
 
-_KEY: Final = "CHECKPOINT"
 _NO_CHARACTER: Final = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -51,54 +48,46 @@ def main(words: Sequence[str]) -> int:
     checkpoint = find_gpt(arguments.checkpoint, allow_unverified=arguments.allow_unverified)
     config = _config_of(checkpoint, arguments.config)
     assert isinstance(config.model, GPT)
-    tokenizer = _tokenizer_of(config, checkpoint, asked=arguments.tokenizer)
-    prompt = os.fsencode(arguments.prompt)
+    tokenizer = tokenizer_of(config, checkpoint, asked=arguments.tokenizer)
+    asked = arguments.prompt or [""]
+    prompts = [tokens_of(os.fsencode(prompt), tokenizer, "--prompt") for prompt in asked]
+    model = module_to_ask(checkpoint, config, average=arguments.weights == "ema")
+    copies = tee(sample(model, prompts, **terms_of(arguments, config, tokenizer)), len(prompts))
+    is_terminal = sys.stdout.isatty()
+    for row, drawn in enumerate(copies):  # the first one as it comes; what the others have meanwhile is kept
+        tokens = takewhile(lambda token: token is not None, map(itemgetter(row), drawn))
+        texts = as_text(tokens, tokenizer.decode, after=prompts[row])
+        for text in chain(asked[row : row + 1], texts):
+            # A model may draw the codes that move a terminal's cursor, or worse.
+            print(visible(text) if is_terminal else text, end="", flush=is_terminal)
+        print(end="\n\n" if row + 1 < len(copies) else "\n")
+    return EXIT_OK
+
+
+def tokens_of(prompt: bytes, tokenizer: Tokenizer, key: str) -> list[int]:
+    """Tokens to go on from. A document begins behind the end of the one before: so does a sample without a prompt."""
     try:
         if tokenizer.needs_utf8:
             prompt.decode()
     except UnicodeDecodeError as error:
-        shown, reason = ascii(arguments.prompt), "this tokenizer takes UTF-8 only"
-        raise ConfigError.of("prompt-not-utf8", reason, "write it in UTF-8", "--prompt", shown) from error
-    # A document begins behind the end of the one before: so does a sample without a prompt.
-    ids = tokenizer.encode([prompt])[0].tolist() or [tokenizer.special.end]
-    model = load_gpt(checkpoint, config, average=arguments.weights == "ema")
-    positions = config.model.max_positions
+        shown, reason = ascii(os.fsdecode(prompt)), "this tokenizer takes UTF-8 only"
+        raise ConfigError.of("prompt-not-utf8", reason, "write it in UTF-8", key, shown) from error
+    return tokenizer.encode([prompt])[0].tolist() or [tokenizer.special.end]
+
+
+def terms_of(arguments: argparse.Namespace, config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the options of `sample`."""
     asked = {name: getattr(arguments, name) for name in ("max_new_tokens", "temperature", "top_k", "seed")}
-    tokens = sample(
-        model,
-        ids,
-        **asked,
-        # As many as it was trained to see at once: further positions it has, and has never met.
-        window=min(positions, getattr(config.data, "sequence_length", positions)),
-        vocab_size=tokenizer.vocab_size,
-        end=tokenizer.special.end,
-    )
-    is_terminal = sys.stdout.isatty()
-    for text in chain([arguments.prompt], as_text(tokens, tokenizer.decode, after=ids)):
-        # A model may draw the codes that move a terminal's cursor, or worse.
-        print(visible(text) if is_terminal else text, end="", flush=is_terminal)
-    print()
-    return EXIT_OK
-
-
-def load_gpt(checkpoint: SavedCheckpoint, config: RunConfig, *, average: bool = False) -> torch.nn.Module:
-    """The module with the checkpoint's weights, or their average, for evaluation, on a GPU where there is one."""
-    with contextlib.redirect_stdout(io.StringIO()):  # where it is imported, DeepSpeed tells which device it found
-        from framework.engine.weights import checkpoint_weights, put_weights
-        from framework.setup.adapters import merged_model
-    model: torch.nn.Module
-    if checkpoint.has_adapters:
-        model = merged_model(MergedWeights(checkpoint, average=average), config)
-    else:
-        model = call_factory(config.model.factory(), key="model")
-        put_weights(model, checkpoint_weights(checkpoint, average=average), source=str(checkpoint.path))
-    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+    # As many as it was trained to see at once: further positions it has, and has never met.
+    sizes = getattr(config.model, "max_positions", None), getattr(config.data, "sequence_length", None)
+    window = min((size for size in sizes if size is not None), default=sys.maxsize)
+    return {**asked, "window": window, "vocab_size": tokenizer.vocab_size, "end": tokenizer.special.end}
 
 
 @torch.no_grad()
 def sample(
     model: torch.nn.Module,
-    ids: Sequence[int],
+    prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
     temperature: float,
@@ -107,35 +96,63 @@ def sample(
     window: int,
     vocab_size: int,
     end: int,
-) -> Iterator[int]:
-    """Draw one token after the other, each from what the model makes of those before.
+    remembers: bool = True,
+) -> Iterator[list[int | None]]:
+    """Draw the next token of every prompt at once, each from what the model makes of those before it in its row.
 
     Args:
-        model: tokens (1, sequence) to logits (1, sequence, vocabulary), in evaluation mode.
-        ids: tokens to go on from, at least one.
+        model: tokens (rows, sequence) to logits (rows, sequence, vocabulary), in evaluation mode.
+        prompts: tokens to go on from, at least one each.
         temperature: divides the logits; 0 always takes the most likely token.
         top_k: draw from this many of the most likely tokens only.
+        seed: of the first row; the next one draws with the next.
         window: of more tokens the model sees the last ones only.
         vocab_size: of the tokenizer: the model may have more, which stand for nothing.
         end: the token that ends a document, and with it the sample; it is not yielded.
+        remembers: keep keys and values between tokens, where the model is a `GPT`.
+
+    Yields:
+        A token for each prompt; None for one that has ended.
     """
-    generator = torch.Generator().manual_seed(seed)  # on the CPU, so that a sample does not depend on the device
-    device = next(model.parameters()).device
-    tokens = list(ids)
+    # On the CPU, so that a sample does not depend on the device.
+    generators = [torch.Generator().manual_seed(seed + row) for row in range(len(prompts))]
+    rows, ended = [list(prompt) for prompt in prompts], [False] * len(prompts)
+    past = Past(min(window, max(map(len, rows)) + max_new_tokens)) if remembers else None
     for _ in range(max_new_tokens):
-        seen = torch.tensor([tokens[-window:]], device=device)
-        logits = model(seen)[0, -1, :vocab_size].float().cpu()
-        best, numbers = torch.topk(logits, min(top_k or len(logits), len(logits)))
-        if temperature == 0.0:
-            token = int(logits.argmax())
-        else:
-            # Less the largest first: divided by a small temperature it would overflow.
-            shares = torch.softmax((best - best[0]).double() / temperature, dim=0)
-            token = int(numbers[torch.multinomial(shares, 1, generator=generator)])
-        if token == end:
+        logits = _next_logits(model, rows, past, window=window)[:, :vocab_size].float().cpu()
+        drawn = [_draw(*pair, temperature=temperature, top_k=top_k) for pair in zip(logits, generators, strict=True)]
+        ended = [was or token == end for was, token in zip(ended, drawn, strict=True)]
+        if all(ended):
             return
-        tokens.append(token)
-        yield token
+        for row, token, is_over in zip(rows, drawn, ended, strict=True):
+            row += [] if is_over else [token]
+        yield [None if is_over else token for token, is_over in zip(drawn, ended, strict=True)]
+
+
+def _next_logits(
+    model: torch.nn.Module, rows: Sequence[Sequence[int]], past: Past | None, *, window: int
+) -> torch.Tensor:
+    """Logits (rows, vocabulary) of what follows each row, from its last token where the others are remembered."""
+    device, ends = next(model.parameters()).device, torch.tensor([len(row) - 1 for row in rows])
+    fits = past is not None and int(ends.max()) < window
+    if past is not None and past.held and fits:
+        with past.read(ends[:, None].to(device)):
+            logits: torch.Tensor = model(torch.tensor([[row[-1]] for row in rows], device=device))
+            return logits[:, 0]
+    padded = pad_sequence([torch.tensor(row[-window:]) for row in rows], batch_first=True).to(device)
+    with past.read() if past is not None and fits else nullcontext():
+        outputs = model(padded)
+    logits = getattr(outputs, "logits", outputs)
+    return logits[torch.arange(len(rows)), ends.clamp(max=window - 1)]
+
+
+def _draw(logits: torch.Tensor, generator: torch.Generator, *, temperature: float, top_k: int | None) -> int:
+    best, numbers = torch.topk(logits, min(top_k or len(logits), len(logits)))
+    if temperature == 0.0:
+        return int(logits.argmax())
+    # Less the largest first: divided by a small temperature it would overflow.
+    shares = torch.softmax((best - best[0]).double() / temperature, dim=0)
+    return int(numbers[torch.multinomial(shares, 1, generator=generator)])
 
 
 def as_text(tokens: Iterator[int], decode: Callable[[Sequence[int]], str], *, after: Sequence[int]) -> Iterator[str]:
@@ -164,17 +181,10 @@ def find_gpt(path: str, *, allow_unverified: bool = False) -> SavedCheckpoint:
 
 def _config_of(checkpoint: SavedCheckpoint, file: str | None) -> RunConfig:
     """The config that names model and tokenizer: the manifest's, or without one that which the user gives."""
-    stated: dict[str, Any] = {"key": _KEY, "value": str(checkpoint.path)}
     if checkpoint.verified:
-        try:
-            config = RunConfig.model_validate(checkpoint.manifest["config"])
-        except ValueError:  # pydantic's error is one
-            reason = "its manifest does not hold a run config of this release"
-            raise ConfigError.of("not-a-gpt", reason, "use the release that wrote it", **stated) from None
+        config = saved_config(checkpoint, kind="not-a-gpt")
     elif file is None:
-        reason = "without a manifest nothing in it says what model it is of"
-        fix = "give --config FILE, a run config with its model and its data"
-        raise ConfigError.of(UNVERIFIED, reason, fix, **stated)
+        config = saved_config(checkpoint, otherwise="give --config FILE, a run config with its model and its data")
     else:
         config = load_config(file)
     if not isinstance(config.model, GPT):  # nothing that a manifest names is called, but for this kind
@@ -189,9 +199,8 @@ def _refuse_other_models(model: Mapping[str, Any], *, file: str) -> None:
         raise ConfigError.of("not-a-gpt", reason, fix, key="model.kind", value=kind, file=file)
 
 
-def _tokenizer_of(config: RunConfig, checkpoint: SavedCheckpoint, *, asked: str | None) -> Tokenizer:
+def tokenizer_of(config: RunConfig, checkpoint: SavedCheckpoint, *, asked: str | None) -> Tokenizer:
     """The one asked for; what the run has kept beside its checkpoints; or that of the folder that it was trained on."""
-    assert isinstance(config.model, GPT)
     kept = checkpoint.folder.absolute().parent / KEPT_TOKENIZER  # a relative path may end at the folder
     key, path = "data.path", getattr(config.data, "path", None)
     if asked is not None:
@@ -203,8 +212,9 @@ def _tokenizer_of(config: RunConfig, checkpoint: SavedCheckpoint, *, asked: str 
     elif path is not None and (kept / META_FILE).is_file():
         path = str(kept)
     tokenizer = _read_tokenizer(path, key)
-    if tokenizer.vocab_size > config.model.vocab_size:
-        reason = f"its tokenizer has {tokenizer.vocab_size} tokens and the model {config.model.vocab_size}"
+    most = getattr(config.model, "vocab_size", tokenizer.vocab_size)
+    if tokenizer.vocab_size > most:
+        reason = f"its tokenizer has {tokenizer.vocab_size} tokens and the model {most}"
         fix, file = "name the tokenizer that the model was trained with", str(checkpoint.path)
         raise ConfigError.of("model-data-vocab-size", reason, fix, key=key, value=path, file=file)
     return tokenizer
@@ -233,11 +243,21 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser(
         prog="python -m framework generate", description="Print a sample of text from a checkpoint of a GPT."
     )
+    option = parser.add_argument
+    option("checkpoint", metavar="CHECKPOINT", help="run folder (its newest checkpoint) or .../global_step<N>")
+    several = "what to go on from, given several times for as many samples; left out: a new document"
+    option("--prompt", action="append", metavar="TEXT", help=several)
+    add_sampling(parser)
+    option("--allow-unverified", action="store_true", help="read what DeepSpeed wrote without a manifest")
+    option("--config", metavar="FILE", help="run config with the model and the data of such a checkpoint")
+    return parser.parse_args(words)
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Add the options of text that a model writes."""
     count = whole(1, 10**9, "'{}' is not a number from 1 to 999999999")
     from_0 = whole(0, 10**18, "'{}' is not a whole number from 0 up")
     option = parser.add_argument
-    option("checkpoint", metavar="CHECKPOINT", help="run folder (its newest checkpoint) or .../global_step<N>")
-    option("--prompt", default="", metavar="TEXT", help="what to go on from; left out: a new document")
     option("--max-new-tokens", type=count, default=200, metavar="N", help="tokens at most (200)")
     likelier = "below 1: likelier tokens still likelier; 0: always the likeliest (0.8)"
     option("--temperature", type=_temperature, default=0.8, metavar="T", help=likelier)
@@ -246,9 +266,6 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     as_trained = "as trained, or their moving average (trained)"
     option("--weights", choices=("trained", "ema"), default="trained", help=as_trained)
     option("--tokenizer", metavar="PATH|bytes", help="a tokenizer.json or a folder with one; left out: the run's own")
-    option("--allow-unverified", action="store_true", help="read what DeepSpeed wrote without a manifest")
-    option("--config", metavar="FILE", help="run config with the model and the data of such a checkpoint")
-    return parser.parse_args(words)
 
 
 def _temperature(text: str) -> float:

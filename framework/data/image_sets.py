@@ -58,8 +58,8 @@ def build(
 
     listings = made_once_on_host(repr((root, str(Path.cwd()), train_dir, eval_dir)), list_both)
     return Splits(
-        _ImageFolder(folder / train_dir, _transform(image_size, augment=augment), listings, 0),
-        _ImageFolder(folder / eval_dir, _transform(image_size, augment=False), listings, 1),
+        _ImageFolder(folder / train_dir, transform(image_size, augment=augment), listings, 0),
+        _ImageFolder(folder / eval_dir, transform(image_size, augment=False), listings, 1),
     )
 
 
@@ -134,7 +134,7 @@ class _ImageFolder(ImageFolder):  # type: ignore[misc]
 
     def __init__(self, place: Path, transform: Any, listings: HostValue, number: int) -> None:
         VisionDataset.__init__(self, str(place), transform=transform)
-        self.loader, self.extensions = _read_image, IMG_EXTENSIONS
+        self.loader, self.extensions = read_image, IMG_EXTENSIONS
         self.classes = listings.value[number][0]
         self.class_to_idx = {name: index for index, name in enumerate(self.classes)}
         self.samples = self.imgs = _Paths(place, listings, number)
@@ -169,7 +169,7 @@ def _list(place: Path, *, root: str) -> tuple[list[str], Any, Any, Any]:
     return classes, np.frombuffer(names, np.uint8), np.frombuffer(ends, np.int64), labels
 
 
-def _read_image(path: str) -> Image.Image:
+def read_image(path: str) -> Image.Image:
     """Decode an image file to RGB; a damaged one is named, which Pillow's own messages do not do.
 
     Raises:
@@ -183,7 +183,7 @@ def _read_image(path: str) -> Image.Image:
         raise TrainingError(f"{path}: cannot be read as an image ({error}); replace or remove the file") from error
 
 
-def _transform(image_size: int, *, augment: bool) -> v2.Transform:
+def transform(image_size: int, *, augment: bool) -> v2.Transform:
     """PIL image -> (3, image_size, image_size) float32. Cropping comes first, so that few pixels become floats."""
     if augment:
         cropped = [v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip()]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import sqrt
@@ -10,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, pad, silu
 
 from framework.config.model import MoE
 from framework.models.experts import Mixture
@@ -28,11 +29,12 @@ from framework.models.layers import Layer, LayeredModel
 from framework.models.sequence import attend, first_position
 
 
-def rotate(*heads: Tensor, theta: float) -> tuple[Tensor, ...]:
+def rotate(*heads: Tensor, theta: float, places: Tensor | None = None) -> tuple[Tensor, ...]:
     """Turn the pair (i, i + d/2) of the vector at position p by the angle p * theta^(-2i/d).
 
     Rotary positions (Su et al. 2021, "RoFormer"), in the half-split order of Llama's released weights, of queries and
     keys (batch, heads, sequence, d) of one length, d and dtype, d even; the result has the same shapes and dtype.
+    `places`, (batch, sequence) int64, are their positions; left out: as they stand in sequences.
 
     The angles are computed anew in float32 (float64 for such input) and never kept in a buffer: ZeRO-3's constructor
     patch and half-precision casts would round them, and a checkpoint would hold what is no weight.
@@ -40,9 +42,10 @@ def rotate(*heads: Tensor, theta: float) -> tuple[Tensor, ...]:
     some = heads[0]
     dtype, width = torch.promote_types(some.dtype, torch.float32), some.shape[-1]
     pairs = torch.arange(0, width, 2, device=some.device).to(dtype)
-    first = first_position(some.shape[-2])
-    positions = torch.arange(first, first + some.shape[-2], device=some.device).to(dtype)
-    angles = torch.outer(positions, theta ** (-pairs / width))
+    if places is None:
+        first = first_position(some.shape[-2])
+        places = torch.arange(first, first + some.shape[-2], device=some.device)[None]
+    angles = places.to(dtype)[:, None, :, None] * theta ** (-pairs / width)
     cos, sin = angles.cos(), angles.sin()
     halves = (one.to(dtype).chunk(2, dim=-1) for one in heads)
     return tuple(
@@ -106,6 +109,46 @@ class GPTShape:
         return nn.LayerNorm(self.hidden_size, eps=self.norm_eps, bias=self.bias)
 
 
+class Past:
+    """Keys and values of at most `capacity` tokens that a GPT has read: a further one costs a pass over itself alone.
+
+    The first call of the model within `read()` takes prompts (batch, sequence), padded behind: what pads is seen by
+    nothing before it, and overwritten by what follows. Later ones take the next token of each row, (batch, 1), and
+    their `places`, (batch, 1) int64. `held`: by attention (2, batch, heads, capacity, head size).
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.places: Tensor | None = None
+        self.held: dict[nn.Module, Tensor] = {}
+
+    @contextmanager
+    def read(self, places: Tensor | None = None) -> Iterator[None]:
+        """Let GPTs that run within the block read tokens at these places."""
+        global _past
+        self.places, _past = places, self
+        try:
+            yield
+        finally:
+            _past = None
+
+    def extend(self, attention: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keep keys and values (batch, heads, sequence, d); returns all, and which each row sees, (batch, 1, 1,
+        capacity): None where each token sees those before it.
+        """
+        if self.places is None:
+            self.held[attention] = pad(torch.stack((key, value)), (0, 0, 0, self.capacity - key.shape[2]))
+            return key, value, None
+        held, rows = self.held[attention], torch.arange(len(key), device=key.device)
+        for kept, new in zip(held, (key, value), strict=True):
+            kept[rows, :, self.places[:, 0]] = new[:, :, 0]
+        seen = torch.arange(self.capacity, device=key.device) <= self.places
+        return held[0], held[1], seen[:, None, None]
+
+
+_past: Past | None = None
+
+
 class LearnedPositions(nn.Module):
     """Adds a learned vector for each position: (batch, sequence, hidden) to the same, then dropout."""
 
@@ -117,7 +160,9 @@ class LearnedPositions(nn.Module):
 
     def forward(self, embedded: Tensor) -> Tensor:
         """Shapes as in the class docstring; ValueError for a sequence that is too long."""
-        dropped: Tensor = self.dropout(embedded + positions_of(embedded, self.weight))
+        places = None if _past is None else _past.places
+        added = positions_of(embedded, self.weight) if places is None else self.weight[places]
+        dropped: Tensor = self.dropout(embedded + added)
         return dropped
 
 
@@ -139,9 +184,13 @@ class CausalAttention(nn.Module):
         query, key, value = (
             split_heads(matrix(hidden), shape.head_size) for matrix in (self.query, self.key, self.value)
         )
+        places, seen = None if _past is None else _past.places, None
         if shape.positions == "rotary":
-            query, key = rotate(query, key, theta=shape.rope_theta)
-        mixed = attend(query, key, value, is_causal=True, dropout_p=shape.dropout if self.training else 0.0)
+            query, key = rotate(query, key, theta=shape.rope_theta, places=places)
+        if _past is not None:
+            key, value, seen = _past.extend(self, key, value)
+        dropout = shape.dropout if self.training else 0.0
+        mixed = attend(query, key, value, attn_mask=seen, is_causal=seen is None, dropout_p=dropout)
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return output
 

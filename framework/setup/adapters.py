@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,8 +27,6 @@ from framework.models.adapters import (
     put_trained,
     untrained_adapters,
 )
-from framework.setup.objects import call_factory
-from framework.setup.parts import as_module
 from framework.system.files import replace_text
 from framework.system.log import warn
 
@@ -71,8 +70,10 @@ def write_adapter(folder: Path, weights: MergedWeights, *, dtype: torch.dtype) -
     return {_ADAPTER_FILE: num_bytes, _ADAPTER_CONFIG: len(text.encode())}
 
 
-def merged_model(weights: MergedWeights, config: RunConfig, *, base: str | None = None) -> torch.nn.Module:
-    """The model of a checkpoint with adapters, on the CPU in fp32, each adapter added to its weight.
+def merged_model(
+    weights: MergedWeights, config: RunConfig, build: Callable[[], torch.nn.Module], *, base: str | None = None
+) -> torch.nn.Module:
+    """What `build` returns, with the adapters of a checkpoint added to its weights, on the CPU in fp32.
 
     The frozen weights are found as the run found them: read from `base`, left out from the run's own
     `checkpoint.init_weights`, or drawn under its seed; and rounded as the run rounded them.
@@ -83,7 +84,7 @@ def merged_model(weights: MergedWeights, config: RunConfig, *, base: str | None 
     lora, source = config.training.lora, base or config.checkpoint.init_weights
     assert lora is not None
     seed_everything(config.run.seed)
-    model = as_module(call_factory(config.model.factory(), key="model"))
+    model = build()
     if source is not None:
         try:
             found = find_weights(source, allow_unverified=config.checkpoint.allow_unverified)

@@ -64,7 +64,7 @@ def gather_parts(config: RunConfig, objects: Objects) -> Parts:
     """
     _refuse_objects_from_files(config, objects)
     splits = objects.splits or as_splits(call_factory(config.data.factory(), key="data"))
-    task = as_task(_load_task(config)) if objects.task is None else _given_task(objects.task)
+    task = as_task(load_task(config)) if objects.task is None else _given_task(objects.task)
     _check_labels_and_tokens(config, splits)
     if objects.optimizer is not None:
         make_optimizer: MakeOptimizer | None = _given_optimizer(objects.optimizer)
@@ -75,7 +75,7 @@ def gather_parts(config: RunConfig, objects: Objects) -> Parts:
     if make_optimizer is not None and not isinstance(config.optimizer, Muon):
         size = config.parallel.tensor
         check_optimizer(make_optimizer, stage=config.zero.stage, key=key, value=value, tensor=size)
-    return Parts(_model_builder(config, objects.model), splits, task, make_optimizer, _callbacks(config, objects))
+    return Parts(model_builder(config, objects.model), splits, task, make_optimizer, _callbacks(config, objects))
 
 
 def _callbacks(config: RunConfig, objects: Objects) -> tuple[Any, ...]:
@@ -139,9 +139,9 @@ def _check_labels_and_tokens(config: RunConfig, splits: Splits) -> None:
         raise ConfigError(problems)
 
 
-def _load_task(config: RunConfig) -> Any:
-    """A task target is a loss function ``loss(outputs, targets, **args)``, or a class or function to call with the
-    args. A function that would do as either is a loss where there are no args.
+def load_task(config: RunConfig) -> Any:
+    """Load what `as_task` takes: a task target is a loss function ``loss(outputs, targets, **args)``, or a class or
+    function to call with the args. A function that would do as either is a loss where there are no args.
     """
     section = config.task
     if not isinstance(section, Target):
@@ -166,7 +166,8 @@ def _given_task(task: Any) -> Task:
     return as_task(task, handed_over=True)
 
 
-def _model_builder(config: RunConfig, model: ModelSource | None) -> Callable[[], torch.nn.Module]:
+def model_builder(config: RunConfig, model: ModelSource | None) -> Callable[[], torch.nn.Module]:
+    """Return what builds the model that was handed over, or the one that the config names."""
     if model is None:
         factory = config.model.factory()
         check_arguments(load_target(factory.path, key="model.target"), factory.kwargs, key="model")

@@ -56,8 +56,8 @@ def on_rank0(work: Callable[[], Any]) -> Any:
         return TrainingError(f"rank 0 failed before the first step: {in_one_line(error, longest=300)} [rank0-failed]")
 
 
-def agreed_weights(prepared: Prepared, start: SavedCheckpoint | None) -> Prepared:
-    """With the weights of a fresh start, or without, as all ranks have them. Collective.
+def agreed_weights(prepared: Prepared, start: SavedCheckpoint | None, *, average: bool = False) -> Prepared:
+    """With the weights of a fresh start, or their moving average, or without, as all ranks have them. Collective.
 
     The files of a checkpoint as `checkpoint.init_weights` are verified by the ranks of each host in shares. Before the
     run folder is touched: an earlier run of the same name, whose weights these may be, is renamed then. So all ranks
@@ -84,7 +84,7 @@ def agreed_weights(prepared: Prepared, start: SavedCheckpoint | None) -> Prepare
     damage = _verification().verify(of, on_every_host=True) if of.verified else of.damage()
     error = None
     try:
-        weights = checkpoint_weights(of, damage=damage)
+        weights = checkpoint_weights(of, average=average, damage=damage)
         if prepared.cut is not None:
             refuse_other_layers(weights, prepared.cut.surveyed, source=path)
     except FrameworkError as own:

@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 
 from framework.checkpoint.state.weight_files import INDEX, TIES, read_exported
 from framework.commands.export import export, main
-from framework.commands.generate import load_gpt
 from framework.config.load import config_from_values
 from framework.engine.weights import put_weights
 from framework.errors import ConfigError, FrameworkError, StorageError, UsageError, show_value
+from framework.setup.trained import module_to_ask
 from tests.engine.saved_runs import RUNS, read_weights, run_config, saved, truth, write_tokens
 from tests.engine.test_pipeline import GPT
 from tests.jobs.tied_net import TiedNet
@@ -79,7 +79,7 @@ class TestRealCheckpoints:
         source = divided_runs / "llama-fp32-z3"
         export(str(source), tmp_path / "out", hf=True)
         checkpoint = saved(source)
-        ours = load_gpt(checkpoint, config_from_values(checkpoint.manifest["config"]))
+        ours = module_to_ask(checkpoint, config_from_values(checkpoint.manifest["config"]), average=False)
         shape = ours.shape
         theirs = transformers.LlamaForCausalLM(
             transformers.LlamaConfig(

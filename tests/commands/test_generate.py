@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from framework.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
 from framework.engine.weights import checkpoint_weights
 from framework.errors import FrameworkError, show_value
 from framework.models.gpt import GPT
+from framework.setup import trained
 from framework.setup.objects import call_factory
 from tests.launched import ROOT, job_environment, read_metrics, train_cases
 
@@ -56,7 +57,7 @@ def drawn(model: torch.nn.Module, **changes: Any) -> list[int]:
         "vocab_size": 50,
         "end": -1,
     } | changes
-    return list(sample(model, [1, 2, 3], **options))
+    return [token for (token,) in sample(model, [[1, 2, 3]], **options)]
 
 
 def test_greedy_is_the_likeliest_token_of_the_window_step_by_step(model: torch.nn.Module) -> None:
@@ -97,6 +98,36 @@ def test_the_end_token_ends_it_and_what_stands_for_nothing_is_never_drawn(model:
     end = whole[5]
     assert drawn(model, temperature=0.0, end=end) == whole[: whole.index(end)]
     assert max(drawn(model, temperature=5.0, max_new_tokens=200, vocab_size=7)) < 7
+
+
+@pytest.mark.parametrize(
+    ("positions", "kv_heads", "moe"),
+    [("learned", 4, None), ("rotary", 2, None), ("rotary", 4, {"num_experts": 4, "min_capacity": 1})],
+)
+def test_what_is_remembered_changes_no_token(
+    positions: str, kv_heads: int, moe: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of several lengths at once, past the window, with rows that end: each as alone, and as without memory."""
+    torch.manual_seed(3)
+    shape = SHAPE | {"num_heads": 4, "num_kv_heads": kv_heads, "positions": positions, "max_positions": 20}
+    made = GPT.of(moe, **shape).eval()
+    monkeypatch.setattr(trained, "module_of", lambda *_, **__: made)
+    model = trained.module_to_ask(cast(Any, None), cast(Any, None), average=False)  # experts with room for all
+    for parameter in model.parameters():
+        parameter.data.mul_(8.0)
+    calls: list[int] = []
+    model.register_forward_pre_hook(lambda _, inputs: calls.append(inputs[0].numel()))
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
+    for temperature in (0.0, 1.0):
+        asked: dict[str, Any] = {"max_new_tokens": 30, "temperature": temperature, "top_k": None, "seed": 5}
+        terms: dict[str, Any] = {"window": 20, "vocab_size": 50, "end": 7}
+        calls.clear()
+        rows = list(sample(model, prompts, **asked, **terms))
+        assert calls[:14] == [21, *[3] * 13]  # the prompts, then one token of each row
+        assert rows == list(sample(model, prompts, **asked, **terms, remembers=False))
+        for row, prompt in enumerate(prompts):
+            alone = sample(model, [prompt], **asked | {"seed": 5 + row}, **terms)
+            assert [token for (token,) in alone] == [tokens[row] for tokens in rows if tokens[row] is not None]
 
 
 def test_text_comes_in_whole_characters() -> None:

@@ -57,7 +57,12 @@ def test_no_command_calls_what_a_manifest_names(section: str, tmp_path: Path) ->
         ["export", "--hf"],
         ["export"],
         ["generate", "--tokenizer", "bytes"],
+        ["predict", str(tmp_path / "in.txt"), "--out", str(tmp_path / "out.jsonl")],
+        *(
+            [] if section == "optimizer" else [["evaluate"], ["evaluate", f"{section}.args.more=1"]]
+        ),  # which takes one of its own, and would measure
     ):
+        (tmp_path / "in.txt").write_text("a")
         code = main([words[0], str(run), *([str(tmp_path / "out")] if words[0] == "export" else []), *words[1:]])
         assert code in (0, 74, 78), words
     with pytest.raises(FrameworkError):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import framework
 from framework.checkpoint.manifest import list_checkpoints
 from framework.checkpoint.state.reader import MergedWeights
 from framework.commands.export import export
@@ -260,6 +261,9 @@ def test_exports_compute_what_the_trained_model_does(runs: Path, tmp_path: Path,
     difference = float((merged.eval()(tokens) - logits).abs().max())
     print(f"{model} z{stage}: merged {difference:.1e}, adapter {written['adapter_model.safetensors']} bytes")
     assert difference < 1e-5
+    assert torch.equal(framework.load(run, trust=True)(tokens), merged(tokens))
+    own = framework.load(run, model=lambda: build(values))
+    assert torch.equal(own(tokens), merged(tokens))
     assert float((build(values).eval()(tokens) - logits).abs().max()) > 1e-2
 
 

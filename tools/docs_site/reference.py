@@ -32,6 +32,8 @@ _COMMANDS: Final = (
         "prepare",
         "generate",
         "export",
+        "evaluate",
+        "predict",
         "bench",
         "doctor",
     ),

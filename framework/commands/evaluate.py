@@ -1,0 +1,100 @@
+"""``evaluate CHECKPOINT [key=value ...]``: the metrics of a checkpoint, on its run's evaluation data or on other data.
+
+The model is assembled as its run assembled it, so that as many ranks measure what training has logged, to the bit;
+but adapters are merged. Sizes of `parallel` that do not divide the ranks at hand become 1. Nothing is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from math import prod
+from pathlib import Path
+
+from framework.checkpoint.manifest import SavedCheckpoint
+from framework.checkpoint.state.weight_files import LazyWeights, shapes_of
+from framework.config.load import Source, load_with_source
+from framework.config.run_config import RunConfig
+from framework.engine.distributed import process_group, rank, refuse_different_ranks
+from framework.engine.failures import ExplainedData, explaining_failures
+from framework.engine.plain_engine import arithmetic_of
+from framework.errors import EXIT_OK, ConfigError
+from framework.setup.assemble import assemble_engine, make_eval_loader
+from framework.setup.prepared import prepare
+from framework.setup.start_point import agreed_weights, measure_cut
+from framework.setup.trained import find_source, module_of, saved_config
+from framework.system.arguments import CommandParser
+from framework.text.document import COMMAND_LINE
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command on this rank, print JSON on rank 0; returns the exit code."""
+    arguments = _parse(words)
+    checkpoint = find_source(arguments.checkpoint)
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    config, source = config_to_evaluate(checkpoint, arguments.settings, num_ranks=num_ranks)
+    sections = [name for name in ("model", "data", "task") if source.place((name, "target"))[0] != COMMAND_LINE]
+    saved = saved_config(checkpoint, *sections, trust=arguments.trust)
+    weights = arguments.weights or saved.evaluation.weights
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    prepared = prepare(config, source=source)
+    with ExitStack() as stack:
+        stack.enter_context(explaining_failures(Path(tempfile.gettempdir()), prepared.plan))
+        stack.enter_context(process_group(config.run.backend))
+        refuse_different_ranks(prepared.fingerprint())
+        prepared = agreed_weights(measure_cut(prepared, checkpoint), None, average=weights == "ema")
+        if checkpoint.has_adapters:
+            saved = saved.model_copy(update={"model": config.model})
+            whole = module_of(checkpoint, saved, average=weights == "ema").state_dict()
+            read = {name: partial(whole.__getitem__, name) for name in whole}
+            prepared = replace(prepared, weights=LazyWeights(shapes_of(whole), read))
+        if (loader := make_eval_loader(prepared.plan, prepared.parts.splits, rank=rank())) is None:
+            reason, fix = "the data has no evaluation set", "name data that has one, such as data.path=..."
+            raise ConfigError.of("evaluation-without-data", reason, fix, "data")
+        stack.enter_context(arithmetic_of(prepared.plan))
+        engine = assemble_engine(prepared)
+        metrics = engine.evaluate(ExplainedData(loader))
+        if rank() == 0:
+            found = {"checkpoint": str(checkpoint.path), "step": checkpoint.step, "weights": weights}
+            print(json.dumps({**found, "metrics": metrics}, indent=2))
+        engine.close()
+    return EXIT_OK
+
+
+def config_to_evaluate(
+    checkpoint: SavedCheckpoint, settings: Sequence[str], *, num_ranks: int
+) -> tuple[RunConfig, Source]:
+    """The checkpoint's config for a measurement alone, on so many ranks; `settings` win over it."""
+    values, layout = saved_config(checkpoint).to_dict(), checkpoint.manifest["layout"]
+    sizes = {name: values["parallel"][name] for name in ("pipe", "tensor", "sequence", "expert")}
+    if num_ranks % prod(sizes.values()):
+        values["parallel"] |= dict.fromkeys(sizes, 1) | {"stages": None}
+    values["batch"] = {"micro_size": layout["micro_size"], "accumulation_steps": 1}
+    if values["parallel"]["pipe"] > 1:
+        values["batch"]["accumulation_steps"] = layout["accumulation_steps"]
+    values["run"] |= {"output_dir": tempfile.gettempdir(), "world_size": None}
+    values["zero"] |= {"offload_optimizer": {"device": "none"}}
+    values["training"] |= {"ema": None, "lora": None}
+    values["evaluation"] |= {"weights": "trained"}
+    values |= {"optimizer": {"kind": "sgd"}, "scheduler": {"kind": "constant"}, "callbacks": [], "profile": None}
+    values["monitors"] = {"tensorboard": False, "csv": False, "report": False, "progress": "off"}
+    values["checkpoint"] = {} if checkpoint.has_adapters else {"init_weights": str(checkpoint.path)}
+    return load_with_source(checkpoint.path, settings, text=json.dumps(values))
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    about = "Measure a checkpoint on evaluation data."
+    parser = CommandParser(prog="python -m framework evaluate", allow_abbrev=False, description=about)
+    option = parser.add_argument
+    option("checkpoint", metavar="CHECKPOINT", help="run folder (its newest checkpoint) or .../global_step<N>")
+    option("settings", nargs="*", metavar="key=value", help="settings that win over the run's, such as data.path=...")
+    option("--weights", choices=("trained", "ema"), help="left out: those that the run evaluated")
+    option("--trust", metavar="FOLDER", help="the run folder or checkpoint whose targets may be imported and called")
+    return parser.parse_intermixed_args(list(words))
