@@ -35,10 +35,10 @@ class Squares(Task):
 
 
 def live_storages() -> dict[int, torch.UntypedStorage]:
-    """All storages that a tensor of this process shows."""
+    """All storages that a tensor of this process shows, without those of tensors on no device."""
     gc.collect()
     found = [one.untyped_storage() for one in gc.get_objects() if isinstance(one, torch.Tensor)]
-    return {storage.data_ptr(): storage for storage in found}
+    return {storage.data_ptr(): storage for storage in found if storage.data_ptr()}
 
 
 def bytes_beside(earlier: Mapping[int, torch.UntypedStorage]) -> int:
