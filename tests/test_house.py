@@ -20,7 +20,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "system": (54, 12),
     "text": (65, 6),
     "config": (122, 15),
-    "plan": (305, 32),
+    "plan": (307, 32),
     "checkpoint": (181, 18),
     "train": (87, 13),
     "launch": (200, 23),

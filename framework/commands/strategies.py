@@ -214,7 +214,8 @@ def _edits(values: Mapping[str, Any], key: str, value: Any) -> Iterator[Edit]:
         if name not in section:
             usual = {**USUAL, STAGE: 0, ACCUMULATION: 1}
             if usual.get(key, 0) != value:
-                yield InsertMember(path, value)
+                is_inner = 0 < depth < len(path) - 1  # a new section inside of another one goes in as a value
+                yield InsertMember(path[:-1], {path[-1]: value}) if is_inner else InsertMember(path, value)
             return
         home, section = section, section[name]
     if section != value:

@@ -190,13 +190,8 @@ class VocabularyPart:
         """Cross-entropy (positions,) float32 of logits (positions, own tokens) and targets (positions,) int64, 0 where
         the target is `ignore_index`: log sum exp(x - m) - (x_target - m) with the largest logit m of any rank (as
         Megatron-LM's `vocab_parallel_cross_entropy`). Two small all-reduces."""
-        logits = logits.float()
-        shifted = logits - self._largest(logits.detach()).unsqueeze(-1)
-        local, outside = self._own(targets)
-        own_target = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(outside, 0.0)
-        sums, target = self.part.sum(torch.stack((shifted.exp().sum(-1), own_target)))
-        nats: Tensor = (sums.log() - target).masked_fill(targets == ignore_index, 0.0)
-        return nats
+        nats: Tensor = _Nats.apply(logits, *self._own(targets), self)
+        return nats.masked_fill(targets == ignore_index, 0.0)
 
     def guesses(self, logits: Tensor) -> Tensor:
         """The token (positions,) int64 with the largest logit of logits (positions, own tokens); the first of several.
@@ -216,6 +211,27 @@ class VocabularyPart:
         largest = logits.amax(dim=-1)
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=self.part.group)
         return largest
+
+
+class _Nats(torch.autograd.Function):
+    """Keeps this rank's probabilities alone, and makes them the gradient in place: of logits these are many bytes."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, local: Tensor, outside: Tensor, vocabulary: VocabularyPart) -> Tensor:
+        shares = logits.to(torch.float32, copy=True).sub_(vocabulary._largest(logits).unsqueeze(-1))
+        own_target = shares.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(outside, 0.0)
+        sums, target = vocabulary.part.sum(torch.stack((shares.exp_().sum(-1), own_target)))
+        ctx.save_for_backward(shares.div_(sums.unsqueeze(-1)), local, outside)
+        ctx.dtype = logits.dtype
+        nats: Tensor = sums.log() - target
+        return nats
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        shares, local, outside = ctx.saved_tensors
+        shares.scatter_add_(-1, local.unsqueeze(-1), outside.unsqueeze(-1).float() - 1)
+        return shares.mul_(gradient.unsqueeze(-1)).to(ctx.dtype), None, None, None
 
 
 class VocabularyEmbedding(nn.Embedding):

@@ -19,6 +19,8 @@ class Moment:
         activations: bytes that autograd has saved, and that the part at work takes.
         loss: bytes of logits and loss.
         gradients: elements of the weights whose gradients are there.
+        waiting: those of `gradients` that wait for what an earlier layer adds to them.
+        beside: those of `own` that are made while nothing of the part has gone.
         own: elements of the weights of the part at work, whose gradients it makes.
     """
 
@@ -26,6 +28,8 @@ class Moment:
     loss: int = 0
     gradients: int = 0
     own: int = 0
+    waiting: int = 0
+    beside: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ def passes_over(layers: Sequence[Part], loss: Part | None, *, recompute_every: i
     held = list(accumulate(outputs[::every][: len(groups)]))  # inputs of the groups up to each one
     kept = held[-1] if recompute_every else sum(layer.saved_bytes for layer in layers)
     forward, backward, behind = [], [], 0
+    names, ties = {layer.name for layer in layers}, dict[str, int]()
     if loss is not None:
         forward = [Moment(kept, loss.saved_bytes + loss.peak_bytes)]
         backward = [Moment(kept, loss.saved_bytes + loss.backward_bytes)]
@@ -68,12 +73,19 @@ def passes_over(layers: Sequence[Part], loss: Part | None, *, recompute_every: i
             here, own = saved[place + 1], layer.num_params + layer.shared_params
             if recompute_every:
                 forward.append(_moment(held[number], layer.passing_bytes - (0 if place else before), 0, is_last))
-                backward.append(_moment(here, layer.peak_bytes + group[-1].output_bytes, reduced, is_last))
+                beside_held = layer.peak_bytes - (0 if place or layer.input_bytes else before)
+                backward.append(_moment(here, beside_held + group[-1].output_bytes, reduced, is_last))
             else:
                 forward.append(_moment(here, layer.peak_bytes, 0, is_last))
-            backward.append(replace(_moment(here, layer.backward_bytes, behind, is_last), own=own))
+            now = _moment(here, layer.backward_bytes, behind, is_last)
+            beside = own if layer.is_product else 0
+            backward.append(replace(now, own=own, waiting=sum(ties.values()), beside=beside))
+            if layer.shares in names:
+                ties[layer.shares] = layer.shared_params
+            ties.pop(layer.name, None)
             behind += own
-            backward.append(_moment(saved[place], before, behind, is_logits=False))
+            rest = _moment(saved[place], before, behind, is_logits=False)
+            backward.append(replace(rest, waiting=sum(ties.values())))
     return Passes(tuple(forward), tuple(backward), kept)
 
 

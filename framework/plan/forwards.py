@@ -32,6 +32,10 @@ class RankShare:
         """The largest share of a size that is divided."""
         return ceil(size / self.tensor)
 
+    def logits(self, tape: Tape, value: Value, count: int) -> Value:
+        """Logits of this rank's tokens."""
+        return tape.linear(value, self.of(count), has_bias=False, split=True if self.tensor > 1 else None)
+
     def heads(self, tape: Tape, value: Value, head_size: int) -> Value:
         """(batch, own positions, size) to (batch, own heads, all positions, head size)."""
         batch, length, size = value.shape
@@ -160,7 +164,7 @@ def _gpt(model: models.GPT, share: RankShare) -> Layers:
     def head(tape: Tape, value: Value) -> Value:
         if model.tie_embeddings:
             tape.prefix = "embed"
-        return tape.linear(value, share.of(model.vocab_size), has_bias=False)
+        return share.logits(tape, value, model.vocab_size)
 
     yield "embed", lambda tape, tokens: tape.embedding(tokens, share.of(model.vocab_size), model.hidden_size), 1
     yield (
@@ -267,7 +271,7 @@ def _bert(model: models.BERT, share: RankShare) -> Layers:
         batch, length, _ = value.shape
         tape.prefix = "embed"
         rows = tape.run(value, shape=(batch, length - 1, size), width=tape.product_width)
-        return tape.linear(rows, vocab_size, has_bias=False), value.view(batch, size)
+        return share.logits(tape, rows, model.vocab_size), value.view(batch, size)
 
     def outputs(tape: Tape, values: tuple[Value, Value]) -> tuple[Value, Value]:
         logits, pooled = values

@@ -463,14 +463,14 @@ class _Estimate:
             """Gradients of this backward pass: below stage 2 each stays; at 2 they lie in the bucket up to the first
             sum, which makes room for all of the rank's share, and later are there twice.
             """
-            bucket = self.zero["reduce_bucket_size"]
-            if self.stage == 2 and moment.gradients <= bucket:
-                is_summed = moment.gradients + moment.own > bucket
-                has_room = is_summed and not self.is_offloaded and self.sum_width == self.width
-                return self.width * max(self.touched()) if has_room else 0
+            bucket, filled = self.zero["reduce_bucket_size"], moment.gradients - moment.waiting
+            if self.stage == 2 and filled <= bucket:
+                has_room = filled + moment.own > bucket and not self.is_offloaded and self.sum_width == self.width
+                return self.width * (moment.waiting + (max(self.touched()) if has_room else 0))
             if self.stage == 2:
                 return room
-            return min(room, (self.sum_width if self.stage else self.reduce_width) * moment.gradients)
+            made = moment.gradients + moment.beside
+            return min(room, (self.sum_width if self.stage else self.reduce_width) * made)
 
         most = max(self.passes.backward, key=lambda moment: moment.activations + moment.loss + added(moment))
         begin["gradients"] = first + added(most)

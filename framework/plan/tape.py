@@ -55,13 +55,16 @@ class Value:
 
 @dataclass
 class _Operation:
-    """`temporary`: bytes that its backward pass takes beside gradients; `passes`: its gradient goes on as it is."""
+    """`temporary`: bytes that its backward pass takes beside gradients; `passes`: its gradient goes on as it is;
+    `holds`: what is still there, though nobody reads it.
+    """
 
     reads: tuple[Value, ...]
     made: Value
     saves: tuple[Value, ...]
     temporary: int
     passes: bool
+    holds: tuple[Value, ...]
 
 
 @dataclass
@@ -77,6 +80,7 @@ class Tape:
             ZeRO stage 3.
         saved: what parts up to here have saved.
         weights: name -> shape of all weights up to here, in the model's order, shared ones once.
+        products: matrix products and convolutions of the part.
         count: linear layers alike that one operation stands for, each on its own rows.
         lora: which modules have adapters; None: none have.
         buffer_bytes: bytes of what is kept beside them: the statistics of batch norms, fp32, and their counts, int64.
@@ -96,12 +100,13 @@ class Tape:
     flops: int = 0
     masked_flops: int = 0
     moved_bytes: int = 0
+    products: int = 0
     _new: list[Value] = field(default_factory=list)
     _operations: list[_Operation] = field(default_factory=list)
 
     def start(self, prefix: str) -> None:
         """Begin a part, whose weights' names begin like this."""
-        self.prefix, self.flops, self.masked_flops, self.moved_bytes = prefix, 0, 0, 0
+        self.prefix, self.flops, self.masked_flops, self.moved_bytes, self.products = prefix, 0, 0, 0, 0
         self._new, self._operations = [], []
 
     @property
@@ -129,14 +134,16 @@ class Tape:
         has_gradient: bool | None = None,
         passes: bool = False,
         is_split: bool | None = None,
+        holds: Sequence[Value] = (),
     ) -> Value:
         """Write an operation down; returns what it makes. `width` 0: as what it reads first."""
         flows = any(value.has_gradient for value in reads) if has_gradient is None else has_gradient
         split = any(value.is_split for value in reads) if is_split is None else is_split
         made = Value(shape, width or reads[0].width, flows, is_split=split)
         self._save(saves if flows else ())
-        self._operations.append(_Operation(reads, made, tuple(saves) if flows else (), temporary, passes))
-        self.flops += flops
+        kept = tuple(saves) if flows else ()
+        self._operations.append(_Operation(reads, made, kept, temporary, passes, tuple(holds)))
+        self.flops, self.products = self.flops + flops, self.products + (flops > 0)
         if not flops:
             beside = {*saves} - {*reads}
             self.moved_bytes += sum(value.num_bytes for value in (*reads, made, *beside))
@@ -163,7 +170,7 @@ class Tape:
         last: dict[Value, int] = {}
         stays = {end.storage for end in ends}
         for number, operation in enumerate(self._operations):
-            for value in (*operation.reads, operation.made):
+            for value in (*operation.reads, operation.made, *operation.holds):
                 last[value.storage] = number
         kept, live, most = self.saved if keeps else set[Value](), set[Value](), 0
         for number, operation in enumerate(self._operations):
@@ -378,11 +385,18 @@ class Tape:
         weights = self.relu(scores)
         noise = Value(square, _FP32, has_gradient=False)
         dropped = self.run(weights, shape=square, saves=[noise])
-        mixed = self.run(dropped, copies[2], shape=query.shape, saves=[dropped, copies[2]], flops=flops // 2)
+        kept = [dropped, copies[2]]
+        mixed = self.run(*kept, shape=query.shape, saves=kept, flops=flops // 2, holds=[*wide, *copies[:2]])
         return self.run(self.cast(mixed, query.width), shape=query.shape)
 
     def cross_entropy(self, logits: Value, targets: Value) -> Value:
-        """Logits (samples, classes) and class numbers to a sum, in fp32."""
+        """Logits (samples, classes) and class numbers to a sum, in fp32; of divided logits probabilities are kept, and
+        become the gradient (`models.split`).
+        """
+        if logits.is_split:
+            kept = Value(logits.shape, _FP32)
+            instead = -kept.num_bytes if logits.width == _FP32 else 0
+            return self.run(logits, shape=(), saves=[kept, targets], temporary=instead)
         return self.run(self.relu(self.cast(logits, _FP32)), shape=(), saves=[targets])
 
 

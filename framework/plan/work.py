@@ -47,6 +47,7 @@ class Part:
         shares: name of that part.
         may_start_stage: whether a pipeline may be cut before it.
         masked_flops: those of `flops` that fused kernels of causal attention leave out.
+        is_product: whether it is one product with one weight, whose gradient is made beside that of its output.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Part:
     shares: str = ""
     may_start_stage: bool = True
     masked_flops: int = 0
+    is_product: bool = False
 
 
 # What grows with the samples of a micro-batch: all but weights.
@@ -316,5 +318,6 @@ def _part(tape: Tape, name: str, run: Run, value: Any) -> tuple[Part, Any]:
         shares=shares,
         may_start_stage=not isinstance(value, tuple),
         masked_flops=tape.masked_flops,
+        is_product=tape.products == 1,
     )
     return part, made

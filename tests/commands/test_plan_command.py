@@ -11,10 +11,12 @@ from typing import NoReturn
 import pytest
 
 from framework.cli import main
+from framework.commands.strategies import write_choice
 from framework.commands.torch_child import NoAnswerError
 from framework.config.load import load_config
 from framework.plan.cluster import Cluster
 from framework.plan.plan import make_plan
+from framework.plan.search import ACCUMULATION, MICRO, OFFLOAD, SEQUENCE, TENSOR, Request, search
 
 MODEL = ["ds_configs/gpt_zero3.yaml", "model={kind: gpt, size: llama-3-8b}"]
 GPT = [*MODEL, "batch={micro_size: 1}", "--num_gpus", "8", "--nodes", "8"]
@@ -258,6 +260,13 @@ def test_apply_replaces_auto(text: str, tmp_path: Path, capsys: Capture) -> None
     assert load_config(file).auto == frozenset()
 
 
+def test_apply_writes_a_section_into_a_section_of_several_lines(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(FILE, encoding="utf-8")
+    assert "+  offload_optimizer: {device: cpu}" in write_choice(str(file), [], {OFFLOAD: "cpu"})
+    assert load_config(file).zero.offload_optimizer.device == "cpu"
+
+
 def test_apply_leaves_offloads_other_keys_behind(tmp_path: Path, capsys: Capture) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(
@@ -310,3 +319,27 @@ def test_goals(goal: str, capsys: Capture) -> None:
         assert 1 <= found[0]["devices"] < 64
     else:
         assert found[0]["settings"]["data.sequence_length"] > 1024
+
+
+@pytest.mark.parametrize(
+    ("model", "stage", "tensor"),
+    [("gpt, num_kv_heads: 4", 3, {1, 2, 4}), ("gpt, mlp_size: 1001", 1, {1}), ("gpt", 0, {1}), ("bert", 2, {1, 2, 4})],
+)
+def test_check_accepts_every_size_that_is_proposed(
+    model: str, stage: int, tensor: set[int], tmp_path: Path, capsys: Capture
+) -> None:
+    """Each is written into the file as --apply does it; what does not divide, or is not right, is not among them."""
+    text = FILE.replace("gpt, size: gpt2-xl", f"{model}, num_layers: 4, num_heads: 12, hidden_size: 96")
+    text = text.replace("1024", "128").replace("stage: 3", f"stage: {stage}")
+    if model == "bert":
+        text = text.replace("kind: text,", "kind: text_pairs,").replace("causal_lm", "masked_lm")
+    file, cluster = tmp_path / "run.yaml", Cluster(2, 8)
+    file.write_text(text, encoding="utf-8")
+    proposed = search(Request(load_config(file), cluster, free={TENSOR, SEQUENCE, MICRO, ACCUMULATION})).ranked
+    assert {each.choice[TENSOR] for each in proposed} == tensor
+    assert {each.choice[SEQUENCE] for each in proposed} == {1, 2, 4}
+    for each in proposed:
+        file.write_text(text, encoding="utf-8")
+        write_choice(str(file), [], each.settings)
+        assert main(["check", str(file), "--num_gpus", "8", "--nodes", "2"]) == 0, each.settings
+        assert make_plan(load_config(file), cluster).layout == each.plan.layout

@@ -7,6 +7,11 @@ from typing import Any
 
 import pytest
 
+from framework.config.load import config_from_values
+from framework.plan.cluster import Cluster
+from framework.plan.plan import make_plan
+from framework.plan.time import Parallelism
+from framework.plan.work import work_of
 from tests.launched import ROOT, run_ranks
 
 pytestmark = pytest.mark.slow
@@ -22,8 +27,22 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("model", ["gpt", "llama", "bert"])
-def test_a_block_costs_two_sums_each_way(found: dict[str, Any], model: str) -> None:
-    assert found[model] == [2.0, 2.0]
+def test_a_block_costs_two_sums_each_way_as_the_time_of_a_plan_has_it(found: dict[str, Any], model: str) -> None:
+    kind, data, task = ("bert", "text_pairs", "masked_lm") if model == "bert" else ("gpt", "text", "causal_lm")
+    sections: dict[str, Any] = {
+        "model": {"kind": kind, "hidden_size": 16, "num_layers": 1, "num_heads": 4, "max_positions": 16},
+        "data": {"kind": data, "sequence_length": 16},
+        "task": {"kind": task},
+        "batch": {"micro_size": 1},
+        "parallel": {"tensor": 2},
+    }
+    plan = make_plan(config_from_values(sections), Cluster(devices_per_host=2))
+    work = work_of(plan)
+    assert work is not None
+    (block,) = (part for part in work.parts if part.name.startswith("blocks"))
+    sums = Parallelism.from_plan(plan).block_sums
+    assert sums == (2, 2)
+    assert found[model] == [[block.output_bytes // 4] * count for count in sums]
 
 
 def test_parts_are_the_weights_of_one_process(found: dict[str, Any]) -> None:

@@ -35,10 +35,10 @@ class Squares(Task):
 
 
 def live_storages() -> dict[int, torch.UntypedStorage]:
-    """All storages that a tensor of this process shows."""
+    """All storages that a tensor of this process shows, without those of tensors on no device."""
     gc.collect()
     found = [one.untyped_storage() for one in gc.get_objects() if isinstance(one, torch.Tensor)]
-    return {storage.data_ptr(): storage for storage in found}
+    return {storage.data_ptr(): storage for storage in found if storage.data_ptr()}
 
 
 def bytes_beside(earlier: Mapping[int, torch.UntypedStorage]) -> int:
@@ -47,7 +47,11 @@ def bytes_beside(earlier: Mapping[int, torch.UntypedStorage]) -> int:
 
 
 class Ledger(TorchDispatchMode):
-    """Bytes of the storages that operations make while it is on, now and at most since the last `cut`."""
+    """Bytes of the storages that operations make while it is on, now and at most since the last `cut`.
+
+    The backward pass adds up gradients of one tensor in place, if not under a dispatch mode: there such a sum counts
+    when the next operation runs, and what it was made of has gone.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,13 +62,13 @@ class Ledger(TorchDispatchMode):
                 self._add(one)
         self.now = self.most = 0
 
-    def _add(self, tensor: torch.Tensor) -> None:
+    def _add(self, tensor: torch.Tensor, *, is_sum: bool = False) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata in self._known:
             return
         self._known.add(storage._cdata)
         self.now += storage.nbytes()
-        self.most = max(self.most, self.now)
+        self.most = self.most if is_sum else max(self.most, self.now)
         weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes()).atexit = False
 
     def _freed(self, number: int, size: int) -> None:
@@ -72,15 +76,17 @@ class Ledger(TorchDispatchMode):
         self.now -= size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.most = max(self.most, self.now)
         made = func(*args, **(kwargs or {}))
+        is_sum = func is torch.ops.aten.add.Tensor and torch._C._current_graph_task_id() >= 0
         for leaf in tree_leaves(made):
             if isinstance(leaf, torch.Tensor):
-                self._add(leaf)
+                self._add(leaf, is_sum=is_sum and not torch.is_grad_enabled())
         return made
 
     def cut(self) -> int:
         """The most since the last time."""
-        most, self.most = self.most, self.now
+        most, self.most = max(self.most, self.now), self.now
         return most
 
 

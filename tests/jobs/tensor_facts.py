@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,8 @@ def cut(model: nn.Module, task: Task, plan: dict[str, str] | None = None) -> nn.
     return TensorCut(None, given, task)(model)
 
 
-def count_sums(run: Callable[[], Any]) -> int:
-    """All-reduces within a call."""
+def count_sums(run: Callable[[], Any]) -> list[int]:
+    """Elements of each all-reduce within a call."""
     all_reduce, sizes = torch.distributed.all_reduce, list[int]()
 
     def counted(tensor: Tensor, *args: Any, **options: Any) -> Any:
@@ -66,11 +67,13 @@ def count_sums(run: Callable[[], Any]) -> int:
         run()
     finally:
         torch.distributed.all_reduce = all_reduce
-    return len(sizes)
+    return sizes
 
 
-def per_block(make: Callable[[int], nn.Module], task: Task, inputs: tuple[Tensor, ...]) -> list[int]:
-    """All-reduces of a block in the forward and in the backward pass: three blocks less one, halved."""
+def per_block(make: Callable[[int], nn.Module], task: Task, inputs: tuple[Tensor, ...]) -> list[list[int]]:
+    """Elements of each all-reduce of a block in the forward and in the backward pass: half of what three blocks have
+    more than one.
+    """
     found = []
     for num_layers in (1, 3):
         model, outputs = cut(make(num_layers), task), list[Any]()
@@ -83,7 +86,8 @@ def per_block(make: Callable[[int], nn.Module], task: Task, inputs: tuple[Tensor
             sum(tensor.float().square().sum() for tensor in tensors).backward()
 
         found.append([count_sums(forward), count_sums(backward)])
-    return [(many - one) / 2 for one, many in zip(*found, strict=True)]  # type: ignore[misc]
+    blocks = [Counter(many) - Counter(one) for one, many in zip(*found, strict=True)]
+    return [sorted(size for size, count in block.items() for _ in range(count // 2)) for block in blocks]
 
 
 def weights_joined() -> bool:

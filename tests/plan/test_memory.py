@@ -164,22 +164,63 @@ def own_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
         yield f"pipe-z1-bf16-{steps}", of(zero=zero(1), steps=steps, parallel={"pipe": 2}, precision=half), tokens
 
 
-CASES = {name: (config, batch) for name, config, batch in (*cases(), *own_cases())}
+def shared_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
+    """Those of ranks that share a model, or its sequences, with two sizes of groups where there are four ranks."""
+    tokens = [["int64", [8, 64]]] * 2
+    text = {"data": {"kind": "text", "sequence_length": 64}, "task": {"kind": "causal_lm"}}
+    pairs = {"data": {"kind": "text_pairs", "sequence_length": 64}, "task": {"kind": "masked_lm"}}
+    llama = GPT | {"size": "llama-2-7b", "mlp_size": 700, "num_kv_heads": 2, "vocab_size": 3001}
+    bert = {"kind": "bert", "hidden_size": 256, "num_layers": 2, "num_heads": 4, "max_positions": 64}
+    bert |= {"vocab_size": 8000}
+    kinds = {
+        "gpt": ({"model": GPT | {"vocab_size": 2000, "dropout": 0.1}, **text}, tokens),
+        "llama": ({"model": llama, **text}, tokens),
+        "bert": ({"model": bert, **pairs}, [*tokens, *tokens, ["int64", [8]]]),
+    }
+
+    def of(stage: int, kind: str, dtype: str, *, every: int = 0, **parallel: int) -> tuple[dict[str, Any], list[Any]]:
+        sections, batch = kinds[kind]
+        values = {
+            "parallel": parallel,
+            "zero": {"stage": stage, "reduce_bucket_size": 500_000} if stage else {},
+            "precision": {"dtype": dtype},
+            "training": {"max_steps": 9, "recompute_every": every},
+            "batch": {"micro_size": 8, "accumulation_steps": 1},
+        }
+        return sections | values, batch
+
+    stages = {"tensor": (0, 1, 3), "sequence": (0, 2, 3)}
+    for name, kind, dtype in product(stages, kinds, ("fp32", "bf16")):
+        for stage in stages[name] if (name, dtype) != ("tensor", "bf16") else (1, 2, 3):  # 0 is refused
+            yield f"own-{name}-z{stage}-{kind}-{dtype}", *of(stage, kind, dtype, **{name: 2})
+        every, stage = (2, stages[name][0]) if dtype == "fp32" else (1, stages[name][1])
+        yield f"own-{name}-{kind}-recompute-{dtype}", *of(stage, kind, dtype, every=every, **{name: 2})
+    for stage, kind, dtype in product((1, 3), kinds, ("fp32", "bf16")):
+        yield f"own-tensor-4-z{stage}-{kind}-{dtype}", *of(stage, kind, dtype, tensor=2)
+
+
+CASES = {name: (config, batch) for name, config, batch in (*cases(), *own_cases(), *shared_cases())}
 
 
 # On one rank and on four the states and sums that depend on ranks; the knobs, models and activations on two.
-ON_RANKS: dict[int, list[str]] = {2: list(CASES)} | {
+ON_RANKS: dict[int, list[str]] = {2: [name for name in CASES if not name.startswith("own-tensor-4")]} | {
     ranks: [name for name in CASES if name.endswith(("-1", "-4")) and (ranks > 1 or not name.startswith("pipe-"))]
     for ranks in (1, 4)
 }
+ON_RANKS[4] += [name for name in CASES if name.startswith("own-tensor-4")]
 
 
 @pytest.fixture(scope="module", params=ON_RANKS, ids=lambda ranks: f"{ranks}-ranks")
 def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("live")
     names = ON_RANKS[request.param]
-    if not request.config.getoption("--exhaustive"):  # a third of them takes three minutes less
-        names = [name for number, name in enumerate(names) if request.param == 1 or (number + number // 3) % 3 == 0]
+    if not request.config.getoption("--exhaustive"):  # a third of them, a fifth of the last, takes minutes less
+        names = [
+            name
+            for number, name in enumerate(names)
+            if request.param == 1
+            or (number % 5 if name.startswith(("own-tensor", "own-sequence")) else (number + number // 3) % 3) == 0
+        ]
     listed = [{"config": CASES[name][0], "batch": CASES[name][1]} for name in names]
     (folder / "cases.json").write_text(json.dumps(listed), encoding="utf-8")
     files = [str(folder / name) for name in ("cases.json", "found.json")]
