@@ -27,7 +27,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "doctor": (97, 12),
     "report": (120, 13),
     "commands": (175, 25),
-    "models": (113, 15),
+    "models": (114, 15),
     "tasks": (25, 5),
     "data": (133, 18),
     "engine": (252, 33),

@@ -237,13 +237,16 @@ class TestInputs:
             ("none.npz", None, "No such file"),
         ],
     )
-    def test_what_cannot_be_read_is_named(self, name: str, content: bytes | None, stated: str, tmp_path: Path) -> None:
+    def test_what_cannot_be_read_is_named(
+        self, name: str, content: bytes | None, stated: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)  # a long path would be shortened in the sentence
         if content is not None:
-            (tmp_path / name).write_bytes(content)
+            Path(name).write_bytes(content)
         with pytest.raises(ConfigError, match=r"\[input-not-read\]$") as caught:
-            find_inputs([str(tmp_path / name)], config_from_values({}))
+            find_inputs([name], config_from_values({}))
         assert stated in str(caught.value)
-        assert f"INPUT = {tmp_path}/{name}: " in str(caught.value)
+        assert f"INPUT = {name}: " in str(caught.value)
 
 
 def test_predictions_of_others_are_left_alone(tmp_path: Path) -> None:
