@@ -14,6 +14,7 @@ from torch.utils.data import default_collate
 
 from framework.config.base import Target
 from framework.config.load import config_from_values
+from framework.config.optimizer import Muon
 from framework.data.batches import SeededBatches, SeededSamples, WholeBatch
 from framework.data.order import epoch_order
 from framework.data.splits import as_splits
@@ -83,7 +84,7 @@ def _keep_statistics(model: nn.Module, *, changing: bool) -> None:
 
 
 def _optimizer(model: nn.Module, section: Any) -> torch.optim.Optimizer | MuonWithAdam:
-    if section.kind == "muon":
+    if isinstance(section, Muon):
         return MuonWithAdam.for_blocks(model, lr=section.lr, adam_lr=section.adam_lr)
     if isinstance(section, Target):
         made: torch.optim.Optimizer = load_target(section.target, key="optimizer")(
