@@ -1,4 +1,4 @@
-"""What sinks cost a step: python benchmarks/sink_cost.py [--services] [--out benchmarks/results/sink_cost.json]
+"""What sinks cost a step: python -m benchmarks.sink_cost [--services] [--out benchmarks/results/sink_cost.json]
 
 Two starts of one run differ by more than sinks cost. So LeNet trains once, and the sinks are told in every other block
 of 50 steps: what is compared are neighbouring blocks. `metrics.jsonl` is always written. `--services` adds W&B
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import os
 import random
 import statistics
@@ -87,8 +88,8 @@ def main() -> None:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             fit(config, callbacks=[switch])
     wall, processor = switch.differences(switch.wall), switch.differences(switch.processor)
+    sinks = "TensorBoard, CSV, report" + (", W&B offline, MLflow files" if options.services else "")
     found = {
-        "sinks": "TensorBoard, CSV, report" + (", W&B offline, MLflow files" if options.services else ""),
         "step_ms": round(1000 * statistics.median(b - a for a, b in pairwise(switch.wall)), 3),
         "pairs_of_blocks": len(wall),
         "microseconds_per_step": {"median": round(statistics.median(wall), 1), "interval_95": interval(wall)},
@@ -97,7 +98,8 @@ def main() -> None:
             "interval_95": interval(processor),
         },
     }
-    write(options.out, {"machine": machine(), "load_before": load, **found})
+    before = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
+    write({**before, sinks: {"machine": machine(), "load_before": load, **found}}, options.out)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,22 @@ def test_the_trainer_over_other_loops() -> None:
     assert f"differ by {found['largest_difference_of_losses']:.1e} at most" in PAGE
 
 
+def test_cost_of_sinks() -> None:
+    def shown(found: Any) -> str:
+        low, high = found["interval_95"]
+        return f"{found['median']:.0f} µs ({low:.0f} to {high:.0f})"
+
+    assert rows("Cost of sinks") == [
+        [
+            sinks,
+            f"{found['step_ms']:.1f} ms",
+            shown(found["microseconds_per_step"]),
+            shown(found["processor_microseconds_per_step"]),
+        ]
+        for sinks, found in results("sink_cost").items()
+    ]
+
+
 def test_memory_of_export() -> None:
     reported = [
         [
