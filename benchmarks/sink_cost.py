@@ -70,10 +70,11 @@ def main() -> None:
     options = parser.parse_args()
     os.environ |= {"WANDB_SILENT": "true", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     from framework import fit
-    from framework.train.monitors.base import Aside, Behind
+    from framework.train.monitors.base import Behind
+    from framework.train.monitors.services import ServiceProcess
 
     switch, load = Switch(), load_average()
-    for kind in (Behind, Aside):
+    for kind in (Behind, ServiceProcess):
         switch.silence(kind)
     with tempfile.TemporaryDirectory() as folder:
         services: dict[str, Any] = {"wandb": {"offline": True}, "mlflow": {"tracking_uri": f"file:{folder}/mlflow"}}

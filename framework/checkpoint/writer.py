@@ -9,14 +9,8 @@ takes 20 MB.
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import os
-import select
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,13 +19,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-import framework
 from framework.checkpoint.checkpointer import Retention, publish, warn_of_failure
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.names import SAVING
+from framework.system.child import Channel, Child
 from framework.system.files import FileRecord, digest_of, replace_text, write_new
-from framework.system.parent_watch import die_with
-from framework.system.stopping import SIGNALS
 
 GIVE_UP: Final = "give-up"
 ALL_WRITTEN: Final = "all-written"
@@ -41,44 +33,6 @@ _LONGEST_PAUSE_SECONDS: Final = 1.0
 _HASHING_THREADS: Final = 2
 # A shared file system shows what another host has written within about a minute (NFS: `acdirmax`, 60 s).
 _LONGEST_DELAY_SECONDS: Final = 180.0
-_BLOCK: Final = 1 << 16
-_END_SECONDS: Final = 5.0
-_ROOT: Final = str(Path(framework.__file__).resolve().parents[1])
-_PROGRAM: Final = f"import sys; sys.path.insert(0, {_ROOT!r}); from framework.checkpoint.writer import main; main()"
-
-
-class Channel:
-    """One end of a pair of sockets between a rank and its writer: each message is a line of JSON."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self._end, self._read = end, b""
-        self._poll = select.poll()  # `select.select` refuses descriptors above 1023, of which a rank may have many
-        self._poll.register(end, select.POLLIN)
-
-    def send(self, **message: Any) -> None:
-        """Send a message; raises OSError where nobody is at the other end."""
-        self._end.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self, timeout: float | None = None) -> Mapping[str, Any] | None:
-        """The next message, None when the other end is gone; raises TimeoutError if none comes in so many seconds."""
-        while b"\n" not in self._read:
-            try:
-                if not self._poll.poll(None if timeout is None else math.ceil(timeout * 1000)):
-                    raise TimeoutError
-                more = self._end.recv(_BLOCK)
-            except ConnectionError:
-                return None
-            if not more:
-                return None
-            self._read += more
-        line, self._read = self._read.split(b"\n", 1)
-        return dict(json.loads(line))
-
-    def close(self) -> None:
-        """The other end sees the end, even where a forked child of this process still holds a copy of this one."""
-        with suppress(OSError):
-            self._end.shutdown(socket.SHUT_RDWR)
-        self._end.close()
 
 
 class _NotWrittenError(Exception):
@@ -197,60 +151,23 @@ class Writer:
         return message
 
 
-def main() -> None:
-    """Started by `WriterProcess`, with the rank's process id and the descriptors of the channel and of the memory."""
-    parent, channel, memory = map(int, sys.argv[1:4])
-    # What asks the rank to stop reaches the whole process group; a save that is being written ends in good order.
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    # A writer without a rank could publish over the run that takes its place. Where the kernel does not end it, the end
-    # of the channel does, between two saves.
-    die_with(parent)
-    with suppress(ConnectionError):  # the rank has gone while it was being told
-        Writer(Channel(socket.socket(fileno=channel)), memory).serve()
+def main(channel: Channel, memory: str) -> None:
+    """Serve a `WriterProcess`. It must not outlive its rank: it could publish over the run that takes its place."""
+    Writer(channel, int(memory)).serve()
 
 
-class WriterProcess(Channel):
-    """The writer, as a rank sees it: one process, given orders, and replaced when it has died.
-
-    It is not forked, because forks of a process that drives a GPU do not work.
-    """
+class WriterProcess(Child):
+    """The writer, as a rank sees it: one process, given orders, and replaced when it has died."""
 
     def __init__(self, memory: int) -> None:
         """Start it, with the descriptor of the memory in which files will wait; raises OSError if that fails."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                # -I: nothing in the current folder or in the environment takes the place of a module.
-                self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-c", _PROGRAM, str(os.getpid()), str(theirs.fileno()), str(memory)],
-                    pass_fds=(theirs.fileno(), memory),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                )
-            except OSError:
-                ours.close()
-                raise
-        super().__init__(ours)
-        self.pid = self._process.pid
+        super().__init__("framework.checkpoint.writer:main", str(memory), descriptors=(memory,))
 
     def answer(self, timeout: float | None = None) -> Mapping[str, Any]:
         """Its next answer, a failure where it has died; raises TimeoutError if none comes within so many seconds."""
         answer = self.receive(timeout)
-        return answer if answer is not None else {"state": "dead", "failure": self._exit_reason()}
-
-    def close(self) -> None:
-        """End it: at once where it waits, or kill it."""
-        super().close()
-        try:
-            self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def _exit_reason(self) -> str:
-        with suppress(subprocess.TimeoutExpired):
-            code = self._process.wait(_END_SECONDS)
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-            return f"the process that writes checkpoints {how}"
-        return "the process that writes checkpoints has closed its channel"
+        return (
+            answer
+            if answer is not None
+            else {"state": "dead", "failure": f"the process that writes checkpoints {self.exit_reason()}"}
+        )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -57,7 +55,7 @@ from framework.train.events import Events
 from framework.train.monitors.base import Aside, Behind, HeldFolder, Monitor, made
 from framework.train.monitors.console import LogLines, make_console
 from framework.train.monitors.metric_files import CsvFile, JsonlFile
-from framework.train.monitors.services import SERVICES, Described
+from framework.train.monitors.services import SERVICES, Described, ServiceProcess
 from framework.train.monitors.tensorboard_events import TensorBoardEvents
 from framework.train.run_folder import RunFolder
 from framework.train.trainer import Every, Schedule, Trainer
@@ -333,17 +331,13 @@ def make_monitors(
             "tensorboard", lambda: TensorBoardEvents(folder / "tensorboard", from_step=from_step, config=run.config)
         )
     console = make_console(asked.progress, total_steps=total_steps, from_step=from_step)
-    services = {name: section for name, section in asked.sinks().items() if name in SERVICES}
-    for section in services.values():
-        # Here, and not in its thread: a worker of the data that is forked meanwhile would inherit a half import's lock.
-        with suppress(Exception):  # the sink meets it again, and it is reported there
-            importlib.import_module(section.package)
-    aside = [(name, partial(SERVICES[name], run, **section.model_dump())) for name, section in services.items()]
-    aside += [(one.target, partial(load_target(one.target, key="monitors.others"), **one.args)) for one in asked.others]
+    services = {name: section.model_dump() for name, section in asked.sinks().items() if name in SERVICES}
+    own = [(one.target, partial(load_target(one.target, key="monitors.others"), **one.args)) for one in asked.others]
     return [
         *(Behind(file, after=held) for file in files),
         *([console] if console is not None else []),
-        *(Aside(name, make, wait_seconds=asked.wait_seconds) for name, make in aside),
+        *(ServiceProcess(name, run, where, wait_seconds=asked.wait_seconds) for name, where in services.items()),
+        *(Aside(name, make, wait_seconds=asked.wait_seconds) for name, make in own),
     ]
 
 

@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 
 from framework.checkpoint import async_checkpointer
-from framework.checkpoint import writer as writer_process
 from framework.checkpoint.async_checkpointer import AsyncCheckpointer
 from framework.checkpoint.checkpointer import clear_unfinished
 from framework.checkpoint.manifest import list_checkpoints
@@ -158,7 +157,7 @@ class TestRanks:
         recorded.
         """
         monkeypatch.setattr(async_checkpointer, "_LAST_SECONDS", 0.2)
-        monkeypatch.setattr(writer_process, "_END_SECONDS", SECONDS)
+        monkeypatch.setattr("framework.system.child._END_SECONDS", SECONDS)
         ranks = Ranks(make)
         pid = stop(ranks.all[1])
         ranks.do(lambda one: one.save(4))

@@ -12,13 +12,13 @@ from queue import Full, Queue
 from threading import Thread
 from typing import Any, Final, Protocol
 
-from framework.errors import StorageError, in_one_line
+from framework.errors import FrameworkError, StorageError, in_one_line
 from framework.system.file_writer import hand_over, settle
 from framework.system.log import warn
 from framework.train.run_folder import RunFolder
 
 _LONGEST_QUEUE: Final = 1000  # points that a sink may be behind
-_HURRIED_SECONDS: Final = 3.0
+HURRIED_SECONDS: Final = 3.0
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,14 @@ def flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def warn_failed(name: str, error: Exception) -> None:
     """Warn that a monitor is given up, and why, in one line."""
-    reason = getattr(error, "strerror", None) or in_one_line(error, longest=300)
-    warn(f"{name}: {reason}; training goes on without it [monitor-failed]")
+    warn(f"{name}: {reason_of(error)}; training goes on without it [monitor-failed]")
+
+
+def reason_of(error: BaseException) -> str:
+    """Return why a monitor failed, in one line."""
+    if isinstance(error, FrameworkError):
+        return str(error)
+    return getattr(error, "strerror", None) or in_one_line(error, longest=300)
 
 
 def made(name: str, make: Callable[[], Monitor]) -> list[Monitor]:
@@ -178,7 +184,7 @@ class Aside:
 
     def hurry(self) -> None:
         """Wait less in `close`: a run that was asked to stop, or has failed, may have no more time."""
-        self._wait_seconds = min(self._wait_seconds, _HURRIED_SECONDS)
+        self._wait_seconds = min(self._wait_seconds, HURRIED_SECONDS)
 
     def close(self) -> None:
         """Wait until all points are written; raises TimeoutError where that takes too long. After a failure it does

@@ -3,28 +3,36 @@
 A run that goes on adds to the run there: `monitors.json` in the run folder keeps its number. Points that were taken
 again after a resume come a second time, with the later time. No key or token passes through here: the packages find
 theirs in the environment.
+
+Each is in a process of its own: its package runs Python in threads, and in this process they would take time from the
+training, whichever thread they are.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
+import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from threading import Lock
 from typing import Any, Final
 
+from framework.errors import TrainingError
+from framework.system.child import Channel, Child
 from framework.system.files import open_own, replace_text
-from framework.train.monitors.base import Monitor, Point, flat
+from framework.train.monitors.base import HURRIED_SECONDS, Aside, Monitor, Point, flat, reason_of
 
 _NUMBERS: Final = "monitors.json"
-_LOCK: Final = Lock()  # each sink keeps its number from a thread of its own
+_NICENESS: Final = 19
+_ANSWER_SECONDS: Final = 5.0
 _WANDB_SECONDS: Final = 30  # for its server to answer at the start; a script of one's own ends no earlier
 _MLFLOW_BATCH: Final = 100  # parameters that its server takes at once
 _MLFLOW_LONGEST: Final = 6000  # characters of a parameter
@@ -49,7 +57,7 @@ class Described:
     def number_of(self, sink: str, make: Callable[[], str]) -> str:
         """The number of the run at a sink: the one that an earlier process of this run has kept, or a new one."""
         path, known = self.folder / _NUMBERS, dict[str, str]()
-        with _LOCK:
+        with _locked(self.folder):
             if os.path.lexists(path):
                 with open_own(path, "r") as stream, suppress(ValueError):
                     known = json.load(stream)
@@ -57,6 +65,18 @@ class Described:
                 known[sink] = make()
                 replace_text(path, json.dumps(known, indent=2) + "\n")
         return known[sink]
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Have sinks change a file of the folder one after the other, where the file system locks folders."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
 
 
 class WandBRun:
@@ -67,8 +87,10 @@ class WandBRun:
     def __init__(self, run: Described, *, offline: bool, **where: Any) -> None:
         wandb: Any = import_module("wandb")
 
-        # silent: without a key it would ask for one on a terminal, where nobody may sit.
-        settings = wandb.Settings(console="off", silent=True, quiet=True, init_timeout=_WANDB_SECONDS)
+        # silent: without a key it would ask for one on a terminal, where nobody may sit. The processor time and memory
+        # that it shows are those of the process that trains.
+        quiet = {"console": "off", "silent": True, "quiet": True, "init_timeout": _WANDB_SECONDS}
+        settings = wandb.Settings(**quiet, x_stats_pid=os.getppid())
         asked = {name: value for name, value in where.items() if value}
         number = run.number_of(self.name, lambda: uuid.uuid4().hex[:8])
         mode, about = "offline" if offline else None, {"name": run.name, "config": dict(run.config)}
@@ -180,3 +202,73 @@ SERVICES: Final[Mapping[str, Callable[..., Monitor]]] = {
     "comet": CometExperiment,
     "trackio": TrackioRun,
 }
+
+
+class ServiceProcess(Child):
+    """A service as the run sees it: told of each point, and heard at its end."""
+
+    def __init__(self, name: str, run: Described, where: Mapping[str, Any], *, wait_seconds: float) -> None:
+        """Start its process; raises OSError if that fails. What goes wrong there is raised by a later call.
+
+        Args:
+            name: of the service.
+            run: what it shows.
+            where: its arguments.
+            wait_seconds: longest wait of `close`.
+        """
+        super().__init__(f"{__name__}:serve", path=sys.path)
+        self._end.settimeout(_ANSWER_SECONDS)  # no step waits longer for a process that somebody has stopped
+        self.name, self._is_over, self._is_hurried, self._wait_seconds = name, False, False, wait_seconds
+        run_there = {**vars(run), "folder": str(run.folder)}
+        self.send(name=name, run=run_there, where=where, wait_seconds=wait_seconds, argv=sys.argv)
+
+    def write(self, point: Point) -> None:
+        """Hand a point over; raises TrainingError where the service has failed, or is far behind."""
+        try:
+            self.send(**{**vars(point), "metrics": dict(point.metrics)})
+        except OSError:
+            self._hear()
+
+    def hurry(self) -> None:
+        """Wait less in `close`: a run that was asked to stop, or has failed, may have no more time."""
+        self._is_hurried, self._wait_seconds = True, min(self._wait_seconds, HURRIED_SECONDS)
+
+    def close(self) -> None:
+        """Wait until all is written; raises TrainingError where that fails or takes too long. After a failure it does
+        not wait."""
+        if not self._is_over:
+            with suppress(OSError):
+                self.send(is_hurried=self._is_hurried)
+            self._hear()
+
+    def _hear(self) -> None:
+        self._is_over = True
+        try:
+            answer = self.receive(self._wait_seconds + _ANSWER_SECONDS)
+            failure = f"its process {self.exit_reason()}" if answer is None else answer["failure"]
+        except TimeoutError:
+            failure = "its process does not answer"
+        super().close()
+        if failure:
+            raise TrainingError(failure)
+
+
+def serve(channel: Channel) -> None:
+    """Make the service that is asked for, tell it every point, close it, and answer why it failed, if it did."""
+    os.nice(_NICENESS)  # so that a processor that a rank waits for is the rank's
+    asked, failure = channel.receive(), ""
+    if asked is None:
+        return
+    sys.argv[:] = asked["argv"]
+    run = Described(**{**asked["run"], "folder": Path(asked["run"]["folder"])})
+    make = partial(SERVICES[asked["name"]], run, **asked["where"])
+    aside = Aside(asked["name"], make, wait_seconds=asked["wait_seconds"])
+    try:
+        while "step" in (message := channel.receive() or {}):
+            aside.write(Point(**message))
+        if message.get("is_hurried", True):
+            aside.hurry()
+        aside.close()
+    except Exception as error:
+        failure = reason_of(error)
+    channel.send(failure=failure)
