@@ -28,7 +28,14 @@ from framework.setup.assemble import (
     make_callbacks,
     make_checkpointer,
 )
-from framework.setup.objects import MakeOptimizer, ModelSource, Objects, config_with_objects, refuse_unknown_arguments
+from framework.setup.objects import (
+    MakeOptimizer,
+    MakeSchedule,
+    ModelSource,
+    Objects,
+    config_with_objects,
+    refuse_unknown_arguments,
+)
 from framework.setup.prepared import Prepared, order_of, prepare
 from framework.system.exits import end_in_one_line, refusing_exits
 from framework.system.log import noting_errors
@@ -45,6 +52,7 @@ def fit(
     eval_data: Any = None,
     task: Any = None,
     optimizer: MakeOptimizer | None = None,
+    scheduler: MakeSchedule | None = None,
     callbacks: Sequence[Any] = (),
     **unknown: NoReturn,
 ) -> RunResult:
@@ -60,6 +68,8 @@ def fit(
         train_data, eval_data: map-style datasets of (inputs, target), or the pair of both as `train_data`.
         task: a `framework.Task` or a callable ``loss(outputs, targets)``.
         optimizer: a callable from parameters to an optimizer, for example ``functools.partial(SGD, lr=0.1)``.
+        scheduler: a callable from the optimizer to a schedule like torch's, which is stepped after every step; for
+            example ``functools.partial(StepLR, step_size=100)``.
         callbacks: objects with some of ``on_start``, ``on_step``, ``on_log``, ``on_evaluation``, ``on_save`` and
             ``on_end``, each called with a `framework.State` on every rank.
 
@@ -70,7 +80,7 @@ def fit(
     """
     end_in_one_line()
     refuse_unknown_arguments(unknown, further=further)
-    objects, request = Objects(model, train_data, eval_data, task, optimizer, callbacks), StopRequest()
+    objects, request = Objects(model, train_data, eval_data, task, optimizer, callbacks, scheduler), StopRequest()
     with request.handling():
         with refusing_exits():
             prepared = prepare(config_with_objects(config, objects), objects=objects)

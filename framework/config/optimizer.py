@@ -199,23 +199,65 @@ def optimizer_lr(optimizer: OptimizerSection) -> float | None:
 
 
 class Constant(Section):
-    """The optimizer's learning rate all the time."""
+    """The optimizer's learning rate all the time, after a linear warm-up where one is asked for."""
 
     kind: Literal["constant"] = "constant"
+    warmup_steps: Count = 0
+    """Steps of linear warm-up; step t (from 0) runs at lr x (t + 1) / warmup_steps."""
 
 
-class Cosine(Section):
+class Cosine(Constant):
     """Linear warm-up to the optimizer's rate, then half a cosine down to `min_ratio` of it (Loshchilov & Hutter
     2017).
     """
 
-    kind: Literal["cosine"] = "cosine"
-    warmup_steps: Count = 0
-    """Steps of linear warm-up; step t (from 0) runs at lr x (t + 1) / warmup_steps."""
+    kind: Literal["cosine"] = "cosine"  # type: ignore[assignment]
     min_ratio: Fraction = 0.0
     """Last learning rate as a share of the first."""
     total_steps: PositiveCount | None = None
     """Step at which the minimum is reached; left out: the length of the run."""
+    cycles: PositiveCount = 1
+    """Cosines of equal length after the warm-up, each from the full rate again (warm restarts)."""
+
+
+class Polynomial(Constant):
+    """Linear warm-up, then down to `min_ratio` of the optimizer's rate by a power of the steps that are left."""
+
+    kind: Literal["polynomial"] = "polynomial"  # type: ignore[assignment]
+    power: Positive = 1.0
+    """1: a straight line; 2: a parabola that ends flat."""
+    min_ratio: Fraction = 0.0
+    """Last learning rate as a share of the first."""
+    total_steps: PositiveCount | None = None
+    """Step at which the minimum is reached; left out: the length of the run."""
+
+
+class WSD(Constant):
+    """Warm-up, stable, decay: the full rate until the last `decay_steps`, so that a run can be made longer without
+    another start (Hu et al. 2024; Haegele et al. 2024).
+    """
+
+    kind: Literal["wsd"] = "wsd"  # type: ignore[assignment]
+    decay_steps: PositiveCount
+    """Steps of the way down at the end."""
+    curve: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Way down: a straight line, 1 - sqrt(progress), or half a cosine."""
+    min_ratio: Fraction = 0.0
+    """Last learning rate as a share of the first."""
+    total_steps: PositiveCount | None = None
+    """Step at which the minimum is reached; left out: the length of the run."""
+
+
+class InverseSqrt(Section):
+    """Linear warm-up, then the optimizer's rate times sqrt(warmup_steps / steps) (Vaswani et al. 2017)."""
+
+    kind: Literal["inverse_sqrt"] = "inverse_sqrt"
+    warmup_steps: PositiveCount = 1000
+    """Steps of linear warm-up, and the unit in which the way down is counted."""
+
+
+OURS: Final = (Constant, InverseSqrt, Target, Object)
+"""Schedules that the framework hands to DeepSpeed; its JSON names the others."""
 
 
 class WarmupLR(Section):
@@ -295,5 +337,17 @@ class LRRangeTest(Section):
 
 
 SchedulerSection = Annotated[
-    Constant | Cosine | WarmupLR | WarmupDecayLR | WarmupCosineLR | OneCycle | LRRangeTest, OneOf()
+    Constant
+    | Cosine
+    | Polynomial
+    | WSD
+    | InverseSqrt
+    | WarmupLR
+    | WarmupDecayLR
+    | WarmupCosineLR
+    | OneCycle
+    | LRRangeTest
+    | Target
+    | Object,
+    OneOf(),
 ]

@@ -1,8 +1,7 @@
-"""Base of both engines: the call of `deepspeed.initialize`, the cosine schedule, saving and loading."""
+"""Base of both engines: the call of `deepspeed.initialize`, saving and loading."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from framework.checkpoint.state.checkpoint_engine import use_atomic_files
 from framework.checkpoint.state.optimizer_shards import Names
 from framework.checkpoint.state.tensor_split import splits_of
 from framework.config.deepspeed_words import SCHEDULES
-from framework.config.optimizer import Cosine
 from framework.engine.checkpoint_bytes import load_bytes, move_in, save_bytes
 from framework.engine.distributed import collective_timeout, device, gather
 from framework.engine.ema import WeightAverage
@@ -27,6 +25,7 @@ from framework.engine.expert_parallel import declaring_experts, with_expert_grou
 from framework.engine.metrics import engine_metrics, memory_metrics, over_ranks
 from framework.engine.phases import phases_of
 from framework.engine.rank_groups import RankGroups
+from framework.engine.schedules import MakeSchedule, client_schedule
 from framework.engine.step_batches import HALF, DeviceBatches, place
 from framework.engine.workarounds.fp32_sums import taking_zero_optimizer
 from framework.engine.workarounds.grad_norm import keep_norm
@@ -37,58 +36,8 @@ from framework.engine.workarounds.module_buffers import share_buffers
 from framework.errors import ConfigError, explaining
 from framework.models.adapt import LR_RATIO, parameter_groups
 from framework.plan.plan import Plan
-from framework.plan.render import schedule_steps
 from framework.system.files import FileRecord, NewFile
 from framework.tasks.task import Positions, Task
-
-# The cosine schedule. DeepSpeed's own WarmupCosineLR spends the first step at learning rate zero; this one does not.
-
-
-def cosine_factor(step: int, *, warmup_steps: int, total_steps: int, min_ratio: float) -> float:
-    """Share of the learning rate at a step counted from 0: (t + 1) / W while warming up, then
-    m + (1 - m) (1 + cos(pi (t - W) / (T - W))) / 2 (Loshchilov & Hutter 2017, eq. 5, without restarts)."""
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    return min_ratio + (1.0 - min_ratio) * (1.0 + math.cos(math.pi * progress)) / 2.0
-
-
-class CosineSchedule:
-    """Sets the rate of every parameter group; has the methods that DeepSpeed calls on a client schedule."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, *, factor: Callable[[int], float]) -> None:
-        self.optimizer, self._factor = optimizer, factor
-        self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        self._go_to(0)
-
-    def step(self) -> None:
-        self._go_to(self._step + 1)
-
-    def get_last_lr(self) -> list[float]:
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-    get_lr = get_last_lr
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self._step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._go_to(int(state["step"]))
-
-    def _go_to(self, step: int) -> None:
-        self._step = step
-        for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
-            group["lr"] = base * self._factor(step)
-
-
-def client_schedule(plan: Plan) -> Callable[[torch.optim.Optimizer], CosineSchedule] | None:
-    """Return the argument of `deepspeed.initialize(lr_scheduler=...)`; None where the JSON names the schedule."""
-    scheduler = plan.config.scheduler
-    if not isinstance(scheduler, Cosine):
-        return None
-    lengths = {"warmup_steps": scheduler.warmup_steps, "total_steps": schedule_steps(plan)}
-    return partial(CosineSchedule, factor=partial(cosine_factor, min_ratio=scheduler.min_ratio, **lengths))
-
 
 # Learning rates among the parameters of DeepSpeed's schedules.
 _RATES: Final = {theirs[key] for _, theirs in SCHEDULES.values() for key in ("min_lr", "max_lr") if key in theirs}
@@ -102,6 +51,7 @@ def initialize(
     *,
     ds_config: Mapping[str, Any],
     make_optimizer: MakeOptimizer | None,
+    make_schedule: MakeSchedule | None = None,
     names: Names,
     layers: Sequence[str] | None = None,
     groups: RankGroups | None = None,
@@ -121,7 +71,7 @@ def initialize(
             model=model,
             model_parameters=stepped,
             optimizer=make_optimizer,
-            lr_scheduler=client_schedule(plan),
+            lr_scheduler=client_schedule(plan, make_schedule),
             dist_init_required=False,
             config=_with_group_rates(ds_config, stepped),
             mpu=groups,

@@ -24,6 +24,7 @@ from framework.checkpoint.state.shard_map import plain_name
 from framework.engine.distributed import claims_error_report, device, rank
 from framework.engine.initialize import BaseEngine, MakeOptimizer, Step, initialize
 from framework.engine.metrics import EvalSums
+from framework.engine.schedules import MakeSchedule
 from framework.engine.step_batches import StepLoss
 from framework.engine.workarounds.grad_scaler import explaining_overflow, may_have_been_skipped, scale_fp16_loss
 from framework.engine.workarounds.module_buffers import share_buffers
@@ -115,6 +116,7 @@ def build_pipeline(
     bounds: Bounds,
     task: Task,
     make_optimizer: MakeOptimizer | None = None,
+    make_schedule: MakeSchedule | None = None,
     adapt: Adapt = lambda module, name, data_parallel_group: module,
     varying_shapes: bool = False,
 ) -> PipelineEngine:
@@ -133,6 +135,7 @@ def build_pipeline(
         module,
         ds_config=ds_config,
         make_optimizer=make_optimizer,
+        make_schedule=make_schedule,
         names=module.plain_names(),
         layers=[layer.name for layer in layers],
     )

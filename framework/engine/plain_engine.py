@@ -17,6 +17,7 @@ from framework.engine.gradient_sums import sum_gradients
 from framework.engine.initialize import BaseEngine, MakeOptimizer, Step, initialize
 from framework.engine.metrics import EvalSums
 from framework.engine.rank_groups import RankGroups, make_groups
+from framework.engine.schedules import MakeSchedule
 from framework.engine.step_batches import StepLoss
 from framework.engine.workarounds.grad_scaler import explaining_overflow, may_have_been_skipped, scale_fp16_loss
 from framework.engine.workarounds.module_buffers import share_buffers
@@ -33,13 +34,22 @@ def build_engine(
     model: torch.nn.Module,
     task: Task,
     make_optimizer: MakeOptimizer | None = None,
+    make_schedule: MakeSchedule | None = None,
     groups: RankGroups | None = None,
 ) -> PlainEngine:
     """Wrap a model with `deepspeed.initialize`; `groups` where its weights are divided. Collective."""
     if plan.layout.sequence_size > 1:
         share_attention(model)
     names = names_of(model)
-    engine = initialize(plan, model, ds_config=ds_config, make_optimizer=make_optimizer, names=names, groups=groups)
+    engine = initialize(
+        plan,
+        model,
+        ds_config=ds_config,
+        make_optimizer=make_optimizer,
+        make_schedule=make_schedule,
+        names=names,
+        groups=groups,
+    )
     scale_fp16_loss(engine)
     return PlainEngine(engine, plan, task)
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from framework.config.base import Object, Target
 from framework.config.deepspeed_words import SCHEDULES, SHARED
-from framework.config.optimizer import GROUP_KEYS, AdamW, Constant, Cosine, Muon, OneCycle, optimizer_lr
+from framework.config.optimizer import GROUP_KEYS, OURS, AdamW, Muon, OneCycle, optimizer_lr
 from framework.config.precision import FP32, Autocast
 from framework.config.zero import STAGE3_KEYS, Zero
 from framework.errors import ConfigError
@@ -123,7 +123,7 @@ def _optimizer(plan: Plan) -> Json:
 
 def _scheduler(plan: Plan) -> Json:
     scheduler = plan.config.scheduler
-    if isinstance(scheduler, (Constant, Cosine)):  # ours: framework/engine/initialize.py
+    if isinstance(scheduler, OURS):  # framework/engine/schedules.py
         return {}
     name, theirs = SCHEDULES[type(scheduler)]
     params = {their: _schedule_value(plan, ours) for ours, their in theirs.items()}

@@ -90,6 +90,7 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
             bounds=cut.table.bounds,
             task=parts.task,
             make_optimizer=parts.make_optimizer,
+            make_schedule=parts.make_schedule,
             adapt=adapt,
             # A dataset's own `collate_fn` pads as it likes.
             varying_shapes=any(callable(getattr(split, "collate_fn", None)) for split in vars(parts.splits).values()),
@@ -114,9 +115,14 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
         model = add_adapters(model, lora, seed=plan.config.run.seed)
         if plan.config.zero.stage == 3:
             model = partition(model, ds_config)
-    own_optimizer = parts.make_optimizer
     return build_engine(
-        plan, ds_config=ds_config, model=model, task=parts.task, make_optimizer=own_optimizer, groups=groups
+        plan,
+        ds_config=ds_config,
+        model=model,
+        task=parts.task,
+        make_optimizer=parts.make_optimizer,
+        make_schedule=parts.make_schedule,
+        groups=groups,
     )
 
 

@@ -37,6 +37,7 @@ from framework.text.typos import nearest
 LayerList = Sequence[torch.nn.Module] | Sequence[Layer]
 ModelSource = torch.nn.Module | LayerList | Callable[[], torch.nn.Module | LayerList]
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+MakeSchedule = Callable[[torch.optim.Optimizer], Any]
 
 _TAGS: Final = ("kind", "target", "object")
 
@@ -52,6 +53,7 @@ class Objects:
         task: a Task, or a callable ``loss(outputs, targets)``.
         optimizer: a callable that takes parameters and returns an optimizer, for example ``partial(SGD, lr=0.1)``.
         callbacks: objects that are called at the events of the run, after those of the config.
+        scheduler: a callable that takes the optimizer and returns a schedule with the interface of torch's LRScheduler.
     """
 
     model: ModelSource | None = None
@@ -60,6 +62,7 @@ class Objects:
     task: Any = None
     optimizer: MakeOptimizer | None = None
     callbacks: Sequence[Any] = ()
+    scheduler: MakeSchedule | None = None
 
     @cached_property
     def splits(self) -> Splits | None:
@@ -97,7 +100,7 @@ def _names_model(values: RunConfig | Mapping[str, Any]) -> bool:
 def describe_objects(config: RunConfig, objects: Objects) -> RunConfig:
     """The config with the sections of handed-over objects saying so."""
     found = _sections(objects)
-    changes: dict[str, Any] = {name: Object(**found[name]) for name in ("model", "task") if name in found}
+    changes: dict[str, Any] = {name: Object(**found[name]) for name in ("model", "task", "scheduler") if name in found}
     if "data" in found:
         loader = {name: getattr(config.data, name) for name in ("shuffle", "num_workers", "prefetch_batches")}
         loader["random_samples"] = getattr(config.data, "random_samples", True)
@@ -137,6 +140,8 @@ def _sections(objects: Objects) -> dict[str, dict[str, Any]]:
         found["data"] = {"object": type_name(splits.train), "train_samples": len(splits.train)}
     if objects.task is not None:
         found["task"] = {"object": type_name(objects.task)}
+    if objects.scheduler is not None:
+        found["scheduler"] = {"object": type_name(objects.scheduler)}
     if objects.optimizer is not None:
         # Of a `functools.partial` as much as JSON has: a run that goes on must have the same.
         keywords = objects.optimizer.keywords if isinstance(objects.optimizer, partial) else {}
@@ -149,7 +154,7 @@ def _sections(objects: Objects) -> dict[str, dict[str, Any]]:
 
 
 # Arguments of `fit` that there are not: where what they mean is written instead.
-_KNOWN: Final = ("config", "model", "train_data", "eval_data", "task", "optimizer", "callbacks")
+_KNOWN: Final = ("config", "model", "train_data", "eval_data", "task", "optimizer", "scheduler", "callbacks")
 _MEANT: Final[Mapping[str, str]] = json.loads(Path(__file__).with_name("arguments.json").read_text(encoding="utf-8"))
 
 
@@ -162,7 +167,7 @@ def refuse_unknown_arguments(names: Iterable[str], *, further: Sequence[Any] = (
     if further:
         given = ", ".join(type(one).__name__ for one in further)
         reason = "only the config is taken by its place, as the first argument"
-        fix = "write fit(config, model=..., train_data=..., eval_data=..., task=..., optimizer=..., callbacks=...)"
+        fix = f"write fit(config, {'=..., '.join(_KNOWN[1:])}=...)"
         raise ConfigError.of("unknown-argument", reason, fix, "fit", given)
     if problems := [Problem("unknown-argument", "fit() takes no such argument", _fix(name), name) for name in names]:
         raise ConfigError(problems)

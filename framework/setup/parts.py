@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from framework.config.base import Object, Target
-from framework.config.optimizer import Muon
+from framework.config.optimizer import Muon, optimizer_lr
 from framework.config.run_config import RunConfig
 from framework.data.loaders import TrainLoader
 from framework.data.order import LATEST_ORDER
@@ -28,6 +28,7 @@ from framework.plan.plan import Plan
 from framework.plan.rules.model import vocabulary_problem
 from framework.setup.objects import (
     MakeOptimizer,
+    MakeSchedule,
     ModelSource,
     Objects,
     call_factory,
@@ -38,7 +39,7 @@ from framework.setup.objects import (
     takes,
     type_name,
 )
-from framework.setup.user_optimizer import check_optimizer, refuse_closure, savable
+from framework.setup.user_optimizer import check_optimizer, check_schedule, refuse_closure, savable
 from framework.tasks.task import Task, as_task
 from framework.train.callbacks import EVENTS, EarlyStopping, ReduceOnPlateau
 
@@ -54,6 +55,7 @@ class Parts:
     task: Task
     make_optimizer: MakeOptimizer | None = None
     callbacks: tuple[Any, ...] = ()
+    make_schedule: MakeSchedule | None = None
 
 
 def gather_parts(config: RunConfig, objects: Objects) -> Parts:
@@ -75,7 +77,9 @@ def gather_parts(config: RunConfig, objects: Objects) -> Parts:
     if make_optimizer is not None and not isinstance(config.optimizer, Muon):
         size = config.parallel.tensor
         check_optimizer(make_optimizer, stage=config.zero.stage, key=key, value=value, tensor=size)
-    return Parts(model_builder(config, objects.model), splits, task, make_optimizer, _callbacks(config, objects))
+    schedule = _schedule_maker(config, objects.scheduler, make_optimizer)
+    build_model = model_builder(config, objects.model)
+    return Parts(build_model, splits, task, make_optimizer, _callbacks(config, objects), schedule)
 
 
 def _callbacks(config: RunConfig, objects: Objects) -> tuple[Any, ...]:
@@ -237,9 +241,28 @@ def _checked_optimizer(optimizer: Any, *, key: str, value: str) -> torch.optim.O
     raise ConfigError.of("optimizer-target-result", reason, fix, key, value)
 
 
+def _schedule_maker(
+    config: RunConfig, given: MakeSchedule | None, make_optimizer: MakeOptimizer | None
+) -> MakeSchedule | None:
+    """The schedule of the user's own, tried over an optimizer of one weight; None where the config names another."""
+    section, make = config.scheduler, given
+    if isinstance(section, Target):
+        found = load_target(section.target, key="scheduler.target")
+        check_arguments(found, section.args, key="scheduler", positional=1)
+        make = partial(found, **section.args)
+    if make is None:
+        return None
+    key, path = ("scheduler", type_name(given)) if given is not None else ("scheduler.target", section.target)  # type: ignore[union-attr]
+    weights, lr = [torch.nn.Parameter(torch.zeros(1))], optimizer_lr(config.optimizer) or 1.0
+    plain = partial(torch.optim.AdamW if hasattr(config.optimizer, "betas") else torch.optim.SGD, lr=lr)
+    check_schedule(make, (make_optimizer or plain)(weights), key=key, value=path)
+    return make
+
+
 def _refuse_objects_from_files(config: RunConfig, objects: Objects) -> None:
     """A resolved config says which objects a run was given; it cannot bring them back."""
     given = {"model": objects.model, "data": objects.train_data, "task": objects.task, "optimizer": objects.optimizer}
+    given["scheduler"] = objects.scheduler
     problems = [
         Problem(
             "object-not-given",

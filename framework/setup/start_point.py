@@ -222,8 +222,8 @@ def _changed_schedule(start: SavedCheckpoint, plan: Plan) -> Iterator[str]:
     ends_with_run = "total_steps" in type(scheduler).model_fields and getattr(scheduler, "total_steps", None) is None
     if ends_with_run and before is not None and before != now:
         yield (
-            f"the {scheduler.kind} schedule now ends at step {now} instead of {before}, so the learning rate goes on "
-            f"from another point of its curve; scheduler.total_steps={before} keeps it"
+            f"the {getattr(scheduler, 'kind', 'own')} schedule now ends at step {now} instead of {before}, so the "
+            f"learning rate goes on from another point of its curve; scheduler.total_steps={before} keeps it"
         )
 
 

@@ -1,4 +1,4 @@
-"""The user's own optimizer: what its parameter groups hold, a probe whether ZeRO may step it, and its memory."""
+"""The user's own optimizer and schedule: what their states hold, a probe whether ZeRO may step it, and its memory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from framework.engine.initialize import MakeOptimizer
+from framework.engine.schedules import MakeSchedule
 from framework.errors import ConfigError, in_one_line
 from framework.plan.measured import OptimizerState
 from framework.setup.objects import type_name
 
+_OF_SCHEDULES: Final = ("step", "get_last_lr", "state_dict", "load_state_dict")
 _SHAPES: Final = ((4, 6), (3, 5))
 _NUM_STEPS: Final = 3  # a first step may be the sign of the gradient alone
 _SHARE: Final = 17  # no weight ends there
@@ -109,6 +111,30 @@ def check_optimizer(make: MakeOptimizer, *, stage: int, key: str, value: str, te
     instead = "parallel.tensor: 1" if tensor > 1 else "zero.stage: 0"
     fix = f"set {instead}, or take an optimizer that works number by number, such as AdamW, Lion or SGD"
     raise ConfigError.of("optimizer-sees-shape", reason, fix, key, value)
+
+
+def check_schedule(make: MakeSchedule, optimizer: torch.optim.Optimizer, *, key: str, value: str) -> None:
+    """Refuse a schedule that DeepSpeed cannot step, or that no checkpoint would give back.
+
+    Raises:
+        ConfigError: kind ``schedule-target-result``.
+    """
+    try:
+        schedule = make(optimizer)
+    except (Exception, SystemExit) as error:
+        reason, fix = f"calling it with an optimizer failed: {in_one_line(error)}", "check its arguments and the code"
+        raise ConfigError.of("schedule-target-result", reason, fix, key, value) from error
+    fix = "return what has torch's LRScheduler as a base, or step(), get_last_lr(), state_dict() and load_state_dict()"
+    if missing := [name for name in _OF_SCHEDULES if not callable(getattr(schedule, name, None))]:
+        reason = f"it returned {type_name(schedule)}, which has no {missing[0]}()"
+    elif isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        reason, fix = "its step needs a metric", "use the callback reduce_on_plateau"
+    elif not _comes_back(schedule.state_dict()):
+        reason = "its state_dict() holds what no checkpoint could give back"
+        fix = "keep only numbers, text, tensors and lists of them there"
+    else:
+        return
+    raise ConfigError.of("schedule-target-result", reason, fix, key, value)
 
 
 def refuse_closure(optimizer: torch.optim.Optimizer, *, key: str, value: str) -> None:

@@ -264,9 +264,9 @@ def test_an_override_of_a_section_that_was_left_out_changes_its_default(tmp_path
     assert config.precision.matmul == "high"
 
 
-def test_a_schedule_of_ones_own_is_refused_in_words() -> None:
+def test_a_precision_of_ones_own_is_refused_in_words() -> None:
     with pytest.raises(ConfigError) as caught:
-        config_from_values({"scheduler": {"target": "mine:Schedule"}})
-    assert "scheduler.target = mine:Schedule: this section takes no code of your own; use kind: one of " in str(
+        config_from_values({"precision": {"target": "mine:Precision"}})
+    assert "precision.target = mine:Precision: this section takes no code of your own; use dtype: one of " in str(
         caught.value
     )

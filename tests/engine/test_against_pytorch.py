@@ -179,6 +179,27 @@ SCHEDULES: dict[str, tuple[dict[str, Any], Callable[[int], float]]] = {
         {"kind": "cosine", "warmup_steps": 4, "min_ratio": 0.1},
         lambda t: 1e-3 * ((t + 1) / 4 if t < 4 else 0.1 + 0.9 * (1 + math.cos(math.pi * (t - 4) / 16)) / 2),
     ),
+    "restarts": (
+        {"kind": "cosine", "cycles": 2},
+        lambda t: 1e-3 * (1 + math.cos(math.pi * (t % 10) / 10)) / 2,
+    ),
+    "polynomial": (
+        {"kind": "polynomial", "warmup_steps": 5, "power": 2.0},
+        lambda t: 1e-3 * ((t + 1) / 5 if t < 5 else ((20 - t) / 15) ** 2),
+    ),
+    "wsd": (
+        {"kind": "wsd", "warmup_steps": 2, "decay_steps": 8, "min_ratio": 0.2},
+        lambda t: 1e-3 * ((t + 1) / 2 if t < 2 else 1.0 if t < 12 else 1.0 - 0.8 * (t - 12) / 8),
+    ),
+    "inverse-sqrt": (
+        {"kind": "inverse_sqrt", "warmup_steps": 6},
+        lambda t: 1e-3 * min((t + 1) / 6, math.sqrt(6 / (t + 1))),
+    ),
+    "constant": ({"kind": "constant", "warmup_steps": 8}, lambda t: 1e-3 * min(1.0, (t + 1) / 8)),
+    "own": (
+        {"target": "torch.optim.lr_scheduler:StepLR", "args": {"step_size": 5, "gamma": 0.5}},
+        lambda t: 1e-3 * 0.5 ** (t // 5),
+    ),
     "warmup": ({"kind": "warmup", "warmup_steps": 8}, lambda t: 1e-3 * _log_warmup(t, 8) if t <= 8 else 1e-3),
     "warmup-linear": (
         {"kind": "warmup", "warmup_steps": 8, "curve": "linear", "min_lr": 1e-4},

@@ -42,6 +42,7 @@ def config(name: str, folder: Path, **sections: Any) -> dict[str, Any]:
 FP16 = {"dtype": "fp16", "initial_scale_power": 14, "loss_scale_window": 2}  # overflows again and again
 ACCUMULATING = {"accumulation_steps": 2}
 BF16 = {"dtype": "bf16"}
+OWN = {"target": "torch.optim.lr_scheduler:OneCycleLR", "args": {"max_lr": 5e-3, "total_steps": TOTAL + 1}}
 CASES: dict[str, dict[str, Any]] = {
     "fp32-z0": {"scheduler": {"kind": "lr_range_test", "min_lr": 1e-5, "step_size": 10}},
     "fp32-z1": {"zero": {"stage": 1}, "scheduler": {"kind": "warmup", "warmup_steps": 40}, "batch": ACCUMULATING},
@@ -51,14 +52,18 @@ CASES: dict[str, dict[str, Any]] = {
         "zero": {"stage": 3},
         "batch": ACCUMULATING,
     },
-    "bf16-z1": {"zero": {"stage": 1}, "precision": BF16},
+    "bf16-z1": {"zero": {"stage": 1}, "precision": BF16, "scheduler": OWN},
     "bf16-z2": {
         "scheduler": {"kind": "warmup_decay", "warmup_steps": 5, "total_steps": TOTAL},
         "zero": {"stage": 2},
         "precision": BF16,
         "batch": ACCUMULATING,
     },
-    "bf16-z3": {"zero": {"stage": 3}, "precision": BF16},
+    "bf16-z3": {
+        "zero": {"stage": 3},
+        "precision": BF16,
+        "scheduler": {"kind": "wsd", "decay_steps": 30, "total_steps": TOTAL},
+    },
     "autocast-z2": {"zero": {"stage": 2}, "precision": {"dtype": "autocast"}},
     "cosine": {"scheduler": {"kind": "cosine", "warmup_steps": 5, "total_steps": TOTAL}, "batch": ACCUMULATING},
     "random-samples": {
@@ -117,6 +122,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder,
         **CASES["fp32-z2"],
         optimizer={"kind": "adamw", "lr": 5e-3},
+        scheduler={"kind": "cosine", "warmup_steps": 5},
         checkpoint={"resume": str(folder / base)},
     )
     missing = config("missing", folder, checkpoint={"resume": str(folder / "nowhere")})

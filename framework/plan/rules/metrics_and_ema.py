@@ -35,8 +35,8 @@ def callbacks_have_evaluations(config: RunConfig, cluster: Cluster) -> Found:
         if not often:
             reason, fix = "nothing is evaluated before the end", "set evaluation.every_epochs or every_steps"
             yield Problem("callback-without-evaluations", reason, fix, key, callback.kind, severity="warning")
-        if moves and not isinstance(config.scheduler, Constant):
-            reason = f"the {config.scheduler.kind} schedule sets the rate of every step anew"
+        if moves and config.scheduler != Constant():
+            reason = f"the {getattr(config.scheduler, 'kind', 'own')} schedule sets the rate of every step anew"
             yield Problem("plateau-with-schedule", reason, "set scheduler: {kind: constant}", key, callback.kind)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from framework.config.base import Object, Target
 from framework.config.deepspeed_words import OWNED, PASSED_THROUGH, SHARED, TYPED
-from framework.config.optimizer import Constant, Cosine, Muon
+from framework.config.optimizer import OURS, Muon
 from framework.config.run_config import RunConfig
 from framework.config.zero import OFFLOADS
 from framework.errors import Problem
@@ -81,7 +81,7 @@ def _why_absent(config: RunConfig, section: str) -> str | None:
     """Return our setting that makes a section which the JSON does not have at all; None where it has it."""
     if section == "optimizer" and isinstance(config.optimizer, (Target, Object, Muon)):
         return "optimizer.kind" if isinstance(config.optimizer, Muon) else "optimizer.target"
-    if section == "scheduler" and isinstance(config.scheduler, (Constant, Cosine)):
+    if section == "scheduler" and isinstance(config.scheduler, OURS):
         return "scheduler.kind"
     return "parallel.pipe" if section == "pipeline" and config.parallel.pipe == 1 else None
 

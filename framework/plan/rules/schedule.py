@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from framework.config.load import Source
-from framework.config.optimizer import OneCycle, WarmupLR, optimizer_lr
+from framework.config.optimizer import WSD, OneCycle, WarmupLR, optimizer_lr
 from framework.config.run_config import RunConfig
 from framework.errors import Problem
 from framework.plan.cluster import Cluster
@@ -25,10 +25,19 @@ def schedule_needs_lr(config: RunConfig, cluster: Cluster) -> Found:
 @rule("warmup-too-long")
 def warmup_fits(config: RunConfig, cluster: Cluster) -> Found:
     """A warm-up as long as the schedule never reaches the learning rate that was asked for."""
-    warmup, total = getattr(config.scheduler, "warmup_steps", 0), getattr(config.scheduler, "total_steps", None)
-    if total is not None and warmup >= total:
+    total = getattr(config.scheduler, "total_steps", None)
+    key, needed = _ways(config)
+    if total is not None and needed >= total:
         fix = "make it shorter, or leave total_steps out"
-        yield "scheduler.warmup_steps", f"the whole schedule has {total} steps", fix
+        yield f"scheduler.{key}", f"the whole schedule has {total} steps", fix
+
+
+def _ways(config: RunConfig) -> tuple[str, int]:
+    """Return the key of the schedule's last fixed part, and the steps of all of them; a schedule may be no shorter."""
+    scheduler, warmup = config.scheduler, getattr(config.scheduler, "warmup_steps", 0)
+    if isinstance(scheduler, WSD):
+        return "decay_steps", warmup + scheduler.decay_steps - 1
+    return "warmup_steps", warmup
 
 
 @rule("cycle-upside-down")
@@ -67,7 +76,7 @@ _INSTRUMENTS: Final = {"deepspeed_timers": "wall_clock_breakdown", "communicatio
 
 def length_for_schedule(config: RunConfig, total_steps: int | None) -> Iterator[Problem]:
     """A run that ends on the way up, before the rate is down again, or before what is to be profiled."""
-    scheduler, warmup = config.scheduler, getattr(config.scheduler, "warmup_steps", 0)
+    scheduler, (key, needed) = config.scheduler, _ways(config)
     if not total_steps:
         return
     run, profile = f"the run has {total_steps} steps", config.profile
@@ -84,9 +93,9 @@ def length_for_schedule(config: RunConfig, total_steps: int | None) -> Iterator[
             reason, other = (never, "") if first >= total_steps else (early, ", or second_steps")
             fix = f"set scheduler.first_steps: {max(1, total_steps // 2)}{other}"
             yield Problem("cycle-too-long", reason, fix, "scheduler.first_steps", first, severity="warning")
-    elif getattr(scheduler, "total_steps", None) is None and warmup >= total_steps:
-        reason, key = f"{run} and never reaches the full learning rate", "scheduler.warmup_steps"
-        yield Problem("warmup-too-long", reason, "make it shorter", key, warmup, severity="warning")
+    elif getattr(scheduler, "total_steps", None) is None and needed >= total_steps:
+        reason, given = f"{run} and never reaches the full learning rate", getattr(scheduler, key)
+        yield Problem("warmup-too-long", reason, "make it shorter", f"scheduler.{key}", given, severity="warning")
 
 
 def overruled(config: RunConfig, source: Source) -> Iterator[Problem]:

@@ -1,0 +1,118 @@
+"""Schedules of the learning rate that DeepSpeed has not, or has wrong: its WarmupCosineLR spends the first step at rate
+zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from framework.config.optimizer import WSD, Constant, Cosine, InverseSqrt, Polynomial
+from framework.errors import ConfigError
+from framework.plan.plan import Plan
+from framework.plan.render import schedule_steps
+
+MakeSchedule = Callable[[torch.optim.Optimizer], Any]
+"""The user's schedule, with the interface of torch's LRScheduler."""
+_MOVED: Final = ("lr", "momentum", "betas", "weight_decay")
+
+
+def factor(schedule: Constant | InverseSqrt, step: int, total_steps: int) -> float:
+    """Return the share of the learning rate at a step counted from 0: (t + 1) / W while warming up, then by kind.
+
+    With p the share of the steps after the warm-up: cosine m + (1 - m) (1 + cos(pi p)) / 2 (Loshchilov & Hutter 2017,
+    eq. 5), polynomial m + (1 - m) (1 - p)^k, inverse_sqrt sqrt(W / (t + 1)) (Vaswani et al. 2017, eq. 3); wsd 1 until
+    the last `decay_steps`, over which p counts then (Haegele et al. 2024).
+    """
+    warmup = schedule.warmup_steps
+    if step < warmup:
+        return (step + 1) / warmup
+    if isinstance(schedule, InverseSqrt):
+        return math.sqrt(warmup / (step + 1))
+    first = total_steps - schedule.decay_steps if isinstance(schedule, WSD) else warmup
+    length = max(1, total_steps - first)
+    progress = min(1.0, max(0.0, (step - first) / length))
+    if isinstance(schedule, Cosine):
+        left = _half_cosine((step - first) * schedule.cycles % length / length if progress < 1.0 else 1.0)
+    elif isinstance(schedule, Polynomial):
+        left = (1.0 - progress) ** schedule.power
+    elif isinstance(schedule, WSD):
+        curves = {"linear": 1.0 - progress, "sqrt": 1.0 - math.sqrt(progress), "cosine": _half_cosine(progress)}
+        left = curves[schedule.curve]
+    else:
+        return 1.0
+    return schedule.min_ratio + (1.0 - schedule.min_ratio) * left
+
+
+def _half_cosine(progress: float) -> float:
+    return (1.0 + math.cos(math.pi * progress)) / 2.0
+
+
+class StepSchedule:
+    """Sets the rate of every parameter group; has the methods that DeepSpeed calls on a client schedule."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, factor: Callable[[int], float]) -> None:
+        self.optimizer, self._factor = optimizer, factor
+        self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self._go_to(0)
+
+    def step(self) -> None:
+        self._go_to(self._step + 1)
+
+    def get_last_lr(self) -> list[float]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    get_lr = get_last_lr
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._go_to(int(state["step"]))
+
+    def _go_to(self, step: int) -> None:
+        self._step = step
+        for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
+            group["lr"] = base * self._factor(step)
+
+
+class OwnSchedule:
+    """A schedule of the user's own, and what it has set in the parameter groups: most of torch's go on from there."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, make: MakeSchedule) -> None:
+        self.optimizer, self._schedule = optimizer, make(optimizer)
+        self.step, self.get_last_lr = self._schedule.step, self._schedule.get_last_lr
+        self.get_lr = self.get_last_lr
+        self._name = type(self._schedule).__qualname__  # as a key: another schedule's state is not this one's
+
+    def state_dict(self) -> dict[str, Any]:
+        groups = [{name: group[name] for name in _MOVED if name in group} for group in self.optimizer.param_groups]
+        return {self._name: self._schedule.state_dict(), "groups": groups}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; raises ConfigError where another number of groups was saved."""
+        if len(state["groups"]) != len(self.optimizer.param_groups):
+            reason = f"{len(state['groups'])} parameter groups were saved, here are {len(self.optimizer.param_groups)}"
+            raise ConfigError.of("schedule-groups", reason, "resume with the groups of the save", "scheduler")
+        self._schedule.load_state_dict(state[self._name])
+        for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=True):
+            group.update({name: tuple(value) if name == "betas" else value for name, value in saved.items()})
+
+
+def client_schedule(
+    plan: Plan, make: MakeSchedule | None
+) -> Callable[[torch.optim.Optimizer], StepSchedule | OwnSchedule] | None:
+    """Return the argument of `deepspeed.initialize(lr_scheduler=...)`; None where the JSON names the schedule, and
+    where the rate is the same all the time. `make` makes the user's own.
+    """
+    schedule = plan.config.scheduler
+    if make is not None:
+        return partial(OwnSchedule, make=make)
+    if not isinstance(schedule, (Constant, InverseSqrt)) or (type(schedule) is Constant and not schedule.warmup_steps):
+        return None
+    total_steps = schedule_steps(plan) if "total_steps" in type(schedule).model_fields else 0
+    return partial(StepSchedule, factor=partial(factor, schedule, total_steps=total_steps))
