@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -107,8 +106,7 @@ def load_bytes(engine: deepspeed.DeepSpeedEngine, folder: Path, tag: str, *, par
     """
     with explaining(partial(_failed_load, folder / tag)), _reporting_restored_options(engine):
         own_way = _put_partly if partly else None
-        with _loading_schedule(engine):
-            path, client_state = engine.load_checkpoint(str(folder), tag=tag, custom_load_fn=own_way)
+        path, client_state = engine.load_checkpoint(str(folder), tag=tag, custom_load_fn=own_way)
         if path is None:
             raise StorageError("DeepSpeed does not find its files there")
         complete_nvme_state(engine, folder, tag)
@@ -117,20 +115,6 @@ def load_bytes(engine: deepspeed.DeepSpeedEngine, folder: Path, tag: str, *, par
     random_state.restore(saved["random_states"][rank()])
     restore_scaler(engine, saved.get("grad_scalers", ()))
     return dict(saved["state"])
-
-
-@contextmanager
-def _loading_schedule(engine: deepspeed.DeepSpeedEngine) -> Iterator[None]:
-    """Take the schedule's state from DeepSpeed, which would give it to whichever schedule there is now."""
-    schedule, states = engine.lr_scheduler, list[Any]()
-    if schedule is not None:
-        engine.lr_scheduler = SimpleNamespace(load_state_dict=states.append)
-    try:
-        yield
-    finally:
-        engine.lr_scheduler = schedule
-    if states:
-        _restore_schedule(engine, states[-1])
 
 
 def _put_partly(src: Mapping[str, torch.Tensor], dst: torch.nn.Module) -> None:
@@ -251,28 +235,22 @@ def _move_in(
     common = stored.common
     for counter in ("global_steps", "global_samples", "skipped_steps"):
         setattr(engine, counter, common[counter])
-    if engine.lr_scheduler is not None:
-        _restore_schedule(engine, common.get("lr_scheduler") if checkpoint.verified else None)
+    schedule = engine.lr_scheduler
     if not checkpoint.verified:
+        # Nobody knows which schedule a checkpoint without a manifest was of: the run's own is brought to its place.
+        for _ in range(engine.global_steps - engine.skipped_steps if schedule is not None else 0):
+            schedule.step()
         return {"step": checkpoint.step}
+    if schedule is not None and common.get("lr_scheduler") is not None:
+        schedule.load_state_dict(common["lr_scheduler"])
+        # DeepSpeed's schedules only note their place, and give the optimizer its rate with the next step: too late.
+        if (place := getattr(schedule, "last_batch_iteration", -1)) >= 0:
+            schedule.step(place)
     saved = common[STATE_KEY]
     if _has_same_ranks(layout, checkpoint) and (own := stored.random_state(rank())) is not None:
         random_state.restore(own)
     restore_scaler(engine, saved.get("grad_scalers", ()))
     return dict(saved["state"])
-
-
-def _restore_schedule(engine: deepspeed.DeepSpeedEngine, state: Mapping[str, Any] | None) -> None:
-    """Bring the schedule to its place; step by step where another one, or nobody knows which, was saved."""
-    schedule = engine.lr_scheduler
-    if state is None or set(state) != set(schedule.state_dict()):
-        for _ in range(engine.global_steps - engine.skipped_steps):
-            schedule.step()
-        return
-    schedule.load_state_dict(state)
-    # DeepSpeed's schedules only note their place, and give the optimizer its rate with the next step: too late.
-    if (place := getattr(schedule, "last_batch_iteration", -1)) >= 0:
-        schedule.step(place)
 
 
 def _has_same_ranks(layout: Layout, checkpoint: SavedCheckpoint) -> bool:

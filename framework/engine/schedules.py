@@ -87,18 +87,17 @@ class OwnSchedule:
         self.optimizer, self._schedule = optimizer, make(optimizer)
         self.step, self.get_last_lr = self._schedule.step, self._schedule.get_last_lr
         self.get_lr = self.get_last_lr
-        self._name = type(self._schedule).__qualname__  # as a key: another schedule's state is not this one's
 
     def state_dict(self) -> dict[str, Any]:
         groups = [{name: group[name] for name in _MOVED if name in group} for group in self.optimizer.param_groups]
-        return {self._name: self._schedule.state_dict(), "groups": groups}
+        return {"schedule": self._schedule.state_dict(), "groups": groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there; raises ConfigError where another number of groups was saved."""
         if len(state["groups"]) != len(self.optimizer.param_groups):
             reason = f"{len(state['groups'])} parameter groups were saved, here are {len(self.optimizer.param_groups)}"
             raise ConfigError.of("schedule-groups", reason, "resume with the groups of the save", "scheduler")
-        self._schedule.load_state_dict(state[self._name])
+        self._schedule.load_state_dict(state["schedule"])
         for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=True):
             group.update({name: tuple(value) if name == "betas" else value for name, value in saved.items()})
 

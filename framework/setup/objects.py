@@ -141,7 +141,7 @@ def _sections(objects: Objects) -> dict[str, dict[str, Any]]:
     if objects.task is not None:
         found["task"] = {"object": type_name(objects.task)}
     if objects.scheduler is not None:
-        found["scheduler"] = {"object": type_name(objects.scheduler)}
+        found["scheduler"] = {"object": type_name(getattr(objects.scheduler, "func", objects.scheduler))}
     if objects.optimizer is not None:
         # Of a `functools.partial` as much as JSON has: a run that goes on must have the same.
         keywords = objects.optimizer.keywords if isinstance(objects.optimizer, partial) else {}

@@ -122,7 +122,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder,
         **CASES["fp32-z2"],
         optimizer={"kind": "adamw", "lr": 5e-3},
-        scheduler={"kind": "cosine", "warmup_steps": 5},
         checkpoint={"resume": str(folder / base)},
     )
     missing = config("missing", folder, checkpoint={"resume": str(folder / "nowhere")})
