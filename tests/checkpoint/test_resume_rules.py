@@ -101,7 +101,7 @@ def refused(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         (
             {},
             {"scheduler": {"kind": "cosine", "warmup_steps": 3}},
-            ["scheduler.kind", "scheduler.min_ratio", "scheduler.warmup_steps"],
+            ["scheduler.cycles", "scheduler.kind", "scheduler.min_ratio", "scheduler.warmup_steps"],
         ),
         ({}, {"training": {"freeze": ["fc.*"]}}, ["training.freeze"]),
         (

@@ -20,8 +20,12 @@ TABLE = TensorDataset(torch.zeros(8, 3), torch.zeros(8, dtype=torch.long))
         ({"train_data": TABLE}, "model: train_data was handed over, and no model; hand over model=..., or name one"),
         ({"eval_data": TABLE, "model": torch.nn.Linear(3, 2)}, "eval_data: it was handed over without train_data"),
         (
+            {"precision": 1},
+            "precision: fit() takes no such argument; set the section precision in the config [unknown-argument]",
+        ),
+        (
             {"scheduler": 1},
-            "scheduler: fit() takes no such argument; set the section scheduler in the config [unknown-argument]",
+            "scheduler = builtins.int: calling it with an optimizer failed: TypeError: 'int' object is not callable",
         ),
         ({"callback": []}, "callback: fit() takes no such argument; did you mean 'callbacks'?"),
         ({"callbacks": [dict]}, "callbacks.0 = builtins.dict: it is a class; hand over an object of it"),
