@@ -75,9 +75,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     processes. Leave out what `--exhaustive` asks for.
     """
     if not config.getoption("--exhaustive"):
-        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+        left_out = {item for item in items if item.get_closest_marker("exhaustive")}
         items[:] = [item for item in items if item not in left_out]
-        config.hook.pytest_deselected(items=left_out)
+        config.hook.pytest_deselected(items=[*left_out])
     lanes.sort(items)
     for item in items:
         if item.get_closest_marker("timing"):
