@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.config.load import Source
 from framework.config.run_config import RunConfig
+from framework.engine import workarounds  # noqa: F401  # before all that imports DeepSpeed
 from framework.engine.distributed import from_rank0, process_group, quiet_deepspeed, rank, refuse_different_ranks
 from framework.engine.failures import explaining_failures
 from framework.engine.plain_engine import arithmetic_of

@@ -70,10 +70,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Lanes(config, log) if config.option.dist == "loadscope" else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run fast tests first: what they find is known in minutes. Rerun once, visibly, what depends on the timing of
-    processes.
+    processes. Leave out what `--exhaustive` asks for.
     """
+    if not config.getoption("--exhaustive"):
+        left_out = {item for item in items if item.get_closest_marker("exhaustive")}
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=[*left_out])
     lanes.sort(items)
     for item in items:
         if item.get_closest_marker("timing"):

@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import pytest
 
 from tests.places import ROOT
 
@@ -65,6 +67,11 @@ def train_cases(
     cases.write_text(json.dumps([{"config": config} for config in configs]), encoding="utf-8")
     words = ["--allow-fp16"] if allow_fp16 else []
     run_ranks(ROOT / "tests/jobs/run_cases.py", str(cases), *words, num_ranks=num_ranks, cwd=folder)
+
+
+def rarely(cases: Iterable[Any]) -> list[Any]:
+    """Parameters of a test that only `--exhaustive` tries."""
+    return [pytest.param(case, marks=pytest.mark.exhaustive) for case in cases]
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import signal
@@ -20,6 +21,7 @@ import yaml
 from framework.checkpoint.manifest import list_checkpoints
 from tests.campaign.kills import TOTAL_STEPS, differences
 from tests.launched import ROOT, job_environment
+from tests.ports import free_ports
 from tests.test_train_script import launcher
 from tests.warm_ranks import Job, WarmRanks
 
@@ -151,9 +153,16 @@ def test_a_second_request_ends_a_rank_that_cannot_stop(warm: WarmRanks, tmp_path
     assert "rank 0: SIGTERM again: ending at once" in job.stated(0)
 
 
-def launched(name: str, folder: Path, *, num_workers: int = 0) -> subprocess.Popen[str]:
+def launch_py() -> list[str]:
+    """What `deepspeed --num_gpus 2` starts, and waits for."""
+    world = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
+    place = [f"--world_info={world}", "--master_addr=127.0.0.1", f"--master_port={free_ports(1)}"]
+    return [sys.executable, "-u", "-m", "deepspeed.launcher.launch", *place]
+
+
+def launched(launcher: list[str], folder: Path, *, num_workers: int = 0) -> subprocess.Popen[str]:
     command = [
-        *launcher(name, 2),
+        *launcher,
         str(ROOT / "train.py"),
         "--config",
         str(write_config(folder, num_workers=num_workers)),
@@ -176,7 +185,7 @@ def descendants(process: psutil.Process) -> list[psutil.Process]:
 
 
 def test_torchrun_asks_all_ranks(tmp_path: Path) -> None:
-    job = launched("torchrun", tmp_path)
+    job = launched(launcher("torchrun", 2), tmp_path)
     run = tmp_path / "stops"
     until(lambda: logged(run) >= 3, lives=lambda: job.poll() is None)
     job.send_signal(TERM)
@@ -188,26 +197,24 @@ def test_torchrun_asks_all_ranks(tmp_path: Path) -> None:
 
 def test_deepspeed_asks_one_rank_after_the_other_and_workers_leave_it_to_them(unbroken: Path, tmp_path: Path) -> None:
     """launch.py signals the workers of rank 0, then rank 0, and rank 1 only when rank 0 has ended."""
-    job = launched("deepspeed", tmp_path, num_workers=1)
+    job = launched(launch_py(), tmp_path, num_workers=1)
     run = tmp_path / "stops"
     until(lambda: logged(run) >= 3, lives=lambda: job.poll() is None)
-    launch = psutil.Process(job.pid).children()[0]
-    launch.send_signal(TERM)
+    job.send_signal(TERM)
     assert job.wait(SECONDS) == 1, "launch.py ends with 1 whatever the ranks said"
     stated = (tmp_path / "said.txt").read_text(encoding="utf-8")
     assert f"SIGTERM: stopped after step {newest(run)} of 48" in stated
     assert "again" not in stated
     assert "Traceback" not in stated
 
-    job = launched("deepspeed", tmp_path, num_workers=1)
+    job = launched(launch_py(), tmp_path, num_workers=1)
     stopped = newest(run)
     until(lambda: logged(run) >= stopped + 3, lives=lambda: job.poll() is None)
-    launch = psutil.Process(job.pid).children()[0]
-    ranks = descendants(launch)
+    ranks = descendants(psutil.Process(job.pid))
     assert len(ranks) >= 4, "two ranks with a worker each"
-    launch.kill()
+    job.kill()
     _, left = psutil.wait_procs(ranks, timeout=GONE_SECONDS)
     job.wait(SECONDS)
     assert not left
     stated = (tmp_path / "said.txt").read_text(encoding="utf-8")
-    assert f"the launcher (process {launch.pid}) is gone" in stated
+    assert f"the launcher (process {job.pid}) is gone" in stated

@@ -126,11 +126,11 @@ def _wall() -> Iterator[Sequence[str]]:
         yield name, f"{size / 2**30:,.1f}", *("yes" if size <= limit * 1e9 else "no" for limit in (32, 80))
 
 
-def _scale() -> Iterator[Sequence[str]]:
-    """The best strategy of three models on 64 to 16,384 GPUs."""
+def _scale(sizes: Sequence[int] = (64, 512, 4096, 16_384)) -> Iterator[Sequence[str]]:
+    """The best strategy of three models on so many GPUs."""
     yield "model", "GPUs", "sequences", "best strategy", "batch", "at most", "tokens/s/GPU", "FLOPs used"
     for name, model in _LLAMA.items():
-        for gpus in (64, 512, 4096, 16_384):
+        for gpus in sizes:
             samples = max(2048, gpus)
             config = _gpt({"size": "llama-3-8b", **model}, length=8192, batch={"global_size": samples})
             found = search(Request(config, Cluster(gpus // 8, 8), listed_target("h100-80gb", devices_per_host=8)))

@@ -37,7 +37,10 @@ def test_the_committed_ranking_is_right() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timing
-def test_a_measured_machine_ranks_what_trials_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measured_machine_ranks_what_trials_measure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exhaustive: bool
+) -> None:
+    """Without --exhaustive one of the two strategies runs, and the order is that of the estimates."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -48,18 +51,17 @@ def test_a_measured_machine_ranks_what_trials_measure(tmp_path: Path, monkeypatc
     assert rates["step_overhead_by_stage"]["0"]["seconds"] < rates["step_overhead_by_stage"]["3"]["seconds"]
     plain, _, _, spread = plans(range(4), [4])
     half = config_from_values(plain.config.to_dict() | {"precision": {"dtype": "fp16"}})
-    trials = [Trial(name_of(plan), plan, estimate(plan, machine)) for plan in (spread, plain)]
+    assert estimate(spread, machine) > estimate(plain, machine)
+    tried = (spread, plain) if exhaustive else (plain,)
+    trials = [Trial(name_of(plan), plan, estimate(plan, machine)) for plan in tried]
     trials.append(Trial("refused", replace(plain, config=half)))
     notes: list[str] = []
     measure_trials(trials, note=notes.append, rounds=1)
-    assert len(notes) == 3
-    assert trials[2].failure.startswith("exit code 78: ")
+    assert len(notes) == len(trials)
+    assert trials[-1].failure.startswith("exit code 78: ")
     assert list(tmp_path.iterdir()) == []
-    slow, fast = (trial.median_seconds for trial in trials[:2])
-    assert slow is not None
-    assert fast is not None
-    assert all([len(one) for one in trial.rounds] == [4] for trial in trials[:2])
-    assert fastest(trials) == 1
-    assert slow > fast
-    assert (trials[0].estimate_seconds or 0) > (trials[1].estimate_seconds or 0)
+    assert all([len(one) for one in trial.rounds] == [4] for trial in trials[:-1])
+    medians = [trial.median_seconds or 0.0 for trial in trials[:-1]]
+    assert medians[-1] == min(medians) > 0
+    assert fastest(trials) == len(trials) - 2
     assert sum("<- fastest" in line for line in table(trials)) == 1

@@ -107,23 +107,23 @@ class Campaign:
     def __init__(self, starter: Starter, folder: Path, *, seed: int, found: Found) -> None:
         self._starter, self._folder, self._draw, self._found = starter, folder, random.Random(seed), found
 
-    def case(self, case: str, *, num_kills: int, unbroken_from: Starter | None = None) -> None:
+    def case(self, case: str, *, num_kills: int, others_from: Starter | None = None) -> None:
         """Kill runs of a case `num_kills` times; each run goes on until it ends, and is compared with an unbroken
-        one, which another starter may start.
+        one. Another starter may start those that nobody kills.
         """
-        unbroken = self._run_to_end(case, self._folder / f"{case}-unbroken", unbroken_from)
+        unbroken = self._run_to_end(case, self._folder / f"{case}-unbroken", others_from)
         self._num_done, number = 0, 0
         while self._num_done < num_kills:
             number += 1
-            self._broken_run(case, self._folder / f"{case}-{number}", unbroken=unbroken, num_kills=num_kills)
+            self._broken_run(case, self._folder / f"{case}-{number}", unbroken, num_kills, others_from)
 
-    def _broken_run(self, case: str, folder: Path, *, unbroken: Path, num_kills: int) -> None:
+    def _broken_run(self, case: str, folder: Path, unbroken: Path, num_kills: int, others_from: Starter | None) -> None:
         while self._num_done < num_kills and self._kill_once(case, folder):
             self._num_done += 1
             print(
                 f"{case}: {self._num_done} kills of {num_kills}, {self._found.kills[-1]}", file=sys.stderr, flush=True
             )
-        run = self._run_to_end(case, folder)
+        run = self._run_to_end(case, folder, others_from)
         self._found.finished[case] += 1
         self._found.wrong += [f"{case}: {stated}" for stated in differences(unbroken, run, num_steps=TOTAL_STEPS)]
         if not self._found.wrong:

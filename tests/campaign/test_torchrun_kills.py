@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 def test_torchrun_ends_the_others_and_the_next_start_goes_on(warm: WarmRanks, tmp_path: Path) -> None:
     found = Found()
-    Campaign(TorchrunRanks(), tmp_path, seed=1, found=found).case("zero1", num_kills=1, unbroken_from=warm)
+    Campaign(TorchrunRanks(), tmp_path, seed=1, found=found).case("zero1", num_kills=1, others_from=warm)
     assert found.wrong == []
     assert len(found.kills) == 1
     assert found.finished["zero1"] >= 1  # once more for a run that ends before the kill

@@ -101,7 +101,7 @@ def test_a_host_that_is_gone(network: Network) -> None:
 
 @needs_hosts
 def test_the_slow_host_is_named(network: Network) -> None:
-    network.delay(network.hosts[1], 80)
+    network.delay(network.hosts[1], 20)
     try:
         found = ask(network.hosts[0], "run.output_dir=/shared", "--bench")
     finally:

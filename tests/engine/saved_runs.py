@@ -28,9 +28,9 @@ TIED = {"model": {"target": "tests.jobs.tied_net:TiedNet"}, "data": {"kind": "di
 Cases = dict[str, tuple[dict[str, Any], int, dict[str, Any]]]
 PLAIN: Cases = {
     **{f"gpt-fp32-z{stage}": (GPT, stage, GROUPS) for stage in (0, 1, 2, 3)},
-    **{f"gpt-bf16-z{stage}": (GPT, stage, BF16 | GROUPS) for stage in (0, 1, 2, 3)},
+    **{f"gpt-bf16-z{stage}": (GPT, stage, BF16 | GROUPS) for stage in (1, 3)},
     **{f"frozen-z{stage}": (GPT, stage, BF16 | GROUPS | FROZEN) for stage in (0, 2, 3)},
-    **{f"tied-z{stage}": (TIED, stage, {}) for stage in (0, 1, 2, 3)},
+    **{f"tied-z{stage}": (TIED, stage, {}) for stage in (2, 3)},
     "roundrobin-z2": (GPT, 2, GROUPS | {"zero": {"stage": 2, "round_robin_gradients": True}}),
     "subgroups-z3": (GPT, 3, GROUPS | {"zero": {"stage": 3, "sub_group_size": 3000}}),
 }
@@ -39,7 +39,6 @@ PIPED: Cases = {
     "gpt-fp32-z1": (GPT, 1, GROUPS),
     "gpt-bf16-z1": (GPT, 1, BF16 | GROUPS | FROZEN),
     "bert-bf16-z1": (BERT, 1, BF16),
-    "resnet-fp32-z0": (RESNET, 0, {}),
     "resnet-fp32-z1": (RESNET, 1, {}),
 }
 # Two tensor ranks, which share 261 tokens and what lies between.

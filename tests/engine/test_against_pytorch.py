@@ -232,6 +232,9 @@ SCHEDULES: dict[str, tuple[dict[str, Any], Callable[[int], float]]] = {
     ),
 }
 
+# Those that are held with rates of groups as well: each goes its own way through DeepSpeed's code.
+OF_GROUPS = ("cosine", "warmup-decay", "one-cycle")
+
 
 def called_back_cases(folder: Path) -> list[dict[str, Any]]:
     """One run in a piece and one in two, whose rate falls at evaluations and which end early."""
@@ -271,8 +274,9 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cases.append(config(name, folder, optimizer=section, training={"clip_grad_norm": CLIP}, **moved))
     for name, (section, _) in SCHEDULES.items():
         cases.append(config(f"schedule-{name}", folder, scheduler=section, zero={"stage": 1}))
-        of_groups = {"kind": "adamw", "groups": [{"match": "conv.*", "lr": 2e-4}]}
-        cases.append(config(f"schedule-{name}-groups", folder, scheduler=section, optimizer=of_groups))
+        if name in OF_GROUPS:
+            of_groups = {"kind": "adamw", "groups": [{"match": "conv.*", "lr": 2e-4}]}
+            cases.append(config(f"schedule-{name}-groups", folder, scheduler=section, optimizer=of_groups))
     cases.append(config("deepspeed-adamw", folder, optimizer={"kind": "adamw", "implementation": "deepspeed"}))
     cases.append(
         config("offload", folder, zero={"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}})
@@ -381,7 +385,7 @@ def test_schedules_follow_their_formula(two_ranks: Path, batches: Any, name: str
         convs, others = (all_weights := list(weights))[:4], all_weights[4:]
         return torch.optim.AdamW([{"params": others}, {"params": convs, "lr": 2e-4}])
 
-    for case, make in (("", torch.optim.AdamW), ("-groups", of_groups)):
+    for case, make in ({"": torch.optim.AdamW} | ({"-groups": of_groups} if name in OF_GROUPS else {})).items():
         folder = two_ranks / f"schedule-{name}{case}"
         for step, rate in series(folder, "train/lr").items():
             assert rate == pytest.approx(formula(step - 1), rel=1e-6, abs=1e-12), f"step {step}"

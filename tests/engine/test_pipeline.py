@@ -14,7 +14,7 @@ import pytest
 
 from framework.data.prepare import prepare
 from tests.engine.pipe_oracle import plain_run
-from tests.launched import hold_parts, read_metrics, series, train_cases
+from tests.launched import hold_parts, rarely, read_metrics, series, train_cases
 from tests.train.monitors.sinks import check_all_sinks_agree, histograms_of, sinks
 
 pytestmark = pytest.mark.slow
@@ -80,7 +80,6 @@ class Case:
 
 TWO_RANKS = [
     Case("lenet-parameters", "lenet"),
-    Case("lenet-uniform", "lenet", parallel={"partition": "uniform"}),
     Case("lenet-type", "lenet", parallel={"partition": "type:linear|conv"}),
     Case("lenet-measured", "lenet", parallel={"partition": "measured"}),
     Case("lenet-stages", "lenet", parallel={"stages": [0] * 3 + [1] * 9}),
@@ -93,10 +92,8 @@ TWO_RANKS = [
         sections={"zero": {"stage": 1, "offload_optimizer": {"device": "cpu", "pin_memory": False}}},
     ),
     Case("resnet", "resnet"),
-    Case("resnet-recompute", "resnet", training={"recompute_every": 1}),
     Case("gpt", "gpt"),
     Case("gpt-recompute", "gpt", training={"recompute_every": 2}),
-    Case("gpt-decay", "gpt", sections={"optimizer": DECAY}),
     Case("gpt-decay-zero1", "gpt", sections={"optimizer": DECAY, "zero": {"stage": 1}}),
     Case("gpt-layers", "gpt", sections={"optimizer": {"kind": "adamw", "lr": 5e-3, "layer_decay": 0.5}}),
     Case("gpt-frozen", "gpt", training={"freeze": ["blocks\\.[01]\\..*", "positions.*"]}),
@@ -111,23 +108,31 @@ TWO_RANKS = [
     Case("gpt-adafactor", "gpt", sections={"optimizer": {"kind": "adafactor"}}),
     # It computes in bf16, where a last bit of a gradient may move a number by 2**-8 of it.
     Case("gpt-muon", "gpt", sections={"optimizer": {"kind": "muon", "lr": 0.005}}, tolerance=2e-3),
-    Case("gpt-uniform", "gpt", parallel={"partition": "uniform"}),
-    Case("gpt-clipped", "gpt", clip=0.05),
     Case("gpt-zero1", "gpt", sections={"zero": {"stage": 1}}, clip=0.05),
     Case("llama", "llama"),
     Case("bert", "bert"),
     Case("bert-zero1", "bert", parallel={"partition": "uniform"}, sections={"zero": {"stage": 1}}),
 ]
+# With --exhaustive: what differs from others in one thing that a third one holds.
+RARE_TWO = [
+    Case("lenet-uniform", "lenet", parallel={"partition": "uniform"}),
+    Case("resnet-recompute", "resnet", training={"recompute_every": 1}),
+    Case("gpt-decay", "gpt", sections={"optimizer": DECAY}),
+    Case("gpt-uniform", "gpt", parallel={"partition": "uniform"}),
+    Case("gpt-clipped", "gpt", clip=0.05),
+]
 WATCHED = "gpt-zero1"
 FOUR_RANKS = [
-    Case("lenet-2x2", "lenet", clip=0.05),
-    Case("lenet-4", "lenet", pipe=4),
     Case("resnet-2x2", "resnet"),
     Case("resnet-synchronised", "resnet", training={"sync_batch_norm": True}),
     Case("gpt-2x2", "gpt", sections={"zero": {"stage": 1}}, clip=0.05),
     Case("gpt-4", "gpt", pipe=4, parallel={"partition": "uniform"}),
-    Case("bert-2x2", "bert"),
     Case("bert-4", "bert", pipe=4),
+]
+RARE_FOUR = [
+    Case("lenet-2x2", "lenet", clip=0.05),
+    Case("lenet-4", "lenet", pipe=4),
+    Case("bert-2x2", "bert"),
 ]
 
 
@@ -169,13 +174,15 @@ def train(cases: list[Case], text: Path, folder: Path, *, num_ranks: int) -> Pat
 
 
 @pytest.fixture(scope="module")
-def two_ranks(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(TWO_RANKS, text, tmp_path_factory.mktemp("two-ranks"), num_ranks=2)
+def two_ranks(text: Path, exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cases = [*TWO_RANKS, *(RARE_TWO if exhaustive else ())]
+    return train(cases, text, tmp_path_factory.mktemp("two-ranks"), num_ranks=2)
 
 
 @pytest.fixture(scope="module")
-def four_ranks(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(FOUR_RANKS, text, tmp_path_factory.mktemp("four-ranks"), num_ranks=4)
+def four_ranks(text: Path, exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cases = [*FOUR_RANKS, *(RARE_FOUR if exhaustive else ())]
+    return train(cases, text, tmp_path_factory.mktemp("four-ranks"), num_ranks=4)
 
 
 def hold(case: Case, run_folder: Path, text: Path) -> None:
@@ -201,12 +208,12 @@ def hold(case: Case, run_folder: Path, text: Path) -> None:
             assert measured[name] == pytest.approx(value, abs=1e-9), name
 
 
-@pytest.mark.parametrize("case", TWO_RANKS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*TWO_RANKS, *rarely(RARE_TWO)], ids=lambda case: case.name)
 def test_two_stages_train_like_plain_pytorch(case: Case, two_ranks: Path, text: Path) -> None:
     hold(case, two_ranks / case.name, text)
 
 
-@pytest.mark.parametrize("case", FOUR_RANKS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*FOUR_RANKS, *rarely(RARE_FOUR)], ids=lambda case: case.name)
 def test_four_ranks_train_like_plain_pytorch(case: Case, four_ranks: Path, text: Path) -> None:
     hold(case, four_ranks / case.name, text)
 

@@ -13,7 +13,7 @@ from tests.launched import read_metrics, train_cases
 
 pytestmark = pytest.mark.slow
 
-TOTAL, STOP = 30, 13  # 11 steps make an epoch of the digits: the stop is in the middle of the second
+TOTAL, STOP = 24, 13  # 11 steps make an epoch of the digits: the stop is in the middle of the second
 METRICS = ("train/loss", "train/lr", "train/grad_norm", "eval/loss", "eval/accuracy")
 
 MLP: dict[str, Any] = {
@@ -28,9 +28,7 @@ GPT: dict[str, Any] = {
 }
 CASES: dict[str, dict[str, Any]] = {
     "mlp-fp32-z0": MLP,
-    "mlp-fp32-z1": MLP | {"zero": {"stage": 1}},
     "mlp-bf16-z1": MLP | {"zero": {"stage": 1}, "precision": {"dtype": "bf16"}},
-    "gpt-fp32-z0": GPT,
     "gpt-fp32-z1": GPT | {"zero": {"stage": 1}},
     "gpt-bf16-z1": GPT | {"zero": {"stage": 1}, "precision": {"dtype": "bf16"}},
     "gpt-recompute": GPT | {"training": {"recompute_every": 2}},

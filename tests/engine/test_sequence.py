@@ -14,7 +14,7 @@ import torch
 from framework.data.prepare import prepare
 from tests.engine.pipe_oracle import plain_run
 from tests.engine.test_resume import bits
-from tests.launched import read_metrics, series, train_cases
+from tests.launched import rarely, read_metrics, series, train_cases
 
 pytestmark = pytest.mark.slow
 
@@ -41,12 +41,22 @@ ADAMW = {"kind": "adamw", "lr": 1e-3}
 # Name -> model, ZeRO stage, optimizer.
 Cases = dict[str, tuple[str, int, dict[str, Any]]]
 TWO_RANKS: Cases = {
-    **{f"{model}-z{stage}": (model, stage, SGD) for model in ("gpt", "gqa", "bert", "llama") for stage in range(4)},
+    **{f"gpt-z{stage}": ("gpt", stage, SGD) for stage in range(4)},
+    **{
+        f"{model}-z{stage}": (model, stage, SGD) for model, stage in (("gqa", 2), ("gqa", 3), ("bert", 2), ("llama", 3))
+    },
     **{f"{model}-adamw": (model, stage, ADAMW) for stage, model in enumerate(("gpt", "bert", "llama", "gqa"))},
     "gpt-muon": ("gpt", 0, {"kind": "muon"}),
     "gpt-adafactor": ("gpt", 0, {"kind": "adafactor"}),
     "gpt-ema": ("gpt", 1, SGD),
     "window": ("window", 2, SGD),
+}
+# With --exhaustive: the other stages of these models.
+RARE: Cases = {
+    name: (model, stage, SGD)
+    for model in ("gqa", "bert", "llama")
+    for stage in range(4)
+    if (name := f"{model}-z{stage}") not in TWO_RANKS
 }
 FOUR_RANKS: Cases = {f"{model}-2x2": (model, stage, SGD) for stage, model in enumerate(("gpt", "llama", "bert", "gqa"))}
 
@@ -98,9 +108,9 @@ MOVED = ("to-one", "to-data")
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, text: Path, exhaustive: bool) -> Path:
     folder = tmp_path_factory.mktemp("sequence-2")
-    cases = [values(name, case, folder, text) for name, case in TWO_RANKS.items()]
+    cases = [values(name, case, folder, text) for name, case in (TWO_RANKS | (RARE if exhaustive else {})).items()]
     cases += [values(name, TWO_RANKS[of], folder, text, **sections) for name, (of, sections, _) in VARIANTS.items()]
     shorter = {"training": {"max_steps": STOP}}
     cases += [values(f"{name}-whole", TWO_RANKS[name], folder, text, **DROPPED) for name in ("gpt-z0", "bert-z2")]
@@ -156,9 +166,9 @@ def hold(folder: Path, name: str, case: tuple[str, int, dict[str, Any]], text: P
         assert last[f"eval/{metric}"] == pytest.approx(value, rel=finer * 1e-5), metric
 
 
-@pytest.mark.parametrize("name", TWO_RANKS)
+@pytest.mark.parametrize("name", [*TWO_RANKS, *rarely(RARE)])
 def test_two_ranks_equal_plain_pytorch(two_ranks: Path, text: Path, name: str) -> None:
-    hold(two_ranks, name, TWO_RANKS[name], text, global_size=8)
+    hold(two_ranks, name, (TWO_RANKS | RARE)[name], text, global_size=8)
 
 
 @pytest.mark.parametrize("name", FOUR_RANKS)
@@ -196,7 +206,7 @@ def test_what_nobody_can_share_is_refused(two_ranks: Path, name: str, kind: str)
     assert f"[{kind}]" in (two_ranks / f"{name}.error").read_text(encoding="utf-8")
 
 
-LONG, SHORT = 32_768, 64
+LONG, SHORT = 16_384, 64
 PEAK = "memory/host_peak_bytes"
 
 
@@ -235,5 +245,5 @@ def test_two_ranks_keep_half_of_a_long_sequence_each(long_sequences: Path) -> No
         for size in (1, 2)
     ]
     print("bytes for one sequence:", taken)
-    assert taken[0] > 5e8
+    assert taken[0] > 2.5e8
     assert 0.4 < taken[1] / taken[0] < 0.6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+from functools import cache
 from time import process_time
 from typing import Any
 
@@ -49,6 +50,7 @@ LLAMA: dict[str, Any] = {
     "training": {"max_steps": 100},
 }
 GIB = 2**30
+FEW = frozenset({STAGE, RECOMPUTE, MICRO, ACCUMULATION})
 
 
 def config(**sections: Any) -> RunConfig:
@@ -59,13 +61,19 @@ def a100(memory_gib: int = 80, hosts: int = 1) -> tuple[Cluster, Target]:
     return Cluster(hosts, 8), listed_target(f"a100-{memory_gib}gb", devices_per_host=8)
 
 
+@cache
+def searched(*, hosts: int = 1) -> Found:
+    """What is found for the model where everything is free, on 8 or more A100."""
+    cluster, target = a100(hosts=hosts)
+    return search(Request(config(), cluster, target))
+
+
 def strategies(candidates: tuple[Candidate, ...]) -> set[tuple[Any, ...]]:
     return {tuple(each.choice[key] for key in (STAGE, OFFLOAD, RECOMPUTE, PIPE)) for each in candidates}
 
 
 def test_every_candidate_is_a_config_and_plan_of_the_house() -> None:
-    cluster, target = a100()
-    found = search(Request(config(), cluster, target))
+    (cluster, target), found = a100(), searched()
     assert len(found.ranked) > 4
     for each in found.ranked:
         assert target.memory_bytes is not None
@@ -77,8 +85,7 @@ def test_every_candidate_is_a_config_and_plan_of_the_house() -> None:
 
 
 def test_the_fastest_comes_first_and_ties_go_to_the_plainest() -> None:
-    cluster, target = a100(hosts=8)
-    ranked = search(Request(config(), cluster, target)).ranked
+    ranked = searched(hosts=8).ranked
     speeds = [each.samples_per_second or 0.0 for each in ranked]
     assert speeds[0] >= max(speeds) / 1.02
     tied = [each for each in ranked if (each.samples_per_second or 0.0) >= max(speeds) / 1.02]
@@ -88,8 +95,7 @@ def test_the_fastest_comes_first_and_ties_go_to_the_plainest() -> None:
 
 
 def test_what_deepspeed_refuses_is_not_proposed_and_says_why() -> None:
-    cluster, target = a100()
-    found = search(Request(config(), cluster, target))
+    found = searched()
     assert all(each.choice[STAGE] < 2 for each in found.ranked if each.choice[PIPE] > 1)
     assert all(each.choice[STAGE] > 0 for each in found.ranked if each.choice[OFFLOAD] == "cpu")
     reasons = " ".join(lost.why for lost in found.losers if lost.kind == "refused")
@@ -111,7 +117,7 @@ def test_the_global_size_stays_where_it_is_given() -> None:
 
 def test_a_free_batch_grows_while_that_makes_a_difference() -> None:
     cluster, target = a100(hosts=8)
-    best = {tuple(each.choice.values())[:6]: each for each in search(Request(config(), cluster, target)).ranked}
+    best = {tuple(each.choice.values())[:6]: each for each in searched(hosts=8).ranked}
     plain = best[(3, "none", 0, 1, 1, 1)]
     half = {**plain.settings, MICRO: plain.choice[MICRO] // 2}
     assert plain.choice[MICRO] > 1
@@ -119,7 +125,7 @@ def test_a_free_batch_grows_while_that_makes_a_difference() -> None:
         Request(config(zero={"stage": 3}, batch={"micro_size": half[MICRO]}), cluster, target, free=frozenset())
     )
     assert (slower.ranked[0].samples_per_second or 0) * 1.02 < (plain.samples_per_second or 0)
-    unknown = search(Request(config(), cluster, Target("a device", 80 * GIB))).ranked
+    unknown = search(Request(config(), cluster, Target("a device", 80 * GIB), free=FEW)).ranked
     assert max(each.choice[MICRO] for each in unknown) <= 32
 
 
@@ -194,7 +200,7 @@ def test_more_devices_until_it_fits() -> None:
 
 def test_the_longest_sequence_fits_and_an_eighth_more_does_not() -> None:
     cluster, target = a100(memory_gib=40)
-    found = search_longest_sequence(Request(config(), cluster, target))
+    found = search_longest_sequence(Request(config(), cluster, target, free=FEW))
     length = found.ranked[0].settings["data.sequence_length"]
     assert length >= 2048
     assert found.ranked[0].plan.config.data.sequence_length == length  # type: ignore[union-attr]
@@ -272,10 +278,8 @@ def test_512_gpus_are_searched_in_three_seconds_without_torch() -> None:
 
 
 def test_found_is_empty_of_words_where_something_fits() -> None:
-    cluster, target = a100()
-    found = search(Request(config(), cluster, target))
-    assert isinstance(found, Found)
-    assert found.block == ""
+    assert isinstance(searched(), Found)
+    assert searched().block == ""
 
 
 def test_each_candidate_is_estimated_as_its_plan_alone() -> None:

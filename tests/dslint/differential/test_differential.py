@@ -31,12 +31,12 @@ HARMS_PAGE = ROOT / "docs/silent-harms.md"
 @pytest.mark.slow
 @asks_deepspeed
 def test_nothing_is_accepted_that_deepspeed_refuses_and_every_refusal_is_on_a_list(tmp_path: Path) -> None:
-    asked = list(questions(seed=3, count=320))
-    result = compare(asked, tmp_path, start_most=30)
+    asked = list(questions(seed=3, count=160))
+    result = compare(asked, tmp_path, start_most=20)
     assert result.accepted_by_us_alone == []
     assert result.unexplained == []
-    assert result.parsed >= 300
-    assert result.started >= 15
+    assert result.parsed >= 150
+    assert result.started >= 10
     assert set(result.mutations) == {"none", *MUTATIONS}
 
 

@@ -10,6 +10,7 @@ from framework.errors import FrameworkError
 from framework.launch.hosts.devices import LocalDevices
 from framework.launch.hosts.topology import Topology
 from framework.launch.node import NodeOptions, run_node
+from framework.launch.rendezvous import messages
 from framework.launch.stop_requests import StopRequests
 
 
@@ -18,6 +19,8 @@ def main() -> int:
     given = json.loads(sys.argv[1])
     terms = given["terms"]
     requests = StopRequests()
+    if "silence_seconds" in terms:
+        messages.SILENCE_SECONDS = terms.pop("silence_seconds")  # type: ignore[misc]
     if "life_line" in terms:
         requests.hold(terms.pop("life_line"))
     try:
