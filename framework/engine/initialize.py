@@ -31,6 +31,7 @@ from framework.engine.workarounds.fp32_sums import taking_zero_optimizer
 from framework.engine.workarounds.grad_norm import keep_norm
 from framework.engine.workarounds.grad_scaler import forget_autocast
 from framework.engine.workarounds.gradient_order import keep_gradient_order
+from framework.engine.workarounds.half_without_zero import taking_no_empty_step
 from framework.engine.workarounds.idle_measurements import leave_out_measurements
 from framework.engine.workarounds.module_buffers import share_buffers
 from framework.errors import ConfigError, explaining
@@ -66,7 +67,13 @@ def initialize(
     deepspeed.utils.groups.mpu = None  # DeepSpeed keeps that of an earlier engine of the process
     named = {names[parameter]: parameter for parameter in model.parameters()}
     stepped = with_expert_groups(model, parameter_groups(named, plan.config.optimizer, layers=layers))
-    with refusing_scalars(), _sending_scalars(), declaring_experts(model), taking_zero_optimizer():
+    with (
+        refusing_scalars(),
+        _sending_scalars(),
+        declaring_experts(model),
+        taking_zero_optimizer(),
+        taking_no_empty_step(),
+    ):
         engine, _, _, _ = deepspeed.initialize(
             model=model,
             model_parameters=stepped,

@@ -17,6 +17,7 @@ from framework.config.precision import BF16, FP16, FP32, Autocast
 from framework.engine.distributed import device, gather
 from framework.engine.step_batches import HALF, DeviceBatches
 from framework.engine.workarounds.grad_norm import KeptNorm
+from framework.engine.workarounds.half_without_zero import norm_of
 from framework.errors import ConfigError, in_one_line
 from framework.models.layers import Layer
 from framework.tasks.task import Ratio, Task
@@ -56,7 +57,7 @@ def over_ranks(own: Mapping[str, float]) -> dict[str, float]:
 
 def engine_metrics(engine: deepspeed.DeepSpeedEngine, kept_norm: KeptNorm | None) -> dict[str, float]:
     """Read the metrics of DeepSpeed's last step."""
-    norm = kept_norm.norm if kept_norm is not None and kept_norm.norm is not None else engine.get_global_grad_norm()
+    norm = kept_norm.norm if kept_norm is not None and kept_norm.norm is not None else norm_of(engine)
     metrics = {} if norm is None else {"train/grad_norm": float(norm)}
     if engine.fp16_enabled():
         metrics["train/loss_scale"] = float(engine.optimizer.loss_scale)

@@ -56,7 +56,7 @@ class TensorCut:
             ConfigError: kind ``tensor-plan``: it has no plan, a pattern of it matches nothing, or a layer cannot be
                 divided as it wants.
         """
-        plan = self._given or _own_plan(model)
+        plan = self._given or _own_plan(model, size=self.part.size)
         if not plan:
             reason = f"{type(model).__name__} has no plan of its own for parallel.tensor"
             fix = 'name its layers, such as {"blocks.*.up": column, "blocks.*.down": row}'
@@ -101,6 +101,8 @@ class TensorCut:
             self._cut_embedding(model, name, module, kind)
         elif not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
             self._refuse(name, f"it is a {type(module).__name__}, and only nn.Linear can be cut so", "leave it out")
+        elif module._parameters.get("weight") is None:
+            self._refuse(name, "its weight is computed from others (weight_norm, a parametrization)", "leave it out")
         elif isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
             self._refuse(name, "nn.MultiheadAttention takes the weight and does not call the layer", "leave it out")
         elif kind == "row":
@@ -211,7 +213,7 @@ def _around(*names: str) -> str:
     return ".".join(common)
 
 
-def _own_plan(model: nn.Module) -> dict[str, TensorSplit]:
+def _own_plan(model: nn.Module, *, size: int) -> dict[str, TensorSplit]:
     """The plan that a model brings along: ours, or the one of the model of transformers that it is or holds."""
     if (own := getattr(type(model), "tensor_plan", None)) is not None:
         return {name: TensorSplit(split=word) for name, word in own.items()}
@@ -220,9 +222,17 @@ def _own_plan(model: nn.Module) -> dict[str, TensorSplit]:
             if unknown := sorted(set(found.values()) - _OF_TRANSFORMERS.keys()):
                 reason = f"the plan of {type(module).__name__} splits layers as {unknown[0]}, which is not done here"
                 raise ConfigError.of("tensor-plan", reason, "set parallel.tensor: 1, or write a plan", _KEY, None)
+            _refuse_heads(getattr(module, "config", None), size)
             prefix = f"{name}." if name else ""
             return {f"{prefix}{key}": TensorSplit(split=_OF_TRANSFORMERS[word]) for key, word in found.items()}  # type: ignore[arg-type]
     return {}
+
+
+def _refuse_heads(config: Any, size: int) -> None:
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        if isinstance(count := getattr(config, key, None), int) and count % size:
+            reason = f"{size} ranks of a tensor group cannot share the model's {count} ({key}) evenly"
+            raise ConfigError.of("tensor-not-divisible", reason, "set another size", "parallel.tensor", size)
 
 
 def _matched(plan: Plan, names: Iterable[str], *, may_be_idle: bool) -> dict[str, TensorSplit]:

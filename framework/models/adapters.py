@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from framework.config.groups import ALL_LINEAR, LORA, is_named, is_saved, tied_problem, unmatched_modules
+from framework.config.groups import LORA, is_saved, tied_problem, unmatched_modules
 from framework.config.training import LoRA
 from framework.errors import ConfigError
 from framework.models.layers import LayeredModel
@@ -64,7 +64,7 @@ def add_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Module:
     modules = [name for name, _ in model.named_modules() if name]
     if problems := unmatched_modules(lora, modules):
         raise ConfigError(problems)
-    _refuse_tied(model, lora)
+    tied = _tied(model)
     trained = [module for name, module in model.named_modules() if name and is_saved(name, lora)]
     config = LoraConfig(**lora.model_dump(exclude={"modules_to_save"}))
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -75,7 +75,11 @@ def add_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Module:
         except ValueError as error:
             reason, fix = str(error).partition(". ")[0], "name linear layers, convolutions or embeddings"
             key = "training.lora.target_modules"
+            if "must have 4 dimensions" in reason:
+                reason, fix = "a convolution of a model that ZeRO has spread cannot be adapted", "set zero.stage: 2"
             raise ConfigError.of("lora-not-adaptable", reason, fix, key, lora.target_modules) from error
+    if adapted := sorted(tied & {name.partition(LORA)[0] for name, _ in model.named_parameters() if is_adapter(name)}):
+        raise ConfigError([tied_problem(adapted[0], lora.target_modules)])
     # torch's encoder layers would read frozen weights in evaluation themselves, past all modules and their adapters.
     torch.backends.mha.set_fastpath_enabled(False)
     for name, parameter in model.named_parameters():
@@ -85,18 +89,13 @@ def add_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Module:
     return model
 
 
-def _refuse_tied(model: nn.Module, lora: LoRA) -> None:
-    if lora.target_modules == ALL_LINEAR:
-        return
+def _tied(model: nn.Module) -> set[str]:
+    """Names of modules whose weight is used in another place too."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
     tied = {name for names in owners.values() if len(names) > 1 for name in names}
-    if isinstance(model, LayeredModel):
-        tied |= {layer.name for layer in model.recipes if layer.tied}
-    for name in sorted(tied):
-        if is_named(name, lora.target_modules):
-            raise ConfigError([tied_problem(name, lora.target_modules)])
+    return tied | {layer.name for layer in model.recipes if layer.tied} if isinstance(model, LayeredModel) else tied
 
 
 def merge_adapters(model: nn.Module) -> nn.Module:
@@ -156,9 +155,11 @@ def put_trained(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
 
 def refuse_other_names(model: nn.Module, held: Mapping[str, Any]) -> None:
     """Refuse a checkpoint that lacks something that is trained, or holds what the model has not; a ValueError."""
-    frozen = {name for name, one in model.named_parameters(remove_duplicate=False) if not one.requires_grad}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    there = {id(named[name]) for name in held.keys() & named.keys()}  # of a weight with several names one is held
+    may_lack = {name for name, one in named.items() if not one.requires_grad or id(one) in there}
     state = model.state_dict().keys()
-    wrong = sorted((state - frozen - held.keys()) | (held.keys() - state))
+    wrong = sorted((state - may_lack - held.keys()) | (held.keys() - state))
     if wrong:
         raise ValueError(f"it {'holds' if wrong[0] in held else 'lacks'} {wrong[0]}, unlike the model")
 

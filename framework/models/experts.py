@@ -56,9 +56,11 @@ def collected_routings() -> AbstractContextManager[list[Routing]]:
     return _holding(_collected, [])
 
 
-def dividing_experts(group: Any) -> AbstractContextManager[Any]:
-    """Build mixtures meanwhile that hold a rank's share of their experts, of which the ranks of `group` have all."""
-    return _holding(_group, group)
+def dividing_experts(group: Any, *, varies: bool = False) -> AbstractContextManager[Any]:
+    """Build mixtures meanwhile that hold a rank's share of their experts, of which the ranks of `group` have all;
+    `varies`: the ranks' micro-batches may hold unlike many tokens, on which they then agree in every pass.
+    """
+    return _holding(_group, (group, varies))
 
 
 def routing_metrics(reported: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
@@ -121,8 +123,9 @@ class Mixture(nn.Module):
         super().__init__()
         self.shape = shape
         self.router = Router(hidden_size, shape.num_experts, bias=False)
-        self.group, self.size, rank = _group.get(), 1, 0
-        if self.group is not None:
+        self.group, self.size, rank, self.varies = None, 1, 0, False
+        if (found := _group.get()) is not None:
+            self.group, self.varies = found
             self.size, rank = torch.distributed.get_world_size(self.group), torch.distributed.get_rank(self.group)
         self.num_own = shape.num_experts // self.size
         self.experts = nn.ModuleDict()
@@ -168,8 +171,10 @@ class Mixture(nn.Module):
         return made
 
     def _most(self, room: int) -> int:
-        """Return what any rank has of room: in evaluation the last batches of ranks differ by a sample."""
-        if self.group is None or self.training:
+        """Return what any rank has of room: in evaluation the last batches of ranks differ by a sample, and in training
+        sequences may differ in length.
+        """
+        if self.group is None or (self.training and not self.varies):
             return room
         most = torch.tensor(room, device=self.router.weight.device)
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=self.group)

@@ -38,12 +38,17 @@ def write_adapter(folder: Path, weights: MergedWeights, *, dtype: torch.dtype) -
     """Write what `peft.PeftModel.from_pretrained` loads onto the same base; returns file -> bytes.
 
     Raises:
-        StorageError: kind ``adapter-untrained``: nothing has come through any adapter.
+        StorageError: kind ``adapter-untrained``: nothing has come through any adapter; ``adapter-tied``: a weight that
+            is trained whole has several names.
     """
     checkpoint = weights.checkpoint
     lora = checkpoint.manifest["config"]["training"]["lora"]
     untrained, adapted = [*untrained_adapters(weights)], [name for name in weights if ".lora_B." in name]
     adapted += [name for name in weights if ".lora_embedding_B." in name]
+    if weights.ties:
+        one, other = next(iter(weights.ties.items()))
+        reason = f"{one} and {other} are one weight, of which peft would make two; export it without --adapter"
+        raise StorageError(f"{checkpoint.path}: {reason} [adapter-tied]")
     if untrained:
         places = f"{len(untrained)} of {len(adapted)} adapters have a B of zeros and add nothing, {untrained[0]} first"
         if checkpoint.step and len(untrained) == len(adapted):

@@ -71,6 +71,8 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
     random_state.seed_everything(plan.config.run.seed)  # the same weights on every rank
     weights = prepared.weights
     assert not isinstance(weights, SavedCheckpoint), "they are read when the ranks have met"
+    # A dataset's own `collate_fn` pads as it likes.
+    varying_shapes = any(callable(getattr(split, "collate_fn", None)) for split in vars(parts.splits).values())
     if cut is not None:
         frozen, synced = cut.frozen, plan.config.training.sync_batch_norm
 
@@ -92,8 +94,7 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
             make_optimizer=parts.make_optimizer,
             make_schedule=parts.make_schedule,
             adapt=adapt,
-            # A dataset's own `collate_fn` pads as it likes.
-            varying_shapes=any(callable(getattr(split, "collate_fn", None)) for split in vars(parts.splits).values()),
+            varying_shapes=varying_shapes,
         )
         if weights is not None:
             weights.let_go()  # `Prepared` would hold them to the end of the run
@@ -103,7 +104,9 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
     if plan.layout.tensor_size > 1:
         groups = make_groups(plan.layout)
         build = TensorCut(groups.tensor, plan.config.parallel.tensor_plan, parts.task).after(build)
-    with building_experts(plan) as divides:  # of which no other rank could take the place
+    with building_experts(
+        plan, varying_shapes=varying_shapes
+    ) as divides:  # of which no other rank could take the place
         make = partial(build_model, build, ds_config=ds_config, draws_in_pieces=is_ours, groups=groups)
         model = build() if divides else make()
     model = prepare_model(model, plan.config.training)

@@ -38,7 +38,7 @@ def weight_histograms(module: torch.nn.Module, plan: Plan) -> list[Shown]:
     Waits for the device. Sent between ranks: 700 counts for each weight.
     """
     is_spread, counts = plan.config.zero.stage == 3, {}
-    if is_spread or plan.layout.data_parallel_rank(rank()) == 0:
+    if is_spread or plan.layout.data_parallel_rank(rank()) < plan.layout.expert_size:
         for name, weight in module.named_parameters():
             counts[name] = _count(_own_share(weight) if is_spread else weight.detach())
     everyone = gather(counts)

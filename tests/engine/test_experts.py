@@ -23,6 +23,7 @@ from framework.setup.objects import call_factory
 from tests.engine.oracle import Average, MuonWithAdam
 from tests.jobs.parts import MaskedPrompts, tiny_mixtral
 from tests.launched import rarely, read_metrics, series, train_cases
+from tests.train.monitors.sinks import histograms_of
 
 pytestmark = pytest.mark.slow
 
@@ -133,6 +134,14 @@ def varied(name: str, folder: Path) -> dict[str, Any]:
     return case.config(folder, **{"run": {"name": name, "output_dir": str(folder)}, **sections})
 
 
+def ragged(name: str, folder: Path, expert: int) -> dict[str, Any]:
+    """A run whose ranks read batches of unlike length."""
+    board = {"tensorboard": {"histograms_every_steps": NUM_STEPS}, "csv": False, "progress": "off"}
+    data = {"target": "tests.jobs.parts:ragged_prompts"}
+    run = {"name": name, "output_dir": str(folder)}
+    return Case(1, TOP1, SGD, steps=2, expert=expert).config(folder, run=run, data=data, monitors=board)
+
+
 def micro_batches(case: Case) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
     """Of each step, those of all ranks."""
     dataset = MaskedPrompts()
@@ -189,6 +198,7 @@ def folder(exhaustive: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts")
     held = [*TWO, *(RARE if exhaustive else ())]
     cases = [*(case.config(folder) for case in held), *(varied(name, folder) for name in VARIANTS)]
+    cases += [ragged(name, folder, expert) for name, expert in (("ragged-together", 1), ("ragged-apart", 2))]
     train_cases(cases, num_ranks=2, folder=folder, allow_fp16=True)
     return folder
 
@@ -220,6 +230,14 @@ def test_other_arithmetic_stays_close(name: str, folder: Path) -> None:
     case, _, within = VARIANTS[name]
     found, (expected, _) = series(folder / name, "train/loss"), plain_steps(case)
     assert [*found.values()] == pytest.approx([step["train/loss"] for step in expected], abs=within)
+
+
+def test_ranks_of_unlike_many_tokens_agree_on_room_and_show_all_experts(folder: Path) -> None:
+    for name in ("train/loss", "train/grad_norm", "train/dropped_tokens"):
+        together, apart = (series(folder / f"ragged-{run}", name) for run in ("together", "apart"))
+        assert apart == pytest.approx(together, abs=1e-5), name
+    together, apart = (set(histograms_of(folder / f"ragged-{run}")) for run in ("together", "apart"))
+    assert apart == together
 
 
 FOUR = [Case(stage, moe, optimizer, ranks=4, expert=2) for stage, moe, optimizer in ((1, TOP1, SGD), (2, TOP2, ADAMW))]

@@ -22,6 +22,7 @@ from framework.config.training import LoRA
 from framework.data.order import epoch_order
 from framework.errors import ConfigError, StorageError
 from framework.models.adapters import is_adapter
+from framework.setup.adapters import write_adapter
 from framework.setup.objects import call_factory
 from tests.engine.oracle import Average
 from tests.engine.saved_runs import write_tokens
@@ -277,6 +278,13 @@ def test_adapters_that_nothing_went_through_are_not_exported(
     with pytest.raises(StorageError, match=r"9 of 9 adapters have a B of zeros .* after 20 steps.* \[adapter-unt"):
         export(str(runs / "gpt-sgd-z0"), tmp_path / "out", adapter=True)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_weight_of_two_names_is_not_exported_for_peft(runs: Path, tmp_path: Path) -> None:
+    held = weights(runs / "gpt-sgd-z0")
+    held.ties = {"head.weight": "embed.weight"}
+    with pytest.raises(StorageError, match=r"one weight, of which peft would make two; .* \[adapter-tied\]"):
+        write_adapter(tmp_path, held, dtype=torch.float32)
 
 
 def test_adapters_are_no_weights_to_start_from(runs: Path) -> None:

@@ -58,6 +58,7 @@ BERT = {
     "data": {"kind": "text_pairs", "sequence_length": 32},
     "task": {"kind": "masked_lm"},
 }
+FP16 = {"dtype": "fp16", "initial_scale_power": 8}  # at which no step is skipped
 DECAY = {"kind": "adamw", "weight_decay": 0.5, "weight_decay_on": "matrices"}
 MODELS: dict[str, dict[str, Any]] = {"lenet": LENET, "resnet": RESNET, "gpt": GPT, "llama": LLAMA, "bert": BERT}
 
@@ -99,6 +100,7 @@ TWO_RANKS = [
     Case("gpt-frozen", "gpt", training={"freeze": ["blocks\\.[01]\\..*", "positions.*"]}),
     Case("gpt-autocast", "gpt", sections={"precision": {"dtype": "autocast"}}, tolerance=0.02),
     Case("gpt-bf16", "gpt", sections={"precision": {"dtype": "bf16"}, "zero": {"stage": 1}}, tolerance=0.02),
+    Case("gpt-fp16-z0", "gpt", sections={"precision": FP16}, tolerance=5e-3),
     Case(
         "gpt-fp16",
         "gpt",
@@ -238,6 +240,8 @@ def test_a_clipped_run_logs_the_norm_of_all_stages(two_ranks: Path) -> None:
     zero = series(two_ranks / "lenet-zero1-clipped", "train/grad_norm")
     assert clipped[1] > 0.05
     assert clipped[1] == pytest.approx(zero[1], rel=1e-4)
+    plain, fp16 = (series(two_ranks / name, "train/grad_norm") for name in ("gpt", "gpt-fp16-z0"))
+    assert fp16 == pytest.approx(plain, rel=0.02), "the tied embedding counts once, and the loss scale not at all"
 
 
 def test_every_sink_has_the_numbers_of_a_pipeline(two_ranks: Path) -> None:

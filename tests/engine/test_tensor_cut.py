@@ -73,9 +73,12 @@ def test_dropout_differs_where_ranks_do(found: dict[str, Any]) -> None:
         ("no linear", "blocks.0.norm: it is a LayerNorm"),
         ("uneven", "its 5 outputs cannot be divided over 2 ranks"),
         ("attention of torch", "nn.MultiheadAttention takes the weight"),
+        ("weight norm", "0: its weight is computed from others"),
+        ("heads", "2 ranks of a tensor group cannot share the model's 1 (num_key_value_heads) evenly"),
         ("tied", "model.model.embed_tokens: its weight is that of a layer that is divided"),
     ],
 )
 def test_plans_that_cannot_be_are_refused(found: dict[str, Any], name: str, words: str) -> None:
     assert words in found["refused"][name]
-    assert found["refused"][name].endswith("[tensor-plan]")
+    kind = "tensor-not-divisible" if name == "heads" else "tensor-plan"
+    assert found["refused"][name].endswith(f"[{kind}]")

@@ -78,6 +78,23 @@ def masked_prompts() -> MaskedPrompts:
     return MaskedPrompts()
 
 
+class RaggedPrompts(MaskedPrompts):
+    """Texts of 3 to 16 tokens, each batch as long as its longest one."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        text, labels = super().__getitem__(index)
+        return text[: 3 + 5 * index % 14], labels[: 3 + 5 * index % 14]
+
+    def collate_fn(self, samples: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+        pad = torch.nn.utils.rnn.pad_sequence
+        ids, labels = zip(*samples, strict=True)
+        return pad(ids, batch_first=True), pad(labels, batch_first=True, padding_value=-100)
+
+
+def ragged_prompts() -> RaggedPrompts:
+    return RaggedPrompts()
+
+
 def masked_prompts_and_seven_more() -> tuple[Dataset[tuple[torch.Tensor, torch.Tensor]], ...]:
     return MaskedPrompts(), torch.utils.data.Subset(MaskedPrompts(), range(7))
 

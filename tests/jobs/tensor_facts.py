@@ -180,6 +180,11 @@ def refusals() -> dict[str, str]:
             lambda: nn.Sequential(nn.Linear(4, 4), nn.MultiheadAttention(4, 2)),
             {"0": "column", "1.out_proj": "row"},
         ),
+        "weight norm": (
+            lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4)),
+            {"0": "column", "1": "row"},
+        ),
+        "heads": (lambda: tensor_parts.llama(key_heads=1), None),
         "tied": (lambda: tensor_parts.llama(tie=True), {"model.lm_head": "column_gathered"}),
     }
     found = {}

@@ -20,13 +20,13 @@ class Logits(nn.Module):
         return logits
 
 
-def llama(tie: bool = False) -> Logits:
-    """Llama of 2 layers, 4 heads and 2 key/value heads."""
+def llama(tie: bool = False, key_heads: int = 2) -> Logits:
+    """Llama of 2 layers, 4 heads and 2 key/value heads or others."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     return Logits(
-        LlamaForCausalLM(LlamaConfig(vocab_size=261, num_key_value_heads=2, tie_word_embeddings=tie, **sizes))
+        LlamaForCausalLM(LlamaConfig(vocab_size=261, num_key_value_heads=key_heads, tie_word_embeddings=tie, **sizes))
     )
 
 

@@ -11,7 +11,8 @@ from torch import nn
 
 from framework.config.load import config_from_values
 from framework.config.training import LoRA
-from framework.models.adapters import add_adapters, merge_adapters
+from framework.errors import ConfigError
+from framework.models.adapters import add_adapters, merge_adapters, put_trained
 from framework.plan.work import weights_alone
 from framework.setup.objects import call_factory
 
@@ -74,3 +75,41 @@ def test_the_plan_counts_what_is_trained_and_what_is_not(model: dict[str, Any], 
     for shapes, is_trained in ((work.weights, True), (work.frozen, False)):
         sizes = [one.numel() for one in built.parameters() if one.requires_grad is is_trained]
         assert (len(shapes), sum(map(prod, shapes.values()))) == (len(sizes), sum(sizes))
+
+
+class TiedHead(nn.Module):
+    """An embedding whose weight is the head's too, under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.middle, self.head = nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def spread_convolution() -> nn.Module:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3))
+    model[0].weight.data = model[0].weight.data.flatten()  # as ZeRO stage 3 leaves it
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "targets", "kind"),
+    [
+        (TiedHead, "all-linear", r"the weight of head is used in another place .*\[lora-tied\]"),
+        (TiedHead, ["embed"], r"\[lora-tied\]"),
+        (spread_convolution, ["0"], r"ZeRO has spread cannot be adapted; set zero.stage: 2 \[lora-not-adaptable\]"),
+    ],
+)
+def test_what_would_be_merged_into_two_places_is_refused(make: Any, targets: Any, kind: str) -> None:
+    with pytest.raises(ConfigError, match=kind):
+        add_adapters(make(), LoRA(target_modules=targets), seed=0)
+
+
+def test_a_tied_weight_that_is_trained_whole_comes_back_under_either_name() -> None:
+    model = add_adapters(TiedHead(), LoRA(target_modules=["middle"], modules_to_save=["head"]), seed=0)
+    trained = {name: torch.ones_like(one) for name, one in model.named_parameters() if one.requires_grad}
+    assert "embed.weight" in trained
+    put_trained(model, trained)
+    assert torch.equal(model.get_parameter("head.weight"), torch.ones(8, 4))
+    with pytest.raises(ValueError, match="it lacks embed"):
+        put_trained(model, {name: one for name, one in trained.items() if name != "embed.weight"})

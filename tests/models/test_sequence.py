@@ -5,6 +5,7 @@ held against plain PyTorch by tests/engine/test_sequence.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,10 @@ from framework.models.sequence import SequenceGroup, attend, first_position, sha
 SIZES = {"hidden_size": 16, "num_layers": 1, "num_heads": 4, "mlp_size": 16, "vocab_size": 8, "max_positions": 8}
 
 
-def their_model(kind: str, **sizes: int) -> nn.Module:
+STRETCHED = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+
+
+def their_model(kind: str, **sizes: Any) -> nn.Module:
     transformers = pytest.importorskip("transformers", reason="transformers comes with the bench extra")
     layers = {"num_hidden_layers": 1, "vocab_size": 8, "hidden_size": 16, "intermediate_size": 16} | sizes
     heads = {"num_attention_heads": 4}
@@ -61,6 +65,7 @@ def test_a_position_that_the_model_has_not_is_refused() -> None:
         (lambda: nn.Linear(2, 2), "its attention is not known"),
         (lambda: their_model("T5"), "takes no position_ids"),
         (lambda: their_model("Mamba"), "takes no position_ids|Conv1d"),
+        (lambda: their_model("Llama", rope_parameters=STRETCHED), r"\(dynamic\) change with the longest one"),
     ],
 )
 def test_models_that_mix_positions_otherwise_are_refused(make: Callable[[], nn.Module], reason: str) -> None:
@@ -72,6 +77,14 @@ def test_models_that_mix_positions_otherwise_are_refused(make: Callable[[], nn.M
 @pytest.mark.parametrize("make", [lambda: GPT.of(**SIZES, num_kv_heads=4), lambda: BERT.of(**SIZES)])
 def test_our_own_models_are_taken_as_they_are(make: Callable[[], nn.Module]) -> None:
     share_attention(make())
+
+
+def test_labels_that_a_model_would_shift_itself_are_refused() -> None:
+    model, tokens = their_model("Llama"), torch.zeros(1, 4, dtype=torch.long)
+    share_attention(model)
+    assert model(tokens, labels=tokens).loss > 0
+    with SequenceGroup(0, 2).shared(), pytest.raises(ConfigError, match=r"labels, .* \[sequence-needs-attention\]"):
+        model(tokens, labels=tokens)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Bert"])

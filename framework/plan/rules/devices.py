@@ -59,6 +59,18 @@ def half_precision_without_zero(config: RunConfig, cluster: Cluster, layout: Lay
         yield Problem(kind=kind, key="zero.stage", value=0, severity="note", reason=reason, fix=fix)
 
 
+@rule()
+def divided_in_advance(config: RunConfig, cluster: Cluster) -> Found:
+    """deepspeed/runtime/zero/stage3.py `__avg_scatter_contiguous_grads`: divided by this number, and by all ranks, a
+    gradient is multiplied by the first again unless they are equal.
+    """
+    key, parallel = "gradient_predivide_factor", config.parallel
+    factor, ranks = config.deepspeed.get(key), cluster.world_size // (parallel.pipe * parallel.tensor)
+    if config.zero.stage == 3 and factor == ranks > 1:
+        reason = f"at stage 3 DeepSpeed leaves gradients {ranks} times too small where it is the number of ranks"
+        yield Problem("predivided-by-all-ranks", reason, "remove it", f"deepspeed.{key}", factor)
+
+
 @rule("offload-needs-stage")
 def offload_needs_stage(config: RunConfig, cluster: Cluster) -> Found:
     """Below these stages DeepSpeed drops the setting without a word, and frees no memory."""

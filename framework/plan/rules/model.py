@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import accumulate
@@ -181,10 +182,29 @@ def recompute_in_parts(config: RunConfig, cluster: Cluster) -> Found:
 
 @rule()
 def freeze_patterns(config: RunConfig, cluster: Cluster) -> Found:
-    """Text that is no regular expression, such as ``*.bias``."""
-    for number, pattern in enumerate(config.training.freeze):
+    """Text that is no regular expression, such as ``*.bias``; and all experts, of which ranks then share none that
+    DeepSpeed knows of.
+    """
+    from framework.plan.work import model_work  # here: it imports the plan, which imports the rules
+
+    freeze, problems = config.training.freeze, list[Problem]()
+    for number, pattern in enumerate(freeze):
         fix = "write for example .*bias for all that ends so"
-        yield from pattern_problem(pattern, key=f"training.freeze.{number}", value=pattern, fix=fix)
+        problems += pattern_problem(pattern, key=f"training.freeze.{number}", value=pattern, fix=fix)
+    yield from problems
+    if (
+        problems
+        or not freeze
+        or config.parallel.expert == 1
+        or (work := model_work(config.model, micro_size=1)) is None
+    ):
+        return
+    if all(any(re.fullmatch(each, name) for each in freeze) for name in work.weights if ".experts." in name):
+        reason, fix = (
+            "it freezes all experts, and only trained ones can be divided over ranks",
+            "set parallel.expert: 1",
+        )
+        yield Problem("expert-with-other", reason, fix, "training.freeze", list(freeze))
 
 
 @rule()
@@ -238,10 +258,11 @@ def optimizer_groups(config: RunConfig, cluster: Cluster) -> Found:
         if group.lr and not optimizer_lr(config.optimizer):
             reason = "a schedule moves it as a share of optimizer.lr, which is 0"
             yield Problem("group-lr-of-nothing", reason, "set optimizer.lr", f"{key}.lr", group.lr)
-    if config.parallel.pipe > 1 and config.zero.stage and (groups or getattr(optimizer, "layer_decay", 1.0) != 1.0):
+    how = "with ZeRO" if config.zero.stage else "in fp16" if config.precision.dtype == "fp16" else ""
+    if config.parallel.pipe > 1 and how and (groups or getattr(optimizer, "layer_decay", 1.0) != 1.0):
         key = "optimizer.groups" if groups else "optimizer.layer_decay"
-        reason = "with ZeRO every stage of a pipeline must have weights of every group"
-        fix = "set zero.stage: 0 or parallel.pipe: 1, or use weight_decay_on: matrices alone"
+        reason = f"{how} every stage of a pipeline must have weights of every group"
+        fix = "set zero.stage: 0 without fp16, or parallel.pipe: 1, or use weight_decay_on: matrices alone"
         value = [group.match for group in groups] if groups else optimizer.layer_decay  # type: ignore[union-attr]
         yield Problem("groups-with-pipeline", reason, fix, key, value)
 

@@ -72,6 +72,14 @@ def test_grad_scaler_of_fp16_weights_at_stage_0_is_not_used() -> None:
     assert scaled == ["                loss = self.optimizer.scale_if_loss(loss)"], "of ZeRO's optimizers alone"
 
 
+def test_half_precision_begins_with_an_empty_step_and_its_norm_is_scaled() -> None:
+    for kind in (FP16_Optimizer, FP16_UnfusedOptimizer):
+        assert "self.optimizer.step()" in inspect.getsource(kind.initialize_optimizer_states)
+    source = inspect.getsource(FP16_UnfusedOptimizer.step)
+    assert "self._global_grad_norm = get_global_norm(norm_list=norm_groups)\n" in source
+    assert "split_params_grads_into_shared_and_expert_params(group)" in source
+
+
 def test_measurements_are_begun_that_nobody_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert source_of("step").count("self._start_timers(") == 1
     assert "enabled" not in source_of("_start_timers")

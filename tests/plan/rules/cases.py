@@ -8,6 +8,7 @@ from framework.plan.cluster import Device
 
 LAMB = {"optimizer": {"kind": "lamb"}}
 LION = {"optimizer": {"kind": "lion"}}
+OWN_ADAM = {"optimizer": {"kind": "adamw", "implementation": "deepspeed"}}
 TARGET = {"target": "a:b"}
 GREY224 = {"kind": "synthetic_images", "channels": 1, "image_size": 28, "num_classes": 10}
 GPT = {"model": {"kind": "gpt"}, "data": {"kind": "text"}, "task": {"kind": "causal_lm"}}
@@ -27,6 +28,7 @@ def with_experts(expert: int = 2, stage: int = 1) -> dict[str, Any]:
 
 REDUCED = ({"round_robin_gradients": True}, {"reduce_scatter": False}, {"contiguous_gradients": False})
 MANY: dict[str, Any] = {"batch": {"accumulation_steps": 8}}  # micro-batches: no stage idles for long
+FP16: dict[str, Any] = {"precision": {"dtype": "fp16"}}
 AUTOCAST_FP16: dict[str, Any] = {"precision": {"dtype": "autocast", "compute_dtype": "fp16"}}
 
 
@@ -117,6 +119,11 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (LION | offload(2), "cpu", None),
         (LAMB, "cuda", None),
     ],
+    "divided_in_advance": [
+        ({"deepspeed": {"gradient_predivide_factor": 2.0}, "zero": {"stage": 3}}, "cuda", "predivided-by-all-ranks"),
+        ({"deepspeed": {"gradient_predivide_factor": 4.0}, "zero": {"stage": 3}}, "cuda", None),
+        ({"deepspeed": {"gradient_predivide_factor": 2.0}, "zero": {"stage": 2}}, "cuda", None),
+    ],
     "offload_needs_stage": [
         (offload(0) | LION, "cuda", "offload-needs-stage"),
         (offload(2, **NVME) | LION, "cuda", "offload-needs-stage"),
@@ -124,11 +131,13 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         ({"zero": {"stage": 2, "offload_param": {"device": "cpu"}}}, "cuda", "offload-needs-stage"),
         (offload(1) | LION, "cuda", None),
         (offload(3, **NVME) | LION, "cuda", None),
-        (offload(3, ratio=0.5) | LION, "cuda", None),
+        (offload(3, ratio=0.5) | OWN_ADAM, "cuda", None),
         ({"zero": {"stage": 3, "offload_param": {"device": "cpu"}}}, "cuda", None),
     ],
     "offload_optimizer_unsupported": [
         (LAMB | offload(2), "cuda", "offload-optimizer-unsupported"),
+        (LION | offload(3, ratio=0.5), "cuda", "offload-optimizer-unsupported"),
+        (offload(3, ratio=0.5) | OWN_ADAM, "cuda", None),
         (LAMB, "cuda", None),
     ],
     "optimizer_sees_shape": [
@@ -289,10 +298,18 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
             "cuda",
             "groups-with-pipeline",
         ),
+        (
+            piped(**MANY | FP16 | {"optimizer": {"kind": "sgd", "layer_decay": 0.8}}),
+            "cuda",
+            "groups-with-pipeline",
+        ),
+        (piped(**FP16 | {"optimizer": {"kind": "adamw", "weight_decay_on": "matrices"}}), "cuda", None),
     ],
     "freeze_patterns": [
         ({"training": {"freeze": ["conv1.*", "*.bias"]}}, "cuda", "bad-pattern"),
         ({"training": {"freeze": ["conv1.*", ".*bias"]}}, "cuda", None),
+        (with_experts() | {"training": {"freeze": [".*up.*", ".*experts.*down.*"]}}, "cuda", "expert-with-other"),
+        (with_experts() | {"training": {"freeze": [".*router.*", r".*experts\.0\..*"]}}, "cuda", None),
     ],
     "adapted_modules": [
         (GPT | {"training": {"lora": {"target_modules": ["query", "up"], "modules_to_save": ["norm"]}}}, "cuda", None),
@@ -447,8 +464,8 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     ],
     "ema_with_offload": [
         (offload(3, **NVME) | LION | {"training": EMA}, "cuda", "ema-with-offload"),
-        (offload(3, ratio=0.5) | LION | {"training": EMA}, "cuda", "ema-with-offload"),
-        (offload(3, ratio=0.5) | LION, "cuda", None),
+        (offload(3, ratio=0.5) | OWN_ADAM | {"training": EMA}, "cuda", "ema-with-offload"),
+        (offload(3, ratio=0.5) | OWN_ADAM, "cuda", None),
         (offload(2) | LION | {"training": EMA}, "cuda", None),
     ],
     "best_is_measured": [
