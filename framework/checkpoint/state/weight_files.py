@@ -49,12 +49,14 @@ Read = Callable[[], torch.Tensor]
 class LazyWeights(Mapping[str, torch.Tensor]):
     """Name -> tensor on the CPU, in the order given; each access reads it anew, from mapped files.
 
-    `shapes` tells what there is without reading it.
+    `shapes` tells what there is without reading it; of `may_lack` a model keeps what it has.
     """
 
-    def __init__(self, shapes: Mapping[str, torch.Size], read: Mapping[str, Read]) -> None:
+    def __init__(
+        self, shapes: Mapping[str, torch.Size], read: Mapping[str, Read], *, may_lack: frozenset[str] = frozenset()
+    ) -> None:
         assert shapes.keys() == read.keys()
-        self.shapes, self._read = dict(shapes), dict(read)
+        self.shapes, self._read, self.may_lack = dict(shapes), dict(read), may_lack
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._read[name]()
