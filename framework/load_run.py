@@ -93,7 +93,7 @@ class LoadedRun:
         from framework.plan.token_folder import look_at_data
 
         found, size = look_at_data(self.config, data_elsewhere=data_elsewhere)
-        found += published_problems(self.config) if self.config.checkpoint.init_weights is not None else []
+        found += published_problems(self.config)
         cluster = cluster or default_cluster(self.config)
         return make_plan(self.config, cluster, num_train_samples=size, source=self.source, further=found)
 

@@ -16,6 +16,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Final
@@ -24,9 +25,16 @@ import torch
 
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.published import CONFIG, form_of
-from framework.checkpoint.state.published_weights import as_theirs
 from framework.checkpoint.state.reader import MergedWeights
-from framework.checkpoint.state.weight_files import PICKLED, TIES, entries, split, write_pt, write_safetensors
+from framework.checkpoint.state.weight_files import (
+    PICKLED,
+    TIES,
+    as_theirs,
+    entries,
+    split,
+    write_pt,
+    write_safetensors,
+)
 from framework.config.base import Target
 from framework.errors import EXIT_OK, ConfigError, StorageError, printable
 from framework.setup.adapters import write_adapter
@@ -106,9 +114,9 @@ def export(
         return _write_adapter(merged, out, dtype=_DTYPES[dtype])
     whole, stored, ties = _plain_weights(merged, average=weights == "ema", trust=trust, base=base)
     names, described = dict[str, str](), dict[str, Any]()
-    if hf and (form := form_of(saved_config(merged.checkpoint, trust=trust, key="--hf", otherwise=_PLAIN).model)):
+    if hf and (form := form_of(_config(merged.checkpoint).model)):
         whole, stored = as_theirs(whole, stored, form)
-        names, described = form.names, form.described()
+        names, described = form.table["weights"], form.described()
     elif hf:
         names, described = hf_names(merged.checkpoint, stored=stored, trust=trust)
     ties = {names.get(name, name): names.get(first, first) for name, first in ties.items() if name in names or not hf}
@@ -270,6 +278,9 @@ def _size(text: str) -> int:
     return size
 
 
+_config = partial(saved_config, key="--hf", otherwise=_PLAIN, kind="hf-names-missing")
+
+
 def hf_names(
     checkpoint: SavedCheckpoint, *, stored: Collection[str], trust: str | None = None
 ) -> tuple[dict[str, str], dict[str, Any]]:
@@ -285,12 +296,14 @@ def hf_names(
     def refused(kind: str, reason: str, fix: str = _PLAIN) -> ConfigError:
         return ConfigError.of(f"hf-names-{kind}", reason, fix, key="--hf", file=str(checkpoint.path))
 
-    kind = "hf-names-missing"
-    model: Any = saved_config(checkpoint, "model", trust=trust, key="--hf", otherwise=_PLAIN, kind=kind).model
+    model: Any = _config(checkpoint, "model", trust=trust).model
     if not isinstance(model, Target):
         raise refused("missing", f"a {model.kind} of this shape has no counterpart in transformers")
-    with torch.device("meta"):
-        built: Any = call_factory(model.factory(), key="model")
+    try:
+        with torch.device("meta"):
+            built: Any = call_factory(model.factory(), key="model")
+    except ConfigError:  # transformers reads no files there
+        built = call_factory(model.factory(), key="model")
     asked = getattr(built, "hf_names", None)
     if not callable(asked):
         if any(cls.__module__.partition(".")[0] == "transformers" for cls in type(built).__mro__):

@@ -16,10 +16,9 @@ import torch.distributed
 from framework.checkpoint.manifest import SavedCheckpoint
 from framework.checkpoint.published import form_of
 from framework.checkpoint.resume_point import explaining_storage_errors, newest_at
-from framework.checkpoint.state.published_weights import as_ours
 from framework.checkpoint.state.reader import MergedWeights
 from framework.checkpoint.state.tensor_split import split_of, whole_shape
-from framework.checkpoint.state.weight_files import PICKLED, LazyWeights, is_exported, read_exported, shapes_of
+from framework.checkpoint.state.weight_files import PICKLED, LazyWeights, as_ours, is_exported, read_exported, shapes_of
 from framework.errors import ConfigError, StorageError, in_one_line, show_value
 from framework.models.adapters import fingerprint
 from framework.models.experts import is_elsewhere
@@ -57,10 +56,7 @@ def find_weights(path: str, *, allow_unverified: bool = False, model: Any = None
 
 def _named_as_ours(found: LazyWeights, model: Any) -> LazyWeights:
     form = form_of(model)
-    is_theirs = form is not None and not found.shapes.keys() & {
-        name for one in form.weights.values() for name in one.ours
-    }
-    return as_ours(found, form) if form is not None and is_theirs else found
+    return found if form is None or "embed.weight" in found.shapes else as_ours(found, form)
 
 
 def checkpoint_weights(
@@ -201,16 +197,13 @@ def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _refuse_differences(shapes: Mapping[str, torch.Size], found: Mapping[str, torch.Tensor], *, source: str) -> None:
-    held, reason = shapes_of(found), ""
-    shapes = {
-        name: shape for name, shape in shapes.items() if name not in getattr(found, "may_lack", ()) or name in held
-    }
-    if missing := sorted(shapes.keys() - held.keys()):
+    held, reason, may_lack = shapes_of(found), "", getattr(found, "may_lack", set[str]())
+    if missing := sorted(shapes.keys() - held.keys() - may_lack):
         reason = f"it lacks {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else "")
     elif extra := sorted(held.keys() - shapes.keys()):
         more = f", and {len(extra) - 1} more" if extra[1:] else ""
         reason = f"it has {extra[0]}, which the model has not{more}"
-    elif other := next((name for name, shape in shapes.items() if held[name] != shape), None):
+    elif other := next((name for name, shape in shapes.items() if held.get(name, shape) != shape), None):
         reason = f"{other} has shape {tuple(held[other])} there and {tuple(shapes[other])} in the model"
     if reason:
         raise ConfigError.of("weights-differ", reason, "name weights of the same model", _KEY, source)

@@ -135,10 +135,9 @@ def prepare(
         if cut is None:
             check_recomputed(plan, parts)
         # What adapters were trained on is in no checkpoint.
-        weights, published = None, tuple[Problem, ...]()
-        if resumed is None or config.training.lora is not None:
-            published = accepted(published_problems(config), source)
-            weights = _first_weights(config, cut)
+        begins = resumed is None or config.training.lora is not None
+        published = accepted(published_problems(config) if begins else (), source)
+        weights = _first_weights(config, cut) if begins else None
     return Prepared(replace(plan, findings=(*plan.findings, *problems, *published)), ds_config, parts, cut, weights)
 
 

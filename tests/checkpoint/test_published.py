@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from framework.checkpoint.published import form_of, published_problems
-from framework.checkpoint.state.published_weights import as_theirs
-from framework.checkpoint.state.weight_files import LazyWeights, entries, write_one
+from framework.checkpoint.state.weight_files import LazyWeights, as_theirs, entries, write_one
 from framework.commands.check import add_options, run_check
 from framework.config.load import config_from_values
 from framework.config.run_config import RunConfig
@@ -186,7 +185,12 @@ def test_more_tokens_and_fewer_positions(tmp_path: Path) -> None:
 
 
 MISFITS: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[str]]] = {
-    "activation": ("gpt2", {}, {"activation_function": "relu"}, ["has activation_function: relu, and model.kind gpt"]),
+    "activation": (
+        "gpt2",
+        {},
+        {"activation_function": "relu"},
+        ["has activation_function: relu, and ours is gelu_new"],
+    ),
     "epsilon": ("gpt2", {"norm_eps": 1e-6}, {}, ["model.norm_eps = 1e-06", "set model.norm_eps: 1e-05"]),
     "heads": ("bert", {"num_heads": 8}, {}, ["model.num_heads = 8", "set model.num_heads: 4"]),
     "sizes": ("gpt2", {"num_layers": 3, "vocab_size": 40}, {}, ["set model.num_layers: 2", "set model.vocab_size: 50"]),
