@@ -35,8 +35,8 @@ class Joined:
 
     Attributes:
         transposed: theirs has (inputs, outputs), where ours have (outputs, inputs).
-        rows: field of our model that says how many rows it has, where the number may differ.
-        may_lack: a folder may be without it; then it is drawn.
+        rows: field of our model with the number of rows, where it may differ.
+        may_lack: where a folder is without it, it is drawn.
     """
 
     ours: tuple[str, ...]
@@ -47,7 +47,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Form:
-    """Architecture of transformers, by its ``model_type``, as which a model section of ours is seen."""
+    """A model section of ours as an architecture of transformers, its ``model_type``."""
 
     name: str
     table: dict[str, Any]
@@ -100,22 +100,23 @@ class Form:
         return found
 
     def misfits(self, described: Mapping[str, Any], file: Path) -> Iterator[Problem]:
-        """What of a config.json keeps our model from computing the same, each with the key to set; and notes."""
+        """What of a config.json keeps our model from computing the same, with the key to set."""
         for key, allowed in self.table["theirs"].items():
             if (value := _find(described, key, allowed[0])) not in allowed:
-                reason = (
-                    f"{file} has {key.partition('|')[0]}: {show_value(value)}, and ours is {show_value(allowed[0])}"
-                )
+                reason = f"{file} has {key.partition('|')[0]}: {show_value(value)}; ours is {show_value(allowed[0])}"
                 yield Problem("weights-differ", reason, _AS_IT_IS, _KEY)
         for ours, value in self.table["needs"].items():
             if (own := getattr(self.model, ours)) != value:
                 fix = f"set model.{ours}: {show_value(value)}"
                 yield Problem("weights-differ", f"{file} is of a {self.name}", fix, f"model.{ours}", own)
+        stated = dict[str, Any]()
         for ours, key in ((ours, key) for ours, keys in self.table["values"].items() for key in keys):
             own, theirs = getattr(self.model, ours), self._theirs(described, key)
             place = f"{file} has {key.partition('|')[0]}: {show_value(theirs)}"
-            if own == theirs or (ours == "max_positions" and own < theirs):  # of which the first are taken
+            # Of positions the first are taken; key and value heads follow the others.
+            if own == theirs or (ours == "max_positions" and own < theirs) or (key in stated and own == stated[key]):
                 continue
+            stated[key] = own
             if ours == "vocab_size" and own > theirs:
                 reason = f"{place}; the other {own - theirs} tokens begin as the mean of those"
                 yield Problem("weights-padded", reason, "", "model.vocab_size", own, severity="note")
@@ -177,13 +178,13 @@ def published_problems(config: RunConfig) -> list[Problem]:
 
 
 def _tensors_in(file: Path) -> set[str]:
-    """Names of tensors, without reading one; empty where there is no safetensors file or it is damaged."""
+    """Names of the tensors in safetensors, without reading one."""
     index = _read_json(Path(f"{file}.index.json")).get("weight_map")
     return set(index if isinstance(index, dict) else _read_json(file, is_header=True)) - {"__metadata__"}
 
 
 def _read_json(file: Path, *, is_header: bool = False) -> dict[str, Any]:
-    """An object in a file, or at the begin of safetensors behind its length; empty where there is none."""
+    """The object in a file, or behind the length at its begin."""
     try:
         with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little") if is_header else -1

@@ -285,8 +285,7 @@ def hf_names(
     checkpoint: SavedCheckpoint, *, stored: Collection[str], trust: str | None = None
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """Its name -> Hugging Face's, for everything that is stored, and for further names of it; and the config.json of
-    a model of transformers. The model, which is none of ours, is built on torch's meta device, where it takes no
-    memory, and asked for them; `trust` as for `saved_config`.
+    a model of transformers. The model is built on torch's meta device, and asked; `trust` as for `saved_config`.
 
     Raises:
         ConfigError: it cannot be built, has no such method, or its names are not whole; kinds ``target-not-trusted``,

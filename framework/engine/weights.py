@@ -26,14 +26,13 @@ from framework.models.survey import Surveyed
 
 _KEY: Final = "checkpoint.init_weights"
 _FILES: Final = (".pt", ".pth", ".bin")
-_PUBLISHED: Final = "pytorch_model.bin"
 
 
 def find_weights(path: str, *, allow_unverified: bool = False, model: Any = None) -> LazyWeights | SavedCheckpoint:
     """The weights that `checkpoint.init_weights` names: an export, a file that `torch.save` made, or a checkpoint.
 
     The checkpoint, the newest one of a run folder, is found only: nothing of it may be read before it is verified.
-    Published weights of a model section of ours get the names of ours.
+    For `model`, a section of ours, transformers' names become ours.
 
     Raises:
         ConfigError: there is nothing of that kind, or a checkpoint without a manifest that is not allowed.
@@ -43,7 +42,7 @@ def find_weights(path: str, *, allow_unverified: bool = False, model: Any = None
     with explaining_storage_errors(_KEY, path):
         if is_exported(place):
             return _named_as_ours(read_exported(place), model)
-        file = next((place / name for name in (PICKLED, _PUBLISHED) if (place / name).is_file()), place)
+        file = next((place / name for name in (PICKLED, "pytorch_model.bin") if (place / name).is_file()), place)
         if file.suffix in _FILES and file.is_file():
             return _named_as_ours(_read_file(file), model)
     checkpoint = newest_at(path, key=_KEY, allow_unverified=allow_unverified)

@@ -189,7 +189,7 @@ MISFITS: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[str]]] = {
         "gpt2",
         {},
         {"activation_function": "relu"},
-        ["has activation_function: relu, and ours is gelu_new"],
+        ["has activation_function: relu; ours is gelu_new"],
     ),
     "epsilon": ("gpt2", {"norm_eps": 1e-6}, {}, ["model.norm_eps = 1e-06", "set model.norm_eps: 1e-05"]),
     "heads": ("bert", {"num_heads": 8}, {}, ["model.num_heads = 8", "set model.num_heads: 4"]),

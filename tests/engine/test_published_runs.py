@@ -60,13 +60,13 @@ RUNS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "own-bert-z3": ("bert", False, {"zero": {"stage": 3}}),
     **{
         f"own-llama-tensor-z{stage}": ("llama", False, {"zero": {"stage": stage}, "parallel": {"tensor": 2}})
-        for stage in (1, 3)
+        for stage in range(4)
     },
     "own-llama-sequence": ("llama", False, {"zero": {"stage": 2}, "parallel": {"sequence": 2}}),
     **{f"half-z{stage}": ("half", False, {"zero": {"stage": stage}}) for stage in (0, 1, 3)},
 }
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
-LORAS = {f"lora-z{stage}": stage for stage in (0, 3)}
+LORAS = {f"lora-z{stage}": stage for stage in range(4)}
 
 
 def base_of(folder: str) -> tuple[str, str, dict[str, Any], dict[str, Any], str]:
