@@ -89,9 +89,11 @@ class LoadedRun:
 
     def plan_with_data(self, cluster: Cluster | None = None, *, data_elsewhere: bool = True) -> Plan:
         """Plan the run as `plan` does, with the size of its text, and with what is wrong with its data."""
+        from framework.checkpoint.published import published_problems
         from framework.plan.token_folder import look_at_data
 
         found, size = look_at_data(self.config, data_elsewhere=data_elsewhere)
+        found += published_problems(self.config)
         cluster = cluster or default_cluster(self.config)
         return make_plan(self.config, cluster, num_train_samples=size, source=self.source, further=found)
 

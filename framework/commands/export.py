@@ -16,6 +16,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Final
@@ -23,15 +24,24 @@ from typing import Any, Final
 import torch
 
 from framework.checkpoint.manifest import SavedCheckpoint
+from framework.checkpoint.published import CONFIG, form_of
 from framework.checkpoint.state.reader import MergedWeights
-from framework.checkpoint.state.weight_files import PICKLED, TIES, entries, split, write_pt, write_safetensors
+from framework.checkpoint.state.weight_files import (
+    PICKLED,
+    TIES,
+    as_theirs,
+    entries,
+    split,
+    write_pt,
+    write_safetensors,
+)
 from framework.config.base import Target
 from framework.errors import EXIT_OK, ConfigError, StorageError, printable
 from framework.setup.adapters import write_adapter
 from framework.setup.objects import call_factory
 from framework.setup.trained import find_source, module_of, saved_config
 from framework.system.arguments import CommandParser
-from framework.system.files import sync_folder
+from framework.system.files import replace_text, sync_folder
 from framework.system.stopping import ending_in_good_order
 
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -103,18 +113,28 @@ def export(
     if adapter:
         return _write_adapter(merged, out, dtype=_DTYPES[dtype])
     whole, stored, ties = _plain_weights(merged, average=weights == "ema", trust=trust, base=base)
-    names = hf_names(merged.checkpoint, stored=stored, trust=trust) if hf else {}
-    found = entries(stored, dtype=_DTYPES[dtype], names=names)
+    names, described = dict[str, str](), dict[str, Any]()
+    if hf and (form := form_of(_config(merged.checkpoint).model)):
+        whole, stored = as_theirs(whole, stored, form)
+        names, described = form.table["weights"], form.described()
+    elif hf:
+        names, described = hf_names(merged.checkpoint, stored=stored, trust=trust)
     ties = {names.get(name, name): names.get(first, first) for name, first in ties.items() if name in names or not hf}
+    found = entries(stored, dtype=_DTYPES[dtype], names=names)
     num_bytes = sum(entry.num_bytes for entry in found)
     with _appearing_whole(out) as aside, _showing_progress(aside, num_bytes):
+        written = {}
+        if described:
+            text = json.dumps(described | {"dtype": str(_DTYPES[dtype]).removeprefix("torch.")}, indent=2) + "\n"
+            replace_text(aside / CONFIG, text)
+            written[CONFIG] = len(text.encode())
         if file_format == "pt":
-            return {PICKLED: write_pt(aside / PICKLED, whole, found, ties=ties)}
+            return written | {PICKLED: write_pt(aside / PICKLED, whole, found, ties=ties)}
         run = merged.checkpoint.manifest["config"]["run"]
         metadata = {"source": f"{run['name']}/{merged.checkpoint.tag}", "step": str(merged.checkpoint.step)}
         metadata |= {"dtype": dtype} | ({"weights": weights} if weights != "trained" else {})
         metadata |= {TIES: json.dumps(ties)} if ties else {}
-        return write_safetensors(aside, whole, split(found, shard_bytes=shard_bytes), metadata=metadata)
+        return written | write_safetensors(aside, whole, split(found, shard_bytes=shard_bytes), metadata=metadata)
 
 
 def _write_adapter(merged: MergedWeights, out: Path, *, dtype: torch.dtype) -> dict[str, int]:
@@ -258,9 +278,14 @@ def _size(text: str) -> int:
     return size
 
 
-def hf_names(checkpoint: SavedCheckpoint, *, stored: Collection[str], trust: str | None = None) -> dict[str, str]:
-    """Our name -> Hugging Face's, for everything that is stored, and for further names of it. The model is built on
-    torch's meta device, where it takes no memory, and asked for them; `trust` as for `saved_config`.
+_config = partial(saved_config, key="--hf", otherwise=_PLAIN, kind="hf-names-missing")
+
+
+def hf_names(
+    checkpoint: SavedCheckpoint, *, stored: Collection[str], trust: str | None = None
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Its name -> Hugging Face's, for everything that is stored, and for further names of it; and the config.json of
+    a model of transformers. The model is built on torch's meta device, and asked; `trust` as for `saved_config`.
 
     Raises:
         ConfigError: it cannot be built, has no such method, or its names are not whole; kinds ``target-not-trusted``,
@@ -270,27 +295,24 @@ def hf_names(checkpoint: SavedCheckpoint, *, stored: Collection[str], trust: str
     def refused(kind: str, reason: str, fix: str = _PLAIN) -> ConfigError:
         return ConfigError.of(f"hf-names-{kind}", reason, fix, key="--hf", file=str(checkpoint.path))
 
-    kind = "hf-names-missing"
-    model: Any = saved_config(checkpoint, "model", trust=trust, key="--hf", otherwise=_PLAIN, kind=kind).model
-    with torch.device("meta"):
-        built: Any = call_factory(model.factory(), key="model")
+    model: Any = _config(checkpoint, "model", trust=trust).model
+    if not isinstance(model, Target):
+        raise refused("missing", f"a {model.kind} of this shape has no counterpart in transformers")
+    try:
+        with torch.device("meta"):
+            built: Any = call_factory(model.factory(), key="model")
+    except ConfigError:  # transformers reads no files there
+        built = call_factory(model.factory(), key="model")
     asked = getattr(built, "hf_names", None)
     if not callable(asked):
         if any(cls.__module__.partition(".")[0] == "transformers" for cls in type(built).__mro__):
-            return {name: name for name in stored}
+            return {name: name for name in stored}, json.loads(built.config.to_json_string())
         fix = "give it one that returns {its name of a weight: Hugging Face's}, or leave --hf out"
         raise refused("missing", f"{type(built).__name__} has no method hf_names()", fix)
     names = asked()
-    wrong = _wrong(names, stored)
-    if isinstance(model, Target):
-        if wrong:
-            raise refused("wrong", f"hf_names() of {type(built).__name__} {wrong}", "mend it, or leave --hf out")
-    elif names is None:
-        reason = "of this shape has no counterpart in transformers that stores its weights in the same form"
-        raise refused("missing", f"a {model.kind} {reason}")
-    elif wrong:
-        raise refused("wrong", f"the names of model.kind {model.kind} {wrong}")
-    return dict(names)
+    if wrong := _wrong(names, stored):
+        raise refused("wrong", f"hf_names() of {type(built).__name__} {wrong}", "mend it, or leave --hf out")
+    return dict(names), {}
 
 
 def _wrong(names: Any, stored: Collection[str]) -> str:

@@ -131,8 +131,8 @@ class Checkpoint(Section):
     best_is: Literal["max", "min"] = "max"
     """Whether the largest or the smallest value of `keep_best` is the best."""
     init_weights: str | None = None
-    """Weights that a fresh start begins with: a checkpoint of any layout, a run folder, or a ``.pt`` file of a state
-    dict.
+    """Weights that a fresh start begins with: a checkpoint of any layout, a run folder, an export, a folder of Hugging
+    Face's transformers for ``gpt`` and ``bert``, or a ``.pt`` file of a state dict.
     Left out: drawn from `run.seed`. Of a checkpoint the trained weights are taken; `export --weights ema` writes the
     average."""
     resume: str = "never"

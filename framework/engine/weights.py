@@ -14,10 +14,11 @@ import torch
 import torch.distributed
 
 from framework.checkpoint.manifest import SavedCheckpoint
+from framework.checkpoint.published import form_of
 from framework.checkpoint.resume_point import explaining_storage_errors, newest_at
 from framework.checkpoint.state.reader import MergedWeights
 from framework.checkpoint.state.tensor_split import split_of, whole_shape
-from framework.checkpoint.state.weight_files import PICKLED, LazyWeights, is_exported, read_exported, shapes_of
+from framework.checkpoint.state.weight_files import PICKLED, LazyWeights, as_ours, is_exported, read_exported, shapes_of
 from framework.errors import ConfigError, StorageError, in_one_line, show_value
 from framework.models.adapters import fingerprint
 from framework.models.experts import is_elsewhere
@@ -27,10 +28,11 @@ _KEY: Final = "checkpoint.init_weights"
 _FILES: Final = (".pt", ".pth", ".bin")
 
 
-def find_weights(path: str, *, allow_unverified: bool = False) -> LazyWeights | SavedCheckpoint:
+def find_weights(path: str, *, allow_unverified: bool = False, model: Any = None) -> LazyWeights | SavedCheckpoint:
     """The weights that `checkpoint.init_weights` names: an export, a file that `torch.save` made, or a checkpoint.
 
     The checkpoint, the newest one of a run folder, is found only: nothing of it may be read before it is verified.
+    For `model`, a section of ours, transformers' names become ours.
 
     Raises:
         ConfigError: there is nothing of that kind, or a checkpoint without a manifest that is not allowed.
@@ -39,16 +41,21 @@ def find_weights(path: str, *, allow_unverified: bool = False) -> LazyWeights | 
     place = Path(path)
     with explaining_storage_errors(_KEY, path):
         if is_exported(place):
-            return read_exported(place)
-        file = place / PICKLED if (place / PICKLED).is_file() else place
+            return _named_as_ours(read_exported(place), model)
+        file = next((place / name for name in (PICKLED, "pytorch_model.bin") if (place / name).is_file()), place)
         if file.suffix in _FILES and file.is_file():
-            return _read_file(file)
+            return _named_as_ours(_read_file(file), model)
     checkpoint = newest_at(path, key=_KEY, allow_unverified=allow_unverified)
     if checkpoint is None:
         found = "no finished checkpoint and no file of weights" if place.exists() else "nothing at that path"
         fix = "name a .../global_step<N> folder, a run folder, an export, or a .safetensors or .pt file"
         raise ConfigError.of("weights-not-found", f"there is {found}", fix, _KEY, path)
     return checkpoint
+
+
+def _named_as_ours(found: LazyWeights, model: Any) -> LazyWeights:
+    form = form_of(model)
+    return found if form is None or "embed.weight" in found.shapes else as_ours(found, form)
 
 
 def checkpoint_weights(
@@ -80,18 +87,21 @@ def put_weights(
     Raises:
         ConfigError: names or shapes differ; nothing was changed.
     """
-    shapes = {name: whole_shape(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+    state, held = model.state_dict(keep_vars=True), shapes_of(weights)
+    named = {id(tensor) for name, tensor in state.items() if name in held}  # of tied weights one name is enough
+    shapes = {name: whole_shape(one) for name, one in state.items() if name in held or id(one) not in named}
     elsewhere = is_elsewhere(model)
-    others = {name: shape for name, shape in shapes_of(weights).items() if elsewhere(name)}
+    others = {name: shape for name, shape in held.items() if elsewhere(name)}
     _refuse_differences(shapes | others, weights, source=source)
     for module_name, module in model.named_modules():
         gathered = [tensor for _, tensor in _own_tensors(module) if hasattr(tensor, "ds_id")]
         # Module by module: no more than one module's weights are ever whole on a device.
         with deepspeed.zero.GatheredParameters(gathered, modifier_rank=0, enabled=bool(gathered)), torch.no_grad():
             for name, tensor in _own_tensors(module):
-                if not gives(tensor):
+                whole_name = f"{module_name}.{name}".lstrip(".")
+                if not gives(tensor) or whole_name not in held:
                     continue
-                own = weights[f"{module_name}.{name}".lstrip(".")]
+                own = weights[whole_name]
                 if split := split_of(tensor):
                     place = torch.distributed.get_rank(tensor_group), torch.distributed.get_world_size(tensor_group)
                     own = split.part(own, *place)
@@ -147,8 +157,10 @@ def refuse_other_layers(weights: Mapping[str, torch.Tensor], layers: Sequence[Su
 def put_layer_weights(module: torch.nn.Module, weights: Mapping[str, torch.Tensor], *, layer: str) -> torch.nn.Module:
     """Load the weights of one layer, which `refuse_other_layers` let pass, into its module."""
     with torch.no_grad():
+        held = shapes_of(weights)
         for name, tensor in module.state_dict().items():
-            tensor.copy_(weights[f"{layer}.{name}"])
+            if f"{layer}.{name}" in held:
+                tensor.copy_(weights[f"{layer}.{name}"])
     return module
 
 
@@ -184,13 +196,13 @@ def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _refuse_differences(shapes: Mapping[str, torch.Size], found: Mapping[str, torch.Tensor], *, source: str) -> None:
-    held, reason = shapes_of(found), ""
-    if missing := sorted(shapes.keys() - held.keys()):
+    held, reason, may_lack = shapes_of(found), "", getattr(found, "may_lack", set[str]())
+    if missing := sorted(shapes.keys() - held.keys() - may_lack):
         reason = f"it lacks {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else "")
     elif extra := sorted(held.keys() - shapes.keys()):
         more = f", and {len(extra) - 1} more" if extra[1:] else ""
         reason = f"it has {extra[0]}, which the model has not{more}"
-    elif other := next((name for name, shape in shapes.items() if held[name] != shape), None):
+    elif other := next((name for name, shape in shapes.items() if held.get(name, shape) != shape), None):
         reason = f"{other} has shape {tuple(held[other])} there and {tuple(shapes[other])} in the model"
     if reason:
         raise ConfigError.of("weights-differ", reason, "name weights of the same model", _KEY, source)

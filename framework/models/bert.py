@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
-from framework.models.hf_names import hf_names
 from framework.models.initialized import (
     DEFAULT_STD,
     DrawnEmbedding,
@@ -189,10 +188,6 @@ class BERT(LayeredModel):
     def of(cls, **shape: Any) -> BERT:
         """A BERT from the attributes of `BERTShape`."""
         return cls(BERTShape(**shape))
-
-    def hf_names(self) -> dict[str, str]:
-        """Our names -> those of transformers' `BertForPreTraining`, which computes the same with hidden_act="gelu"."""
-        return hf_names("bert", self.shape.num_layers)
 
 
 def bert_layers(shape: BERTShape) -> list[Layer]:

@@ -15,7 +15,6 @@ from torch.nn.functional import gelu, pad, silu
 
 from framework.config.model import MoE
 from framework.models.experts import Mixture
-from framework.models.hf_names import hf_names
 from framework.models.initialized import (
     DEFAULT_STD,
     DrawnLinear,
@@ -261,14 +260,6 @@ class GPT(LayeredModel):
     def of(cls, moe: Mapping[str, Any] | None = None, **shape: Any) -> GPT:
         """A GPT from the attributes of `GPTShape`, and of `MoE` where it has experts."""
         return cls(GPTShape(moe=MoE(**moe) if moe else None, **shape))
-
-    def hf_names(self) -> dict[str, str] | None:
-        """Our names -> those of transformers' `LlamaForCausalLM`, which computes the same where positions are rotary,
-        norms are rmsnorms and perceptrons SwiGLU. None otherwise: GPT-2 there has its matrices transposed and three of
-        them in one."""
-        shape = self.shape
-        is_llama = (shape.positions, shape.norm, shape.mlp, shape.moe) == ("rotary", "rmsnorm", "swiglu", None)
-        return hf_names("llama", shape.num_layers) if is_llama else None
 
 
 def gpt_layers(shape: GPTShape) -> list[Layer]:

@@ -92,7 +92,7 @@ def merged_model(
     model = build()
     if source is not None:
         try:
-            found = find_weights(source, allow_unverified=config.checkpoint.allow_unverified)
+            found = find_weights(source, allow_unverified=config.checkpoint.allow_unverified, model=config.model)
         except ConfigError as error:
             reason = f"{error.problems[0].reason}, and the adapters were trained on the weights there"
             raise ConfigError.of(

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 from framework.checkpoint.manifest import SavedCheckpoint
+from framework.checkpoint.published import published_problems
 from framework.checkpoint.resume_point import find_checkpoint, saved_manifest
 from framework.checkpoint.state.weight_files import LazyWeights
 from framework.config.load import Source
@@ -134,8 +135,10 @@ def prepare(
         if cut is None:
             check_recomputed(plan, parts)
         # What adapters were trained on is in no checkpoint.
-        weights = None if resumed is not None and config.training.lora is None else _first_weights(config, cut)
-    return Prepared(replace(plan, findings=(*plan.findings, *problems)), ds_config, parts, cut, weights)
+        begins = resumed is None or config.training.lora is not None
+        published = accepted(published_problems(config) if begins else (), source)
+        weights = _first_weights(config, cut) if begins else None
+    return Prepared(replace(plan, findings=(*plan.findings, *problems, *published)), ds_config, parts, cut, weights)
 
 
 def _find_resumed(config: RunConfig) -> SavedCheckpoint | None:
@@ -159,7 +162,7 @@ def _first_weights(config: RunConfig, cut: CutModel | None) -> LazyWeights | Sav
     path, unverified = config.checkpoint.init_weights, config.checkpoint.allow_unverified
     if path is None:
         return None
-    found = find_weights(path, allow_unverified=unverified)
+    found = find_weights(path, allow_unverified=unverified, model=config.model)
     if cut is not None and not isinstance(found, SavedCheckpoint):
         refuse_other_layers(found, cut.surveyed, source=path)
     return found

@@ -18,11 +18,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from framework.checkpoint.state.weight_files import INDEX, TIES, read_exported
-from framework.commands.export import export, main
+from framework.commands.export import export, hf_names, main
 from framework.config.load import config_from_values
 from framework.engine.weights import put_weights
 from framework.errors import ConfigError, FrameworkError, StorageError, UsageError, show_value
 from framework.setup.trained import module_to_ask
+from tests.commands.test_trust import forged
 from tests.engine.saved_runs import RUNS, read_weights, run_config, saved, truth, write_tokens
 from tests.engine.test_pipeline import GPT
 from tests.jobs.tied_net import TiedNet
@@ -191,15 +192,16 @@ class TestRealCheckpoints:
         assert list(tmp_path.iterdir()) == []
 
     def test_a_model_without_such_names_is_refused(
-        self, tied: Path, plain_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.delattr(TiedNet, "hf_names")
         with pytest.raises(ConfigError, match=r"TiedNet has no method hf_names\(\); .* \[hf-names-missing\]"):
             export(str(tied), tmp_path / "out", hf=True, trust=str(tied))
+        other = forged(tmp_path / "run", {"model": {"kind": "gpt", "positions": "rotary"}})
         with pytest.raises(
             ConfigError, match=r"a gpt of this shape has no counterpart .*; leave --hf out \[hf-names-missing\]"
         ):
-            main([str(plain_runs / "gpt-fp32-z1"), str(tmp_path / "out"), "--hf"])
+            hf_names(other, stored=["embed.weight"])
 
     def test_without_an_average_there_is_none_to_write(self, tied: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"--weights = ema: its run kept no moving average .* \[ema-not-kept\]"):

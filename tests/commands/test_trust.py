@@ -87,7 +87,7 @@ def test_a_target_is_called_where_its_folder_is_trusted_by_name(tmp_path: Path) 
             hf_names(checkpoint, stored=["weight", "bias"], trust=trust)
         assert not sentinel.exists()
     for folder in (run, run / "checkpoints", checkpoint.path):
-        assert hf_names(checkpoint, stored=["weight", "bias"], trust=str(folder)) == {"weight": "w", "bias": "b"}
+        assert hf_names(checkpoint, stored=["weight", "bias"], trust=str(folder))[0] == {"weight": "w", "bias": "b"}
         assert sentinel.read_text(encoding="utf-8") == "called"
         sentinel.unlink()
 
@@ -96,7 +96,9 @@ def test_a_model_of_transformers_has_its_names_already(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     run = tmp_path / "run"
     checkpoint = forged(run, {"model": {"target": "tests.commands.test_trust:hugging_face", "args": {}}})
-    assert hf_names(checkpoint, stored=["lm_head.weight"], trust=str(run)) == {"lm_head.weight": "lm_head.weight"}
+    names, described = hf_names(checkpoint, stored=["lm_head.weight"], trust=str(run))
+    assert names == {"lm_head.weight": "lm_head.weight"}
+    assert (described["model_type"], described["n_embd"]) == ("gpt2", 8)
 
 
 def hugging_face() -> torch.nn.Module:

@@ -115,7 +115,6 @@ def test_recomputation_has_the_same_gradients_and_reports_once(every: int) -> No
 def test_every_nth_block_has_experts(every: int, blocks: list[int]) -> None:
     model = GPT.of(**TINY, moe={"num_experts": 2, "every": every})
     assert [number for number in range(3) if isinstance(model.get_submodule(f"blocks.{number}.mlp"), Mixture)] == blocks
-    assert model.hf_names() is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,4 +1,5 @@
-"""Weights in files of other programs: safetensors, one or several with Hugging Face's index, written and read back.
+"""Weights in files of other programs: safetensors, one or several with Hugging Face's index, written and read back;
+under the names of transformers' models.
 
 Read: ours or anybody's, mapped by the library, so that the ranks of a host share one copy (`LazyWeights`). Written: a
 length, a JSON header and the numbers, tensor by tensor: the library's own function wants all tensors of a file in
@@ -16,6 +17,7 @@ from typing import Any, Final
 
 import torch
 
+from framework.checkpoint.published import Form, Joined
 from framework.checkpoint.state.shard_map import Stored
 from framework.errors import ConfigError, StorageError, in_one_line
 from framework.system.files import NewFile, replace_text
@@ -49,12 +51,14 @@ Read = Callable[[], torch.Tensor]
 class LazyWeights(Mapping[str, torch.Tensor]):
     """Name -> tensor on the CPU, in the order given; each access reads it anew, from mapped files.
 
-    `shapes` tells what there is without reading it.
+    `shapes` tells what there is without reading it; of `may_lack` a model keeps what it has.
     """
 
-    def __init__(self, shapes: Mapping[str, torch.Size], read: Mapping[str, Read]) -> None:
+    def __init__(
+        self, shapes: Mapping[str, torch.Size], read: Mapping[str, Read], *, may_lack: frozenset[str] = frozenset()
+    ) -> None:
         assert shapes.keys() == read.keys()
-        self.shapes, self._read = dict(shapes), dict(read)
+        self.shapes, self._read, self.may_lack = dict(shapes), dict(read), may_lack
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._read[name]()
@@ -144,6 +148,55 @@ def _read_index(index: Path) -> tuple[dict[str, str], dict[str, str]]:
         if Path(name).name != name or not name.endswith(SUFFIX):
             raise _not_read(index, f"its shard {name!r} is not a file beside it")
     return placed, ties
+
+
+def as_ours(found: LazyWeights, form: Form) -> LazyWeights:
+    """Weights under their names, under ours; names that are neither's stay, to be refused, further ones of a weight go.
+    Tokens that theirs lacks get the mean of all rows, as in transformers; of more positions the first are taken.
+    """
+    held, shapes, read = form.names_in(found), dict[str, torch.Size](), {}
+    for plain, name in held.items():
+        first = held.get(form.table["ties"].get(name, ""))
+        if plain not in form.weights and (first is None or not torch.equal(found[name], found[first])):
+            shapes[name], read[name] = found.shapes[name], partial(found.__getitem__, name)
+    lacking = set[str]()
+    for theirs, one in form.weights.items():
+        if theirs not in held:
+            lacking |= set(one.ours) if one.may_lack else set()
+            continue
+        whole = found.shapes[held[theirs]]
+        num_rows, *others = reversed(whole) if one.transposed else whole
+        num_rows //= len(one.ours)
+        # A token that ours has not, and a position that theirs has not, are left to be refused.
+        if one.rows:
+            num_rows = (max if one.rows == "vocab_size" else min)(num_rows, getattr(form.model, one.rows))
+        for number, ours in enumerate(one.ours):
+            shapes[ours] = torch.Size((num_rows, *others))
+            read[ours] = partial(_part_of, found, held[theirs], one, number, num_rows)
+    return LazyWeights(shapes, read, may_lack=frozenset(lacking))
+
+
+def as_theirs(
+    held: Mapping[str, torch.Tensor], stored: Mapping[str, Stored | torch.Tensor], form: Form
+) -> tuple[LazyWeights, dict[str, torch.Tensor]]:
+    """Ours under their names; and the same without numbers."""
+    empty = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in stored.items()}
+    described = {theirs: _whole(empty, one) for theirs, one in form.weights.items()}
+    shapes = {theirs: tensor.shape for theirs, tensor in described.items()}
+    return LazyWeights(shapes, {theirs: partial(_whole, held, one) for theirs, one in form.weights.items()}), described
+
+
+def _part_of(found: LazyWeights, name: str, one: Joined, number: int, rows: int) -> torch.Tensor:
+    whole = found[name].T if one.transposed else found[name]
+    if (more := rows - len(whole)) > 0:
+        mean = whole.float().mean(0, keepdim=True).to(whole.dtype)
+        return torch.cat((whole, mean.expand(more, *whole.shape[1:])))
+    return whole.narrow(0, number * rows, rows).contiguous()
+
+
+def _whole(held: Mapping[str, torch.Tensor], one: Joined) -> torch.Tensor:
+    joined = torch.cat([held[name] for name in one.ours])
+    return joined.T if one.transposed else joined
 
 
 def _not_read(file: Path, reason: str) -> StorageError:
