@@ -262,6 +262,10 @@ class GPT(LayeredModel):
         """A GPT from the attributes of `GPTShape`, and of `MoE` where it has experts."""
         return cls(GPTShape(moe=MoE(**moe) if moe else None, **shape))
 
+    def get_output_embeddings(self) -> nn.Module:
+        """The output layer, by transformers' name for it."""
+        return self.get_submodule(self.place_of(self.recipes[-1]))
+
     def hf_names(self) -> dict[str, str] | None:
         """Our names -> those of transformers' `LlamaForCausalLM`, which computes the same where positions are rotary,
         norms are rmsnorms and perceptrons SwiGLU. None otherwise: GPT-2 there has its matrices transposed and three of

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from framework.models.split import VocabularyPart
+from framework.models.tiled_loss import TiledLoss
 from framework.tasks.task import Positions, Ratio, Task
 
 # exp of more than this is no float any more.
@@ -27,7 +28,8 @@ def perplexity_of(metrics: Mapping[str, float], *, loss: str) -> dict[str, float
 class CausalLM(Task):
     """Next-token cross-entropy; metrics: loss, accuracy, perplexity.
 
-    The model returns logits (batch, length, vocabulary) of any floating dtype; targets are token numbers (batch,
+    The model returns logits (batch, length, vocabulary) of any floating dtype, alone or as transformers' models do;
+    targets are token numbers (batch,
     length) int64, already shifted by the data: the target at a position is the token that follows it. A target of -100
     is left out of loss and metrics.
     """
@@ -43,6 +45,10 @@ class CausalLM(Task):
     def loss(self, outputs: Tensor, targets: Tensor) -> Ratio:
         """Cross-entropy in nats per position with a target."""
         return token_loss(outputs, targets, ignore_index=self.ignore_index, vocabulary=self.vocabulary)
+
+    def tokens(self, targets: Tensor) -> Tensor:
+        """All of them."""
+        return targets
 
     def count(self, targets: Tensor) -> Tensor:
         """Number of positions with a target."""
@@ -69,10 +75,11 @@ def class_loss(logits: Tensor, targets: Tensor, *, ignore_index: int, label_smoo
     return Ratio(nats, (targets != ignore_index).sum())
 
 
-def token_loss(
-    logits: Tensor, targets: Tensor, *, ignore_index: int, vocabulary: VocabularyPart | None = None
-) -> Ratio:
-    """`class_loss` of logits (..., vocabulary), or this rank's part of them, and targets (...,)."""
+def token_loss(logits: Any, targets: Tensor, *, ignore_index: int, vocabulary: VocabularyPart | None = None) -> Ratio:
+    """`class_loss` of logits (..., vocabulary), or this rank's part of them, or what tiles gave, and targets (...,)."""
+    logits = getattr(logits, "logits", logits)
+    if isinstance(logits, TiledLoss):
+        return Ratio(logits.nats, (targets != ignore_index).sum())
     logits, targets = logits.flatten(0, -2), targets.flatten()
     if vocabulary is None:
         return class_loss(logits, targets, ignore_index=ignore_index)
@@ -81,7 +88,7 @@ def token_loss(
 
 
 def token_sums(
-    logits: Tensor, targets: Tensor, *, ignore_index: int, vocabulary: VocabularyPart | None = None
+    logits: Any, targets: Tensor, *, ignore_index: int, vocabulary: VocabularyPart | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums over the positions whose target (...,) is not `ignore_index`, of logits (..., vocabulary), or this rank's
     part of them.
@@ -89,11 +96,16 @@ def token_sums(
     Returns:
         Cross-entropy in nats, number of right guesses, number of positions: 0-d float64, on the logits' device.
     """
-    logits, targets = logits.flatten(0, -2), targets.flatten()
-    if vocabulary is None:
+    logits, targets = getattr(logits, "logits", logits), targets.flatten()
+    if isinstance(logits, TiledLoss):
+        assert logits.guesses is not None
+        nats, guesses = logits.nats, logits.guesses.flatten()
+    elif vocabulary is None:
+        logits = logits.flatten(0, -2)
         nats = cross_entropy(logits.float(), targets, ignore_index=ignore_index, reduction="none")
         guesses = logits.argmax(dim=-1)
     else:
+        logits = logits.flatten(0, -2)
         nats = vocabulary.nats(logits, targets, ignore_index=ignore_index)
         guesses = vocabulary.guesses(logits)
     nats, counts = nats.detach().double().sum(), targets != ignore_index

@@ -47,6 +47,10 @@ TWO_RANKS: Cases = {
     "gpt-adafactor": ("gpt", 0, {"kind": "adafactor"}),
     "gpt-ema": ("gpt", 1, SGD),
     "window": ("window", 2, SGD),
+    **{
+        f"{model}-tiled-z{stage}": (model, stage, SGD)
+        for model, stage in (("gpt", 0), ("gpt", 3), ("gqa", 1), ("gqa", 3), ("bert", 2), ("bert", 3), ("llama", 3))
+    },
 }
 FOUR_RANKS: Cases = {f"{model}-2x2": (model, stage, SGD) for stage, model in enumerate(("gpt", "llama", "bert", "gqa"))}
 
@@ -69,6 +73,8 @@ def values(name: str, case: tuple[str, int, dict[str, Any]], folder: Path, text:
     model, stage, optimizer = case
     if name == "gpt-ema":
         sections = {"training": {"ema": {"decay": 0.8}}, "evaluation": {"weights": "ema"}} | sections
+    if "tiled" in name:  # seven positions of sixteen: the last tile of a sequence is shorter
+        sections = {"training": {"loss_tile": 7}} | sections
     base = {
         "run": {"name": name, "output_dir": str(folder)},
         "batch": {"micro_size": 4, "accumulation_steps": 2},
