@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from framework.config.training import LossTile, positions_of_tile
+from framework.errors import ConfigError
 from framework.models.split import ColumnLinear, VocabularyPart
 
 
@@ -30,6 +31,12 @@ class TiledLoss(NamedTuple):
 
     guesses: Tensor | None
     nats: Tensor
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        reason, fix = "the model changes its logits after the output layer", "set training.loss_tile: 0"
+        raise ConfigError.of("loss-not-tiled", reason, fix, "training.loss_tile")
+
+    __truediv__ = __mul__ = __rmul__ = _refuse  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -130,6 +137,7 @@ class _TiledLoss(torch.autograd.Function):
                 weight_gradient.addmm_(shares.T, part)
             elif weight_gradient is not None:
                 weight_gradient += shares.T @ part
+            del shares  # or the next tile's logits would stand beside it
         ctx.gradients = row_gradient, weight_gradient, bias_gradient
         ctx.dtypes = rows.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(guesses)
@@ -139,7 +147,9 @@ class _TiledLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, _: Any, gradient: Tensor) -> Any:
-        found, ctx.gradients = ctx.gradients, None  # which are scaled in place, once
+        found, ctx.gradients = ctx.gradients, None  # which are scaled in place
+        if found is None:
+            raise RuntimeError("a loss in tiles has one backward pass; set training.loss_tile: 0 for several")
         scale = gradient.view(1)  # of one dimension: a product with half precision is made in fp32
         scaled = (
             None if one is None else one.mul_(scale).to(dtype) for one, dtype in zip(found, ctx.dtypes, strict=True)

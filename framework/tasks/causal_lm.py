@@ -28,8 +28,7 @@ def perplexity_of(metrics: Mapping[str, float], *, loss: str) -> dict[str, float
 class CausalLM(Task):
     """Next-token cross-entropy; metrics: loss, accuracy, perplexity.
 
-    The model returns logits (batch, length, vocabulary) of any floating dtype, alone or as transformers' models do;
-    targets are token numbers (batch,
+    The model returns logits (batch, length, vocabulary) of any floating dtype; targets are token numbers (batch,
     length) int64, already shifted by the data: the target at a position is the token that follows it. A target of -100
     is left out of loss and metrics.
     """
@@ -64,6 +63,11 @@ class CausalLM(Task):
         return perplexity_of(metrics, loss="loss")
 
 
+def logits_of(outputs: Any) -> Any:
+    """What a model returns, or of an output of transformers its logits."""
+    return getattr(outputs, "logits", outputs)
+
+
 def class_loss(logits: Tensor, targets: Tensor, *, ignore_index: int, label_smoothing: float = 0.0) -> Ratio:
     """Compute the cross-entropy in nats over targets that are not `ignore_index`: a float32 sum, a count.
 
@@ -77,7 +81,7 @@ def class_loss(logits: Tensor, targets: Tensor, *, ignore_index: int, label_smoo
 
 def token_loss(logits: Any, targets: Tensor, *, ignore_index: int, vocabulary: VocabularyPart | None = None) -> Ratio:
     """`class_loss` of logits (..., vocabulary), or this rank's part of them, or what tiles gave, and targets (...,)."""
-    logits = getattr(logits, "logits", logits)
+    logits = logits_of(logits)
     if isinstance(logits, TiledLoss):
         return Ratio(logits.nats, (targets != ignore_index).sum())
     logits, targets = logits.flatten(0, -2), targets.flatten()
@@ -96,7 +100,7 @@ def token_sums(
     Returns:
         Cross-entropy in nats, number of right guesses, number of positions: 0-d float64, on the logits' device.
     """
-    logits, targets = getattr(logits, "logits", logits), targets.flatten()
+    logits, targets = logits_of(logits), targets.flatten()
     if isinstance(logits, TiledLoss):
         assert logits.guesses is not None
         nats, guesses = logits.nats, logits.guesses.flatten()
