@@ -57,6 +57,19 @@ class LoRA(Section):
     begins."""
 
 
+# Logits that may be whole, 1 GiB in fp32, and those of a tile.
+_WHOLE_LOGITS: Final = 2**28
+_LOGITS_OF_A_TILE: Final = 2**26
+LossTile = Literal["auto"] | Count
+
+
+def positions_of_tile(asked: LossTile, positions: int, tokens: int) -> int:
+    """Positions whose logits of so many tokens are there at once, as `training.loss_tile` has it; 0: all of them."""
+    if asked == "auto":
+        return 0 if positions * tokens <= _WHOLE_LOGITS else max(_LOGITS_OF_A_TILE // tokens, 1)
+    return min(asked, positions)
+
+
 class Training(Section):
     """Length of the training, and options of its steps."""
 
@@ -71,6 +84,11 @@ class Training(Section):
     recompute_every: Count = 0
     """Groups of this many layers keep only their input for the backward pass and run again in it: less memory for about
     a third more computation. 0 keeps everything."""
+    loss_tile: LossTile = "auto"
+    """Positions of a micro-batch whose logits are there at once: the output layer, the cross-entropy and both their
+    gradients are computed tile by tile. 0: all. auto: all up to 2^28 logits on a device (1 GiB in fp32), else as many
+    as have 2^26. With gpt, bert and the tasks causal_lm and masked_lm; written down also with models that have
+    transformers' ``get_output_embeddings``, and subclasses of these tasks. Not in pipelines."""
     sync_batch_norm: bool = False
     """Batch norms take mean and variance over the batches of all data-parallel devices instead of over their own."""
     deterministic: bool = False

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import deepspeed
 import torch
@@ -21,10 +21,17 @@ from framework.engine.schedules import MakeSchedule
 from framework.engine.step_batches import StepLoss
 from framework.engine.workarounds.grad_scaler import explaining_overflow, may_have_been_skipped, scale_fp16_loss
 from framework.engine.workarounds.module_buffers import share_buffers
+from framework.errors import ConfigError
 from framework.models.experts import Mixture, collected_routings, routing_metrics
+from framework.models.layers import LayeredModel
 from framework.models.sequence import SequenceGroup, share_attention
+from framework.models.tiled_loss import Wanted, output_head
 from framework.plan.plan import Plan
+from framework.tasks.causal_lm import CausalLM
+from framework.tasks.masked_lm import MaskedLM
 from framework.tasks.task import Task
+
+_LOSSES: Final = (CausalLM.loss, CausalLM.measure, MaskedLM.loss, MaskedLM.measure)
 
 
 def build_engine(
@@ -69,6 +76,7 @@ class PlainEngine(BaseEngine):
         is_mixed = any(isinstance(module, Mixture) for module in engine.module.modules())
         divider = sums if sums is not None and sums.divides and not is_mixed else None
         self._loss = StepLoss(task, micro_batches=engine.gradient_accumulation_steps(), sums=divider)
+        self._tiles = _tiles(engine.module, plan, task)
         self._sharing: Callable[[], AbstractContextManager[None]] = nullcontext
         if (positions := self._batches.positions) is not None:
             group = make_groups(plan.layout).sequence
@@ -90,10 +98,11 @@ class PlainEngine(BaseEngine):
         with explaining_overflow(engine), self._sharing():
             for inputs, targets in self._loss.weighted(self._halves(micro_batches)):
                 phases.enter("forward")
-                with collected_routings() as routings:
-                    loss = self._loss(task.forward(engine, inputs), targets)
-                phases.enter("backward")
-                engine.backward(sum((one.loss for one in routings), loss), scale_wrt_gas=is_divided)
+                with self._tiles(targets):
+                    with collected_routings() as routings:
+                        loss = self._loss(task.forward(engine, inputs), targets)
+                    phases.enter("backward")
+                    engine.backward(sum((one.loss for one in routings), loss), scale_wrt_gas=is_divided)
                 reported += [(one.balance, one.dropped) for one in routings]
                 phases.enter("optimizer")
                 engine.step()
@@ -116,7 +125,8 @@ class PlainEngine(BaseEngine):
                     if is_stopping():
                         return {}
                     inputs, targets = self._batches.split(task, batch)
-                    outputs = task.forward(self.engine, inputs)
+                    with self._tiles(targets):
+                        outputs = task.forward(self.engine, inputs)
                     sums.add(task.measure(outputs, targets), counts=counts)
                     if counts and show is not None:
                         show(inputs, targets, outputs)
@@ -126,6 +136,33 @@ class PlainEngine(BaseEngine):
             for module, training in modes:  # a user may keep some in evaluation mode
                 module.training = training
         return sums.metrics(task)
+
+
+def _tiles(model: torch.nn.Module, plan: Plan, task: Task) -> Callable[[Any], AbstractContextManager[None]]:
+    """What lets the output layer of a model compute the loss of targets tile by tile, where it can.
+
+    Raises:
+        ConfigError: kind ``loss-not-tiled``: it cannot, and was asked to.
+    """
+    tile, is_ours = plan.config.training.loss_tile, isinstance(model, LayeredModel)
+    if plan.layout.tensor_size > 1 and getattr(task, "vocabulary", None) is None:
+        reason = "the logits of a tensor group are joined for its task"
+    elif (
+        not isinstance(task, CausalLM | MaskedLM) or type(task).loss not in _LOSSES or type(task).measure not in _LOSSES
+    ):
+        reason = f"{type(task).__name__} computes a loss of its own from logits"
+    elif tile == 0 or (tile == "auto" and not (is_ours and type(task) in (CausalLM, MaskedLM))):
+        return lambda targets: nullcontext()
+    elif (head := output_head(model)) is not None:
+        if plan.config.zero.stage == 3:
+            for bias in getattr(head, "head_bias", ()):  # of another module
+                deepspeed.zero.register_external_parameter(head, bias)
+        return lambda targets: Wanted(task.tokens(targets), tile, task.vocabulary).computed()
+    else:
+        reason = f"the output layer of {type(model).__name__} is not known, or not an nn.Linear of its own"
+    if tile in (0, "auto"):
+        return lambda targets: nullcontext()
+    raise ConfigError.of("loss-not-tiled", reason, "set training.loss_tile: 0", "training.loss_tile", tile)
 
 
 @contextmanager

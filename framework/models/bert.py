@@ -28,6 +28,7 @@ from framework.models.initialized import (
 )
 from framework.models.layers import Layer, LayeredModel
 from framework.models.sequence import attend
+from framework.models.tiled_loss import TiledLoss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +147,8 @@ class PoolerAndTransform(nn.Module):
 class Outputs(nn.Module):
     """Bias of the decoder, and next-sentence prediction.
 
-    (logits (batch, sequence, vocabulary), pooled (batch, hidden)) to (logits, next-sentence logits (batch, 2)).
+    (logits (batch, sequence, vocabulary), pooled (batch, hidden)) to (logits, next-sentence logits (batch, 2)); a
+    `TiledLoss` in their place has the bias already.
     """
 
     def __init__(self, shape: BERTShape) -> None:
@@ -154,9 +156,10 @@ class Outputs(nn.Module):
         self.bias = nn.Parameter(torch.zeros(shape.vocab_size))
         self.next_sentence = shape.linear(shape.hidden_size, 2)
 
-    def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def forward(self, value: tuple[Tensor | TiledLoss, Tensor]) -> tuple[Tensor | TiledLoss, Tensor]:
         logits, pooled = value
-        return logits + self.bias, self.next_sentence(pooled)
+        biased = logits if isinstance(logits, TiledLoss) else logits + self.bias
+        return biased, self.next_sentence(pooled)
 
 
 class BERT(LayeredModel):
@@ -188,6 +191,14 @@ class BERT(LayeredModel):
     def of(cls, **shape: Any) -> BERT:
         """A BERT from the attributes of `BERTShape`."""
         return cls(BERTShape(**shape))
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The output layer, by transformers' name for it, with its bias; None where adapters have replaced that."""
+        embed, outputs = self.get_submodule("embed"), self.get_submodule("outputs")
+        if not isinstance(embed, TokenEmbedding) or not isinstance(outputs, Outputs):
+            return None
+        embed.head_bias = [outputs.bias]
+        return embed
 
 
 def bert_layers(shape: BERTShape) -> list[Layer]:

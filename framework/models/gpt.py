@@ -261,6 +261,10 @@ class GPT(LayeredModel):
         """A GPT from the attributes of `GPTShape`, and of `MoE` where it has experts."""
         return cls(GPTShape(moe=MoE(**moe) if moe else None, **shape))
 
+    def get_output_embeddings(self) -> nn.Module:
+        """The output layer, by transformers' name for it."""
+        return self.get_submodule(self.place_of(self.recipes[-1]))
+
 
 def gpt_layers(shape: GPTShape) -> list[Layer]:
     """Recipes: embedding, positions and dropout, blocks, norm, head."""

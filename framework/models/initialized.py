@@ -5,6 +5,7 @@ Under ZeRO-3 a module's weights are partitioned away when its constructor return
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn.functional import linear
 
 from framework.models.sequence import first_position
 from framework.models.split import VocabularyPart
+from framework.models.tiled_loss import TiledLoss, tiled_loss
 
 DEFAULT_STD = 0.02
 
@@ -39,28 +41,31 @@ class DrawnEmbedding(_Drawn, nn.Embedding):
 
 
 class TokenEmbedding(DrawnEmbedding):
-    """Tokens (..., ) int64 to vectors (..., hidden); `as_head`: vectors (..., hidden) to logits (..., vocabulary).
+    """Tokens (..., ) int64 to vectors (..., hidden); `as_head`: vectors (..., hidden) to logits (..., vocabulary), or
+    to their loss.
 
     One forward for both, because ZeRO-3 gathers weights when a module is called, and only then. `vocabulary` is this
-    rank's part, where the ranks of a tensor group share the weight.
+    rank's part, where the ranks of a tensor group share the weight; `head_bias` is added to logits in tiles.
     """
 
     vocabulary: VocabularyPart | None = None
+    head_bias: Sequence[Tensor] = ()
 
-    def forward(self, value: Tensor, *, as_head: bool = False) -> Tensor:
+    def forward(self, value: Tensor, *, as_head: bool = False) -> Any:
         return self.logits(value) if as_head else self.look_up(value)
 
     def look_up(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens) if self.vocabulary is None else self.vocabulary.look_up(tokens, self.weight)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor | TiledLoss:
+        if (loss := tiled_loss(hidden, self.weight, *self.head_bias)) is not None:
+            return loss
         return linear(hidden, self.weight) if self.vocabulary is None else self.vocabulary.logits(hidden, self.weight)
 
 
-def as_head(module: nn.Module, value: Tensor) -> Tensor:
+def as_head(module: nn.Module, value: Tensor) -> Any:
     """Apply a tied `TokenEmbedding` as the output layer."""
-    logits: Tensor = module(value, as_head=True)
-    return logits
+    return module(value, as_head=True)
 
 
 def split_heads(projected: Tensor, head_size: int) -> Tensor:

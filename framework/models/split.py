@@ -164,17 +164,20 @@ class VocabularyPart:
     """This rank's part of a vocabulary: tokens from `first` on; see `TensorPart` for the group.
 
     Attributes:
+        part: place in the group; None: this rank has all tokens.
         widths: number of tokens of every rank.
         joins: whether logits are joined for a loss that reads all of them.
     """
 
-    def __init__(self, part: TensorPart, widths: Sequence[int], *, joins: bool) -> None:
+    def __init__(self, part: TensorPart | None, widths: Sequence[int], *, joins: bool) -> None:
         self.part, self.widths, self.joins = part, widths, joins
-        self.first, self.size = sum(widths[: part.rank]), widths[part.rank]
+        rank = 0 if part is None else part.rank
+        self.first, self.size = sum(widths[:rank]), widths[rank]
 
     def look_up(self, tokens: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
         """Vectors (..., hidden) of tokens (...,) int64 of the whole vocabulary; `weight` (own tokens, hidden)."""
-        local, outside = self._own(tokens)
+        assert self.part is not None
+        local, outside = self.own(tokens)
         padding = None if padding_idx is None else padding_idx - self.first
         if padding is not None and not 0 <= padding < self.size:
             padding = None
@@ -183,6 +186,7 @@ class VocabularyPart:
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Logits of hidden (..., hidden): (..., own tokens), or joined."""
+        assert self.part is not None
         logits = linear(self.part.copy(hidden), weight)
         return self.part.join(logits, self.widths) if self.joins else logits
 
@@ -190,18 +194,31 @@ class VocabularyPart:
         """Cross-entropy (positions,) float32 of logits (positions, own tokens) and targets (positions,) int64, 0 where
         the target is `ignore_index`: log sum exp(x - m) - (x_target - m) with the largest logit m of any rank (as
         Megatron-LM's `vocab_parallel_cross_entropy`). Two small all-reduces."""
-        nats: Tensor = _Nats.apply(logits, *self._own(targets), self)
+        nats: Tensor = _Nats.apply(logits, *self.own(targets), self)
         return nats.masked_fill(targets == ignore_index, 0.0)
 
     def guesses(self, logits: Tensor) -> Tensor:
         """The token (positions,) int64 with the largest logit of logits (positions, own tokens); the first of several.
         Two small all-reduces."""
         largest, token = logits.max(dim=-1)
+        if self.part is None:
+            return token
         token = (token + self.first).masked_fill_(largest < self._largest(logits), sum(self.widths))
         torch.distributed.all_reduce(token, torch.distributed.ReduceOp.MIN, group=self.part.group)
         return token
 
-    def _own(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def shares(self, logits: Tensor, local: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities (positions, own tokens), in the memory of logits (positions, own tokens) float32, and the
+        cross-entropy (positions,); `local` and `outside` are `own` of the targets. Two small all-reduces.
+        """
+        shares = logits.sub_(self._largest(logits).unsqueeze(-1))
+        own_target = shares.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(outside, 0.0)
+        sums, target = shares.exp_().sum(-1), own_target
+        if self.part is not None:
+            sums, target = self.part.sum(torch.stack((sums, target)))
+        return shares.div_(sums.unsqueeze(-1)), sums.log() - target
+
+    def own(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens as rows of this rank's weight, 0 for those of others, and whether they are others'."""
         local = tokens - self.first
         outside = (local < 0) | (local >= self.size)
@@ -209,7 +226,8 @@ class VocabularyPart:
 
     def _largest(self, logits: Tensor) -> Tensor:
         largest = logits.amax(dim=-1)
-        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=self.part.group)
+        if self.part is not None:
+            torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=self.part.group)
         return largest
 
 
@@ -218,12 +236,9 @@ class _Nats(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, local: Tensor, outside: Tensor, vocabulary: VocabularyPart) -> Tensor:
-        shares = logits.to(torch.float32, copy=True).sub_(vocabulary._largest(logits).unsqueeze(-1))
-        own_target = shares.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(outside, 0.0)
-        sums, target = vocabulary.part.sum(torch.stack((shares.exp_().sum(-1), own_target)))
-        ctx.save_for_backward(shares.div_(sums.unsqueeze(-1)), local, outside)
+        shares, nats = vocabulary.shares(logits.to(torch.float32, copy=True), local, outside)
+        ctx.save_for_backward(shares, local, outside)
         ctx.dtype = logits.dtype
-        nats: Tensor = sums.log() - target
         return nats
 
     @staticmethod

@@ -79,7 +79,8 @@ def passes_over(layers: Sequence[Part], loss: Part | None, *, recompute_every: i
                 forward.append(_moment(here, layer.peak_bytes, 0, is_last))
             now = _moment(here, layer.backward_bytes, behind, is_last)
             beside = own if layer.is_product else 0
-            backward.append(replace(now, own=own, waiting=sum(ties.values()), beside=beside))
+            reduced_now = layer.num_params if layer.shares in names else own  # a tied weight's gradient waits
+            backward.append(replace(now, own=reduced_now, waiting=sum(ties.values()), beside=beside))
             if layer.shares in names:
                 ties[layer.shares] = layer.shared_params
             ties.pop(layer.name, None)

@@ -23,17 +23,21 @@ class RankShare:
     Attributes:
         tensor: ranks that share every weight that is divided.
         sequence: ranks that share every sequence.
+        tile: positions whose logits are there at once; 0: all.
     """
 
     tensor: int = 1
     sequence: int = 1
+    tile: int = 0
 
     def of(self, size: int) -> int:
         """The largest share of a size that is divided."""
         return ceil(size / self.tensor)
 
     def logits(self, tape: Tape, value: Value, count: int) -> Value:
-        """Logits of this rank's tokens."""
+        """Logits of this rank's tokens, or in tiles their loss."""
+        if self.tile:
+            return tape.tiled_loss(value, self.of(count), self.tile)
         return tape.linear(value, self.of(count), has_bias=False, split=True if self.tensor > 1 else None)
 
     def heads(self, tape: Tape, value: Value, head_size: int) -> Value:
@@ -276,6 +280,8 @@ def _bert(model: models.BERT, share: RankShare) -> Layers:
     def outputs(tape: Tape, values: tuple[Value, Value]) -> tuple[Value, Value]:
         logits, pooled = values
         flows = tape.own((vocab_size,), weight="bias") or logits.has_gradient
+        if share.tile:
+            return logits, tape.linear(pooled, 2, "next_sentence")
         biased = tape.run(logits, shape=logits.shape, width=tape.weight_width, passes=True, has_gradient=flows)
         return biased, tape.linear(pooled, 2, "next_sentence")
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from math import prod
+from math import ceil, prod
 from types import SimpleNamespace
 from typing import Any, cast
 
+from framework.config.groups import ALL_LINEAR, is_named
 from framework.config.load import Source
+from framework.config.model import BERT, GPT
 from framework.config.run_config import AUTO, RunConfig
+from framework.config.training import CausalLM, MaskedLM, positions_of_tile
 from framework.errors import ConfigError, Problem, counted
 from framework.plan import rules
 from framework.plan.cluster import Cluster, Device
@@ -61,14 +64,20 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values, as written to ``plan.json``."""
         found = ((key, *key.split(".")) for key in sorted(self.config.was_auto))
+        tile = loss_tile(self.config, self.layout.micro_size, **self._shares)
         chosen = {key: getattr(getattr(self.config, section), name) for key, section, name in found}
         return {
             **({"auto": chosen} if chosen else {}),
             "cluster": asdict(self.cluster) | {"world_size": self.cluster.world_size},
             "layout": asdict(self.layout),
+            **({"loss_tile": tile} if tile else {}),
             "length": asdict(self.length),
             "findings": [finding.to_dict() for finding in self.findings],
         }
+
+    @property
+    def _shares(self) -> dict[str, int]:
+        return {"tensor_size": self.layout.tensor_size, "sequence_size": self.layout.sequence_size}
 
     def on_device(self, device: Device, source: Source) -> Plan:
         """The plan where the kind of device has become known.
@@ -195,8 +204,31 @@ def one_line(plan: Plan) -> str:
     return f"fine on {plan.cluster}: {plan.layout}, {'' if known else 'length '}{plan.length}"
 
 
+def loss_tile(config: RunConfig, micro_size: int, *, tensor_size: int = 1, sequence_size: int = 1) -> int:
+    """Positions whose logits are there at once, as `training.loss_tile` has it for a micro-batch of so many samples; 0:
+    all, and where the model or the task is one of the user's own.
+    """
+    model, lora, length = config.model, config.training.lora, getattr(config.data, "sequence_length", None)
+    if (
+        not isinstance(model, GPT | BERT)
+        or not isinstance(config.task, CausalLM | MaskedLM)
+        or config.parallel.pipe > 1
+    ):
+        return 0
+    has_own_head = not getattr(model, "tie_embeddings", True)
+    if (
+        lora is not None
+        and has_own_head
+        and (lora.target_modules == ALL_LINEAR or is_named("head", lora.target_modules))
+    ):
+        return 0
+    positions = micro_size * ceil((length or model.max_positions) / sequence_size)
+    return positions_of_tile(config.training.loss_tile, positions, ceil(model.vocab_size / tensor_size))
+
+
 def rows(plan: Plan) -> dict[str, str]:
     """Label -> what is planned."""
+    tile = loss_tile(plan.config, plan.layout.micro_size, **plan._shares)
     return {
         "run": plan.config.run.name,
         "cluster": f"{plan.cluster} = {counted(plan.cluster.world_size, 'rank')}",
@@ -204,6 +236,7 @@ def rows(plan: Plan) -> dict[str, str]:
         "length": str(plan.length),
         "precision": plan.config.precision.dtype,
         "ZeRO": _zero(plan),
+        **({"loss": f"tile by tile, the logits of {counted(tile, 'position')} at once"} if tile else {}),
     }
 
 

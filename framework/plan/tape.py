@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Final, Literal
 
@@ -398,6 +399,30 @@ class Tape:
             instead = -kept.num_bytes if logits.width == _FP32 else 0
             return self.run(logits, shape=(), saves=[kept, targets], temporary=instead)
         return self.run(self.relu(self.cast(logits, _FP32)), shape=(), saves=[targets])
+
+    def tiled_loss(self, value: Value, outputs: int, tile: int) -> Value:
+        """(..., inputs) to the loss of so many logits of each position, 0-d, by tiles (`models.tiled_loss`): what is
+        kept are gradients of the inputs and, in fp32, of the weight.
+        """
+        weight, rows = (outputs, value.shape[-1]), prod(value.shape[:-1])
+        is_trained, is_half, flows = self.own(weight), self.product_width < _FP32, value.has_gradient
+        value, work = self.cast(value, self.product_width), rows * prod(weight)
+        of_rows, of_weight = Value((rows, weight[1]), value.width), Value(weight, _FP32)
+        made = partial(self.run, has_gradient=False)
+        copies = [made(value, shape=weight)] * (self.product_width < self.weight_width)
+        logits = made(value, shape=(tile, outputs), flops=work)
+        if is_half:
+            logits = made(made(logits, shape=logits.shape, width=_FP32), shape=logits.shape, width=value.width)
+        product = [made(logits, shape=weight)] * (is_half and is_trained)
+        return self.run(
+            *(value, logits, *product, *copies),
+            shape=(),
+            width=_FP32,
+            saves=[of_rows] * flows + [of_weight] * is_trained,
+            flops=work,
+            temporary=prod(weight) * value.width * (is_half and is_trained) - of_rows.num_bytes * flows,
+            has_gradient=flows or is_trained,
+        )
 
 
 def masked(flops: int, length: int) -> int:

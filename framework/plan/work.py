@@ -16,7 +16,7 @@ from framework.config.run_config import RunConfig
 from framework.config.training import LoRA
 from framework.plan.balance import LayerFacts
 from framework.plan.forwards import UNDIVIDED, Layers, RankShare, Run, forward_of
-from framework.plan.plan import Plan
+from framework.plan.plan import Plan, loss_tile
 from framework.plan.tape import Shape, Tape, Value
 
 Device = Literal["cpu", "cuda"]
@@ -168,6 +168,8 @@ def named_work(
     """
     shape, model = config.data.image_shape(), config.model
     image_size = getattr(model, "image_size", None) or (shape.size if shape else None)
+    parts = {"tensor_size": share.tensor, "sequence_size": share.sequence}
+    share = replace(share, tile=loss_tile(config, micro_size, **parts))
     in_half: Arithmetic = "half" if isinstance(config.precision, BF16 | FP16) else "fp32"
     return model_work(
         model,
@@ -289,6 +291,9 @@ def _loss(tape: Tape, outputs: tuple[Value, ...]) -> Value:
     """Cross-entropy of each output, whose last dimension is classes."""
     sums = []
     for logits in outputs:
+        if not logits.shape:  # a loss already
+            sums.append(logits)
+            continue
         rows = prod(logits.shape[:-1])
         targets = Value((rows,), 8, has_gradient=False)
         sums.append(tape.cross_entropy(logits.view(rows, logits.shape[-1]), targets))

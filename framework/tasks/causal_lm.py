@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from framework.models.split import VocabularyPart
+from framework.models.tiled_loss import TiledLoss
 from framework.tasks.task import Positions, Ratio, Task
 
 # exp of more than this is no float any more.
@@ -44,6 +45,10 @@ class CausalLM(Task):
         """Cross-entropy in nats per position with a target."""
         return token_loss(outputs, targets, ignore_index=self.ignore_index, vocabulary=self.vocabulary)
 
+    def tokens(self, targets: Tensor) -> Tensor:
+        """All of them."""
+        return targets
+
     def count(self, targets: Tensor) -> Tensor:
         """Number of positions with a target."""
         return (targets != self.ignore_index).sum()
@@ -58,6 +63,11 @@ class CausalLM(Task):
         return perplexity_of(metrics, loss="loss")
 
 
+def logits_of(outputs: Any) -> Any:
+    """What a model returns, or of an output of transformers its logits."""
+    return getattr(outputs, "logits", outputs)
+
+
 def class_loss(logits: Tensor, targets: Tensor, *, ignore_index: int, label_smoothing: float = 0.0) -> Ratio:
     """Compute the cross-entropy in nats over targets that are not `ignore_index`: a float32 sum, a count.
 
@@ -69,10 +79,11 @@ def class_loss(logits: Tensor, targets: Tensor, *, ignore_index: int, label_smoo
     return Ratio(nats, (targets != ignore_index).sum())
 
 
-def token_loss(
-    logits: Tensor, targets: Tensor, *, ignore_index: int, vocabulary: VocabularyPart | None = None
-) -> Ratio:
-    """`class_loss` of logits (..., vocabulary), or this rank's part of them, and targets (...,)."""
+def token_loss(logits: Any, targets: Tensor, *, ignore_index: int, vocabulary: VocabularyPart | None = None) -> Ratio:
+    """`class_loss` of logits (..., vocabulary), or this rank's part of them, or what tiles gave, and targets (...,)."""
+    logits = logits_of(logits)
+    if isinstance(logits, TiledLoss):
+        return Ratio(logits.nats, (targets != ignore_index).sum())
     logits, targets = logits.flatten(0, -2), targets.flatten()
     if vocabulary is None:
         return class_loss(logits, targets, ignore_index=ignore_index)
@@ -81,7 +92,7 @@ def token_loss(
 
 
 def token_sums(
-    logits: Tensor, targets: Tensor, *, ignore_index: int, vocabulary: VocabularyPart | None = None
+    logits: Any, targets: Tensor, *, ignore_index: int, vocabulary: VocabularyPart | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums over the positions whose target (...,) is not `ignore_index`, of logits (..., vocabulary), or this rank's
     part of them.
@@ -89,11 +100,16 @@ def token_sums(
     Returns:
         Cross-entropy in nats, number of right guesses, number of positions: 0-d float64, on the logits' device.
     """
-    logits, targets = logits.flatten(0, -2), targets.flatten()
-    if vocabulary is None:
+    logits, targets = logits_of(logits), targets.flatten()
+    if isinstance(logits, TiledLoss):
+        assert logits.guesses is not None
+        nats, guesses = logits.nats, logits.guesses.flatten()
+    elif vocabulary is None:
+        logits = logits.flatten(0, -2)
         nats = cross_entropy(logits.float(), targets, ignore_index=ignore_index, reduction="none")
         guesses = logits.argmax(dim=-1)
     else:
+        logits = logits.flatten(0, -2)
         nats = vocabulary.nats(logits, targets, ignore_index=ignore_index)
         guesses = vocabulary.guesses(logits)
     nats, counts = nats.detach().double().sum(), targets != ignore_index

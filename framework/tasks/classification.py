@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from framework.tasks.causal_lm import class_loss, token_sums
+from framework.tasks.causal_lm import class_loss, logits_of, token_sums
 from framework.tasks.task import Ratio, Task
 
 
@@ -24,17 +26,18 @@ class Classification(Task):
         """
         self.label_smoothing, self.ignore_index = label_smoothing, ignore_index
 
-    def loss(self, outputs: Tensor, targets: Tensor) -> Ratio:
+    def loss(self, outputs: Any, targets: Tensor) -> Ratio:
         """Cross-entropy in nats per sample, with label smoothing."""
+        outputs = logits_of(outputs)
         return class_loss(outputs, targets, ignore_index=self.ignore_index, label_smoothing=self.label_smoothing)
 
     def count(self, targets: Tensor) -> Tensor:
         """Number of samples that are not left out."""
         return (targets != self.ignore_index).sum()
 
-    def measure(self, outputs: Tensor, targets: Tensor) -> dict[str, Ratio]:
+    def measure(self, outputs: Any, targets: Tensor) -> dict[str, Ratio]:
         """``loss``: cross-entropy in nats, not smoothed; ``accuracy``: share of samples whose largest logit is
         right.
         """
-        nats, correct, count = token_sums(outputs.movedim(1, -1), targets, ignore_index=self.ignore_index)
+        nats, correct, count = token_sums(logits_of(outputs).movedim(1, -1), targets, ignore_index=self.ignore_index)
         return {"loss": Ratio(nats, count), "accuracy": Ratio(correct, count)}

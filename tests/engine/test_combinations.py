@@ -24,8 +24,10 @@ def test_every_way_with_everything_else_is_proven_or_refused(found: Table) -> No
     assert both == []
 
 
-def test_two_ways_at_once_are_refused(found: Table) -> None:
-    assert [place for place, kind in found.by_ways.items() if not kind] == []
+def test_two_ways_at_once_are_proven_or_refused(found: Table) -> None:
+    cells = found.by_ways.items()
+    assert [place for place, cell in cells if not cell.stages and cell.unknown] == []
+    assert [place for place, cell in cells if set(cell.stages) & set(cell.refused)] == []
 
 
 def test_the_page_has_these_tables() -> None:

@@ -52,6 +52,7 @@ TOLERANCES = {"sgd": 1e-5, "adamw": 1e-4}
 VARIANTS: dict[str, tuple[tuple[str, str, int], dict[str, Any], float]] = {
     "accumulation": (("gpt", "sgd", 2), {"batch": {"accumulation_steps": 2}}, 1e-5),
     "recompute": (("gpt", "sgd", 3), {"training": {"recompute_every": 1}}, 1e-5),
+    "tiles": (("gpt", "sgd", 3), {"training": {"loss_tile": 5}}, 1e-5),
     "offload": (("gpt", "adamw", 2), {"zero": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}}, 1e-4),
     "autocast": (("gpt", "adamw", 3), {"precision": {"dtype": "autocast"}}, 0.02),
     "bf16": (("gpt", "adamw", 3), {"precision": {"dtype": "bf16"}}, 0.05),
@@ -62,6 +63,8 @@ HELD = [
     *(("gpt", optimizer, stage) for optimizer in OPTIMIZERS for stage in STAGES),
     *(("llama", optimizer, stage) for optimizer, stage in (("sgd", 1), ("adamw", 2), ("sgd", 3))),
 ]
+# Model, optimizer and stage of runs whose two ranks share every sequence.
+SHARED = (*(("gpt", "sgd", stage) for stage in STAGES), ("gpt", "adamw", 2), ("llama", "sgd", 0), ("llama", "sgd", 3))
 MOVES = ((0, 3), (3, 1), (2, 0))
 
 
@@ -71,6 +74,15 @@ def varied(folder: Path, name: str) -> dict[str, Any]:
     made = config(folder, model, optimizer, stage) | {"checkpoint": {"at_end": False}}
     made["run"] = {**made["run"], "name": name}
     return made | {key: {**made.get(key, {}), **section} for key, section in sections.items()}
+
+
+def shared(folder: Path, model: str, optimizer: str, stage: int) -> dict[str, Any]:
+    """The same run by two ranks that share every sequence."""
+    made = config(folder, model, optimizer, stage)
+    name = f"{made['run']['name']}-shared"
+    further = {"training": {"recompute_every": 1}} if (model, stage) == ("gpt", 1) else {}
+    made |= {key: {**made[key], **section} for key, section in further.items()}
+    return made | {"run": {**made["run"], "name": name}, "parallel": {"sequence": 2}}
 
 
 def config(folder: Path, model: str, optimizer: str, stage: int, start: int | None = None) -> dict[str, Any]:
@@ -101,7 +113,8 @@ def config(folder: Path, model: str, optimizer: str, stage: int, start: int | No
 
 def held_cases(folder: Path) -> list[dict[str, Any]]:
     """Those that are held against plain PyTorch."""
-    return [*(config(folder, *one) for one in HELD), *(varied(folder, name) for name in VARIANTS)]
+    whole = [config(folder, *one) for one in HELD]
+    return [*whole, *(varied(folder, name) for name in VARIANTS), *(shared(folder, *each) for each in SHARED)]
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +188,21 @@ def test_twenty_steps_are_those_of_peft_in_one_process(
     difference = max(abs(one - other) for one, other in zip(found, expected, strict=True))
     print(f"{model} {optimizer} z{stage}: {difference:.1e}")
     assert difference < TOLERANCES[optimizer]
+
+
+@pytest.mark.parametrize(("model", "optimizer", "stage"), SHARED)
+def test_ranks_that_share_sequences_train_the_same_adapters(
+    runs: Path, plain_losses: Any, model: str, optimizer: str, stage: int
+) -> None:
+    run, of = (runs / f"{model}-{optimizer}-z{stage}{end}" for end in ("-shared", ""))
+    found = [*series(run, "train/loss").values()]
+    assert found == pytest.approx(plain_losses[model, optimizer][0], abs=TOLERANCES[optimizer])
+    norms = series(of, "train/grad_norm")
+    bound = 1e-4 if optimizer == "sgd" else 1e-2
+    assert series(run, "train/grad_norm") == {step: pytest.approx(norm, rel=bound) for step, norm in norms.items()}
+    left, right = weights(of), weights(run)
+    assert [*left] == [*right]
+    assert max(float((left[name] - right[name]).abs().max()) for name in left) < 1e-4
 
 
 @pytest.mark.parametrize("name", VARIANTS)

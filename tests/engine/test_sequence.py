@@ -50,6 +50,10 @@ TWO_RANKS: Cases = {
     "gpt-adafactor": ("gpt", 0, {"kind": "adafactor"}),
     "gpt-ema": ("gpt", 1, SGD),
     "window": ("window", 2, SGD),
+    **{
+        f"{model}-tiled-z{stage}": (model, stage, SGD)
+        for model, stage in (("gpt", 0), ("gpt", 3), ("gqa", 1), ("gqa", 3), ("bert", 2), ("bert", 3), ("llama", 3))
+    },
 }
 # With --exhaustive: the other stages of these models.
 RARE: Cases = {
@@ -79,6 +83,8 @@ def values(name: str, case: tuple[str, int, dict[str, Any]], folder: Path, text:
     model, stage, optimizer = case
     if name == "gpt-ema":
         sections = {"training": {"ema": {"decay": 0.8}}, "evaluation": {"weights": "ema"}} | sections
+    if "tiled" in name:  # seven positions of sixteen: the last tile of a sequence is shorter
+        sections = {"training": {"loss_tile": 7}} | sections
     base = {
         "run": {"name": name, "output_dir": str(folder)},
         "batch": {"micro_size": 4, "accumulation_steps": 2},
@@ -104,6 +110,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], float]] = {
     # The first step, the loss scale in the norm: what DeepSpeed has otherwise there, more than rounding shows.
     "fp16-z0": ("gpt-adamw", {"precision": {"dtype": "fp16", "initial_scale_power": 8}}, 5e-4),
     "fp16-muon": ("gpt-muon", {"precision": {"dtype": "fp16", "initial_scale_power": 8}}, 5e-4),
+    "tiled-recompute": ("gqa-z3", {"training": {"loss_tile": 7, "recompute_every": 1}}, 1e-5),
+    "tiled-autocast": ("gqa-z3", {"precision": {"dtype": "autocast"}}, 0.02),
+    "tiled-bf16": ("gqa-z3", {"precision": {"dtype": "bf16"}}, 0.05),
+    "tiled-fp16": ("gqa-z2", {"precision": {"dtype": "fp16"}}, 0.02),
     "offload": ("gqa-z2", {"zero": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}}, 1e-5),
 }
 DROPPED = {"model": _SMALL | {"dropout": 0.2}, "checkpoint": {"at_end": True}}
@@ -128,6 +138,8 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, text: Path, exhaustive: 
     cases.append(values("unknown", TWO_RANKS["gpt-z0"], folder, text) | {"model": unknown["model"]})
     task = {"target": "torch.nn.functional:cross_entropy"}
     cases.append(values("no-positions", TWO_RANKS["gpt-z0"], folder, text) | {"task": task})
+    own_loss = {"target": "tests.jobs.sequence_parts:OwnLoss"}
+    cases.append(values("tiled-own-loss", TWO_RANKS["gpt-z0"], folder, text) | {"task": own_loss})
     train_cases(cases, num_ranks=2, folder=folder, allow_fp16=True)
     train_cases([moved("to-one", folder, text, parallel={"sequence": 1})], num_ranks=1, folder=folder)
     return folder
@@ -206,7 +218,12 @@ def test_a_move_to_whole_sequences_goes_on(two_ranks: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("unknown", "sequence-needs-attention"), ("no-positions", "task-has-no-positions")]
+    ("name", "kind"),
+    [
+        ("unknown", "sequence-needs-attention"),
+        ("no-positions", "task-has-no-positions"),
+        ("tiled-own-loss", "loss-not-tiled"),
+    ],
 )
 def test_what_nobody_can_share_is_refused(two_ranks: Path, name: str, kind: str) -> None:
     assert f"[{kind}]" in (two_ranks / f"{name}.error").read_text(encoding="utf-8")

@@ -124,6 +124,7 @@ PAIRS: dict[str, tuple[int, dict[str, Any]]] = {
         1,
         {"training": {"ema": {"decay": 0.9}, "recompute_every": 1}, "evaluation": {"weights": "ema"}},
     ),
+    "tiles": (3, {"training": {"loss_tile": 5}}),
     "offload": (2, {"zero": {"stage": 2, "offload_optimizer": _HOST}}),
 }
 HALVES = (3,)

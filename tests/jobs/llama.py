@@ -16,5 +16,5 @@ class Llama(LlamaForCausalLM):  # type: ignore[misc]
         heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
         super().__init__(LlamaConfig(**sizes, **heads, tie_word_embeddings=False, use_cache=False))
 
-    def forward(self, tokens: torch.Tensor) -> Any:
-        return super().forward(input_ids=tokens).logits
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> Any:
+        return super().forward(input_ids=input_ids, position_ids=position_ids).logits

@@ -129,6 +129,9 @@ def own_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
     for stage, steps in ((0, 1), (1, 2), (2, 2), (3, 1)):
         yield f"own-z{stage}-{steps}", of(zero=zero(stage), steps=steps), tokens
     yield "own-z2-llama", of(model=llama, zero=zero(2), precision=half), tokens
+    tiled = {"training": {"max_steps": 9, "loss_tile": 100}}
+    for stage, dtype in ((0, "fp32"), (1, "autocast"), (2, "bf16"), (3, "fp32")):
+        yield f"own-tiled-z{stage}-{dtype}", of(zero=zero(stage), precision={"dtype": dtype}, **tiled), tokens
     for every in (1, 2, 3):
         training = {"max_steps": 9, "recompute_every": every}
         yield f"own-z1-recompute-{every}", of(zero=zero(1), precision=half, training=training), tokens
@@ -143,6 +146,7 @@ def own_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
         yield f"own-z{stage}-experts-{experts}", of(model=mixed, zero=zero(stage), steps=steps, **section), tokens
     bert = {"kind": "bert", "hidden_size": 256, "num_layers": 2, "num_heads": 4, "max_positions": 64}
     pairs = {"data": {"kind": "text_pairs", "sequence_length": 64}, "task": {"kind": "masked_lm"}}
+    yield "own-tiled-bert", of(model=bert, zero=zero(1), **pairs, **tiled), [*tokens, *tokens, ["int64", [8]]]
     yield "own-z2-bert", of(model=bert, zero=zero(2), precision=half, **pairs), [*tokens, *tokens, ["int64", [8]]]
     for kind, size, channels in (("small_resnet18", 32, 1), ("resnet50", 64, 3)):
         model = {"kind": kind, "in_channels": channels, "num_classes": 10}

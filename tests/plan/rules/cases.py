@@ -55,6 +55,12 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (GPT | piped() | {"parallel": {"sequence": 2, "pipe": 2}}, "cpu", "sequence-with-pipeline"),
         (GPT | {"parallel": {"sequence": 2}}, "cpu", None),
     ],
+    "loss_not_tiled": [
+        (GPT | piped() | {"training": {"loss_tile": 64}}, "cpu", "loss-not-tiled"),
+        ({"training": {"loss_tile": 64}}, "cpu", "loss-not-tiled"),
+        (GPT | {"training": {"loss_tile": 64}}, "cpu", None),
+        (GPT | piped() | {"training": {"loss_tile": "auto"}}, "cpu", None),
+    ],
     "sequences_are_shared": [
         ({"parallel": {"sequence": 2}}, "cpu", "sequence-not-shared"),
         (GPT | {"parallel": {"sequence": 8}}, "cpu", "sequence-not-shared"),

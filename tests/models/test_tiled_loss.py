@@ -1,0 +1,120 @@
+"""Losses in tiles against torch's cross-entropy of whole logits: values, gradients, guesses, and what is ever alive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, linear
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from framework.config.training import positions_of_tile
+from framework.models.bert import BERT
+from framework.models.gpt import GPT
+from framework.models.tiled_loss import TiledLoss, Wanted, output_head, tiled_loss
+
+TOKENS, POSITIONS, TILE = 99, (3, 37), 10
+SCALE = 0.37  # of the loss in a step
+# Largest error relative to the largest number: of a sum of so many roundings.
+BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
+
+
+def drawn(dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
+    """Hidden, weight and bias; targets, of which some are left out."""
+    source = torch.Generator().manual_seed(0)
+    shapes = ((*POSITIONS, 16), (TOKENS, 16), (TOKENS,))
+    targets = torch.randint(0, TOKENS, POSITIONS, generator=source)
+    targets[0, :9] = targets[2] = -100
+    return [torch.randn(shape, generator=source).to(dtype).requires_grad_() for shape in shapes], targets
+
+
+def in_tiles(given: list[Tensor], targets: Tensor) -> TiledLoss:
+    with Wanted(targets, TILE).computed():
+        found = tiled_loss(*given)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_loss_and_gradients_are_those_of_whole_logits(dtype: torch.dtype) -> None:
+    given, targets = drawn(dtype)
+    found = in_tiles(given, targets)
+    gradients = torch.autograd.grad(found.nats * SCALE, given)
+    exact = [one.detach().double().requires_grad_() for one in given]
+    expected = cross_entropy(linear(*exact).flatten(0, 1), targets.flatten(), reduction="sum")
+    assert found.nats.dtype == torch.float32
+    assert found.nats.item() == pytest.approx(expected.item(), rel=BOUNDS[dtype])
+    for one, other in zip(gradients, torch.autograd.grad(expected * SCALE, exact), strict=True):
+        assert one.dtype == dtype
+        assert float((one.double() - other).abs().max()) < BOUNDS[dtype] * float(other.abs().max())
+
+
+def test_evaluation_knows_the_best_token_of_every_position() -> None:
+    given, targets = drawn()
+    with torch.no_grad():
+        found = in_tiles(given, targets)
+    assert found.guesses is not None
+    assert torch.equal(found.guesses, linear(*given).argmax(-1))
+    assert in_tiles(given, targets).guesses is None
+
+
+def test_a_frozen_weight_costs_no_gradient() -> None:
+    given, targets = drawn()
+    given[1].requires_grad_(False)
+    loss = in_tiles([given[0], given[1]], targets).nats
+    assert loss.grad_fn is not None
+    assert [None if one is None else one.shape for one in loss.grad_fn.gradients] == [(111, 16), None, None]
+    loss.backward()
+    with pytest.raises(RuntimeError, match="one backward pass"):
+        loss.backward()
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that an operation makes."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.most = max(self.most, *(leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, Tensor)), 0)
+        return made
+
+
+def test_no_tensor_has_more_than_the_logits_of_a_tile() -> None:
+    given, targets = drawn()
+    with Largest() as largest:
+        in_tiles(given, targets).nats.backward()
+    assert largest.most == max(TILE * TOKENS, given[0].numel(), given[1].numel())
+
+
+@pytest.mark.parametrize(
+    ("asked", "positions", "tokens", "tile"),
+    [
+        (0, 10**9, 10**6, 0),
+        (64, 10, 10, 10),
+        (64, 100, 10, 64),
+        ("auto", 8192, 32768, 0),
+        ("auto", 8193, 32768, 2048),
+        ("auto", 32768, 50257, 1335),
+        ("auto", 10, 2**27, 1),
+    ],
+)
+def test_auto_is_what_the_setting_says(asked: Any, positions: int, tokens: int, tile: int) -> None:
+    assert positions_of_tile(asked, positions, tokens) == tile
+
+
+SHAPE: dict[str, Any] = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "mlp_size": 32, "max_positions": 37}
+
+
+def test_output_layers_of_our_models_are_found() -> None:
+    own = GPT.of(vocab_size=TOKENS, num_kv_heads=2, tie_embeddings=False, **SHAPE)
+    tied, bert = GPT.of(vocab_size=TOKENS, num_kv_heads=2, **SHAPE), BERT.of(vocab_size=TOKENS, **SHAPE)
+    names = [*bert.state_dict()]
+    assert [output_head(model) for model in (own, tied, bert)] == [own.head, tied.embed, bert.embed]
+    assert [*bert.state_dict()] == names, "the bias stays that of its own module"
+    assert output_head(nn.Linear(2, 2)) is None
+    own.head = nn.Sequential(nn.Linear(16, TOKENS))  # as an adapter wraps it
+    assert output_head(own) is None
