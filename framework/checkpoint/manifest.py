@@ -73,7 +73,7 @@ class SavedCheckpoint:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether it holds adapters, and not the weights that they belong to."""
+        """Check whether it holds adapters, and not the weights that they belong to."""
         return bool((self.manifest.get("config", {}).get("training") or {}).get("lora"))
 
     def damage(self) -> list[str]:

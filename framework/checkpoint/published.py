@@ -100,7 +100,7 @@ class Form:
         return found
 
     def misfits(self, described: Mapping[str, Any], file: Path) -> Iterator[Problem]:
-        """What of a config.json keeps our model from computing the same, with the key to set."""
+        """Find what of a config.json keeps our model from computing the same, with the key to set."""
         for key, allowed in self.table["theirs"].items():
             if (value := _find(described, key, allowed[0])) not in allowed:
                 reason = f"{file} has {key.partition('|')[0]}: {show_value(value)}; ours is {show_value(allowed[0])}"
@@ -130,7 +130,7 @@ class Form:
         return found if isinstance(found, int | float) else absent
 
     def misnamed(self, names: Collection[str], path: str) -> Iterator[Problem]:
-        """What is wrong with the names of the tensors there are."""
+        """Find what is wrong with the names of the tensors there are."""
         held = self.names_in(names)
         missing = {theirs: one for theirs, one in self.weights.items() if theirs not in held}
         lost = [theirs for theirs, one in missing.items() if not one.may_lack]

@@ -132,7 +132,7 @@ def loser_lines(found: Found, *, shown: Sequence[Candidate]) -> Iterator[str]:
 
 
 def _why_slower(one: Candidate, best: Candidate) -> str:
-    """How much slower, and the part of the step that makes most of it, for each sample."""
+    """Say how much slower, and the part of the step that makes most of it, for each sample."""
     if one.time is None and best.time is not None:
         return f"speed unknown, a rate is not listed; {size_text(one.peak_bytes)} at most"
     if one.time is None or best.time is None:

@@ -139,7 +139,7 @@ class PlainEngine(BaseEngine):
 
 
 def _tiles(model: torch.nn.Module, plan: Plan, task: Task) -> Callable[[Any], AbstractContextManager[None]]:
-    """What lets the output layer of a model compute the loss of targets tile by tile, where it can.
+    """Return what lets the output layer of a model compute the loss of targets tile by tile, where it can.
 
     Raises:
         ConfigError: kind ``loss-not-tiled``: it cannot, and was asked to.

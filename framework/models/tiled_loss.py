@@ -41,7 +41,7 @@ class TiledLoss(NamedTuple):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What output layers compute meanwhile.
+    """Product of the output layers that is wanted meanwhile.
 
     Attributes:
         targets: tokens (...,) int64, below zero where a position has none.

@@ -91,5 +91,5 @@ def passes_over(layers: Sequence[Part], loss: Part | None, *, recompute_every: i
 
 
 def _moment(saved: int, passing: int, gradients: int, is_logits: bool) -> Moment:
-    """What the last layer makes are logits."""
+    """Count the last layer's output as logits."""
     return Moment(saved, passing, gradients) if is_logits else Moment(saved + passing, 0, gradients)

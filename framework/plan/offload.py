@@ -77,7 +77,7 @@ class Shares:
 
     @property
     def optimizer_place(self) -> str:
-        """Where the optimizer's state is: ``none`` (the device), ``cpu`` or ``nvme``."""
+        """Return where the optimizer's state is: ``none`` (the device), ``cpu`` or ``nvme``."""
         return str(self._optimizer["device"]) if self.stage else "none"
 
     @property

@@ -54,7 +54,7 @@ class StoredState:
         return sorted({key for key, value in pairs if key != _STEP and torch.is_tensor(value) and value.ndim > 0})
 
     def keys_of(self, name: str) -> list[str]:
-        """Those of `keys` that one parameter has: Muon and Adafactor keep other state of matrices than of vectors."""
+        """Return the `keys` that a parameter has: Muon and Adafactor keep other state of matrices than of vectors."""
         with self._reading():
             place = self._of(name).first_state
             state = self._files.value(place) if place else {}

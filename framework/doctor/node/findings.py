@@ -50,7 +50,7 @@ class Check:
         return Check(str(values["name"]), str(values["found"]), problems, dict(values["facts"]))
 
     def summary(self) -> dict[str, Any]:
-        """What was looked at, and how it is."""
+        """Return what was looked at, and how it is."""
         return {"name": self.name, "status": self.status, "found": self.stated}
 
     def as_row(self, *, indent: str = "  ") -> str:
