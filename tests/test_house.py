@@ -27,7 +27,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "doctor": (97, 12),
     "report": (120, 13),
     "commands": (174.9, 25),
-    "models": (111.7, 14),
+    "models": (111.9, 14),
     "tasks": (25, 5),
     "data": (133, 18),
     "engine": (256, 34),

@@ -26,7 +26,7 @@ _KEY: Final = "checkpoint.init_weights"
 _WEIGHTS: Final = "model.safetensors"
 _AS_IT_IS: Final = "train it as it is: model.target: transformers:AutoModel....from_pretrained"
 _TABLE: Final[dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-_LONGEST_HEADER: Final = 100_000_000  # the format's own limit
+_LONGEST_HEADER: Final = 100_000_000  # the format's
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Form:
 
     @cached_property
     def weights(self) -> Mapping[str, Joined]:
-        """All weights of the model, by their name there."""
+        """All weights, by their name there."""
         table, model = self.table, self.model
         found = dict(table["weights"])
         if getattr(model, "tie_embeddings", False):
@@ -178,7 +178,7 @@ def published_problems(config: RunConfig) -> list[Problem]:
 
 
 def _tensors_in(file: Path) -> set[str]:
-    """Names of the tensors in safetensors, without reading one."""
+    """Names of the tensors in safetensors."""
     index = _read_json(Path(f"{file}.index.json")).get("weight_map")
     return set(index if isinstance(index, dict) else _read_json(file, is_header=True)) - {"__metadata__"}
 

@@ -196,8 +196,8 @@ def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _refuse_differences(shapes: Mapping[str, torch.Size], found: Mapping[str, torch.Tensor], *, source: str) -> None:
-    held, reason, may_lack = shapes_of(found), "", getattr(found, "may_lack", set[str]())
-    if missing := sorted(shapes.keys() - held.keys() - may_lack):
+    held, reason = shapes_of(found), ""
+    if missing := sorted(shapes.keys() - held.keys() - set(getattr(found, "lacks", ()))):
         reason = f"it lacks {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else "")
     elif extra := sorted(held.keys() - shapes.keys()):
         more = f", and {len(extra) - 1} more" if extra[1:] else ""

@@ -43,6 +43,14 @@ def prepare_model(model: nn.Module, training: Training) -> nn.Module:
     return with_recompute(model, every=training.recompute_every)
 
 
+def as_fp32(model: nn.Module) -> nn.Module:
+    """Make fp32 of weights in half precision, in place, one by one."""
+    for parameter in model.parameters():
+        if parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
+    return model
+
+
 def channels_last(images: Tensor) -> Tensor:
     """Images (batch, channels, height, width) with the channels last in memory; convolutions give their output the same
     order.

@@ -19,6 +19,7 @@ from framework.engine.random_state import seed_everything
 from framework.engine.step_batches import HALF
 from framework.engine.weights import checkpoint_weights, describe_base, find_weights, put_weights, refuse_other_base
 from framework.errors import ConfigError, StorageError
+from framework.models.adapt import as_fp32
 from framework.models.adapters import (
     add_adapters,
     is_adapter,
@@ -89,7 +90,7 @@ def merged_model(
     lora, source = config.training.lora, base or config.checkpoint.init_weights
     assert lora is not None
     seed_everything(config.run.seed)
-    model = build()
+    model = as_fp32(build())
     if source is not None:
         try:
             found = find_weights(source, allow_unverified=config.checkpoint.allow_unverified, model=config.model)
@@ -104,7 +105,5 @@ def merged_model(
     for parameter in model.parameters() if half is not None else ():
         parameter.data = parameter.data.to(half if parameter.is_floating_point() else parameter.dtype)
     refuse_other_base(weights.checkpoint, describe_base(model, source))
-    for parameter in model.parameters() if half is not None else ():
-        parameter.data = parameter.data.float() if parameter.dtype == half else parameter.data
-    put_trained(model, weights)
+    put_trained(as_fp32(model), weights)
     return merge_adapters(model)

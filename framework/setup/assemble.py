@@ -34,7 +34,7 @@ from framework.engine.rank_groups import make_groups
 from framework.engine.step_batches import HALF
 from framework.engine.tensor_cut import TensorCut
 from framework.engine.weights import put_layer_weights, put_weights
-from framework.models.adapt import prepare_model
+from framework.models.adapt import as_fp32, prepare_model
 from framework.models.adapters import add_adapters
 from framework.models.experts import Mixture
 from framework.models.sync_batch_norm import with_sync_batch_norm
@@ -110,9 +110,8 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
     ) as divides:  # of which no other rank could take the place
         make = partial(build_model, build, ds_config=ds_config, draws_in_pieces=is_ours, groups=groups)
         model = build() if divides else make()
-    for parameter in model.parameters() if plan.config.precision.dtype not in HALF else ():
-        if parameter.dtype in HALF.values():  # a published model's: below stage 3 DeepSpeed would train them so
-            parameter.data = parameter.data.float()
+    if plan.config.precision.dtype not in HALF:  # below stage 3 DeepSpeed would train what it gets
+        as_fp32(model)
     model = prepare_model(model, plan.config.training)
     if weights is not None:
         source, group = str(plan.config.checkpoint.init_weights), None if groups is None else groups.tensor

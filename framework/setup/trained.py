@@ -16,6 +16,7 @@ from framework.config.base import Object, Target
 from framework.config.run_config import RunConfig
 from framework.engine.weights import checkpoint_weights, put_weights
 from framework.errors import ConfigError
+from framework.models.adapt import as_fp32
 from framework.models.experts import Mixture
 from framework.setup.adapters import merged_model
 from framework.setup.parts import model_builder
@@ -53,7 +54,7 @@ def module_of(
     build = model_builder(config, model)
     if checkpoint.has_adapters:
         return merged_model(MergedWeights(checkpoint, average=average), config, build, base=base).eval()
-    built = build()
+    built = as_fp32(build())
     put_weights(built, checkpoint_weights(checkpoint, average=average), source=str(checkpoint.path))
     return built.eval()
 

@@ -9,7 +9,7 @@ memory at once, and one file may be the whole model.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,14 +51,12 @@ Read = Callable[[], torch.Tensor]
 class LazyWeights(Mapping[str, torch.Tensor]):
     """Name -> tensor on the CPU, in the order given; each access reads it anew, from mapped files.
 
-    `shapes` tells what there is without reading it; of `may_lack` a model keeps what it has.
+    `shapes` tells what there is without reading it; of what it `lacks` a model keeps its own.
     """
 
-    def __init__(
-        self, shapes: Mapping[str, torch.Size], read: Mapping[str, Read], *, may_lack: frozenset[str] = frozenset()
-    ) -> None:
+    def __init__(self, shapes: Mapping[str, torch.Size], read: Mapping[str, Read], lacks: Collection[str] = ()) -> None:
         assert shapes.keys() == read.keys()
-        self.shapes, self._read, self.may_lack = dict(shapes), dict(read), may_lack
+        self.shapes, self._read, self.lacks = dict(shapes), dict(read), lacks
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._read[name]()
@@ -159,10 +157,10 @@ def as_ours(found: LazyWeights, form: Form) -> LazyWeights:
         first = held.get(form.table["ties"].get(name, ""))
         if plain not in form.weights and (first is None or not torch.equal(found[name], found[first])):
             shapes[name], read[name] = found.shapes[name], partial(found.__getitem__, name)
-    lacking = set[str]()
+    lacks = set[str]()
     for theirs, one in form.weights.items():
         if theirs not in held:
-            lacking |= set(one.ours) if one.may_lack else set()
+            lacks |= set(one.ours) if one.may_lack else set()
             continue
         whole = found.shapes[held[theirs]]
         num_rows, *others = reversed(whole) if one.transposed else whole
@@ -173,7 +171,7 @@ def as_ours(found: LazyWeights, form: Form) -> LazyWeights:
         for number, ours in enumerate(one.ours):
             shapes[ours] = torch.Size((num_rows, *others))
             read[ours] = partial(_part_of, found, held[theirs], one, number, num_rows)
-    return LazyWeights(shapes, read, may_lack=frozenset(lacking))
+    return LazyWeights(shapes, read, lacks)
 
 
 def as_theirs(
