@@ -167,6 +167,11 @@ def is_named(module: str, names: Sequence[str] | str) -> bool:
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
+def is_adapted(linear: str, lora: LoRA) -> bool:
+    """Check whether a linear layer has an adapter."""
+    return lora.target_modules == ALL_LINEAR or is_named(linear, lora.target_modules)
+
+
 def is_saved(module: str, lora: LoRA) -> bool:
     """Check whether a module is one of `modules_to_save`: there peft compares ends wherever they begin."""
     return module.endswith(tuple(lora.modules_to_save))

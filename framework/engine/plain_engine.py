@@ -25,13 +25,13 @@ from framework.errors import ConfigError
 from framework.models.experts import Mixture, collected_routings, routing_metrics
 from framework.models.layers import LayeredModel
 from framework.models.sequence import SequenceGroup, share_attention
-from framework.models.tiled_loss import Wanted, output_head
+from framework.models.tiled_loss import output_head, wanting_loss
 from framework.plan.plan import Plan
 from framework.tasks.causal_lm import CausalLM
 from framework.tasks.masked_lm import MaskedLM
 from framework.tasks.task import Task
 
-_LOSSES: Final = (CausalLM.loss, CausalLM.measure, MaskedLM.loss, MaskedLM.measure)
+_LOSSES: Final = {CausalLM.loss, CausalLM.measure, MaskedLM.loss, MaskedLM.measure}
 
 
 def build_engine(
@@ -138,31 +138,27 @@ class PlainEngine(BaseEngine):
         return sums.metrics(task)
 
 
-def _tiles(model: torch.nn.Module, plan: Plan, task: Task) -> Callable[[Any], AbstractContextManager[None]]:
-    """Return what lets the output layer of a model compute the loss of targets tile by tile, where it can.
-
-    Raises:
-        ConfigError: kind ``loss-not-tiled``: it cannot, and was asked to.
+def _tiles(model: torch.nn.Module, plan: Plan, task: Any) -> Callable[[Any], AbstractContextManager[None]]:
+    """Return what lets the output layer of a model compute the loss of targets tile by tile, where it can and should; a
+    ConfigError of kind ``loss-not-tiled`` where it cannot.
     """
-    tile, is_ours = plan.config.training.loss_tile, isinstance(model, LayeredModel)
-    if plan.layout.tensor_size > 1 and getattr(task, "vocabulary", None) is None:
-        reason = "the logits of a tensor group are joined for its task"
-    elif (
-        not isinstance(task, CausalLM | MaskedLM) or type(task).loss not in _LOSSES or type(task).measure not in _LOSSES
-    ):
-        reason = f"{type(task).__name__} computes a loss of its own from logits"
-    elif tile == 0 or (tile == "auto" and not (is_ours and type(task) in (CausalLM, MaskedLM))):
+    tile, kind = plan.config.training.loss_tile, type(task)
+    is_open = tile == "auto" and not (kind in (CausalLM, MaskedLM) and isinstance(model, LayeredModel))
+    if tile == 0 or is_open:
         return lambda targets: nullcontext()
-    elif (head := output_head(model)) is not None:
-        if plan.config.zero.stage == 3:
-            for bias in getattr(head, "head_bias", ()):  # of another module
-                deepspeed.zero.register_external_parameter(head, bias)
-        return lambda targets: Wanted(task.tokens(targets), tile, task.vocabulary).computed()
-    else:
+    reason, head = f"{kind.__name__} computes a loss of its own from logits", None
+    if {getattr(kind, "loss", None), getattr(kind, "measure", None)} <= _LOSSES:
         reason = f"the output layer of {type(model).__name__} is not known, or not an nn.Linear of its own"
-    if tile in (0, "auto"):
+        is_joined = plan.layout.tensor_size > 1 and task.vocabulary is None
+        head = None if is_joined else output_head(model)
+    if head is None and tile == "auto":
         return lambda targets: nullcontext()
-    raise ConfigError.of("loss-not-tiled", reason, "set training.loss_tile: 0", "training.loss_tile", tile)
+    if head is None:
+        raise ConfigError.of("loss-not-tiled", reason, "set training.loss_tile: 0", "training.loss_tile", tile)
+    for bias in getattr(head, "head_bias", ()) if plan.config.zero.stage == 3 else ():  # of another module
+        deepspeed.zero.register_external_parameter(head, bias)
+    has_two = isinstance(task, MaskedLM)
+    return lambda targets: wanting_loss(targets[0] if has_two else targets, tile, task.vocabulary)
 
 
 @contextmanager

@@ -192,12 +192,11 @@ class BERT(LayeredModel):
         """A BERT from the attributes of `BERTShape`."""
         return cls(BERTShape(**shape))
 
-    def get_output_embeddings(self) -> nn.Module | None:
-        """The output layer, by transformers' name for it, with its bias; None where adapters have replaced that."""
+    def get_output_embeddings(self) -> nn.Module:
+        """The output layer, by transformers' name for it, with its bias."""
         embed, outputs = self.get_submodule("embed"), self.get_submodule("outputs")
-        if not isinstance(embed, TokenEmbedding) or not isinstance(outputs, Outputs):
-            return None
-        embed.head_bias = [outputs.bias]
+        if isinstance(embed, TokenEmbedding):
+            embed.head_bias = [outputs.get_parameter("bias")]
         return embed
 
 

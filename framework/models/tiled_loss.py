@@ -1,15 +1,13 @@
 """Cross-entropy of an output layer tile by tile over positions: the logits of a long sequence are never whole.
 
-A tile's gradients are made beside its loss, before its logits go (as Liger Kernel does; Hsu et al. 2024), so that what
-is kept are the gradients of what the layer read and of its weight. The latter is summed in fp32 over the tiles.
-torch's own `linear_cross_entropy` (2.15) sums loss and gradient in the weight's precision, and divides no vocabulary.
+A tile's gradients are made beside its loss, before its logits go (Hsu et al. 2024, "Liger Kernel"); those of weights
+are summed in fp32. torch's own `linear_cross_entropy` (2.15) sums in the weight's precision, and divides no vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -32,64 +30,45 @@ class TiledLoss(NamedTuple):
     guesses: Tensor | None
     nats: Tensor
 
-    def _refuse(self, *_: Any) -> NoReturn:
+    def __truediv__(self, _: Any) -> NoReturn:
         reason, fix = "the model changes its logits after the output layer", "set training.loss_tile: 0"
         raise ConfigError.of("loss-not-tiled", reason, fix, "training.loss_tile")
 
-    __truediv__ = __mul__ = __rmul__ = _refuse  # type: ignore[assignment]
+
+_wanted: tuple[Tensor, LossTile, VocabularyPart | None] | None = None
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Product of the output layers that is wanted meanwhile.
-
-    Attributes:
-        targets: tokens (...,) int64, below zero where a position has none.
-        tile: `training.loss_tile`.
-        vocabulary: this rank's part of the logits, where a tensor group shares them.
+@contextmanager
+def wanting_loss(targets: Tensor, tile: LossTile, vocabulary: VocabularyPart | None) -> Iterator[None]:
+    """Within this block output layers compute the loss of targets (...,) int64, negative where a position has none, in
+    tiles as `training.loss_tile` says. Not a context variable: the backward pass, which may run layers again, has
+    threads of its own.
     """
-
-    targets: Tensor
-    tile: LossTile
-    vocabulary: VocabularyPart | None = None
-
-    @contextmanager
-    def computed(self) -> Iterator[None]:
-        """Within this block. Not a context variable: the backward pass, which may run layers again, has threads."""
-        global _wanted
-        before, _wanted = _wanted, self
-        try:
-            yield
-        finally:
-            _wanted = before
-
-
-_wanted: Wanted | None = None
+    global _wanted
+    _wanted = targets, tile, vocabulary
+    try:
+        yield
+    finally:
+        _wanted = None
 
 
 def tiled_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> TiledLoss | None:
-    """The loss of logits hidden @ weight.T + bias, where one is wanted and they are too many; None elsewhere.
-
-    Args:
-        hidden: (..., size), in the shape of the targets.
-        weight: (tokens, size), of a divided vocabulary this rank's.
-        bias: (tokens,).
+    """The loss of logits hidden @ weight.T + bias, where one is wanted and they are too many; None elsewhere: hidden
+    (..., size), weight (tokens, size), bias (tokens,), of a divided vocabulary this rank's.
     """
-    if (wanted := _wanted) is None:
+    targets, tile, vocabulary = _wanted or (None, 0, None)
+    if targets is None or not (positions := positions_of_tile(tile, targets.numel(), len(weight))):
         return None
-    positions = positions_of_tile(wanted.tile, wanted.targets.numel(), len(weight))
-    if not positions:
-        return None
-    vocabulary = wanted.vocabulary or VocabularyPart(None, [len(weight)], joins=False)
-    if vocabulary.part is not None:
+    if vocabulary is None:
+        vocabulary = VocabularyPart(None, [len(weight)], joins=False)
+    elif vocabulary.part is not None:
         hidden = vocabulary.part.copy(hidden)
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    if torch.is_autocast_enabled(device := hidden.device.type):
+        hidden, weight = (one.to(torch.get_autocast_dtype(device)) for one in (hidden, weight))
     has_guesses = not torch.is_grad_enabled()
-    rows, targets = hidden.flatten(0, -2), wanted.targets.flatten()
-    guesses, nats = _TiledLoss.apply(rows, weight, bias, targets, vocabulary, positions, has_guesses)
-    return TiledLoss(guesses.view(wanted.targets.shape) if has_guesses else None, nats)
+    given = hidden.flatten(0, -2), weight, bias, targets.flatten(), vocabulary, positions, has_guesses
+    guesses, nats = _TiledLoss.apply(*given)
+    return TiledLoss(guesses.view(targets.shape) if has_guesses else None, nats)
 
 
 class _TiledLoss(torch.autograd.Function):
@@ -106,39 +85,38 @@ class _TiledLoss(torch.autograd.Function):
         positions: int,
         has_guesses: bool,
     ) -> tuple[Tensor, Tensor]:
-        of_rows, of_weight, of_bias = ctx.needs_input_grad[:3]
-        row_gradient = torch.empty_like(rows) if of_rows else None
+        needed = ctx.needs_input_grad[:3]
         zeros = partial(torch.zeros, dtype=torch.float32, device=rows.device)
-        weight_gradient = zeros(weight.shape) if of_weight else None
-        bias_gradient = zeros(len(weight)) if of_bias else None
+        of_rows = torch.empty_like(rows) if needed[0] else None
+        of_weight = zeros(weight.shape) if needed[1] else None
+        of_bias = zeros(len(weight)) if needed[2] else None
         total, guesses = zeros(()), targets.new_empty(len(targets) if has_guesses else 0)
         for start in range(0, len(rows), positions):
             tile = slice(start, start + positions)
             part, counts = rows[tile], targets[tile] >= 0
-            logits = part @ weight.T
+            logits = (part @ weight.T).float()
             if bias is not None:
-                logits = logits.add_(bias) if logits.dtype == bias.dtype else logits + bias
+                logits.add_(bias)
             if has_guesses:
                 guesses[tile] = vocabulary.guesses(logits)
             local, outside = vocabulary.own(targets[tile])
-            shares, nats = vocabulary.shares(logits.float(), local, outside)
-            del logits
+            shares, nats = vocabulary.shares(logits, local, outside)
             total += nats.masked_fill(~counts, 0.0).sum()
-            if not (of_rows or of_weight or of_bias):
+            if not any(needed):
                 continue
             shares.scatter_add_(-1, local.unsqueeze(-1), outside.unsqueeze(-1).float() - 1)
             shares.mul_(counts.unsqueeze(-1))
-            if bias_gradient is not None:
-                bias_gradient += shares.sum(0)
+            if of_bias is not None:
+                of_bias += shares.sum(0)
             shares = shares.to(rows.dtype)
-            if row_gradient is not None:
-                torch.mm(shares, weight, out=row_gradient[tile])
-            if weight_gradient is not None and shares.dtype == torch.float32:
-                weight_gradient.addmm_(shares.T, part)
-            elif weight_gradient is not None:
-                weight_gradient += shares.T @ part
-            del shares  # or the next tile's logits would stand beside it
-        ctx.gradients = row_gradient, weight_gradient, bias_gradient
+            if of_rows is not None:
+                torch.mm(shares, weight, out=of_rows[tile])
+            if of_weight is not None and shares.dtype == torch.float32:
+                of_weight.addmm_(shares.T, part)
+            elif of_weight is not None:
+                of_weight += shares.T @ part
+            del shares, logits  # or the next tile's logits would stand beside it
+        ctx.gradients = of_rows, of_weight, of_bias
         ctx.dtypes = rows.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(guesses)
         ctx.set_materialize_grads(False)

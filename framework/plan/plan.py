@@ -9,7 +9,7 @@ from math import ceil, prod
 from types import SimpleNamespace
 from typing import Any, cast
 
-from framework.config.groups import ALL_LINEAR, is_named
+from framework.config.groups import is_adapted
 from framework.config.load import Source
 from framework.config.model import BERT, GPT
 from framework.config.run_config import AUTO, RunConfig
@@ -64,7 +64,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values, as written to ``plan.json``."""
         found = ((key, *key.split(".")) for key in sorted(self.config.was_auto))
-        tile = loss_tile(self.config, self.layout.micro_size, **self._shares)
+        tile = loss_tile(self.config, self.layout.micro_size)
         chosen = {key: getattr(getattr(self.config, section), name) for key, section, name in found}
         return {
             **({"auto": chosen} if chosen else {}),
@@ -74,10 +74,6 @@ class Plan:
             "length": asdict(self.length),
             "findings": [finding.to_dict() for finding in self.findings],
         }
-
-    @property
-    def _shares(self) -> dict[str, int]:
-        return {"tensor_size": self.layout.tensor_size, "sequence_size": self.layout.sequence_size}
 
     def on_device(self, device: Device, source: Source) -> Plan:
         """The plan where the kind of device has become known.
@@ -204,31 +200,24 @@ def one_line(plan: Plan) -> str:
     return f"fine on {plan.cluster}: {plan.layout}, {'' if known else 'length '}{plan.length}"
 
 
-def loss_tile(config: RunConfig, micro_size: int, *, tensor_size: int = 1, sequence_size: int = 1) -> int:
+def loss_tile(config: RunConfig, micro_size: int) -> int:
     """Positions whose logits are there at once, as `training.loss_tile` has it for a micro-batch of so many samples; 0:
-    all, and where the model or the task is one of the user's own.
+    all, and where the model or the task is the user's own.
     """
-    model, lora, length = config.model, config.training.lora, getattr(config.data, "sequence_length", None)
-    if (
-        not isinstance(model, GPT | BERT)
-        or not isinstance(config.task, CausalLM | MaskedLM)
-        or config.parallel.pipe > 1
-    ):
+    model, lora, parallel = config.model, config.training.lora, config.parallel
+    is_named_task = isinstance(config.task, CausalLM | MaskedLM)
+    if not isinstance(model, GPT | BERT) or not is_named_task or parallel.pipe > 1:
         return 0
-    has_own_head = not getattr(model, "tie_embeddings", True)
-    if (
-        lora is not None
-        and has_own_head
-        and (lora.target_modules == ALL_LINEAR or is_named("head", lora.target_modules))
-    ):
+    if lora and not getattr(model, "tie_embeddings", True) and is_adapted("head", lora):
         return 0
-    positions = micro_size * ceil((length or model.max_positions) / sequence_size)
-    return positions_of_tile(config.training.loss_tile, positions, ceil(model.vocab_size / tensor_size))
+    length = getattr(config.data, "sequence_length", None) or model.max_positions
+    positions, tokens = micro_size * ceil(length / parallel.sequence), ceil(model.vocab_size / parallel.tensor)
+    return positions_of_tile(config.training.loss_tile, positions, tokens)
 
 
 def rows(plan: Plan) -> dict[str, str]:
     """Label -> what is planned."""
-    tile = loss_tile(plan.config, plan.layout.micro_size, **plan._shares)
+    tile = loss_tile(plan.config, plan.layout.micro_size)
     return {
         "run": plan.config.run.name,
         "cluster": f"{plan.cluster} = {counted(plan.cluster.world_size, 'rank')}",

@@ -168,8 +168,7 @@ def named_work(
     """
     shape, model = config.data.image_shape(), config.model
     image_size = getattr(model, "image_size", None) or (shape.size if shape else None)
-    parts = {"tensor_size": share.tensor, "sequence_size": share.sequence}
-    share = replace(share, tile=loss_tile(config, micro_size, **parts))
+    share = replace(share, tile=loss_tile(config, micro_size))
     in_half: Arithmetic = "half" if isinstance(config.precision, BF16 | FP16) else "fp32"
     return model_work(
         model,

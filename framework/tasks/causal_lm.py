@@ -45,10 +45,6 @@ class CausalLM(Task):
         """Cross-entropy in nats per position with a target."""
         return token_loss(outputs, targets, ignore_index=self.ignore_index, vocabulary=self.vocabulary)
 
-    def tokens(self, targets: Tensor) -> Tensor:
-        """All of them."""
-        return targets
-
     def count(self, targets: Tensor) -> Tensor:
         """Number of positions with a target."""
         return (targets != self.ignore_index).sum()
@@ -101,15 +97,14 @@ def token_sums(
         Cross-entropy in nats, number of right guesses, number of positions: 0-d float64, on the logits' device.
     """
     logits, targets = logits_of(logits), targets.flatten()
-    if isinstance(logits, TiledLoss):
-        assert logits.guesses is not None
+    is_done = isinstance(logits, TiledLoss)
+    logits = logits if is_done else logits.flatten(0, -2)
+    if is_done:
         nats, guesses = logits.nats, logits.guesses.flatten()
     elif vocabulary is None:
-        logits = logits.flatten(0, -2)
         nats = cross_entropy(logits.float(), targets, ignore_index=ignore_index, reduction="none")
         guesses = logits.argmax(dim=-1)
     else:
-        logits = logits.flatten(0, -2)
         nats = vocabulary.nats(logits, targets, ignore_index=ignore_index)
         guesses = vocabulary.guesses(logits)
     nats, counts = nats.detach().double().sum(), targets != ignore_index

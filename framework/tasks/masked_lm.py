@@ -61,10 +61,6 @@ class MaskedLM(Task):
             class_loss(nsp_logits, nsp_label, ignore_index=self.ignore_index),
         )
 
-    def tokens(self, targets: tuple[Tensor, Tensor]) -> Tensor:
-        """Those that are hidden."""
-        return targets[0]
-
     def count(self, targets: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         """Number of predicted tokens, and of pairs."""
         return tuple((labels != self.ignore_index).sum() for labels in targets)

@@ -33,11 +33,10 @@ _SPLIT: dict[str, Any] = {
 # What a run has beside its ZeRO stage.
 FURTHER: dict[str, dict[str, Any]] = {
     "vit-tensor": {"parallel": {"tensor": 2, "tensor_plan": _SPLIT}, "batch": {"micro_size": 2 * MICRO}},
-    "t5-tiles": {"training": {"loss_tile": 7}},
+    "t5": {"training": {"loss_tile": 7}},
     "gemma2-tiles": {"training": {"loss_tile": 7}},
 }
-RUNS = (*((family, stage) for family in FAMILIES for stage in (1, 3)), ("vit-tensor", 1), ("vit-tensor", 3))
-RUNS = (*RUNS, ("t5-tiles", 3))
+RUNS = (*((family, stage) for family in FAMILIES for stage in (1, 3)), ("vit-tensor", 3))
 
 
 def config(name: str, stage: int, folder: Path) -> dict[str, Any]:

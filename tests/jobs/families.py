@@ -30,7 +30,6 @@ _SPEECH |= {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_target_positions"
 # Family -> class of transformers, and its configuration.
 THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", _GROUPED | {"head_dim": 8, "tie_word_embeddings": True}),
-    "mistral": ("MistralForCausalLM", _GROUPED | {"sliding_window": 6}),
     "gemma2": ("Gemma2ForCausalLM", _GROUPED | {"head_dim": 8, "query_pre_attn_scalar": 8}),
     "mixtral": ("MixtralForCausalLM", _GROUPED | {"num_local_experts": 4}),
     "gpt-neox": ("GPTNeoXForCausalLM", _TEXT | _WIDE),

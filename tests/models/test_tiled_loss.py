@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from framework.config.training import positions_of_tile
 from framework.models.bert import BERT
 from framework.models.gpt import GPT
-from framework.models.tiled_loss import TiledLoss, Wanted, output_head, tiled_loss
+from framework.models.tiled_loss import TiledLoss, output_head, tiled_loss, wanting_loss
 
 TOKENS, POSITIONS, TILE = 99, (3, 37), 10
 SCALE = 0.37  # of the loss in a step
@@ -32,7 +32,7 @@ def drawn(dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
 
 
 def in_tiles(given: list[Tensor], targets: Tensor) -> TiledLoss:
-    with Wanted(targets, TILE).computed():
+    with wanting_loss(targets, TILE, None):
         found = tiled_loss(*given)
     assert found is not None
     return found
