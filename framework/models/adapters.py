@@ -76,7 +76,7 @@ def add_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Module:
             reason, fix = str(error).partition(". ")[0], "name linear layers, convolutions or embeddings"
             key = "training.lora.target_modules"
             if "4 dimensions" in reason:
-                fix = "set zero.stage: 2 for convolutions"  # 3 has spread the kernel
+                fix = "set zero.stage: 2 for convolutions"  # 3 spreads kernels
             raise ConfigError.of("lora-not-adaptable", reason, fix, key, lora.target_modules) from error
     if adapted := sorted(tied & {name.partition(LORA)[0] for name, _ in model.named_parameters() if is_adapter(name)}):
         raise ConfigError([tied_problem(adapted[0], lora.target_modules)])
