@@ -25,7 +25,7 @@ from framework.plan.plan import Plan
 
 
 @contextmanager
-def building_experts(plan: Plan, *, varying_shapes: bool) -> Iterator[bool]:
+def building_experts(plan: Plan, *, varies: bool) -> Iterator[bool]:
     """Build models meanwhile with this rank's experts only, where a plan divides them; whether it does. Collective."""
     size = plan.layout.expert_size
     if size == 1:
@@ -34,7 +34,7 @@ def building_experts(plan: Plan, *, varying_shapes: bool) -> Iterator[bool]:
     for known in (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
         known.pop(_name(size), None)  # of an earlier run in this process
     groups._create_expert_and_data_parallel(size)
-    with dividing_experts(groups._get_expert_parallel_group(_name(size)), varies=varying_shapes):
+    with dividing_experts(groups._get_expert_parallel_group(_name(size)), varies=varies):
         yield True
 
 

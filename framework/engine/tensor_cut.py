@@ -102,7 +102,7 @@ class TensorCut:
         elif not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
             self._refuse(name, f"it is a {type(module).__name__}, and only nn.Linear can be cut so", "leave it out")
         elif module._parameters.get("weight") is None:
-            self._refuse(name, "its weight is computed from others (weight_norm, a parametrization)", "leave it out")
+            self._refuse(name, "its weight is computed from others", "leave it out")
         elif isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
             self._refuse(name, "nn.MultiheadAttention takes the weight and does not call the layer", "leave it out")
         elif kind == "row":
@@ -231,7 +231,7 @@ def _own_plan(model: nn.Module, *, size: int) -> dict[str, TensorSplit]:
 def _refuse_heads(config: Any, size: int) -> None:
     for key in ("num_attention_heads", "num_key_value_heads"):
         if isinstance(count := getattr(config, key, None), int) and count % size:
-            reason = f"{size} ranks of a tensor group cannot share the model's {count} ({key}) evenly"
+            reason = f"ranks cannot share the model's {count} {key} evenly"
             raise ConfigError.of("tensor-not-divisible", reason, "set another size", "parallel.tensor", size)
 
 

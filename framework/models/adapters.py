@@ -75,8 +75,8 @@ def add_adapters(model: nn.Module, lora: LoRA, *, seed: int) -> nn.Module:
         except ValueError as error:
             reason, fix = str(error).partition(". ")[0], "name linear layers, convolutions or embeddings"
             key = "training.lora.target_modules"
-            if "must have 4 dimensions" in reason:
-                reason, fix = "a convolution of a model that ZeRO has spread cannot be adapted", "set zero.stage: 2"
+            if "4 dimensions" in reason:
+                fix = "set zero.stage: 2 for convolutions"  # 3 spreads kernels
             raise ConfigError.of("lora-not-adaptable", reason, fix, key, lora.target_modules) from error
     if adapted := sorted(tied & {name.partition(LORA)[0] for name, _ in model.named_parameters() if is_adapter(name)}):
         raise ConfigError([tied_problem(adapted[0], lora.target_modules)])

@@ -58,7 +58,7 @@ def collected_routings() -> AbstractContextManager[list[Routing]]:
 
 def dividing_experts(group: Any, *, varies: bool = False) -> AbstractContextManager[Any]:
     """Build mixtures meanwhile that hold a rank's share of their experts, of which the ranks of `group` have all;
-    `varies`: the ranks' micro-batches may hold unlike many tokens, on which they then agree in every pass.
+    `varies`: their micro-batches may hold unlike many tokens.
     """
     return _holding(_group, (group, varies))
 
@@ -171,9 +171,7 @@ class Mixture(nn.Module):
         return made
 
     def _most(self, room: int) -> int:
-        """Return what any rank has of room: in evaluation the last batches of ranks differ by a sample, and in training
-        sequences may differ in length.
-        """
+        """Return what any rank has of room: last batches differ by a sample, and sequences may in length."""
         if self.group is None or (self.training and not self.varies):
             return room
         most = torch.tensor(room, device=self.router.weight.device)

@@ -148,14 +148,7 @@ def _refusal(model: nn.Module, reason: str, fix: str = "") -> ConfigError:
 _THEIR_NAME: Final = "shared_sequences"
 _OF_ATTENTION: Final = frozenset(("full_attention", "sliding_attention"))
 _MIXING: Final = (nn.Conv1d, nn.Conv2d, nn.RNNBase)
-_BY_LENGTH: Final = frozenset(("dynamic", "longrope"))
 _UNKNOWN_OPTIONS: Final = ("softcap", "position_bias", "s_aux", "head_mask")
-
-
-def _rope_types(model: nn.Module) -> set[str]:
-    """Kinds of rotary positions in a model of transformers; where layers differ in it, each module has several."""
-    found = [getattr(module, "rope_type", None) for module in model.modules()]
-    return {kind for one in found for kind in (one.values() if isinstance(one, dict) else (one,)) if kind}
 
 
 def _share_theirs(model: Any) -> None:
@@ -173,8 +166,8 @@ def _share_theirs(model: Any) -> None:
 
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise _refusal(model, "it takes no position_ids, and so would number this rank's positions from 0")
-    if rope := _rope_types(model) & _BY_LENGTH:
-        raise _refusal(model, f"its rotary positions ({min(rope)}) change with the longest one that a rank sees")
+    if any(kind in str(getattr(one, "rope_type", "")) for one in model.modules() for kind in ("dynamic", "longrope")):
+        raise _refusal(model, "its rotary positions (dynamic, longrope) change with the longest one that a rank sees")
     others = set(getattr(model.config, "layer_types", None) or ()) - _OF_ATTENTION
     others |= {type(module).__name__ for module in model.modules() if isinstance(module, _MIXING)}
     others |= {"cross-attention"} if getattr(model.config, "is_encoder_decoder", False) else set()
@@ -214,8 +207,8 @@ def _number_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         (one for name in ("input_ids", "inputs_embeds") if (one := bound.arguments.get(name)) is not None), None
     )
     if _shared is not None and bound.arguments.get("labels") is not None:
-        reason = "it is given labels, which it shifts within this rank's positions"
-        raise _refusal(module, reason, "compute the loss in the task, from targets that the data has shifted")
+        reason = "it shifts its labels within this rank's positions"
+        raise _refusal(module, reason, "compute the loss in the task")
     if _shared is None or given is None or bound.arguments.get("position_ids") is not None:
         return None
     first = first_position(given.shape[1])

@@ -39,8 +39,7 @@ def write_adapter(folder: Path, weights: MergedWeights, *, dtype: torch.dtype) -
     """Write what `peft.PeftModel.from_pretrained` loads onto the same base; returns file -> bytes.
 
     Raises:
-        StorageError: kind ``adapter-untrained``: nothing has come through any adapter; ``adapter-tied``: a weight that
-            is trained whole has several names.
+        StorageError: kind ``adapter-untrained``: nothing has come through any adapter; ``adapter-tied``.
     """
     checkpoint = weights.checkpoint
     lora = checkpoint.manifest["config"]["training"]["lora"]

@@ -105,9 +105,8 @@ def assemble_engine(prepared: Prepared) -> PlainEngine | PipelineEngine:
     if plan.layout.tensor_size > 1:
         groups = make_groups(plan.layout)
         build = TensorCut(groups.tensor, plan.config.parallel.tensor_plan, parts.task).after(build)
-    with building_experts(
-        plan, varying_shapes=varying_shapes
-    ) as divides:  # of which no other rank could take the place
+    # Of which no other rank could take the place.
+    with building_experts(plan, varies=varying_shapes or plan.layout.micro_size == 1) as divides:
         make = partial(build_model, build, ds_config=ds_config, draws_in_pieces=is_ours, groups=groups)
         model = build() if divides else make()
     if plan.config.precision.dtype not in HALF:  # below stage 3 DeepSpeed would train what it gets

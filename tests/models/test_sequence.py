@@ -65,7 +65,7 @@ def test_a_position_that_the_model_has_not_is_refused() -> None:
         (lambda: nn.Linear(2, 2), "its attention is not known"),
         (lambda: their_model("T5"), "takes no position_ids"),
         (lambda: their_model("Mamba"), "takes no position_ids|Conv1d"),
-        (lambda: their_model("Llama", rope_parameters=STRETCHED), r"\(dynamic\) change with the longest one"),
+        (lambda: their_model("Llama", rope_parameters=STRETCHED), r"\(dynamic, longrope\) change with the longest one"),
     ],
 )
 def test_models_that_mix_positions_otherwise_are_refused(make: Callable[[], nn.Module], reason: str) -> None:
@@ -83,7 +83,7 @@ def test_labels_that_a_model_would_shift_itself_are_refused() -> None:
     model, tokens = their_model("Llama"), torch.zeros(1, 4, dtype=torch.long)
     share_attention(model)
     assert model(tokens, labels=tokens).loss > 0
-    with SequenceGroup(0, 2).shared(), pytest.raises(ConfigError, match=r"labels, .* \[sequence-needs-attention\]"):
+    with SequenceGroup(0, 2).shared(), pytest.raises(ConfigError, match=r"its labels .* \[sequence-needs-attention\]"):
         model(tokens, labels=tokens)
 
 

@@ -1,9 +1,7 @@
-"""Half precision at ZeRO stage 0, where DeepSpeed 0.19.8 wraps an optimizer (runtime/fp16/unfused_optimizer.py and
-fused_optimizer.py).
+"""Half precision at ZeRO stage 0, as DeepSpeed 0.19.8 has it (runtime/fp16/unfused_optimizer.py, fused_optimizer.py).
 
-To make its state, it steps it with gradients of zero (`initialize_optimizer_states`): AdamW then takes the first
-gradient for the second, and weights decay once more, at the rate before any schedule. Its norm is taken of gradients,
-which do not say that another stage of a pipeline counts them as well, and stays multiplied by the loss scale.
+It makes an optimizer's state by an empty step: AdamW takes the first gradient for the second, and weights decay once
+more. Its norm counts weights of several stages as often, and stays multiplied by the loss scale.
 """
 
 from __future__ import annotations
@@ -22,19 +20,17 @@ _split: Final = unfused_optimizer.split_params_grads_into_shared_and_expert_para
 
 @contextmanager
 def taking_no_empty_step() -> Iterator[None]:
-    """Leave the state of optimizers that are wrapped meanwhile to their first step, and let norms count tied weights
-    once.
-    """
+    """Leave the state of optimizers that are wrapped meanwhile to their first step."""
     unfused_optimizer.split_params_grads_into_shared_and_expert_params = _split_and_marked
     kinds = FP16_Optimizer, FP16_UnfusedOptimizer
-    stepped = [kind.initialize_optimizer_states for kind in kinds]
+    before = [kind.initialize_optimizer_states for kind in kinds]
     for kind in kinds:
         kind.initialize_optimizer_states = lambda optimizer: None
     try:
         yield
     finally:
-        for kind, step in zip(kinds, stepped, strict=True):
-            kind.initialize_optimizer_states = step
+        for kind, own in zip(kinds, before, strict=True):
+            kind.initialize_optimizer_states = own
 
 
 def _split_and_marked(group: list[Any]) -> Any:
@@ -47,6 +43,5 @@ def _split_and_marked(group: list[Any]) -> Any:
 def norm_of(engine: deepspeed.DeepSpeedEngine) -> float | None:
     """The gradient norm of the engine's last step, before clipping."""
     norm: float | None = engine.get_global_grad_norm()
-    if norm is None or not isinstance(engine.optimizer, FP16_UnfusedOptimizer):
-        return norm
-    return norm / float(engine.optimizer.loss_scale)
+    is_scaled = isinstance(engine.optimizer, FP16_UnfusedOptimizer)
+    return norm / float(engine.optimizer.loss_scale) if norm is not None and is_scaled else norm

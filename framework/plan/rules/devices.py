@@ -61,13 +61,11 @@ def half_precision_without_zero(config: RunConfig, cluster: Cluster, layout: Lay
 
 @rule()
 def divided_in_advance(config: RunConfig, cluster: Cluster) -> Found:
-    """deepspeed/runtime/zero/stage3.py `__avg_scatter_contiguous_grads`: divided by this number, and by all ranks, a
-    gradient is multiplied by the first again unless they are equal.
-    """
+    """deepspeed/runtime/zero/stage3.py `__avg_scatter_contiguous_grads` multiplies by it again if it is another."""
     key, parallel = "gradient_predivide_factor", config.parallel
     factor, ranks = config.deepspeed.get(key), cluster.world_size // (parallel.pipe * parallel.tensor)
     if config.zero.stage == 3 and factor == ranks > 1:
-        reason = f"at stage 3 DeepSpeed leaves gradients {ranks} times too small where it is the number of ranks"
+        reason = f"at stage 3 gradients stay {ranks} times too small where it is the number of ranks"
         yield Problem("predivided-by-all-ranks", reason, "remove it", f"deepspeed.{key}", factor)
 
 

@@ -182,9 +182,7 @@ def recompute_in_parts(config: RunConfig, cluster: Cluster) -> Found:
 
 @rule()
 def freeze_patterns(config: RunConfig, cluster: Cluster) -> Found:
-    """Text that is no regular expression, such as ``*.bias``; and all experts, of which ranks then share none that
-    DeepSpeed knows of.
-    """
+    """Text that is no regular expression, such as ``*.bias``; all experts, of which DeepSpeed then finds none."""
     from framework.plan.work import model_work  # here: it imports the plan, which imports the rules
 
     freeze, problems = config.training.freeze, list[Problem]()
@@ -200,10 +198,7 @@ def freeze_patterns(config: RunConfig, cluster: Cluster) -> Found:
     ):
         return
     if all(any(re.fullmatch(each, name) for each in freeze) for name in work.weights if ".experts." in name):
-        reason, fix = (
-            "it freezes all experts, and only trained ones can be divided over ranks",
-            "set parallel.expert: 1",
-        )
+        reason, fix = "it freezes all experts, and divided ones must be trained", "set parallel.expert: 1"
         yield Problem("expert-with-other", reason, fix, "training.freeze", list(freeze))
 
 
@@ -212,7 +207,7 @@ def adapted_modules(config: RunConfig, cluster: Cluster) -> Found:
     """Adapters for modules that a named model has not, that hold no matrix, or whose weight is used twice; other models
     are looked at when they are built.
     """
-    from framework.plan.work import model_work  # here: it imports the plan, which imports the rules
+    from framework.plan.work import model_work
 
     lora, key = config.training.lora, "training.lora.target_modules"
     if lora is None:
@@ -245,7 +240,7 @@ def adapted_modules(config: RunConfig, cluster: Cluster) -> Found:
 @rule()
 def optimizer_groups(config: RunConfig, cluster: Cluster) -> Found:
     """Patterns that are none, groups that change nothing or a rate that has no share of anything, and pipelines with
-    ZeRO: there the gradient norm is reduced once per group over all stages, and each would have to have all groups.
+    ZeRO or in fp16: there the norm is reduced once per group over all stages, and each would have to have all groups.
     """
     optimizer, fix = config.optimizer, "write for example .*bias for all that ends so"
     groups = getattr(optimizer, "groups", [])
@@ -258,11 +253,19 @@ def optimizer_groups(config: RunConfig, cluster: Cluster) -> Found:
         if group.lr and not optimizer_lr(config.optimizer):
             reason = "a schedule moves it as a share of optimizer.lr, which is 0"
             yield Problem("group-lr-of-nothing", reason, "set optimizer.lr", f"{key}.lr", group.lr)
-    how = "with ZeRO" if config.zero.stage else "in fp16" if config.precision.dtype == "fp16" else ""
+    is_fp16 = config.precision.dtype == "fp16"
+    how = "with ZeRO" if config.zero.stage else "in fp16" if is_fp16 else ""
     if config.parallel.pipe > 1 and how and (groups or getattr(optimizer, "layer_decay", 1.0) != 1.0):
         key = "optimizer.groups" if groups else "optimizer.layer_decay"
         reason = f"{how} every stage of a pipeline must have weights of every group"
-        fix = "set zero.stage: 0 without fp16, or parallel.pipe: 1, or use weight_decay_on: matrices alone"
+        other = (
+            ""
+            if config.zero.stage and is_fp16
+            else "zero.stage: 0 or "
+            if how == "with ZeRO"
+            else "precision.dtype: fp32 or "
+        )
+        fix = f"set {other}parallel.pipe: 1, or use weight_decay_on: matrices alone"
         value = [group.match for group in groups] if groups else optimizer.layer_decay  # type: ignore[union-attr]
         yield Problem("groups-with-pipeline", reason, fix, key, value)
 
