@@ -20,7 +20,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "system": (59, 13),
     "text": (65, 6),
     "config": (125, 15),
-    "plan": (312, 32),
+    "plan": (313, 32),
     "checkpoint": (191, 19),
     "train": (91, 13),
     "launch": (200, 23),

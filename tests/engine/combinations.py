@@ -87,7 +87,7 @@ def proven() -> Iterator[Run]:
     for stage, sections in test_tensor.PAIRS.values():
         case = test_tensor.Case("gpt", stage)
         yield Run(2, test_tensor.values(case, nowhere, nowhere, micro_size=8, **sections))
-    for ranks, cases in ((2, test_sequence.TWO_RANKS), (4, test_sequence.FOUR_RANKS)):
+    for ranks, cases in ((2, test_sequence.TWO_RANKS), (4, test_sequence.FOUR_RANKS | test_sequence.DIVIDED)):
         yield from (Run(ranks, test_sequence.values(name, one, nowhere, nowhere)) for name, one in cases.items())
     for name, (case_name, sections, _) in test_sequence.VARIANTS.items():
         yield Run(2, test_sequence.values(name, test_sequence.TWO_RANKS[case_name], nowhere, nowhere, **sections))

@@ -63,6 +63,15 @@ RARE: Cases = {
     if (name := f"{model}-z{stage}") not in TWO_RANKS
 }
 FOUR_RANKS: Cases = {f"{model}-2x2": (model, stage, SGD) for stage, model in enumerate(("gpt", "llama", "bert", "gqa"))}
+# Two ranks of a tensor group by two that share sequences.
+DIVIDED: Cases = {
+    **{
+        f"{model}-split-z{stage}": (model, stage, SGD)
+        for model, stage in (("gpt", 0), ("bert", 1), ("gpt", 2), ("bert", 3))
+    },
+    "gpt-split-adamw": ("gpt", 3, ADAMW),
+    "gpt-split-tiled": ("gpt", 1, SGD),
+}
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +92,8 @@ def values(name: str, case: tuple[str, int, dict[str, Any]], folder: Path, text:
     model, stage, optimizer = case
     if name == "gpt-ema":
         sections = {"training": {"ema": {"decay": 0.8}}, "evaluation": {"weights": "ema"}} | sections
+    if "split" in name:
+        sections = {"parallel": {"tensor": 2}} | sections
     if "tiled" in name:  # seven positions of sixteen: the last tile of a sequence is shorter
         sections = {"training": {"loss_tile": 7}} | sections
     base = {
@@ -153,7 +164,11 @@ def moved(name: str, folder: Path, text: Path, **sections: Any) -> Any:
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     folder = tmp_path_factory.mktemp("sequence-2x2")
-    train_cases([values(name, case, folder, text) for name, case in FOUR_RANKS.items()], num_ranks=4, folder=folder)
+    cases = [values(name, case, folder, text) for name, case in (FOUR_RANKS | DIVIDED).items()]
+    for sections in ({}, {"training": {"max_steps": STOP}}, {"checkpoint": {"at_end": True, "resume": "auto"}}):
+        end = "broken" if sections else "whole"
+        cases.append(values(f"split-{end}", DIVIDED["gpt-split-z2"], folder, text, **DROPPED | sections))
+    train_cases(cases, num_ranks=4, folder=folder)
     return folder
 
 
@@ -189,6 +204,17 @@ def test_two_ranks_equal_plain_pytorch(two_ranks: Path, text: Path, name: str) -
 @pytest.mark.parametrize("name", FOUR_RANKS)
 def test_four_ranks_equal_plain_pytorch(four_ranks: Path, text: Path, name: str) -> None:
     hold(four_ranks, name, FOUR_RANKS[name], text, global_size=16)
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_tensor_groups_that_share_sequences_equal_plain_pytorch(four_ranks: Path, text: Path, name: str) -> None:
+    hold(four_ranks, name, DIVIDED[name], text, global_size=8)
+
+
+def test_a_resumed_run_of_both_is_the_unbroken_one(four_ranks: Path) -> None:
+    whole, broken = (series(four_ranks / f"split-{end}", "train/loss") for end in ("whole", "broken"))
+    assert whole == broken
+    assert len(whole) == NUM_STEPS
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -201,6 +201,8 @@ def shared_cases() -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
         yield f"own-{name}-{kind}-recompute-{dtype}", *of(stage, kind, dtype, every=every, **{name: 2})
     for stage, kind, dtype in product((1, 3), kinds, ("fp32", "bf16")):
         yield f"own-tensor-4-z{stage}-{kind}-{dtype}", *of(stage, kind, dtype, tensor=2)
+    for stage, dtype in ((1, "fp32"), (3, "bf16")):
+        yield f"own-tensor-4-sequence-z{stage}-{dtype}", *of(stage, "gpt", dtype, tensor=2, sequence=2)
 
 
 CASES = {name: (config, batch) for name, config, batch in (*cases(), *own_cases(), *shared_cases())}

@@ -137,10 +137,10 @@ def sequences_are_shared(config: RunConfig, cluster: Cluster) -> Found:
     length = getattr(config.data, "sequence_length", None)
     if not isinstance(model, (GPT, BERT)):
         yield key, f"{model.kind} reads no sequences", f"set {key}: 1"
-    elif model.num_heads % size:
-        shared = _divisor(model.num_heads, near=size)
-        reason = f"the {model.num_heads} heads of attention cannot be shared evenly"
-        yield key, reason, f"set {key}: {shared} or model.num_heads to a multiple of {size}"
+    elif (heads := model.num_heads // config.parallel.tensor) % size:  # of a rank's tensor group
+        shared = _divisor(heads, near=size) if heads else 1
+        reason, multiple = f"the {heads} heads of attention cannot be shared evenly", size * config.parallel.tensor
+        yield key, reason, f"set {key}: {shared} or model.num_heads to a multiple of {multiple}"
     elif isinstance(length, int) and length % size:
         near = max(1, length // size) * size
         yield key, f"sequences of {length} positions cannot be shared evenly", f"set data.sequence_length: {near}"

@@ -64,6 +64,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
     "sequences_are_shared": [
         ({"parallel": {"sequence": 2}}, "cpu", "sequence-not-shared"),
         (GPT | {"parallel": {"sequence": 8}}, "cpu", "sequence-not-shared"),
+        (divided(parallel={"tensor": 2, "sequence": 4}), "cpu", "sequence-not-shared"),
         (
             BERT | {"parallel": {"sequence": 2}, "data": {"kind": "text_pairs", "sequence_length": 33}},
             "cpu",
@@ -154,7 +155,7 @@ CASES: dict[str, list[tuple[dict[str, Any], Device, str | None]]] = {
         (divided(**LAMB), "cuda", "not-with-tensor"),
         (divided(optimizer={"kind": "muon"}), "cuda", "not-with-tensor"),
         (divided(precision={"dtype": "bf16"}), "cuda", "not-with-tensor"),
-        (divided(parallel={"tensor": 2, "sequence": 2}), "cuda", "not-with-tensor"),
+        (divided(parallel={"tensor": 2, "sequence": 2}, model={"kind": "gpt", "num_heads": 4}), "cuda", None),
         (divided(parallel={"tensor": 2, "pipe": 2}, batch={"accumulation_steps": 8}), "cuda", "not-with-tensor"),
         (divided(**offload(3, **NVME) | LION), "cuda", "not-with-tensor"),
         (divided(zero={"stage": 3, "offload_param": NVME}), "cuda", "not-with-tensor"),
