@@ -280,7 +280,8 @@ class _Estimate:
         self.held = [*self.sizes, *self.frozen]
 
     def memory(self) -> Memory:
-        start = self.weights() | self.buckets() | ({} if self.is_lazy else self.optimizer_state())
+        made_at_once = self.optimizer_state() if isinstance(self.config.optimizer, Adagrad) else {}
+        start = self.weights() | self.buckets() | made_at_once
         stays = {} if self.pipeline is None else {"pipeline buffers": self.pipeline.buffers(self.steps)}
         states = start | self.optimizer_state() | stays
         between = states | self.persistent()
@@ -333,13 +334,6 @@ class _Estimate:
                     size = 0
             if size:
                 yield size
-
-    @property
-    def is_lazy(self) -> bool:
-        """Whether the optimizer makes its state at the first step: in half precision without ZeRO it does so at
-        once, by a step of zeros; Adagrad makes it where it is built.
-        """
-        return not (self.stage == 0 and self.is_half) and not isinstance(self.config.optimizer, Adagrad)
 
     def weights(self) -> dict[str, int]:
         """Weights and their fp32 copies; ZeRO copies fp32 weights too."""

@@ -299,7 +299,7 @@ WEIGHTS = 6_738_415_616  # Llama 2 7B
 
 @pytest.mark.parametrize(
     ("stage", "start", "between"),
-    [(0, 2 + 4 + 8, 2 + 4 + 8), (1, 2 + 4 / 8, 2 + 12 / 8), (2, 2 + 4 / 8, 2 + 12 / 8), (3, (2 + 4 + 2) / 8, 16 / 8)],
+    [(0, 2 + 4, 2 + 4 + 8), (1, 2 + 4 / 8, 2 + 12 / 8), (2, 2 + 4 / 8, 2 + 12 / 8), (3, (2 + 4 + 2) / 8, 16 / 8)],
 )
 def test_states_are_those_of_the_paper(stage: int, start: float, between: float) -> None:
     """Rajbhandari et al. 2020, section 3: 2 bytes of a weight, 2 of its gradient, 12 of Adam; gradients wait for the
