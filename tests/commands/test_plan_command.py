@@ -271,6 +271,7 @@ def test_apply_leaves_offloads_other_keys_behind(tmp_path: Path, capsys: Capture
     file = tmp_path / "run.yaml"
     file.write_text(
         FILE.replace("  stage: 3   # to be safe", "  stage: 3\n  offload_optimizer: {device: cpu, ratio: 0.5}")
+        + "optimizer: {kind: adamw, implementation: deepspeed}\n"
     )
     plan(str(file), "--num_gpus", "8", "--gpu", "a100-80gb", "--apply", capsys=capsys)
     assert load_config(file).zero.offload_optimizer.device == "none"

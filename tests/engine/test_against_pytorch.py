@@ -195,7 +195,7 @@ SCHEDULES: dict[str, tuple[dict[str, Any], Callable[[int], float]]] = {
         {"kind": "inverse_sqrt", "warmup_steps": 6},
         lambda t: 1e-3 * min((t + 1) / 6, math.sqrt(6 / (t + 1))),
     ),
-    "constant": ({"kind": "constant", "warmup_steps": 8}, lambda t: 1e-3 * min(1.0, (t + 1) / 8)),
+    "constant-warmup": ({"kind": "constant", "warmup_steps": 8}, lambda t: 1e-3 * min(1.0, (t + 1) / 8)),
     "own": (
         {"target": "torch.optim.lr_scheduler:StepLR", "args": {"step_size": 5, "gamma": 0.5}},
         lambda t: 1e-3 * 0.5 ** (t // 5),

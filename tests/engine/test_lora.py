@@ -64,7 +64,7 @@ HELD = [
     *(("llama", optimizer, stage) for optimizer, stage in (("sgd", 1), ("adamw", 2), ("sgd", 3))),
 ]
 # Model, optimizer and stage of runs whose two ranks share every sequence.
-SHARED = (*(("gpt", "sgd", stage) for stage in STAGES), ("gpt", "adamw", 2), ("llama", "sgd", 0), ("llama", "sgd", 3))
+SHARED = (*(("gpt", "sgd", stage) for stage in STAGES), ("gpt", "adamw", 2), ("llama", "sgd", 1), ("llama", "sgd", 3))
 MOVES = ((0, 3), (3, 1), (2, 0))
 
 
