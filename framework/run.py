@@ -17,6 +17,7 @@ from framework.engine.distributed import from_rank0, process_group, quiet_deepsp
 from framework.engine.failures import explaining_failures
 from framework.engine.plain_engine import arithmetic_of
 from framework.engine.random_state import seed_ranks
+from framework.engine.schedules import MakeSchedule
 from framework.engine.stop_agreement import agreed_stops
 from framework.errors import RunStopped
 from framework.plan.plan import Plan
@@ -31,7 +32,6 @@ from framework.setup.assemble import (
 )
 from framework.setup.objects import (
     MakeOptimizer,
-    MakeSchedule,
     ModelSource,
     Objects,
     config_with_objects,

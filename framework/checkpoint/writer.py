@@ -166,8 +166,6 @@ class WriterProcess(Child):
     def answer(self, timeout: float | None = None) -> Mapping[str, Any]:
         """Its next answer, a failure where it has died; raises TimeoutError if none comes within so many seconds."""
         answer = self.receive(timeout)
-        return (
-            answer
-            if answer is not None
-            else {"state": "dead", "failure": f"the process that writes checkpoints {self.exit_reason()}"}
-        )
+        if answer is None:
+            return {"state": "dead", "failure": f"the process that writes checkpoints {self.exit_reason()}"}
+        return answer

@@ -206,33 +206,34 @@ class Constant(Section):
     """Steps of linear warm-up; step t (from 0) runs at lr x (t + 1) / warmup_steps."""
 
 
-class Cosine(Constant):
+class _Falling(Constant):
+    """What falls until the end of the run, or until a step of it."""
+
+    min_ratio: Fraction = 0.0
+    """Last learning rate as a share of the first."""
+    total_steps: PositiveCount | None = None
+    """Step at which the minimum is reached; left out: the length of the run."""
+
+
+class Cosine(_Falling):
     """Linear warm-up to the optimizer's rate, then half a cosine down to `min_ratio` of it (Loshchilov & Hutter
     2017).
     """
 
     kind: Literal["cosine"] = "cosine"  # type: ignore[assignment]
-    min_ratio: Fraction = 0.0
-    """Last learning rate as a share of the first."""
-    total_steps: PositiveCount | None = None
-    """Step at which the minimum is reached; left out: the length of the run."""
     cycles: PositiveCount = 1
     """Cosines of equal length after the warm-up, each from the full rate again (warm restarts)."""
 
 
-class Polynomial(Constant):
+class Polynomial(_Falling):
     """Linear warm-up, then down to `min_ratio` of the optimizer's rate by a power of the steps that are left."""
 
     kind: Literal["polynomial"] = "polynomial"  # type: ignore[assignment]
     power: Positive = 1.0
     """1: a straight line; 2: a parabola that ends flat."""
-    min_ratio: Fraction = 0.0
-    """Last learning rate as a share of the first."""
-    total_steps: PositiveCount | None = None
-    """Step at which the minimum is reached; left out: the length of the run."""
 
 
-class WSD(Constant):
+class WSD(_Falling):
     """Warm-up, stable, decay: the full rate until the last `decay_steps`, so that a run can be made longer without
     another start (Hu et al. 2024; Haegele et al. 2024).
     """
@@ -242,10 +243,6 @@ class WSD(Constant):
     """Steps of the way down at the end."""
     curve: Literal["linear", "sqrt", "cosine"] = "linear"
     """Way down: a straight line, 1 - sqrt(progress), or half a cosine."""
-    min_ratio: Fraction = 0.0
-    """Last learning rate as a share of the first."""
-    total_steps: PositiveCount | None = None
-    """Step at which the minimum is reached; left out: the length of the run."""
 
 
 class InverseSqrt(Section):

@@ -111,7 +111,7 @@ def client_schedule(
     schedule = plan.config.scheduler
     if make is not None:
         return partial(OwnSchedule, make=make)
-    if not isinstance(schedule, (Constant, InverseSqrt)) or (type(schedule) is Constant and not schedule.warmup_steps):
+    if not isinstance(schedule, (Constant, InverseSqrt)) or schedule == Constant():
         return None
     total_steps = schedule_steps(plan) if "total_steps" in type(schedule).model_fields else 0
     return partial(StepSchedule, factor=partial(factor, schedule, total_steps=total_steps))

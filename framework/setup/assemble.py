@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -347,7 +348,10 @@ def make_monitors(
     return [
         *(Behind(file, after=held) for file in files),
         *([console] if console is not None else []),
-        *(ServiceProcess(name, run, where, wait_seconds=asked.wait_seconds) for name, where in services.items()),
+        *chain.from_iterable(
+            made(name, partial(ServiceProcess, name, run, where, wait_seconds=asked.wait_seconds))
+            for name, where in services.items()
+        ),
         *(Aside(name, make, wait_seconds=asked.wait_seconds) for name, make in own),
     ]
 

@@ -30,6 +30,7 @@ from framework.config.optimizer import OptimizerObject
 from framework.config.run_config import RunConfig
 from framework.data.splits import Splits, given_splits
 from framework.engine.checkpoint_bytes import is_plain
+from framework.engine.schedules import MakeSchedule
 from framework.errors import ConfigError, FrameworkError, Problem
 from framework.models.layers import Layer
 from framework.text.typos import nearest
@@ -37,7 +38,6 @@ from framework.text.typos import nearest
 LayerList = Sequence[torch.nn.Module] | Sequence[Layer]
 ModelSource = torch.nn.Module | LayerList | Callable[[], torch.nn.Module | LayerList]
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
-MakeSchedule = Callable[[torch.optim.Optimizer], Any]
 
 _TAGS: Final = ("kind", "target", "object")
 

@@ -21,6 +21,7 @@ from framework.config.run_config import RunConfig
 from framework.data.loaders import TrainLoader
 from framework.data.order import LATEST_ORDER
 from framework.data.splits import Splits, as_splits
+from framework.engine.schedules import MakeSchedule
 from framework.errors import ConfigError, Problem
 from framework.models.adapt import MuonWithAdamW
 from framework.models.layers import Layer, LayeredModel, as_layers
@@ -28,7 +29,6 @@ from framework.plan.plan import Plan
 from framework.plan.rules.model import vocabulary_problem
 from framework.setup.objects import (
     MakeOptimizer,
-    MakeSchedule,
     ModelSource,
     Objects,
     call_factory,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -11,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from framework.config.load import config_from_values
 from framework.errors import TrainingError
+from framework.setup.assemble import make_monitors
 from framework.system.child import Channel, Child
 from framework.train.monitors import services
 from framework.train.monitors.base import Monitor, Point
@@ -133,3 +136,18 @@ def test_several_keep_their_numbers_in_one_file(tmp_path: Path) -> None:
     for monitor in monitors:
         monitor.close()
     assert sorted(json.loads((tmp_path / "monitors.json").read_text(encoding="utf-8"))) == names
+
+
+def test_one_that_cannot_be_started_costs_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise BlockingIOError(errno.EAGAIN, "no more processes")
+
+    monkeypatch.setattr(Child, "__init__", fail)
+    config = config_from_values({"monitors": {"tensorboard": False, "wandb": {"offline": True}, "progress": "off"}})
+    found = make_monitors(config, tmp_path, total_steps=1, from_step=0)
+    for monitor in found:
+        monitor.close()
+    assert "wandb" not in [monitor.name for monitor in found]
+    assert "wandb: no more processes; training goes on without it [monitor-failed]" in capsys.readouterr().err
