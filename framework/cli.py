@@ -195,9 +195,13 @@ def _add_others(commands: argparse._SubParsersAction[CommandParser]) -> None:
     schema.set_defaults(command=_schema)
     schema.add_argument("of", nargs="?", choices=("run", "deepspeed"), default="run", help="what is described")
     schema.add_argument("--deepspeed", metavar="RELEASE", help="of this release, for example 0.18.9")
-    turn = commands.add_parser("import", help="print the run config that a DeepSpeed JSON amounts to")
+    turn = commands.add_parser(
+        "import", help="print the run config that a file of DeepSpeed or of another trainer amounts to"
+    )
     turn.set_defaults(command=_import)
-    turn.add_argument("file", metavar="FILE", help='DeepSpeed JSON, also with Hugging Face\'s "auto"')
+    turn.add_argument(
+        "file", metavar="FILE", help="DeepSpeed JSON, TrainingArguments, accelerate's or Lightning's config"
+    )
     turn.add_argument("--deepspeed", metavar="RELEASE", help="as this release reads it, for example 0.18.9")
     about = "say what a checkpoint is, and whether its files are as they were written"
     inspect = commands.add_parser("inspect", help=about)
@@ -252,12 +256,18 @@ def _schema(arguments: argparse.Namespace) -> int:
 
 def _import(arguments: argparse.Namespace) -> int:
     from framework.dslint.import_run import import_document, run_config_text
+    from framework.dslint.import_trainers import import_arguments, read_arguments
     from framework.dslint.readers import read_deepspeed_json
 
-    document = read_deepspeed_json(Path(arguments.file), name=arguments.file)
-    if document is None:
-        raise UsageError(f"{arguments.file}: this is a run config already; import takes DeepSpeed JSON")
-    print(run_config_text(import_document(document, release=arguments.deepspeed), name=arguments.file), end="")
+    path, name = Path(arguments.file), arguments.file
+    if (document := read_arguments(path, name=name)) is not None:
+        imported = import_arguments(document)
+    elif (document := read_deepspeed_json(path, name=name)) is not None:
+        imported = import_document(document, release=arguments.deepspeed)
+    else:
+        takes = "DeepSpeed JSON, TrainingArguments, an accelerate config or Lightning's CLI config"
+        raise UsageError(f"{name}: this is a run config already; import takes {takes}")
+    print(run_config_text(imported, name=name), end="")
     return EXIT_OK
 
 

@@ -16,7 +16,7 @@ from tests.places import ROOT
 
 # kB of Python source and number of files per room; what a room no longer needs is taken away here as well.
 CAPS: dict[str, tuple[float, int]] = {
-    "(doors)": (46, 9),
+    "(doors)": (47, 9),
     "system": (59, 13),
     "text": (65, 6),
     "config": (125, 15),
@@ -32,7 +32,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "data": (133, 18),
     "engine": (262, 35),
     "setup": (129, 12),
-    "dslint": (206, 21),
+    "dslint": (234, 22),
     "deploy": (96, 9),
 }
 LONGEST_FUNCTION = 70

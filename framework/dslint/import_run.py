@@ -257,7 +257,7 @@ _NOT_TEXT: Final = frozenset({"null", "true", "false", "yes", "no", "on", "off",
 
 def run_config_text(imported: Imported, *, name: str) -> str:
     """A run config file."""
-    lines = [f"# Imported from {printable(name)}. Model, data and task are not in a DeepSpeed JSON: write yours."]
+    lines = [f"# Imported from {printable(name)}. Model, data and task are not in it: write yours."]
     if imported.left_out:
         lines.append("# Left out, because it has no effect or is decided elsewhere:")
         lines += [f"#   {printable(line)}" for line in imported.left_out]

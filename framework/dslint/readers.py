@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from framework.dslint.facts import dotted, leaves, read_by_model, value_at
+from framework.dslint.facts import dotted, leaves, read_by_model
 from framework.dslint.key_files import TABLES, variant_of
 from framework.dslint.keys import KeyTable, load_table
 from framework.errors import MISSING, Problem
@@ -150,16 +150,23 @@ def _with(values: Any, path: KeyPath, value: Any) -> Any:
 
 # Run configs and DeepSpeed JSON told apart.
 
+Tool = Literal["transformers.TrainingArguments", "lightning.Trainer", "accelerate"]
+_TOOLS: Final[Mapping[Tool, tuple[str, str]]] = {
+    "transformers.TrainingArguments": ("trainer-config", "Hugging Face's Trainer"),
+    "lightning.Trainer": ("trainer-config", "Lightning"),
+    "accelerate": ("accelerate-config", "Hugging Face's Accelerate"),
+}
 _ACCELERATES: Final = frozenset({"compute_environment", "distributed_type", "deepspeed_config"})
+_TRAINERS: Final = {
+    *("output_dir", "per_device_train_batch_size", "per_device_eval_batch_size", "num_train_epochs", "learning_rate"),
+    *("eval_strategy", "evaluation_strategy", "save_strategy", "save_steps", "logging_steps", "lr_scheduler_type"),
+}
+_LIGHTNINGS: Final = {"max_epochs", "max_steps", "devices", "accelerator", "strategy", "precision", "num_nodes"}
 # GPT-NeoX, each also with dashes; none of them is a key of DeepSpeed's or of a run config's top level.
 _NEOX: Final = {
     *("pipe_parallel_size", "model_parallel_size", "num_layers", "num_attention_heads", "seq_length"),
     *("max_position_embeddings", "train_iters", "pos_emb", "no_weight_tying", "lr_decay_iters"),
 }
-_FROM_ACCELERATE: Final = (
-    "write a run config: zero_stage is zero.stage there, gradient_accumulation_steps batch.accumulation_steps, "
-    "gradient_clipping training.clip_grad_norm, mixed_precision precision.dtype"
-)
 IN_BOTH: Final = frozenset({"optimizer", "scheduler", "checkpoint"})
 # Sections that only a run config has. A test holds them against RunConfig.
 OURS: Final = frozenset(
@@ -231,19 +238,30 @@ def assumption(document: Document, *, as_run_config: bool) -> Iterator[Problem]:
         yield Problem("kind-of-file-assumed", reason, fix, other, MISSING, document.name, *place, severity="note")
 
 
+def tool_of(values: Any) -> Tool | None:
+    """Return the trainer whose arguments these are; None where they are those of none."""
+    if not isinstance(values, Mapping) or (OURS - {"model", "data", "deepspeed"}) & values.keys():
+        return None
+    if isinstance(values.get("trainer"), Mapping) and _LIGHTNINGS & values["trainer"].keys():
+        return "lightning.Trainer"
+    if _ACCELERATES & values.keys() or {"mixed_precision", "num_processes"} <= values.keys():
+        return "accelerate"
+    is_deepspeeds = values.keys() & {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization"}
+    is_theirs = len(_TRAINERS & values.keys()) > 1 and not is_deepspeeds
+    return "transformers.TrainingArguments" if is_theirs else None
+
+
 def foreign_problem(document: Document) -> Problem | None:
     """Return the problem of a config of another tool with some of DeepSpeed's settings under names of its own."""
     values = document.value
-    if not isinstance(values, Mapping) or OURS & values.keys():
+    if not isinstance(values, Mapping):
         return None
-    if len(_NEOX & {str(name).replace("-", "_") for name in values}) > 1:
+    if (found := tool_of(values)) is not None:
+        kind, tool = _TOOLS[found]
+        fix = "`import` prints the run config that it amounts to"
+    elif not OURS & values.keys() and len(_NEOX & {str(name).replace("-", "_") for name in values}) > 1:
         kind, tool = "gpt-neox-config", "GPT-NeoX"
         fix = "check the DeepSpeed JSON that GPT-NeoX makes of it, or write a run config"
-    elif _ACCELERATES & values.keys():
-        kind, tool, fix = "accelerate-config", "Hugging Face's Accelerate", _FROM_ACCELERATE
-        file = value_at(values, ("deepspeed_config", "deepspeed_config_file"))
-        if isinstance(file, str):
-            fix = f"check or import {file}, the DeepSpeed JSON that it names (check --for accelerate)"
     else:
         return None
     reason = f"this is a config of {tool}, neither a run config nor DeepSpeed JSON"

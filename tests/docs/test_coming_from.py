@@ -33,7 +33,7 @@ def test_every_argument_of_the_installed_package_has_an_answer(tool: str, module
     thing = getattr(import_module(module), name)
     is_dataclass = dataclasses.is_dataclass(thing)
     theirs = {field.name for field in dataclasses.fields(thing)} if is_dataclass else arguments_of(thing)
-    assert sorted(theirs - set(answers()[tool])) == [], "give it an answer in tools/docs_site/coming_from.yaml"
+    assert sorted(theirs - set(answers()[tool])) == [], "give it an answer in framework/dslint/tables/coming_from.yaml"
     assert sorted(set(answers()[tool]) - theirs) == [], "the package has no such argument any more"
 
 

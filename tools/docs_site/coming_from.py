@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Final
 
 import yaml
@@ -16,7 +15,7 @@ from framework.config.deepspeed_words import OWNED, PASSED_THROUGH
 from framework.plan.rules.passthrough import REMOVED, not_in_a_run
 from tools.docs_site.kinds import ROOT
 
-DATA: Final = Path(__file__).with_suffix(".yaml")
+DATA: Final = ROOT / "framework/dslint/tables/coming_from.yaml"
 _REASON: Final = re.compile(r"(not needed|not a key|cannot): ")
 _TITLES: Final = {
     "Hugging Face TrainingArguments": "Every field of `transformers.TrainingArguments`.",

@@ -1,0 +1,211 @@
+"""Arguments of Hugging Face's Trainer, accelerate's config and Lightning's CLI config become run configs, and nothing
+that a file says is dropped in silence.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from framework.cli import main
+from framework.config.load import config_from_values
+from framework.dslint.import_run import Imported, run_config_text
+from framework.dslint.import_trainers import import_arguments
+from framework.errors import ConfigError
+from framework.text.document import Document, parse_document
+
+
+def imported(values: dict[str, Any]) -> Imported:
+    found = import_arguments(Document("args.json", values))
+    text = run_config_text(found, name="args.json")
+    assert parse_document(text, name="run.yaml").value == found.values, "the text says what the values say"
+    return found
+
+
+def hugging_face(**values: Any) -> Any:
+    return config_from_values(imported({"output_dir": "out/run1", "learning_rate": 1e-4} | values).values)
+
+
+def test_the_trainers_arguments_with_its_defaults() -> None:
+    config = hugging_face()
+    assert (str(config.run.folder), config.run.seed) == ("out/run1", 42)
+    assert (config.optimizer.kind, config.optimizer.lr, config.optimizer.weight_decay) == ("adamw", 1e-4, 0.0)
+    assert (config.scheduler.kind, config.training.max_epochs, config.batch.micro_size) == ("polynomial", 3, 8)
+    assert (config.training.log_every, config.checkpoint.every_steps, config.evaluation.at_end) == (500, 500, False)
+
+
+def test_the_trainers_arguments_one_by_one() -> None:
+    config = hugging_face(
+        bf16=True,
+        evaluation_strategy="steps",
+        eval_steps=50,
+        save_strategy="epoch",
+        save_total_limit=2,
+        max_steps=200,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_f1",
+        lr_scheduler_type="cosine_with_restarts",
+        lr_scheduler_kwargs={"num_cycles": 3},
+        warmup_ratio=0.1,
+        weight_decay=0.1,
+        gradient_checkpointing=True,
+        report_to=["wandb"],
+        optim="sgd",
+    )
+    assert (config.precision.dtype, config.precision.compute_dtype) == ("autocast", "bf16")
+    assert (config.evaluation.every_steps, config.checkpoint.every_epochs, config.checkpoint.keep_last) == (50, 1, 2)
+    assert (config.checkpoint.keep_best, config.checkpoint.best_is) == ("eval/f1", "max")
+    assert (config.scheduler.kind, config.scheduler.cycles, config.scheduler.warmup_steps) == ("cosine", 3, 20)
+    assert (config.optimizer.kind, config.optimizer.weight_decay_on) == ("sgd", "matrices")
+    assert (config.training.recompute_every, config.training.max_steps, config.training.max_epochs) == (1, 200, None)
+    assert config.monitors.wandb is not None
+
+
+def test_nothing_that_differs_is_dropped_in_silence() -> None:
+    found = imported(
+        {"output_dir": "o", "learning_rate": 1, "push_to_hub": True, "group_by_length": True, "fp16": False}
+    )
+    names = [line.partition(":")[0] for line in found.left_out]
+    assert {"push_to_hub", "group_by_length"} <= set(names)
+    assert "fp16" not in names, "as there by itself"
+
+
+@pytest.mark.slow
+def test_a_file_that_transformers_writes_says_only_what_was_set(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers comes with the dev extra")
+    arguments = transformers.TrainingArguments(output_dir="o", learning_rate=3e-4, use_cpu=True)
+    found = imported(json.loads(arguments.to_json_string()))
+    assert sorted(line.partition(":")[0] for line in found.left_out) == ["save_total_limit", "use_cpu"]
+    assert config_from_values(found.values).optimizer.lr == 3e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["linear", "cosine", "cosine_with_restarts", "constant_with_warmup"])
+def test_rates_are_the_trainers(name: str) -> None:
+    """Its warm-up begins at zero, ours one step further: from there on all rates are equal."""
+    transformers = pytest.importorskip("transformers", reason="transformers comes with the dev extra")
+    import torch
+
+    from framework.engine.schedules import factor
+
+    kwargs = {"num_cycles": 3} if name == "cosine_with_restarts" else {}
+    config = hugging_face(lr_scheduler_type=name, warmup_steps=10, max_steps=100, lr_scheduler_kwargs=kwargs)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = transformers.get_scheduler(name, optimizer, 10, 100, scheduler_specific_kwargs=kwargs)
+    theirs = []
+    for _ in range(100):
+        theirs.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    ours = [factor(config.scheduler, step, 100) for step in range(100)]  # type: ignore[arg-type]
+    assert ours[:9] == pytest.approx(theirs[1:10])
+    assert ours[10:] == pytest.approx(theirs[10:], abs=1e-6)
+
+
+def test_a_deepspeed_json_beside_the_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    auto = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}, "gradient_accumulation_steps": "auto"}
+    ds = auto | {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": 0.3}
+    Path("ds.json").write_text(json.dumps(ds))
+    for given in ("ds.json", ds):
+        config = hugging_face(deepspeed=given, bf16=True, gradient_accumulation_steps=4)
+        assert (config.zero.stage, config.precision.dtype, config.training.clip_grad_norm) == (2, "bf16", 0.3)
+        assert (config.batch.micro_size, config.batch.accumulation_steps, config.optimizer.lr) == (8, 4, 1e-4)
+
+
+ACCELERATE = """
+compute_environment: LOCAL_MACHINE
+deepspeed_config: {gradient_accumulation_steps: 4, gradient_clipping: 0.5, offload_optimizer_device: cpu, zero_stage: 2}
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+num_machines: 2
+num_processes: 16
+"""
+
+
+def test_accelerates_file() -> None:
+    found = imported(yaml.safe_load(ACCELERATE))
+    config = config_from_values(found.values)
+    assert (config.zero.stage, config.zero.offload_optimizer.device, config.precision.dtype) == (2, "cpu", "bf16")
+    assert (config.batch.accumulation_steps, config.training.clip_grad_norm) == (4, 0.5)
+    assert [line.partition(":")[0] for line in found.left_out] == ["num_processes"]
+    fsdp = {
+        "distributed_type": "FSDP",
+        "compute_environment": "x",
+        "fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP"},
+    }
+    assert imported(fsdp).values["zero"] == {"stage": 2}
+
+
+LIGHTNING = """
+seed_everything: 7
+trainer:
+  {devices: 4, strategy: STRATEGY, precision: bf16-mixed, max_epochs: 5, gradient_clip_val: 0.5, max_time: "00:01"}
+optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0.002}}
+lr_scheduler: {class_path: torch.optim.lr_scheduler.StepLR, init_args: {step_size: 3}}
+model: {class_path: my.Lit}
+"""
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "deepspeed_stage_3_offload",
+        "{class_path: DeepSpeedStrategy, init_args: {stage: 3, offload_optimizer: true, offload_parameters: true}}",
+    ],
+)
+def test_lightnings_file(strategy: str) -> None:
+    found = imported(yaml.safe_load(LIGHTNING.replace("STRATEGY", strategy)))
+    config = config_from_values(found.values)
+    assert (config.zero.stage, config.zero.offload_param.device, config.zero.offload_optimizer.device) == (
+        3,
+        "cpu",
+        "cpu",
+    )
+    assert (config.zero.reduce_bucket_size, config.precision.dtype) == (200_000_000, "bf16")
+    assert (config.run.seed, config.optimizer.lr, config.training.max_epochs) == (7, 0.002, 5)
+    assert config.scheduler.target == "torch.optim.lr_scheduler:StepLR"
+    assert {"devices", "max_time"} <= {line.partition(":")[0] for line in found.left_out}
+
+
+def test_lightnings_defaults_where_ours_differ() -> None:
+    config = config_from_values(imported({"trainer": {"max_steps": 10}}).values)
+    assert (config.training.clip_grad_norm, config.training.log_every, config.checkpoint.every_epochs) == (0, 50, 1)
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"per_device_train_batch_size": "many"}, "per_device_train_batch_size"),
+        ({"max_grad_norm": -1}, "max_grad_norm"),
+    ],
+)
+def test_a_wrong_value_is_named_as_the_file_has_it(values: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        imported({"output_dir": "o", "learning_rate": 1e-4} | values)
+    assert [problem.key for problem in caught.value.problems] == [key]
+
+
+@pytest.mark.parametrize(
+    "values", [{"num_train_epochs": "x"}, {"warmup_steps": []}, {"deepspeed": "none.json"}, {"optim": 3}]
+)
+def test_nonsense_ends_in_words(values: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "args.json"
+    path.write_text(json.dumps({"output_dir": "o", "learning_rate": 1e-4} | values))
+    code = main(["import", str(path)])
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err
+    assert (code == 78 and str(next(iter(values.values()))) in said.err) or (code == 0 and "optim: 3" in said.out)
+
+
+@pytest.mark.slow
+def test_defaults_are_those_of_the_installed_packages() -> None:
+    for package in ("transformers", "pytorch_lightning"):
+        pytest.importorskip(package, reason=f"{package} comes with the dev extra")
+    from tools.trainer_defaults import OUT, defaults
+
+    assert json.loads(OUT.read_text(encoding="utf-8")) == defaults(), "run python -m tools.trainer_defaults"
