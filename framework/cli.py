@@ -203,6 +203,9 @@ def _add_others(commands: argparse._SubParsersAction[CommandParser]) -> None:
         "file", metavar="FILE", help="DeepSpeed JSON, TrainingArguments, accelerate's or Lightning's config"
     )
     turn.add_argument("--deepspeed", metavar="RELEASE", help="as this release reads it, for example 0.18.9")
+    new = commands.add_parser("new", help="write a small project that trains at once: model, data, task, config, test")
+    new.set_defaults(command=_new)
+    new.add_argument("name", metavar="NAME", help="of the project and its folder")
     about = "say what a checkpoint is, and whether its files are as they were written"
     inspect = commands.add_parser("inspect", help=about)
     inspect.set_defaults(command=_inspect)
@@ -268,6 +271,15 @@ def _import(arguments: argparse.Namespace) -> int:
         takes = "DeepSpeed JSON, TrainingArguments, an accelerate config or Lightning's CLI config"
         raise UsageError(f"{name}: this is a run config already; import takes {takes}")
     print(run_config_text(imported, name=name), end="")
+    return EXIT_OK
+
+
+def _new(arguments: argparse.Namespace) -> int:
+    from framework.commands.new import new
+
+    written = new(arguments.name)
+    print("\n".join(map(str, written)))
+    print(f"\ncd {arguments.name}\npython -m framework launch run.yaml")
     return EXIT_OK
 
 

@@ -26,7 +26,7 @@ CAPS: dict[str, tuple[float, int]] = {
     "launch": (200, 23),
     "doctor": (97, 12),
     "report": (120, 13),
-    "commands": (175, 25),
+    "commands": (178, 26),
     "models": (122, 15),
     "tasks": (26, 5),
     "data": (133, 18),

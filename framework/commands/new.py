@@ -1,0 +1,52 @@
+"""`new`: writes a small project that trains at once, to put a model and data of one's own in."""
+
+from __future__ import annotations
+
+import importlib.util
+import keyword
+import re
+from pathlib import Path
+from typing import Final
+
+from framework.errors import UsageError
+
+_TEMPLATES: Final = Path(__file__).parent / "project"
+# Template -> place in the project; the others lie at its top.
+_PLACES: Final = {
+    "model.py": "@PACKAGE@/model.py",
+    "data.py": "@PACKAGE@/data.py",
+    "task.py": "@PACKAGE@/task.py",
+    "test_training.py": "tests/test_training.py",
+    "gitignore": ".gitignore",
+}
+
+
+def new(name: str) -> list[Path]:
+    """Write the project into a new folder of its name; returns its files.
+
+    Args:
+        name: of the project, and of the run; the Python package has it with ``_`` for ``-``.
+
+    Raises:
+        UsageError: it is no name of a package, another package has it, or the folder holds something.
+    """
+    folder = Path(name)
+    package = folder.name.replace("-", "_").replace(".", "_")
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", package) or keyword.iskeyword(package):
+        raise UsageError(f"new: {name!r} is no name of a Python package; take letters, digits, - and _")
+    if importlib.util.find_spec(package) is not None and not folder.exists():
+        raise UsageError(
+            f"new: there is a Python package {package} already, which would be imported; take another name"
+        )
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"new: {folder} is there already and is not an empty folder; nothing was written")
+    written = []
+    for template in sorted(_TEMPLATES.glob("*.in")):
+        place = folder / _PLACES.get(template.stem, template.stem).replace("@PACKAGE@", package)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        text = template.read_text(encoding="utf-8").replace("@PACKAGE@", package).replace("@NAME@", folder.name)
+        place.write_text(text, encoding="utf-8")
+        written.append(place)
+    empty = folder / package / "__init__.py"
+    empty.touch()
+    return [*written, empty]
